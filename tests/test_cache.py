@@ -35,9 +35,9 @@ from fastdata.pixels import describe_steps
 from fastdata.pixels.images import CenterCrop, Resize, load_image
 from fastdata.sources.remote import Place
 from fastdata.stores import readers as readers_module
-from fastdata.stores.cache import inspect_caches, prune_caches
-from fastdata.stores.cache.build import locked
-from fastdata.stores.cache.manifest import MANIFEST, Manifest
+from fastdata.stores.build import locked
+from fastdata.stores.cache import MANIFEST, Manifest
+from fastdata.stores.inspect import inspect_caches, prune_caches
 from fastdata.stores.readers import UndecodableError
 
 Folder = Callable[..., Path]
@@ -608,7 +608,7 @@ def test_a_flipped_byte_is_found_in_a_batch_of_whole_words(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
-        ("version", 5, "has version 5; this fastdata reads 6"),
+        ("version", 6, "has version 6; this fastdata reads 7"),
         ("root", "/", "its checksum does not fit"),
     ],
 )
@@ -712,7 +712,7 @@ def test_a_disk_without_room_for_raw_samples_gets_encoded_ones(
     root = image_folder(per_class=20, size=(130, 110))
     raw_bytes = 40 * 3 * 60 * 60
     room = int(raw_bytes * 0.9) + (256 << 20)
-    monkeypatch.setattr("fastdata.stores.cache.build.free_bytes", lambda folder: room)
+    monkeypatch.setattr("fastdata.stores.build.free_bytes", lambda folder: room)
     with cached(root, transform=v1.Resize((60, 60))) as dataset:
         assert dataset.storage_plan.codec in ("zstd", "lz4", "source")
 
@@ -725,7 +725,7 @@ def forbid_writing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in ("mkdir", "replace", "rename", "unlink"):
         monkeypatch.setattr(os, name, refuse)
-    monkeypatch.setattr("fastdata.stores.cache.build.FileLock.acquire", refuse)
+    monkeypatch.setattr("fastdata.stores.build.FileLock.acquire", refuse)
 
 
 def test_a_read_only_cache_is_served(

@@ -8,6 +8,7 @@ import os
 import pickle
 import shutil
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,9 @@ from conftest import save_image
 from fastdata import CachedDataset, CudaPrefetcher, DataLoader, ImageFolder, ImageManifest
 from fastdata.errors import CacheError, SampleError, StoreGoneError
 from fastdata.sources.remote import Place
-from fastdata.stores.cache import find_cache
-from fastdata.stores.cache import manifest as manifest_module
-from fastdata.stores.cache.manifest import MANIFEST, Manifest, Skipped, read_index
+from fastdata.stores import cache as cache_module
+from fastdata.stores.cache import MANIFEST, Manifest, read_cache
+from fastdata.stores.inspect import find_cache
 from fastdata.tools.__main__ import main
 from simcuda import Sim
 
@@ -72,15 +73,21 @@ def images_of(root: Path) -> list[np.ndarray]:
     return [np.asarray(RESIZE(image)) for image, _ in TorchvisionFolder(str(root))]
 
 
-def rewrite(home: Path, columns: Any = None, **changed: Any) -> None:
-    """Change fields of a manifest, or columns of its index, with checksums that fit."""
+def columns_of(home: Path) -> Any:
+    return read_cache(Place(home), lambda cache: cache.columns)
+
+
+def rewrite(home: Path, columns: dict[str, Any] | None = None, **changed: Any) -> None:
+    """Change columns of the index of a cache, or fields of its manifest, with checksums that fit."""
     manifest = Manifest.read(Place(home))
-    columns = read_index(Place(home), manifest).columns | (columns or {})
-    for name, value in changed.items():
-        object.__setattr__(manifest, name, value)
+    merged = columns_of(home) | (columns or {})
     manifest.write(
-        Place(home), {name: column for name, column in columns.items() if column is not None}
+        Place(home), {name: column for name, column in merged.items() if column is not None}
     )
+    document = json.loads((home / MANIFEST).read_text()) | changed
+    del document["crc32"]
+    crc32 = zlib.crc32(json.dumps(document, sort_keys=True).encode())
+    (home / MANIFEST).write_text(json.dumps(document | {"crc32": crc32}))
 
 
 # What is served
@@ -287,7 +294,7 @@ def test_other_labels_of_the_same_files_are_the_datasets(
     files = [f"all/00{i}.jpg" for i in range(3)]
     cache = build_csv(root, [(file, "cat") for file in files])
     with monkeypatch.context() as patch:
-        patch.setattr("fastdata.stores.cache.shards.ingest", None)
+        patch.setattr("fastdata.stores.build.ingest", None)
         (root / "train.csv").write_text(
             "file,label\n" + "".join(f"{file},{k}\n" for k, file in enumerate(files))
         )
@@ -323,7 +330,7 @@ def test_an_update_meanwhile_is_read_again(
     root = image_folder(classes=("all",), per_class=3, size=(13, 11))
     rows = [("all/000.jpg", "cat"), ("all/001.jpg", "dog")]
     cache = build_csv(root, rows)
-    plain, calls = manifest_module.read_index, []
+    plain, calls = cache_module._read_index, []
 
     def updating(*arguments: Any) -> Any:
         if not calls:
@@ -332,7 +339,7 @@ def test_an_update_meanwhile_is_read_again(
             caplog.clear()
         return plain(*arguments)
 
-    monkeypatch.setattr(manifest_module, "read_index", updating)
+    monkeypatch.setattr(cache_module, "_read_index", updating)
     if not is_alone:
         build_csv(root, rows)
         build_csv(root, [*rows, ("all/002.jpg", "cat")])
@@ -410,23 +417,19 @@ def test_a_codec_of_the_users_own_needs_its_dataset(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("columns", "words"),
     [
-        ({"targets.number": np.zeros(5, np.int64)}, r"int64\[5\] where numbers\[6\] are needed"),
-        ({"targets.number": np.zeros(6, "U1")}, "<U1"),
-        ({"targets.number": np.zeros(6, ">i8")}, r">i8\[6\] where"),
-        (
-            {"targets.number": None, "targets.pickle": np.zeros(6, np.int64)},
-            "targets.pickle are targets of no known",
-        ),
-        (
-            {"targets.number": None, "targets.0.number": np.zeros((5, 2))},
-            r"float64\[5, 2\] where numbers\[6\]",
-        ),
-        (
-            {"targets.number": None, "targets.0.json": np.frombuffer(b"[0]", np.uint8)},
-            "targets.0.json holds no list",
-        ),
-        ({"targets.number": None}, "lacks the targets"),
-        ({"targets.json": np.frombuffer(b"[0, 1]", np.uint8)}, "no list of 6 targets"),
+        ({"targets.0": np.zeros(5, np.int64)}, r"int64\[5\] where numbers\[6\] are needed"),
+        ({"targets.0": np.zeros(6, "U1")}, "<U1"),
+        ({"targets.0": np.zeros(6, ">i8")}, r">i8\[6\] where"),
+        ({"targets.0": np.zeros((5, 2))}, r"float64\[5, 2\] where numbers\[6\]"),
+        ({"targets.json": {"pickle": "targets.0"}}, "cannot be read: KeyError: 'pickle'"),
+        ({"targets.json": {"number": "targets.1"}}, "cannot be read: KeyError: 'targets.1'"),
+        ({"targets.json": {"number": ["targets.0"]}}, "cannot be read: TypeError"),
+        ({"targets.json": {"number": "targets.json"}}, "cannot be read: AttributeError"),
+        ({"targets.json": []}, "tuples of nothing"),
+        ({"targets.json": "number"}, "cannot be read: AttributeError"),
+        ({"targets.json": [{"json": [0]}]}, "are no list of 6"),
+        ({"targets.json": {"json": [0, 1]}}, "are no list of 6"),
+        ({"targets.json": None}, "lacks the targets"),
         ({"targets.json": np.frombuffer(b"[0, 1", np.uint8)}, "cannot be read"),
         ({"targets.json": np.frombuffer(b"[" * 100_000, np.uint8)}, "cannot be read"),
         ({"part0.sums": None}, "lacks the part0.sums"),
@@ -458,7 +461,7 @@ def test_samples_beyond_their_file_are_refused(
 ) -> None:
     """Where an encoded sample lies, and how large it is, is checked against the file before it is mapped."""
     home = Path(find_cache(build(image_folder(size=(13, 11)), codec="zstd")))
-    wrong = read_index(Place(home), Manifest.read(Place(home))).columns[f"part0.{column}"].copy()
+    wrong = columns_of(home)[f"part0.{column}"].copy()
     wrong[3] = value
     rewrite(home, {f"part0.{column}": wrong})
     with pytest.raises(CacheError, match=words):
@@ -470,7 +473,7 @@ def test_shapes_that_no_sample_has_are_refused(tmp_path: Path, codec: str) -> No
     """Nothing has a negative side, whether raw or encoded."""
     samples = [(np.zeros((2, 3 + index), np.uint8), 0) for index in range(4)]
     home = Path(find_cache(build_of(samples, tmp_path, codec=codec)))
-    shapes = read_index(Place(home), Manifest.read(Place(home))).columns["part0.shapes"].copy()
+    shapes = columns_of(home)["part0.shapes"].copy()
     rewrite(home, {"part0.shapes": shapes * -1})
     with pytest.raises(CacheError, match="sample 0 of part0 does not lie within its file"):
         CachedDataset.from_cache(home)
@@ -507,7 +510,7 @@ def test_a_sample_larger_than_memory_is_refused(tmp_path: Path) -> None:
     """An encoded sample may claim any shape; one of 8 TiB is damage, found when the cache is opened."""
     samples = [(np.zeros((2, 3 + index), np.uint8), 0) for index in range(4)]
     home = Path(find_cache(build_of(samples, tmp_path, codec="zstd")))
-    shapes = read_index(Place(home), Manifest.read(Place(home))).columns["part0.shapes"].copy()
+    shapes = columns_of(home)["part0.shapes"].copy()
     shapes[1] = 1 << 21, 1 << 22
     rewrite(home, {"part0.shapes": shapes})
     with pytest.raises(CacheError, match="a sample has 8,796,093,022,208 bytes"):
@@ -527,7 +530,7 @@ def test_skipped_samples_are_checked_too(image_folder: Folder) -> None:
     home = Path(find_cache(build(image_folder(size=(13, 11)))))
     document = json.loads((home / MANIFEST).read_text())
     assert document["skipped"] == []
-    rewrite(home, skipped=(Skipped(row="x", path=None, message="m"),))
+    rewrite(home, skipped=[{"row": "x", "path": None, "message": "m"}])
     with pytest.raises(CacheError, match="'x' is in the place of int"):
         CachedDataset.from_cache(home)
 

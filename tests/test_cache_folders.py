@@ -18,7 +18,7 @@ from torchvision import transforms as v1
 from conftest import save_image
 from fastdata import CachedDataset, ImageFolder, ImageManifest
 from fastdata.errors import CacheError, SampleError
-from fastdata.stores.cache import inspect_caches, prune_caches
+from fastdata.stores.inspect import inspect_caches, prune_caches
 from fastdata.stores.readers import DiskFile
 
 Folder = Callable[..., Path]
@@ -72,7 +72,7 @@ def test_no_room_for_the_last_small_files_is_said_so(
 ) -> None:
     """Samples may just fit; the error says what is free, and nothing is left."""
     root = image_folder(size=(13, 11))
-    monkeypatch.setattr("fastdata.stores.cache.manifest.np.savez", refuse(errno.ENOSPC))
+    monkeypatch.setattr("fastdata.stores.cache.np.savez", refuse(errno.ENOSPC))
     with pytest.raises(
         CacheError,
         match=r"too full for the cache: it ran out of room .* are free\. Free some space",
@@ -100,7 +100,7 @@ def test_prune_of_a_read_only_folder_only_looks(
     root = image_folder(size=(13, 11))
     cached(root).close()
     shutil.rmtree(root)
-    monkeypatch.setattr("fastdata.stores.cache.build.FileLock.acquire", refuse(errno.EROFS))
+    monkeypatch.setattr("fastdata.stores.build.FileLock.acquire", refuse(errno.EROFS))
     assert len(prune_caches(root.parent / "cache", gone=True, dry_run=True)) == 1
     with pytest.raises(CacheError, match=r"cannot be removed or changed \(Read-only file system\)"):
         prune_caches(root.parent / "cache")

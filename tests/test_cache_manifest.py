@@ -14,7 +14,7 @@ import pytest
 from fastdata import ImageFolder
 from fastdata.errors import CacheError
 from fastdata.sources.remote import Place
-from fastdata.stores.cache.manifest import MANIFEST, Manifest
+from fastdata.stores.cache import MANIFEST, Manifest
 
 Folder = Callable[..., Path]
 WRONG = [

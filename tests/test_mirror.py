@@ -23,8 +23,9 @@ from fastdata import CachedDataset, ChunkedLoader, DataLoader
 from fastdata.errors import CacheError, RemoteError, SampleError
 from fastdata.sources import remote
 from fastdata.sources.remote import Entry, Place
+from fastdata.stores import cache as cache_module
 from fastdata.stores import mirror as mirror_module
-from fastdata.stores.cache import find_cache, manifest
+from fastdata.stores.inspect import find_cache
 from fastdata.stores.mirror import Mirror, Segment
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="maps segments at fixed addresses")
@@ -147,7 +148,7 @@ def test_the_local_folder_keeps_its_limit(
 ) -> None:
     """ChunkedLoader serves a cache that is larger than the folder, each sample once an epoch, at most twice fetched."""
     limit_bytes, folder = part_bytes() // 2 + 16 * BLOCK_BYTES, tmp_path / "local"
-    monkeypatch.setattr(manifest, "_MIRRORED_SHARE", limit_bytes)
+    monkeypatch.setattr(cache_module, "_MIRRORED_SHARE", limit_bytes)
     with (
         CachedDataset.from_cache(url, as_tensors=True, local_cache=folder) as cached,
         ChunkedLoader(cached, 4, memory_limit="3GiB", chunk_samples=16, mix_chunks=2) as loader,
@@ -182,7 +183,7 @@ def test_what_fits_is_fetched_once(url: str, tmp_path: Path, fetched: Callable[[
 
 def test_too_small_a_folder_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What all is needed at once and has no room is an error that says the limit and the cure; the rest is read."""
-    monkeypatch.setattr(manifest, "_MIRRORED_SHARE", 30 * BLOCK_BYTES)
+    monkeypatch.setattr(cache_module, "_MIRRORED_SHARE", 30 * BLOCK_BYTES)
     folder = tmp_path / "local"
     with CachedDataset.from_cache(upload(tmp_path), local_cache=folder) as dataset:
         check(dataset, range(3))
@@ -318,7 +319,7 @@ def test_a_file_that_is_replaced_while_it_is_read(
         "chunk_samples": 16,
         "mix_chunks": 2,
     }
-    monkeypatch.setattr(manifest, "_MIRRORED_SHARE", part_bytes() // 2)
+    monkeypatch.setattr(cache_module, "_MIRRORED_SHARE", part_bytes() // 2)
     with (
         CachedDataset.from_cache(url, as_tensors=True, local_cache=tmp_path / "local") as cached,
         ChunkedLoader(cached, 4, memory_limit="3GiB", **options) as loader,

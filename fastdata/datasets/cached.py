@@ -18,7 +18,7 @@ from fastdata.stores.options import DatasetOptions, Options, read_options, with_
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
-    from fastdata.stores.cache import Listing
+    from fastdata.stores.build import Listing
 
 
 @with_options
@@ -100,7 +100,7 @@ class CachedDataset(PreparedDataset):
         self._build(source, chosen, transform, target_transform, prepare=prepare)
 
     def _list_files(self, source: Source) -> tuple[Listing | None, str]:
-        from fastdata.stores.cache import list_paths
+        from fastdata.stores.build import list_paths
 
         root, paths = (
             "",
@@ -184,7 +184,7 @@ class CachedDataset(PreparedDataset):
             ...         print(len(dataset), list(dataset.targets))
             5 [0, 1, 4, 9, 16]
         """
-        from fastdata.stores.cache import find_cache, open_cache
+        from fastdata.stores.inspect import find_cache, open_cache
 
         dataset = cls.__new__(cls)
         dataset._pair_transform = _checked(transforms, transform, target_transform)

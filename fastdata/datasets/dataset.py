@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from fastdata.stores.cache import Listing
+    from fastdata.stores.build import Listing
 
 
 _ENDING = threading.RLock()
@@ -248,7 +248,7 @@ class _Opened(Dataset[Any]):
             prepared = prepare_storage(path, options, table, by=by)
         else:
             # 20 ms with filelock, which only caches take.
-            from fastdata.stores.cache import prepare_on_disk
+            from fastdata.stores.build import prepare_on_disk
 
             listing, root = self._list_files(source)
             is_pil = isinstance(source, FileSource) and decoder_of(source.loader) is not None

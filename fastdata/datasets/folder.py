@@ -28,7 +28,7 @@ from fastdata.stores.options import DatasetOptions, Options, read_options, with_
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from fastdata.stores.cache import Listing
+    from fastdata.stores.build import Listing
 
 
 class _ImageFiles(PreparedDataset):
@@ -68,7 +68,7 @@ class _ImageFiles(PreparedDataset):
         self._build(self._files_of(table), options, transform, target_transform, table=table)
 
     def _list_files(self, source: Source) -> tuple[Listing | None, str]:
-        from fastdata.stores.cache import list_paths
+        from fastdata.stores.build import list_paths
 
         root, table = os.fspath(self.root), self._stored.table
         assert isinstance(source, FileSource)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -249,15 +249,22 @@ class Writer:
         return Writer, (self.plan, self.file, self.index)
 
 
-def open_writers(plans: Sequence[WriterPlan], length: int) -> tuple[Writer, ...]:
-    """The writer of each part of samples; none stays open where one cannot be made."""
+class _Closes(Protocol):
+    def close(self) -> None: ...
+
+
+_Opened = TypeVar("_Opened", bound=_Closes)
+
+
+def open_all(opening: Iterable[_Opened]) -> list[_Opened]:
+    """All that an iterable opens; none stays open where one cannot be."""
+    opened = []
     with contextlib.ExitStack() as cleanup:
-        writers = []
-        for plan in plans:
-            writers.append(Writer.open(plan, length))
-            cleanup.callback(writers[-1].close)
+        for each in opening:
+            cleanup.callback(each.close)
+            opened.append(each)
         cleanup.pop_all()
-    return tuple(writers)
+    return opened
 
 
 def _npy_head(spec: SampleSpec, rows: int) -> bytes:
@@ -285,7 +292,7 @@ class WritePath(NamedTuple):
         if any(isinstance(plan.codec, SourceDecoder) for plan in plans):
             assert isinstance(path.source, FileSource)
             path = ReadPath(path.source.as_bytes(), Steps(()))
-        return cls(path, open_writers(plans, length))
+        return cls(path, tuple(open_all(Writer.open(plan, length) for plan in plans)))
 
     def write(self, indices: Sequence[int], first_row: int | None = None) -> Written:
         """Read, prepare and write samples, from a row on; else each to the row of its index."""

@@ -27,8 +27,8 @@ from fastdata.errors import counted, is_url, refuse_remote
 from fastdata.machine.memory import format_bytes, parse_bytes, usable_cores
 from fastdata.pixels.images import CenterCrop, encode_image
 from fastdata.report import progress_bar
-from fastdata.stores.cache import inspect_caches, prune_caches
 from fastdata.stores.codecs import KNOWN_CODECS
+from fastdata.stores.inspect import inspect_caches, prune_caches
 from fastdata.tools import add_json, check_folder, keep, positive
 
 # Export

@@ -19,7 +19,7 @@ from ray.cluster_utils import Cluster
 
 from children import open_noted
 from fastdata import ImageFolder
-from fastdata.stores.cache.manifest import MANIFEST
+from fastdata.stores.cache import MANIFEST
 
 AT = "009.jpg"
 """Where a build is when something is killed."""

@@ -18,8 +18,8 @@ from fastdata.errors import CacheError, counted, is_url, refuse_remote
 from fastdata.machine.memory import format_bytes
 from fastdata.machine.shared import PackedPaths, SampleTable
 from fastdata.sources.remote import Place
-from fastdata.stores.cache.build import REFUSED, lock_file, locked, serve, sweep
-from fastdata.stores.cache.manifest import MANIFEST, Cache, LocalCache, Manifest, read_settled
+from fastdata.stores.build import REFUSED, lock_file, locked, sweep
+from fastdata.stores.cache import MANIFEST, Cache, LocalCache, Manifest, read_cache
 from fastdata.stores.prepare import Prepared
 from fastdata.stores.readers import UndecodableError, receipts_in
 
@@ -87,7 +87,7 @@ def open_cache(
     Raises:
         CacheError: it is damaged, or cannot be served without its dataset.
     """
-    return read_settled(place, partial(_serve_alone, as_tensors=as_tensors), local_cache)
+    return read_cache(place, partial(_serve_alone, as_tensors=as_tensors), local_cache)
 
 
 def _serve_alone(cache: Cache, *, as_tensors: bool) -> tuple[Prepared, Manifest]:
@@ -103,7 +103,7 @@ def _serve_alone(cache: Cache, *, as_tensors: bool) -> tuple[Prepared, Manifest]
             for part in manifest.parts
         )
         manifest = replace(manifest, parts=parts)
-    return serve(cache._replace(manifest=manifest), (), table), manifest
+    return cache._replace(manifest=manifest).serve((), table), manifest
 
 
 def _paths_of(cache: Cache) -> PackedPaths:
@@ -182,7 +182,7 @@ def inspect_caches(
 
 def _look(place: Place, *, verify: bool = False) -> Inspected:
     try:
-        return read_settled(place, partial(_inspect, verify=verify))
+        return read_cache(place, partial(_inspect, verify=verify))
     except (CacheError, FileNotFoundError) as unreadable:
         return Inspected(folder=str(place), manifest=None, problem=str(unreadable))
 

@@ -25,32 +25,38 @@ import types
 import typing
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
-from fastdata.errors import CacheError, RemoteError
-from fastdata.machine.memory import user_cache
+from fastdata.errors import CacheError, RemoteError, SampleError
+from fastdata.machine.memory import StoragePlan, format_bytes, user_cache
 from fastdata.machine.shared import ArrayBlock, SampleTable
 from fastdata.pixels.images import SampleSpec
+from fastdata.report import log
 from fastdata.sources import ItemKeys
 from fastdata.sources.remote import Place
+from fastdata.stores.codecs import codec_of
 from fastdata.stores.mirror import Mirror, MirroredStore
+from fastdata.stores.prepare import Prepared
 from fastdata.stores.readers import Decoder, DiskFile, DiskStore, naming_full_disk, receipt_name
+from fastdata.stores.samples import SOURCE, KeptSamples
+from fastdata.stores.writers import open_all
 
 MANIFEST = "fastdata.json"
 FORMAT = "fastdata cache"
-VERSION = 6
+VERSION = 7
 DAMAGED = (
     OSError,
     EOFError,
     LookupError,
     MemoryError,
     OverflowError,
+    AttributeError,
     TypeError,
     ValueError,
     RecursionError,
@@ -115,6 +121,11 @@ class Shard:
         if min(self.rows, *self.sizes) < 0:
             raise ValueError(f"{self} has less than nothing")
 
+    def files(self, parts: Sequence[Part]) -> list[str]:
+        """The name of the file of each part."""
+        endings = [".npy" if part.is_table else ".bin" for part in parts]
+        return [f"part{number}-{self.name}{ending}" for number, ending in enumerate(endings)]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Skipped:
@@ -135,9 +146,7 @@ class Manifest:
       and ``part0.offsets``, int64, in the file of its shard; unless it is a table also
       ``part0.sizes``, int64, and ``part0.shapes``, int32 (kept, dimensions);
     * where samples are files, by row ``paths`` and ``ends``, see ``PackedPaths``;
-    * unless they are a part, the targets of the samples that were kept: ``targets.number``,
-      ``targets.tensor`` or ``targets.array``, or ``targets.json``, a list as text; of tuples
-      ``targets.0.number`` and the like, one for each place, in order.
+    * unless they are a part, the targets of the samples that were kept, see ``pack_targets``.
 
     Args:
         key: what the samples depend on besides their files.
@@ -195,16 +204,12 @@ class Manifest:
 
     @property
     def index_name(self) -> str:
-        return _index_name(self.index_crc32)
-
-    def kept_rows(self) -> np.ndarray:
-        """The rows that were not left out: int64, in order."""
-        return np.delete(np.arange(self.count), [entry.row for entry in self.skipped])
+        return f"index-{self.index_crc32:08x}.npz"
 
     def files_of(self, number: int) -> dict[str, int]:
         """The names of the files of a part, and how many bytes they have."""
         return {
-            file_name(number, self.parts[number], shard.name): shard.sizes[number]
+            shard.files(self.parts)[number]: shard.sizes[number]
             for shard in self.shards
             if shard.sizes[number]
         }
@@ -216,15 +221,14 @@ class Manifest:
         parts = map(self.files_of, range(len(self.parts)))
         return {MANIFEST, self.index_name}.union(self.receipts(), *parts)
 
-    def write(self, place: Place, columns: Mapping[str, np.ndarray]) -> None:
+    def write(self, place: Place, columns: Columns) -> None:
         """Make this, with an index of these columns, what a cache holds, at once and for good."""
         index = pack_columns(columns)
-        crc32 = zlib.crc32(index)
-        document = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}
-        document["index_crc32"] = crc32
+        manifest = replace(self, index_crc32=zlib.crc32(index))
+        document = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(manifest)}
         document["crc32"] = _crc_of(document)
         with naming_full_disk(Path(place.url)):
-            place.write(_index_name(crc32), index)
+            place.write(manifest.index_name, index)
             place.write(MANIFEST, json.dumps(document, indent=1).encode())
 
     @classmethod
@@ -236,49 +240,51 @@ class Manifest:
             CacheError: it is damaged, or of another version.
         """
         path = place.at(MANIFEST)
-        try:
+        with _naming_damage(path):
             document = json.loads(place.read(MANIFEST))
-            if not isinstance(document, dict) or document.pop("format", None) != FORMAT:
+            if not isinstance(document, dict) or document.get("format") != FORMAT:
                 raise CacheError(f"{path} is no manifest of a fastdata cache")
-            version = document.pop("version", None)
+            version = document.get("version")
             if version != VERSION:
                 raise CacheError(f"{path} has version {version!r}; this fastdata reads {VERSION}")
-            crc32 = document.pop("crc32", None)
-            if crc32 != _crc_of({"format": FORMAT, "version": VERSION, **document}):
+            if document.pop("crc32", None) != _crc_of(document):
                 raise CacheError(
                     f"{path} was changed after it was written: its checksum does not fit"
                 )
+            del document["format"], document["version"]
             manifest: Manifest = _typed(cls, document)
             return manifest
-        except (FileNotFoundError, CacheError, RemoteError):
-            raise
-        except DAMAGED as problem:
-            what = f"{type(problem).__name__}: {problem}"
-            raise CacheError(f"{path} cannot be read: {what}") from problem
-
-
-def _index_name(crc32: int) -> str:
-    return f"index-{crc32:08x}.npz"
-
-
-def file_name(number: int, part: Part, shard_name: str) -> str:
-    return f"part{number}-{shard_name}{'.npy' if part.is_table else '.bin'}"
 
 
 def _crc_of(document: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(document, sort_keys=True).encode())
 
 
+@contextlib.contextmanager
+def _naming_damage(path: str, *, if_missing: bool = False) -> Iterator[None]:
+    """Make a CacheError of whatever is wrong with a file."""
+    try:
+        yield
+    except (CacheError, RemoteError):
+        raise
+    except DAMAGED as problem:
+        if isinstance(problem, FileNotFoundError) and not if_missing:
+            raise
+        what = f"{type(problem).__name__}: {problem}"
+        raise CacheError(f"{path} cannot be read: {what}") from problem
+
+
 def _typed(kind: Any, value: Any) -> Any:
     """A value of JSON as this type, dataclasses included; one of ``DAMAGED`` for any other."""
+    origin = typing.get_origin(kind)
     arguments = typing.get_args(kind)
-    if kind is Any or (typing.get_origin(kind) is typing.Literal and value in arguments):
+    if kind is Any or (origin is Literal and value in arguments):
         return value
     if types.NoneType in arguments:
         return None if value is None else _typed(arguments[0], value)
-    if typing.get_origin(kind) is tuple and isinstance(value, list):
+    if origin is tuple and isinstance(value, list):
         return tuple(_typed(arguments[0], item) for item in value)
-    if typing.get_origin(kind) is dict and isinstance(value, dict):
+    if origin is dict and isinstance(value, dict):
         return {name: _typed(arguments[1], item) for name, item in value.items()}
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):
         hints = typing.get_type_hints(kind)
@@ -292,14 +298,17 @@ def _typed(kind: Any, value: Any) -> Any:
 # Columns
 
 
-def pack_columns(columns: Mapping[str, np.ndarray]) -> bytes:
+def pack_columns(columns: Mapping[str, Any]) -> bytes:
+    """Arrays as they are, without pickle; what is none as JSON, under a name that ends so."""
     stream = io.BytesIO()
-    np.savez(stream, **columns)  # type: ignore[arg-type]  # of numbers, which are not pickled
+    arrays = {
+        name: column
+        if isinstance(column, np.ndarray)
+        else np.frombuffer(json.dumps(column).encode(), np.uint8)
+        for name, column in columns.items()
+    }
+    np.savez(stream, **arrays)  # type: ignore[arg-type]  # of numbers, which are not pickled
     return stream.getvalue()
-
-
-def json_column(value: Any) -> np.ndarray:
-    return np.frombuffer(json.dumps(value).encode(), np.uint8)
 
 
 def unpack_columns(data: bytes) -> Columns:
@@ -325,71 +334,6 @@ def column_of(columns: Columns, name: str, dtype: str, *shape: int) -> np.ndarra
     return column
 
 
-def _locate(manifest: Manifest, number: int, columns: Columns, kept: np.ndarray) -> Columns:
-    """Where the samples of a part lie, for ``Store``; ValueError where that is not possible."""
-    part = manifest.parts[number]
-    name = f"part{number}"
-    count = len(kept)
-    index: Columns = {
-        "sums": column_of(columns, f"{name}.sums", "uint64", count),
-        "offsets": column_of(columns, f"{name}.offsets", "int64", count),
-    }
-    item_bytes = np.dtype(part.spec.dtype).itemsize
-    if part.is_table:
-        shapes = np.broadcast_to(np.array(part.spec.shape), (count, len(part.spec.shape or ())))
-        sizes = np.full(count, part.spec.sample_bytes)
-    else:
-        shapes = column_of(columns, f"{name}.shapes", "int32", count, part.dimensions)
-        sizes = column_of(columns, f"{name}.sizes", "int64", count)
-        index |= {"sizes": sizes, "shapes": shapes}
-    if part.spec.shape is not None and (shapes != part.spec.shape).any():
-        raise ValueError(f"samples have other shapes than {list(part.spec.shape)}")
-    sample_bytes = shapes.astype(np.float64).prod(axis=1) * item_bytes
-    if sample_bytes.max(initial=0) > _MOST_SAMPLE_BYTES:
-        raise ValueError(f"a sample has {sample_bytes.max():,.0f} bytes, as none has")
-    shards = np.searchsorted(np.cumsum([shard.rows for shard in manifest.shards]), kept, "right")
-    file_bytes = np.array([shard.sizes[number] for shard in manifest.shards])
-    index["files"] = (np.cumsum(file_bytes > 0) - 1)[shards].astype(np.int32)
-    offsets = index["offsets"]
-    room = file_bytes[shards]
-    is_wrong = (room == 0) | (offsets < 0) | (sizes < 0) | (offsets > room - sizes)
-    is_wrong |= (shapes < 0).any(axis=1)
-    if part.codec is None:
-        is_wrong |= (sample_bytes != sizes) | (offsets % item_bytes != 0)
-    if is_wrong.any():
-        raise ValueError(f"sample {int(is_wrong.argmax())} of {name} does not lie within its file")
-    return index
-
-
-def target_columns(targets: Sequence[Any] | np.ndarray) -> dict[str, np.ndarray]:
-    """Targets as columns of an index.
-
-    Raises:
-        ValueError: they are neither numbers, arrays of one shape, plain values that JSON keeps, nor
-            tuples of these.
-    """
-    with contextlib.closing(SampleTable(targets)) as table:
-        if table.target_kind in _KINDS:
-            return {f"targets.{table.target_kind}": np.array(table.target_array())}
-        is_tuple = bool(table.target_places)
-    columns = {}
-    for i, place in enumerate(zip(*targets, strict=True) if is_tuple else ()):
-        for name, column in target_columns(place).items():
-            columns[name.replace(".", f".{i}.", 1)] = column
-    if columns:
-        return columns
-    targets = list(targets)
-    with contextlib.suppress(TypeError, ValueError):
-        if repr(json.loads(json.dumps(targets))) == repr(targets):
-            return {"targets.json": json_column(targets)}
-    kinds = ", ".join(sorted({type(target).__name__ for target in targets}))
-    raise ValueError(
-        "cache_dir= keeps targets that are numbers, arrays of one shape, texts, lists and dicts "
-        f"of these, or tuples of one length, and not {kinds}. Give such targets from the dataset, "
-        "and make what you need of them in target_transform=."
-    )
-
-
 _KINDS: dict[str, Callable[[np.ndarray], Any]] = {
     "number": lambda column: column,
     "tensor": lambda column: list(torch.from_numpy(column)),
@@ -398,39 +342,66 @@ _KINDS: dict[str, Callable[[np.ndarray], Any]] = {
 """Of targets that are a column of numbers: what it stands for."""
 
 
-def targets_of(columns: Columns, count: int, prefix: str = "targets.") -> Any:
-    """The targets of so many samples in an index: numbers in one array, else a list.
+def pack_targets(targets: Sequence[Any] | np.ndarray) -> Columns:
+    """Targets as columns: ``targets.json`` says of which kind they are, and in which column.
 
     Raises:
-        ValueError: there are none, or they are of other samples.
+        ValueError: they are neither numbers, arrays of one shape, plain values that JSON keeps, nor
+            tuples of these.
     """
-    found = None
-    places: dict[str, None] = {}
-    for name, column in columns.items():
-        kind = name.removeprefix(prefix)
-        place, _, rest = kind.partition(".")
-        if kind == name:
-            continue
-        if rest:
-            places[place] = None
-        elif kind == "json":
-            if not isinstance(column, list) or len(column) != count:
-                raise ValueError(f"{name} holds no list of {count} targets")
-            found = column
-        elif kind not in _KINDS:
-            raise ValueError(f"{name} are targets of no known kind")
-        else:
-            is_number = column.dtype.kind in "iufb" and column.dtype.isnative
-            if not is_number or column.shape[:1] != (count,):
-                given = f"{column.dtype}{list(column.shape)}"
-                raise ValueError(f"{name} are {given} where numbers[{count}] are needed")
-            found = _KINDS[kind](column)
-    if places:
-        each = (as_list(targets_of(columns, count, f"{prefix}{place}.")) for place in places)
-        return list(zip(*each, strict=True))
-    if found is None:
+    columns: Columns = {}
+    columns["targets.json"] = _pack_targets(targets, columns)
+    return columns
+
+
+def _pack_targets(targets: Sequence[Any] | np.ndarray, columns: Columns) -> Any:
+    with contextlib.closing(SampleTable(targets)) as table:
+        kind = table.target_kind
+        if kind in _KINDS:
+            name = f"targets.{len(columns)}"
+            columns[name] = np.array(table.target_array())
+            return {kind: name}
+    if kind == "tuple":
+        return [_pack_targets(place, columns) for place in zip(*targets, strict=True)]
+    targets = list(targets)
+    with contextlib.suppress(TypeError, ValueError):
+        if repr(json.loads(json.dumps(targets))) == repr(targets):
+            return {"json": targets}
+    kinds = ", ".join(sorted({type(target).__name__ for target in targets}))
+    raise ValueError(
+        "cache_dir= keeps targets that are numbers, arrays of one shape, texts, lists and dicts "
+        f"of these, or tuples of one length, and not {kinds}. Give such targets from the dataset, "
+        "and make what you need of them in target_transform=."
+    )
+
+
+def unpack_targets(columns: Columns, count: int) -> Any:
+    """The targets of so many samples: numbers in one array, else a list.
+
+    One of ``DAMAGED`` where there are none, or they are of other samples.
+    """
+    if "targets.json" not in columns:
         raise ValueError("it lacks the targets of its samples")
-    return found
+    return _unpack_targets(columns["targets.json"], columns, count)
+
+
+def _unpack_targets(packed: Any, columns: Columns, count: int) -> Any:
+    if isinstance(packed, list):
+        places = [as_list(_unpack_targets(place, columns, count)) for place in packed]
+        if not places:
+            raise ValueError("targets are tuples of nothing")
+        return list(zip(*places, strict=True))
+    [(kind, found)] = packed.items()
+    if kind == "json":
+        if not isinstance(found, list) or len(found) != count:
+            raise ValueError(f"its targets are no list of {count}")
+        return found
+    column = columns[found]
+    is_number = column.dtype.kind in "iufb" and column.dtype.isnative
+    if not is_number or column.shape[:1] != (count,):
+        given = f"{column.dtype}{list(column.shape)}"
+        raise ValueError(f"{found} are {given} where numbers[{count}] are needed")
+    return _KINDS[kind](column)
 
 
 def as_list(targets: Any) -> list[Any]:
@@ -447,7 +418,7 @@ class Cache(NamedTuple):
         place: where it is.
         manifest: what it holds.
         columns: its index.
-        kept: int64 (K,), the rows that were kept.
+        kept: int64 (K,), the rows that were not left out.
         indexes: of each part where these samples lie, as ``Store`` takes it.
         targets: of these samples; zeros where a part has them.
         mirror: of a cache behind a URL, where its files are opened.
@@ -468,14 +439,90 @@ class Cache(NamedTuple):
         index = ArrayBlock(self.indexes[number])
         if self.mirror is not None:
             return MirroredStore(list(sizes), spec, index, decoder, self.mirror)
-        with contextlib.ExitStack() as cleanup:
-            files = []
-            for name, size_bytes in sizes.items():
-                files.append(DiskFile.open(Path(self.place.url) / name, size_bytes))
-                cleanup.callback(files[-1].close)
-            store = DiskStore(files, spec, index, decoder)
-            cleanup.pop_all()
-        return store
+        home = Path(self.place.url)
+        files = open_all(DiskFile.open(home / name, size) for name, size in sizes.items())
+        return DiskStore(files, spec, index, decoder)
+
+    def serve(self, known: Sequence[Decoder], table: SampleTable | None) -> Prepared:
+        """Map all samples.
+
+        Args:
+            known: what may decode a part, beside fastdata's own codecs.
+            table: of the samples of the source; None makes one of the targets that the cache has.
+        """
+        manifest = self.manifest
+        if not len(self.kept):
+            raise CacheError(f"{self.place} holds no sample")
+        stores = open_all(
+            self.open_part(number, coder_of(self.place, part, known))
+            for number, part in enumerate(manifest.parts)
+        )
+        if table is None:
+            table = SampleTable(self.targets)
+        elif len(self.kept) < len(table):
+            table = table.reduced_to(self.kept.tolist())
+        codecs = "+".join(dict.fromkeys(store.codec for store in stores))
+        size = format_bytes(manifest.size_bytes)
+        reason = f"storage='disk': {size} {codecs} in {self.place}"
+        log.info("%s", reason)
+        kept = KeptSamples(
+            tuple(stores),
+            table,
+            manifest.is_tuple,
+            manifest.target_is_part,
+            manifest.keys,
+            mask_places=manifest.mask_places,
+        )
+        return Prepared(
+            storage_plan=StoragePlan("disk", reason, None if codecs == "raw" else codecs),
+            kept=kept,
+            skipped=[
+                SampleError(each.message, index=each.row, path=each.path)
+                for each in manifest.skipped
+            ],
+        )
+
+
+def coder_of(place: Place, part: Part, known: Sequence[Decoder]) -> Decoder | None:
+    """What encodes and decodes a part; None where it is raw."""
+    if part.codec is None:
+        return None
+    for coder in known:
+        if coder.settings() == part.codec:
+            return coder
+    its_dataset = f"open that, with cache_dir={place.url.rpartition('/')[0]!r}"
+    if part.codec["name"] == SOURCE:
+        raise CacheError(
+            f"{place} holds image files as they are, and what prepares them on every read is known "
+            f"to their dataset alone; {its_dataset}, or build a cache with another codec"
+        )
+    try:
+        return codec_of(part.codec)
+    except ValueError as unknown:
+        raise CacheError(
+            f"{place} cannot be opened on its own: {unknown}. A codec object of your own is known "
+            f"to the dataset that the cache was made from: {its_dataset} and codec="
+        ) from unknown
+
+
+def read_cache(
+    place: Place, use: Callable[[Cache], _Made], local_cache: LocalCache = None
+) -> _Made:
+    """Make something of a cache; once more where another process has meanwhile replaced it.
+
+    Raises:
+        FileNotFoundError: there is none.
+        CacheError: it is damaged.
+        RemoteError: it cannot be fetched.
+    """
+    while True:
+        manifest = Manifest.read(place)
+        try:
+            mirror = _open_mirror(place, manifest, local_cache) if place.is_remote else None
+            return use(_read_index(place, manifest, mirror))
+        except CacheError:
+            if Manifest.read(place) == manifest:
+                raise
 
 
 def mirror_folder(local_cache: LocalCache) -> Path:
@@ -501,31 +548,11 @@ def _open_mirror(place: Place, manifest: Manifest, local_cache: LocalCache) -> M
     return Mirror(place, files, mirror_folder(local_cache), _MIRRORED_SHARE)
 
 
-def read_settled(
-    place: Place, use: Callable[[Cache], _Made], local_cache: LocalCache = None
-) -> _Made:
-    """Make something of a cache; once more where another process has meanwhile replaced it.
-
-    Raises:
-        FileNotFoundError: there is none.
-        CacheError: it is damaged.
-        RemoteError: it cannot be fetched.
-    """
-    while True:
-        manifest = Manifest.read(place)
-        try:
-            mirror = _open_mirror(place, manifest, local_cache) if place.is_remote else None
-            return use(read_index(place, manifest, mirror))
-        except CacheError:
-            if Manifest.read(place) == manifest:
-                raise
-
-
-def read_index(place: Place, manifest: Manifest, mirror: Mirror | None = None) -> Cache:
+def _read_index(place: Place, manifest: Manifest, mirror: Mirror | None) -> Cache:
     """Read all columns. Types, sizes and offsets are checked here, whatever they are used for."""
     name = manifest.index_name
     path = place.at(name)
-    try:
+    with _naming_damage(path, if_missing=True):
         data = place.read(name) if mirror is None else mirror.read(name)
         if mirror is not None and zlib.crc32(data) != manifest.index_crc32:
             mirror.forget(mirror.segments(name))
@@ -535,18 +562,49 @@ def read_index(place: Place, manifest: Manifest, mirror: Mirror | None = None) -
         columns = unpack_columns(data)
         count = manifest.count - len(manifest.skipped)
         column_of(columns, "part0.sums", "uint64", count)  # so that the count can be believed
-        kept = manifest.kept_rows()
+        kept = np.delete(np.arange(manifest.count), [entry.row for entry in manifest.skipped])
         indexes = [_locate(manifest, k, columns, kept) for k in range(len(manifest.parts))]
         if "paths" in columns:
             ends = column_of(columns, "ends", "int64", manifest.count)
             column_of(columns, "paths", "uint8", int(ends[-1]))
             if (np.diff(ends, prepend=0) < 0).any():
                 raise ValueError("file names overlap")
-        targets = (
-            targets_of(columns, count) if not manifest.target_is_part else np.zeros(count, int)
-        )
-    except (CacheError, RemoteError):
-        raise
-    except DAMAGED as problem:
-        raise CacheError(f"{path} cannot be read: {problem}") from problem
-    return Cache(place, manifest, columns, kept, indexes, targets, mirror)
+        is_part = manifest.target_is_part
+        targets = np.zeros(count, int) if is_part else unpack_targets(columns, count)
+        return Cache(place, manifest, columns, kept, indexes, targets, mirror)
+
+
+def _locate(manifest: Manifest, number: int, columns: Columns, kept: np.ndarray) -> Columns:
+    """Where the samples of a part lie, for ``Store``; ValueError where that is not possible."""
+    part = manifest.parts[number]
+    name = f"part{number}"
+    count = len(kept)
+    index: Columns = {
+        "sums": column_of(columns, f"{name}.sums", "uint64", count),
+        "offsets": column_of(columns, f"{name}.offsets", "int64", count),
+    }
+    if part.is_table:
+        shapes = np.broadcast_to(np.array(part.spec.shape), (count, len(part.spec.shape or ())))
+        sizes = np.full(count, part.spec.sample_bytes)
+    else:
+        shapes = column_of(columns, f"{name}.shapes", "int32", count, part.dimensions)
+        sizes = column_of(columns, f"{name}.sizes", "int64", count)
+        index |= {"sizes": sizes, "shapes": shapes}
+    if part.spec.shape is not None and (shapes != part.spec.shape).any():
+        raise ValueError(f"samples have other shapes than {list(part.spec.shape)}")
+    item_bytes = np.dtype(part.spec.dtype).itemsize
+    sample_bytes = shapes.astype(np.float64).prod(axis=1) * item_bytes
+    if sample_bytes.max(initial=0) > _MOST_SAMPLE_BYTES:
+        raise ValueError(f"a sample has {sample_bytes.max():,.0f} bytes, as none has")
+    shards = np.searchsorted(np.cumsum([shard.rows for shard in manifest.shards]), kept, "right")
+    file_bytes = np.array([shard.sizes[number] for shard in manifest.shards])
+    index["files"] = (np.cumsum(file_bytes > 0) - 1)[shards].astype(np.int32)
+    offsets = index["offsets"]
+    room = file_bytes[shards]
+    is_wrong = (room == 0) | (offsets < 0) | (sizes < 0) | (offsets > room - sizes)
+    is_wrong |= (shapes < 0).any(axis=1)
+    if part.codec is None:
+        is_wrong |= (sample_bytes != sizes) | (offsets % item_bytes != 0)
+    if is_wrong.any():
+        raise ValueError(f"sample {int(is_wrong.argmax())} of {name} does not lie within its file")
+    return index
