@@ -352,6 +352,7 @@ typedef struct Batch {
     const int64_t *rows_B; /* which of them each sample is written to; NULL: its own number */
     int32_t shape[3], solved, interleaved; /* whether sources are (H, W, C), not (C, H, W) */
     int32_t channels, height, width, channels_last;
+    int32_t streams; /* whether values go past the caches: found when the batch is served */
     Values values;
     struct Batch *next; /* what else the same samples are served as; of that are read table, perspectives, out, its size
                            and layout, and values */

@@ -6,10 +6,15 @@
 #include <stdlib.h>
 #include <string.h>
 
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
 enum { BUFFER = 4096, SHORT_ROW = 128 }; /* bytes: rows shorter than that are converted several at a time */
 enum { PERIOD = 48 }; /* values: whole pixels of 2, 3 and 4 channels, and whole vectors */
 enum { POOLED = 32, POOLED_BYTES = 8 << 20 }; /* scratches, and the most that one of them holds */
 enum { EXPECTED_BYTES = 16 << 10 };
+enum { STREAMED_BYTES = 8 << 20 }; /* of a batch: more than the caches keep until it is read */
 enum { MARGIN = 64 }; /* bytes before and behind a decoded image that kernels may read */
 
 /* What was drawn for a sample by one program. */
@@ -273,19 +278,58 @@ static bool agrees(const Values *v, int32_t channels) {
     return true;
 }
 
+/* Whether values for `out` may go past the caches: memory that is written so need not be read first. */
+static bool may_stream(const uint8_t *out) {
+#if defined(__SSE2__)
+    return (uintptr_t)out % sizeof(__m128i) == 0;
+#else
+    return (void)out, false;
+#endif
+}
+
+static void stream(const uint8_t *restrict values, int64_t bytes, uint8_t *restrict out) {
+    int64_t at = 0;
+#if defined(__SSE2__)
+    enum { WIDE = sizeof(__m128i) };
+    for (; may_stream(out) && at + 4 * WIDE <= bytes; at += 4 * WIDE)
+        for (int k = 0; k < 4; k++) {
+            const __m128i value = _mm_loadu_si128((const __m128i *)(values + at + k * WIDE));
+            _mm_stream_si128((__m128i *)(out + at + k * WIDE), value);
+        }
+#endif
+    memcpy(out + at, values + at, (size_t)(bytes - at));
+}
+
+static void end_streams(void) {
+#if defined(__SSE2__)
+    _mm_sfence(); /* others see them before they see that the batch is there */
+#endif
+}
+
+static bool is_half(const Values *v) { return v->dtype == FLOAT16 || v->dtype == BFLOAT16; }
+
+/* At most CHUNK floats, as values of the batch. */
+static void hand_over(const Values *v, const float *floats, int64_t count, uint8_t *out, bool streams) {
+    uint8_t halves[2 * CHUNK];
+    if (is_half(v)) store(v->dtype, floats, count, streams ? halves : out);
+    if (streams) stream(is_half(v) ? halves : (const uint8_t *)floats, count * ITEM_BYTES[v->dtype], out);
+}
+
 /* Values of one row of a plane, or of several that lie end to end. */
-static void write_values(const Values *v, int32_t c, const uint8_t *in, int64_t count, uint8_t *out) {
+static void write_values(const Values *v, int32_t c, const uint8_t *in, int64_t count, uint8_t *out, bool streams) {
     float floats[CHUNK];
-    if (v->dtype == FLOAT32) to_floats(v, c, in, count, (float *)out);
+    streams = streams && may_stream(out);
+    const bool in_chunks = is_half(v) || (v->dtype == FLOAT32 && streams);
+    if (v->dtype == FLOAT32 && !streams) to_floats(v, c, in, count, (float *)out);
     for (int64_t i = 0; i < count && v->dtype == FLOAT64; i++) ((double *)out)[i] = v->table_C256[256 * c + in[i]];
-    for (int64_t from = 0; from < count && (v->dtype == FLOAT16 || v->dtype == BFLOAT16); from += CHUNK) {
-        int64_t part = count - from < CHUNK ? count - from : CHUNK;
+    for (int64_t from = 0; from < count && in_chunks; from += CHUNK) {
+        const int64_t part = count - from < CHUNK ? count - from : CHUNK;
         to_floats(v, c, in + from, part, floats);
-        store(v->dtype, floats, part, out + 2 * from);
+        hand_over(v, floats, part, out + from * ITEM_BYTES[v->dtype], streams);
     }
 }
 
-static void write_plane(const Batch *batch, const Image *image, int32_t c, uint8_t *out, uint8_t *buffer) {
+static void write_plane(const Batch *batch, const Image *image, int32_t c, uint8_t *out, uint8_t *buffer, bool streams) {
     const Values *v = &batch->values;
     int64_t bytes = ITEM_BYTES[v->dtype], width = image->width, height = image->height, rows;
     out += c * height * width * bytes;
@@ -297,7 +341,7 @@ static void write_plane(const Batch *batch, const Image *image, int32_t c, uint8
         if (rows > height - y) rows = height - y;
         uint8_t *to = v->dtype == UINT8 ? out : buffer;
         for (int64_t k = 0; k < rows && copies; k++) copy_row(row + k * image->row, image->pixel, width, to + k * width);
-        if (v->dtype != UINT8) write_values(v, c, copies ? buffer : row, rows * width, out);
+        if (v->dtype != UINT8) write_values(v, c, copies ? buffer : row, rows * width, out, streams);
     }
 }
 
@@ -352,24 +396,25 @@ INLINE void convert_pixels(const Values *v, const Pattern *pattern, const uint8_
 
 /* Values of whole pixels; of a table where `pattern` is NULL. */
 static void write_pixels(const Values *v, const Pattern *pattern, int64_t channels, const uint8_t *in, int64_t count,
-                         uint8_t *out) {
+                         uint8_t *out, bool streams) {
     float floats[CHUNK];
-    const bool is_half = v->dtype == FLOAT16 || v->dtype == BFLOAT16;
-    const int64_t step = !is_half ? count : pattern ? CHUNK / PERIOD * PERIOD : CHUNK / channels * channels;
+    streams = streams && may_stream(out);
+    const bool in_chunks = is_half(v) || (v->dtype == FLOAT32 && streams);
+    const int64_t chunk = pattern ? CHUNK / PERIOD * PERIOD : CHUNK / channels * channels, step = in_chunks ? chunk : count;
     for (int64_t from = 0; from < count; from += step, in += step) {
         const int64_t part = count - from < step ? count - from : step;
-        float *to = is_half ? floats : (float *)out;
+        float *to = in_chunks ? floats : (float *)out;
         if (v->dtype == FLOAT64)
             for (int64_t i = 0; i < part; i++) ((double *)out)[i] = v->table_C256[256 * (i % channels) + in[i]];
         else if (!pattern)
             for (int64_t i = 0; i < part; i++) to[i] = (float)v->table_C256[256 * (i % channels) + in[i]];
         else v->divides ? convert_pixels(v, pattern, in, part, to, true) : convert_pixels(v, pattern, in, part, to, false);
-        if (is_half) store(v->dtype, floats, part, out + 2 * from);
+        if (in_chunks) hand_over(v, floats, part, out + from * ITEM_BYTES[v->dtype], streams);
     }
 }
 
 /* `buffer` has room for BUFFER values. */
-static void write_channels_last(const Batch *batch, const Image *image, uint8_t *out, uint8_t *buffer) {
+static void write_channels_last(const Batch *batch, const Image *image, uint8_t *out, uint8_t *buffer, bool streams) {
     const Values *v = &batch->values;
     const int64_t channels = batch->channels, width = image->width, most = BUFFER / channels;
     const bool by_formula = v->by_formula && PERIOD % channels == 0;
@@ -386,13 +431,13 @@ static void write_channels_last(const Batch *batch, const Image *image, uint8_t 
                 continue;
             }
             if (waiting + count > BUFFER) {
-                write_pixels(v, by_formula ? &pattern : NULL, channels, buffer, waiting, out);
+                write_pixels(v, by_formula ? &pattern : NULL, channels, buffer, waiting, out, streams);
                 out += waiting * ITEM_BYTES[v->dtype], waiting = 0;
             }
             lay_row(image, from, pixels, channels, buffer + waiting);
             waiting += count;
         }
-    if (waiting) write_pixels(v, by_formula ? &pattern : NULL, channels, buffer, waiting, out);
+    if (waiting) write_pixels(v, by_formula ? &pattern : NULL, channels, buffer, waiting, out, streams);
 }
 
 /* Samples that are files */
@@ -496,11 +541,12 @@ static int serve_image(const Batch *batch, int64_t b, Drawn *drawn, const Image 
     uint8_t *out = batch->out_B + row * batch->channels * batch->height * batch->width * ITEM_BYTES[batch->values.dtype];
     Image served = {.channels = batch->channels, .height = batch->height, .width = batch->width};
     pack(&served, out);
+    const bool streams = batch->streams && end - op < 2; /* ops on what was written read it again */
     if (batch->channels_last) {
         served.plane = 1, served.pixel = served.channels, served.row = (int64_t)served.width * served.channels;
-        write_channels_last(batch, image, out, buffer);
+        write_channels_last(batch, image, out, buffer, streams);
     } else
-        for (int32_t c = 0; c < batch->channels; c++) write_plane(batch, image, c, out, buffer);
+        for (int32_t c = 0; c < batch->channels; c++) write_plane(batch, image, c, out, buffer, streams);
     for (; op < end; op++) {
         int problem = op->code == OP_CAST ? OK : rewrite(op, &served, batch->values.dtype);
         if (problem) return problem;
@@ -572,6 +618,8 @@ EXPORT int64_t fastdata_serve(Batch *batch, int64_t first, int64_t last, Refusal
     int64_t programs = 0;
     for (Batch *each = batch; each; each = each->next, programs++) {
         each->values.by_formula = each->values.by_formula && agrees(&each->values, each->channels);
+        const int64_t values = (last - first) * each->channels * each->height * each->width;
+        each->streams = values * ITEM_BYTES[each->values.dtype] > STREAMED_BYTES;
         refusal->program = programs, refusal->reason = REFUSED_TABLE;
         if (!is_sound(each->table)) return first;
     }
@@ -585,5 +633,6 @@ EXPORT int64_t fastdata_serve(Batch *batch, int64_t first, int64_t last, Refusal
         if (refusal->reason != OK) refused = b;
     }
     give_back(scratch);
+    end_streams();
     return refused;
 }
