@@ -154,11 +154,7 @@ def check(
     index = [*reversed(range(len(store.samples))), 0, 0]
     expected = served(steps, store, index)
     batch = run_both(steps, store, index, device, **options)
-    assert batch.is_contiguous(
-        memory_format=torch.channels_last
-        if options.get("channels_last")
-        else torch.contiguous_format
-    )
+    assert batch.is_contiguous()
     assert batch.shape == expected.shape
     np.testing.assert_allclose(batch.numpy(), expected, rtol=0, atol=atol)
     assert batch.dtype == torch.from_numpy(expected).dtype
@@ -190,7 +186,6 @@ def test_padded_crops(device: torch.device, api: Any, form: str, mode: str, chan
     crop = api.RandomCrop((36, 50), padding=(1, 2, 3, 4), padding_mode=mode, fill=7)
     steps = [crop, api.RandomHorizontalFlip(), api.RandomVerticalFlip()]
     check(steps, store_of(form, channels=channels), device)
-    check(steps, store_of(form, channels=channels), device, channels_last=True)
 
 
 @both_apis
@@ -229,7 +224,6 @@ def test_colour_fill_and_repeated_reflection(device: torch.device) -> None:
     """A fill per channel lands in its channel; PIL images are reflected again and again."""
     steps = [v1.RandomCrop(6, padding=3, fill=(1, 128, 255)), v1.RandomHorizontalFlip()]
     check(steps, store_of(size=(6, 5)), device)
-    check(steps, store_of(size=(6, 5)), device, channels_last=True)
     check([v1.RandomCrop(5, padding=9, padding_mode="reflect")], store_of(size=(6, 5)), device)
 
 
@@ -242,11 +236,10 @@ def test_conversions_are_bit_equal(device: torch.device, steps: list[Any]) -> No
     store = store_of()
     store.samples[0].flat[:256] = np.arange(256)
     check(steps, store, device)
-    check([v1.RandomCrop(20), *steps], store, device, channels_last=True)
+    check([v1.RandomCrop(20), *steps], store, device)
 
 
-@pytest.mark.parametrize("channels_last", [False, True])
-def test_normalize(device: torch.device, channels_last: bool) -> None:
+def test_normalize(device: torch.device) -> None:
     """Normalised floats are within 1e-6 of the CPU's, twice too, without a conversion to 0..1, and widened."""
     norm = v1.Normalize(*NORM)
     scale = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
@@ -262,23 +255,18 @@ def test_normalize(device: torch.device, channels_last: bool) -> None:
         [v2.ToImage(), v2.ToDtype(torch.float32), v2.Normalize((127.0,), (64.0,))],
         [v1.RandomResizedCrop(16), v1.RandomHorizontalFlip(), v1.Grayscale(3), v1.ToTensor(), norm],
     ):
-        check(steps, store_of(), device, atol=1e-6, channels_last=channels_last)
+        check(steps, store_of(), device, atol=1e-6)
     check(
         [*scale, v2.Normalize(*NORM)],
         store_of(channels=1),
         device,
         atol=1e-6,
-        channels_last=channels_last,
     )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("channels_last", [False, True])
-def test_half_floats_are_rounded_once(
-    device: torch.device, dtype: torch.dtype, channels_last: bool
-) -> None:
+def test_half_floats_are_rounded_once(device: torch.device, dtype: torch.dtype) -> None:
     """What ``dtype=`` serves is the float32 batch, rounded; uint8 batches stay uint8."""
-    options: dict[str, Any] = {"channels_last": channels_last}
     scale = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
     for steps, channels in (
         ([v1.RandomCrop(20), v1.ToTensor(), v1.Normalize(*NORM)], 3),
@@ -287,8 +275,8 @@ def test_half_floats_are_rounded_once(
         ([*scale, v2.Normalize(*NORM)], 1),
     ):
         store = store_of(channels=channels)
-        whole = run_both(steps, store, range(24), device, **options)
-        half = run_both(steps, store, range(24), device, dtype=dtype, **options)
+        whole = run_both(steps, store, range(24), device)
+        half = run_both(steps, store, range(24), device, dtype=dtype)
         assert torch.equal(half, whole.to(dtype))
         assert half.stride() == whole.stride()
     assert program_of([v1.RandomCrop(20)], store_of(), dtype=dtype).output == (
@@ -309,8 +297,7 @@ AUGMENTATION = [
 WINDOWS = [v1.RandomCrop(36), v1.RandomHorizontalFlip(), v1.ToTensor(), v1.Normalize(*NORM)]
 
 
-@pytest.mark.parametrize("channels_last", [False, True])
-def test_other_steps_run_before_the_transfer(device: torch.device, channels_last: bool) -> None:
+def test_other_steps_run_before_the_transfer(device: torch.device) -> None:
     """Resizing and colours are done by the core, and only the uint8 that is served is sent."""
     jitter = [
         v1.RandomResizedCrop(24),
@@ -319,7 +306,7 @@ def test_other_steps_run_before_the_transfer(device: torch.device, channels_last
         v1.Normalize(*NORM),
     ]
     for steps in (AUGMENTATION, jitter):
-        check(steps, store_of(), device, atol=1e-6, channels_last=channels_last)
+        check(steps, store_of(), device, atol=1e-6)
         prog = program_of(steps, store_of())
         assert prog.host is not None
         assert prog.sent_shape == (3, 24, 24)
@@ -384,7 +371,6 @@ def test_the_stored_samples_are_only_read(device: torch.device) -> None:
 # What it costs
 
 
-@pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("dtype", [None, torch.float16])
 @pytest.mark.parametrize(
     "steps",
@@ -401,12 +387,10 @@ def test_the_stored_samples_are_only_read(device: torch.device) -> None:
     ],
     ids=["crop", "reflect", "fill", "v2"],
 )
-def test_a_device_is_asked_for_nothing_it_is_slow_or_wrong_at(
-    steps: list[Any], dtype: Any, channels_last: bool
-) -> None:
+def test_a_device_is_asked_for_nothing_it_is_slow_or_wrong_at(steps: list[Any], dtype: Any) -> None:
     """No value comes back, no shape depends on one, no mixed dtypes go into ``out=``, no pixel its own index."""
     store = store_of()
-    prog = program_of(steps, store, channels_last=channels_last, dtype=dtype)
+    prog = program_of(steps, store, dtype=dtype)
     draws = prog.draw(np.arange(24), EPOCH, SEED)
     samples = torch.from_numpy(np.stack(store.samples))
     index_B = torch.arange(24)
@@ -448,12 +432,11 @@ def no_synchronisation() -> Iterator[None]:
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("channels_last", [False, True])
-def test_no_host_synchronisation_on_a_gpu(channels_last: bool) -> None:
+def test_no_host_synchronisation_on_a_gpu() -> None:
     """After a first batch has brought the constants there, CUDA is never waited for."""
     device = torch.device("cuda")
     store = store_of()
-    prog = program_of(WINDOWS, store, channels_last=channels_last)
+    prog = program_of(WINDOWS, store)
     samples, index_B = (
         torch.from_numpy(np.stack(store.samples)).to(device),
         torch.arange(24, device=device),

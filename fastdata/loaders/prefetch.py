@@ -23,7 +23,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -34,7 +33,7 @@ import torch
 import torch.cuda
 
 from fastdata.datasets.batch import flatten, stacked
-from fastdata.datasets.dataset import PreparedDataset, handle_of
+from fastdata.datasets.dataset import handle_of
 from fastdata.datasets.reader import DeviceBatch, ReaderHandle
 from fastdata.datasets.ring import BatchRing
 from fastdata.errors import DeviceError, kind_of
@@ -43,7 +42,6 @@ from fastdata.loaders.loader import DataLoader
 from fastdata.loaders.transfer import CopyCounts, PinnedMemory, Transfer
 from fastdata.loaders.view import LoaderView
 from fastdata.machine.memory import check_device_room, format_bytes
-from fastdata.pixels import TransformPlan
 from fastdata.pixels.device import DeviceProgram
 from fastdata.report import EpochReport, Line, warn_user
 from fastdata.stores.readers import Store
@@ -218,7 +216,7 @@ class CudaPrefetcher:
         self._stream: Any = None
         if self.device.type == "cuda":
             self._pinned = PinnedMemory(self.device)
-            self._ops = DeviceOps(loader, batch_ops, self.device, **casts)
+            self._ops = DeviceOps(loader, batch_ops, self.device, dtype)
 
     # The loader's face
 
@@ -236,12 +234,11 @@ class CudaPrefetcher:
         return own.get(name, value)
 
     def set_epoch(self, epoch: int) -> None:
-        batch_sampler = getattr(self.loader, "batch_sampler", None)
-        samplers = (getattr(it, "sampler", None) for it in (self.loader, batch_sampler))
-        listeners: dict[int, Any] = {id(it): it for it in (self.loader, batch_sampler, *samplers)}
-        for listener in listeners.values():
-            if hasattr(listener, "set_epoch"):
-                listener.set_epoch(epoch)
+        batch_sampler: Any = getattr(self.loader, "batch_sampler", None)
+        for holder in (self.loader, batch_sampler):
+            for listener in (holder, getattr(holder, "sampler", None)):
+                if hasattr(listener, "set_epoch"):
+                    listener.set_epoch(epoch)
 
     def _user_state(self) -> Any:
         seen = self._transfer.seen
@@ -268,7 +265,7 @@ class CudaPrefetcher:
         pinned = self._pinned
         if pinned is None:
             return Transfer(iter(loader), self.device, self._finish)
-        read, ops = self._ops.begin() or (None, None)
+        read, ops = self._ops.begin()
         finish = partial(self._finish, ops=ops)
         self._stream = self._stream or torch.cuda.Stream(self.device)
         cuda = {"stream": self._stream, "pinned": pinned, "depth": self.depth}
@@ -292,7 +289,7 @@ class CudaPrefetcher:
         values: dict[str, Any] = {
             field.name: getattr(said, field.name) for field in dataclasses.fields(EpochReport)
         }
-        values |= latest.counts.figures() | {"read_s": latest.read_s, "copy_s": latest.copy_s}
+        values |= latest.counts.figures()
         if self._pinned is not None:
             values |= {
                 "device": str(self.device),
@@ -301,7 +298,7 @@ class CudaPrefetcher:
                 "copies": latest.copies,
                 "batch_ops": self._ops.described,
             }
-        return PrefetchReport(**values)
+        return PrefetchReport(**values, read_s=latest.read_s, copy_s=latest.copy_s)
 
     def close(self) -> None:
         """End live iterators, give back pinned memory and copies of the store. Idempotent."""
@@ -309,9 +306,9 @@ class CudaPrefetcher:
             epoch.close()
         self._ring = None
         if self._pinned is not None:
-            self._ops.close()
             self._pinned.ring_bytes = 0
             self._pinned.copies_bytes = 0
+            self._ops.close()
 
     def __enter__(self) -> Self:
         return self
@@ -463,19 +460,19 @@ class DeviceOps:
         described: where they run in the latest epoch, and why; empty where the loader has none.
     """
 
-    def __init__(self, loader: Any, asked: WhereOps, device: torch.device, **options: Any) -> None:
+    def __init__(
+        self, loader: Any, asked: WhereOps, device: torch.device, dtype: torch.dtype | None
+    ) -> None:
         self.described = ""
         self._loader = loader
         self._asked = asked
         self._device = device
         self._served = LoaderView.find(getattr(loader, "dataset", None))
-        self._options = options  # of ``DeviceProgram``
-        self._compiled: tuple[TransformPlan, DeviceProgram] | None = None
-        self._lock = threading.Lock()
+        self._dtype = dtype
         self._mirror: torch.Tensor | None = None
         self._has_warned = False
 
-    def begin(self) -> tuple[Read, Transform] | None:
+    def begin(self) -> tuple[Read | None, Transform | None]:
         """What reads the batches of an epoch, what finishes them; None if the CPU does it all.
 
         Raises:
@@ -483,18 +480,17 @@ class DeviceOps:
         """
         self.described = ""
         if self._served is None:
-            return None
+            return None, None
         self._served.reader()  # which notices what was changed in place
         dataset = self._served.parts[0]  # several have an obstacle
         is_mirrored = dataset.storage == "device"
-        obstacle: str | None = (
-            f"the loader is {kind_of(self._loader)}, not fastdata's DataLoader in batches"
-        )
-        if isinstance(self._loader, DataLoader) and is_own(self._loader):
-            obstacle = self._loader.device_obstacle()
-        if obstacle is None and not dataset.plan.batch_ops and not is_mirrored:
-            return None
-        program = self._compile(dataset) if obstacle is None else None
+        obstacle = self._obstacle()
+        program = None
+        if obstacle is None:
+            if not dataset.plan.batch_ops and not is_mirrored:
+                return None, None
+            spec = _store(handle_of(dataset)).spec
+            program = DeviceProgram(dataset.plan, spec, dtype=self._dtype)
         reason = fallback_reason(
             self._asked,
             obstacle,
@@ -502,37 +498,37 @@ class DeviceOps:
             served_bytes=self._served.latest().served_bytes or 0,
             is_mirrored=is_mirrored and program is not None and program.host is None,
         )
-        handle = handle_of(dataset)
-        where = f"on {self._device}"
-        unused = ""
-        if reason is not None:
-            where = f"on the CPU: {reason}"
-            unused = f", batches are made on the CPU: {reason}"
-        elif program is not None and program.host is not None:
-            unused = f": {program.host_step} runs on the CPU"
-            where += f", the conversion only{unused}"
-        elif is_mirrored:
-            size = format_bytes(_size_bytes(_store(handle)))
-            where += f", from a copy of the store there ({size})"
-        self.described = where
-        if unused and is_mirrored and self._asked != "cpu" and not self._has_warned:
-            self._has_warned = True
-            warn_user(f"storage='device' has no effect{unused}")
         if program is None or reason is not None:
-            return None
-        is_there = is_mirrored and not unused
+            self.described = f"on the CPU: {reason}"
+            if is_mirrored:
+                self._warn_of_mirror(f", batches are made on the CPU: {reason}")
+            return None, None
+        self.described = f"on {self._device}"
+        if program.host is not None:
+            why = f": {program.host_step} runs on the CPU"
+            self.described += f", the conversion only{why}"
+            if is_mirrored:
+                self._warn_of_mirror(why)
+        handle = handle_of(dataset)
+        is_there = is_mirrored and program.host is None
+        if is_there:
+            size = format_bytes(_size_bytes(_store(handle)))
+            self.described += f", from a copy of the store there ({size})"
 
         def read(batch: Any, ring: BatchRing) -> DeviceBatch:
             return handle().read_for_device(program, batch, ring, only_places=is_there)
 
         return read, partial(self._run, program, handle if is_there else None)
 
-    def _compile(self, dataset: PreparedDataset) -> DeviceProgram:
-        plan = dataset.plan  # the user may have replaced it
-        if self._compiled is None or self._compiled[0] is not plan:
-            spec = _store(handle_of(dataset)).spec
-            self._compiled = plan, DeviceProgram(plan, spec, **self._options)
-        return self._compiled[1]
+    def _obstacle(self) -> str | None:
+        if isinstance(self._loader, DataLoader) and is_own(self._loader):
+            return self._loader.device_obstacle()
+        return f"the loader is {kind_of(self._loader)}, not fastdata's DataLoader in batches"
+
+    def _warn_of_mirror(self, why: str) -> None:
+        if self._asked != "cpu" and not self._has_warned:
+            self._has_warned = True
+            warn_user(f"storage='device' has no effect{why}")
 
     def _run(self, program: DeviceProgram, handle: ReaderHandle | None, batch: DeviceBatch) -> Any:
         """Make the images of a batch on its device; with a handle, of samples in the store there."""
@@ -540,17 +536,15 @@ class DeviceOps:
         positions_B = None
         if handle is not None:
             positions_B = samples
-            with self._lock:  # two iterators may be the first
-                if self._mirror is None:
-                    self._mirror = _upload(_store(handle), self._device)
-                samples = self._mirror
+            if self._mirror is None:
+                self._mirror = _upload(_store(handle), self._device)
+            samples = self._mirror
         images = program.run(samples, batch.draws, positions_B)
         return stacked(images, batch.targets, batch.keys)
 
     def close(self) -> None:
         """Give back the memory on the device. Idempotent; a later epoch copies again."""
-        with self._lock:
-            self._mirror = None
+        self._mirror = None
 
 
 def _upload(store: Store, device: torch.device) -> torch.Tensor:

@@ -10,7 +10,8 @@ of them.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -66,63 +67,56 @@ class DeviceProgram:
         spec: of the samples.
         dtype: of what is served, instead of the plan's float32 or float64; rounded once. Uint8
             stays uint8.
-        channels_last: whether batches lie in memory with their channels last.
     """
 
     def __init__(
-        self,
-        plan: TransformPlan,
-        spec: SampleSpec,
-        *,
-        dtype: torch.dtype | None = None,
-        channels_last: bool = False,
+        self, plan: TransformPlan, spec: SampleSpec, *, dtype: torch.dtype | None = None
     ) -> None:
         ops = plan.batch_ops
         served = Program(ops, spec).output(spec.shape)
         assert spec.shape is not None
         assert served is not None
-        self._layout = torch.channels_last if channels_last else torch.contiguous_format
         self._floats: _Floats | None = None
         if ops and ops[-1].code == "OP_CAST":
             self._floats = _Floats(dtype, ops[-1].about)
             ops = ops[:-1]
         served_dtype = self._floats.dtype if self._floats else torch.uint8
         self.output: tuple[Shape, torch.dtype] = served[0], served_dtype
-        self._program = Program(ops, spec)
         self.sent_shape: Shape = spec.shape
         self.host: Program | None = None
         self.host_step = ""
-        self._windows: Ints | None = None
-        self._fill: list[int] = []
-        asking = self._plan_windows(ops)
-        if asking is not None:
+        self._program = Program(ops, spec)
+        self._cuts = False
+        self._fill: list[int] = []  # a value for each channel
+        unable = self._plan_windows(ops)
+        if unable is not None:
             self.host = self._program
             sent = self._program.output(spec.shape)
             assert sent is not None
             self.sent_shape = sent[0]
-            self.host_step = plan.batch_texts[step_number(asking.at) - len(plan.prepare)]
+            self.host_step = plan.batch_texts[step_number(unable.at) - len(plan.prepare)]
 
     # Windows: the core draws an OP_WINDOW for each op, or for several that it fuses. As core.h says,
     # its ``n`` are the border that is added first (0 to 3: left, top, right, bottom), the window's
     # first row and column in that (4, 5) and its size (6, 7), and whether it is mirrored (8: bit 0
     # its columns, bit 1 its rows; from bit 8 on the border's mode). ``v`` from 8 on is the border's
-    # colour.
+    # colour. All but the window's place, and whether it is mirrored, is the same for all samples.
 
     def _plan_windows(self, ops: tuple[Op, ...]) -> Op | None:
-        """Note the windows of ops that are no more; else the op that only the host can run."""
+        """Note the colour of borders; return the op, if any, that only the host can run."""
         others = [op for op in ops if op.code not in _WINDOWS]
         if others or not ops:
             return next(iter(others), None)
-        record_R = self._records(np.zeros(1, np.int64), 0, 0)[0]
-        windows = record_R["n"]
-        is_constant = windows[:, 8] >> 8 == MODES.index("constant")
-        has_fill = is_constant & windows[:, :4].any(axis=1)
-        colours = slice(8, 8 + min(4, self.sent_shape[0]))
-        fills = np.unique(record_R["v"][has_fill, colours], axis=0)
+        fills = {
+            tuple(window["v"][8:].astype(int).tolist())
+            for window in self._records(np.zeros(1, np.int64), 0, 0)[0]
+            if window["n"][:4].any() and _mode_of(window["n"]) == "constant"
+        }
         if len(fills) > 1:  # one pass fills once
             return next(op for op in ops if op.code in _FILLING)
-        self._fill = fills.astype(int).ravel().tolist()
-        self._windows = windows
+        for colour in fills:
+            self._fill = [colour[min(c, 3)] for c in range(self.sent_shape[0])]
+        self._cuts = True
         return None
 
     def draw(self, index_B: Int64s, visits_B: int | Int64s, seed: int) -> Tensor | None:
@@ -132,14 +126,12 @@ class DeviceProgram:
             int16 (B, h + w), of huge samples int32: the row sent of each row served, then the
             columns, -1 where it is filled. None where samples are served whole as they are sent.
         """
-        if self._windows is None:
+        if not self._cuts:
             return None
         if not len(index_B):
             return torch.empty(0, sum(self.output[0][1:]), dtype=torch.int16)
-        n_BR = self._records(index_B, visits_B, seed)["n"]
-        rows_Bh = self._sources(n_BR, self._windows, 0)
-        columns_Bw = self._sources(n_BR, self._windows, 1)
-        source_BL = np.concatenate([rows_Bh, columns_Bw], axis=1)
+        n_BR9 = self._records(index_B, visits_B, seed)["n"]
+        source_BL = np.concatenate([self._sources(n_BR9, axis) for axis in (0, 1)], axis=1)
         is_small = max(self.sent_shape) < 1 << 15
         return torch.from_numpy(source_BL.astype(np.int16 if is_small else np.int32))
 
@@ -148,90 +140,70 @@ class DeviceProgram:
     ) -> Tensor:
         """Serve a batch, uint8 as stored or as ``host`` made it, which is only read.
 
-        ``draws`` lie on the same device. ``index_B``, int64 and there too, chooses from a store,
-        contiguous, whose samples are not copied whole; it is not checked to be in [0, N), which
-        would wait for the device.
+        ``draws`` lie on the same device. ``index_B``, int64 and there too, chooses from a store; it
+        is not checked to be in [0, N), which would wait for the device.
 
         Returns:
             (B, C, h, w) of ``output``'s dtype, in fresh memory; the batch itself where there is
             nothing to do.
         """
-        batch = stored_NCHW
+        batch = stored_NCHW if index_B is None else stored_NCHW.index_select(0, index_B)
         if draws is not None:
-            batch = self._cut(stored_NCHW, index_B, draws)
-        elif index_B is not None:
-            batch = stored_NCHW.index_select(0, index_B)
-        batch = self._floats.convert(batch) if self._floats else batch
-        return batch.contiguous(memory_format=self._layout)
+            batch = self._cut(batch, draws)
+        return self._floats.convert(batch) if self._floats else batch
 
-    def _records(self, index_B: Int64s, visits_B: int | Int64s, seed: int) -> npt.NDArray[Any]:
+    def _records(self, index_B: Int64s, visits_B: int | Int64s, seed: int) -> Ints:
         shapes_B3 = np.full((len(index_B), 3), self.sent_shape, np.int32)
         return self._program.draw(index_B, visits_B, seed, shapes_B3)
 
-    def _sources(self, n_BR: Ints, windows_R: Ints, axis: int) -> Ints:
+    def _sources(self, n_BR9: Ints, axis: int) -> Ints:
         """Where each row (axis 0) or column served comes from in what is sent.
 
-        Windows are cut one from the other: a place in the last one is looked up in the one before.
+        What is done to an image is done to the numbers of its rows: they are padded and cut.
         """
-        length = self.sent_shape[1 + axis]
-        source_BL: Ints | None = None
-        for r, window in enumerate(windows_R):
-            n_B = n_BR[:, r]
-            cut = int(window[6 + axis])
-            padding_B = n_B[:, 1 - axis]
-            is_mirrored_B = n_B[:, 8] >> (1 - axis) & 1
-            first_B = n_B[:, 4 + axis] - padding_B + is_mirrored_B * (cut - 1)
+        source: Ints = np.arange(
+            self.sent_shape[1 + axis], dtype=np.int32
+        )  # (L,) until the first cut
+        for r in range(n_BR9.shape[1]):
+            n_B9 = n_BR9[:, r]
+            window = n_B9[0].tolist()
+            border = window[1 - axis], window[3 - axis]
+            if any(border):
+                mode = _mode_of(window)
+                fill: Any = {"constant_values": _FILLED} if mode == "constant" else {}
+                beside = [(0, 0)] * (source.ndim - 1)
+                source = np.pad(source, [*beside, border], mode, **fill)
+            length = window[6 + axis]
+            is_mirrored_B = n_B9[:, 8] >> (1 - axis) & 1
+            first_B = n_B9[:, 4 + axis] + is_mirrored_B * (length - 1)
             step_B = 1 - 2 * is_mirrored_B
-            at_BL = first_B[:, None] + step_B[:, None] * np.arange(cut, dtype=np.int32)
-            if window[:4].any():
-                at_BL = _within(at_BL, length, MODES[window[8] >> 8])
-            if source_BL is None:
-                source_BL = at_BL
-            else:
-                inside_BL = np.take_along_axis(source_BL, at_BL.clip(0), axis=1)
-                source_BL = np.where(at_BL == _FILLED, _FILLED, inside_BL)
-            length = cut
-        assert source_BL is not None
-        return source_BL
+            at_BL = first_B[:, None] + step_B[:, None] * np.arange(length, dtype=np.int32)
+            is_first = source.ndim == 1
+            source = source[at_BL] if is_first else np.take_along_axis(source, at_BL, axis=1)
+        return source
 
-    def _cut(self, stored_NCHW: Tensor, index_B: Tensor | None, source_BL: Tensor) -> Tensor:
-        count, channels, height, width = stored_NCHW.shape
-        device = stored_NCHW.device
-        if index_B is None:
-            index_B = torch.arange(count, device=device)
+    def _cut(self, batch_BCHW: Tensor, source_BL: Tensor) -> Tensor:
+        channels, _, width = batch_BCHW.shape[1:]
         rows = self.output[0][1]
-        within_BL = source_BL.to(torch.int64)
+        at_BL = source_BL.to(torch.int64)
         if self._fill:
-            within_BL = within_BL.clamp(min=0)
-        # Whole rows first, of all planes as lines of one image, then columns of these.
-        row_B1h = within_BL[:, None, :rows]
-        column_B11w = within_BL[:, None, None, rows:]
-        plane_C1 = torch.arange(0, channels * height, height, device=device)[:, None]
-        line_BCh = row_B1h + plane_C1
-        line_BCh.add_(index_B[:, None, None], alpha=channels * height)
-        lines = stored_NCHW.reshape(-1, width).index_select(0, line_BCh.view(-1))
-        lines_BChW = lines.view(*line_BCh.shape, width)
+            at_BL = at_BL.clamp(min=0)
+        # Rows first, then columns of these: an index for each pixel would be read from memory.
+        row_B1h1 = at_BL[:, None, :rows, None]
+        column_B11w = at_BL[:, None, None, rows:]
+        lines_BChW = batch_BCHW.gather(2, row_B1h1.expand(-1, channels, -1, width))
         cut = lines_BChW.gather(3, column_B11w.expand(-1, channels, rows, -1))
         if self._fill:
             is_filled_BL = source_BL < 0
             is_filled_Bhw = is_filled_BL[:, :rows, None] | is_filled_BL[:, None, rows:]
-            for c in range(channels):
-                fill = self._fill[min(c, len(self._fill) - 1)]
-                cut[:, c].masked_fill_(is_filled_Bhw, fill)
+            for plane_Bhw, value in zip(cut.unbind(1), self._fill, strict=True):
+                plane_Bhw.masked_fill_(is_filled_Bhw, value)
         return cut
 
 
-def _within(at_BL: Ints, length: int, mode: str) -> Ints:
-    """What stands for places beyond the borders of ``length`` pixels."""
-    if mode == "constant":
-        return np.where((at_BL < 0) | (at_BL >= length), _FILLED, at_BL)
-    if mode == "edge":
-        return at_BL.clip(0, length - 1)
-    shift = 0 if mode == "reflect" else 1  # symmetric: the outermost pixel comes twice
-    period = max(2 * (length - 1 + shift), 1)
-    folded_BL = at_BL % period
-    mirrored_BL: Ints = np.minimum(folded_BL, period - shift - folded_BL)
-    return mirrored_BL
+def _mode_of(window_9: Sequence[int]) -> Literal["constant", "edge", "reflect", "symmetric"]:
+    """How the border of a window is filled, in NumPy's words."""
+    return MODES[window_9[8] >> 8]  # type: ignore[return-value]
 
 
 class _Floats:
@@ -241,13 +213,12 @@ class _Floats:
         served: torch.dtype = getattr(torch, cast.dtype)
         self._computed = torch.float64 if served == torch.float64 else torch.float32
         self.dtype = asked or served
-        self._channels = max((len(mean) for mean, *_ in cast.normalizations), default=1)
-        self._divides = cast.scaling == "divide" and not cast.normalizations
-        scale = np.full(self._channels, 1.0 if cast.scaling == "none" else 1 / 255)
-        offset = np.zeros(self._channels)
+        scale = np.array([1.0 if cast.scaling == "none" else 1 / 255])
+        offset = np.zeros(1)
         for mean, std, _ in cast.normalizations:
             scale = scale / np.array(std)
             offset = (offset - np.array(mean)) / np.array(std)
+        self._divides = cast.scaling == "divide" and not cast.normalizations
         if self._divides:
             # A divisor that lies on the device: by a number of the host, CUDA multiplies with its
             # rounded inverse.
@@ -257,7 +228,6 @@ class _Floats:
         self._on: dict[torch.device, Tensor] = {}
 
     def convert(self, source_BChw: Tensor) -> Tensor:
-        """Convert uint8; the layout in memory stays the same."""
         device = source_BChw.device
         if device not in self._on:  # two threads at once may both make them
             # Pinned, the thread does not wait for the copy.
@@ -267,8 +237,8 @@ class _Floats:
         scale, offset = self._on[device]
         out = None
         if self.dtype != self._computed:  # rounded on the way to memory
-            wide = source_BChw.expand(-1, max(source_BChw.shape[1], self._channels), -1, -1)
-            out = torch.empty_like(wide, dtype=self.dtype)
+            shape = torch.broadcast_shapes(source_BChw.shape, scale.shape)
+            out = torch.empty(shape, dtype=self.dtype, device=device)
         if self._divides:
             return torch.div(source_BChw, scale, out=out)
         return torch.addcmul(offset, source_BChw, scale, out=out)
