@@ -174,7 +174,7 @@ MUTANTS = [
     Mutant(
         "pinning minds captures of others",
         COPY,
-        "            begin_thread(self._device)\n",
+        "        begin_thread(self._device)\n",
         "",
         "capture_beside_loader_threads",
     ),

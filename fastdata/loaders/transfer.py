@@ -37,6 +37,7 @@ _PATIENCE_S = 10.0
 the process."""
 _EXCHANGE_MODE = "cudaThreadExchangeStreamCaptureMode"
 _RELAXED = 2  # cudaStreamCaptureModeRelaxed
+_END = object()
 
 
 # Pinned memory
@@ -71,54 +72,48 @@ class PinnedMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._lock = threading.Lock()
-        self._reasons = {"ring": "", "copies": "", "refusal": ""}
+        self._ring = ""  # what is said of it
+        self._refusal = ""
         self.ring_slots = 0
         self.ring_bytes = 0
         self.copies_bytes = 0
 
     @property
     def reason(self) -> str:
-        return "; ".join(filter(None, self._reasons.values())) or "nothing pinned yet"
+        copies = "copies pinned" if self.copies_bytes else ""
+        said = filter(None, (self._ring, copies, self._refusal))
+        return "; ".join(said) or "nothing pinned yet"
 
     def allocate(self, size_bytes: int) -> np.ndarray:
         """Return uint8 memory for one of the ring's slots, pinned if all may be."""
-        with self._lock:
-            begin_thread(self._device)
-            need_bytes = self.ring_slots * allocated_bytes(size_bytes)
-            is_allowed = need_bytes <= self.ring_bytes
-            if not is_allowed:
-                plan = choose_pinning(
-                    has_accelerator=True,
-                    batch_bytes=need_bytes,
-                    pinned_bytes=need_bytes,
-                    budget=budget_bytes(host_memory.available_bytes()),
-                    copies_wait=True,
-                )
-                is_allowed = plan.pin
-                self._reasons["ring"] = f"ring {plan.reason}"
-            slot = self._pin(torch.empty(size_bytes, dtype=torch.uint8)) if is_allowed else None
-            if slot is None:
-                return np.empty(size_bytes, np.uint8)
-            self.ring_bytes = max(need_bytes, self.ring_bytes)
-            return slot.numpy()
+        begin_thread(self._device)
+        need_bytes = self.ring_slots * allocated_bytes(size_bytes)
+        is_allowed = need_bytes <= self.ring_bytes
+        if not is_allowed:
+            plan = choose_pinning(
+                has_accelerator=True,
+                batch_bytes=need_bytes,
+                pinned_bytes=need_bytes,
+                budget=budget_bytes(host_memory.available_bytes()),
+                copies_wait=True,
+            )
+            is_allowed = plan.pin
+            self._ring = f"ring {plan.reason}"
+        slot = self.pin(torch.empty(size_bytes, dtype=torch.uint8)) if is_allowed else None
+        if slot is None:
+            return np.empty(size_bytes, np.uint8)
+        self.ring_bytes = max(need_bytes, self.ring_bytes)
+        return slot.numpy()
 
-    def copy(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Copy a tensor to pinned memory, dense; None where the driver refuses."""
-        pinned = self._pin(tensor)
-        if pinned is None:
-            return None
-        self._reasons["copies"] = "copies pinned"
-        return pinned.copy_(tensor)
-
-    def _pin(self, like: torch.Tensor) -> torch.Tensor | None:
-        if self._reasons["refusal"]:
+    def pin(self, like: torch.Tensor) -> torch.Tensor | None:
+        """Return pinned memory for such a tensor, dense; None where the driver refuses."""
+        if self._refusal:
             return None
         try:
             return torch.empty_like(like, pin_memory=True)
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
-            self._reasons["refusal"] = f"not pinned: the driver refuses to ({reason})"
+            self._refusal = f"not pinned: the driver refuses to ({reason})"
             return None
 
 
@@ -233,21 +228,19 @@ class Transfer:
             self.counts.answer(asked_at)
         if self._stopped.is_set():  # by another thread, while this one waited
             raise StopIteration
-        mark = outcome.mark if isinstance(outcome, BatchHandle) else self.mark()
-        if mark is not None:
-            self.seen = mark
-            self.hand_over(mark)
-        if isinstance(outcome, BaseException):
-            try:
-                raise outcome
-            finally:
-                del outcome  # the exception would keep this frame, and it the exception
+        self.seen = outcome.mark if isinstance(outcome, BatchHandle) else self.mark()
+        self.hand_over(self.seen)
+        if isinstance(outcome, BatchHandle):
+            self.counts.batches += 1
+            self.counts.samples += outcome.samples
+            return outcome.batch
         if outcome is None:
             self.stop()
             raise StopIteration
-        self.counts.batches += 1
-        self.counts.samples += outcome.samples
-        return outcome.batch
+        try:
+            raise outcome
+        finally:
+            del outcome  # the exception would keep this frame, and it the exception
 
     def stop(self) -> None:
         """End the thread, and drop what was read ahead. Idempotent; nothing in a forked process."""
@@ -333,18 +326,16 @@ class Transfer:
         if self._stopped.is_set():
             return False
         asked_at = time.perf_counter()
-        try:
-            batch = next(self.iterator)
-        except StopIteration:
+        batch = next(self.iterator, _END)
+        begun_at = time.perf_counter()
+        self.read_s += begun_at - asked_at
+        if batch is _END:
             return False
-        finally:
-            self.read_s += time.perf_counter() - asked_at
         mark = self.mark()
         self._number += 1
         samples = sample_count(batch)
         tensors, build = flatten(batch)
         del batch
-        begun_at = time.perf_counter()
         self._stage(tensors)
         self.copy_s += time.perf_counter() - begun_at
         slot = self._slots.get()
@@ -379,10 +370,10 @@ class Transfer:
                 continue
             kind = "in_place"
             if not tensor.is_pinned() or not _is_dense(tensor):
-                copied = self.pinned.copy(tensor)
-                kind = "pageable" if copied is None else "staged"
-                if copied is not None:
-                    tensors[k] = copied
+                pinned = self.pinned.pin(tensor)
+                kind = "pageable" if pinned is None else "staged"
+                if pinned is not None:
+                    tensors[k] = pinned.copy_(tensor)
                     staged_bytes += allocated_bytes(tensor.nbytes)
             self.copies.add(kind, tensor.nbytes)
         # Of each slot one, the next one, and one that torch has not found to be read yet.
@@ -393,8 +384,7 @@ class Transfer:
         """Queue the copy of a tensor, one transfer if it is dense; others go in torch's own way."""
         if _is_host_tensor(tensor):
             return tensor.to(self.device, non_blocking=tensor.is_pinned())
-        lies_on = tensor.device if isinstance(tensor, torch.Tensor) else tensor.data.device
-        return tensor.to(self.device) if lies_on.type == "cpu" else tensor
+        return tensor.to(self.device) if tensor.data.device.type == "cpu" else tensor
 
 
 def _is_host_tensor(value: Any) -> bool:
