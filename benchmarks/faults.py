@@ -24,7 +24,7 @@ from PIL import Image
 
 from _helper import parser, transforms
 from fastdata import CachedDataset, ChunkedLoader, DataLoader, ImageFolder
-from fastdata.tools.measure import machine_facts, versions
+from fastdata.tools import machine_facts, versions
 from s3 import KINDS, SECRET, FaultPlan, ThrottledS3, throttled_s3
 
 COUNT, SIDE, BATCH = 48, 24, 8

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import pkgutil
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from functools import partial
+from dataclasses import asdict, dataclass
+from functools import cache, partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -25,17 +26,8 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from fastdata.datasets.folder import ImageFolder
 from fastdata.loaders.loader import DataLoader
 from fastdata.machine.memory import cpu_model, usable_cores
-from fastdata.pixels.images import IMAGE_EXTENSIONS
-from fastdata.report import aligned, progress_bar
-from fastdata.tools import (
-    add_json,
-    apart,
-    check_folder,
-    keep,
-    measure,
-    positive,
-    shuffled,
-)
+from fastdata.report import Line, Report, progress_bar
+from fastdata.tools import add_json, apart, check_folder, keep, measure, positive, shuffled
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -44,8 +36,6 @@ CROP_PX = 224
 PREPARED_PX = 256
 _ROUNDS = 3
 _RATE_S = 0.5
-_operators: list[torch.library.Library] = []
-"""Operators of a library count as long as it is held."""
 
 
 # Transforms
@@ -95,24 +85,26 @@ def import_torchvision() -> Any:
     except RuntimeError as error:
         if "torchvision::nms" not in str(error):
             raise
+    _declare_operators()
+    return importlib.import_module("torchvision")
+
+
+@cache  # operators of a library count as long as it is held
+def _declare_operators() -> torch.library.Library:
     library = torch.library.Library("torchvision", "DEF")
-    _operators.append(library)
     for name in ("nms", "qnms"):
         library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
-        del sys.modules[name]  # half imported
-    return importlib.import_module("torchvision")
+    return library
 
 
 def find_transform(words: str) -> Any:
     """The user's own transform, by ``MODULE:NAME``."""
-    module, _, name = words.partition(":")
-    if not (module and name):
+    if ":" not in words:
         example = "--transform train:train_transform"
         raise ValueError(f"--transform {words} is not module:name, as in {example}")
     sys.path.insert(0, os.getcwd())
     try:
-        return getattr(importlib.import_module(module), name)
+        return pkgutil.resolve_name(words)
     except AttributeError as missing:
         raise ImportError(f"--transform {words}: {missing}") from missing
     finally:
@@ -122,90 +114,97 @@ def find_transform(words: str) -> Any:
 # Measuring
 
 
-def run_bench(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure both in turns and return what ``--json`` keeps."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """Images a second of torchvision with torch, and of fastdata, in turns.
+
+    Args:
+        ratio: of the medians.
+        prepare_s: seconds that fastdata took to prepare the images.
+    """
+
+    vanilla: list[float]
+    fastdata: list[float]
+    ratio: float
+    prepare_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class BenchResult(Report):
+    """The figures as text: a row for each recipe, and a line to quote."""
+
+    settings: dict[str, Any]
+    images: int
+    recipes: dict[str, Recipe]
+
+    def _lines(self) -> Iterator[Line]:
+        files = f"{self.images:,} images ({self.settings['folder'] or 'drawn for this run'})"
+        loader = "batch {batch_size}, num_workers={num_workers}".format_map(self.settings)
+        yield f"{files}; {self.settings['dtype']}, {loader}; medians of {_ROUNDS} rounds in turns"
+        yield ""
+        yield "images/s", "torchvision + torch", "fastdata", "ratio", "prepared once in"
+        for name, recipe in self.recipes.items():
+            rates = [f"{median(rounds):,.0f}" for rounds in (recipe.vanilla, recipe.fastdata)]
+            yield name, *rates, f"{recipe.ratio:.1f}", f"{recipe.prepare_s:.2f} s"
+        yield ""
+        yield f"crop: Resize and CenterCrop {PREPARED_PX}, RandomCrop, flip. The other recipes:"
+        yield "RandomResizedCrop, flip, and what their name says. torchvision reads the files,"
+        yield f"fastdata squares of {PREPARED_PX} that are prepared once."
+        ratios = [recipe.ratio for recipe in self.recipes.values()]
+        times = " to ".join(f"{ratio:.1f}" for ratio in sorted({min(ratios), max(ratios)}))
+        what = f"{', '.join(self.recipes)}; {cpu_model()}, {usable_cores()} cores"
+        yield f"fastdata reads {times} times as many images a second as torchvision + torch ({what})"
+
+
+def run_bench(options: argparse.Namespace) -> BenchResult:
     names = options.recipe or ([] if options.transform else RECIPES)
     transforms = {name: make_recipe(name, options.dtype) for name in names}
     if options.transform:
         transforms[options.transform] = find_transform(options.transform)
     recipes = {}
-    with ExitStack() as stack:
-        folder = options.folder
-        if folder is None:
-            folder = Path(stack.enter_context(TemporaryDirectory(prefix="fastdata-bench-")))
+    with TemporaryDirectory(prefix="fastdata-bench-") as drawn:
+        folder = options.folder or Path(drawn)
+        check_folder(folder)
+        if options.folder is None:
             _say("drawing images")
             write_photos(folder, count=options.images or 400, progress=True)
-        paths = choose_images(folder, options.images or 1000)
-        bar = stack.enter_context(progress_bar(len(transforms), "measuring", unit="recipe"))
+        with ImageFolder(folder, storage="none") as every:
+            count = min(options.images or 1000, len(every))
+            paths = [every.samples[index * len(every) // count][0] for index in range(count)]
         for name, transform in transforms.items():
             _say(f"measuring {name}")
             recipes[name] = _measure_recipe(folder, paths, name, transform, options)
-            bar.update()
-    return {
-        "settings": vars(options),
-        "images": len(paths),
-        "recipes": recipes,
-    }
+    return BenchResult(settings=vars(options), images=len(paths), recipes=recipes)
 
 
 def _say(words: str) -> None:
-    """A line for each step where there is no bar."""
-    if not sys.stderr.isatty():
-        print(f"{words} ...", file=sys.stderr, flush=True)
+    print(f"{words} ...", file=sys.stderr, flush=True)
 
 
 def _measure_recipe(
     folder: Path, paths: list[str], name: str, transform: Any, options: argparse.Namespace
-) -> dict[str, Any]:
-    """Images a second of both, in turns, and the seconds that preparing took."""
+) -> Recipe:
     is_square = name in ("crop", options.transform)  # by its own first steps
+    resize = None if is_square else (PREPARED_PX, PREPARED_PX)
     chosen: dict[str, Any] = {"is_valid_file": frozenset(paths).__contains__, "allow_empty": True}
-    vanilla = import_torchvision().datasets.ImageFolder(
-        os.path.abspath(folder), transform, **chosen
-    )
+    theirs = import_torchvision().datasets.ImageFolder(folder, transform, **chosen)
     began = time.perf_counter()
-    prepared = ImageFolder(
-        os.path.abspath(folder),
-        transform,
-        resize=None if is_square else (PREPARED_PX, PREPARED_PX),
-        storage="shared",
-        **chosen,
-    ).prepare()
-    with prepared as ours:
+    with ImageFolder(folder, transform, resize=resize, storage="shared", **chosen) as ours:
+        ours.prepare()
         prepare_s = time.perf_counter() - began
-        rates: dict[str, list[float]] = {"vanilla": [], "fastdata": []}
+        vanilla = []
+        fastdata = []
         for _ in range(_ROUNDS):
-            rates["vanilla"].append(_rate(TorchDataLoader, vanilla, options))
-            rates["fastdata"].append(_rate(DataLoader, ours, options))
-    ratio = median(rates["fastdata"]) / median(rates["vanilla"])
-    return {**rates, "ratio": ratio, "prepare_s": prepare_s}
+            vanilla.append(apart(partial(_rate, TorchDataLoader, theirs, options), limit_s=60))
+            fastdata.append(apart(partial(_rate, DataLoader, ours, options), limit_s=60))
+    ratio = median(fastdata) / median(vanilla)
+    return Recipe(vanilla=vanilla, fastdata=fastdata, ratio=ratio, prepare_s=prepare_s)
 
 
 def _rate(kind: Any, dataset: Any, options: argparse.Namespace) -> float:
-    def work() -> float:
-        loader = kind(
-            dataset,
-            options.batch_size,
-            sampler=shuffled(dataset),
-            num_workers=options.num_workers,
-        )
-        return measure(loader, seconds=_RATE_S, limit_s=4 * _RATE_S)
-
-    return apart(work, limit_s=60)
-
-
-def choose_images(root: Path, most: int) -> list[str]:
-    """Absolute paths of at most so many images, spread evenly over the class folders."""
-    check_folder(root)
-    files = (os.path.abspath(path) for path in root.glob("*/**/*"))
-    paths = sorted(path for path in files if path.lower().endswith(IMAGE_EXTENSIONS))
-    if not paths:
-        raise FileNotFoundError(
-            f"{root} has no image in any class folder: images are expected as "
-            f"{root}/<class>/<name>.jpg (also {', '.join(IMAGE_EXTENSIONS[1:])})"
-        )
-    count = min(most, len(paths))
-    return [paths[index * len(paths) // count] for index in range(count)]
+    order = shuffled(dataset)
+    loader = kind(dataset, options.batch_size, sampler=order, num_workers=options.num_workers)
+    return measure(loader, seconds=_RATE_S, limit_s=4 * _RATE_S)
 
 
 # Images like photographs, for whoever has none at hand
@@ -236,52 +235,24 @@ def write_photos(
 
 
 def photo(seed: int, size: tuple[int, int] = (512, 384)) -> npt.NDArray[np.uint8]:
-    """One image of ``size`` (width, height), uint8: smooth shapes, weaker colour, a grain."""
+    """One image of ``size`` (width, height), uint8: smooth shapes, weaker colour, a grain.
+
+    Amplitudes fall with the frequency, as the spectrum of photographs does. They and the grain are
+    set so that 512x384 takes 60 to 110 KB at quality 90, as photographs of that size do.
+    """
     rng = np.random.default_rng(seed)
     width, height = size
-
-    def smooth(cells: int) -> npt.NDArray[np.float32]:
-        """Of about unit variance, in shapes of 1/cells of the width."""
-        grid = rng.standard_normal((max(2, cells * height // width), cells), dtype=np.float32)
-        return np.asarray(Image.fromarray(grid).resize(size, Image.Resampling.BICUBIC))
-
-    # Amplitudes fall as the shapes get finer, as the spectrum of photographs does; the fine end and
-    # the grain are set so that 512x384 takes 60 to 110 KB at quality 90, as photographs of that
-    # size do.
-    amplitudes = {3: 50.0, 8: 38.0, 20: 28.0, 50: 17.0, 120: 17.0}
-    luma = np.full((height, width), 120.0)
-    for cells, amplitude in amplitudes.items():
-        luma += amplitude * smooth(cells)
-    tints = [30.0 * smooth(6) + 8.0 * smooth(40) for _ in range(3)]
-    luma += 9.5 * rng.standard_normal((height, width), dtype=np.float32)
-    planes = np.stack([luma + tint for tint in tints], axis=-1)
-    return planes.clip(0, 255).astype(np.uint8)
+    frequencies = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width))
+    noise = rng.standard_normal((4, height, width))
+    spectrum = np.fft.rfft2(noise) / (frequencies + 0.004) ** 2
+    spectrum[:, 0, 0] = 0  # whose means are then 0
+    luma, *tints = np.fft.irfft2(spectrum, (height, width))
+    shapes = np.stack([3 * luma + tint for tint in tints], axis=-1) * (20 / luma.std())
+    grain = 9 * rng.standard_normal((height, width, 1))
+    return (120 + shapes + grain).clip(0, 255).astype(np.uint8)
 
 
 # The command
-
-
-def table(document: dict[str, Any]) -> Iterator[str]:
-    """The figures as text: a row for each recipe, and a line to quote."""
-    settings = document["settings"]
-    recipes = document["recipes"]
-    files = f"{document['images']:,} images ({settings['folder'] or 'drawn for this run'})"
-    loader = f"batch {settings['batch_size']}, num_workers={settings['num_workers']}"
-    yield f"{files}; {settings['dtype']}, {loader}; medians of {_ROUNDS} rounds in turns"
-    yield ""
-    rows = [["images/s", "torchvision + torch", "fastdata", "ratio", "prepare, once", ""]]
-    for name, recipe in recipes.items():
-        rates = [f"{median(recipe[side]):,.0f}" for side in ("vanilla", "fastdata")]
-        rows.append([name, *rates, f"{recipe['ratio']:.1f}", f"{recipe['prepare_s']:.2f} s", ""])
-    yield from aligned(rows)
-    yield ""
-    yield f"crop: Resize and CenterCrop {PREPARED_PX}, RandomCrop, flip. The other recipes:"
-    yield "RandomResizedCrop, flip, and what their name says. torchvision reads the files, fastdata"
-    yield f"squares of {PREPARED_PX} that are prepared once."
-    ratios = [recipe["ratio"] for recipe in recipes.values()]
-    times = " to ".join(f"{ratio:.1f}" for ratio in sorted({min(ratios), max(ratios)}))
-    what = f"{', '.join(recipes)}; {cpu_model()}, {usable_cores()} cores"
-    yield f"fastdata reads {times} times as many images a second as torchvision + torch ({what})"
 
 
 def add_transform(parser: argparse.ArgumentParser, usual: str) -> None:
@@ -306,8 +277,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    document = run_bench(options)
-    for line in table(document):
-        print(line)
-    keep(document, options)
+    result = run_bench(options)
+    print(result)
+    keep(asdict(result), options)
     return 0
