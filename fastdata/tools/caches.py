@@ -9,11 +9,10 @@ import os
 import re
 import shutil
 import tarfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -50,12 +49,6 @@ class Exported(NamedTuple):
     folder: Path
     samples: int
     lossless: bool
-
-
-class _Sample(NamedTuple):
-    number: int
-    image: bytes
-    target: Any
 
 
 def export_cache(
@@ -107,26 +100,23 @@ def export_cache(
         )
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder} is there and not empty; give a folder that is to be made")
-    options = {} if image_format == "png" else {"quality": quality or 95}
     part = folder.with_name(f".{folder.name}.{os.getpid()}.part")
     opened = CachedDataset.from_cache(cache, as_tensors=True, storage_options=storage_options)
     with opened as dataset:
         targets = [pytree.tree_map(_plain, target) for target in dataset.targets]
-        classes = _class_names(dataset, targets)
-        samples = _encoded(dataset, targets, image_format, options)
+        classes: list[str] = getattr(dataset, "classes", [])
+        if not all(type(target) is int and 0 <= target < len(classes) for target in targets):
+            classes = []
+        images = _encoded(dataset, image_format, quality or 95, progress=progress)
         ending = _ENDINGS[image_format]
-        bar = progress_bar(len(targets), f"exporting {len(targets):,} images", enabled=progress)
         try:
             part.mkdir(parents=True)
             if to == "folder":
-                written = _write_folder(samples, part, ending, targets, classes)
+                _write_folder(images, part, ending, targets, classes)
             else:
+                _write_tars(images, part, ending, targets, limit_bytes)
                 if classes:
                     (part / "classes.json").write_text(json.dumps(classes, indent=1), "utf-8")
-                written = _write_tars(samples, part, ending, targets, limit_bytes)
-            with bar:
-                for _ in written:
-                    bar.update()
             if folder.exists():
                 folder.rmdir()
             part.rename(folder)
@@ -139,19 +129,13 @@ def _plain(leaf: Any) -> Any:
     return leaf.tolist() if hasattr(leaf, "tolist") else leaf
 
 
-def _class_names(dataset: CachedDataset, targets: list[Any]) -> list[str]:
-    """Names of the classes that all targets are numbers of; none where some are not."""
-    classes: list[str] = getattr(dataset, "classes", [])
-    is_named = all(type(target) is int and 0 <= target < len(classes) for target in targets)
-    return classes if is_named else []
-
-
 def _encoded(
-    dataset: CachedDataset, targets: list[Any], kind: str, options: dict[str, int]
-) -> Iterator[_Sample]:
-    """All samples in their order, encoded by several threads, a few at a time."""
+    dataset: CachedDataset, kind: str, quality: int, *, progress: bool
+) -> Iterator[tuple[int, bytes]]:
+    """All images in their order, encoded by several threads, a few at a time."""
+    options = {} if kind == "png" else {"quality": quality}
 
-    def encode(index: int) -> _Sample:
+    def encode(index: int) -> bytes:
         leaves = pytree.tree_leaves(dataset[index])
         images = [leaf for leaf in leaves if getattr(leaf, "ndim", 0) > 1]
         if len(images) != 1:
@@ -161,33 +145,40 @@ def _encoded(
             )
         image = images[0]
         try:
-            data = encode_image(_planes(image), kind, **options)
+            return encode_image(_planes(image), kind, **options)
         except (TypeError, ValueError, OSError, LookupError) as cause:
             found = f"{image.dtype} of shape {tuple(image.shape)}".removeprefix("torch.")
             raise ValueError(
                 f"sample {index}, {found}, is no image that {kind.upper()} keeps: {cause}"
             ) from cause
-        return _Sample(index, data, targets[index])
 
+    count = len(dataset)
     at_once = 16 * usable_cores()
-    with ThreadPoolExecutor(usable_cores()) as pool:
-        for first in range(0, len(targets), at_once):
-            yield from pool.map(encode, range(first, min(first + at_once, len(targets))))
+    bar = progress_bar(count, f"exporting {count:,} images", enabled=progress)
+    with bar, ThreadPoolExecutor(usable_cores()) as pool:
+        for first in range(0, count, at_once):
+            indices = range(first, min(first + at_once, count))
+            for each in zip(indices, pool.map(encode, indices), strict=True):
+                yield each
+                bar.update()
 
 
 def _planes(image: Any) -> np.ndarray:
     """An image as planes; arrays may have their channels last."""
     pixels: np.ndarray = np.asarray(image)
     if pixels.ndim == 2:
-        pixels = pixels[None]
-    elif not isinstance(image, torch.Tensor) and pixels.shape[-1] in (1, 3, 4):
-        pixels = pixels.transpose(2, 0, 1)
-    return pixels
+        return pixels[None]
+    is_last = not isinstance(image, torch.Tensor) and pixels.shape[-1] in (1, 3, 4)
+    return pixels.transpose(2, 0, 1) if is_last else pixels
 
 
 def _write_folder(
-    samples: Iterator[_Sample], folder: Path, ending: str, targets: list[Any], classes: list[str]
-) -> Iterator[None]:
+    images: Iterable[tuple[int, bytes]],
+    folder: Path,
+    ending: str,
+    targets: list[Any],
+    classes: list[str],
+) -> None:
     if not all(type(target) is int and target >= 0 for target in targets):
         raise ValueError(
             "class folders keep class names, or whole numbers from 0 on, and some targets are "
@@ -199,36 +190,34 @@ def _write_folder(
         (folder / name).mkdir()
     # Of so many digits, numbers sort as their names do.
     digits = len(str(max(targets, default=0)))
-    for index, image, target in samples:
+    for index, image in images:
+        target = targets[index]
         home = folder / (classes[target] if classes else f"{target:0{digits}}")
         home.mkdir(exist_ok=True)
         (home / f"{index:08}.{ending}").write_bytes(image)
-        yield
 
 
 def _write_tars(
-    samples: Iterator[_Sample], folder: Path, ending: str, targets: list[Any], limit_bytes: int
-) -> Iterator[None]:
+    images: Iterable[tuple[int, bytes]],
+    folder: Path,
+    ending: str,
+    targets: list[Any],
+    limit_bytes: int,
+) -> None:
     target_ending = "cls" if all(type(target) is int for target in targets) else "json"
-    for number, shard in groupby(_numbered(samples, limit_bytes), itemgetter(0)):
-        name = folder / f"shard-{number:06}.tar"
-        with tarfile.open(name, "w", format=tarfile.USTAR_FORMAT) as tar:
-            for _, (index, image, target) in shard:
-                _add(tar, f"{index:08}.{ending}", image)
-                _add(tar, f"{index:08}.{target_ending}", json.dumps(target).encode())
-                yield
-
-
-def _numbered(samples: Iterator[_Sample], limit_bytes: int) -> Iterator[tuple[int, _Sample]]:
-    """Samples with the number of their shard, whose images have so many bytes at most."""
     number = 0
     filled_bytes = 0
-    for sample in samples:
-        if filled_bytes and filled_bytes + len(sample.image) > limit_bytes:
-            number += 1
-            filled_bytes = 0
-        filled_bytes += len(sample.image)
-        yield number, sample
+    with ExitStack() as opened:
+        for index, image in images:
+            if not filled_bytes or filled_bytes + len(image) > limit_bytes:
+                opened.close()
+                name = folder / f"shard-{number:06}.tar"
+                tar = opened.enter_context(tarfile.open(name, "w", format=tarfile.USTAR_FORMAT))
+                number += 1
+                filled_bytes = 0
+            filled_bytes += len(image)
+            _add(tar, f"{index:08}.{ending}", image)
+            _add(tar, f"{index:08}.{target_ending}", json.dumps(targets[index]).encode())
 
 
 def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
@@ -249,12 +238,11 @@ def _add_storage_options(parser: argparse.ArgumentParser) -> None:
 
 def _json(text: str) -> dict[str, Any]:
     try:
-        found = json.loads(Path(text).read_text("utf-8"))
-    except (OSError, ValueError) as problem:
-        raise argparse.ArgumentTypeError(f"{text} cannot be read: {problem}") from None
-    if not isinstance(found, dict):
-        raise argparse.ArgumentTypeError(f'{text} holds no JSON object, such as {{"anon": true}}')
-    return found
+        return {**json.loads(Path(text).read_text("utf-8"))}
+    except (OSError, ValueError, TypeError) as problem:
+        raise argparse.ArgumentTypeError(
+            f'{text} holds no JSON object, such as {{"anon": true}}: {problem}'
+        ) from None
 
 
 def add_build(parser: argparse.ArgumentParser) -> None:
@@ -325,7 +313,7 @@ def inspect(options: argparse.Namespace) -> int:
     for found in caches:
         print(found)
         samples = found.manifest.count if found.manifest else 0
-        documents.append({**asdict(found), "samples": samples})
+        documents.append(asdict(found) | {"samples": samples})
     keep({"caches": documents}, options)
     return int(any(found.problem or found.damaged for found in caches))
 
