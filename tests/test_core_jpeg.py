@@ -116,7 +116,7 @@ def test_any_box_has_the_pixels_of_the_whole(sampling: str, kind: str) -> None:
     rng = np.random.default_rng([len(sampling), len(kind)])
     for height, width in SIZES:
         data = jpeg_file(sampling, kind, height, width)
-        opened, wanted = OpenedImages([data], refuse), pixels_of(data).transpose(2, 0, 1)
+        opened, wanted = OpenedImages.of_files([data], refuse), pixels_of(data).transpose(2, 0, 1)
         for top, left, h, w in boxes(rng, *wanted.shape[1:]):
             found = cut(opened, (top, left, h, w))
             assert np.array_equal(found, wanted[:, top : top + h, left : left + w]), (
@@ -156,7 +156,10 @@ def test_a_program_reads_only_what_it_needs_and_serves_the_same() -> None:
             plan = plan_transform(steps, channels=3, prepared=0, first=10 * first)
             programs.append(Program(plan.batch_ops, PIL_SPEC))
         one, other = programs
-        decoded, opened = OpenedImages.decoded([pixels_of(data)]), OpenedImages([data], refuse)
+        decoded, opened = (
+            OpenedImages.decoded([pixels_of(data)]),
+            OpenedImages.of_files([data], refuse),
+        )
         try:
             wanted = [
                 program.run_images(decoded, np.array([7]), 1, 2, None) for program in programs
@@ -185,7 +188,7 @@ def test_a_crop_behind_a_resize_is_made_of_its_support(name: str, size: Any) -> 
             )
             plan = plan_transform(steps, channels=3, prepared=0, form=form)
             program = Program(plan.batch_ops, SampleSpec(shape=None, dtype="uint8", form=form))
-            found = next(program.prepare(OpenedImages([data], refuse))).copy()
+            found = next(program.prepare(OpenedImages.of_files([data], refuse))).copy()
             assert np.array_equal(
                 found, next(program.prepare(OpenedImages.decoded([pixels_of(data)])))
             )
@@ -198,7 +201,7 @@ def test_exif_turns_the_box(orientation: int) -> None:
     exif[0x112] = orientation
     data = saved(photo(50, 75), exif=exif)
     upright = np.array(ImageOps.exif_transpose(Image.open(io.BytesIO(data)))).transpose(2, 0, 1)
-    opened = OpenedImages([data], refuse, upright=True)
+    opened = OpenedImages.of_files([data], refuse, upright=True)
     assert tuple(opened.shapes_B3[0]) == upright.shape
     for top, left, h, w in boxes(np.random.default_rng(orientation), *upright.shape[1:]):
         assert np.array_equal(
@@ -213,8 +216,8 @@ def test_an_orientation_that_is_not_plain_is_pillows_to_read() -> None:
     for options in ({"xmp": xmp}, {"exif": long}):
         data = saved(photo(9, 16), **options)
         with pytest.raises(AssertionError, match="file 0 went to Pillow"):
-            OpenedImages([data], refuse, upright=True)
-        assert OpenedImages([data], refuse).shapes_B3.tolist() == [[3, 9, 16]]
+            OpenedImages.of_files([data], refuse, upright=True)
+        assert OpenedImages.of_files([data], refuse).shapes_B3.tolist() == [[3, 9, 16]]
 
 
 def verdict(open_it: Callable[[], Any]) -> Any:
@@ -276,7 +279,7 @@ def test_damaged_files_are_judged_by_pillow(monkeypatch: pytest.MonkeyPatch) -> 
             return pixels_of(data)
 
         def crop(data: bytes = data, by_pillow: Any = by_pillow) -> np.ndarray:
-            opened = OpenedImages([data], by_pillow)
+            opened = OpenedImages.of_files([data], by_pillow)
             _, height, width = opened.shapes_B3[0].tolist()
             crop = v1.CenterCrop((-(-height // 3), -(-width // 2)))
             program = Program(plan_transform(crop, channels=3, prepared=0).batch_ops, PIL_SPEC)
@@ -319,7 +322,7 @@ def test_a_file_that_lacks_scans_is_smoothed_as_pillow_does(
     for end in scans[1:]:
         cut_off = data[:end] + b"\xff\xd9"
         wanted = pixels_of(cut_off).transpose(2, 0, 1)
-        opened = OpenedImages([cut_off], lambda _, data=cut_off: pixels_of(data))
+        opened = OpenedImages.of_files([cut_off], lambda _, data=cut_off: pixels_of(data))
         assert np.array_equal(cut(opened, (11, 20, 30, 41)), wanted[:, 11:41, 20:61])
 
 

@@ -8,6 +8,7 @@ import pickle
 import struct
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -223,8 +224,96 @@ def test_the_core_decodes_ordinary_jpeg(
         ImageFile.ImageFile, "load", lambda image: loaded.append(image) or load(image)
     )
     spec = images.SampleSpec(shape=None, dtype="uint8", form="pil")
-    images.PlanesLoader(Program((), spec).prepare).decode(data)
+    images.PlanesLoader(Program((), spec).prepare, images.Opening()).decode(data)
     assert (not loaded) == decoded
+
+
+def of_tensors(path_or_bytes: Any, mode: str = "UNCHANGED", turns: bool = False) -> torch.Tensor:
+    """What torchvision's ``decode_image`` does, or with ``turns`` torchcodec's, whose C++ is not here."""
+    is_tensor = isinstance(path_or_bytes, torch.Tensor)
+    data = path_or_bytes.numpy().tobytes() if is_tensor else Path(path_or_bytes).read_bytes()
+    image = Image.open(io.BytesIO(data))
+    image = ImageOps.exif_transpose(image) if turns else image
+    array = np.atleast_3d(np.array(image.convert("RGB") if mode == "RGB" else image))
+    return torch.from_numpy(np.ascontiguousarray(array.transpose(2, 0, 1)))
+
+
+@pytest.fixture
+def decode_tensor(monkeypatch: pytest.MonkeyPatch) -> Callable[..., torch.Tensor]:
+    """It, under the name of torchvision's."""
+    monkeypatch.setattr(of_tensors, "__module__", "torchvision.io.image")
+    monkeypatch.setattr(of_tensors, "__name__", "decode_image")
+    return of_tensors
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, (False, True)),
+        ({"mode": "RGB"}, (False, False)),
+        ({"mode": "RGB", "turns": True}, (True, False)),
+    ],
+)
+def test_loaders_of_tensors_are_known_by_what_they_do(
+    decode_tensor: Callable[..., torch.Tensor], options: dict[str, Any], expected: Any, road: str
+) -> None:
+    """decode_image of torchvision, a partial of it, and torchcodec's, which turns images."""
+    opening = images.opening_of(partial(decode_tensor, **options) if options else decode_tensor)
+    assert opening is not None
+    assert (opening.form, opening.is_upright, opening.keeps_gray) == ("tensor", *expected)
+
+
+def test_a_loader_of_tensors_with_other_pixels_is_the_users_own(
+    decode_tensor: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A decoder that rounds in another way, takes no bytes, or has another name, is asked for each file."""
+
+    def rounded(given: Any) -> torch.Tensor:
+        return decode_tensor(given) // 2 * 2
+
+    def of_paths(path: str) -> torch.Tensor:
+        return decode_tensor(open(path, "rb"))
+
+    for other in (rounded, of_paths):
+        assert images.opening_of(other) is None
+        other.__module__, other.__name__ = "torchcodec.decoders", "decode_jpeg"
+        assert images.opening_of(other) is None
+    monkeypatch.setattr(of_tensors, "__module__", "mine")
+    assert images.opening_of(decode_tensor) is None
+
+
+@pytest.mark.parametrize("options", [{}, {"mode": "RGB"}, {"mode": "RGB", "turns": True}], ids=str)
+@pytest.mark.parametrize("storage", ["none", "shared", "source"])
+def test_a_known_loader_of_tensors_gives_its_own_samples(
+    tmp_path: Path,
+    decode_tensor: Callable[..., torch.Tensor],
+    options: dict[str, Any],
+    storage: Any,
+    road: str,
+) -> None:
+    """Gray and turned JPEG files, PNG and damaged ones come out as the loader itself has them, alone and in batches."""
+    loader = partial(decode_tensor, **options) if options else decode_tensor
+    (tmp_path / "a").mkdir()
+    names = ["baseline_420.jpg", "gray.jpg", "exif_rotated.jpg", "progressive.jpg", "rgb.png"]
+    for name in names:
+        (tmp_path / "a" / name).write_bytes(FILES[name]())
+    chosen = {"codec": "source"} if storage == "source" else {"storage": storage}
+    crop = transforms.CenterCrop(9)
+    is_rgb = options.get("mode") == "RGB"
+    with ImageFolder(tmp_path, loader=loader, **chosen) as dataset:
+        wanted = [loader(path) for path, _ in dataset.samples]
+        assert all(torch.equal(dataset[i][0], image) for i, image in enumerate(wanted))
+    with ImageFolder(tmp_path, crop, loader=loader, **chosen) as dataset:
+        if is_rgb:
+            (batch,) = DataLoader(dataset, batch_size=5)
+            assert torch.equal(batch[0], torch.stack(list(map(crop, wanted))))
+        assert all(torch.equal(dataset[i][0], crop(image)) for i, image in enumerate(wanted))
+    (tmp_path / "a" / "baseline_420.jpg").write_bytes(BAD_FILES["data_cut.jpg"]())
+    with (
+        pytest.raises(SampleError, match=r"baseline_420.jpg.* truncated"),
+        ImageFolder(tmp_path, loader=loader, **chosen).prepare() as dataset,
+    ):
+        dataset.__getitems__([0])
 
 
 def test_a_report_says_where_pillow_decodes(image_folder: Any, road: str) -> None:

@@ -29,7 +29,7 @@ from fastdata.errors import SampleError, StoreGoneError, counted, kind_of
 from fastdata.machine.memory import StoragePlan, StorageReport
 from fastdata.machine.shared import ListView, SampleTable
 from fastdata.pixels import StandardTransform, TransformPlan, describe_steps, leading_steps
-from fastdata.pixels.images import Resize, decoder_of, tensor_class
+from fastdata.pixels.images import Resize, opening_of, tensor_class
 from fastdata.report import log, warn_user
 from fastdata.sources import DatasetSource, FileSource, Source
 from fastdata.stores.options import CacheWriting, Options
@@ -251,7 +251,8 @@ class _Opened(Dataset[Any]):
             from fastdata.stores.build import prepare_on_disk
 
             listing, root = self._list_files(source)
-            is_pil = isinstance(source, FileSource) and decoder_of(source.loader) is not None
+            opening = opening_of(source.loader) if isinstance(source, FileSource) else None
+            is_pil = opening is not None and opening.form == "pil"
             prepared = prepare_on_disk(
                 path,
                 options,

@@ -173,7 +173,8 @@ class ImageFolder(_ImageFiles):
         transform: as torchvision's. Its leading deterministic steps run once per image, before it
             is stored; see ``print(dataset.plan)``.
         target_transform: called on each class number when it is read.
-        loader: opens one path; default: as torchvision's own, the same pixels.
+        loader: opens one path; default: as torchvision's own, the same pixels. The ``decode_image``
+            of torchvision and torchcodec are known too, see docs/differences.md.
         is_valid_file: tells image files from others; default: by extension.
         allow_empty: accept class folders without images.
         options: see ``DatasetOptions``.

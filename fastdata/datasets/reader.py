@@ -52,7 +52,6 @@ from fastdata.pixels.images import (
     decoded_shape,
     present,
     shown_class,
-    to_image,
     without_exif,
 )
 from fastdata.pixels.program import Program
@@ -281,7 +280,9 @@ class _Columns:
         except OSError as cause:
             raise sample_error(path.source.path(index), index, cause) from cause
         sample = path.prepare(sample)
-        return to_image(sample) if isinstance(sample, Planes) else sample, target
+        if isinstance(sample, Planes):
+            sample = without_exif(present(sample.pixels, sample.form))
+        return sample, target
 
     def _alone(self, batch: IndexBatch) -> list[list[torch.Tensor]]:
         """What ``_tensors`` gives, of samples in whatever shape each has."""

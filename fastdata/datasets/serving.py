@@ -28,7 +28,7 @@ from fastdata.pixels import (
     split_upright,
 )
 from fastdata.pixels.compose import cure_for, known_name
-from fastdata.pixels.images import SampleSpec, decoder_of
+from fastdata.pixels.images import SampleSpec, opening_of
 from fastdata.pixels.program import Program
 from fastdata.report import warn_user
 from fastdata.sources import FileSource, Source
@@ -78,12 +78,6 @@ class Stored:
     @property
     def kept(self) -> KeptSamples | None:
         return self.samples if isinstance(self.samples, KeptSamples) else None
-
-    @property
-    def decodes_itself(self) -> bool:
-        """Whether fastdata alone decodes the files, and can make batches as they are read."""
-        source = self.source or self.samples
-        return isinstance(source, FileSource) and decoder_of(source.loader) is not None
 
     def filled_share(self) -> float:
         return 0.0 if self.kept is None else self.kept.filled_share()
@@ -240,19 +234,23 @@ def _decoding(
     stored: Stored, transform: Any
 ) -> tuple[bool, TransformPlan, tuple[Lane, ...]] | None:
     """What makes batches of files as they are read, by all steps; None where that cannot be."""
-    if not stored.decodes_itself or core.obstacle() is not None:
+    source = stored.source or stored.samples
+    opening = opening_of(source.loader) if isinstance(source, FileSource) else None
+    if opening is None or opening.channels is None or core.obstacle() is not None:
         return None
     upright, served = split_upright((*stored.first_steps, transform))
     first = upright - len(stored.first_steps)
     plan = plan_transform(
         served,
-        channels=3,
+        form=opening.form,
+        channels=opening.channels,
         batch_ops="auto" if stored.options.batch_ops else "off",
         prepared=0,
         first=first,
     )
     lanes = _lanes_of(plan, _DECODED, (3, 1, 1)) if plan.is_batched else ()
-    return (upright, plan, lanes) if lanes and all(lane.output for lane in lanes) else None
+    is_served = lanes and all(lane.output for lane in lanes)
+    return (upright or opening.is_upright, plan, lanes) if is_served else None
 
 
 def _lanes_of_pairs(

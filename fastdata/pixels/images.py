@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
 import math
 import os
 import sys
@@ -25,6 +26,7 @@ import torch
 
 from fastdata.errors import kind_of
 from fastdata.pixels import core
+from fastdata.report import log
 
 if TYPE_CHECKING:
     from PIL import Image  # 10 ms, which only those functions take that make images
@@ -73,9 +75,10 @@ class SampleSpec:
 
 @dataclass(frozen=True, slots=True)
 class Planes:
-    """A decoded image, uint8 (C, H, W): stored as a PIL image would be, without making one."""
+    """A decoded image, uint8 (C, H, W): stored as the sample would be that it is in place of."""
 
     pixels: Array
+    form: Form
 
 
 def to_stored(sample: Any, *, is_mask: bool = False) -> tuple[Array, Form]:
@@ -86,7 +89,7 @@ def to_stored(sample: Any, *, is_mask: bool = False) -> tuple[Array, Form]:
     Of a mask with a palette, as VOC's, the values are the labels, without their colours.
     """
     if isinstance(sample, Planes):
-        return sample.pixels, "pil"
+        return sample.pixels, sample.form
     if is_pil(sample):
         if is_mask and sample.mode == "P":
             return np.array(sample)[None], "pil"
@@ -234,11 +237,6 @@ def without_exif(sample: Any) -> Any:
     return sample
 
 
-def to_image(planes: Planes) -> Image.Image:
-    image: Image.Image = without_exif(to_pil(planes.pixels))
-    return image
-
-
 def present(array: Array, form: Form) -> Any:
     """Give a stored array as what the sample was."""
     if form == "pil":
@@ -309,80 +307,192 @@ def _open(stream: BinaryIO) -> Image.Image:
     return image
 
 
-def decode_by_pillow(stream: BinaryIO, *, upright: bool = False) -> Array:
-    """Pixels (H, W, 3) as PIL alone decodes them, turned as EXIF says if they are to be upright."""
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """How a loader that fastdata knows opens image files.
+
+    Args:
+        loader: gives tensors, uint8 (C, H, W), of paths and of files' bytes; None for torchvision's
+            default loader, which gives PIL images.
+        is_upright: whether it turns images as their EXIF says.
+        keeps_gray: whether of a gray JPEG it makes one channel, not three.
+    """
+
+    loader: Callable[[Any], Any] | None = None
+    is_upright: bool = False
+    keeps_gray: bool = False
+
+    @property
+    def form(self) -> Form:
+        return "pil" if self.loader is None else "tensor"
+
+    @property
+    def channels(self) -> int | None:
+        """Of every JPEG; None where each has its own."""
+        return None if self.keeps_gray else 3
+
+    def decode(self, data: bytes | memoryview) -> Any:
+        """What the loader makes of a file of these bytes."""
+        if self.loader is None:
+            return decode_image(data)
+        return self.loader(torch.from_numpy(np.frombuffer(data, np.uint8).copy()))
+
+    def decode_pixels(self, data: bytes | memoryview, *, upright: bool) -> Array:
+        """The same as pixels (H, W, C), of a PIL image turned as EXIF says if it is ``upright``."""
+        sample = self.decode(data)
+        if self.loader is None:
+            from PIL import ImageOps
+
+            return np.ascontiguousarray(ImageOps.exif_transpose(sample) if upright else sample)
+        if sample.dtype is not torch.uint8 or sample.ndim != 3:
+            raise TypeError(
+                f"it is decoded to {sample.dtype} {list(sample.shape)}, and of a loader that "
+                "fastdata knows it takes uint8 (C, H, W) only. Give a function of your own that "
+                "calls it as loader=."
+            )
+        return np.ascontiguousarray(sample.permute(1, 2, 0).numpy())
+
+
+_OF_PIL = Opening()
+_TENSOR_LOADERS = {
+    "torchvision.io": {"decode_image"},
+    "torchcodec.decoders": {"decode_image", "decode_jpeg"},
+}
+"""Functions, by the package that has them, that may be loaders that fastdata knows."""
+
+
+def opening_of(loader: Callable[[str], Any]) -> Opening | None:
+    """How a loader opens files, where fastdata can do the same; None for others' loaders."""
+    if loader is load_image:
+        return _OF_PIL
+    if isinstance(loader, PlanesLoader):
+        return loader.opening
+    called = loader.func if isinstance(loader, functools.partial) else loader
+    module = str(getattr(called, "__module__", None))
+    for package, names in _TENSOR_LOADERS.items():
+        if f"{module}.".startswith(f"{package}.") and getattr(called, "__name__", "") in names:
+            return _probe(loader)
+    return None
+
+
+def decoder_of(loader: Callable[[str], Any]) -> Callable[[memoryview], Any] | None:
+    """What makes of a file's bytes what ``loader`` makes of it; None for others' loaders."""
+    if isinstance(loader, PlanesLoader):
+        return loader.decode
+    opening = opening_of(loader)
+    return None if opening is None else opening.decode
+
+
+@functools.cache
+def _probe(loader: Callable[[Any], Any]) -> Opening | None:
+    """What a loader of tensors does with JPEG files; None if not all come out in Pillow's pixels."""
     from PIL import ImageOps
 
-    image = _open(stream)
-    return np.ascontiguousarray(ImageOps.exif_transpose(image) if upright else image)
+    probes = list(_make_probes())
+    try:
+        found = [Opening(loader).decode_pixels(data, upright=False) for data in probes]
+    except Exception as problem:  # noqa: BLE001  # of a version that takes something else
+        log.info("%r opens each file itself: %s", loader, problem)
+        return None
+    for is_upright, keeps_gray in itertools.product((False, True), repeat=2):
+        wanted = map(_decode_gray if keeps_gray else decode_image, probes)
+        turned = map(ImageOps.exif_transpose, wanted) if is_upright else wanted
+        pairs = zip(turned, found, strict=True)
+        if all(np.array_equal(np.atleast_3d(np.asarray(image)), pixels) for image, pixels in pairs):
+            return Opening(loader, is_upright, keeps_gray)
+    log.info("%r opens each file itself: its pixels are not Pillow's", loader)
+    return None
+
+
+def _decode_gray(data: bytes) -> Image.Image:
+    from PIL import Image
+
+    return Image.open(io.BytesIO(data))
+
+
+def _make_probes() -> Iterator[bytes]:
+    """JPEG files of each subsampling and coding that Pillow writes, gray ones, and turned ones."""
+    from PIL import Image
+
+    noise = np.random.default_rng(0).integers(0, 256, (21, 35, 3), np.uint8)
+    options: list[dict[str, Any]] = [{"subsampling": subsampling} for subsampling in (0, 1, 2)]
+    options += [{"progressive": True}, {"restart_marker_blocks": 2}]
+    for orientation in range(1, 9):
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        options.append({"exif": exif})
+    for mode, chosen in itertools.product(("RGB", "L"), options):
+        stream = io.BytesIO()
+        Image.fromarray(noise).convert(mode).save(stream, "JPEG", **chosen)
+        yield stream.getvalue()
 
 
 class OpenedImages:
     """Images for the core: JPEG files as they lie in memory, opened by their headers, or pixels.
 
-    Args:
-        files: the bytes of each image.
-        by_pillow: gives the pixels (H, W, 3) of image ``b`` where the core does not decode its
-            file, and where that turns out to be damaged; what it raises is raised. None stands for
-            no pixels.
-        upright: whether images are turned as their EXIF says.
-
     Attributes:
+        alive: what has the memory that they lie in.
         sources_B: where the images lie.
-        shapes_B3: channels, height and width of each, as it is served; 0 where there are no pixels.
+        shapes_B3: channels, height and width of each, as it is served.
         files: what the core decodes.
+        by_pillow: gives the pixels (H, W, C) of image ``b`` where the core does not decode its
+            file, and where that turns out to be damaged; what it raises is raised.
         is_interleaved: whether pixels are (H, W, C), not (C, H, W).
     """
 
-    is_interleaved = True
-    files: core.Files | None = None
-
     def __init__(
         self,
+        alive: list[Any],
+        sources_B: npt.NDArray[np.int64],
+        shapes_B3: npt.NDArray[np.int32],
+        files: core.Files | None = None,
+        by_pillow: Callable[[int], Array] | None = None,
+        *,
+        is_interleaved: bool = True,
+    ) -> None:
+        self.alive = alive
+        self.sources_B = sources_B
+        self.shapes_B3 = shapes_B3
+        self.files = files
+        self.by_pillow = by_pillow
+        self.is_interleaved = is_interleaved
+
+    @classmethod
+    def of_files(
+        cls,
         files: Sequence[bytes | memoryview],
-        by_pillow: Callable[[int], Array | None],
+        by_pillow: Callable[[int], Array],
         *,
         upright: bool = False,
-    ) -> None:
-        self._kept: list[Array] = [np.frombuffer(data, np.uint8) for data in files]
-        self._by_pillow = by_pillow
-        self.sources_B = addresses_of(self._kept)
-        self.shapes_B3 = np.zeros((len(files), 3), np.int32)
+        keeps_gray: bool = False,
+    ) -> OpenedImages:
+        """Files, turned as their EXIF says if they are to be ``upright``; gray has three channels."""
+        arrays = [np.frombuffer(data, np.uint8) for data in files]
+        shapes_B3 = np.zeros((len(files), 3), np.int32)
         is_open_B = np.zeros(len(files), np.bool_)
+        opened = cls(list(arrays), addresses_of(arrays), shapes_B3, by_pillow=by_pillow)
         jpeg, _ = open_libjpeg()
         if jpeg is not None:
-            sizes_B = np.array([data.size for data in self._kept], np.int64)
-            self.shapes_B3, turns_B = core.jpeg_headers(self.sources_B, sizes_B)
-            is_open_B = self._may_open_B()
+            sizes_B = np.array([data.size for data in arrays], np.int64)
+            shapes_B3, turns_B = core.jpeg_headers(opened.sources_B, sizes_B)
+            is_open_B = _may_open(shapes_B3)
             if upright:
                 is_open_B &= turns_B > 0
-                self.shapes_B3[turns_B > 4, 1:] = self.shapes_B3[turns_B > 4, :0:-1]
+                shapes_B3[turns_B > 4, 1:] = shapes_B3[turns_B > 4, :0:-1]
             else:
                 turns_B[:] = 1
-            self.shapes_B3[:, 0] = 3
-            self.files = core.Files(jpeg, sizes_B, turns_B)
-        for b in np.flatnonzero(~is_open_B).tolist():
-            self.leave_to_pillow(b)
-
-    def _may_open_B(self) -> npt.NDArray[np.bool_]:
-        """Which files have a header that the core reads, and no more pixels than PIL takes."""
-        from PIL import Image
-
-        channels_B, height_B, width_B = self.shapes_B3.T.astype(np.int64)
-        most = math.inf if Image.MAX_IMAGE_PIXELS is None else Image.MAX_IMAGE_PIXELS
-        is_open_B: npt.NDArray[np.bool_] = (channels_B > 0) & (height_B * width_B <= most)
-        return is_open_B
+            if not keeps_gray:
+                shapes_B3[:, 0] = 3
+            opened.shapes_B3 = shapes_B3
+            opened.files = core.Files(jpeg, sizes_B, turns_B)
+        opened._leave(~is_open_B)
+        return opened
 
     @classmethod
     def decoded(cls, images: Sequence[Array]) -> OpenedImages:
         """Pixels (H, W, C) that are there already, C-contiguous."""
-        opened = cls([], lambda _: None)
-        opened.files = None
-        opened._kept = list(images)
-        opened.sources_B = addresses_of(images)
         shapes = [(image.shape[2], *image.shape[:2]) for image in images]
-        opened.shapes_B3 = np.array(shapes, np.int32).reshape(-1, 3)
-        return opened
+        return cls(list(images), addresses_of(images), np.array(shapes, np.int32).reshape(-1, 3))
 
     @classmethod
     def stored(
@@ -396,31 +506,39 @@ class OpenedImages:
 
         ``read`` gives (C, H, W) of one that is not in order.
         """
-        opened = cls([], read)
-        assert opened.files is not None
+        jpeg, _ = open_libjpeg()
+        assert jpeg is not None
         found_B3, turns_B = core.jpeg_headers(sources_B, sizes_B)
         turns_B[:] = 1
-        opened.is_interleaved = False
-        opened._kept = [sources_B] * len(sources_B)
-        opened.sources_B = sources_B.copy()
-        opened.shapes_B3 = shapes_B3
-        opened.files = core.Files(opened.files.jpeg, sizes_B.copy(), turns_B)
-        for b in np.flatnonzero((found_B3 != shapes_B3).any(axis=1)).tolist():
-            opened.leave_to_pillow(b)
+        files = core.Files(jpeg, sizes_B.copy(), turns_B)
+        opened = cls([], sources_B.copy(), shapes_B3, files, read, is_interleaved=False)
+        opened._leave((found_B3 != shapes_B3).any(axis=1))
         return opened
+
+    def _leave(self, are_left_B: npt.NDArray[np.bool_]) -> None:
+        for b in np.flatnonzero(are_left_B).tolist():
+            self.leave_to_pillow(b)
 
     def leave_to_pillow(self, b: int) -> None:
         """Have image ``b`` decoded by PIL, or raise what is wrong with it."""
+        assert self.by_pillow is not None
         if self.files is not None:
             self.files.sizes[b] = 0
-        pixels = self._by_pillow(b)
-        if pixels is None:
-            self.shapes_B3[b] = 0
-            return
-        self._kept[b] = pixels
+        pixels = self.by_pillow(b)
+        self.alive.append(pixels)
         self.sources_B[b] = pixels.__array_interface__["data"][0]
         shape = pixels.shape
         self.shapes_B3[b] = (shape[2], *shape[:2]) if self.is_interleaved else shape
+
+
+def _may_open(shapes_B3: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+    """Which files have a header that the core reads, and no more pixels than PIL takes."""
+    from PIL import Image
+
+    channels_B, height_B, width_B = shapes_B3.T.astype(np.int64)
+    most = math.inf if Image.MAX_IMAGE_PIXELS is None else Image.MAX_IMAGE_PIXELS
+    is_open_B: npt.NDArray[np.bool_] = (channels_B > 0) & (height_B * width_B <= most)
+    return is_open_B
 
 
 def addresses_of(arrays: Sequence[Array]) -> npt.NDArray[np.int64]:
@@ -429,15 +547,17 @@ def addresses_of(arrays: Sequence[Array]) -> npt.NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class PlanesLoader:
-    """Prepares the pixels of an image file without a PIL image in between.
+    """Prepares the pixels of an image file without an image in between.
 
     Args:
         prepare: of opened images makes planes (n, C, h, w), uint8, of neighbours of one size; they
             stay until the next are asked for.
+        opening: what it stands for.
         upright: whether images are turned as their EXIF says first.
     """
 
     prepare: Callable[[OpenedImages], Iterator[Array]]
+    opening: Opening
     upright: bool = False
 
     def __call__(self, path: str) -> Planes:
@@ -446,17 +566,12 @@ class PlanesLoader:
 
     def decode(self, data: bytes | memoryview) -> Planes:
         def by_pillow(_: int) -> Array:
-            return decode_by_pillow(io.BytesIO(data), upright=self.upright)
+            return self.opening.decode_pixels(data, upright=self.upright)
 
-        images = OpenedImages([data], by_pillow, upright=self.upright)
-        return Planes(next(self.prepare(images))[0].copy())
-
-
-def decoder_of(loader: Callable[[str], Any]) -> Callable[[memoryview], Any] | None:
-    """What makes of a file's bytes what ``loader`` makes of it; None for others' loaders."""
-    if loader is load_image:
-        return decode_image
-    return loader.decode if isinstance(loader, PlanesLoader) else None
+        images = OpenedImages.of_files(
+            [data], by_pillow, upright=self.upright, keeps_gray=self.opening.keeps_gray
+        )
+        return Planes(next(self.prepare(images))[0].copy(), self.opening.form)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ behind these the targets that are images themselves.
 from __future__ import annotations
 
 import contextlib
-import io
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -25,11 +24,11 @@ from fastdata.pixels.images import (
     PlanesLoader,
     SampleSpec,
     SourceDecoder,
-    decode_by_pillow,
     decoder_of,
     is_image,
     is_pil,
     mode_of,
+    opening_of,
     present,
     to_stored,
 )
@@ -127,19 +126,22 @@ class ReadPath(NamedTuple):
 def read_path(source: Source, steps: tuple[Callable[[Any], Any], ...]) -> ReadPath:
     """How samples that are to be stored are read: image files by the core, where it knows all steps."""
     as_written = ReadPath(source, Steps(steps))
-    if not isinstance(source, FileSource) or decoder_of(source.loader) is None:
+    if not isinstance(source, FileSource):
+        return as_written
+    opening = opening_of(source.loader)
+    if opening is None or (steps and opening.form == "tensor"):  # whose resize the core rounds
         return as_written
     obstacle = core.obstacle()
     if obstacle is not None:
         log.info("Pillow prepares the images, which takes longer: %s", obstacle)
         return as_written
     upright, served = split_upright(steps)
-    plan = plan_transform(served, channels=3, prepared=0)
-    if plan.kind != "pil" or plan.per_sample:
+    plan = plan_transform(served, form=opening.form, channels=opening.channels, prepared=0)
+    if plan.kind != opening.form or plan.per_sample:
         return as_written
     program = Program(plan.batch_ops, SampleSpec(shape=None, dtype="uint8", form="pil"))
-    output = program.output((3, 1, 1))
-    files = source.opened_by(PlanesLoader(program.prepare, upright))
+    output = None if opening.channels is None else program.output((opening.channels, 1, 1))
+    files = source.opened_by(PlanesLoader(program.prepare, opening, upright or opening.is_upright))
     return ReadPath(files, Steps(()), None if output is None else output[0])
 
 
@@ -169,11 +171,14 @@ def open_files(source: FileSource, indices: Sequence[int], *, upright: bool) -> 
             with naming_sample(source, index):
                 files += source.read_files([index])
 
+    opening = opening_of(source.loader)
+    assert opening is not None
+
     def by_pillow(b: int) -> np.ndarray:
         with naming_sample(source, indices[b]):
-            return decode_by_pillow(io.BytesIO(files[b]), upright=upright)
+            return opening.decode_pixels(files[b], upright=upright)
 
-    return OpenedImages(files, by_pillow, upright=upright)
+    return OpenedImages.of_files(files, by_pillow, upright=upright, keeps_gray=opening.keeps_gray)
 
 
 def read_samples(
@@ -210,10 +215,13 @@ def _read_together(
     for pixels in loader.prepare(images):
         last = first + len(pixels)
         if together:
-            yield ReadSamples(indices[first:last], (Part(pixels, "pil"),), targets[first:last])
+            part = Part(pixels, loader.opening.form)
+            yield ReadSamples(indices[first:last], (part,), targets[first:last])
         else:
             for b in range(first, last):
-                yield take_apart(indices[b], Planes(pixels[b - first]), targets[b])
+                yield take_apart(
+                    indices[b], Planes(pixels[b - first], loader.opening.form), targets[b]
+                )
         first = last
 
 
