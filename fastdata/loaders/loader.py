@@ -33,7 +33,7 @@ from fastdata.datasets.serving import fallback_notice
 from fastdata.errors import counted, kind_of
 from fastdata.loaders import epochs
 from fastdata.loaders.epochs import HELD_BY_USER, Counted, Engine, Tally, TorchView
-from fastdata.loaders.order import Checkpoints, Progress, length_of, undisturbed
+from fastdata.loaders.order import Epochs, Progress, length_of, undisturbed
 from fastdata.loaders.samplers import RankSampler, Uneven
 from fastdata.loaders.view import LoaderView, wrapped_notice
 from fastdata.machine import memory
@@ -163,8 +163,8 @@ class DataLoader(_TorchLoader[_T_co]):
         self._ring: BatchRing | None = None
         super().__init__(**arguments | {"pin_memory": pin_memory is True})
         self.in_order = in_order
-        self._checkpoints = Checkpoints(
-            super()._index_sampler, self._served, seeds_once=persistent_workers
+        self._epochs = Epochs(
+            super()._index_sampler, self._served, generator, seeds_once=persistent_workers
         )
         self._has_warned = False
         self._pinning = self._choose_pinning(pin_memory)
@@ -193,7 +193,7 @@ class DataLoader(_TorchLoader[_T_co]):
         """
         if self._served and type(self.dataset) in (Subset, ConcatDataset):
             # Whose indices may be others now.
-            self._served = self._checkpoints.served = LoaderView.find(self.dataset)
+            self._served = self._epochs.served = LoaderView.find(self.dataset)
         if self._served:
             self._served.reader()  # which notices what was changed in place
         self._say_once()
@@ -202,7 +202,10 @@ class DataLoader(_TorchLoader[_T_co]):
             ring = self._ring = self._ring or BatchRing(self.ring_slots(held))
         handle = self._served.handle() if self._served else None
         engine = self._choose_engine()
-        progress = self._checkpoints.begin()
+        progress = self._epochs.begin()
+        is_channels_last = self.memory_format is torch.channels_last
+        # A collate_fn of the user's own gets samples that lie as ever.
+        self._epochs.channels_last = is_channels_last and self.collate_fn is collate
         dataset: Any = self._served.fetched(self.dataset) if self._served else self.dataset
         view = TorchView(
             self,
@@ -222,7 +225,7 @@ class DataLoader(_TorchLoader[_T_co]):
                     ring=ring,
                     collate_fn=self.collate_fn,
                     in_thread=engine.workers > 0,
-                    channels_last=self.memory_format is torch.channels_last,
+                    channels_last=is_channels_last,
                     read=read,
                 )
                 iterator = epochs.ThreadIter(view, progress, ring, maker, threads=engine.workers)
@@ -268,9 +271,7 @@ class DataLoader(_TorchLoader[_T_co]):
     def _index_sampler(self) -> Any:
         if isinstance(self.dataset, IterableDataset):
             return super()._index_sampler
-        # A collate_fn of the user's own gets samples that lie as ever.
-        is_asked = self.memory_format is torch.channels_last and self.collate_fn is collate
-        return self._checkpoints.indices(self.generator, channels_last=is_asked)
+        return self._epochs
 
     def check_worker_number_rationality(self) -> None:
         """Warn of more worker processes than cores, as torch does; threads may be many."""
@@ -282,7 +283,7 @@ class DataLoader(_TorchLoader[_T_co]):
 
         They follow from the base seed too, where the dataset has no ``seed``.
         """
-        self._checkpoints.set_epoch(operator.index(epoch))
+        self._epochs.set_epoch(operator.index(epoch))
 
     def report(self) -> EpochReport:
         """How the latest epoch went; ``.path`` says how batches are read, and why."""
@@ -316,7 +317,7 @@ class DataLoader(_TorchLoader[_T_co]):
             return {}
         if not self.in_order and self.num_workers > 1 and self._choose_engine().kind == "process":
             warn_user(_NO_ORDER)
-        return self._checkpoints.state(self.generator, self._identity())
+        return self._epochs.state(self._identity())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next epoch be the one of ``state``, without the batches handed over before.
@@ -336,7 +337,7 @@ class DataLoader(_TorchLoader[_T_co]):
         """
         if state and isinstance(self.dataset, IterableDataset):
             raise ValueError(_NO_STREAM)
-        self._checkpoints.load(state, self._identity())
+        self._epochs.load(state, self._identity())
 
     def _identity(self) -> dict[str, Any]:
         return {
@@ -344,7 +345,7 @@ class DataLoader(_TorchLoader[_T_co]):
             "sampler_length": length_of(self.sampler),
             "batch_size": self.batch_size,
             "drop_last": self.drop_last,
-        } | self._checkpoints.indices(self.generator).identity
+        }
 
     # For a prefetcher
 
@@ -354,7 +355,7 @@ class DataLoader(_TorchLoader[_T_co]):
 
     def read_ahead(self) -> Progress:
         """Count the batches of the epoch just begun where they are handed over, by its marks."""
-        progress = self._checkpoints.progress
+        progress = self._epochs.progress
         progress.hand_over(progress.mark())
         return progress
 

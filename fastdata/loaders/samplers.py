@@ -30,6 +30,8 @@ from fastdata.machine.processes import find_rank
 from fastdata.pixels.draws import draw_integers, draw_uniform, sample_keys
 
 Int64s = npt.NDArray[np.int64]
+State = dict[str, Any]
+"""Of plain values."""
 Uneven = Literal["pad", "drop", "keep"]
 
 _SHUFFLE_SALT = 0x73687566666C65  # keeps orders apart from what transforms draw with the same seed
@@ -56,7 +58,7 @@ class Order(NamedTuple):
     length: int
     num_samples: int
     most: float
-    identity: dict[str, Any]
+    identity: State
 
 
 def shuffled(dataset: Sized | int, shuffle: bool = True) -> Order:
@@ -302,7 +304,7 @@ class EpochOrder:
         return (self.length + spare) // self.world_size
 
     @property
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> State:
         fields = asdict(self)
         if self.piece_samples == 1:
             fields["chunk_samples"] = None  # says nothing about the order
@@ -528,7 +530,7 @@ class RankSampler(DistributedSampler[int]):
     # Epochs and states
 
     @property
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> State:
         """What the order follows from besides the epoch: a state is of samplers equal in these."""
         named = {"sampler": type(self).__name__, "samples": self.order_length}
         return named | {"length": self._order.length, "seed": self.seed} | self._order.identity
@@ -542,13 +544,13 @@ class RankSampler(DistributedSampler[int]):
             self.has_begun = False
         self.is_set = True
 
-    def coming(self) -> dict[str, Any]:
+    def coming(self) -> State:
         """The state of what the next iterator will begin with."""
         if self.has_begun:
             return self._state(self.epoch + (not self.is_set), 0)
         return self._state(self.epoch, self.position)
 
-    def _state(self, epoch: int, position: int) -> dict[str, Any]:
+    def _state(self, epoch: int, position: int) -> State:
         return {"epoch": epoch, "position": position, "order": self.identity}
 
     def batches_left(self, position: int, batch_size: int, *, drop_last: bool) -> int:
@@ -562,7 +564,7 @@ class RankSampler(DistributedSampler[int]):
 
     def state_dict(
         self, batches: int = 0, batch_size: int = 1, *, drop_last: bool = False
-    ) -> dict[str, Any]:
+    ) -> State:
         """Return where the epoch stands, as a dict of plain values, the same on every rank.
 
         fastdata's DataLoader holds it in its own state. torch's reads ahead, so that only the
@@ -581,7 +583,7 @@ class RankSampler(DistributedSampler[int]):
             return self._state(self.epoch + 1, 0)
         return self._state(self.epoch, self.advance(self.position, batches, batch_size))
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Let the next iterator go on where ``state`` was taken, whatever ranks and batches are.
 
         Raises:
@@ -599,7 +601,7 @@ class RankSampler(DistributedSampler[int]):
         self.is_set = False
 
 
-def name_differences(saved: dict[str, Any], own: dict[str, Any]) -> str:
+def name_differences(saved: State, own: State) -> str:
     """What differs between a state and what it is loaded into; empty if nothing does."""
     return "; ".join(
         f"{name} is {own.get(name)!r}, in the state {saved.get(name)!r}"
