@@ -11,8 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch.autograd import profiler
@@ -22,13 +21,13 @@ from torch.utils.data._utils.pin_memory import pin_memory as copy_to_pinned
 from fastdata.datasets.batch import BatchDraws, DrawKey, as_channels_last, collate, flatten
 from fastdata.datasets.reader import ReaderHandle
 from fastdata.datasets.ring import BatchReceiver, BatchRing, RingCollate
-from fastdata.errors import IngestError, MemoryBudgetError
 from fastdata.loaders.order import Progress
 from fastdata.loaders.view import JoinedHandle
 from fastdata.machine.memory import PinningPlan
 from fastdata.report import EpochReport
 
 Slots = BatchRing | BatchReceiver
+AnyLoader: TypeAlias = "torch_loader.DataLoader[Any]"
 HELD_BY_USER = 2
 """Batches that the training loop may hold without costing new memory: the current one and one
 looked ahead."""
@@ -71,10 +70,11 @@ class BatchMaker:
     read: Callable[[Any, BatchRing], Any] | None = None
 
     def __call__(self, indices: Any, draws: DrawKey) -> Any:
-        if self.read is not None:
-            return self.read(indices, self.ring)
-        batch = self._make(indices, draws)
-        return as_channels_last(batch) if self.channels_last else batch
+        with shown_as("fastdata: read"):
+            if self.read is not None:
+                return self.read(indices, self.ring)
+            batch = self._make(indices, draws)
+            return as_channels_last(batch) if self.channels_last else batch
 
     def _make(self, indices: Any, draws: DrawKey) -> Any:
         handle = self.handle
@@ -116,8 +116,12 @@ class LoopCounts:
 
     def figures(self) -> dict[str, float]:
         """As in an ``EpochReport``."""
-        names = ("batches", "samples", "wait_s", "busy_s")
-        return {name: getattr(self, name) for name in names}
+        return {
+            "batches": self.batches,
+            "samples": self.samples,
+            "wait_s": self.wait_s,
+            "busy_s": self.busy_s,
+        }
 
 
 class Tally:
@@ -131,14 +135,16 @@ class Tally:
         self._fresh_before = ring.fresh_count if ring else 0
 
     def report(self) -> EpochReport:
-        engine, ring = self._engine, self._ring
+        engine = self._engine
+        ring = self._ring
         figures: dict[str, Any] = self.counts.figures()
+        if ring is not None:
+            figures["fresh_batches"] = ring.fresh_count - self._fresh_before
+            figures["bytes_held"] = ring.bytes_held
         return EpochReport(
             path=engine.path,
             engine=engine.kind if engine.workers else "inline",
             workers=engine.workers,
-            fresh_batches=ring.fresh_count - self._fresh_before if ring else 0,
-            bytes_held=ring.bytes_held if ring else 0,
             pinning=self._pinning.reason,
             **figures,
         )
@@ -155,19 +161,6 @@ def sample_count(batch: Any) -> int:
         return 0
 
 
-class TorchView:
-    """A loader as torch's iterators see it while they start, some attributes replaced."""
-
-    collate_fn: Any
-
-    def __init__(self, loader: torch_loader.DataLoader[Any], **instead: Any) -> None:
-        self._loader = loader
-        self.__dict__.update(instead)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-
 class Counted(torch_loader._BaseDataLoaderIter):
     """An iterator that counts what it hands over and how long it kept the user waiting."""
 
@@ -177,9 +170,11 @@ class Counted(torch_loader._BaseDataLoaderIter):
     # Of what is read; ends the epoch once the dataset is closed.
     handle: ReaderHandle | JoinedHandle | None = None
 
-    def __init__(self, view: TorchView, progress: Progress) -> None:
+    _task_info: Any = ()  # batches that were drawn, but not handed over; torch's own name
+
+    def __init__(self, view: AnyLoader, progress: Progress) -> None:
         self.progress = progress
-        super().__init__(view)  # type: ignore[arg-type]
+        super().__init__(view)
 
     @property
     def _base_seed(self) -> int:
@@ -191,21 +186,18 @@ class Counted(torch_loader._BaseDataLoaderIter):
         if self.progress.base_seed is None:
             self.progress.base_seed = drawn
 
-    @property
-    def _unread(self) -> int:
-        """Of the batches drawn in this epoch, how many were not handed over."""
-        return 0
-
-    def _next_batch(self) -> Any:
-        return super().__next__()
-
     def __next__(self) -> Any:
-        counts, progress = self.counts, self.progress
+        counts = self.counts
+        progress = self.progress
         asked_at = counts.ask()
         try:
             if self.handle is not None and self.handle.reader is None:
                 self.handle()
-            batch = self._next_batch()
+            # torch's own takes 10 us to tell a profiler of itself, and does nothing else for
+            # datasets that have a length.
+            is_stream = self._dataset_kind == torch_loader._DatasetKind.Iterable
+            is_plain = not is_stream and not profiler._is_profiler_enabled
+            batch = self._next_data() if is_plain else super().__next__()
             counts.batches += 1
             counts.samples += sample_count(batch) if self._auto_collation else 1
             return batch
@@ -213,17 +205,17 @@ class Counted(torch_loader._BaseDataLoaderIter):
             progress.is_finished = True
             raise
         finally:
-            progress.handed = progress.drawn - self._unread
+            progress.handed = progress.drawn - len(self._task_info)
             counts.answer(asked_at)
 
 
-def _may_be_told(loader: Any) -> bool:
+def _may_be_told(loader: AnyLoader) -> bool:
     """Whether a sampler has ``set_epoch``: Lightning calls it between ``iter()`` and ``next()``.
 
     Nothing is read ahead before ``next`` then; else from ``iter()`` on, as by torch's loader.
     """
-    inner = getattr(loader.batch_sampler, "sampler", None)
-    samplers = (loader.sampler, loader.batch_sampler, inner)
+    outer = loader.batch_sampler
+    samplers = (loader.sampler, outer, getattr(outer, "sampler", None))
     return any(hasattr(sampler, "set_epoch") for sampler in samplers)
 
 
@@ -235,35 +227,27 @@ class ProcessIter(Counted, torch_loader._MultiProcessingDataLoaderIter):
     """torch's worker processes, counted, with batches that come through a shared ring."""
 
     _put_later = 0  # batches that workers are asked for at ``next``
-    _is_waiting = False
 
-    def __init__(self, view: TorchView, progress: Progress, *, held: int) -> None:
+    def __init__(self, view: AnyLoader, progress: Progress, *, held: int) -> None:
         if not isinstance(view.collate_fn, RingCollate):
-            view.collate_fn = RingCollate(view.collate_fn, slots=view.prefetch_factor + 1 + held)
+            slots = (view.prefetch_factor or 0) + 1 + held
+            view.collate_fn = RingCollate(view.collate_fn, slots=slots)
         self.ring = self.receiver = view.collate_fn.receiver
         super().__init__(view, progress)
 
-    def _reset(self, loader: Any, first_iter: bool = False) -> None:
-        self._put_later = 0
-        self._is_waiting = _may_be_told(loader)
+    def _reset(self, loader: AnyLoader, first_iter: bool = False) -> None:
+        ahead = self._prefetch_factor
+        if _may_be_told(loader):
+            self._prefetch_factor = 0
         super()._reset(loader, first_iter)
-        self._is_waiting = False
-
-    def _try_put_index(self) -> None:
-        if self._is_waiting:
-            self._put_later += 1
-        else:
-            super()._try_put_index()
+        self._put_later = (ahead - self._prefetch_factor) * self._num_workers
+        self._prefetch_factor = ahead
 
     def _next_data(self) -> Any:
         while self._put_later:
             self._put_later -= 1
             self._try_put_index()
         return super()._next_data()  # type: ignore[no-untyped-call]
-
-    @property
-    def _unread(self) -> int:
-        return len(self._task_info)
 
     def _process_data(self, data: Any, worker_idx: int) -> Any:
         try:
@@ -286,94 +270,73 @@ class ThreadIter(Counted):
 
     def __init__(
         self,
-        view: TorchView,
+        view: AnyLoader,
         progress: Progress,
         ring: BatchRing,
         read: Callable[[Any, Any], Any],
         *,
         threads: int,
     ) -> None:
-        if (
-            view.num_workers == 0 and view.timeout != 0
-        ):  # what torch's loader lets pass, and its iterators do not
+        # What torch's loader lets pass, and its iterators do not.
+        if view.num_workers == 0 and view.timeout != 0:
             raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
-        if view.num_workers > 0 and view.prefetch_factor <= 0:
+        if view.num_workers > 0 and not view.prefetch_factor:
             raise AssertionError(
                 "prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter"
             )
         super().__init__(view, progress)
         self.ring = ring
-        self._ahead = 0  # batches to submit at ``next``
-        self._read = partial(_read_batch, read)
-        self._pending: deque[Future[Any]] = deque()
+        self._read = read
+        self._task_info = deque[Future[Any]]()
+        self._put_later = threads * (view.prefetch_factor or 0)
         self._threads: ThreadPoolExecutor | None = None
         if threads:
             self._threads = ThreadPoolExecutor(threads, thread_name_prefix="fastdata-loader")
             self.stop = weakref.finalize(self, _stop, self._threads)
-            self._ahead = threads * view.prefetch_factor
             if not _may_be_told(view):
-                self._start()
-
-    def _next_batch(self) -> Any:
-        # torch's own takes 10 us to tell a profiler of itself, and does nothing else here.
-        return super()._next_batch() if profiler._is_profiler_enabled else self._next_data()
+                self._submit(self._threads)
 
     def _next_data(self) -> Any:
-        if self._ahead:
-            self._start()
         if self._threads is None:
             batch = self._read(next(self._sampler_iter), self.progress.draws)
-        elif self._pending:
-            batch = self._receive()
         else:
-            self.stop()
-            raise StopIteration
+            batch = self._receive(self._threads)
         return copy_to_pinned(batch) if self._pin_memory else batch
 
-    def _start(self) -> None:
-        for _ in range(self._ahead):
-            self._submit()
-        self._ahead = 0
-
-    def _receive(self) -> Any:
-        future = self._pending[0]
+    def _receive(self, threads: ThreadPoolExecutor) -> Any:
+        if self._put_later:
+            self._submit(threads)
+        if not self._task_info:
+            self.stop()
+            raise StopIteration
+        future = self._task_info[0]
         try:
             # Only waits: the batch's own TimeoutError is returned.
             future.exception(self._timeout or None)
         except FutureTimeoutError:
             raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds") from None
-        # And no batch comes after it.
-        is_lost = isinstance(future.exception(), (IngestError, MemoryBudgetError))
-        if not is_lost:
-            self._pending.popleft()
+        self._task_info.popleft()
+        self._put_later = 1
         try:
             return future.result()
         finally:
             del future  # an exception would keep it, and it the exception
-            if not is_lost:
-                self._submit()
+            self._submit(threads)
 
-    @property
-    def _unread(self) -> int:
-        return len(self._pending)
-
-    def _submit(self) -> None:
-        assert self._threads is not None
-        try:
-            indices = self._next_index()  # type: ignore[no-untyped-call]
-        except StopIteration:
-            return
-        except Exception as error:  # noqa: BLE001  # raised where its batch would have come
-            failed: Future[Any] = Future()
-            failed.set_exception(error)
-            self._pending.append(failed)
-        else:
-            self._pending.append(self._threads.submit(self._read, indices, self.progress.draws))
-
-
-def _read_batch(read: Callable[[Any, Any], Any], indices: Any, draws: DrawKey | None) -> Any:
-    with shown_as("fastdata: read"):
-        return read(indices, draws)
+    def _submit(self, threads: ThreadPoolExecutor) -> None:
+        """Have as many batches read as are to be ahead."""
+        for _ in range(self._put_later):
+            try:
+                indices = next(self._sampler_iter)
+            except StopIteration:
+                break
+            except Exception as error:  # noqa: BLE001  # raised where its batch would have come
+                future: Future[Any] = Future()
+                future.set_exception(error)
+            else:
+                future = threads.submit(self._read, indices, self.progress.draws)
+            self._task_info.append(future)
+        self._put_later = 0
 
 
 def _stop(threads: ThreadPoolExecutor) -> None:

@@ -32,7 +32,7 @@ from fastdata.datasets.ring import BatchRing, RingCollate
 from fastdata.datasets.serving import fallback_notice
 from fastdata.errors import counted, kind_of
 from fastdata.loaders import epochs
-from fastdata.loaders.epochs import HELD_BY_USER, Counted, Engine, Tally, TorchView
+from fastdata.loaders.epochs import HELD_BY_USER, Counted, Engine, Tally
 from fastdata.loaders.order import Epochs, Progress, length_of, undisturbed
 from fastdata.loaders.samplers import RankSampler, Uneven
 from fastdata.loaders.view import LoaderView, wrapped_notice
@@ -207,8 +207,9 @@ class DataLoader(_TorchLoader[_T_co]):
         # A collate_fn of the user's own gets samples that lie as ever.
         self._epochs.channels_last = is_channels_last and self.collate_fn is collate
         dataset: Any = self._served.fetched(self.dataset) if self._served else self.dataset
-        view = TorchView(
-            self,
+        view = object.__new__(type(self))  # as torch's iterators see the loader
+        vars(view).update(
+            vars(self),
             dataset=dataset,
             generator=torch.Generator() if progress.keeps_seed else self.generator,
             pin_memory=self.pin_memory and not (self._pinning.is_own_choice and is_prefetched),
@@ -220,7 +221,7 @@ class DataLoader(_TorchLoader[_T_co]):
             else:
                 self._iterator = None  # persistent worker processes that have done their part
                 maker = epochs.BatchMaker(
-                    dataset=view.dataset,
+                    dataset=dataset,
                     handle=None if self._served is None or self._served.has_own else handle,
                     ring=ring,
                     collate_fn=self.collate_fn,
@@ -253,16 +254,16 @@ class DataLoader(_TorchLoader[_T_co]):
         if notice and self.workers != "process":
             warn_user(f"batches are not served whole: {notice}")
 
-    def _iterate_torch(self, view: TorchView, progress: Progress, held: int) -> Counted:
+    def _iterate_torch(self, view: epochs.AnyLoader, progress: Progress, held: int) -> Counted:
         if self.num_workers == 0:
             return epochs.InlineIter(view, progress)
         iterator: Any = self._iterator  # of workers that persist
-        if iterator is not None:
-            iterator.progress = progress
-            iterator._reset(self)
-        else:
+        if iterator is None:
             self.check_worker_number_rationality()
             iterator = epochs.ProcessIter(view, progress, held=held)
+        else:
+            iterator.progress = progress
+            iterator._reset(view)
         self._iterator = iterator if self.persistent_workers else None
         counted: Counted = iterator
         return counted
