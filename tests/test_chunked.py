@@ -7,7 +7,6 @@ import gc
 import random
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,8 @@ from conftest import FolderMaker
 from fastdata import CachedDataset, ChunkedLoader, DataLoader, FastDataError, ImageFolder
 from fastdata.datasets.ring import BatchRing
 from fastdata.errors import MemoryBudgetError
-from fastdata.loaders.samplers import EpochOrder, plan_epoch, shuffle_quality
+from fastdata.loaders.samplers import chunked as chunked_order
+from fastdata.loaders.samplers import shuffle_quality
 from fastdata.machine.memory import CHUNKS_HELD, plan_chunks
 
 MIB = 1 << 20
@@ -125,7 +125,7 @@ def test_pixels_are_those_of_the_loader_in_memory(image_folder: FolderMaker) -> 
         chunked(kept_nowhere, num_workers=2) as loader,
         chunked(in_memory) as copying,
     ):
-        order = plan_epoch(EpochOrder(length=18), 3).tolist()
+        order = chunked_order(18).draw(0, 3, 18).tolist()
         usual = DataLoader(in_memory, batch_size=4, sampler=order)
         for each in (usual, loader, copying):
             each.set_epoch(3)
@@ -211,7 +211,7 @@ def test_joined_datasets_have_the_epochs_of_a_loader(workers: int) -> None:
     ):
         epochs = []
         for epoch in (2, 3):
-            order = plan_epoch(EpochOrder(length=20), epoch).tolist()
+            order = chunked_order(20).draw(0, epoch, 20).tolist()
             usual = DataLoader(both, batch_size=4, sampler=order)
             for each in (usual, loader):
                 each.set_epoch(epoch)
@@ -344,18 +344,18 @@ def test_the_limit_counts_what_is_in_use() -> None:
 @pytest.mark.parametrize("length", [1, 7, 40])
 def test_an_order_is_a_permutation_and_follows_from_seed_and_epoch(piece: int, length: int) -> None:
     """Each position once; the same again for the same seed and epoch, another for others."""
-    order = EpochOrder(length=length, piece_samples=piece, chunk_samples=12)
-    planned = plan_epoch(order, 2)
+    order = chunked_order(length, piece_samples=piece, chunk_samples=12)
+    planned = order.draw(0, 2, length)
     assert sorted(planned.tolist()) == list(range(length))
-    assert np.array_equal(planned, plan_epoch(order, 2))
+    assert np.array_equal(planned, order.draw(0, 2, length))
     if length == 40:
-        assert not np.array_equal(planned, plan_epoch(order, 3))
-        assert not np.array_equal(planned, plan_epoch(replace(order, seed=1), 2))
+        assert not np.array_equal(planned, order.draw(0, 3, length))
+        assert not np.array_equal(planned, order.draw(1, 2, length))
 
 
 def test_a_mixed_chunk_is_made_of_whole_pieces() -> None:
     """Of 4 pieces of 5 in a chunk of 20, all 20 neighbours are there, and not side by side."""
-    planned = plan_epoch(EpochOrder(length=100, piece_samples=5, chunk_samples=20), 0)
+    planned = chunked_order(100, piece_samples=5, chunk_samples=20).draw(0, 0, 100)
     for start in range(0, 100, 20):
         chunk = planned[start : start + 20]
         assert len(set((chunk // 5).tolist())) == 4
@@ -367,15 +367,16 @@ def test_a_mixed_chunk_is_made_of_whole_pieces() -> None:
 @pytest.mark.parametrize("drop_last", [True, False])
 def test_ranks_share_every_epoch(shuffle: bool, piece: int, drop_last: bool) -> None:
     """Three ranks have equally many samples, together all of 31 but the one dropped, or two of them twice."""
-    base = EpochOrder(
-        length=31,
+    order = chunked_order(
+        31,
         shuffle=shuffle,
         piece_samples=piece,
         chunk_samples=8,
         drop_last=drop_last,
         world_size=3,
     )
-    shares = [plan_epoch(base, 1)[rank::3].tolist() for rank in range(3)]
+    planned = order.draw(0, 1, order.num_samples)
+    shares = [planned[rank::3].tolist() for rank in range(3)]
     assert [len(share) for share in shares] == [10 if drop_last else 11] * 3
     together = [position for share in shares for position in share]
     assert len(set(together)) == (30 if drop_last else 31)
@@ -423,15 +424,16 @@ def test_a_rank_is_taken_from_the_environment(monkeypatch: pytest.MonkeyPatch) -
 
 def test_quality_tells_orders_apart() -> None:
     """More pieces mixed are better, none is 0, a global shuffle 1."""
-    base = EpochOrder(length=4096, chunk_samples=256)
-    values = [
-        shuffle_quality(replace(base, piece_samples=256 // n), 0, 0, 32)
-        for n in (1, 4, 16, 64, 256)
+    orders = [
+        chunked_order(4096, chunk_samples=256, piece_samples=256 // n) for n in (1, 4, 16, 64, 256)
     ]
+    values = [shuffle_quality(order.draw(0, 0, 4096), 4096, 32) for order in orders]
     assert values == sorted(values)
     assert values[0] < 0.2
-    assert values[-1] == 1.0
-    assert shuffle_quality(replace(base, shuffle=False), 0, 0, 32) == 0.0
+    assert values[-1] > 0.99
+    assert shuffle_quality(np.arange(4096), 4096, 32) == 0.0
+    with chunked(Squares(4096), batch_size=32) as loader:
+        assert loader.shuffle_quality() == 1.0
 
 
 # Resuming

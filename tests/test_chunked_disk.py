@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
+import inspect
 import mmap
 import os
 import re
@@ -20,7 +20,7 @@ from torchvision import transforms
 from conftest import FolderMaker, save_image
 from fastdata import CachedDataset, ChunkedLoader, CudaPrefetcher, DataLoader, ImageFolder
 from fastdata.errors import SampleError, StoreGoneError
-from fastdata.loaders.samplers import EpochOrder, plan_epoch
+from fastdata.loaders.samplers import chunked as chunked_order
 from fastdata.machine import memory
 from fastdata.machine.memory import ChunkPlan, empties_cache
 from fastdata.stores import readers as readers_module
@@ -74,17 +74,18 @@ def chunked(data: Any, **arguments: Any) -> ChunkedLoader:
     return ChunkedLoader(data, **{**usual, **arguments})
 
 
-def order_of(loader: ChunkedLoader) -> EpochOrder:
-    """What the epochs of a chunked loader follow from, as its state tells."""
+def order_of(loader: ChunkedLoader, epoch: int) -> Any:
+    """The samples of an epoch, of all ranks, as the loader's state tells what they follow from."""
     told = loader.state_dict()["loader"]["order"]
-    fields = {field.name: told[field.name] for field in dataclasses.fields(EpochOrder)}
-    return EpochOrder(**fields | {"chunk_samples": fields["chunk_samples"] or 1})
+    names = inspect.signature(chunked_order).parameters
+    order = chunked_order(**{name: told[name] for name in names})
+    return order.draw(told["seed"], epoch, order.num_samples)
 
 
 def usual_batches(dataset: Any, loader: ChunkedLoader, epoch: int, rank: int = 0) -> list[Any]:
     """What ``DataLoader`` serves of a dataset in memory in the order of a chunked loader's epoch."""
-    planned = order_of(loader)
-    order = plan_epoch(planned, epoch)[rank :: planned.world_size].tolist()
+    world_size = loader.state_dict()["loader"]["world_size"]
+    order = order_of(loader, epoch)[rank::world_size].tolist()
     usual = DataLoader(dataset, batch_size=loader.batch_size, sampler=order)
     usual.set_epoch(epoch)
     return list(usual)
@@ -141,7 +142,7 @@ def test_pixels_are_those_of_the_loader_in_memory(
     ):
         for epoch in (0, 1):
             assert same(loader, usual_batches(kept, loader, epoch))
-        assert sorted(plan_epoch(order_of(loader), 0).tolist()) == list(range(26))
+        assert sorted(order_of(loader, 0).tolist()) == list(range(26))
         assert loader.shuffle_quality() < 1
 
 
@@ -168,7 +169,7 @@ def test_masks_travel_with_their_images(tmp_path: Path, codec: str) -> None:
     options = {"cache_dir": tmp_path / "cache", "cache_key": "pairs"}
     with CachedDataset(data, codec=codec, **options) as dataset, chunked(dataset) as loader:
         batches = list(loader)
-        order = torch.from_numpy(plan_epoch(order_of(loader), 0))
+        order = torch.from_numpy(order_of(loader, 0))
     assert torch.equal(torch.cat([batch for batch, _ in batches]), images[order])
     assert torch.equal(torch.cat([batch for _, batch in batches]), masks[order])
 

@@ -7,9 +7,10 @@ import itertools
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,14 +23,7 @@ from fastdata.errors import FastDataError
 from fastdata.loaders.epochs import HELD_BY_USER
 from fastdata.loaders.loader import DataLoader
 from fastdata.loaders.order import Progress
-from fastdata.loaders.samplers import (
-    EpochOrder,
-    Int64s,
-    Order,
-    RankSampler,
-    plan_epoch,
-    shuffle_quality,
-)
+from fastdata.loaders.samplers import Int64s, Order, RankSampler, chunked, shuffle_quality
 from fastdata.loaders.view import LoaderView
 from fastdata.machine import memory
 from fastdata.machine.memory import CHUNKS_HELD, ChunkPlan
@@ -64,28 +58,31 @@ _BROUGHT_AT_ONCE = 128
 Located = Iterable[tuple[DiskStore, Int64s]]
 
 
-@dataclass(kw_only=True, eq=False)
 class ResidentChunks:
     """Reads the chunks of an epoch ahead of their batches, and releases each after its last.
 
     These are hints: a sample that is not there is read when it is asked for, and one that was let
     go is read again.
 
-    Attributes:
+    Args:
+        chunks: the samples of each, in the order of the epoch.
         locate: the stores that samples lie in, and their positions there.
-        stream: the samples of the epoch in their order, int64 (n,).
-        chunk_samples: in each chunk, whole batches.
-        batch_size: samples in a batch.
+        chunk_batches: batches of each chunk but the last.
         from_cache: whether the system's page cache lets go of samples, too.
     """
 
-    locate: Callable[[Int64s], Located]
-    stream: Int64s
-    chunk_samples: int
-    batch_size: int
-    from_cache: bool
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[Int64s],
+        *,
+        locate: Callable[[Int64s], Located],
+        chunk_batches: int,
+        from_cache: bool,
+    ) -> None:
+        self._chunks = chunks
+        self._locate = locate
+        self._chunk_batches = chunk_batches
+        self._from_cache = from_cache
         self._handed = 0
         self._is_closed = False
         self._pid = os.getpid()
@@ -101,11 +98,11 @@ class ResidentChunks:
 
     def passed(self) -> None:
         """Note that one more batch was handed over; the last one of a chunk makes room."""
-        self._handed += self.batch_size
-        if self._handed % self.chunk_samples == 0:
-            served = self._handed // self.chunk_samples - 1
-            self._release(served)
-            self._begin(served + CHUNKS_HELD)
+        self._handed += 1
+        chunk, batches = divmod(self._handed, self._chunk_batches)
+        if not batches:
+            self._release(chunk - 1)
+            self._begin(chunk - 1 + CHUNKS_HELD)
 
     def close(self) -> None:
         """End the thread, and let go of what is there. Idempotent; nothing in a forked process."""
@@ -117,14 +114,12 @@ class ResidentChunks:
             self._release(chunk)
 
     def _begin(self, chunk: int) -> None:
-        first = chunk * self.chunk_samples
-        if first < len(self.stream):
-            samples = np.sort(self.stream[first : first + self.chunk_samples])
-            self._coming[chunk] = self._thread.submit(self._bring, samples)
+        if chunk < len(self._chunks):
+            self._coming[chunk] = self._thread.submit(self._bring, np.sort(self._chunks[chunk]))
 
     def _bring(self, samples: Int64s) -> list[tuple[DiskStore, Int64s]]:
         brought: list[tuple[DiskStore, Int64s]] = []
-        for store, positions in self.locate(samples):
+        for store, positions in self._locate(samples):
             for start in range(0, len(positions), _BROUGHT_AT_ONCE):
                 if self._is_closed:
                     return brought
@@ -139,43 +134,39 @@ class ResidentChunks:
         future = self._coming.pop(chunk)
         brought = [] if future.cancel() else future.result()
         for store, positions in brought:
-            store.drop(positions, from_cache=self.from_cache)
+            store.drop(positions, from_cache=self._from_cache)
 
 
 class ChunkSampler(RankSampler):
     """A rank's samples in an order of chunks; waits for each chunk before it gives samples of it.
 
     Args:
-        chunks: what the order follows from.
+        make: an order of chunks for a ``world_size``.
+        seed: of the order.
         rank, world_size: as the user gave them.
-        hold: makes the resident chunks of an epoch of these samples; None where none lie on disk.
+        chunk_samples: in each chunk.
+        hold: makes the chunks of an epoch resident; None where no samples lie on disk.
     """
 
     def __init__(
         self,
-        chunks: EpochOrder,
+        make: Callable[..., Order],
+        seed: int,
         rank: int | None,
         world_size: int | None,
-        hold: Callable[[Int64s], ResidentChunks] | None,
+        chunk_samples: int,
+        hold: Callable[[Sequence[Int64s]], ResidentChunks] | None,
     ) -> None:
-        self.chunks = chunks
         self.resident: ResidentChunks | None = None
+        self._make = make
+        self._chunk_samples = chunk_samples
         self._hold = hold
-        super().__init__(order=self._chunked(), seed=chunks.seed, rank=rank, world_size=world_size)
-
-    def _chunked(self) -> Order:
-        chunks = self.chunks
-        count = chunks.rank_samples * chunks.world_size
-        return Order(self._draw, chunks.length, count, count, chunks.identity)
-
-    def _draw(self, seed: int, epoch: int, count: int) -> Int64s:
-        return plan_epoch(self.chunks, epoch)
+        super().__init__(order=make(world_size=1), seed=seed, rank=rank, world_size=world_size)
 
     def find_ranks(self) -> None:
         super().find_ranks()
-        if self.num_replicas != self.chunks.world_size:
-            self.chunks = replace(self.chunks, world_size=self.num_replicas)
-            self._order = self._chunked()
+        if self.num_replicas != self._order.identity["world_size"]:
+            self._order = self._make(world_size=self.num_replicas)
             self.order_length = self._order.num_samples
             super().find_ranks()
 
@@ -184,15 +175,14 @@ class ChunkSampler(RankSampler):
         if self._hold is None:
             yield from indices
             return
-        places = slice(self.position + self.rank, None, self.num_replicas)
-        self.resident = self._hold(self.order(self.epoch)[places])
-        for chunk in itertools.count():
-            some = list(itertools.islice(indices, self.chunks.chunk_samples))
-            if not some:
-                return
+        samples = self.order(self.epoch)[self.position + self.rank :: self.num_replicas]
+        size = self._chunk_samples
+        chunks = np.split(samples, range(size, len(samples), size))
+        self.resident = self._hold(chunks)
+        for number, chunk in enumerate(chunks):
             if self.resident is not None:  # the epoch has not ended
-                self.resident.will_need(chunk)
-            yield from some
+                self.resident.will_need(number)
+            yield from itertools.islice(indices, len(chunk))
 
 
 class ChunkedLoader:
@@ -276,7 +266,6 @@ class ChunkedLoader:
         self.drop_last = drop_last
         self.shuffle = shuffle
         self._is_closed = False
-        self._empties_cache = False
         self._epoch: weakref.ref[_Epoch] | None = None
         is_path = isinstance(dataset, (str, bytes, os.PathLike))
         if is_path or isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
@@ -289,20 +278,31 @@ class ChunkedLoader:
         self._view = LoaderView.find(dataset)
         parts = [] if self._view is None else self._view.parts
         self._stores = [store for part in parts for store in _disk_stores(part)]
-        order = EpochOrder(
-            length=len(dataset),
-            shuffle=shuffle,
-            seed=seed,
-            chunk_samples=len(dataset) or 1,
-            drop_last=drop_last,
-            world_size=find_rank(rank, world_size).world_size,
-        )
-        if order.rank_samples:
-            workers = num_workers or memory.usable_cores()
-            order = self._plan(order, memory_limit, chunk_samples, mix_chunks, workers)
+        self._is_mixed = shuffle and bool(self._stores)
+        pieces = (mix_chunks or _PIECES_PER_CHUNK) if self._is_mixed else 1
+        make = partial(chunked, len(dataset), shuffle=shuffle, drop_last=drop_last)
+        ranks = find_rank(rank, world_size).world_size
+        samples = make(world_size=ranks).num_samples // ranks
+        if samples:
+            self.plan = self._plan(
+                memory_limit, samples, chunk_samples, pieces, num_workers, is_shared=ranks > 1
+            )
+        size = self.plan.chunk_samples if self.plan else 0
+        hold = None
+        if self._stores and self.plan:
+            disk_bytes = sum(store.size_bytes for store in self._stores)
+            free_bytes = memory.available_bytes().bytes
+            self._empties_cache = memory.empties_cache(disk_bytes, free_bytes, self.plan)
+            hold = partial(
+                ResidentChunks,
+                locate=self._locate,
+                chunk_batches=size // batch_size,
+                from_cache=self._empties_cache,
+            )
+        if self._is_mixed:
+            make = partial(make, piece_samples=max(size // pieces, 1), chunk_samples=size)
         has_seed = self._view is not None and self._view.seed is not None
-        hold = self._hold if self._stores else None
-        self._sampler = ChunkSampler(order, rank, world_size, hold)
+        self._sampler = ChunkSampler(make, seed, rank, world_size, size, hold)
         self._loader: DataLoader[Any] = DataLoader(
             dataset,
             batch_size,
@@ -317,13 +317,15 @@ class ChunkedLoader:
 
     def _plan(
         self,
-        order: EpochOrder,
         memory_limit: int | float | str,
+        samples: int,
         chunk_samples: int | None,
-        mix_chunks: int | None,
-        most_workers: int,
-    ) -> EpochOrder:
-        """Plan batches and chunks, and return the order that they give."""
+        pieces: int,
+        num_workers: int | None,
+        *,
+        is_shared: bool,
+    ) -> ChunkPlan:
+        """Plan batches, and chunks of so many pieces, of an epoch of so many samples."""
         stores = self._stores
         for store in stores:
             store.release()  # chunks will be there in its place
@@ -332,47 +334,37 @@ class ChunkedLoader:
         served_bytes = None if reader is None else reader.served_bytes
         batch_bytes = (served_bytes or _SAMPLE_BYTES) * self.batch_size
         in_use_bytes = memory.tree_pss_bytes()
-        free_bytes = memory.available_bytes().bytes
-        is_mixed = order.shuffle and bool(stores)
-        pieces = (mix_chunks or _PIECES_PER_CHUNK) if is_mixed else 1
-        mirrored = [store for store in stores if isinstance(store, MirroredStore)]
-        fetch_bytes = CHUNKS_HELD * FETCH_BYTES * len(mirrored)
+        share_bytes = memory.available_bytes().bytes // local_ranks() + in_use_bytes
+        most_bytes = _MOST_MIXED_BYTES if self._is_mixed else _MOST_BYTES
+        fixed_bytes = _ORDER_BYTES * len(self.dataset) + (1 + HELD_BY_USER) * batch_bytes
+        for store in stores:
+            if isinstance(store, MirroredStore):
+                fixed_bytes += CHUNKS_HELD * FETCH_BYTES
+                # Of what the mirror may take, one share is what others' blocks waste.
+                room_bytes = store.mirror.limit_bytes // (local_ranks() * (CHUNKS_HELD + 1))
+                most_bytes = min(most_bytes, _MOST_FETCHED_BYTES, room_bytes)
         edges_bytes = 2 * mmap.PAGESIZE * len(stores)  # pages of a piece that others' samples share
+        fixed_bytes += CHUNKS_HELD * pieces * edges_bytes
         sample_bytes = _ENTRY_BYTES + sum(store.heaviest_bytes(_NEIGHBOURS) for store in stores)
-        if _is_scattered(order, self._view):
+        subset = None if self._view is None else self._view.subset
+        has_gaps = subset is not None and bool((np.diff(subset) != 1).any())
+        if has_gaps or (is_shared and not self.shuffle):  # no sample has a neighbour in its chunk
             sample_bytes += edges_bytes
-        share_bytes = free_bytes // local_ranks() + in_use_bytes
-        fixed_bytes = fetch_bytes + _ORDER_BYTES * order.length
-        fixed_bytes += CHUNKS_HELD * pieces * edges_bytes + (1 + HELD_BY_USER) * batch_bytes
-        self.plan = plan = memory.plan_chunks(
+        plan = memory.plan_chunks(
             memory.parse_bytes(memory_limit, of=share_bytes),
             in_use_bytes=in_use_bytes,
             fixed_bytes=fixed_bytes,
             batch_bytes=batch_bytes,
             batch_size=self.batch_size,
-            samples=order.rank_samples,
+            samples=samples,
             worker_bytes=0 if is_served or stores else memory.PROCESS_BYTES,
-            most_workers=1 if stores and not is_served else most_workers,
+            most_workers=1 if stores and not is_served else num_workers or memory.usable_cores(),
             sample_bytes=sample_bytes if stores else 0,
-            most_bytes=_most_of_chunk(order, stores),
+            most_bytes=most_bytes,
             chunk_samples=chunk_samples,
         )
         log.info("%s", plan)
-        if not stores:
-            return order
-        disk_bytes = sum(store.size_bytes for store in stores)
-        self._empties_cache = memory.empties_cache(disk_bytes, free_bytes, plan)
-        piece_samples = max(plan.chunk_samples // pieces, 1) if is_mixed else 1
-        return replace(order, piece_samples=piece_samples, chunk_samples=plan.chunk_samples)
-
-    def _hold(self, stream: Int64s) -> ResidentChunks:
-        return ResidentChunks(
-            locate=self._locate,
-            stream=stream,
-            chunk_samples=self._sampler.chunks.chunk_samples,
-            batch_size=self.batch_size,
-            from_cache=self._empties_cache,
-        )
+        return plan
 
     def _locate(self, samples: Int64s) -> Located:
         """In which files samples of the loader lie, and where in these."""
@@ -420,15 +412,18 @@ class ChunkedLoader:
         It compares how evenly batches are drawn from all over the data; reads no data.
         """
         sampler = self._sampler
-        return shuffle_quality(sampler.chunks, sampler.rank, epoch, self.batch_size)
+        if self.shuffle and sampler.identity["piece_samples"] == 1:
+            return 1.0
+        own_n = sampler.order(epoch)[sampler.rank :: sampler.num_replicas]
+        return shuffle_quality(own_n, len(self.dataset), self.batch_size)
 
     def report(self) -> EpochReport:
         """How the latest epoch went; ``.path`` says how batches are read, and why."""
         report = self._loader.report()
-        if not self._stores:
+        if self.plan is None or not self.plan.chunk_samples:
             return report
         cache = ", the system's page cache emptied behind them" if self._empties_cache else ""
-        chunks = f"chunks of {self._sampler.chunks.chunk_samples} samples, read ahead by a thread"
+        chunks = f"chunks of {self.plan.chunk_samples} samples, read ahead by a thread"
         return replace(report, path=f"{chunks}{cache}; {report.path}")
 
     def ring_slots(self, held: int) -> int:
@@ -505,22 +500,3 @@ def _disk_stores(dataset: PreparedDataset) -> list[DiskStore]:
     """The files that its samples are served from."""
     kept = stored_of(dataset).kept
     return [store for store in kept.stores if isinstance(store, DiskStore)] if kept else []
-
-
-def _most_of_chunk(order: EpochOrder, stores: list[DiskStore]) -> int:
-    """The most bytes of a chunk; more would bring nothing, or the first batch too late."""
-    most_bytes = _MOST_MIXED_BYTES if order.shuffle and stores else _MOST_BYTES
-    for store in stores:
-        if isinstance(store, MirroredStore):
-            # Of what the mirror may take, one share is what others' blocks waste.
-            room_bytes = store.mirror.limit_bytes // (local_ranks() * (CHUNKS_HELD + 1))
-            most_bytes = min(most_bytes, _MOST_FETCHED_BYTES, room_bytes)
-    return most_bytes
-
-
-def _is_scattered(order: EpochOrder, view: LoaderView | None) -> bool:
-    """Whether samples have no neighbours in their chunk."""
-    subset = None if view is None else view.subset
-    if order.world_size > 1 and not order.shuffle:
-        return True  # each rank has every world_size-th one
-    return subset is not None and bool((np.diff(subset) != 1).any())

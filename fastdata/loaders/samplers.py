@@ -6,7 +6,7 @@ places. Where an epoch stands is then one number, whatever the ranks, workers an
 go on with it.
 
 A ``RankSampler`` shares out an ``Order``, of which ``shuffled``, ``weighted``, ``balanced``,
-``repeated`` and ``mixed`` make some; that of a ``ChunkedLoader`` is ``plan_epoch``'s.
+``repeated`` and ``mixed`` make some, and ``chunked`` that of a ``ChunkedLoader``.
 
 Shape letters: N samples of a dataset, n of an epoch.
 """
@@ -17,7 +17,6 @@ import math
 import operator
 import zlib
 from collections.abc import Callable, Iterator, Sequence, Sized
-from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -79,7 +78,7 @@ def _draw_shuffled(length: int, seed: int, epoch: int, count: int) -> Int64s:
 
 
 def _draw_sequence(length: int, seed: int, epoch: int, count: int) -> Int64s:
-    return np.arange(length)[:count]
+    return np.resize(np.arange(length), count)
 
 
 def weighted(weights: Any) -> Order:
@@ -274,84 +273,74 @@ def _draw_mixed(
     return order
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EpochOrder:
-    """What the order of every epoch follows from.
+def chunked(
+    length: int,
+    *,
+    shuffle: bool = True,
+    piece_samples: int = 1,
+    chunk_samples: int = 1,
+    drop_last: bool = False,
+    world_size: int = 1,
+) -> Order:
+    """Chunks of neighbouring samples, of which each rank has its own; equally many for each rank.
 
-    Args:
-        length: number of samples.
-        shuffle: whether they are shuffled at all.
-        seed: of the order.
-        piece_samples: neighbours that stay together until they are mixed within their chunk; 1
-            shuffles globally.
-        chunk_samples: over how many samples pieces are mixed.
-        drop_last: whether ranks drop what cannot be shared out evenly; else the first samples are
-            repeated.
-        world_size: number of ranks.
-    """
-
-    length: int
-    shuffle: bool = True
-    seed: int = 0
-    piece_samples: int = 1
-    chunk_samples: int = 1
-    drop_last: bool = False
-    world_size: int = 1
-
-    @property
-    def rank_samples(self) -> int:
-        spare = 0 if self.drop_last else self.world_size - 1
-        return (self.length + spare) // self.world_size
-
-    @property
-    def identity(self) -> State:
-        fields = asdict(self)
-        if self.piece_samples == 1:
-            fields["chunk_samples"] = None  # says nothing about the order
-        return fields
-
-
-def plan_epoch(order: EpochOrder, epoch: int) -> Int64s:
-    """Positions in the dataset in the order of all ranks; rank r of W has places r, r + W, ...
-
-    Each position comes once, but for those dropped or repeated to give all ranks equally many.
     Shuffled, the samples are cut into pieces of neighbours, the pieces are put in random order,
     each rank takes a stretch of them, and within each chunk of the stretch samples are mixed. With
     pieces of one sample that is a random permutation of all.
 
+    Args:
+        length: of the dataset.
+        shuffle: whether samples are shuffled at all.
+        piece_samples: neighbours that stay together until they are mixed within their chunk.
+        chunk_samples: over how many samples pieces are mixed.
+        drop_last: whether ranks drop what cannot be shared out evenly; else samples are repeated.
+        world_size: number of ranks.
+
     Example:
-        >>> plan_epoch(EpochOrder(length=5, shuffle=False, world_size=2), 0)[1::2]
+        >>> chunked(5, shuffle=False, world_size=2).draw(0, 0, 6)[1::2]
         array([1, 3, 0])
-        >>> sorted(plan_epoch(EpochOrder(length=5, piece_samples=2, chunk_samples=4), 0).tolist())
+        >>> sorted(chunked(5, piece_samples=2, chunk_samples=4).draw(0, 0, 5).tolist())
         [0, 1, 2, 3, 4]
     """
-    count = order.rank_samples
-    size = order.piece_samples
-    if not order.shuffle:
-        return np.resize(np.arange(order.length), count * order.world_size)
-    stream = _by_keys(order, epoch, np.arange(-(-order.length // size)), 0)
-    if size > 1:
-        stream = (stream[:, None] * size + np.arange(size)).reshape(-1)
-        stream = stream[stream < order.length]  # the last piece may be shorter
-    by_rank = np.resize(stream, (order.world_size, count))
-    for start in range(0, count if size > 1 else 0, order.chunk_samples):
+    spare = 0 if drop_last else world_size - 1
+    count = (length + spare) // world_size * world_size
+    identity = {
+        "length": length,
+        "shuffle": shuffle,
+        "piece_samples": piece_samples,
+        "chunk_samples": chunk_samples if piece_samples > 1 else None,
+        "drop_last": drop_last,
+        "world_size": world_size,
+    }
+    draw = partial(_draw_sequence, length)
+    if shuffle:
+        draw = partial(_draw_chunked, length, piece_samples, chunk_samples, world_size)
+    return Order(draw, length, count, count, identity)
+
+
+def _draw_chunked(
+    length: int, piece: int, chunk: int, world_size: int, seed: int, epoch: int, count: int
+) -> Int64s:
+    def mix(samples: Int64s, first_key: int) -> Int64s:
+        keys = sample_keys(seed ^ _CHUNK_SALT, epoch, samples + first_key)
+        return samples[np.argsort(keys, kind="stable")]
+
+    stream = mix(np.arange(-(-length // piece)), 0)
+    if piece > 1:
+        stream = (stream[:, None] * piece + np.arange(piece)).reshape(-1)
+        stream = stream[stream < length]  # the last piece may be shorter
+    by_rank = np.resize(stream, (world_size, count // world_size))
+    if piece > 1:
         for row in by_rank:
-            chunk = row[start : start + order.chunk_samples]
-            # Keys of samples are those after all pieces' keys.
-            chunk[:] = _by_keys(order, epoch, chunk, order.length)
+            for start in range(0, len(row), chunk):
+                some = slice(start, start + chunk)
+                row[some] = mix(row[some], length)  # by other keys than those of pieces
     in_turn: Int64s = by_rank.T.reshape(-1)
     return in_turn
 
 
-def _by_keys(order: EpochOrder, epoch: int, things: Int64s, first_key: int) -> Int64s:
-    """``things`` in the order of their keys."""
-    keys = sample_keys(order.seed ^ _CHUNK_SALT, epoch, things + first_key)
-    shuffled: Int64s = things[np.argsort(keys, kind="stable")]
-    return shuffled
-
-
-def shuffle_quality(order: EpochOrder, rank: int, epoch: int, batch_size: int) -> float:
-    """How far from a global shuffle one rank's order of an epoch is: 1 is as good, 0 is no shuffle.
+def shuffle_quality(order_n: Int64s, length: int, batch_size: int) -> float:
+    """How far from a global shuffle the order of an epoch is: 1 is as good, 0 is no shuffle.
 
     ``(D_source - D) / (D_source - D_global)``, cut to [0, 1], where D is the mean over the batches
     of the Kolmogorov-Smirnov distance between the source positions in the batch and the uniform
@@ -359,19 +348,16 @@ def shuffle_quality(order: EpochOrder, rank: int, epoch: int, batch_size: int) -
     bounds how far the share of any stretch of the data in a batch is from its share in the whole.
 
     Example:
-        >>> shuffle_quality(EpochOrder(length=1000), 0, 0, batch_size=10)
-        1.0
-        >>> shuffle_quality(EpochOrder(length=1000, shuffle=False), 0, 0, batch_size=10)
+        >>> shuffle_quality(np.arange(1000), 1000, batch_size=10)
         0.0
     """
-    length = order.length
-    plain = EpochOrder(length=length, seed=order.seed)
-    own = plan_epoch(order, epoch)[rank :: order.world_size]
-    best = _distance(np.resize(plan_epoch(plain, 0), len(own)), length, batch_size)
-    worst = _distance(np.resize(np.arange(length), len(own)), length, batch_size)
-    if order.shuffle and (worst <= best or order.piece_samples == 1):
+    count = len(order_n)
+    shuffled_n = _draw_shuffled(length, 0, 0, length)
+    best = _distance(np.resize(shuffled_n, count), length, batch_size)
+    worst = _distance(np.resize(np.arange(length), count), length, batch_size)
+    if worst <= best:  # no order of so few samples is better than another one
         return 1.0
-    value = (worst - _distance(own, length, batch_size)) / max(worst - best, 1e-12)
+    value = (worst - _distance(order_n, length, batch_size)) / (worst - best)
     return min(max(value, 0.0), 1.0)
 
 
@@ -463,25 +449,19 @@ class RankSampler(DistributedSampler[int]):
                 "samples"
             )
         self._order = order
-        self._given = (
-            None if rank is None else operator.index(rank),
-            None if world_size is None else operator.index(world_size),
-        )
+        self._given = rank, world_size
         self.order_length = length
         self.uneven = uneven
         self.position = 0
         self.is_set = False
         self.has_begun = False
-        found = find_rank(*self._given)
         numbers: Any = range(length)  # torch's own asks for its length only
-        super().__init__(
-            numbers, found.world_size, found.rank, shuffle, operator.index(seed), uneven == "drop"
-        )
+        super().__init__(numbers, 1, 0, shuffle, operator.index(seed), uneven == "drop")
         self.find_ranks()
 
     def find_ranks(self) -> None:
         if self.num_replicas == 1:
-            self.rank, self.num_replicas = find_rank(*self._given)
+            self.rank, self.num_replicas = map(operator.index, find_rank(*self._given))
         self.num_samples = self._share_of(self.order_length, self.rank)
         is_kept = self.uneven == "keep"
         self.total_size = self.order_length if is_kept else self.num_samples * self.num_replicas
