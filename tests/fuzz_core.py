@@ -177,7 +177,7 @@ def _serve(fuzz: Fuzz, table: core.Table, image: np.ndarray) -> str:
         table, fuzz.values(channels, dtype), out.ctypes.data, out.shape[1:], solved, channels_last
     )
     source = np.array([image.ctypes.data], np.int64)
-    core.serve(core.Samples(source, image.shape), keys, [served])
+    core.serve(core.Samples(source, shape), keys, [served])
     return "served"
 
 

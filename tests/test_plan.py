@@ -391,7 +391,7 @@ def test_the_transform_of_weights_is_seen_through() -> None:
             "fill=(1, 2, 3) for tensors",
         ),
         ([v1.RandomCrop(3, padding=-1)], "padding=-1"),
-        ([v1.RandomVerticalFlip(), v1.Pad(1.5)], "not served"),
+        ([v1.RandomVerticalFlip(), v1.Pad(1.5)], "padding=1.5"),
         (
             [v2.ToImage(), v2.RandomResizedCrop(3, interpolation="lanczos")],
             "interpolation='lanczos'",

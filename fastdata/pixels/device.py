@@ -73,8 +73,8 @@ class DeviceProgram:
         self, plan: TransformPlan, spec: SampleSpec, *, dtype: torch.dtype | None = None
     ) -> None:
         ops = plan.batch_ops
-        served = Program(ops, spec).output(spec.shape)
         assert spec.shape is not None
+        served = Program(ops, spec).output(spec.shape)
         assert served is not None
         self._floats: _Floats | None = None
         if ops and ops[-1].code == "OP_CAST":

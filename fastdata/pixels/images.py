@@ -427,7 +427,7 @@ def _make_probes() -> Iterator[bytes]:
         yield stream.getvalue()
 
 
-class OpenedImages:
+class OpenedImages(core.Samples):
     """Images for the core: JPEG files as they lie in memory, opened by their headers, or pixels.
 
     Attributes:

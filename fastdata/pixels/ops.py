@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,6 @@ from fastdata.errors import ChannelsError, counted
 from fastdata.pixels import core
 from fastdata.pixels.images import pillow_chooses_order
 
-Size = tuple[int, int]
 Int64s = npt.NDArray[np.int64]
 Float64s = npt.NDArray[np.float64]
 Int32s = npt.NDArray[np.int32]
@@ -44,7 +43,7 @@ class Op:
     """A step as core.h describes it by ``code``; names in ``n`` stand for their numbers there.
 
     ``about`` is what the core is not told: of a cast how values become floats, of a policy its
-    magnitudes.
+    magnitudes for a height and a width.
     """
 
     code: str
@@ -70,8 +69,7 @@ class Cast:
 
     def op(self, at: int) -> Op:
         checks = [
-            Op("STEP_NORMALIZE", at, (len(mean), int(widens)))
-            for mean, _, widens in self.normalizations
+            Op("STEP_NORMALIZE", at, (len(mean), widens)) for mean, _, widens in self.normalizations
         ]
         return Op("OP_CAST", at, children=tuple(checks), about=self)
 
@@ -88,15 +86,28 @@ def step_number(at: int) -> int:
     return at
 
 
-def sequence(ops: Sequence[Op], *v: float) -> Op:
+def sequence(ops: Iterable[Op], *v: float) -> Op:
     return Op("STEP_SEQUENCE", v=v, children=tuple(ops))
 
 
+def maybe(at: int, ops: Iterable[Op], p: float) -> Op:
+    """Ops with a probability."""
+    return Op("STEP_CHOICE", at, children=(sequence(ops, float(p)),))
+
+
 def choice(
-    at: int, sequences: Sequence[Sequence[Op]], upto: Sequence[float], code: str = "STEP_CHOICE"
+    at: int, sequences: Sequence[Iterable[Op]], weights: Any = None, code: str = "STEP_CHOICE"
 ) -> Op:
-    """One of several sequences of ops, or none; ``upto``: where in [0, 1) the probability of each ends."""
-    return Op(code, at, children=tuple(map(sequence, sequences, upto)))
+    """One of several sequences of ops; of each is told where in [0, 1) its share ends."""
+    weights = [1.0] * len(sequences) if weights is None else weights
+    ends = np.cumsum(np.array(weights, np.float64))
+    shares = (ends / ends[-1]).tolist()
+    return Op(code, at, children=tuple(map(sequence, sequences, shares)))
+
+
+def in_order(at: int, sequences: Iterable[Iterable[Op]]) -> Op:
+    """Several sequences of ops in random order."""
+    return Op("STEP_ORDER", at, children=tuple(map(sequence, sequences)))
 
 
 class Table:
@@ -104,56 +115,45 @@ class Table:
 
     def __init__(self, ops: tuple[Op, ...]) -> None:
         self._ops = [sequence(ops)]
-        steps = []
+        records = []
         for op in self._ops:  # which grows as it is walked
-            steps.append(_step(op, len(self._ops)))
+            records.append(_record(op, len(self._ops)))
             self._ops.extend(op.children)
-        self._steps = np.array(steps, core.STEP)
-        self._levels: list[tuple[int, int, int, Float64s]] = []
+        self._steps = np.array(records, core.STEP)
+        domains = {op.n[2] for op in self._ops if len(op.n) > 2}
+        self._fuses = not domains.isdisjoint(("V1_DOMAIN", "V2_DOMAIN")) and _torch_fuses()
+        self._levels: dict[tuple[int, int, int], Float64s] = {}
         self.has_perspectives = any(op.code == "OP_PERSPECTIVE" for op in self._ops)
         self.record = self._compile(self._levels)
 
-    def _compile(self, levels: list[tuple[int, int, int, Float64s]]) -> core.Table:
-        domains = {op.n[2] for op in self._ops if len(op.n) > 2}
-        records = [(*which, array.size, array.ctypes.data) for *which, array in levels]
-        table = core.make_table(
+    def _compile(self, levels: dict[tuple[int, int, int], Float64s]) -> core.Table:
+        records = [(*of, table.size, table.ctypes.data) for of, table in levels.items()]
+        compiled = core.make_table(
             self._steps,
             np.array(records, core.LEVELS),
-            fuses=not domains.isdisjoint(("V1_DOMAIN", "V2_DOMAIN")) and _torch_fuses(),
+            fuses=self._fuses,
             resizes_fast=_torch_resizes_fast(),
             chooses_order=pillow_chooses_order(),
         )
-        table.kept += tuple(levels)
-        return table
+        compiled.kept += tuple(levels.values())
+        return compiled
 
-    def draw(self, keys: core.Keys, shapes_B3: Int32s) -> tuple[npt.NDArray[Any], Int32s]:
+    def draw(
+        self, keys: core.Keys, shapes_B3: Int32s, *, is_probe: bool = False
+    ) -> tuple[npt.NDArray[Any], Int32s]:
         """What is done to samples of these shapes (C, H, W), ``core.OP`` (B, S), and shapes behind that.
+
+        A probe is as of ``core.draw``.
 
         Raises:
             ValueError: a step is not for such a sample.
         """
         while True:
             try:
-                return core.draw(self.record, keys, shapes_B3)
+                return core.draw(self.record, keys, shapes_B3, is_probe=is_probe)
             except core.CoreError as refused:
-                if not self.is_answered(refused):
-                    b = refused.place
-                    raise self.refusal(refused, int(keys.indices[b]), shapes_B3[b]) from None
-
-    def size_after(self, channels: int, size: Size | None) -> tuple[int, Size | None]:
-        """Channels, and size (h, w), that ops make of images; no size where it is not the same for all of them.
-
-        Raises:
-            ChannelsError: an op is for another number of channels.
-        """
-        shape = np.array([(channels, *(size or (0, 0)))], np.int32)
-        zero = np.zeros(1, np.int64)
-        try:
-            _, shapes_after = core.draw(self.record, core.Keys(0, zero, zero), shape, is_probe=True)
-        except core.CoreError as refused:
-            raise self.refusal(refused, 0, shape[0]) from None
-        channels, height, width = shapes_after[0].tolist()
-        return channels, ((height, width) if height else None)
+                b = refused.place
+                self.answer(refused, int(keys.indices[b]), shapes_B3[b])
 
     def solve(self, keys: core.Keys, shapes_B3: Int32s) -> Float64s | None:
         """Coefficients of the perspectives of samples (B, k, 8); None where there are none.
@@ -164,79 +164,85 @@ class Table:
         if not self.has_perspectives:
             return None
         ops_BS, _ = self.draw(keys, shapes_B3)
-        is_warped_BS = ops_BS["code"] == core.constants()["OP_PERSPECTIVE"]
-        count_B = is_warped_BS.sum(axis=1)
-        solved_Bk8 = np.zeros((len(ops_BS), max(1, count_B.max(initial=0)), 8))
-        place_B, _ = np.nonzero(is_warped_BS)
-        number_P = np.concatenate([np.arange(count) for count in count_B])
-        solved_Bk8[place_B, number_P] = _solve_perspectives(
-            ops_BS[is_warped_BS], keys.indices[place_B]
+        is_warp_BS = ops_BS["code"] == core.constants()["OP_PERSPECTIVE"]
+        place_P, _ = np.nonzero(is_warp_BS)
+        number_P = (np.cumsum(is_warp_BS, axis=1) - 1)[is_warp_BS]
+        most = number_P.max(initial=0) + 1
+        solved_Bk8 = np.zeros((len(ops_BS), most, 8))
+        solved_Bk8[place_P, number_P] = _solve_perspectives(
+            ops_BS[is_warp_BS], keys.indices[place_P]
         )
         return solved_Bk8
 
-    def is_answered(self, refused: core.CoreError) -> bool:
-        """Whether what the core lacked is there now, so that it can be called again: magnitudes for a size."""
+    def answer(self, refused: core.CoreError, index: int, shape: Sequence[int]) -> None:
+        """Give what the core lacked, magnitudes for a size, so that it can be called again.
+
+        Raises:
+            ValueError: it refused a sample of this shape.
+        """
+        op = self._ops[refused.step]
         if refused.reason != "NEEDS_LEVELS":
-            return False
+            raise _refusal(op, refused, index, shape) from None
         height, width = refused.numbers[:2]
-        levels = self._ops[refused.step].about.levels(height, width)
-        known = self._levels if len(self._levels) < _MOST_LEVELS else []
-        known = [*known, (refused.step, height, width, levels)]
+        known = self._levels if len(self._levels) < _MOST_LEVELS else {}
+        known = {**known, (refused.step, height, width): op.about(height, width)}
         self.record = self._compile(known)  # calls that run have the one before
         self._levels = known
-        return True
 
-    def refusal(self, refused: core.CoreError, index: int, shape: Sequence[int]) -> ValueError:
-        """What is wrong with a sample of this shape, for its user."""
-        op, n = self._ops[refused.step], refused.numbers
-        if refused.reason == "REFUSED_CHANNELS":
-            return _wrong_channels(op, n[0], index)
-        if refused.reason == "REFUSED_CROP":
-            return ValueError(
-                f"Required crop size {n[:2]} is larger than input image size {n[2:4]} of sample {index}. "
-                "Use pad_if_needed=True, a smaller crop, or a Resize before it."
-            )
-        if refused.reason == "REFUSED_BORDER":
-            mode = str(op.n[4]).removeprefix("PAD_").lower()
-            return ValueError(
-                f"padding {n[:4]} (left, top, right, bottom) in mode {mode!r} is too large for the image size {n[4:]} "
-                f"of sample {index}. Use padding_mode='edge' or a smaller padding."
-            )
-        if refused.reason == "REFUSED_BLUR":
-            width, height = map(int, op.n[:2])
-            return ValueError(
-                f"GaussianBlur with kernel_size=({width}, {height}) needs images of more than {height // 2} x "
-                f"{width // 2} px (height x width), but sample {index} has {n[0]} x {n[1]}. Use a smaller kernel or a "
-                "larger resize."
-            )
-        why = _REFUSALS.get(refused.reason, f"{op.code} asks for more than the core has room for")
-        stored = tuple(map(int, shape))
-        return ValueError(
-            f"sample {index}, of shape {stored}, cannot be served: {why}. Use batch_ops=False, or leave it out."
-        )
 
+def _record(op: Op, first: int) -> tuple[Any, ...]:
+    """``STEP`` of an op whose children begin at ``first``."""
+    if len(op.fill) > 4:
+        raise ValueError(f"{op.code} has {len(op.fill)} values to fill with")
+    numbers = core.constants()
+    n = [numbers[value] if isinstance(value, str) else value for value in op.n]
+    n += [0] * (12 - len(n))
+    v = [*op.v, *[0.0] * (12 - len(op.v))]
+    count = len(op.children)
+    fill = np.resize(op.fill, 4)
+    return numbers[op.code], first if count else 0, count, len(op.fill), op.at, n, v, fill
+
+
+# What is wrong with a sample
 
 _REFUSALS = {
+    "REFUSED_CROP": (
+        "Required crop size ({n[0]}, {n[1]}) is larger than input image size ({n[2]}, {n[3]}) of "
+        "sample {index}. Use pad_if_needed=True, a smaller crop, or a Resize before it."
+    ),
+    "REFUSED_BORDER": (
+        "padding ({n[0]}, {n[1]}, {n[2]}, {n[3]}) (left, top, right, bottom) in mode {mode!r} is "
+        "too large for the image size ({n[4]}, {n[5]}) of sample {index}. Use padding_mode='edge' "
+        "or a smaller padding."
+    ),
+    "REFUSED_BLUR": (
+        "GaussianBlur with kernel_size=({op.n[0]}, {op.n[1]}) needs images of more than "
+        "{half[1]} x {half[0]} px (height x width), but sample {index} has {n[0]} x {n[1]}. "
+        "Use a smaller kernel or a larger resize."
+    ),
     "REFUSED_OUTSIDE": "a step would leave no pixel of it",
     "REFUSED_OP": "a step is not for its number of channels",
 }
 
 
-def _step(op: Op, first: int) -> tuple[Any, ...]:
-    numbers = core.constants()
-    n = [numbers[value] if isinstance(value, str) else value for value in op.n]
-    fill = op.fill * (4 // len(op.fill)) if len(op.fill) != 3 else (*op.fill, op.fill[-1])
-    if len(op.children) > np.iinfo(np.int32).max or len(fill) != 4:
-        raise ValueError(f"{op.code} has {len(op.fill)} values to fill with")
-    columns = ([*n, *[0] * (12 - len(n))], [*op.v, *[0.0] * (12 - len(op.v))], list(fill))
-    return (
-        numbers[op.code],
-        first if op.children else 0,
-        len(op.children),
-        len(op.fill),
-        op.at,
-        *columns,
-    )
+def _refusal(op: Op, refused: core.CoreError, index: int, shape: Sequence[int]) -> ValueError:
+    """What is wrong with a sample of this shape, for its user."""
+    words: dict[str, Any] = {"op": op, "n": refused.numbers, "index": index}
+    if refused.reason == "REFUSED_CHANNELS":
+        return _wrong_channels(op, refused.numbers[0], index)
+    if refused.reason == "REFUSED_BORDER":
+        words["mode"] = str(op.n[4]).removeprefix("PAD_").lower()
+    if refused.reason == "REFUSED_BLUR":
+        words["half"] = [int(side) // 2 for side in op.n[:2]]
+    text = _REFUSALS.get(refused.reason, "{op.code} asks for more than the core has room for")
+    text = text.format(**words)
+    if not text.endswith("."):
+        stored = tuple(map(int, shape))
+        text = (
+            f"sample {index}, of shape {stored}, cannot be served: {text}. Use batch_ops=False, or "
+            "leave it out."
+        )
+    return ValueError(text)
 
 
 def _wrong_channels(op: Op, channels: int, index: int) -> ChannelsError:
@@ -249,6 +255,9 @@ def _wrong_channels(op: Op, channels: int, index: int) -> ChannelsError:
         "Give all images one number of channels, as prepare=lambda image: image.convert('RGB') does"
     )
     return ChannelsError(f"it has {counted(channels, 'channel')}, but {needs}. {cure}.", index)
+
+
+# What the pixels of this machine depend on
 
 
 @functools.cache
@@ -264,10 +273,8 @@ def _torch_fuses() -> bool:
 
 def _torch_resizes_fast() -> bool:
     """Whether torch has a fast kernel for uint8: torchvision's v2 takes float32, v1's way, where it has not."""
-    return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") or platform.machine() in (
-        "aarch64",
-        "arm64",
-    )
+    is_arm = platform.machine() in ("aarch64", "arm64")
+    return is_arm or torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 
 
 def _solve_perspectives(warps_P: npt.NDArray[Any], index_P: Int64s) -> Float64s:
@@ -275,24 +282,30 @@ def _solve_perspectives(warps_P: npt.NDArray[Any], index_P: Int64s) -> Float64s:
 
     Another solver's last bits move pixels, as what it gives is rounded to float32.
     """
-    height_P, width_P = warps_P["n"][:, 0], warps_P["n"][:, 1]
-    equations_P88, wanted_P8 = np.zeros((len(warps_P), 8, 8)), np.zeros((len(warps_P), 8))
-    for corner, (is_right, is_bottom) in enumerate(((0, 0), (1, 0), (1, 1), (0, 1))):
-        x_P, y_P = warps_P["v"][:, 2 * corner], warps_P["v"][:, 2 * corner + 1]
-        for axis, end_P in enumerate((is_right * (width_P - 1), is_bottom * (height_P - 1))):
-            row = equations_P88[:, 2 * corner + axis]
-            row[:, 3 * axis], row[:, 3 * axis + 1], row[:, 3 * axis + 2] = x_P, y_P, 1
-            row[:, 6], row[:, 7] = -end_P * x_P, -end_P * y_P
-            wanted_P8[:, 2 * corner + axis] = end_P
+    size_P2 = warps_P["n"][:, 1::-1]  # width, height
+    drawn_P42 = warps_P["v"][:, :8].reshape(-1, 4, 2)
+    corners_42 = np.array([[0, 0], [1, 0], [1, 1], [0, 1]])
+    ends_P42 = corners_42 * (size_P2[:, None] - 1.0)
+    # Of each corner an equation for x and one for y.
+    equations_P428 = np.zeros((len(warps_P), 4, 2, 8))
+    for axis, first in enumerate((0, 3)):
+        equations_P428[:, :, axis, first : first + 2] = drawn_P42
+        equations_P428[:, :, axis, first + 2] = 1
+    equations_P428[..., 6:] = -ends_P42[..., None] * drawn_P42[:, :, None]
+    equations_P88 = equations_P428.reshape(-1, 8, 8)
     try:
         solved = torch.linalg.lstsq(
-            torch.from_numpy(equations_P88), torch.from_numpy(wanted_P8)[:, :, None], driver="gels"
+            torch.from_numpy(equations_P88),
+            torch.from_numpy(ends_P42.reshape(-1, 8, 1)),
+            driver="gels",
         )
     except torch.linalg.LinAlgError as cause:  # type: ignore[attr-defined]
         p = int(np.linalg.matrix_rank(equations_P88).argmin())
+        width, height = size_P2[p]
         raise ValueError(
-            f"RandomPerspective drew corners of sample {index_P[p]}, {height_P[p]} x {width_P[p]} px, that lie on a "
-            "line, as torchvision's does of small images. Use larger ones or a smaller distortion_scale."
+            f"RandomPerspective drew corners of sample {index_P[p]}, {height} x {width} px, that "
+            "lie on a line, as torchvision's does of small images. Use larger ones or a smaller "
+            "distortion_scale."
         ) from cause
     coefficients_P8: Float64s = solved.solution[:, :, 0].float().double().numpy()
     return coefficients_P8

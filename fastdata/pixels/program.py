@@ -6,6 +6,7 @@ Shape letters: B batch, C channels, H W stored size, h w size served.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
@@ -36,7 +37,8 @@ class Readable(Protocol):
     def shape(self, index: int, /) -> Shape: ...
     def read(self, index: int, /) -> Array: ...
     def read_into(self, index: int, out: Array, /) -> None: ...
-    def read_all(self, index_B: Int64s, /) -> list[Array]: ...
+    def addresses(self, index_B: Int64s, /) -> Int64s: ...
+    def jpeg_files(self, index_B: Int64s, /) -> tuple[Int64s, Int64s] | None: ...
     def gather_into(self, index_B: Int64s, out_B: Array, /) -> None: ...
 
 
@@ -61,7 +63,6 @@ class Program:
             )
         self._ops = ops
         self._spec = spec
-        self._planes = None if stored is None else _planes(stored)
         cast = next((op.about for op in ops if op.code == "OP_CAST"), Cast(spec.dtype))
         self._dtype = np.dtype(_FLOAT16S.get(cast.dtype, cast.dtype))
         self._is_bfloat16 = cast.dtype == "bfloat16"
@@ -69,6 +70,7 @@ class Program:
         self._is_widened = bool(ops) and cast.dtype.upper() not in core.constants()
         made = Cast("uint8") if self._is_widened else cast
         self._values = functools.cache(functools.partial(_make_values, cast=made))
+        self._equal_shapes = functools.cache(functools.partial(_shapes, stored or ()))
         self._scratch = Scratch()
 
     @functools.cached_property
@@ -79,7 +81,7 @@ class Program:
         return Program, (self._ops, self._spec)
 
     def output(
-        self, sample_shape: Shape | None, *, is_of_all: bool = False
+        self, sample_shape: Shape, *, is_of_all: bool = False
     ) -> tuple[Shape, np.dtype[Any]] | None:
         """Shape and dtype of each served sample; None if the shape is not the same for all of them.
 
@@ -89,16 +91,15 @@ class Program:
         Raises:
             ChannelsError: an op is for another number of channels.
         """
-        stored = sample_shape if is_of_all else self._spec.shape
-        if not self._ops:
-            return None if stored is None else (stored, self._dtype)
-        if sample_shape is None:
-            return None
-        known = None if stored is None else (stored[-2], stored[-1])
-        channels, size = self._table.size_after(_planes(sample_shape)[0], known)
-        if size is None:
-            return None
-        return (size if len(sample_shape) == 2 else (channels, *size)), self._dtype
+        shape = sample_shape if is_of_all else self._spec.shape
+        if self._ops:
+            # What is drawn on a probe, whose size may be unknown.
+            height, width = (0, 0) if shape is None else shape[-2:]
+            zero = np.zeros(1, np.int64)
+            probe = np.array([(_planes(sample_shape)[0], height, width)], np.int32)
+            _, [after] = self._table.draw(core.Keys(0, zero, zero), probe, is_probe=True)
+            shape = tuple(after[-len(sample_shape) :].tolist()) if after[1] else None
+        return None if shape is None else (shape, self._dtype)
 
     def can_write_channels_last(self, shape: Shape) -> bool:
         """Whether ``run`` serves samples of this shape into memory whose channels lie last."""
@@ -112,7 +113,7 @@ class Program:
         seed: int,
         out_BChw: Array,
         rows_B: Int64s | None = None,
-        others: Sequence[tuple[Program, Array]] = (),
+        others: Sequence[_Pair] = (),
     ) -> None:
         """Serve a batch into the caller's memory, of ``output``'s shape and dtype; filled completely.
 
@@ -136,28 +137,28 @@ class Program:
                 for row, index in zip(rows_B.tolist(), index_B.tolist(), strict=True):
                     store.read_into(index, out[row])
         if pairs and len(index_B):
-            self._serve(store, _keys(seed, visits_B, index_B), pairs, rows_B)
+            self._serve_store(store, _keys(seed, visits_B, index_B), pairs, rows_B)
 
     def run_one(self, store: Readable, index: int, visit: int | Int64s, seed: int) -> Array:
         """Serve one sample in fresh memory: the pixels that it has in a batch, in whatever shape it has."""
         if not self._ops:
             return np.array(store.read(index))
-        keys = _keys(seed, visit, np.array([index], np.int64))
         shape = store.shape(index)
+        keys = _keys(seed, visit, np.array([index], np.int64))
         out_1Chw = self._empty(keys, np.array([_planes(shape)], np.int32))
-        self._serve(store, keys, [(self, out_1Chw)])
+        self._serve_store(store, keys, [(self, out_1Chw)])
         served: Array = out_1Chw[0]
         return served if len(shape) == 3 else served[0]
 
     def run_images(
         self,
-        images: OpenedImages,
+        images: core.Samples,
         index_B: Int64s,
         visits_B: int | Int64s,
         seed: int,
         out_BChw: Array | None,
         rows_B: Int64s | None = None,
-        others: Sequence[tuple[Program, Array]] = (),
+        others: Sequence[_Pair] = (),
     ) -> Array:
         """Serve a batch of images that were opened but not kept; else as ``run``.
 
@@ -169,29 +170,26 @@ class Program:
         keys = _keys(seed, visits_B, index_B)
         out = self._empty(keys, images.shapes_B3) if out_BChw is None else out_BChw
         if len(index_B):
-            _serve_images([(self, out), *others], images, keys, rows_B)
+            _serve([(self, out), *others], images, keys, rows_B)
         return out
 
-    def prepare(self, images: OpenedImages) -> Iterator[Array]:
+    def prepare(self, images: core.Samples) -> Iterator[Array]:
         """Serve images by ops that draw nothing at random: neighbours of one size together.
 
         The next ones may lie over them.
         """
-        count = len(images.shapes_B3)
-        keys = _keys(0, 0, np.arange(count))
+        numbers_B = np.arange(len(images.shapes_B3))
+        keys = _keys(0, 0, numbers_B)
         _, shapes_after_B3 = self._table.draw(keys, images.shapes_B3)
-        shapes = list(map(tuple, shapes_after_B3.tolist()))
         first = 0
-        while first < count:
-            shape = shapes[first]
-            most = first + max(_PREPARED_BYTES // math.prod(shape), 1)
-            last = first
-            while last < min(most, count) and shapes[last] == shape:
-                last += 1
-            out = self._scratch.take("prepared", (last - first, *shape))
-            _serve_images([(self, out)], images, keys, np.arange(count) - first, first, last)
-            yield out
-            first = last
+        for shape, alike in itertools.groupby(map(tuple, shapes_after_B3.tolist())):
+            end = first + len(list(alike))
+            while first < end:
+                last = min(end, first + max(_PREPARED_BYTES // math.prod(shape), 1))
+                out = self._scratch.take("prepared", (last - first, *shape))
+                _serve([(self, out)], images, keys, numbers_B - first, first, last)
+                yield out
+                first = last
 
     def draw(self, index_B: Int64s, visits_B: int | Int64s, seed: int, shapes_B3: Int32s) -> Array:
         """What is done to samples of these shapes (C, H, W), ``core.OP`` (B, S)."""
@@ -209,27 +207,23 @@ class Program:
         _, shapes_after_B3 = self._table.draw(keys, shapes_B3)
         return np.empty((len(shapes_B3), *shapes_after_B3[0].tolist()), self._dtype)
 
-    def _serve(
+    def _serve_store(
         self, store: Readable, keys: core.Keys, pairs: list[_Pair], rows_B: Int64s | None = None
     ) -> None:
         """Serve a batch of a store by several programs."""
         index_B = keys.indices
-        if store.gives_views:
-            addresses = getattr(store, "addresses", None)
-            kept = store.read_all(index_B) if addresses is None else []
-            sources_B = addresses_of(kept) if addresses is None else addresses(index_B)
-            shapes = self._planes or _shapes_of(store, index_B)
-            _call(pairs, core.Samples(sources_B, shapes), keys, rows_B)
-            return
-        shapes_B3 = _shapes_of(store, index_B)
         indices = index_B.tolist()
-        files = getattr(store, "jpeg_files", lambda _: None)(index_B)
+        if self._spec.shape is None:
+            shapes_B3 = np.array([_planes(store.shape(index)) for index in indices], np.int32)
+        else:
+            shapes_B3 = self._equal_shapes(len(indices))
+        if store.gives_views:
+            _serve(pairs, core.Samples(store.addresses(index_B), shapes_B3), keys, rows_B)
+            return
+        files = store.jpeg_files(index_B)
         if files is not None:
-            sources_B, sizes_B = files
-            images = OpenedImages.stored(
-                sources_B, sizes_B, shapes_B3, lambda b: store.read(indices[b])
-            )
-            _serve_images(pairs, images, keys, rows_B)
+            images = OpenedImages.stored(*files, shapes_B3, lambda b: store.read(indices[b]))
+            _serve(pairs, images, keys, rows_B)
             return
         decoded = [
             self._scratch.take(f"decoded {b % _AHEAD}", store.shape(index))
@@ -241,22 +235,23 @@ class Program:
             last = min(first + _AHEAD, len(decoded))
             for b in range(first, last):
                 store.read_into(indices[b], decoded[b])
-            _call(pairs, samples, keys, rows_B, first, last)
+            _serve(pairs, samples, keys, rows_B, first, last)
+
+    def _narrow(self, out: Array) -> Array:
+        """Memory for what becomes ``out``, the same at each call."""
+        return self._scratch.take("narrow", out.shape)
 
     def _served(self, out: Array, samples: core.Samples, keys: core.Keys) -> core.Served:
         """What the core fills ``out`` by."""
-        flags = out.flags
-        is_last = not flags.c_contiguous
+        is_last = not out.flags.c_contiguous
         if is_last and not (out.ndim == 4 and out.transpose(0, 2, 3, 1).flags.c_contiguous):
             raise ValueError("the memory for a batch must be C-contiguous or channels_last")
-        shape = out.shape[1:]
-        shape = shape if len(shape) == 3 else (1, *shape)
-        solved = None
-        if self._table.has_perspectives:
-            solved = self._table.solve(keys, _each_shape(samples.shapes, len(keys.indices)))
-        return core.Served(
-            self._table.record, self._values(shape[0]), out.ctypes.data, shape, solved, is_last
-        )
+        shape = _planes(out.shape[1:])
+        made = self._narrow(out) if self._is_widened else out
+        table = self._table
+        solved = table.solve(keys, samples.shapes_B3) if table.has_perspectives else None
+        values = self._values(shape[0])
+        return core.Served(table.record, values, made.ctypes.data, shape, solved, is_last)
 
 
 _Pair = tuple[Program, Array]
@@ -265,12 +260,12 @@ _Pair = tuple[Program, Array]
 
 def _keys(seed: int, visits_B: int | Int64s, index_B: Int64s) -> core.Keys:
     if isinstance(visits_B, int):
-        visits_B = np.full(len(index_B), visits_B, np.int64)
+        visits_B = np.full(len(index_B), visits_B)
     visits_B = np.ascontiguousarray(visits_B, np.int64)
     return core.Keys(seed, visits_B, np.ascontiguousarray(index_B, np.int64))
 
 
-def _call(
+def _serve(
     pairs: list[_Pair],
     samples: core.Samples,
     keys: core.Keys,
@@ -279,73 +274,31 @@ def _call(
     last: int | None = None,
 ) -> None:
     """Serve samples [first, last) by several programs in one call of the core."""
-    served, widened = [], []
-    for program, out in pairs:
-        made = out
-        if program._is_widened:
-            made = program._scratch.take("not widened", out.shape)
-            widened.append((made, out))
-        served.append(program._served(made, samples, keys))
     begin = first
     while True:
+        served = [program._served(out, samples, keys) for program, out in pairs]
         try:
             core.serve(samples, keys, served, rows=rows_B, first=begin, last=last)
             break
         except core.CoreError as refused:
-            if refused.reason == "REFUSED_FILE":
-                raise
-            begin, number = refused.place, refused.program
-            table = pairs[number][0]._table
-            if not table.is_answered(refused):
-                raise _refusal(refused, table, samples, keys, served[number].shape) from None
-            served[number] = served[number]._replace(table=table.record)
-    these = slice(first, last)
-    rows = these if rows_B is None else rows_B[these]
-    for made, out in widened:
-        out[rows] = made[rows]
-
-
-def _serve_images(
-    pairs: list[_Pair],
-    images: OpenedImages,
-    keys: core.Keys,
-    rows_B: Int64s | None = None,
-    first: int = 0,
-    last: int | None = None,
-) -> None:
-    is_served = False
-    while not is_served:
-        samples = core.Samples(
-            images.sources_B, images.shapes_B3, images.files, images.is_interleaved
-        )
-        try:
-            _call(pairs, samples, keys, rows_B, first, last)
-            is_served = True
-        except core.CoreError as damaged:
-            first = damaged.place
-            images.leave_to_pillow(first)
-
-
-def _refusal(
-    refused: core.CoreError, table: Table, samples: core.Samples, keys: core.Keys, shape: Shape
-) -> ValueError:
-    b = refused.place
-    index = int(keys.indices[b])
-    if refused.reason != "REFUSED_SHAPE":
-        return table.refusal(refused, index, _each_shape(samples.shapes, len(keys.indices))[b])
-    return ValueError(
-        f"sample {index} comes out as {refused.numbers[:3]}, but the batch has room for {shape} "
-        "each. Crop or resize to one size, and give all images one number of channels, as "
-        "prepare=lambda image: image.convert('RGB') does."
-    )
-
-
-def _shapes_of(store: Readable, index_B: Int64s) -> Int32s:
-    return np.array([_planes(store.shape(index)) for index in index_B.tolist()], np.int32)
-
-
-def _each_shape(shapes: Shape | Int32s, count: int) -> Int32s:
-    return shapes if isinstance(shapes, np.ndarray) else np.full((count, 3), shapes, np.int32)
+            begin = refused.place
+            index = int(keys.indices[begin])
+            if isinstance(samples, OpenedImages) and refused.reason == "REFUSED_FILE":
+                samples.leave_to_pillow(begin)
+            elif refused.reason == "REFUSED_SHAPE":
+                raise ValueError(
+                    f"sample {index} comes out as {refused.numbers[:3]}, but the batch has room for "
+                    f"{served[refused.program].shape} each. Crop or resize to one size, and give "
+                    "all images one number of channels, as prepare=lambda image: "
+                    "image.convert('RGB') does."
+                ) from None
+            else:
+                table = pairs[refused.program][0]._table
+                table.answer(refused, index, samples.shapes_B3[begin])
+    for program, out in pairs:
+        if program._is_widened:
+            rows = slice(first, last) if rows_B is None else rows_B[first:last]
+            out[rows] = program._narrow(out)[rows]
 
 
 def _make_values(channels: int, cast: Cast) -> core.Values:
@@ -358,24 +311,26 @@ def _make_values(channels: int, cast: Cast) -> core.Values:
     computed = np.float64 if is_double else np.float32
     divides = cast.scaling == "divide"
     factor = computed({"divide": 255, "multiply": 1 / 255, "none": 1}[cast.scaling])
-    table_C256 = np.broadcast_to(np.arange(256, dtype=computed), (channels, 256))
+    table_C256 = np.tile(np.arange(256, dtype=computed), (channels, 1))
     table_C256 = table_C256 / factor if divides else table_C256 * factor
-    mean_C = np.zeros(channels, computed)
-    std_C = np.ones(channels, computed)
-    widens = False
-    for mean, std, widens_too in cast.normalizations:
-        # Where there are more of them than channels, the core refuses the samples.
-        mean_C = np.resize(np.array(mean, computed), channels)
-        std_C = np.resize(np.array(std, computed), channels)
-        table_C256 = (table_C256 - mean_C[:, None]) / std_C[:, None]
-        widens = widens or widens_too
-    kept: list[Array] = [mean_C.astype(np.float32), std_C.astype(np.float32)]
-    kept.append(np.array(table_C256, np.float64, order="C"))
+    # Where there are more of them than channels, the core refuses the samples.
+    both_2C = np.array([[0.0] * channels, [1.0] * channels], computed)
+    for *both, _ in cast.normalizations:
+        both_2C = np.stack([np.resize(np.array(each, computed), channels) for each in both])
+        mean_C, std_C = both_2C[:, :, None]
+        table_C256 = (table_C256 - mean_C) / std_C
+    widens = any(widens for *_, widens in cast.normalizations)
+    constants = both_2C.astype(np.float32)
+    kept = [*constants, np.array(table_C256, np.float64, order="C")]
     addresses = [array.ctypes.data for array in kept]
     dtype = core.constants()[cast.dtype.upper()]
     values = core.Values(dtype, not is_double, divides, widens, factor, *addresses)
     values.kept = kept
     return values
+
+
+def _shapes(shape: Shape, count: int) -> Int32s:
+    return np.full((count, 3), _planes(shape), np.int32)
 
 
 def _planes(shape: Shape) -> Shape:

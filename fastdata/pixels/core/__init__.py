@@ -265,16 +265,18 @@ class Files(NamedTuple):
     turns: npt.NDArray[np.int32]
 
 
-class Samples(NamedTuple):
-    """Addresses of uint8 samples; channels, height, width of all of them, or int32 (B, 3).
+class Samples:
+    """Addresses of uint8 samples; channels, height and width of each.
 
     They lie as (C, H, W) in memory, ``is_interleaved`` ones as (H, W, C); or they are ``files``.
     """
 
-    sources: npt.NDArray[np.int64]
-    shapes: tuple[int, ...] | npt.NDArray[np.int32]
     files: Files | None = None
-    is_interleaved: bool = False
+    is_interleaved = False
+
+    def __init__(self, sources_B: npt.NDArray[np.int64], shapes_B3: npt.NDArray[np.int32]) -> None:
+        self.sources_B = sources_B
+        self.shapes_B3 = shapes_B3
 
 
 class Keys(NamedTuple):
@@ -374,7 +376,7 @@ def serve(
     for served in reversed(every):
         batch = _batch_of(samples, keys, served, rows, batch)
     refusal = Refusal()
-    end = len(samples.sources) if last is None else last
+    end = len(samples.sources_B) if last is None else last
     address = ctypes.addressof(batch) if batch else None
     place = load().fastdata_serve(address, first, end, ctypes.byref(refusal))
     if place < 0:
@@ -395,12 +397,13 @@ def _batch_of(
 ) -> Batch:
     channels, height, width = served.shape
     batch = Batch(
-        sources_B=samples.sources.ctypes.data,
+        sources_B=samples.sources_B.ctypes.data,
         seed=keys.seed & _MASK,
         visits_B=keys.visits.ctypes.data,
         indices_B=keys.indices.ctypes.data,
         table=ctypes.addressof(served.table),
         out_B=served.out,
+        shapes_B3=samples.shapes_B3.ctypes.data,
         rows_B=None if rows is None else rows.ctypes.data,
         interleaved=samples.is_interleaved,
         channels=channels,
@@ -409,11 +412,8 @@ def _batch_of(
         channels_last=served.channels_last,
         values=served.values,
     )
-    shapes, files, solved = samples.shapes, samples.files, served.solved
-    if isinstance(shapes, tuple):
-        batch.shape[:] = shapes
-    else:
-        batch.shapes_B3 = shapes.ctypes.data
+    files = samples.files
+    solved = served.solved
     if files is not None:
         batch.sizes_B = files.sizes.ctypes.data
         batch.turns_B = files.turns.ctypes.data
