@@ -249,7 +249,8 @@ def photo(seed: int, size: tuple[int, int] = (512, 384)) -> npt.NDArray[np.uint8
     luma, *tints = np.fft.irfft2(spectrum, (height, width))
     shapes = np.stack([3 * luma + tint for tint in tints], axis=-1) * (20 / luma.std())
     grain = 9 * rng.standard_normal((height, width, 1))
-    return (120 + shapes + grain).clip(0, 255).astype(np.uint8)
+    pixels: npt.NDArray[np.uint8] = (120 + shapes + grain).clip(0, 255).astype(np.uint8)
+    return pixels
 
 
 # The command

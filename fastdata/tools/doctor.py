@@ -61,115 +61,84 @@ class MachineReport(Report):
 
 def examine_machine() -> MachineReport:
     """Look at the machine as this process sees it; reads a few files and changes nothing."""
-    return MachineReport((*_processor_and_memory(), *_libraries(), *_devices()))
+    return MachineReport((*_cores(), *_memory(), *_libraries(), *_devices()))
 
 
-# Processor and memory
-
-
-def _processor_and_memory() -> Iterator[Check]:
+def _cores() -> Iterator[Check]:
     cores = memory.usable_cores()
-    yield check_cores(cores)
-    yield check_threads(cores)
-    yield check_memory()
-    if sys.platform == "linux":
-        yield check_shm()
-    yield check_shared_memory()
-
-
-def check_cores(cores: int) -> Check:
     machine = os.cpu_count() or cores
-    if cores >= machine:
-        return Check("cores", f"{cores}, all that the machine has")
-    found = f"{cores} of {machine} (CPU affinity or cgroup quota)"
-    if cores > 1:
-        return Check("cores", found)
-    advice = "loading and training take turns on one core: give the job more "
-    advice += "(docker run --cpus, sbatch --cpus-per-task, taskset)"
-    return Check("cores", found, advice, True)
-
-
-def check_threads(cores: int) -> Check:
-    """Torch counts the affinity's cores and knows nothing of a quota."""
+    found = f"{cores}, all that the machine has"
+    advice = ""
+    if cores < machine:
+        found = f"{cores} of {machine} (CPU affinity or cgroup quota)"
+    if cores == 1 < machine:
+        advice = "loading and training take turns on one core: give the job more "
+        advice += "(docker run --cpus, sbatch --cpus-per-task, taskset)"
+    yield Check("cores", found, advice, bool(advice))
+    # Torch counts the affinity's cores and knows nothing of a quota.
     threads = torch.get_num_threads()
-    found = f"{threads} for an operation"
-    if threads <= cores:
-        return Check("torch threads", found)
-    advice = f"export OMP_NUM_THREADS={cores}: more threads than usable cores wait for each other"
-    return Check("torch threads", found, advice)
+    advice = ""
+    if threads > cores:
+        advice = f"export OMP_NUM_THREADS={cores}: "
+        advice += "more threads than usable cores wait for each other"
+    yield Check("torch threads", f"{threads} for an operation", advice)
 
 
-def check_memory() -> Check:
+def _memory() -> Iterator[Check]:
     budget = memory.budget_bytes(memory.available_bytes())
-    if budget.bytes:
-        count = budget.bytes // (256 * 256 * 3)
-        return Check("memory", f"{budget}: {count:,} images of 256x256, raw")
-    advice = "no image can be kept in memory: give the job more, or keep them on disk (cache_dir=)"
-    return Check("memory", str(budget), advice, True)
-
-
-def check_shm() -> Check:
-    """A batch of 256 float32 images of 224x224 is 147 MiB; torch keeps two there for a worker."""
-    folder = Path("/dev/shm")
-    free_bytes = shutil.disk_usage(folder).free if folder.is_dir() else 0
-    found = f"{format_bytes(free_bytes)} free"
-    if free_bytes >= 1 << 30:
-        return Check("/dev/shm", found)
-    advice = "fastdata does not need it; for workers of torch's own loader: "
-    return Check("/dev/shm", found, f"{advice}docker run --shm-size=8g")
-
-
-def check_shared_memory() -> Check:
-    kind = "memfd" if hasattr(os, "memfd_create") else "temporary files"
+    images = f"{budget.bytes // (256 * 256 * 3):,} images of 256x256, raw"
+    advice = ""
+    if not budget.bytes:
+        advice = "no image can be kept in memory: give the job more, "
+        advice += "or keep them on disk (cache_dir=)"
+    yield Check("memory", f"{budget}: {images}", advice, bool(advice))
+    if sys.platform == "linux":
+        # A batch of 256 float32 images of 224x224 is 147 MiB; torch keeps two there for a worker.
+        folder = Path("/dev/shm")
+        free_bytes = shutil.disk_usage(folder).free if folder.is_dir() else 0
+        advice = ""
+        if free_bytes < 1 << 30:
+            advice = "fastdata does not need it; for workers of torch's own loader: "
+            advice += "docker run --shm-size=8g"
+        yield Check("/dev/shm", f"{format_bytes(free_bytes)} free", advice)
+    found = "memfd" if hasattr(os, "memfd_create") else "temporary files"
+    advice = ""
     try:
         Block.create(1).close()
     except MemoryError:  # which another check says
         pass
     except OSError as error:
+        found += f": {error}"
         advice = "allow memfd_create (a container's seccomp profile), or give TMPDIR room"
-        return Check("shared memory", f"{kind}: {error}", advice, True)
-    return Check("shared memory", kind)
-
-
-# Libraries
+    yield Check("shared memory", found, advice, bool(advice))
 
 
 def _libraries() -> Iterator[Check]:
     installed = versions()
     shown = ("python", "fastdata", "numpy", "lz4", "zstandard")
     yield Check("versions", ", ".join(f"{name} {installed[name] or '-'}" for name in shown))
-    yield check_core()
-    yield check_jpeg(installed["pillow"])
-    yield check_torchvision(installed["torchvision"])
-
-
-def check_core() -> Check:
-    obstacle = core.obstacle()
-    if obstacle is None:
-        return Check("compiled core", f"{Path(core.load()._name).stem} for {platform.machine()}")
+    found = core.obstacle()
     advice = "install fastdata with pip; without its core every step runs per sample, in Python"
-    return Check("compiled core", obstacle, advice, True)
-
-
-def check_jpeg(pillow: str | None) -> Check:
-    found = f"Pillow {pillow} with libjpeg-turbo {images.libjpeg_version() or '-'}"
+    if found is None:
+        found = f"{Path(core.load()._name).stem} for {platform.machine()}"
+        advice = ""
+    yield Check("compiled core", found, advice, bool(advice))
+    found = f"Pillow {installed['pillow']} with libjpeg-turbo {images.libjpeg_version() or '-'}"
     obstacle = images.jpeg_obstacle()
-    if not obstacle:
-        return Check("JPEG", f"{found}, which the compiled core decodes by")
-    advice = "Pillow decodes whole images, which takes longer; its wheels for Linux and macOS "
-    advice += "bring what is needed: pip install --force-reinstall pillow"
-    return Check("JPEG", f"{found}; {obstacle}", advice)
-
-
-def check_torchvision(version: str | None) -> Check:
-    if version is None:
-        return Check("torchvision", "not installed; fastdata does not need it")
+    advice = ""
+    if obstacle:
+        advice = "Pillow decodes whole images, which takes longer; its wheels for Linux and macOS "
+        advice += "bring what is needed: pip install --force-reinstall pillow"
+    yield Check("JPEG", f"{found}; {obstacle or 'the compiled core decodes by it'}", advice)
+    found = installed["torchvision"] or "not installed; fastdata does not need it"
+    advice = ""
     try:
         importlib.import_module("torchvision")
     except (ImportError, OSError, RuntimeError) as error:
-        advice = f"install the two that belong together; this torch is {torch.__version__}"
-        return Check("torchvision", f"{version} cannot be imported: {error}", advice, True)
-    return Check("torchvision", version)
+        if installed["torchvision"]:
+            found += f" cannot be imported: {error}"
+            advice = f"install the two that belong together; this torch is {torch.__version__}"
+    yield Check("torchvision", found, advice, bool(advice))
 
 
 # Devices
@@ -179,14 +148,12 @@ def _devices() -> Iterator[Check]:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    yield check_torch(count, " ".join(str(warning.message) for warning in said))
+    yield _torch(count, " ".join(str(warning.message) for warning in said))
     for gpu in NVIDIA.glob("gpus/*"):
-        check = check_numa(gpu)
-        if check is not None:
-            yield check
+        yield from _numa(gpu.name)
 
 
-def check_torch(count: int, said: str) -> Check:
+def _torch(count: int, said: str) -> Check:
     """``said`` is what torch has warned of when it was asked for its GPUs."""
     toolkits = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
     built = [f"{name} {version}" for name, version in toolkits.items() if version]
@@ -201,27 +168,24 @@ def check_torch(count: int, said: str) -> Check:
         return Check("torch", found, "this process is shown no device: docker run --gpus all")
     if visible in ("", "-1"):
         return Check("torch", found, "unset CUDA_VISIBLE_DEVICES, which hides them")
+    advice = said or "compare nvidia-smi and python -m torch.utils.collect_env"
     if torch.version.cuda is None:
         advice = "install a build of torch for CUDA: https://pytorch.org/get-started/locally"
-    else:
-        advice = said or "compare nvidia-smi and python -m torch.utils.collect_env"
     return Check("torch", found, advice, True)
 
 
-def check_numa(gpu: Path) -> Check | None:
+def _numa(gpu: str) -> Iterator[Check]:
     """Memory of another socket than the GPU's is copied to it at half the speed, or worse."""
-    files = SYSTEM / "bus/pci/devices" / gpu.name
+    files = SYSTEM / "bus/pci/devices" / gpu
     node = int((files / "numa_node").read_text())
     if node < 0:  # the machine has no nodes
-        return None
+        return
     local_mask = int((files / "local_cpus").read_text().replace(",", ""), 16)
     usable = os.sched_getaffinity(0)
-    near = [core for core in usable if local_mask >> core & 1]
-    found = f"GPU {gpu.name} at node {node}, with {len(near)} of {len(usable)} usable cores"
-    if near:
-        return Check("NUMA", found)
+    near = sum(local_mask >> core & 1 for core in usable)
     advice = f"numactl --cpunodebind={node}: copies from a far node's memory take twice as long"
-    return Check("NUMA", found, advice)
+    found = f"GPU {gpu} at node {node}, with {near} of {len(usable)} usable cores"
+    yield Check("NUMA", found, "" if near else advice)
 
 
 # The command
