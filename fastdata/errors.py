@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 __all__ = [
     "CacheError",
@@ -59,17 +57,12 @@ class ChannelsError(FastDataError, ValueError):
     """A step is for another number of channels than a sample has."""
 
     def __init__(self, reason: str, index: int = 0) -> None:
-        super().__init__(f"sample {index} cannot be served: {reason}")
-        self.reason, self.index = reason, index
+        super().__init__(reason, index)
+        self.reason = reason
+        self.index = index
 
-    @classmethod
-    @contextmanager
-    def naming(cls, index: int) -> Iterator[None]:
-        """Name this sample in place of the one that a step was tried on."""
-        try:
-            yield
-        except ChannelsError as wrong:
-            raise cls(wrong.reason, index) from None
+    def __str__(self) -> str:
+        return f"sample {self.index} cannot be served: {self.reason}"
 
 
 class DeviceError(FastDataError, RuntimeError):
@@ -148,11 +141,8 @@ def sample_error(
     none.
     """
     where = f"sample {index}" if path is None else f"sample {index}, {path},"
-    found = "" if path is None or is_url(path) else f"It is {_describe_file(path)}. "
-    cure = "Correct the dataset" if path is None else "Delete or replace the file"
-    if type(cause).__name__ in _CURES_OF_SOUND_FILES:
-        found = ""
-        cure = _CURES_OF_SOUND_FILES[type(cause).__name__]
+    name = type(cause).__name__
+    found = ""
     # What no content of a sample raises, but the code that reads it: leaving samples out would
     # leave out all of them.
     is_code = isinstance(cause, (TypeError, AttributeError, NameError, ImportError))
@@ -160,10 +150,16 @@ def sample_error(
     if is_code or (is_read and not isinstance(cause, OSError)):
         opener = "what opens or prepares it (loader=, prepare=, the transform's first steps)"
         cure = f"Correct {'the dataset' if path is None else opener}"
-        found = ""
+    elif name in _CURES_OF_SOUND_FILES:
+        cure = _CURES_OF_SOUND_FILES[name]
+    elif path is None:
+        cure = "Correct the dataset"
+    else:
+        cure = "Delete or replace the file"
+        found = "" if is_url(path) else f"It is {_describe_file(path)}. "
     if not is_code:
         cure += ", or leave it out with on_error='skip'"
-    problem = f"{type(cause).__name__}: {str(cause).rstrip('.')}"
+    problem = f"{name}: {str(cause).rstrip('.')}"
     message = f"{where} cannot be read: {problem}. {found}{cure}."
     return SampleError(message, index=index, path=path)
 
@@ -176,19 +172,22 @@ _CURES_OF_SOUND_FILES = {
     "PermissionError": "Give the user that runs this permission to read the file",
     "FileNotFoundError": "Bring the file back, or correct its path",
 }
-_SIGNATURES = {
-    b"\x89PNG": "a damaged PNG",
-    b"GIF8": "a damaged GIF",
-    b"BM": "a damaged BMP",
-    b"II*\0": "a damaged TIFF",
-    b"MM\0*": "a damaged TIFF",
-    b"<!doctype html": "an HTML page, probably a failed download",
-    b"<html": "an HTML page, probably a failed download",
-    b"version https://git-lfs": "a Git LFS pointer; fetch the file with `git lfs pull`",
-    b"%PDF": "a PDF",
-    b"PK\x03\x04": "a ZIP archive",
-    b"\x1f\x8b": "a gzip archive",
+_JPEG = "a JPEG"
+_KINDS = {
+    rb"\xff\xd8\xff": _JPEG,
+    rb"RIFF.{4}WEBP": "a damaged WebP",
+    rb"\x89PNG": "a damaged PNG",
+    rb"GIF8": "a damaged GIF",
+    rb"BM": "a damaged BMP",
+    rb"II\*\0|MM\0\*": "a damaged TIFF",
+    rb"\s*<(!doctype )?html": "an HTML page, probably a failed download",
+    rb"version https://git-lfs": "a Git LFS pointer; fetch the file with `git lfs pull`",
+    rb"%PDF": "a PDF",
+    rb"PK\x03\x04": "a ZIP archive",
+    rb"\x1f\x8b": "a gzip archive",
+    rb"\0+\Z": "only zeros at its start",
 }
+"""What begins as these patterns say."""
 
 
 def _describe_file(path: str) -> str:
@@ -200,18 +199,10 @@ def _describe_file(path: str) -> str:
             end = stream.read()
     except OSError as problem:
         return f"a file that cannot be opened ({problem.strerror or problem})"
-    text = start.lstrip().lower()
     if size == 0:
         return "an empty file (0 bytes)"
-    if start.startswith(b"\xff\xd8\xff"):
-        kind = "a JPEG" if end == b"\xff\xd9" else "a JPEG without its end, probably cut off"
-    elif start.startswith(b"RIFF") and start[8:12] == b"WEBP":
-        kind = "a damaged WebP"
-    elif not start.strip(b"\0"):
-        kind = "only zeros at its start"
-    else:
-        unknown = f"no image: it starts with {start[:16]!r}"
-        kind = next(
-            (kind for sign, kind in _SIGNATURES.items() if text.startswith(sign.lower())), unknown
-        )
+    found = (kind for sign, kind in _KINDS.items() if re.match(sign, start, re.DOTALL | re.I))
+    kind = next(found, f"no image: it starts with {start[:16]!r}")
+    if kind == _JPEG and end != b"\xff\xd9":
+        kind = "a JPEG without its end, probably cut off"
     return f"a file of {size:,} bytes, {kind}"

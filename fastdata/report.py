@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import sys
 import threading
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from html import escape
 from itertools import groupby
 from typing import Any, Literal
@@ -34,17 +35,12 @@ class _Bar(tqdm):  # type: ignore[type-arg]  # generic in the stubs only
 class _Log(_Bar):
     """Progress where nobody watches: a line for every tenth, where logging is set up for them."""
 
-    def __init__(self, total: int, description: str) -> None:
-        super().__init__(total=total, disable=True)
-        self._total = total
-        self._description = description
-
     def update(self, n: float | None = 1) -> None:
-        before = self.n
+        tenth = 10 * self.n // self.total
         self.n += n or 0
-        if 10 * self.n // self._total > 10 * before // self._total:
-            share = 100 * self.n // self._total
-            log.info("%s: %d of %d (%d %%)", self._description, self.n, self._total, share)
+        if 10 * self.n // self.total > tenth:
+            share = 100 * self.n // self.total
+            log.info("%s: %d of %d (%d %%)", self.desc, self.n, self.total, share)
 
 
 def progress_bar(
@@ -53,7 +49,9 @@ def progress_bar(
     """A bar in a terminal or a notebook, elsewhere lines by ``logging``; nothing if not enabled."""
     is_in_notebook = "tqdm.notebook" in {base.__module__ for base in _Bar.__mro__}
     if enabled and not is_in_notebook and not sys.stderr.isatty():
-        return _Log(total, description)
+        bar = _Log(total=total, disable=True)
+        bar.desc = description
+        return bar
     return _Bar(
         total=total,
         desc=description,
@@ -158,19 +156,17 @@ class EpochReport(Report):
     @property
     def samples_per_s(self) -> float:
         """Samples a second of the whole loop, waiting and user code together."""
-        seconds = self.wait_s + self.busy_s
-        return self.samples / seconds if seconds else 0.0
+        return self.samples / (self.wait_s + self.busy_s or math.inf)
 
     @property
     def wait_share(self) -> float:
         """Share of the loop's time that it waited for data, from 0 to 1."""
-        seconds = self.wait_s + self.busy_s
-        return self.wait_s / seconds if seconds else 0.0
+        return self.wait_s / (self.wait_s + self.busy_s or math.inf)
 
     def as_dict(self) -> dict[str, float]:
         """The figures, flat, for a logger: ``wandb.log(loader.report().as_dict())``."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        figures = {name: it for name, it in values.items() if isinstance(it, (int, float))}
+        values = asdict(self).items()
+        figures = {name: it for name, it in values if isinstance(it, (int, float))}
         return figures | {"samples_per_s": self.samples_per_s, "wait_share": self.wait_share}
 
     def _lines(self) -> Iterator[Line]:

@@ -327,8 +327,11 @@ class _Columns:
             return samples if shape is None or plan.per_sample else torch.stack(list(samples))
         output = None
         if shape is not None:
-            with ChannelsError.naming(int(batch.positions[0])):
+            try:
                 output = last.output(shape, is_of_all=True)
+            except ChannelsError as wrong:
+                wrong.index = int(batch.positions[0])
+                raise
         if shape is None or output is None:
             return list(map(plan.run_last, samples))
         decoded = [np.ascontiguousarray(image).reshape(*shape[1:], shape[0]) for image in samples]
