@@ -18,7 +18,7 @@ class Command(NamedTuple):
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
     text: str
-    examples: tuple[str, ...]
+    examples: str
 
 
 COMMANDS = {
@@ -26,55 +26,51 @@ COMMANDS = {
         bench.add_arguments,
         bench.run,
         "measure published recipes on your images: torchvision and torch against fastdata",
-        ("fastdata bench", "fastdata bench imagenet/train --recipe rrc --json bench.json"),
+        "fastdata bench\n  fastdata bench imagenet/train --recipe rrc --json bench.json",
     ),
     "tune": Command(
         tune.add_arguments,
         tune.run,
         "find the fastest settings of a loader over a folder, and print the call to paste",
-        ("fastdata tune imagenet/train --transform train:train_transform --batch-size 256",),
+        "fastdata tune imagenet/train --transform train:train_transform --batch-size 256",
     ),
     "doctor": Command(
         doctor.add_arguments,
         doctor.run,
         "look at what this machine gives to training; status 1 if there is a problem",
-        ("fastdata doctor", "docker run --gpus all IMAGE fastdata doctor"),
+        "fastdata doctor\n  docker run --gpus all IMAGE fastdata doctor",
     ),
     "diagnose": Command(
         diagnose.add_arguments,
         diagnose.run,
         "run a training script for some batches and say what limits it",
-        ("fastdata diagnose train.py --epochs 1", "fastdata diagnose --batches 300 train.py"),
+        "fastdata diagnose train.py --epochs 1\n  fastdata diagnose --batches 300 train.py",
     ),
     "build": Command(
         caches.add_build,
         caches.build,
         "prepare a folder of images into a cache, for cache_dir= of runs with these sizes",
-        (
-            "fastdata build imagenet/train /data/caches --resize 256 --crop 256",
-            "fastdata build imagenet/train /data/caches --codec lz4 --on-error skip",
-        ),
+        "fastdata build imagenet/train /data/caches --resize 256 --crop 256\n"
+        "  fastdata build imagenet/train /data/caches --codec lz4 --on-error skip",
     ),
     "inspect": Command(
         caches.add_inspect,
         caches.inspect,
         "show what caches hold, and whether they are sound; status 1 if one is damaged",
-        ("fastdata inspect /data/caches --verify",),
+        "fastdata inspect /data/caches --verify",
     ),
     "export": Command(
         caches.add_export,
         caches.export,
         "write a cache as class folders or WebDataset tars; PNG keeps every pixel",
-        (
-            "fastdata export /data/caches /data/folder --to folder",
-            "fastdata export /data/caches /data/tars --to webdataset --image-format jpeg",
-        ),
+        "fastdata export /data/caches /data/folder --to folder\n"
+        "  fastdata export /data/caches /data/tars --to webdataset --image-format jpeg",
     ),
     "prune": Command(
         caches.add_prune,
         caches.prune,
         "remove what dead writers left, and caches that no run can use any more",
-        ("fastdata prune /data/caches --gone --dry-run",),
+        "fastdata prune /data/caches --gone --dry-run",
     ),
 }
 
@@ -115,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
             name,
             help=command.text,
             description=f"{command.text[0].upper()}{command.text[1:]}.",
-            epilog="\n  ".join(["examples:", *command.examples]),
+            epilog=f"examples:\n  {command.examples}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         child.set_defaults(command=command.run)
