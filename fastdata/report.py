@@ -36,11 +36,12 @@ class _Log(_Bar):
     """Progress where nobody watches: a line for every tenth, where logging is set up for them."""
 
     def update(self, n: float | None = 1) -> None:
-        tenth = 10 * self.n // self.total
+        total = self.total or 1
+        tenth = 10 * self.n // total
         self.n += n or 0
-        if 10 * self.n // self.total > tenth:
-            share = 100 * self.n // self.total
-            log.info("%s: %d of %d (%d %%)", self.desc, self.n, self.total, share)
+        if 10 * self.n // total > tenth:
+            share = 100 * self.n // total
+            log.info("%s: %d of %d (%d %%)", self.desc, self.n, total, share)
 
 
 def progress_bar(
