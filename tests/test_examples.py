@@ -18,6 +18,20 @@ import torch.distributed as dist
 pytest.importorskip("torchvision")
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+PORTS = EXAMPLES / "ports"
+NEEDS = {
+    "timm_train": "timm",
+    "lightning_train": "lightning",
+    "accelerate_train": "accelerate",
+    "trainer_train": "transformers",
+}
+TWO_RANKS = [
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--local-addr=localhost",
+    "--nproc-per-node=2",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -90,8 +104,75 @@ def test_train_dataparallel_trains_with_what_there_is(capsys: pytest.CaptureFixt
 )
 def test_train_ddp_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     """Two ranks train an epoch, each its half, and one process alone goes on with the next one."""
-    with_torchvision = tmp_path / "run.py"  # where its compiled operators do not load, too
-    with_torchvision.write_text(
+    checkpoint = str(tmp_path / "checkpoint.pt")
+    script = [*_with_torchvision(tmp_path, EXAMPLES / "train_ddp.py"), "--resume", checkpoint]
+    first = _run_python(tmp_path, *TWO_RANKS, *script, "--epochs", "1")
+    assert [line.split(":")[0] for line in first if "loss" in line] == ["epoch 1"]
+    assert "7  100 samples" in "\n".join(first)
+    then = _run_python(tmp_path, *script, "--epochs", "2")
+    assert [line.split(":")[0] for line in then if "loss" in line] == ["epoch 2"]
+    assert "13  200 samples" in "\n".join(then)
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in PORTS.glob("*.py")))
+def test_a_script_runs_before_and_after_its_diff(
+    name: str,
+    image_folder: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The scripts of examples/ports print the same epochs, and nothing of torchvision's datasets is left in them."""
+    pytest.importorskip(NEEDS.get(name, "torchvision"))
+    for split in ("train", "val"):
+        image_folder(classes=("a", "b"), per_class=5, size=(80, 76), root=f"data/{split}")
+    root = tmp_path / "data"
+    arguments = [str(root if name in ("imagenet", "timm_train") else root / "train")]
+    if name == "imagenet":
+        arguments += ["--arch", "shufflenet_v2_x0_5", "--batch-size", "4"]
+    elif name in ("larger_than_ram", "trainer_train"):
+        arguments += [str(tmp_path / "output")]
+    script = PORTS / f"{name}.py"
+    ported = tmp_path / script.name
+    diff = script.with_suffix(".diff").read_text("utf-8")
+    ported.write_text(applied(script.read_text("utf-8"), diff), "utf-8")
+    epochs = []
+    for path in (script, ported):
+        if name == "ddp":
+            printed = _run_python(
+                tmp_path, *TWO_RANKS, *_with_torchvision(tmp_path, path), *arguments
+            )
+        else:
+            monkeypatch.setattr(sys, "argv", [str(path), *arguments])
+            runpy.run_path(str(path), run_name="__main__")
+            printed = capsys.readouterr().out.splitlines()
+        epochs.append(sorted(re.findall(r"epoch \d+", " ".join(printed))))  # ranks share lines
+    assert epochs[0] == epochs[1] != []
+    assert "torchvision.datasets" not in ported.read_text("utf-8")
+
+
+def applied(script: str, diff: str) -> str:
+    """The script after a unified diff."""
+    before = script.splitlines(keepends=True)
+    after: list[str] = []
+    done = 0
+    for hunk in re.split(r"^(?=@@ )", diff, flags=re.MULTILINE)[1:]:
+        head, *lines = hunk.splitlines(keepends=True)
+        found = re.match(r"@@ -(\d+)", head)
+        assert found is not None
+        first = int(found[1]) - 1
+        after += before[done:first]
+        old = [line[1:] for line in lines if line[0] in " -"]
+        assert before[first : first + len(old)] == old, f"{head} does not fit"
+        after += [line[1:] for line in lines if line[0] in " +"]
+        done = first + len(old)
+    return "".join([*after, *before[done:]])
+
+
+def _with_torchvision(folder: Path, script: Path) -> list[str]:
+    """The arguments that run a script where torchvision's compiled operators do not load, too."""
+    starter = folder / "run.py"
+    starter.write_text(
         "import runpy, sys\n"
         "from torchvision_ops import import_torchvision\n"
         "import_torchvision()\n"
@@ -99,25 +180,7 @@ def test_train_ddp_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
         "runpy.run_path(sys.argv[0], run_name='__main__')\n",
         "utf-8",
     )
-    script = [
-        str(with_torchvision),
-        str(EXAMPLES / "train_ddp.py"),
-        "--resume",
-        str(tmp_path / "checkpoint.pt"),
-    ]
-    launcher = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--local-addr=localhost",
-        "--nproc-per-node=2",
-    ]
-    first = _run_python(tmp_path, *launcher, *script, "--epochs", "1")
-    assert [line.split(":")[0] for line in first if "loss" in line] == ["epoch 1"]
-    assert "7  100 samples" in "\n".join(first)
-    then = _run_python(tmp_path, *script, "--epochs", "2")
-    assert [line.split(":")[0] for line in then if "loss" in line] == ["epoch 2"]
-    assert "13  200 samples" in "\n".join(then)
+    return [str(starter), str(script)]
 
 
 def _run_python(temporary: Path, *arguments: str) -> list[str]:
