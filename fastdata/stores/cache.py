@@ -41,7 +41,7 @@ from fastdata.report import log
 from fastdata.sources import ItemKeys
 from fastdata.sources.remote import Place
 from fastdata.stores.codecs import codec_of
-from fastdata.stores.mirror import Mirror, MirroredStore
+from fastdata.stores.mirror import Mirror, MirroredStore, in_segments
 from fastdata.stores.prepare import Prepared
 from fastdata.stores.readers import Decoder, DiskFile, DiskStore, naming_full_disk, receipt_name
 from fastdata.stores.samples import SOURCE, KeptSamples
@@ -436,9 +436,10 @@ class Cache(NamedTuple):
         """Map the files of a part; CacheError where one is missing or has another size."""
         spec = self.manifest.parts[number].spec
         sizes = self.manifest.files_of(number)
-        index = ArrayBlock(self.indexes[number])
         if self.mirror is not None:
+            index = ArrayBlock(in_segments(self.indexes[number], spec, self.mirror))
             return MirroredStore(list(sizes), spec, index, decoder, self.mirror)
+        index = ArrayBlock(self.indexes[number])
         home = Path(self.place.url)
         files = open_all(DiskFile.open(home / name, size) for name, size in sizes.items())
         return DiskStore(files, spec, index, decoder)
@@ -555,7 +556,7 @@ def _read_index(place: Place, manifest: Manifest, mirror: Mirror | None) -> Cach
     with _naming_damage(path, if_missing=True):
         data = place.read(name) if mirror is None else mirror.read(name)
         if mirror is not None and zlib.crc32(data) != manifest.index_crc32:
-            mirror.forget(mirror.segments(name))
+            mirror.forget(mirror.whole(name))
             data = mirror.read(name)
         if zlib.crc32(data) != manifest.index_crc32:
             raise CacheError(f"{path} is not what was written")

@@ -1,63 +1,62 @@
 """The files of a cache behind a URL: segments that were needed lately, on a local disk.
 
 Below ``local_cache``, which all caches, ranks and runs of a machine share, a folder for each cache
-holds its segments: equal pieces of its files, each whole or not there. What was needed longest ago
-is deleted to make room. A process maps the segments that it needs at their places in one range of
-addresses a file; one that is deleted stays readable for whoever has it mapped, so that nobody has
+holds its segments: runs of whole samples of its files, each a file of its own. What was needed
+longest ago is deleted to make room; it stays readable for whoever has it mapped, so that nobody has
 to say what is in use.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import hashlib
 import json
-import math
-import mmap
 import os
-import re
-import sys
 import threading
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from fastdata.errors import CacheError
 from fastdata.machine.memory import format_bytes, parse_bytes
 from fastdata.machine.shared import ArrayBlock
-from fastdata.pixels.images import SampleSpec
+from fastdata.pixels.images import SampleSpec, addresses_of
 from fastdata.report import log
 from fastdata.sources.remote import Entry, Place
-from fastdata.stores.readers import Decoder, DiskStore, free_bytes
+from fastdata.stores.readers import Bytes, Decoder, DiskStore, free_bytes
 
 FETCH_BYTES = 64 << 20
 """On their way at once, where 50 ms at 1 GB/s are 48 MiB."""
 _SEGMENT_BYTES = 1 << 20
 _MOST_SEGMENTS = 1 << 15
-"""Of a cache, whose segments are doubled until they are so few: a process may have 65,530
-mappings."""
+"""About so many has a cache, or larger ones: a process may have 65,530 mappings."""
 _LOCKS = 256
 _SLACK = 32
 """Room is made for a 32nd of the limit at once: to find what was needed longest ago is a look at
 every segment."""
 _FOLDER = "mirror-"
-_MAP_FIXED = 0x10
 
 
 class Segment(NamedTuple):
+    """Bytes of a file of a cache."""
+
     name: str
-    number: int
+    start: int
+    stop: int
+
+    @property
+    def size_bytes(self) -> int:
+        return self.stop - self.start
 
 
 class Mirror:
-    """Some of the segments of some files of a place, in a local folder of at most so many bytes.
+    """Some segments of some files of a place, in a local folder of at most so many bytes.
 
     What some have mapped and others have deleted takes room beside these, until it is not mapped
     any more.
@@ -76,141 +75,116 @@ class Mirror:
     def __init__(
         self, place: Place, files: Sequence[Entry], local_cache: Path, limit: int | float
     ) -> None:
-        if sys.platform != "linux":
-            raise CacheError(
-                f"{place} is mirrored by means that only Linux has; copy it to a local disk and "
-                "open that"
-            )
         self.place = place
         self.files = tuple(files)
-        self.sizes = {file.name: file.size_bytes for file in files}
-        self.segment_bytes = _SEGMENT_BYTES
-        while sum(self.sizes.values()) > self.segment_bytes * _MOST_SEGMENTS:
-            self.segment_bytes *= 2
-        self._all = local_cache
-        what = json.dumps([place.url, self.segment_bytes, *self.files])
-        digest = hashlib.sha256(what.encode()).hexdigest()
-        stem = re.sub(r"[^A-Za-z0-9._]+", "-", place.url.rpartition("/")[2]).strip(".-") or "cache"
-        self.folder = self._all / f"{_FOLDER}{stem}-{digest[:12]}"
+        self.local_cache = local_cache
+        digest = hashlib.sha256(json.dumps([place.url, *self.files]).encode()).hexdigest()
+        self.folder = local_cache / f"{_FOLDER}{digest[:16]}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            (self._all / ".locks").mkdir(exist_ok=True)
-            used_bytes = sum(size_bytes for _, size_bytes, _ in _list_segments(self._all))
+            (local_cache / ".locks").mkdir(exist_ok=True)
+            used_bytes = sum(size_bytes for _, size_bytes, _ in _list_segments(local_cache))
         except OSError as problem:
             raise CacheError(
-                f"local_cache={str(self._all)!r} cannot be written ({problem.strerror})"
+                f"local_cache={str(local_cache)!r} cannot be written ({problem.strerror})"
             ) from problem
-        self.limit_bytes = parse_bytes(limit, of=free_bytes(self._all) + used_bytes)
+        self.limit_bytes = parse_bytes(limit, of=free_bytes(local_cache) + used_bytes)
         self._spare_bytes = 0
-
-    def segments(self, name: str) -> list[Segment]:
-        return [
-            Segment(name, number) for number in range(-(-self.sizes[name] // self.segment_bytes))
-        ]
 
     def read(self, name: str) -> bytes:
         """A whole file."""
-        found = {}
-        for segment, fd in self.open(self.segments(name)):
-            with os.fdopen(fd, "rb") as file:
-                found[segment.number] = file.read()
-        return b"".join(found[number] for number in range(len(found)))
+        [(_, data)] = self.map([self.whole(name)])
+        return data.tobytes()
 
-    def forget(self, segments: Iterable[Segment]) -> None:
-        """Have segments fetched again, because what is here is of no use."""
-        for segment in segments:
-            self._path(segment).unlink(missing_ok=True)
+    def whole(self, name: str) -> Segment:
+        size_bytes = next(file.size_bytes for file in self.files if file.name == name)
+        return Segment(name, 0, size_bytes)
 
-    def open(self, segments: Iterable[Segment]) -> Iterator[tuple[Segment, int]]:
-        """Descriptors of segments, which the caller closes; what is not here is fetched.
+    def map(self, segments: Iterable[Segment]) -> Iterator[tuple[Segment, Bytes]]:
+        """The bytes of segments, read-only; what is not here is fetched.
 
         Two processes never fetch the same segment: the second waits for the first.
         """
         missing = []
         for segment in segments:
-            fd = self._open_local(segment)
-            if fd is None:
+            data = self._map_local(segment)
+            if data is None:
                 missing.append(segment)
             else:
-                yield segment, fd
-        at_once = max(FETCH_BYTES // self.segment_bytes, 1)
+                yield segment, data
+        largest_bytes = max((segment.size_bytes for segment in missing), default=1)
+        at_once = max(FETCH_BYTES // largest_bytes, 1)
         for first in range(0, len(missing), at_once):
             yield from self._fetch(missing[first : first + at_once])
 
-    def _fetch(self, segments: Sequence[Segment]) -> Iterator[tuple[Segment, int]]:
+    def forget(self, segment: Segment) -> None:
+        """Have a segment fetched again, because what is here is of no use."""
+        self.path(segment).unlink(missing_ok=True)
+
+    def path(self, segment: Segment) -> Path:
+        return self.folder / f"{segment.name}.{segment.start}-{segment.stop}"
+
+    def _lock_name(self, segment: Segment) -> str:
+        """Of the lock that whoever fetches a segment holds, and maybe some others."""
+        return f"{zlib.crc32(str(self.path(segment)).encode()) % _LOCKS:03}"
+
+    def _lock(self, name: str) -> AbstractContextManager[Any]:
+        from filelock import FileLock  # 20 ms, which only they take
+
+        return FileLock(self.local_cache / ".locks" / name)
+
+    def _map_local(self, segment: Segment) -> Bytes | None:
+        path = self.path(segment)
+        # RuntimeError: it was deleted meanwhile, or is cut short as the machine lost its power.
+        with contextlib.suppress(FileNotFoundError, RuntimeError):
+            os.utime(path)
+            return _map(path, segment.size_bytes)
+        return None
+
+    def _fetch(self, segments: Sequence[Segment]) -> Iterator[tuple[Segment, Bytes]]:
         with contextlib.ExitStack() as cleanup:
             # In the same order by all, who can so wait for each other.
-            for number in sorted(set(map(self._lock_number, segments))):
-                cleanup.enter_context(self._lock(str(number)))
+            for name in sorted(set(map(self._lock_name, segments))):
+                cleanup.enter_context(self._lock(name))
             away = []
             for segment in segments:
-                fd = self._open_local(segment)  # whoever had the lock may have fetched it
-                if fd is None:
+                data = self._map_local(segment)  # whoever had the lock may have fetched it
+                if data is None:
                     away.append(segment)
                 else:
-                    yield segment, fd
-            self._make_room(sum(map(self._size_of, away)))
-            coming = [self._submit(segment) for segment in away]
+                    yield segment, data
+            self._make_room(sum(segment.size_bytes for segment in away))
+            coming = [self.place.submit(*segment) for segment in away]
             for future in coming:
                 cleanup.callback(future.cancel)
             for segment, future in zip(away, coming, strict=True):
                 yield segment, self._keep(segment, future.result())
 
-    def _lock(self, name: str) -> AbstractContextManager[Any]:
-        from filelock import FileLock  # 20 ms, which only they take
-
-        return FileLock(self._all / ".locks" / name)
-
-    def _lock_number(self, segment: Segment) -> int:
-        return zlib.crc32(str(self._path(segment)).encode()) % _LOCKS
-
-    def _path(self, segment: Segment) -> Path:
-        return self.folder / f"{segment.name}.{segment.number}"
-
-    def _size_of(self, segment: Segment) -> int:
-        start = segment.number * self.segment_bytes
-        return min(self.segment_bytes, self.sizes[segment.name] - start)
-
-    def _open_local(self, segment: Segment) -> int | None:
-        try:
-            fd = os.open(self._path(segment), os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return None
-        if os.fstat(fd).st_size != self._size_of(segment):  # the machine lost its power
-            os.close(fd)
-            return None
-        os.utime(fd)
-        return fd
-
-    def _submit(self, segment: Segment) -> Future[bytes]:
-        start = segment.number * self.segment_bytes
-        return self.place.submit(segment.name, start, start + self._size_of(segment))
-
-    def _keep(self, segment: Segment, data: bytes) -> int:
-        path = self._path(segment)
+    def _keep(self, segment: Segment, data: bytes) -> Bytes:
+        path = self.path(segment)
         # Which a killed process leaves to the next one that fetches it.
         part = path.with_name(f"{path.name}.part")
         try:
-            path.parent.mkdir(exist_ok=True)
+            self.folder.mkdir(exist_ok=True)
             part.write_bytes(data)
-            fd = os.open(part, os.O_RDONLY | os.O_CLOEXEC)
+            mapped = _map(part, len(data))
             part.rename(path)
         except OSError as problem:
             part.unlink(missing_ok=True)
             if problem.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             raise CacheError(
-                f"the disk of local_cache={str(self._all)!r} is full. Free some space, or give a "
-                "local_cache= on another one."
+                f"the disk of local_cache={str(self.local_cache)!r} is full. Free some space, or "
+                "give a local_cache= on another one."
             ) from problem
-        return fd
+        return mapped
 
     def _make_room(self, size_bytes: int) -> None:
         """Delete what was needed longest ago, of whatever cache, where there is no room."""
         if self._spare_bytes < size_bytes:
             self._spare_bytes = max(size_bytes, self.limit_bytes // _SLACK)
             with self._lock("room"):
-                segments = sorted(_list_segments(self._all))
+                segments = sorted(_list_segments(self.local_cache))
                 too_many_bytes = sum(each_bytes for _, each_bytes, _ in segments)
                 too_many_bytes += self._spare_bytes - self.limit_bytes
                 for _, each_bytes, path in segments:
@@ -222,7 +196,7 @@ class Mirror:
         self._spare_bytes -= size_bytes
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Mirror, (self.place, self.files, self._all, self.limit_bytes)
+        return Mirror, (self.place, self.files, self.local_cache, self.limit_bytes)
 
 
 def _list_segments(local_cache: Path) -> Iterator[tuple[int, int, str]]:
@@ -235,48 +209,22 @@ def _list_segments(local_cache: Path) -> Iterator[tuple[int, int, str]]:
                     yield facts.st_mtime_ns, facts.st_size, file.path
 
 
-class MirroredFile:
-    """A range of addresses as large as a file: its segments that are mapped, and zeros."""
-
-    def __init__(self, path: Path, size_bytes: int, segment_bytes: int) -> None:
-        self.path = path
-        self.size_bytes = size_bytes
-        self.segment_bytes = segment_bytes
-        self._map = mmap.mmap(
-            -1, max(size_bytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ
-        )
-
-    def array(self, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-        return np.frombuffer(self._map, dtype, math.prod(shape)).reshape(shape)
-
-    def map(self, number: int, fd: int | None) -> None:
-        """Put a segment, or zeros, in the place of what is there, at once."""
-        start = number * self.segment_bytes
-        address = np.frombuffer(self._map, np.uint8).ctypes.data + start
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if fd is None else mmap.MAP_SHARED
-        call = ctypes.CDLL(None, use_errno=True).mmap
-        call.restype = ctypes.c_void_p
-        found = call(
-            ctypes.c_void_p(address),
-            ctypes.c_size_t(min(self.segment_bytes, self.size_bytes - start)),
-            mmap.PROT_READ,
-            flags | _MAP_FIXED,
-            -1 if fd is None else fd,
-            ctypes.c_long(0),
-        )
-        if found != address:
-            raise OSError(ctypes.get_errno(), f"{self.path.name} cannot be mapped")
-
-    def release(self) -> None: ...
-
-    def close(self) -> None: ...
+def _map(path: Path, size_bytes: int) -> Bytes:
+    """Map a file, without a descriptor that stays open; RuntimeError where it is shorter."""
+    data: Bytes = torch.from_file(str(path), size=size_bytes, dtype=torch.uint8).numpy()
+    data.flags.writeable = False
+    return data
 
 
 class MirroredStore(DiskStore):
-    """Samples in the files of a mirror, whose segments are fetched and mapped before they are read.
+    """Samples in segments of a mirror, which are fetched and mapped before they are read.
 
-    Those that are brought are there until they are dropped; what is read without stays. Checksums
-    are looked at after each time; a sample that fails is fetched once more.
+    They stay mapped until they are dropped. Checksums are looked at each time that a segment was
+    mapped; a sample that fails is fetched once more.
+
+    Args:
+        names: of the files.
+        index: of ``in_segments``.
     """
 
     def __init__(
@@ -287,50 +235,47 @@ class MirroredStore(DiskStore):
         decoder: Decoder | None,
         mirror: Mirror,
     ) -> None:
-        self._mirrored = {
-            name: MirroredFile(mirror.folder / name, mirror.sizes[name], mirror.segment_bytes)
-            for name in names
-        }
-        files: Any = self._mirrored.values()
-        super().__init__(files, spec, index, decoder)
+        super().__init__((), spec, index, decoder)
         self.mirror = mirror
-        self._segments = [segment for name in names for segment in mirror.segments(name)]
-        self._firsts = np.cumsum([0, *(len(mirror.segments(name)) for name in names)])
-        # All of this process alone, as what is mapped.
-        self._checked = np.zeros(len(self), np.uint8)
-        self._sample_users = np.zeros(len(self), np.uint16)
-        self._segment_users = np.zeros(len(self._segments), np.uint32)
-        # By process: a forked one must not wait for its parent's threads.
-        self._locks: dict[int, threading.Lock] = {}
-
-    def expect(self, indices: Sequence[int]) -> None:
-        self._have(np.array(indices, np.int64))
+        self._names = names
+        self._segments = index["segments"]
+        self._segment_bytes = self._segments[:, 2] - self._segments[:, 1]
+        self.size_bytes = int(self._segment_bytes.sum())
+        self._bytes = _Mapped(self._map)
+        # How often each segment was dropped, and what that was when each sample was checked.
+        self._drops = np.zeros(len(self._segments), np.int32)
+        self._checked = np.full(len(self), -1, np.int32)
+        self._users = np.zeros(len(self._segments), np.int64)  # samples that were brought
+        self._lock = threading.Lock()  # of these
 
     def ensure(self, index_B: np.ndarray) -> None:
-        unchecked = index_B[self._checked[index_B] == 0]
-        self._have(unchecked)
-        super().ensure(unchecked)
+        unchecked_B = index_B[self._checked[index_B] != self._drops[self._of[index_B]]]
+        if len(unchecked_B):
+            self._map(np.unique(self._of[unchecked_B]).tolist())
+            for index in unchecked_B.tolist():
+                self._check(index)
+                self._checked[index] = self._drops[self._of[index]]
 
-    def _have(self, index_B: np.ndarray) -> None:
-        """Fetch samples that nobody has brought; they stay."""
-        away = np.unique(index_B[self._sample_users[index_B] == 0])
-        if len(away):
-            self.bring(away)
+    def addresses(self, index_B: np.ndarray) -> np.ndarray:
+        self.ensure(index_B)
+        numbers, number_B = np.unique(self._of[index_B], return_inverse=True)
+        mapped = [self._bytes[number] for number in numbers.tolist()]
+        addresses_B: np.ndarray = addresses_of(mapped)[number_B] + self._offsets[index_B]
+        held_B = addresses_B.view(_Addresses)
+        held_B.mapped = mapped
+        return held_B
 
     def _is_sound(self, index: int) -> bool:
         if super()._is_sound(index):
             return True
         place = self.mirror.place
         log.info("sample %d of %s is not as it was written; it is fetched again", index, place)
-        with self._lock:
-            self._checked[:] = 0  # samples beside it come again, too
-            numbers = self._numbers(np.array([index]))
-            self.mirror.forget(self._segments[number] for number in numbers.tolist())
-            self._map(numbers)
+        self.mirror.forget(self._segment(self._of[index]))
+        self._unmap(self._of[[index]])
         return super()._is_sound(index)
 
     def _note_damage(self, index: int) -> str:
-        path = self.mirror.place.at(self.files[self._of[index]].path.name)
+        path = self.mirror.place.at(self._segment(self._of[index]).name)
         return (
             f"its bytes in {path} are not those that were written, and came twice; the file was "
             "changed or is damaged there: build the cache anew"
@@ -339,62 +284,87 @@ class MirroredStore(DiskStore):
     # What of the files is here
 
     def bring(self, index_B: np.ndarray) -> None:
-        numbers = self._numbers(index_B)
+        self._map(np.unique(self._of[index_B]).tolist())
         with self._lock:
-            needed = np.unique(numbers)
-            self._map(needed[self._segment_users[needed] == 0])
-            np.add.at(self._segment_users, numbers, 1)
-            self._sample_users[index_B] += 1
+            np.add.at(self._users, self._of[index_B], 1)
 
     def drop(self, index_B: np.ndarray, *, from_cache: bool = False) -> None:
         with self._lock:
-            brought = index_B[self._sample_users[index_B] > 0]
-            numbers = self._numbers(brought)
-            self._sample_users[brought] -= 1
-            self._checked[brought[self._sample_users[brought] == 0]] = 0
-            np.subtract.at(self._segment_users, numbers, 1)
-            left = np.unique(numbers)
-            for number in left[self._segment_users[left] == 0].tolist():
-                segment = self._segments[number]
-                self._mirrored[segment.name].map(segment.number, None)
+            np.subtract.at(self._users, self._of[index_B], 1)
+        numbers = np.unique(self._of[index_B])
+        self._unmap(numbers[self._users[numbers] == 0])
 
-    @property
-    def _lock(self) -> threading.Lock:
-        return self._locks.setdefault(os.getpid(), threading.Lock())
+    def release(self) -> None:
+        self._unmap(np.flatnonzero(self._users == 0))
 
-    def _numbers(self, index_B: np.ndarray) -> np.ndarray:
-        """The segments of samples, counted over all files: int64, those of each sample in a row."""
-        size = self.mirror.segment_bytes
-        start_B = self._offsets[index_B]
-        last_B = (start_B + np.maximum(self._sizes[index_B], 1) - 1) // size
-        first_B = start_B // size
-        count_B = last_B - first_B + 1
-        within = np.arange(count_B.sum()) - np.repeat(np.cumsum(count_B) - count_B, count_B)
-        numbers: np.ndarray = within + np.repeat(first_B + self._firsts[self._of[index_B]], count_B)
-        return numbers
+    def _unmap(self, numbers: np.ndarray) -> None:
+        self._drops[numbers] += 1
+        for number in numbers.tolist():
+            self._bytes.pop(number, None)
 
-    def _map(self, numbers: np.ndarray) -> None:
-        need_bytes = np.count_nonzero(self._segment_users) + len(numbers)
-        need_bytes *= self.mirror.segment_bytes
-        if need_bytes > self.mirror.limit_bytes + self.mirror.segment_bytes:
+    def _segment(self, number: int) -> Segment:
+        file, start, stop = self._segments[number].tolist()
+        return Segment(self._names[file], start, stop)
+
+    def _map(self, numbers: Sequence[int]) -> None:
+        away = {self._segment(number): number for number in numbers if number not in self._bytes}
+        if not away:
+            return
+        need_bytes = int(self._segment_bytes[[*self._bytes, *away.values()]].sum())
+        if need_bytes > self.mirror.limit_bytes:
             raise CacheError(
-                f"half of what is free in {self.mirror.folder.parent}, "
+                f"half of what is free in {self.mirror.local_cache}, "
                 f"{format_bytes(self.mirror.limit_bytes)}, is too small: "
                 f"this process needs {format_bytes(need_bytes)} at once. Free some, or use "
                 "ChunkedLoader with a smaller memory_limit= or chunk_samples=, which needs two "
                 "chunks at a time."
             )
-        for segment, fd in self.mirror.open(self._segments[number] for number in numbers.tolist()):
-            try:
-                self._mirrored[segment.name].map(segment.number, fd)
-            finally:
-                os.close(fd)
+        for segment, data in self.mirror.map(away):
+            self._bytes[away[segment]] = data
 
     def __reduce__(self) -> tuple[object, ...]:
-        return MirroredStore, (
-            list(self._mirrored),
-            self.spec,
-            self.index,
-            self._decoder,
-            self.mirror,
-        )
+        return MirroredStore, (self._names, self.spec, self.index, self._decoder, self.mirror)
+
+
+class _Mapped(dict[int, Bytes]):
+    """Segments that are mapped, by number; one that is not is mapped when it is asked for."""
+
+    def __init__(self, map_segments: Callable[[Sequence[int]], None]) -> None:
+        super().__init__()
+        self._map_segments = map_segments
+
+    def __missing__(self, number: int) -> Bytes:
+        self._map_segments([number])
+        return self[number]
+
+
+class _Addresses(np.ndarray):
+    """Addresses in segments, which stay mapped as long as these are held."""
+
+    mapped: list[Bytes]
+
+
+def in_segments(
+    index: Mapping[str, np.ndarray], spec: SampleSpec, mirror: Mirror
+) -> dict[str, np.ndarray]:
+    """The index of a ``Store`` over segments of files, made of one over the files.
+
+    It has ``segments``, int64 (S, 3), too: file, first byte, and the one after the last.
+    """
+    segment_bytes = _SEGMENT_BYTES
+    while sum(file.size_bytes for file in mirror.files) > segment_bytes * _MOST_SEGMENTS:
+        segment_bytes *= 2
+    sizes = index.get("sizes")
+    stops = index["offsets"] + (spec.sample_bytes if sizes is None else sizes)
+    order = np.lexsort((index["offsets"], index["files"]))
+    files = index["files"][order]
+    starts = index["offsets"][order]
+    is_first = np.diff(files, prepend=-1) != 0
+    is_first |= np.diff(starts // segment_bytes, prepend=-1) != 0
+    firsts = np.flatnonzero(is_first)
+    stops = np.maximum.reduceat(stops[order], firsts)
+    segments = np.stack([files[firsts], starts[firsts], stops], axis=1)
+    numbers = np.empty(len(order), np.int32)
+    numbers[order] = np.cumsum(is_first) - 1
+    offsets = index["offsets"] - segments[numbers, 1]
+    return {**index, "files": numbers, "offsets": offsets, "segments": segments}

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from fastdata.errors import CacheError, StoreGoneError
 from fastdata.machine.memory import format_bytes
 from fastdata.machine.shared import OPEN_FLAGS, ArrayBlock, Block
-from fastdata.pixels.images import SampleSpec, SourceDecoder, open_libjpeg
+from fastdata.pixels.images import SampleSpec, SourceDecoder, addresses_of, open_libjpeg
 from fastdata.sources.remote import refuse_special
 
 if TYPE_CHECKING:
@@ -103,10 +103,11 @@ class Store:
         self.gives_views = decoder is None
         self.size_bytes = sum(file.size_bytes for file in files)
         self._decoder = decoder
-        self._bytes = [file.array("uint8", (file.size_bytes,)) for file in files]
-        for data in self._bytes:
+        mapped = [file.array("uint8", (file.size_bytes,)) for file in files]
+        for data in mapped:
             data.flags.writeable = False
-        self._addresses = np.array([data.ctypes.data for data in self._bytes], np.int64)
+        self._bytes: dict[int, Bytes] = dict(enumerate(mapped))
+        self._addresses = addresses_of(mapped)
         self._row_bytes = spec.sample_bytes if decoder is None and spec.is_dense else 0
         self._offsets = index["offsets"]
         length = self._offsets.shape
@@ -205,7 +206,7 @@ class Store:
                 self.read_into(index, out)
             return
         self.ensure(index_B)
-        data = self._bytes[numbers[0]]
+        data = self._bytes[int(numbers[0])]
         starts_B = self._offsets[index_B]
         first = int(starts_B[0]) % self._row_bytes
         shape = (len(data) - first) // self._row_bytes, *out_B.shape[1:]
@@ -214,7 +215,7 @@ class Store:
 
     def close(self) -> None:
         """Give back the memory; arrays handed out stay valid. Idempotent."""
-        self._bytes = []
+        self._bytes = {}
         vars(self).update(
             {name: it[:0].copy() for name, it in vars(self).items() if isinstance(it, np.ndarray)}
         )
@@ -261,10 +262,13 @@ class DiskStore(Store):
 
     def ensure(self, index_B: np.ndarray) -> None:
         for index in index_B[self._checked[index_B] == 0].tolist():
-            if not self._is_sound(index):
-                what = self._note_damage(index)
-                raise UndecodableError(what, index=index, codec=self.codec, is_on_disk=True)
+            self._check(index)
             self._checked[index] = 1
+
+    def _check(self, index: int) -> None:
+        if not self._is_sound(index):
+            what = self._note_damage(index)
+            raise UndecodableError(what, index=index, codec=self.codec, is_on_disk=True)
 
     def _is_sound(self, index: int) -> bool:
         return checksum(self.stored(index)) == int(self._sums[index])
