@@ -45,7 +45,7 @@ class StandardTransform:
         return sample, target
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class TransformPlan:
     """A transform in three parts; made by ``plan_transform``, printed by ``print(dataset.plan)``.
 
@@ -136,7 +136,7 @@ class TransformPlan:
         """The prepare part as its steps show themselves now; empty if there is none."""
         return ", ".join(map(repr, self.prepare))
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         prepare = ", ".join(map(_text, (*self.beforehand, *self.prepare))) or "-"
         lines = [f"prepare, once per sample:     {prepare}"]
         for number, view in enumerate(self.views):

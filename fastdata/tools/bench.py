@@ -235,22 +235,16 @@ def write_photos(
 
 
 def photo(seed: int, size: tuple[int, int] = (512, 384)) -> npt.NDArray[np.uint8]:
-    """One image of ``size`` (width, height), uint8: smooth shapes, weaker colour, a grain.
+    """One image of ``size`` (width, height), uint8: smooth shapes of many colours, and a grain.
 
-    Amplitudes fall with the frequency, as the spectrum of photographs does. They and the grain are
-    set so that 512x384 takes 60 to 110 KB at quality 90, as photographs of that size do.
+    The grain is such that 512x384 takes 60 to 110 KB at quality 90, as photographs of that size do.
     """
     rng = np.random.default_rng(seed)
     width, height = size
-    frequencies = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width))
-    noise = rng.standard_normal((4, height, width))
-    spectrum = np.fft.rfft2(noise) / (frequencies + 0.004) ** 2
-    spectrum[:, 0, 0] = 0  # whose means are then 0
-    luma, *tints = np.fft.irfft2(spectrum, (height, width))
-    shapes = np.stack([3 * luma + tint for tint in tints], axis=-1) * (20 / luma.std())
-    grain = 9 * rng.standard_normal((height, width, 1))
-    pixels: npt.NDArray[np.uint8] = (120 + shapes + grain).clip(0, 255).astype(np.uint8)
-    return pixels
+    colours = rng.integers(0, 256, (2 + height // 32, 2 + width // 32, 3), dtype=np.uint8)
+    shapes = np.asarray(Image.fromarray(colours).resize(size, Image.Resampling.BICUBIC))
+    grain = rng.normal(0, 9, (height, width, 1))
+    return np.clip(shapes + grain, 0, 255).astype(np.uint8)
 
 
 # The command
