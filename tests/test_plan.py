@@ -209,6 +209,18 @@ class Crops:
         return crops
 
 
+class Several:
+    """Views in one's own way."""
+
+    def __init__(self, one: Any, parts: Any) -> None:
+        self.one, self.parts, self.count = one, list(parts), 1
+
+    def __call__(self, image: Any) -> Any:
+        views = [part(image) for part in self.parts]
+        views += [self.one(image) for _ in range(self.count)]
+        return (*views, self.one(image))
+
+
 class TwoCrops:
     """MoCo's pair."""
 
@@ -243,6 +255,7 @@ def test_published_wrappers_are_seen_through() -> None:
         (Generator(one, 3), [one] * 3, list),
         (Pair(one, other), [one, other], tuple),
         (Crops(one, other, local, 2), [one, other, local, local], list),
+        (Several(one, [other, local]), [other, local, one, one], tuple),
     ):
         plan = plan_transform(transform)
         assert (len(plan.views), plan.made) == (len(expected), kind)
@@ -292,6 +305,28 @@ def refuses(image: Any) -> Any:
     raise RuntimeError
 
 
+def catches_all(image: Any) -> Any:
+    try:
+        return LEADING(image)
+    except:  # noqa: E722
+        return image
+
+
+def looks_at_it(image: Any) -> Any:
+    return LEADING(image.rotate(image.size[0]))
+
+
+def counting() -> Any:
+    count = 0
+
+    def step(image: Any) -> Any:
+        nonlocal count
+        count += 1
+        return LEADING(image)
+
+    return step
+
+
 class Keeps(Reference):
     def __init__(self) -> None:
         super().__init__()
@@ -325,6 +360,13 @@ def patched(module: torch.nn.Module) -> torch.nn.Module:
         looks_twice,
         asks_for_a_class,
         refuses,
+        catches_all,
+        looks_at_it,
+        counting(),
+        lambda image: [LEADING, Reference()][image.mode == "L"](image),
+        lambda image: [LEADING(image) for _ in range(2) if image],
+        lambda image: (LEADING(image) for _ in range(2)),
+        lambda image: [],
         Keeps(),
         patched(Forward()),
     ],

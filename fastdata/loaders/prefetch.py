@@ -234,9 +234,9 @@ class CudaPrefetcher:
         return own.get(name, value)
 
     def set_epoch(self, epoch: int) -> None:
-        batch_sampler: Any = getattr(self.loader, "batch_sampler", None)
-        for holder in (self.loader, batch_sampler):
-            for listener in (holder, getattr(holder, "sampler", None)):
+        for holder in (self.loader, getattr(self.loader, "batch_sampler", None)):
+            listeners: list[Any] = [holder, getattr(holder, "sampler", None)]
+            for listener in listeners:
                 if hasattr(listener, "set_epoch"):
                     listener.set_epoch(epoch)
 

@@ -1,21 +1,20 @@
 """What a transform consists of: its steps, each known by name or the user's own.
 
 torchvision and timm are never imported: a step counts as theirs only if its class is exactly one of
-theirs. Of the user's own callables those are seen through, or known as a step, whose code is one of
-``_TEMPLATES``, which the same interpreter compiles.
+theirs. Of the user's own callables those are seen through that only call steps, and those known
+whose code is ``_PUBLISHED``.
 """
 
 from __future__ import annotations
 
 import dis
-import inspect
 import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
-from types import CodeType, FunctionType, MethodType
+from types import CellType, CodeType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -131,9 +130,9 @@ def flatten(transform: Any) -> tuple[Any, ...]:
             _INSTEAD[transform] = _preset_steps(transform) if name else (_Named(transform),)
         return _INSTEAD[transform]
     elif name is None:
-        parts = seen_through(transform, "wrapper")
+        parts = seen_through(transform)
     elif name == "Lambda" and getattr(transform, "types", (object,)) == (object,):
-        parts = seen_through(transform.lambd, "wrapper")
+        parts = seen_through(transform.lambd)
     if parts is None:
         return (transform,)
     return tuple(chain.from_iterable(map(flatten, parts)))
@@ -238,124 +237,35 @@ def is_random(step: Any) -> bool | None:
     return False if name in _REPEATABLE | _PREPARABLE | _REFORMING else None
 
 
-# The user's own callables, known by their code
-
-_WRAPPERS: dict[str, Callable[..., Any]] = {
-    "def f(self, x): return self.a(x)": lambda a: [a],
-    "def f(self, x): return x.convert('RGB')": lambda: [TO_RGB],
-    "def f(self, x): return self.a(x.convert('RGB'))": lambda a: [TO_RGB, a],
-    """
-def f(self, x):
-    x = self.a(x)
-    return self.b(x)
-""": lambda a, b: [a, b],
-    """
-def f(self, x):
-    for step in self.a:
-        x = step(x)
-    return x
-""": lambda a: a,
-    # Views: MoCo and SimSiam, SimCLR, VICReg and Barlow Twins, DINO.
-    """
-def f(self, x):
-    q = self.a(x)
-    k = self.a(x)
-    return [q, k]
-""": lambda a: _views(list, a, a),
-    "def f(self, x): return [self.a(x), self.a(x)]": lambda a: _views(list, a, a),
-    "def f(self, x): return self.a(x), self.a(x)": lambda a: _views(tuple, a, a),
-    "def f(self, x): return [self.a(x), self.b(x)]": lambda a, b: _views(list, a, b),
-    "def f(self, x): return self.a(x), self.b(x)": lambda a, b: _views(tuple, a, b),
-    "def f(self, x): return [self.a(x) for i in range(self.b)]": lambda a, b: _views(
-        list, *[a] * b
-    ),
-    "def f(self, x): return [a(x) for a in self.b]": lambda a: _views(list, *a),
-    """
-def f(self, x):
-    x1 = self.a(x)
-    x2 = self.b(x)
-    return x1, x2
-""": lambda a, b: _views(tuple, a, b),
-    """
-def f(self, x):
-    crops = []
-    crops.append(self.a(x))
-    crops.append(self.b(x))
-    for _ in range(self.c):
-        crops.append(self.d(x))
-    return crops
-""": lambda a, b, c, d: _views(list, a, b, *[d] * c),
-}
-"""Code that only calls steps, and the steps, of the values of the names in it."""
-
-_BLURS: dict[str, Callable[..., Any]] = {
-    # MoCo, VICReg's two, DINO: the op, the range of its number, and the probability.
-    """
-def f(self, x):
-    sigma = random.uniform(self.a[0], self.a[1])
-    x = x.filter(ImageFilter.GaussianBlur(radius=sigma))
-    return x
-""": lambda a: ("OP_BOX_BLUR", *a, 1.0),
-    """
-def f(self, x):
-    if np.random.rand() < self.a:
-        sigma = np.random.rand() * 1.9 + 0.1
-        return x.filter(ImageFilter.GaussianBlur(sigma))
-    else:
-        return x
-""": lambda a: ("OP_BOX_BLUR", 0.1, 2.0, a),
-    """
-def f(self, x):
-    if np.random.rand() < self.a:
-        return ImageOps.solarize(x)
-    else:
-        return x
-""": lambda a: ("OP_SOLARIZE", 128.0, 128.0, a),
-    """
-def f(self, x):
-    do_it = random.random() <= self.a
-    if not do_it:
-        return x
-    return x.filter(ImageFilter.GaussianBlur(radius=random.uniform(self.b, self.c)))
-""": lambda a, b, c: ("OP_BOX_BLUR", b, c, a),
-}
-"""Published steps of PIL images."""
-
-_TEMPLATES = {"wrapper": _WRAPPERS, "blur": _BLURS}
-_MODULES = {"np": "numpy", "random": "random", "ImageFilter": "PIL.ImageFilter"}
-_MODULES["ImageOps"] = "PIL.ImageOps"
-_WORDS = _MODULES.keys() | names_in(
-    "GaussianBlur append convert filter rand range solarize uniform"
-)
-"""Names of templates that mean themselves; all others stand for any name."""
-_VARIADIC = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
-_IMPORTS = "import random\nimport numpy as np\nfrom PIL import ImageFilter, ImageOps\n"
+# The user's own callables
 
 
-def _views(kind: type, *transforms: Any) -> list[Any]:
-    views = Views(*transforms)
-    views.kind = kind
-    return [views]
+def seen_through(call: Any) -> tuple[Any, ...] | None:
+    """The steps of a callable that does nothing but call steps; None if it does more.
 
-
-def seen_through(call: Any, kind: str) -> Any:
-    """What a callable does, if its code is that of a template of this kind; else None."""
+    It is tried, on a stand-in for an image, with stand-ins for what it reads. These can only be
+    called, and code without a condition does the same each time.
+    """
     function, owner = _code_of(call)
-    if not isinstance(function, FunctionType):
+    names = _names_read(function.__code__) if isinstance(function, FunctionType) else None
+    if names is None:
         return None
-    listing, names = _listing(function.__code__)
-    if listing not in _compiled(kind):
+    log: list[Any] = []
+    try:
+        made = _try(function, names, owner, _Image(log))
+        views = made if type(made) in (list, tuple) else (made,)
+        calls = [view._calls for view in views]
+    except Exception:  # noqa: BLE001  # it asked for more
         return None
-    read, meant = _compiled(kind)[listing]
-    outside = inspect.getclosurevars(function)
-    reached = {**outside.globals, **outside.nonlocals}
-    # "random" is an attribute of np, too, which then need not be a global.
-    if any(reached[n] is not sys.modules.get(_MODULES[n]) for n in _MODULES if n in reached):
+    # Each call is for one result, else it is for nothing, or two views share what it draws.
+    if not log or () in calls or sorted(chain(*calls)) != list(range(len(log))):
         return None
-    held = reached if owner is None else {**vars(owner), **vars(owner).get("_modules", {})}
-    if not held.keys() >= set(names):
-        return None
-    return read(**{short: held[name] for short, name in zip(meant, names, strict=True)})
+    transforms = [tuple(log[k] for k in numbers) for numbers in calls]
+    if views is not made:
+        return transforms[0]
+    several = Views(*transforms)
+    several.kind = type(made)
+    return (several,)
 
 
 def _code_of(call: Any) -> tuple[Any, Any]:
@@ -372,52 +282,136 @@ def _code_of(call: Any) -> tuple[Any, Any]:
     return kind.__call__, call
 
 
-@cache
-def _compiled(kind: str) -> dict[Any, tuple[Callable[..., Any], tuple[str, ...]]]:
-    """Templates by their listings, with their names: in a file with imports, or a notebook's cell.
+_MORE = ("_IF_", "STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF", "DELETE_", "EXC", "SETUP_", "IMPORT_")
+"""Parts of the names of instructions that decide, keep something, or catch errors."""
 
-    Also as functions and closures, and with ``random.random`` in the place of ``np.random.rand``,
-    as DINO and Barlow Twins have it.
+
+@cache
+def _names_read(code: CodeType) -> frozenset[str] | None:
+    """Names that a function looks up; None if it does more than to call."""
+    names = set(code.co_names)
+    if any(word in step.opname for step in dis.get_instructions(code) for word in _MORE):
+        return None
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            inner_names = _names_read(inner)
+            if inner_names is None:
+                return None
+            names |= inner_names
+    return frozenset(names)
+
+
+def _try(function: FunctionType, names: frozenset[str], owner: Any, image: _Image) -> Any:
+    held = {} if owner is None else {**vars(owner), **vars(owner).get("_modules", {})}
+    parts, outside = (
+        {name: _stand_in(values[name]) for name in names & values.keys()}
+        for values in (held, function.__globals__)
+    )
+    cells = [CellType(_stand_in(cell.cell_contents)) for cell in function.__closure__ or ()]
+    outside["__builtins__"] = {"range": range}
+    run: Any = FunctionType(function.__code__, outside, closure=tuple(cells))
+    return run(image) if owner is None else run(SimpleNamespace(**parts), image)
+
+
+class _Image:
+    """Stands for an image: the steps that it went through, as their numbers in a log."""
+
+    def __init__(self, log: list[Any], calls: tuple[int, ...] = ()) -> None:
+        self._log = log
+        self._calls = calls
+
+    def _through(self, step: Any) -> _Image:
+        self._log.append(step)
+        return _Image(self._log, (*self._calls, len(self._log) - 1))
+
+    def convert(self, mode: str) -> _Image:
+        if mode != "RGB":
+            raise ValueError(mode)
+        return self._through(TO_RGB)
+
+
+def _stand_in(value: Any) -> Any:
+    """What stands for a step, or several in a row; numbers stand for themselves."""
+    if isinstance(value, (list, tuple, torch.nn.ModuleList)):
+        return tuple(map(_stand_in, value))
+    return value if isinstance(value, int) else lambda image: image._through(value)
+
+
+_PUBLISHED: dict[str, Callable[[Any], Any]] = {
+    # MoCo, VICReg, DINO, and what the last two share: the op, its range, and the probability.
     """
-    made = {}
-    for source, read in _TEMPLATES[kind].items():
-        plain = source.replace("self, ", "").replace("self.", "")
-        inner = plain.strip().replace("\n", "\n    ")
-        closure = f"def around(a, b=None, c=None, d=None):\n    {inner}\n    return f"
-        without_np = source.replace("np.random.rand", "random.random")
-        for text in (source, plain, closure, without_np):
-            for imports in ("", _IMPORTS):
-                code = compile(imports + text, "template", "exec", dont_inherit=True)
-                while code.co_name != "f":
-                    code = next(value for value in code.co_consts if isinstance(value, CodeType))
-                listing, names = _listing(code)
-                made[listing] = read, names
-    return made
+def f(self, x):
+    sigma = random.uniform(self.sigma[0], self.sigma[1])
+    x = x.filter(ImageFilter.GaussianBlur(radius=sigma))
+    return x
+""": lambda step: ("OP_BOX_BLUR", *step.sigma, 1.0),
+    """
+def f(self, img):
+    if np.random.rand() < self.p:
+        sigma = np.random.rand() * 1.9 + 0.1
+        return img.filter(ImageFilter.GaussianBlur(sigma))
+    else:
+        return img
+""": lambda step: ("OP_BOX_BLUR", 0.1, 2.0, step.p),
+    """
+def f(self, img):
+    do_it = random.random() <= self.prob
+    if not do_it:
+        return img
+    return img.filter(ImageFilter.GaussianBlur(radius=random.uniform(self.radius_min, self.radius_max)))
+""": lambda step: ("OP_BOX_BLUR", step.radius_min, step.radius_max, step.prob),
+    """
+def f(self, img):
+    if np.random.rand() < self.p:
+        return ImageOps.solarize(img)
+    else:
+        return img
+""": lambda step: ("OP_SOLARIZE", 128.0, 128.0, step.p),
+}
+"""Published steps of PIL images."""
+_MODULES = {
+    "np": "numpy",
+    "random": "random",
+    "ImageFilter": "PIL.ImageFilter",
+    "ImageOps": "PIL.ImageOps",
+}
+_IMPORTS = "import random\nimport numpy as np\nfrom PIL import ImageFilter, ImageOps\n"
+
+
+def published(step: Any) -> Any:
+    """The op, range and probability of a step whose code is one of ``_PUBLISHED``; else None."""
+    function, _ = _code_of(step)
+    if not isinstance(function, FunctionType):
+        return None
+    read = _templates().get(_body(function.__code__))
+    if read is None:
+        return None
+    # "random" is an attribute of np, too, which then need not be a global.
+    names = _MODULES.keys() & function.__code__.co_names & function.__globals__.keys()
+    if any(function.__globals__[name] is not sys.modules.get(_MODULES[name]) for name in names):
+        return None
+    return read(step)
+
+
+def _body(code: CodeType) -> tuple[Any, ...]:
+    return code.co_code, code.co_names, code.co_consts
 
 
 @cache
-def _listing(code: CodeType, outer: tuple[str, ...] = ()) -> tuple[Any, tuple[str, ...]]:
-    """What it takes, and its instructions, in which names are numbers, as local variables are; and these names."""
-    names: list[str] = []
-    cells = (*outer, *code.co_varnames, *code.co_cellvars)
-    listing: list[Any] = [code.co_argcount, code.co_kwonlyargcount, code.co_flags & _VARIADIC]
-    for step in dis.get_instructions(code):
-        about = step.argval
-        if isinstance(about, CodeType):
-            about, inner = _listing(about, cells)
-            names += inner
-        elif "_FAST" in step.opname:
-            about = step.arg
-        elif isinstance(about, str) and about.endswith("<listcomp>"):  # of Python 3.10
-            about = None
-        elif step.opcode in dis.hasfree and about in cells:
-            about = cells.index(about)
-        elif step.opcode in (*dis.hasname, *dis.hasfree) and about not in _WORDS:
-            if about not in names:
-                names.append(about)
-            about = ("name", names.index(about))
-        listing.append((step.opname, about))
-    return tuple(listing), tuple(names)
+def _templates() -> dict[Any, Callable[[Any], Any]]:
+    """Published code, as in a file with imports or a notebook's cell.
+
+    And with ``random.random`` in the place of ``np.random.rand``, as DINO and Barlow Twins have it.
+    """
+    found = {}
+    for source, read in _PUBLISHED.items():
+        for text in (source, source.replace("np.random.rand", "random.random")):
+            for imports in ("", _IMPORTS):
+                module = compile(imports + text, "template", "exec", dont_inherit=True)
+                for code in module.co_consts:
+                    if isinstance(code, CodeType):
+                        found[_body(code)] = read
+    return found
 
 
 # What would be served in place of the user's own

@@ -25,7 +25,7 @@ from fastdata.pixels.compose import (
     joint_steps,
     known_name,
     names_in,
-    seen_through,
+    published,
 )
 from fastdata.pixels.ops import (
     Cast,
@@ -88,10 +88,10 @@ def recognise(step: Any, at: int, state: State) -> State:
 
 def _read_published(step: Any, at: int, state: State) -> Op:
     """Read what people publish for PIL images: the op, the range of its number, and the probability."""
-    published = seen_through(step, "blur")
-    if published is None:
+    values = published(step)
+    if values is None:
         raise UnknownStepError(_why_unknown(step))
-    code, low, high, p = published
+    code, low, high, p = values
     need_colours(state)
     refuse(state.kind != "pil" or state.is_beside, "takes PIL images only")
     refuse(not 0 <= low <= high, f"blurs by {low} to {high} px")
