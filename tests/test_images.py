@@ -224,7 +224,7 @@ def test_the_core_decodes_ordinary_jpeg(
         ImageFile.ImageFile, "load", lambda image: loaded.append(image) or load(image)
     )
     spec = images.SampleSpec(shape=None, dtype="uint8", form="pil")
-    images.PlanesLoader(Program((), spec).prepare, images.Opening()).decode(data)
+    images.FilePreparer(Program((), spec).prepare, images.Opening())(data)
     assert (not loaded) == decoded
 
 

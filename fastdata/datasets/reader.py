@@ -48,7 +48,6 @@ from fastdata.pixels.compose import flatten
 from fastdata.pixels.device import DeviceProgram, device_obstacle
 from fastdata.pixels.images import (
     OpenedImages,
-    Planes,
     decoded_shape,
     present,
     shown_class,
@@ -279,10 +278,7 @@ class _Columns:
             raise
         except OSError as cause:
             raise sample_error(path.source.path(index), index, cause) from cause
-        sample = path.prepare(sample)
-        if isinstance(sample, Planes):
-            sample = without_exif(present(sample.pixels, sample.form))
-        return sample, target
+        return path.prepare(sample), target
 
     def _alone(self, batch: IndexBatch) -> list[list[torch.Tensor]]:
         """What ``_tensors`` gives, of samples in whatever shape each has."""

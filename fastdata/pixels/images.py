@@ -73,14 +73,6 @@ class SampleSpec:
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class Planes:
-    """A decoded image, uint8 (C, H, W): stored as the sample would be that it is in place of."""
-
-    pixels: Array
-    form: Form
-
-
 def to_stored(sample: Any, *, is_mask: bool = False) -> tuple[Array, Form]:
     """Give a sample's values, and what it was.
 
@@ -88,8 +80,6 @@ def to_stored(sample: Any, *, is_mask: bool = False) -> tuple[Array, Form]:
 
     Of a mask with a palette, as VOC's, the values are the labels, without their colours.
     """
-    if isinstance(sample, Planes):
-        return sample.pixels, sample.form
     if is_pil(sample):
         if is_mask and sample.mode == "P":
             return np.array(sample)[None], "pil"
@@ -365,8 +355,6 @@ def opening_of(loader: Callable[[str], Any]) -> Opening | None:
     """How a loader opens files, where fastdata can do the same; None for others' loaders."""
     if loader is load_image:
         return _OF_PIL
-    if isinstance(loader, PlanesLoader):
-        return loader.opening
     called = loader.func if isinstance(loader, functools.partial) else loader
     module = str(getattr(called, "__module__", None))
     for package, names in _TENSOR_LOADERS.items():
@@ -375,43 +363,28 @@ def opening_of(loader: Callable[[str], Any]) -> Opening | None:
     return None
 
 
-def decoder_of(loader: Callable[[str], Any]) -> Callable[[memoryview], Any] | None:
-    """What makes of a file's bytes what ``loader`` makes of it; None for others' loaders."""
-    if isinstance(loader, PlanesLoader):
-        return loader.decode
-    opening = opening_of(loader)
-    return None if opening is None else opening.decode
-
-
 @functools.cache
 def _probe(loader: Callable[[Any], Any]) -> Opening | None:
     """What a loader of tensors does with JPEG files; None if not all come out in Pillow's pixels."""
-    from PIL import ImageOps
-
-    probes = list(_make_probes())
+    probes = [data for mode in ("RGB", "L") for data in _make_probes(mode)]
     try:
         found = [Opening(loader).decode_pixels(data, upright=False) for data in probes]
     except Exception as problem:  # noqa: BLE001  # of a version that takes something else
         log.info("%r opens each file itself: %s", loader, problem)
         return None
     for is_upright, keeps_gray in itertools.product((False, True), repeat=2):
-        wanted = map(_decode_gray if keeps_gray else decode_image, probes)
-        turned = map(ImageOps.exif_transpose, wanted) if is_upright else wanted
-        pairs = zip(turned, found, strict=True)
-        if all(np.array_equal(np.atleast_3d(np.asarray(image)), pixels) for image, pixels in pairs):
+        wanted = [_OF_PIL.decode_pixels(data, upright=is_upright) for data in probes]
+        if keeps_gray:
+            grays = slice(len(probes) // 2, None)
+            wanted[grays] = [pixels[:, :, :1] for pixels in wanted[grays]]
+        if all(map(np.array_equal, wanted, found)):
             return Opening(loader, is_upright, keeps_gray)
     log.info("%r opens each file itself: its pixels are not Pillow's", loader)
     return None
 
 
-def _decode_gray(data: bytes) -> Image.Image:
-    from PIL import Image
-
-    return Image.open(io.BytesIO(data))
-
-
-def _make_probes() -> Iterator[bytes]:
-    """JPEG files of each subsampling and coding that Pillow writes, gray ones, and turned ones."""
+def _make_probes(mode: str) -> Iterator[bytes]:
+    """A JPEG file of each subsampling, coding and orientation that Pillow writes."""
     from PIL import Image
 
     noise = np.random.default_rng(0).integers(0, 256, (21, 35, 3), np.uint8)
@@ -421,7 +394,7 @@ def _make_probes() -> Iterator[bytes]:
         exif = Image.Exif()
         exif[0x0112] = orientation
         options.append({"exif": exif})
-    for mode, chosen in itertools.product(("RGB", "L"), options):
+    for chosen in options:
         stream = io.BytesIO()
         Image.fromarray(noise).convert(mode).save(stream, "JPEG", **chosen)
         yield stream.getvalue()
@@ -430,32 +403,24 @@ def _make_probes() -> Iterator[bytes]:
 class OpenedImages(core.Samples):
     """Images for the core: JPEG files as they lie in memory, opened by their headers, or pixels.
 
-    Attributes:
-        alive: what has the memory that they lie in.
-        sources_B: where the images lie.
+    Args:
+        arrays: files or pixels.
         shapes_B3: channels, height and width of each, as it is served.
-        files: what the core decodes.
         by_pillow: gives the pixels (H, W, C) of image ``b`` where the core does not decode its
             file, and where that turns out to be damaged; what it raises is raised.
-        is_interleaved: whether pixels are (H, W, C), not (C, H, W).
     """
+
+    is_interleaved = True
 
     def __init__(
         self,
-        alive: list[Any],
-        sources_B: npt.NDArray[np.int64],
+        arrays: Sequence[Array],
         shapes_B3: npt.NDArray[np.int32],
-        files: core.Files | None = None,
         by_pillow: Callable[[int], Array] | None = None,
-        *,
-        is_interleaved: bool = True,
     ) -> None:
-        self.alive = alive
-        self.sources_B = sources_B
-        self.shapes_B3 = shapes_B3
-        self.files = files
-        self.by_pillow = by_pillow
-        self.is_interleaved = is_interleaved
+        super().__init__(addresses_of(arrays), shapes_B3)
+        self._alive = list(arrays)
+        self._by_pillow = by_pillow
 
     @classmethod
     def of_files(
@@ -468,9 +433,8 @@ class OpenedImages(core.Samples):
     ) -> OpenedImages:
         """Files, turned as their EXIF says if they are to be ``upright``; gray has three channels."""
         arrays = [np.frombuffer(data, np.uint8) for data in files]
-        shapes_B3 = np.zeros((len(files), 3), np.int32)
+        opened = cls(arrays, np.zeros((len(files), 3), np.int32), by_pillow)
         is_open_B = np.zeros(len(files), np.bool_)
-        opened = cls(list(arrays), addresses_of(arrays), shapes_B3, by_pillow=by_pillow)
         jpeg, _ = open_libjpeg()
         if jpeg is not None:
             sizes_B = np.array([data.size for data in arrays], np.int64)
@@ -492,7 +456,7 @@ class OpenedImages(core.Samples):
     def decoded(cls, images: Sequence[Array]) -> OpenedImages:
         """Pixels (H, W, C) that are there already, C-contiguous."""
         shapes = [(image.shape[2], *image.shape[:2]) for image in images]
-        return cls(list(images), addresses_of(images), np.array(shapes, np.int32).reshape(-1, 3))
+        return cls(images, np.array(shapes, np.int32).reshape(-1, 3))
 
     @classmethod
     def stored(
@@ -510,8 +474,10 @@ class OpenedImages(core.Samples):
         assert jpeg is not None
         found_B3, turns_B = core.jpeg_headers(sources_B, sizes_B)
         turns_B[:] = 1
-        files = core.Files(jpeg, sizes_B.copy(), turns_B)
-        opened = cls([], sources_B.copy(), shapes_B3, files, read, is_interleaved=False)
+        opened = cls([], shapes_B3, read)
+        opened.is_interleaved = False
+        opened.sources_B = sources_B.copy()
+        opened.files = core.Files(jpeg, sizes_B.copy(), turns_B)
         opened._leave((found_B3 != shapes_B3).any(axis=1))
         return opened
 
@@ -521,11 +487,11 @@ class OpenedImages(core.Samples):
 
     def leave_to_pillow(self, b: int) -> None:
         """Have image ``b`` decoded by PIL, or raise what is wrong with it."""
-        assert self.by_pillow is not None
+        assert self._by_pillow is not None
         if self.files is not None:
             self.files.sizes[b] = 0
-        pixels = self.by_pillow(b)
-        self.alive.append(pixels)
+        pixels = self._by_pillow(b)
+        self._alive.append(pixels)
         self.sources_B[b] = pixels.__array_interface__["data"][0]
         shape = pixels.shape
         self.shapes_B3[b] = (shape[2], *shape[:2]) if self.is_interleaved else shape
@@ -546,13 +512,13 @@ def addresses_of(arrays: Sequence[Array]) -> npt.NDArray[np.int64]:
 
 
 @dataclass(frozen=True)
-class PlanesLoader:
-    """Prepares the pixels of an image file without an image in between.
+class FilePreparer:
+    """Prepares an image file by the core, without an image in between: planes (C, h, w), uint8.
 
     Args:
         prepare: of opened images makes planes (n, C, h, w), uint8, of neighbours of one size; they
             stay until the next are asked for.
-        opening: what it stands for.
+        opening: of the loader that it stands for.
         upright: whether images are turned as their EXIF says first.
     """
 
@@ -560,18 +526,15 @@ class PlanesLoader:
     opening: Opening
     upright: bool = False
 
-    def __call__(self, path: str) -> Planes:
-        with open(path, "rb") as stream:
-            return self.decode(stream.read())
-
-    def decode(self, data: bytes | memoryview) -> Planes:
+    def __call__(self, data: bytes | memoryview) -> Array:
         def by_pillow(_: int) -> Array:
             return self.opening.decode_pixels(data, upright=self.upright)
 
+        keeps_gray = self.opening.keeps_gray
         images = OpenedImages.of_files(
-            [data], by_pillow, upright=self.upright, keeps_gray=self.opening.keeps_gray
+            [data], by_pillow, upright=self.upright, keeps_gray=keeps_gray
         )
-        return Planes(next(self.prepare(images))[0].copy(), self.opening.form)
+        return np.array(next(self.prepare(images))[0])
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ import torch
 
 from fastdata.errors import is_url, kind_of
 from fastdata.machine.shared import ListView, is_wide
-from fastdata.pixels.images import decode_image, decoder_of, is_image, load_image
+from fastdata.pixels.images import decode_image, is_image, load_image, opening_of
 from fastdata.sources.remote import Place, Requests, fleeting_folder
 
 if TYPE_CHECKING:
@@ -149,9 +149,9 @@ class FileSource:
         [data] = self.read_files([index])
         if self.loader is _read_bytes:
             return np.frombuffer(data, np.uint8), self.targets[index]
-        decode = decoder_of(self.loader)
-        if decode is not None:
-            return decode(memoryview(data)), self.targets[index]
+        opening = opening_of(self.loader)
+        if opening is not None:
+            return opening.decode(data), self.targets[index]
         with fleeting_folder() as folder:
             copied = folder / f"sample{os.path.splitext(self.paths[index])[1]}"
             copied.write_bytes(data)
@@ -186,12 +186,9 @@ class FileSource:
         assert self.place is not None
         return self.place.locate(self.paths[index])
 
-    def opened_by(self, loader: Callable[[str], Any]) -> Self:
-        return self.over({"loader": loader})  # what one expects the other reads
-
     def as_bytes(self) -> Self:
         """The files as they are, unopened: uint8 (bytes,)."""
-        return self.opened_by(_read_bytes)
+        return self.over({"loader": _read_bytes})  # what one expects the other reads
 
     def columns_of(self, indices: Sequence[int]) -> dict[str, Any]:
         """What is known of these samples, for ``over`` in another process."""

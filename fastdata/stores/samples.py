@@ -18,13 +18,11 @@ from fastdata.machine.processes import Leader
 from fastdata.machine.shared import SampleTable, collate_targets
 from fastdata.pixels import core, plan_transform, split_upright
 from fastdata.pixels.images import (
+    FilePreparer,
     Form,
     OpenedImages,
-    Planes,
-    PlanesLoader,
     SampleSpec,
     SourceDecoder,
-    decoder_of,
     is_image,
     is_pil,
     mode_of,
@@ -75,6 +73,12 @@ class ReadSamples:
 def take_apart(index: int, prepared: Any, target: Any) -> ReadSamples:
     is_tuple = isinstance(prepared, (tuple, list))
     found = [to_stored(part) for part in (prepared if is_tuple else [prepared])]
+    return _with_target(index, found, target, is_tuple=is_tuple)
+
+
+def _with_target(
+    index: int, found: list[tuple[np.ndarray, Form]], target: Any, *, is_tuple: bool = False
+) -> ReadSamples:
     target_is_part = is_image(target)
     places: tuple[int, ...] = ()
     if target_is_part:
@@ -109,18 +113,16 @@ class ReadPath(NamedTuple):
     shape: tuple[int, ...] | None = None
     """Of every prepared sample, where it follows from the steps."""
 
-    @property
-    def by_core(self) -> PlanesLoader | None:
-        """What opens and prepares samples without the GIL; None where it is others' code."""
-        loader = getattr(self.source, "loader", None)
-        return loader if isinstance(loader, PlanesLoader) else None
+    by_core: FilePreparer | None = None
+    """What opens and prepares samples without the GIL; None where it is others' code."""
 
     @property
     def decoder(self) -> SourceDecoder | None:
         """Prepares the bytes of files; None where samples are none, or are opened by others."""
-        source = self.source
-        open_bytes = decoder_of(source.loader) if isinstance(source, FileSource) else None
-        return None if open_bytes is None else SourceDecoder(open_bytes, self.prepare)
+        if self.by_core is not None:
+            return SourceDecoder(self.by_core, Steps(()))
+        opening = opening_of(self.source.loader) if isinstance(self.source, FileSource) else None
+        return None if opening is None else SourceDecoder(opening.decode, self.prepare)
 
 
 def read_path(source: Source, steps: tuple[Callable[[Any], Any], ...]) -> ReadPath:
@@ -141,8 +143,8 @@ def read_path(source: Source, steps: tuple[Callable[[Any], Any], ...]) -> ReadPa
         return as_written
     program = Program(plan.batch_ops, SampleSpec(shape=None, dtype="uint8", form="pil"))
     output = None if opening.channels is None else program.output((opening.channels, 1, 1))
-    files = source.opened_by(PlanesLoader(program.prepare, opening, upright or opening.is_upright))
-    return ReadPath(files, Steps(()), None if output is None else output[0])
+    by_core = FilePreparer(program.prepare, opening, upright or opening.is_upright)
+    return as_written._replace(by_core=by_core, shape=None if output is None else output[0])
 
 
 def is_fetched(source: Source) -> bool:
@@ -204,24 +206,22 @@ def read_samples(
 
 
 def _read_together(
-    path: ReadPath, loader: PlanesLoader, indices: Sequence[int], together: bool
+    path: ReadPath, by_core: FilePreparer, indices: Sequence[int], together: bool
 ) -> Iterator[ReadSamples]:
     source = path.source
     assert isinstance(source, FileSource)
-    images = open_files(source, indices, upright=loader.upright)
+    images = open_files(source, indices, upright=by_core.upright)
     targets = source.targets_of(indices)
     together = together and _PLAIN.issuperset(map(type, targets))
     first = 0
-    for pixels in loader.prepare(images):
+    for pixels in by_core.prepare(images):
         last = first + len(pixels)
+        part = Part(pixels, by_core.opening.form)
         if together:
-            part = Part(pixels, loader.opening.form)
             yield ReadSamples(indices[first:last], (part,), targets[first:last])
         else:
             for b in range(first, last):
-                yield take_apart(
-                    indices[b], Planes(pixels[b - first], loader.opening.form), targets[b]
-                )
+                yield _with_target(indices[b], [(pixels[b - first], part.form)], targets[b])
         first = last
 
 
