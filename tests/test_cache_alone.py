@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import pickle
 import shutil
 import zipfile
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,8 +24,7 @@ from conftest import save_image
 from fastdata import CachedDataset, CudaPrefetcher, DataLoader, ImageFolder, ImageManifest
 from fastdata.errors import CacheError, SampleError, StoreGoneError
 from fastdata.sources.remote import Place
-from fastdata.stores import cache as cache_module
-from fastdata.stores.cache import MANIFEST, Manifest, read_cache
+from fastdata.stores.cache import INDEX, Cache, Index
 from fastdata.stores.inspect import find_cache
 from fastdata.tools.__main__ import main
 from simcuda import Sim
@@ -74,20 +71,19 @@ def images_of(root: Path) -> list[np.ndarray]:
 
 
 def columns_of(home: Path) -> Any:
-    return read_cache(Place(home), lambda cache: cache.columns)
+    return Cache.read(Place(home)).index.columns
 
 
 def rewrite(home: Path, columns: dict[str, Any] | None = None, **changed: Any) -> None:
-    """Change columns of the index of a cache, or fields of its manifest, with checksums that fit."""
-    manifest = Manifest.read(Place(home))
-    merged = columns_of(home) | (columns or {})
-    manifest.write(
-        Place(home), {name: column for name, column in merged.items() if column is not None}
-    )
-    document = json.loads((home / MANIFEST).read_text()) | changed
-    del document["crc32"]
-    crc32 = zlib.crc32(json.dumps(document, sort_keys=True).encode())
-    (home / MANIFEST).write_text(json.dumps(document | {"crc32": crc32}))
+    """Change columns of a cache, or fields of its manifest; its checksums fit."""
+    index = Cache.read(Place(home)).index
+    for name, value in changed.items():
+        object.__setattr__(index.manifest, name, value)
+    for name, column in (columns or {}).items():
+        index.columns[name] = column
+        if column is None:
+            del index.columns[name]
+    (home / INDEX).write_bytes(index.pack())
 
 
 # What is served
@@ -312,9 +308,10 @@ def test_a_damaged_index_is_an_error_that_the_next_run_mends(image_folder: Folde
     """The cache alone says which file is damaged; the dataset writes it anew."""
     root = image_folder(size=(13, 11))
     cache = build(root)
-    (file,) = cache.glob("*/index-*.npz")
-    file.write_bytes(file.read_bytes()[:-1] + b"x")
-    with pytest.raises(CacheError, match=r"index-\w+\.npz is not what was written"):
+    (file,) = cache.glob(f"*/{INDEX}")
+    data = file.read_bytes()
+    file.write_bytes(data[:500] + bytes([data[500] ^ 1]) + data[501:])
+    with pytest.raises(CacheError, match=r"fastdata\.npz cannot be read: BadZipFile: Bad CRC-32"):
         CachedDataset.from_cache(cache)
     assert main(["inspect", str(cache)]) == 1
     build(root)
@@ -330,16 +327,16 @@ def test_an_update_meanwhile_is_read_again(
     root = image_folder(classes=("all",), per_class=3, size=(13, 11))
     rows = [("all/000.jpg", "cat"), ("all/001.jpg", "dog")]
     cache = build_csv(root, rows)
-    plain, calls = cache_module._read_index, []
+    plain, calls = Index.unpack, []
 
-    def updating(*arguments: Any) -> Any:
+    def updating(data: bytes) -> Index:
         if not calls:
             calls.append(None)
             build_csv(root, [*rows, ("all/002.jpg", "cat")])
             caplog.clear()
-        return plain(*arguments)
+        return plain(data)
 
-    monkeypatch.setattr(cache_module, "_read_index", updating)
+    monkeypatch.setattr(Index, "unpack", updating)
     if not is_alone:
         build_csv(root, rows)
         build_csv(root, [*rows, ("all/002.jpg", "cat")])
@@ -363,7 +360,7 @@ def test_one_cache_must_be_meant(image_folder: Folder, tmp_path: Path) -> None:
     home = Path(find_cache(cache))
     assert str(find_cache(str(cache))) == str(find_cache(home)) == str(home)
     build(root, transform=v1.Resize((4, 5)), codec="zstd")
-    other = next(path.parent for path in cache.glob(f"*/{MANIFEST}") if path.parent != home)
+    other = next(path.parent for path in cache.glob(f"*/{INDEX}") if path.parent != home)
     with pytest.raises(
         ValueError, match="holds 2 caches; give the folder of the one that you mean"
     ) as several:
@@ -371,14 +368,15 @@ def test_one_cache_must_be_meant(image_folder: Folder, tmp_path: Path) -> None:
     text = f"{home}: 6 samples of {root}, prepared: resize (7, 9) bilinear, codec: auto"
     assert text in str(several.value)
     assert str(other) in str(several.value)
-    (other / MANIFEST).write_text("{}")
+    (other / INDEX).write_text("{}")
     CachedDataset.from_cache(cache).close()
-    (home / MANIFEST).write_text("{}")
+    (home / INDEX).write_text("{}")
     with pytest.raises(
-        CacheError, match=r"no cache that can be read; build it again:\n.*is no manifest"
+        CacheError,
+        match=r"no cache that can be read; build it again:\n.*cannot be read: .*cannot be read",
     ):
         CachedDataset.from_cache(cache)
-    with pytest.raises(CacheError, match="is no manifest of a fastdata cache"):
+    with pytest.raises(CacheError, match="cannot be read: ValueError"):
         CachedDataset.from_cache(home)
 
 
@@ -525,13 +523,13 @@ def test_classes_without_numbers_are_refused(image_folder: Folder) -> None:
         CachedDataset.from_cache(home)
 
 
-def test_skipped_samples_are_checked_too(image_folder: Folder) -> None:
+@pytest.mark.parametrize("skipped", [[["x", "y"]], [[1, "m"]], [["x", None]], 5, {}, ["m"]])
+def test_skipped_samples_are_checked_too(image_folder: Folder, skipped: Any) -> None:
     """An entry that is none of a sample's is damage, not a crash later."""
     home = Path(find_cache(build(image_folder(size=(13, 11)))))
-    document = json.loads((home / MANIFEST).read_text())
-    assert document["skipped"] == []
-    rewrite(home, skipped=[{"row": "x", "path": None, "message": "m"}])
-    with pytest.raises(CacheError, match="'x' is in the place of int"):
+    kept = np.array([False, *[True] * 5])
+    rewrite(home, {"skipped.json": skipped, **({} if skipped == [["x", "y"]] else {"kept": kept})})
+    with pytest.raises(CacheError, match="cannot be read"):
         CachedDataset.from_cache(home)
 
 

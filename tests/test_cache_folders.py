@@ -228,7 +228,7 @@ def test_labels_in_samples_are_part_of_what_a_cache_is_of(tmp_path: Path) -> Non
 
 
 def test_others_may_read_a_cache_as_the_umask_says(image_folder: Folder) -> None:
-    """Manifest and index included: they are made in place of others by renaming."""
+    """The index included: it is made in place of another by renaming."""
     root = image_folder(size=(13, 11))
     before = os.umask(0o027)
     try:
@@ -256,7 +256,7 @@ def in_time() -> Iterator[None]:
     signal.signal(signal.SIGALRM, before)
 
 
-@pytest.mark.parametrize("victim", ["fastdata.json", "index-*", "part0-*"])
+@pytest.mark.parametrize("victim", ["fastdata.npz", "part0-*"])
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
 def test_what_is_no_file_is_damage(
     image_folder: Folder, victim: str, kind: str, in_time: None
@@ -330,7 +330,7 @@ def test_what_another_user_left_stays(
     """Leftovers are removed by their own user only."""
     root = image_folder(size=(13, 11))
     cached(root).close()
-    (path,) = (root.parent / "cache").glob("*/fastdata.json")
+    (path,) = (root.parent / "cache").glob("*/fastdata.npz")
     stray = path.with_name("part0-00007.npy")
     stray.touch()
     monkeypatch.setattr(os, "getuid", lambda: path.stat().st_uid + 1)

@@ -1,9 +1,8 @@
-"""Manifests that somebody else wrote, with a checksum that fits them."""
+"""Caches that somebody else wrote, with checksums that fit them."""
 
 from __future__ import annotations
 
-import json
-import zlib
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,28 +13,45 @@ import pytest
 from fastdata import ImageFolder
 from fastdata.errors import CacheError
 from fastdata.sources.remote import Place
-from fastdata.stores.cache import MANIFEST, Manifest
+from fastdata.stores.cache import INDEX, Cache
 
 Folder = Callable[..., Path]
 WRONG = [
-    (["index_crc32"], "0"),
+    (["version"], 6),
+    (["version"], None),
     (["classes"], []),
     (["key"], "source"),
     (["root"], None),
     (["parts", 0], []),
     (["parts", 0, "codec"], 0),
+    (["parts", 0, "dimensions"], 2),
     (["parts", 0, "spec", "dtype"], ["u1"]),
-    (["shards", 0], -1),
-    (["shards", 0, "rows"], float("nan")),
-    (["shards", 0, "sizes"], []),
-    (["shards", 0, "name"], "../0123456789ab"),
+    (["parts", 0, "spec", "form"], "jpg"),
+    (["shard_rows"], float("nan")),
     (["is_tuple"], "yes"),
     (["target_is_part"], True),
     (["keys"], {"names": ["image", "label"], "image": "pixels"}),
     (["keys"], {"names": ["image", "image"], "image": "image"}),
-    (["skipped"], "none"),
-    (["skipped"], [{"index": "0"}]),
 ]
+WRONG_SHARDS = {
+    "shards.names": [[b"../0123456789abc"], [b"0123456789abcdef"] * 2, []],
+    "shards.rows": [[-6], [1 << 62], [5], []],
+    "shards.bytes": [[[-1]], [[0]], [[1, 2]], [0]],
+}
+
+
+def rewrite(home: Path, column: str, value: Any) -> None:
+    columns = Cache.read(Place(home)).index.columns
+    index = Cache.read(Place(home)).index
+    columns["manifest.json"] = dataclasses.asdict(index.manifest)
+    columns[column] = value
+    (home / INDEX).write_bytes(dataclasses.replace(index, columns=columns).pack())
+
+
+def images(root: Path, **options: Any) -> np.ndarray:
+    options = {"cache_dir": root.parent / "cache", "resize": (7, 9)} | options
+    with ImageFolder(root, **options) as dataset:
+        return np.stack([np.asarray(image) for image, _ in dataset])
 
 
 @pytest.mark.parametrize(("place", "value"), WRONG, ids=lambda it: str(it)[:30])
@@ -44,24 +60,35 @@ def test_a_manifest_of_other_kinds_of_values_is_a_rebuild(
 ) -> None:
     """Whatever stands where, reading it is a CacheError, and the next run serves what a first one does."""
     root = image_folder(size=(13, 11))
-
-    def images() -> np.ndarray:
-        with ImageFolder(root, cache_dir=root.parent / "cache", resize=(7, 9)) as dataset:
-            return np.stack([np.asarray(image) for image, _ in dataset])
-
-    wanted = images()
-    path = next((root.parent / "cache").glob(f"*/{MANIFEST}"))
-    document = json.loads(path.read_text())
-    del document["crc32"]
-    entry = document
+    wanted = images(root)
+    home = next((root.parent / "cache").glob(f"*/{INDEX}")).parent
+    document = dataclasses.asdict(Cache.read(Place(home)).index.manifest)
+    entry: Any = document
     for step in place[:-1]:
+        entry[step] = list(entry[step]) if isinstance(entry[step], tuple) else entry[step]
         entry = entry[step]
     entry[place[-1]] = value
-    document["crc32"] = zlib.crc32(json.dumps(document, sort_keys=True).encode())
-    path.write_text(json.dumps(document))
+    rewrite(home, "manifest.json", document)
     with pytest.raises(CacheError, match="cannot be read: "):
-        Manifest.read(Place(path.parent))
-    assert np.array_equal(images(), wanted)
+        Cache.read(Place(home))
+    assert np.array_equal(images(root), wanted)
+    assert "the cache is written anew" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("column", "value"), [(name, value) for name in WRONG_SHARDS for value in WRONG_SHARDS[name]]
+)
+def test_shards_that_cannot_be_are_a_rebuild(
+    image_folder: Folder, caplog: pytest.LogCaptureFixture, column: str, value: Any
+) -> None:
+    """Names, samples and sizes of shards are held against each other and the samples."""
+    root = image_folder(size=(13, 11))
+    wanted = images(root)
+    home = next((root.parent / "cache").glob(f"*/{INDEX}")).parent
+    rewrite(home, column, np.array(value, "S16" if column == "shards.names" else np.int64))
+    with pytest.raises(CacheError, match="cannot be read: "):
+        Cache.read(Place(home))
+    assert np.array_equal(images(root), wanted)
     assert "the cache is written anew" in caplog.text
 
 
@@ -70,18 +97,10 @@ def test_a_shape_that_no_sample_has_is_a_rebuild(
 ) -> None:
     """Encoded samples of 288 GiB, as a manifest may have it, are not believed: no memory is taken for them."""
     root = image_folder(size=(13, 11))
-    options: dict[str, Any] = {
-        "cache_dir": root.parent / "cache",
-        "resize": (7, 9),
-        "codec": "zstd",
-    }
-    ImageFolder(root, **options).close()
-    path = next((root.parent / "cache").glob(f"*/{MANIFEST}"))
-    document = json.loads(path.read_text())
-    del document["crc32"]
+    wanted = images(root, codec="zstd")
+    home = next((root.parent / "cache").glob(f"*/{INDEX}")).parent
+    document = dataclasses.asdict(Cache.read(Place(home)).index.manifest)
     document["parts"][0]["spec"]["shape"] = [3, 7, 1 << 40]
-    document["crc32"] = zlib.crc32(json.dumps(document, sort_keys=True).encode())
-    path.write_text(json.dumps(document))
-    with ImageFolder(root, **options) as dataset:
-        assert dataset[0][0].size == (9, 7)
+    rewrite(home, "manifest.json", document)
+    assert np.array_equal(images(root, codec="zstd"), wanted)
     assert "samples have other shapes than" in caplog.text

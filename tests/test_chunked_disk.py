@@ -457,7 +457,7 @@ def test_the_path_of_a_cache_is_enough(image_folder: FolderMaker, codec: str) ->
         wanted = [(transforms.PILToTensor()(image), label) for image, label in dataset]
     shutil.rmtree(root)
     cache_dir = root.parent / "cache"
-    (home,) = (path.parent for path in cache_dir.glob("*/fastdata.json"))
+    (home,) = (path.parent for path in cache_dir.glob("*/fastdata.npz"))
     for path in (home, str(cache_dir), str(home).encode()):
         with (
             CachedDataset.from_cache(os.fsdecode(path), as_tensors=True) as opened,

@@ -64,7 +64,7 @@ def test_inspect_tells_what_is_damaged(
     root = image_folder(size=(13, 11))
     cache = root.parent / "cache"
     assert main(["inspect", str(cache)]) == 2
-    assert "there is no fastdata.json" in capsys.readouterr().err
+    assert "there is no fastdata.npz" in capsys.readouterr().err
     main(["build", str(root), str(cache), "--resize", "7"])
     capsys.readouterr()
     assert main(["inspect", str(cache), "--verify"]) == 0
@@ -226,7 +226,7 @@ def test_prune_says_what_it_removes(
         out = capsys.readouterr().out
         assert "is not there" in out
         assert words in out
-        assert len(list(cache.glob("*/fastdata.json"))) == left
+        assert len(list(cache.glob("*/fastdata.npz"))) == left
 
 
 def test_warnings_of_a_command_are_one_plain_line(image_folder: Folder) -> None:

@@ -335,7 +335,7 @@ def check_all(loader: Any) -> None:
             assert torch.equal(sample, value(target))
 
 
-@pytest.mark.parametrize("pattern", ["part0-*.npy", "index-*.npz", "fastdata.json"])
+@pytest.mark.parametrize("pattern", ["part0-*.npy", "fastdata.npz"])
 def test_a_missing_file_is_an_error(tmp_path: Path, pattern: str) -> None:
     """A cache without one of its files, or with one of another size, is refused with the file's name."""
     place = Place(upload(tmp_path)).below(str(find_cache(URL)).rpartition("/")[2])

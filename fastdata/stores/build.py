@@ -29,6 +29,7 @@ import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, as_completed, wait
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,22 +47,18 @@ from fastdata.sources import FileSource
 from fastdata.sources.remote import Place, fleeting_folder, made_by_this_user, options_travel
 from fastdata.stores.cache import (
     DAMAGED,
+    INDEX,
     VERSION,
     Cache,
     Columns,
+    Index,
     Manifest,
     Part,
-    Shard,
-    Skipped,
     as_list,
     coder_of,
-    column_of,
     mirror_folder,
-    pack_columns,
     pack_targets,
     read_cache,
-    unpack_columns,
-    unpack_targets,
 )
 from fastdata.stores.codecs import describe_codec, find_codec
 from fastdata.stores.options import Options
@@ -76,15 +73,19 @@ from fastdata.stores.prepare import (
 )
 from fastdata.stores.readers import (
     Decoder,
-    DiskFile,
-    ShapesDifferError,
     free_bytes,
     naming_full_disk,
     receipt_name,
     receipts_in,
 )
 from fastdata.stores.samples import SOURCE, ReadPath
-from fastdata.stores.writers import WriterPlan, ingest, ingest_workers, needs_processes
+from fastdata.stores.writers import (
+    WriterPlan,
+    ingest,
+    ingest_workers,
+    needs_processes,
+    write_any_shapes,
+)
 
 REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 MOST_SHARDS = 200
@@ -267,12 +268,12 @@ def _open(wanted: _Wanted) -> tuple[Prepared | None, str]:
     """What a cache serves that is up to date, or else how it is damaged, if it is."""
 
     def serve_current(cache: Cache) -> Prepared | None:
-        manifest = cache.manifest
+        index = cache.index
         is_stale = (
-            (manifest.key, manifest.content) != (wanted.key, wanted.content)
-            or (manifest.skipped and wanted.options.on_error == "raise")
+            (index.manifest.key, index.manifest.content) != (wanted.key, wanted.content)
+            or (index.skipped and wanted.options.on_error == "raise")
             # Somebody has found a shard damaged.
-            or not (wanted.place.is_remote or manifest.receipts() <= receipts_in(wanted.home))
+            or not (wanted.place.is_remote or index.receipts() <= receipts_in(wanted.home))
         )
         return None if is_stale else cache.serve(wanted.coders, wanted.table)
 
@@ -365,7 +366,7 @@ def sweep(place: Place, *, keep_complete: bool = False, dry_run: bool = False) -
     sizes = _sizes_in(place)
     names = set(sizes)
     try:
-        names -= Manifest.read(place).file_names()
+        names -= Cache.read(place).index.file_names()
     except FileNotFoundError:
         pass
     except CacheError:
@@ -396,46 +397,56 @@ def _sizes_in(place: Place) -> dict[str, int]:
 # What is to be written
 
 
-def _continue(wanted: _Wanted) -> tuple[Manifest, Sequence[int]] | None:
+def _continue(wanted: _Wanted) -> tuple[Manifest, list[WriterPlan]] | None:
     """As ``_begin``, another cache like the one that is there; None where it is none or grew."""
     try:
-        manifest = Manifest.read(wanted.place)
-        for part in manifest.parts:
-            coder_of(wanted.place, part, wanted.coders)
+        index = Cache.read(wanted.place, wanted.options.local_cache).index
+        manifest = index.manifest
+        plans = [
+            WriterPlan(
+                spec=part.spec,
+                dimensions=part.dimensions,
+                codec=coder_of(wanted.place, part, wanted.coders),
+                first_bytes=sum(index.files(number).values()),
+            )
+            for number, part in enumerate(manifest.parts)
+        ]
     except (FileNotFoundError, CacheError):
         return None
     most = manifest.shard_rows * MOST_SHARDS * 2
-    if manifest.key != wanted.key or not 0 < len(wanted.path.source) <= most:
-        return None
-    sizes = [shard.sizes for shard in manifest.shards]
-    part_bytes = [sum(each) for each in zip(*sizes, strict=True)]
-    return replace(manifest, shards=(), skipped=()), part_bytes
+    is_alike = manifest.key == wanted.key and 0 < len(wanted.path.source) <= most
+    return (manifest, plans) if is_alike else None
 
 
-def _begin(wanted: _Wanted) -> tuple[Manifest, Sequence[int]]:
-    """The manifest of a new cache, without shards, and about how many bytes each part takes."""
+def _begin(wanted: _Wanted) -> tuple[Manifest, list[WriterPlan]]:
+    """The manifest of a new cache, and how its parts are written."""
     expected = forecast(wanted.path)
     first = expected.first
     if not first.target_is_part:  # an error now, if they cannot be kept
         pack_targets(expected.targets)
     codec, part_bytes = _choose_codec(wanted, expected)
-    coders = coders_of(codec, wanted.path, wanted.options.codec, len(expected.specs))
-    settings = [None if coder is None else dict(coder.settings()) for coder in coders]
-    each = zip(expected.specs, expected.dimensions, settings, strict=True)
+    coders = coders_of(codec, wanted.path, wanted.options.codec, len(part_bytes))
+    plans = expected.plan_writers(coders, part_bytes)
     shard_bytes = wanted.options.writing.shard_bytes
     manifest = Manifest(
         key=wanted.key,
         root=wanted.root,
-        parts=tuple(
-            Part(spec=spec, dimensions=dimensions, codec=codec) for spec, dimensions, codec in each
-        ),
+        parts=_parts_of(plans),
         shard_rows=samples_per_shard(len(wanted.path.source), sum(part_bytes), shard_bytes),
         is_tuple=first.is_tuple,
         target_is_part=first.target_is_part,
         mask_places=first.mask_places,
         keys=expected.keys,
     )
-    return manifest, part_bytes
+    return manifest, plans
+
+
+def _parts_of(plans: Sequence[WriterPlan]) -> tuple[Part, ...]:
+    settings = [None if plan.codec is None else dict(plan.codec.settings()) for plan in plans]
+    return tuple(
+        Part(spec=plan.spec, dimensions=plan.dimensions, codec=codec)
+        for plan, codec in zip(plans, settings, strict=True)
+    )
 
 
 def _choose_codec(wanted: _Wanted, expected: Forecast) -> tuple[str | None, Sequence[int]]:
@@ -478,65 +489,55 @@ def samples_per_shard(count: int, need_bytes: int, shard_bytes: int | str | None
     return math.ceil(count / max(min(shards, count), 1))
 
 
-def _fill(wanted: _Wanted, manifest: Manifest, part_bytes: Sequence[int]) -> None:
+def _fill(wanted: _Wanted, manifest: Manifest, plans: Sequence[WriterPlan]) -> None:
     """Write the shards that are not there, and let the cache hold all from now on."""
-    try:
-        written = _write_missing(wanted, manifest, part_bytes)
-    except ShapesDifferError as found:
-        if not any(part.spec.is_dense for part in manifest.parts):
-            raise IngestError(f"{found}; make them alike") from None
-        log.info("%s; samples are stored one by one with their own shapes", found)
-        parts = [replace(part, spec=replace(part.spec, shape=None)) for part in manifest.parts]
-        _fill(wanted, replace(manifest, parts=tuple(parts)), part_bytes)
-        return
-    skipped: list[Skipped] = []
-    first_row = 0
-    for each in written:
-        skipped += [replace(entry, row=first_row + entry.row) for entry in each.skipped]
-        first_row += each.shard.rows
-    if len(skipped) == first_row:
-        raise IngestError(
-            f"none of the {first_row} samples can be prepared; the first: {skipped[0].message}"
-        )
-    shards = tuple(each.shard for each in written)
-    manifest = replace(manifest, content=wanted.content, shards=shards, skipped=tuple(skipped))
-    every = [each.columns for each in written if each.columns]
-    columns: Columns = {name: np.concatenate([each[name] for each in every]) for name in every[0]}
-    if wanted.listing is not None:
-        columns |= {"paths": wanted.listing.paths.blob, "ends": wanted.listing.paths.ends}
-    if wanted.table is not None:
-        left_out = {entry.row for entry in skipped}
-        rows = [row for row in range(manifest.count) if row not in left_out]
-        columns |= pack_targets(wanted.table.targets.chosen(rows))
-        manifest = replace(manifest, classes=wanted.table.class_to_idx)
-    elif not manifest.target_is_part:
-        columns |= pack_targets([target for each in written for target in each.targets])
-    manifest.write(wanted.place, columns)
-
-
-def _write_missing(
-    wanted: _Wanted, manifest: Manifest, part_bytes: Sequence[int]
-) -> list[_Written]:
-    words = [manifest.key, *map(dataclasses.asdict, manifest.parts)]
-    tasks = _make_tasks(len(wanted.path.source), manifest.shard_rows, words, wanted.listing)
-    is_certain = wanted.options.on_error == "raise"  # else files are opened, to leave some out
-    plans = tuple(
-        WriterPlan(
-            spec=part.spec,
-            dimensions=part.dimensions,
-            codec=coder_of(wanted.place, part, wanted.coders),
-            is_certain=is_certain and part.spec.shape == wanted.path.shape,
-            first_bytes=max(size_bytes // len(tasks), 1),
-        )
-        for part, size_bytes in zip(manifest.parts, part_bytes, strict=True)
+    shards = write_any_shapes(partial(_write_missing, wanted, manifest), plans)
+    manifest = replace(
+        shards[0].manifest,
+        content=wanted.content,
+        classes=None if wanted.table is None else wanted.table.class_to_idx,
     )
+    index = Index.join(manifest, shards)
+    kept = index.kept.tolist()
+    if not kept:
+        first = index.skipped[0]
+        raise IngestError(
+            f"none of the {len(index.skipped)} samples can be prepared; the first: {first}"
+        )
+    columns = index.columns
+    if wanted.table is None:
+        columns |= pack_targets([target for each in shards for target in as_list(each.targets())])
+    else:
+        columns |= pack_targets(wanted.table.targets.chosen(kept))
+    if wanted.listing is not None:
+        paths = _paths_of(wanted.listing, wanted.root, kept)
+        columns |= {"paths": paths.blob, "ends": paths.ends}
+    with naming_full_disk(wanted.home):
+        wanted.place.write(INDEX, index.pack())
+
+
+def _paths_of(listing: Listing, root: str, kept: Sequence[int]) -> PackedPaths:
+    """Names relative to the root; or absolute ones, if one of them is that of a file elsewhere."""
+    names = listing.paths.names()
+    paths = [os.fsdecode(names[row]) for row in kept]
+    if any(map(os.path.isabs, paths)):
+        paths = [os.path.join(root, path) for path in paths]
+    return PackedPaths.of(paths)
+
+
+def _write_missing(wanted: _Wanted, manifest: Manifest, plans: Sequence[WriterPlan]) -> list[Index]:
+    path = wanted.path
+    if wanted.options.on_error == "skip":
+        path = path._replace(shape=None)  # files are opened, to leave some out
+    manifest = replace(manifest, parts=_parts_of(plans))
+    words = [manifest.key, *map(dataclasses.asdict, manifest.parts)]
+    tasks = _make_tasks(len(path.source), manifest.shard_rows, words, wanted.listing)
     writer = ShardWriter(
-        path=wanted.path,
-        plans=plans,
-        parts=manifest.parts,
+        path=path,
+        plans=[replace(plan, first_bytes=plan.first_bytes // len(tasks)) for plan in plans],
+        manifest=manifest,
         place=wanted.place,
         options=Options(on_error=wanted.options.on_error, prepare_workers=1),
-        with_targets=wanted.table is None and not manifest.target_is_part,
     )
     return _write_shards(writer, tasks, wanted.options)
 
@@ -606,22 +607,6 @@ def _cut(names: Sequence[bytes], size: int) -> list[int]:
     return [*stops, len(names)]
 
 
-class _Written(NamedTuple):
-    """What a receipt says.
-
-    Args:
-        shard: for the manifest.
-        columns: of the index, by sample that was kept; none where no sample was.
-        targets: of these; none if the source has those of the cache.
-        skipped: the others, by row of the shard.
-    """
-
-    shard: Shard
-    columns: Columns
-    targets: list[Any]
-    skipped: list[Skipped]
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardWriter:
     """Writes shards, in whatever process.
@@ -629,18 +614,16 @@ class ShardWriter:
     Args:
         path: of the samples.
         plans: of each part of a shard.
-        parts: for the manifest.
+        manifest: of the cache.
         place: where files go.
         options: of a shard.
-        with_targets: whether receipts keep targets.
     """
 
     path: ReadPath
-    plans: tuple[WriterPlan, ...]
-    parts: tuple[Part, ...]
+    plans: Sequence[WriterPlan]
+    manifest: Manifest
     place: Place
     options: Options
-    with_targets: bool
 
     def __call__(self, task: Task) -> Task:
         """Write the files of a shard, and then its receipt."""
@@ -650,42 +633,36 @@ class ShardWriter:
             torch.set_num_threads(1)
         if isinstance(path.source, FileSource) and task.columns is not None:
             path = path._replace(source=path.source.over(task.columns))
+        attempt = uuid.uuid4().hex  # there may be several of one shard
         with contextlib.ExitStack() as cleanup:
-            attempt = self._folder(cleanup) / uuid.uuid4().hex  # there may be several of one shard
+            folder = self._folder(cleanup)
             plans = [
-                replace(plan, path=Path(f"{attempt}.{k}")) for k, plan in enumerate(self.plans)
+                replace(plan, path=folder / f"{attempt}.{k}") for k, plan in enumerate(self.plans)
             ]
-            ingested = ingest(
-                path, plans, self.options, with_targets=self.with_targets, chosen=task.positions
-            )
-            files = []
-            for store in ingested.stores:
-                cleanup.callback(store.close)
-                [file] = store.files
-                assert isinstance(file, DiskFile)
-                cleanup.callback(file.path.unlink, missing_ok=True)
-                files.append(file.path)
-            sizes = [store.size_bytes for store in ingested.stores] or [0] * len(plans)
-            shard = Shard(name=task.name, rows=len(task.positions), sizes=tuple(sizes))
-            for name, file_path in zip(shard.files(self.parts), files, strict=False):
-                if self.place.is_remote:
-                    self.place.upload(name, file_path)
-                else:
-                    os.replace(file_path, file_path.with_name(name))
+            ingested = ingest(path, plans, task.positions, self.options)
+            kept = np.zeros(len(task.positions), bool)
+            kept[ingested.kept] = True
             columns: Columns = {
-                f"part{number}.{name}": column
-                for number, store in enumerate(ingested.stores)
-                for name, column in store.index.items()
+                "shards.names": np.array([task.name], "S16"),
+                "shards.rows": np.array([len(kept)]),
+                "shards.bytes": np.array([[store.size_bytes for store in ingested.stores]]),
+                "kept": kept,
+                "skipped.json": [[error.path, str(error)] for error in ingested.skipped],
+                **pack_targets(ingested.targets),
             }
-            if self.with_targets:
-                columns |= pack_targets(ingested.targets)
-            rows = np.delete(np.arange(shard.rows), ingested.kept).tolist()
-            columns["shard.json"] = dataclasses.asdict(shard)
-            columns["skipped.json"] = [
-                {"row": row, "path": error.path, "message": str(error)}
-                for row, error in zip(rows, ingested.skipped, strict=True)
-            ]
-            self.place.write(receipt_name(task.name), pack_columns(columns))
+            for number, store in enumerate(ingested.stores):
+                cleanup.callback(store.close)
+                columns |= {f"part{number}.{name}": it for name, it in store.index.items()}
+            index = Index(manifest=self.manifest, columns=columns)
+            for number, plan in enumerate(plans):
+                assert plan.path is not None
+                cleanup.callback(plan.path.unlink, missing_ok=True)
+                [name] = index.files(number)
+                if self.place.is_remote:
+                    self.place.upload(name, plan.path)
+                else:
+                    os.replace(plan.path, folder / name)
+            self.place.write(receipt_name(task.name), index.pack())
         return task
 
     def _folder(self, cleanup: contextlib.ExitStack) -> Path:
@@ -699,37 +676,27 @@ class ShardWriter:
             )
         return folder
 
-    def find_complete(self, tasks: Sequence[Task], *, with_skipped: bool) -> dict[int, _Written]:
-        """The shards that are there, by number, and what their receipts say."""
+    def find_complete(self, tasks: Sequence[Task], *, with_skipped: bool) -> dict[int, Index]:
+        """The shards that are there, by number."""
         sizes = _sizes_in(self.place)
         begun = [task for task in tasks if receipt_name(task.name) in sizes]
         receipts = [self.place.submit(receipt_name(task.name)) for task in begun]
         complete = {}
+        parts = self.manifest.parts
         for task, receipt in zip(begun, receipts, strict=True):
             with contextlib.suppress(*DAMAGED):
-                written = self._unpack(receipt.result(), task)
-                files = zip(written.shard.files(self.parts), written.shard.sizes, strict=True)
-                is_whole = all(sizes.get(name, 0) == size_bytes for name, size_bytes in files)
-                if is_whole and (with_skipped or not written.skipped):
-                    complete[task.number] = written
+                index = Index.unpack(receipt.result())
+                is_its_own = index.manifest.parts == parts and index.shard_names == [task.name]
+                is_of_all = len(index.columns["kept"]) == len(task.positions)
+                files = [item for k in range(len(parts)) for item in index.files(k).items()]
+                is_whole = all(sizes.get(name) == size_bytes for name, size_bytes in files)
+                is_usable = with_skipped or not index.skipped
+                if is_its_own and is_of_all and is_whole and is_usable:
+                    complete[task.number] = index
         return complete
 
-    def _unpack(self, receipt: bytes, task: Task) -> _Written:
-        """What a receipt says; one of ``DAMAGED`` for what cannot be of this shard."""
-        columns = unpack_columns(receipt)
-        shard = Shard(**columns.pop("shard.json"))
-        if (shard.name, shard.rows) != (task.name, len(task.positions)):
-            raise ValueError("it is of other samples")
-        skipped = [Skipped(**each) for each in columns.pop("skipped.json")]
-        count = shard.rows - len(skipped)
-        targets = as_list(unpack_targets(columns, count)) if self.with_targets else []
-        of_parts = {name: it for name, it in columns.items() if name.startswith("part")}
-        if count:
-            column_of(columns, "part0.sums", "uint64", count)
-        return _Written(shard, of_parts, targets, skipped)
 
-
-def _write_shards(writer: ShardWriter, tasks: Sequence[Task], options: Options) -> list[_Written]:
+def _write_shards(writer: ShardWriter, tasks: Sequence[Task], options: Options) -> list[Index]:
     """Write all shards that are not complete.
 
     Raises:
@@ -809,13 +776,7 @@ def _run(
 def _run_in(executor: Executor, packed: Any, tasks: Sequence[Task]) -> Iterator[Task]:
     running: dict[Future[bytes], Task] = {}
     try:
-        for task in tasks:
-            with _naming_loss(executor, task):
-                running[executor.submit(_attempt, packed, task)] = task
-        for future in as_completed(running):
-            task = running[future]
-            with _naming_loss(executor, task):
-                answer = future.result()
+        for task, answer in _answers(executor, packed, tasks, running):
             _, error, text = pickle.loads(answer)
             if error is not None:
                 raise error from IngestError(f"in {task}:\n{text}")
@@ -825,10 +786,16 @@ def _run_in(executor: Executor, packed: Any, tasks: Sequence[Task]) -> Iterator[
         wait([future for future in running if not future.cancel()])
 
 
-@contextlib.contextmanager
-def _naming_loss(executor: Executor, task: Task) -> Iterator[None]:
+def _answers(
+    executor: Executor, packed: Any, tasks: Sequence[Task], running: dict[Future[bytes], Task]
+) -> Iterator[tuple[Task, bytes]]:
+    """What becomes of each task; an IngestError where the executor itself fails."""
     try:
-        yield
+        for task in tasks:
+            running[executor.submit(_attempt, packed, task)] = task
+        for future in as_completed(running):
+            task = running[future]
+            yield task, future.result()
     except Exception as lost:  # an executor raises anything
         what = f"{type(lost).__name__}: {lost}".rstrip(". :")
         name = type(executor).__name__.strip("_")

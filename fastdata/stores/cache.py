@@ -4,13 +4,12 @@ A cache is a folder of
 
 * shards: of each a file for each part of the samples, ``part0-<shard>.npy`` (raw samples of one
   shape, an ordinary NumPy file (n, *shape)) or ``part0-<shard>.bin`` (all others, end to end), and
-  its receipt ``shard-<shard>.npz``, which says what is in them;
-* ``index-<crc32>.npz``, columns about all samples, see ``Manifest``;
-* ``fastdata.json``, written last, with the CRC-32 of the index and a CRC-32 of itself.
+  its receipt ``shard-<shard>.npz``, the ``Index`` of its samples;
+* ``fastdata.npz``, the index of all samples, written last.
 
 Nothing is ever unpickled. A shard is named after what its samples are made from, so that its files
-never change: a writer adds some and replaces ``fastdata.json`` by renaming. A shard without a
-receipt is not complete, or was found damaged: the next build writes it again.
+never change: a writer adds some and replaces the index by renaming. A shard without a receipt is
+not complete, or was found damaged: the next build writes it again.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ import types
 import typing
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -43,12 +42,13 @@ from fastdata.sources.remote import Place
 from fastdata.stores.codecs import codec_of
 from fastdata.stores.mirror import Mirror, MirroredStore, in_segments
 from fastdata.stores.prepare import Prepared
-from fastdata.stores.readers import Decoder, DiskFile, DiskStore, naming_full_disk, receipt_name
+from fastdata.stores.readers import Decoder, DiskFile, DiskStore, receipt_name
 from fastdata.stores.samples import SOURCE, KeptSamples
 from fastdata.stores.writers import open_all
 
-MANIFEST = "fastdata.json"
-FORMAT = "fastdata cache"
+INDEX = "fastdata.npz"
+OLD_INDEX = "fastdata.json"
+"""Of versions before 7."""
 VERSION = 7
 DAMAGED = (
     OSError,
@@ -95,6 +95,8 @@ class Part:
             raise ValueError(f"samples of {self.spec} are not known")
         if self.codec is not None and not isinstance(self.codec.get("name"), str):
             raise ValueError(f"codec {self.codec!r} has no name")
+        if self.spec.shape is not None and len(self.spec.shape) != self.dimensions:
+            raise ValueError(f"{self.spec} has not {self.dimensions} dimensions")
 
     @property
     def is_table(self) -> bool:
@@ -102,176 +104,40 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shard:
-    """A run of samples in files of their own.
-
-    Args:
-        name: a fingerprint of the samples, and of how they are prepared.
-        rows: samples, those that were left out included.
-        sizes: bytes of the file of each part; 0 where there is none, as all samples were left out.
-    """
-
-    name: str
-    rows: int
-    sizes: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        if not re.fullmatch(r"[0-9a-f]{16}", self.name):
-            raise ValueError(f"{self.name!r} is no name of a shard")
-        if min(self.rows, *self.sizes) < 0:
-            raise ValueError(f"{self} has less than nothing")
-
-    def files(self, parts: Sequence[Part]) -> list[str]:
-        """The name of the file of each part."""
-        endings = [".npy" if part.is_table else ".bin" for part in parts]
-        return [f"part{number}-{self.name}{ending}" for number, ending in enumerate(endings)]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Skipped:
-    """A sample that was left out; ``row`` is its index in the source."""
-
-    row: int
-    path: str | None
-    message: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """What a cache holds, and what it was made from: ``fastdata.json``.
-
-    Rows are the samples of all shards in the order of the source. An index has these columns:
-
-    * of each part, by sample that was kept, ``part0.sums``, uint64 (``stores.readers.checksum``),
-      and ``part0.offsets``, int64, in the file of its shard; unless it is a table also
-      ``part0.sizes``, int64, and ``part0.shapes``, int32 (kept, dimensions);
-    * where samples are files, by row ``paths`` and ``ends``, see ``PackedPaths``;
-    * unless they are a part, the targets of the samples that were kept, see ``pack_targets``.
+    """What the samples of a cache are, and what they were made from.
 
     Args:
-        key: what the samples depend on besides their files.
+        key: what they depend on besides their files.
         root: folder of the files when it was written.
         content: a fingerprint of the files, or the number of samples where these are none.
-        index_crc32: of the whole file.
         classes: number of each class, where classes have names.
         parts: of the samples.
         shard_rows: about how many samples a shard has.
-        shards: of the samples.
         is_tuple: whether samples are tuples of parts.
         target_is_part: whether the last part is the target.
         keys: of items that are dicts.
         mask_places: where targets that are tuples have images, which are the last parts.
-        skipped: the samples that were left out, by row.
     """
 
+    version: int = VERSION
     key: dict[str, str]
     root: str
     content: str = ""
-    index_crc32: int = 0
     classes: dict[str, int] | None = None
     parts: tuple[Part, ...]
     shard_rows: int
-    shards: tuple[Shard, ...] = ()
     is_tuple: bool
     target_is_part: bool
     keys: ItemKeys | None = None
     mask_places: tuple[int, ...] = ()
-    skipped: tuple[Skipped, ...] = ()
 
     def __post_init__(self) -> None:
         keys = self.keys
-        rows = [entry.row for entry in self.skipped]
-        names = {shard.name for shard in self.shards}
-        wrong = {
-            "parts": len(self.parts) <= self.target_is_part + len(self.mask_places),
-            "shards": len(names) < len(self.shards)
-            or any(len(shard.sizes) != len(self.parts) for shard in self.shards),
-            "keys": keys and (keys.image not in keys.names or len({*keys.names}) < len(keys.names)),
-            "skipped": rows != sorted({*rows}) or not all(0 <= row < self.count for row in rows),
-        }
-        for name, is_wrong in wrong.items():
-            if is_wrong:
-                raise ValueError(f"its {name} do not fit: {getattr(self, name)}")
-
-    @property
-    def count(self) -> int:
-        """Samples of the source, those that were left out included."""
-        return sum(shard.rows for shard in self.shards)
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(sum(shard.sizes) for shard in self.shards)
-
-    @property
-    def index_name(self) -> str:
-        return f"index-{self.index_crc32:08x}.npz"
-
-    def files_of(self, number: int) -> dict[str, int]:
-        """The names of the files of a part, and how many bytes they have."""
-        return {
-            shard.files(self.parts)[number]: shard.sizes[number]
-            for shard in self.shards
-            if shard.sizes[number]
-        }
-
-    def receipts(self) -> set[str]:
-        return {receipt_name(shard.name) for shard in self.shards}
-
-    def file_names(self) -> set[str]:
-        parts = map(self.files_of, range(len(self.parts)))
-        return {MANIFEST, self.index_name}.union(self.receipts(), *parts)
-
-    def write(self, place: Place, columns: Columns) -> None:
-        """Make this, with an index of these columns, what a cache holds, at once and for good."""
-        index = pack_columns(columns)
-        manifest = replace(self, index_crc32=zlib.crc32(index))
-        document = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(manifest)}
-        document["crc32"] = _crc_of(document)
-        with naming_full_disk(Path(place.url)):
-            place.write(manifest.index_name, index)
-            place.write(MANIFEST, json.dumps(document, indent=1).encode())
-
-    @classmethod
-    def read(cls, place: Place) -> Manifest:
-        """Read and check a manifest.
-
-        Raises:
-            FileNotFoundError: there is none.
-            CacheError: it is damaged, or of another version.
-        """
-        path = place.at(MANIFEST)
-        with _naming_damage(path):
-            document = json.loads(place.read(MANIFEST))
-            if not isinstance(document, dict) or document.get("format") != FORMAT:
-                raise CacheError(f"{path} is no manifest of a fastdata cache")
-            version = document.get("version")
-            if version != VERSION:
-                raise CacheError(f"{path} has version {version!r}; this fastdata reads {VERSION}")
-            if document.pop("crc32", None) != _crc_of(document):
-                raise CacheError(
-                    f"{path} was changed after it was written: its checksum does not fit"
-                )
-            del document["format"], document["version"]
-            manifest: Manifest = _typed(cls, document)
-            return manifest
-
-
-def _crc_of(document: Mapping[str, Any]) -> int:
-    return zlib.crc32(json.dumps(document, sort_keys=True).encode())
-
-
-@contextlib.contextmanager
-def _naming_damage(path: str, *, if_missing: bool = False) -> Iterator[None]:
-    """Make a CacheError of whatever is wrong with a file."""
-    try:
-        yield
-    except (CacheError, RemoteError):
-        raise
-    except DAMAGED as problem:
-        if isinstance(problem, FileNotFoundError) and not if_missing:
-            raise
-        what = f"{type(problem).__name__}: {problem}"
-        raise CacheError(f"{path} cannot be read: {what}") from problem
+        if len(self.parts) <= self.target_is_part + len(self.mask_places):
+            raise ValueError(f"its parts do not fit: {self.parts}")
+        if keys and (keys.image not in keys.names or len({*keys.names}) < len(keys.names)):
+            raise ValueError(f"its keys do not fit: {keys}")
 
 
 def _typed(kind: Any, value: Any) -> Any:
@@ -295,24 +161,174 @@ def _typed(kind: Any, value: Any) -> Any:
     return value
 
 
-# Columns
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Index:
+    """What is known of the samples of a cache, or of one of its shards: an ``.npz`` file.
+
+    Rows are the samples of the source, in its order. The columns are
+
+    * by shard ``shards.names``, a fingerprint of its samples and of how they are prepared,
+      ``shards.rows``, int64, and ``shards.bytes``, int64 (shards, parts), of the file of each part;
+    * by row ``kept``, bool: others were left out, and of those ``skipped.json`` has path and error;
+    * of each part, by sample that was kept, ``part0.sums``, uint64 (``stores.readers.checksum``),
+      and ``part0.offsets``, int64, in the file of its shard; unless it is a table also
+      ``part0.sizes``, int64, and ``part0.shapes``, int32 (kept, dimensions);
+    * by sample that was kept, where samples are files, ``paths`` and ``ends``, see ``PackedPaths``:
+      below the root, or all absolute;
+    * the targets of these samples, see ``pack_targets``.
+    """
+
+    manifest: Manifest
+    columns: Columns
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Index:
+        """Read all columns, and check types, sizes and offsets, whatever they are used for.
+
+        One of ``DAMAGED`` for what is none.
+        """
+        columns = _unpack_columns(data)
+        document = columns.pop("manifest.json")
+        if document["version"] != VERSION:
+            found = f"it has version {document['version']!r}"
+            raise ValueError(f"{found}; this fastdata reads {VERSION}")
+        index = cls(manifest=_typed(Manifest, document), columns=columns)
+        index._check()
+        return index
+
+    def _check(self) -> None:
+        columns, parts = self.columns, self.manifest.parts
+        shards = len(columns["shards.names"])
+        names = _column(columns, "shards.names", "S16", shards).tolist()
+        rows = _column(columns, "shards.rows", "int64", shards)
+        sizes = _column(columns, "shards.bytes", "int64", shards, len(parts))
+        if not all(re.fullmatch(rb"[0-9a-f]{16}", name) for name in {*names}):
+            raise ValueError(f"{names} are no names of shards")
+        kept = _column(columns, "kept", "bool", int(rows.sum()))
+        are_few = rows.min(initial=0) >= 0 and rows.max(initial=0) <= len(kept)
+        if len({*names}) < shards or not are_few or sizes.min(initial=0) < 0:
+            raise ValueError("its shards do not fit")
+        for path, message in columns["skipped.json"]:
+            if not isinstance(message, str) or not isinstance(path, str | None):
+                raise ValueError(f"{path!r} and {message!r} are nothing that was left out")
+        count = int(np.count_nonzero(kept))
+        if count + len(columns["skipped.json"]) != len(kept):
+            raise ValueError("it lacks what was left out")
+        for number in range(len(parts)):
+            self.locate(number)
+        if "paths" in columns:
+            ends = _column(columns, "ends", "int64", count)
+            _column(columns, "paths", "uint8", int(ends[-1]))
+            if (np.diff(ends, prepend=0) < 0).any():
+                raise ValueError("file names overlap")
+        self.targets()
+
+    @classmethod
+    def join(cls, manifest: Manifest, indexes: Sequence[Index]) -> Index:
+        """Of the shards of all; targets are for the caller to join."""
+        joined: Columns = {"skipped.json": []}
+        for name, column in indexes[0].columns.items():
+            if isinstance(column, np.ndarray) and not name.startswith("targets"):
+                joined[name] = np.concatenate([each.columns[name] for each in indexes])
+        for each in indexes:
+            joined["skipped.json"] += each.columns["skipped.json"]
+        return cls(manifest=manifest, columns=joined)
+
+    def pack(self) -> bytes:
+        """Arrays as they are, without pickle; what is none as JSON."""
+        columns = {"manifest.json": dataclasses.asdict(self.manifest), **self.columns}
+        arrays = {
+            name: column
+            if isinstance(column, np.ndarray)
+            else np.frombuffer(json.dumps(column).encode(), np.uint8)
+            for name, column in columns.items()
+        }
+        stream = io.BytesIO()
+        np.savez(stream, **arrays)  # type: ignore[arg-type]  # of numbers, which are not pickled
+        return stream.getvalue()
+
+    @property
+    def shard_names(self) -> list[str]:
+        return [name.decode() for name in self.columns["shards.names"].tolist()]
+
+    @property
+    def kept(self) -> np.ndarray:
+        """The rows that were not left out."""
+        return np.flatnonzero(self.columns["kept"])
+
+    @property
+    def size_bytes(self) -> int:
+        return int(self.columns["shards.bytes"].sum())
+
+    @property
+    def skipped(self) -> list[SampleError]:
+        """What is wrong with the samples that were left out."""
+        rows = np.flatnonzero(~self.columns["kept"]).tolist()
+        return [
+            SampleError(message, index=row, path=path)
+            for row, (path, message) in zip(rows, self.columns["skipped.json"], strict=True)
+        ]
+
+    def files(self, number: int) -> dict[str, int]:
+        """The file of a part in each shard, and how many bytes it has."""
+        ending = ".npy" if self.manifest.parts[number].is_table else ".bin"
+        names = [f"part{number}-{shard}{ending}" for shard in self.shard_names]
+        return dict(zip(names, self.columns["shards.bytes"][:, number].tolist(), strict=True))
+
+    def receipts(self) -> set[str]:
+        return set(map(receipt_name, self.shard_names))
+
+    def file_names(self) -> set[str]:
+        parts = map(self.files, range(len(self.manifest.parts)))
+        return {INDEX}.union(self.receipts(), *parts)
+
+    def targets(self) -> Any:
+        """Of the samples that were kept: numbers in one array, else a list; zeros if a part has them."""
+        count = len(self.kept)
+        if self.manifest.target_is_part:
+            return np.zeros(count, int)
+        if "targets.json" not in self.columns:
+            raise ValueError("it lacks the targets of its samples")
+        return _unpack_targets(self.columns["targets.json"], self.columns, count)
+
+    def locate(self, number: int) -> Columns:
+        """Where the samples of a part lie, for ``Store``; ValueError where that is not possible."""
+        part = self.manifest.parts[number]
+        shape = part.spec.shape
+        name = f"part{number}"
+        shards = np.repeat(np.arange(len(self.shard_names)), self.columns["shards.rows"])[self.kept]
+        count = len(shards)
+        index: Columns = {
+            "sums": _column(self.columns, f"{name}.sums", "uint64", count),
+            "offsets": _column(self.columns, f"{name}.offsets", "int64", count),
+            "files": shards.astype(np.int32),
+        }
+        if part.is_table:
+            shapes = np.broadcast_to(np.array(shape), (count, len(shape or ())))
+            sizes = np.full(count, part.spec.sample_bytes)
+        else:
+            shapes = _column(self.columns, f"{name}.shapes", "int32", count, part.dimensions)
+            sizes = _column(self.columns, f"{name}.sizes", "int64", count)
+            index |= {"sizes": sizes, "shapes": shapes}
+        if shape is not None and (shapes != shape).any():
+            raise ValueError(f"samples have other shapes than {list(shape)}")
+        item_bytes = np.dtype(part.spec.dtype).itemsize
+        sample_bytes = shapes.astype(np.float64).prod(axis=1) * item_bytes
+        if sample_bytes.max(initial=0) > _MOST_SAMPLE_BYTES:
+            raise ValueError(f"a sample has {sample_bytes.max():,.0f} bytes, as none has")
+        offsets = index["offsets"]
+        room = self.columns["shards.bytes"][shards, number]
+        is_wrong = (offsets < 0) | (sizes < 0) | (offsets > room - sizes) | (shapes < 0).any(axis=1)
+        if part.codec is None:
+            is_wrong |= (sample_bytes != sizes) | (offsets % item_bytes != 0)
+        if is_wrong.any():
+            raise ValueError(
+                f"sample {int(is_wrong.argmax())} of {name} does not lie within its file"
+            )
+        return index
 
 
-def pack_columns(columns: Mapping[str, Any]) -> bytes:
-    """Arrays as they are, without pickle; what is none as JSON, under a name that ends so."""
-    stream = io.BytesIO()
-    arrays = {
-        name: column
-        if isinstance(column, np.ndarray)
-        else np.frombuffer(json.dumps(column).encode(), np.uint8)
-        for name, column in columns.items()
-    }
-    np.savez(stream, **arrays)  # type: ignore[arg-type]  # of numbers, which are not pickled
-    return stream.getvalue()
-
-
-def unpack_columns(data: bytes) -> Columns:
-    """The columns of an index or a receipt; one of ``DAMAGED`` for what is none."""
+def _unpack_columns(data: bytes) -> Columns:
     with np.load(io.BytesIO(data), allow_pickle=False) as stored:
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in stored.zip.infolist()):
             raise ValueError("its columns are compressed, to whatever size")
@@ -323,7 +339,7 @@ def unpack_columns(data: bytes) -> Columns:
     return columns
 
 
-def column_of(columns: Columns, name: str, dtype: str, *shape: int) -> np.ndarray:
+def _column(columns: Columns, name: str, dtype: str, *shape: int) -> np.ndarray:
     """A column of this type and shape; ValueError for another one."""
     if name not in columns:
         raise ValueError(f"it lacks the {name} of its samples")
@@ -375,16 +391,6 @@ def _pack_targets(targets: Sequence[Any] | np.ndarray, columns: Columns) -> Any:
     )
 
 
-def unpack_targets(columns: Columns, count: int) -> Any:
-    """The targets of so many samples: numbers in one array, else a list.
-
-    One of ``DAMAGED`` where there are none, or they are of other samples.
-    """
-    if "targets.json" not in columns:
-        raise ValueError("it lacks the targets of its samples")
-    return _unpack_targets(columns["targets.json"], columns, count)
-
-
 def _unpack_targets(packed: Any, columns: Columns, count: int) -> Any:
     if isinstance(packed, list):
         places = [as_list(_unpack_targets(place, columns, count)) for place in packed]
@@ -411,38 +417,66 @@ def as_list(targets: Any) -> list[Any]:
 # An open cache
 
 
-class Cache(NamedTuple):
-    """What was read of a cache, and found to fit.
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """A cache, read and found to fit.
 
-    Args:
-        place: where it is.
-        manifest: what it holds.
-        columns: its index.
-        kept: int64 (K,), the rows that were not left out.
-        indexes: of each part where these samples lie, as ``Store`` takes it.
-        targets: of these samples; zeros where a part has them.
-        mirror: of a cache behind a URL, where its files are opened.
+    ``mirror``: of one behind a URL, where its files are opened.
     """
 
     place: Place
-    manifest: Manifest
-    columns: Columns
-    kept: np.ndarray
-    indexes: list[Columns]
-    targets: Any
-    mirror: Mirror | None
+    index: Index
+    mirror: Mirror | None = None
+
+    @classmethod
+    def read(cls, place: Place, local_cache: LocalCache = None) -> Cache:
+        """Read all but the samples.
+
+        Raises:
+            FileNotFoundError: there is none.
+            CacheError: it is damaged, or of another version.
+            RemoteError: it cannot be fetched.
+        """
+        mirror = None
+        try:
+            if place.is_remote:
+                files = [entry for entry in place.find() if not entry.name.startswith("shard-")]
+                if INDEX not in {entry.name for entry in files}:
+                    raise FileNotFoundError(f"{place.at(INDEX)} is not there")
+                mirror = Mirror(place, files, mirror_folder(local_cache), _MIRRORED_SHARE)
+            data = place.read(INDEX) if mirror is None else mirror.read(INDEX)
+            return cls(place, Index.unpack(data), mirror)
+        except FileNotFoundError:
+            if place.submit_facts(OLD_INDEX).result()[0] < 0:
+                raise
+            old = f"{place} was written by an older fastdata, which this one does not read"
+            raise CacheError(old) from None
+        except (CacheError, RemoteError):
+            raise
+        except DAMAGED as problem:
+            if mirror is not None:  # what is here may be of no use
+                mirror.forget(mirror.whole(INDEX))
+            what = f"{type(problem).__name__}: {problem}"
+            raise CacheError(f"{place.at(INDEX)} cannot be read: {what}") from problem
 
     def open_part(self, number: int, decoder: Decoder | None) -> DiskStore:
         """Map the files of a part; CacheError where one is missing or has another size."""
-        spec = self.manifest.parts[number].spec
-        sizes = self.manifest.files_of(number)
-        if self.mirror is not None:
-            index = ArrayBlock(in_segments(self.indexes[number], spec, self.mirror))
-            return MirroredStore(list(sizes), spec, index, decoder, self.mirror)
-        index = ArrayBlock(self.indexes[number])
-        home = Path(self.place.url)
-        files = open_all(DiskFile.open(home / name, size) for name, size in sizes.items())
-        return DiskStore(files, spec, index, decoder)
+        spec = self.index.manifest.parts[number].spec
+        sizes = self.index.files(number)
+        located = self.index.locate(number)
+        if self.mirror is None:
+            home = Path(self.place.url)
+            files = open_all(DiskFile.open(home / name, size) for name, size in sizes.items())
+            return DiskStore(files, spec, ArrayBlock(located), decoder)
+        there = {file.name: file.size_bytes for file in self.mirror.files}
+        for name, size in sizes.items():
+            found = there.get(name, 0)
+            if found != size:
+                raise CacheError(
+                    f"{self.place.at(name)} has {found:,} bytes where {size:,} were written"
+                )
+        segments = ArrayBlock(in_segments(located, spec, self.mirror))
+        return MirroredStore(list(sizes), spec, segments, decoder, self.mirror)
 
     def serve(self, known: Sequence[Decoder], table: SampleTable | None) -> Prepared:
         """Map all samples.
@@ -451,20 +485,21 @@ class Cache(NamedTuple):
             known: what may decode a part, beside fastdata's own codecs.
             table: of the samples of the source; None makes one of the targets that the cache has.
         """
-        manifest = self.manifest
-        if not len(self.kept):
+        index = self.index
+        manifest = index.manifest
+        kept_rows = index.kept
+        if not len(kept_rows):
             raise CacheError(f"{self.place} holds no sample")
         stores = open_all(
             self.open_part(number, coder_of(self.place, part, known))
             for number, part in enumerate(manifest.parts)
         )
         if table is None:
-            table = SampleTable(self.targets)
-        elif len(self.kept) < len(table):
-            table = table.reduced_to(self.kept.tolist())
+            table = SampleTable(index.targets())
+        elif len(kept_rows) < len(table):
+            table = table.reduced_to(kept_rows.tolist())
         codecs = "+".join(dict.fromkeys(store.codec for store in stores))
-        size = format_bytes(manifest.size_bytes)
-        reason = f"storage='disk': {size} {codecs} in {self.place}"
+        reason = f"storage='disk': {format_bytes(index.size_bytes)} {codecs} in {self.place}"
         log.info("%s", reason)
         kept = KeptSamples(
             tuple(stores),
@@ -474,14 +509,8 @@ class Cache(NamedTuple):
             manifest.keys,
             mask_places=manifest.mask_places,
         )
-        return Prepared(
-            storage_plan=StoragePlan("disk", reason, None if codecs == "raw" else codecs),
-            kept=kept,
-            skipped=[
-                SampleError(each.message, index=each.row, path=each.path)
-                for each in manifest.skipped
-            ],
-        )
+        plan = StoragePlan("disk", reason, None if codecs == "raw" else codecs)
+        return Prepared(storage_plan=plan, kept=kept, skipped=index.skipped)
 
 
 def coder_of(place: Place, part: Part, known: Sequence[Decoder]) -> Decoder | None:
@@ -506,106 +535,15 @@ def coder_of(place: Place, part: Part, known: Sequence[Decoder]) -> Decoder | No
         ) from unknown
 
 
-def read_cache(
-    place: Place, use: Callable[[Cache], _Made], local_cache: LocalCache = None
-) -> _Made:
-    """Make something of a cache; once more where another process has meanwhile replaced it.
-
-    Raises:
-        FileNotFoundError: there is none.
-        CacheError: it is damaged.
-        RemoteError: it cannot be fetched.
-    """
-    while True:
-        manifest = Manifest.read(place)
-        try:
-            mirror = _open_mirror(place, manifest, local_cache) if place.is_remote else None
-            return use(_read_index(place, manifest, mirror))
-        except CacheError:
-            if Manifest.read(place) == manifest:
-                raise
-
-
 def mirror_folder(local_cache: LocalCache) -> Path:
     """Where mirrors are: by default in the user's cache folder."""
     return Path(local_cache or user_cache() / "remote").expanduser().absolute()
 
 
-def _open_mirror(place: Place, manifest: Manifest, local_cache: LocalCache) -> Mirror:
-    """Raises CacheError where a file of the cache is missing or has another size."""
-    there = {entry.name: entry for entry in place.find()}
-    files = []
-    for number in range(len(manifest.parts)):
-        for name, size_bytes in manifest.files_of(number).items():
-            found = there[name].size_bytes if name in there else 0
-            if found != size_bytes:
-                raise CacheError(
-                    f"{place.at(name)} has {found:,} bytes where {size_bytes:,} were written"
-                )
-            files.append(there[name])
-    if manifest.index_name not in there:
-        raise CacheError(f"{place.at(manifest.index_name)} is missing")
-    files.append(there[manifest.index_name])
-    return Mirror(place, files, mirror_folder(local_cache), _MIRRORED_SHARE)
-
-
-def _read_index(place: Place, manifest: Manifest, mirror: Mirror | None) -> Cache:
-    """Read all columns. Types, sizes and offsets are checked here, whatever they are used for."""
-    name = manifest.index_name
-    path = place.at(name)
-    with _naming_damage(path, if_missing=True):
-        data = place.read(name) if mirror is None else mirror.read(name)
-        if mirror is not None and zlib.crc32(data) != manifest.index_crc32:
-            mirror.forget(mirror.whole(name))
-            data = mirror.read(name)
-        if zlib.crc32(data) != manifest.index_crc32:
-            raise CacheError(f"{path} is not what was written")
-        columns = unpack_columns(data)
-        count = manifest.count - len(manifest.skipped)
-        column_of(columns, "part0.sums", "uint64", count)  # so that the count can be believed
-        kept = np.delete(np.arange(manifest.count), [entry.row for entry in manifest.skipped])
-        indexes = [_locate(manifest, k, columns, kept) for k in range(len(manifest.parts))]
-        if "paths" in columns:
-            ends = column_of(columns, "ends", "int64", manifest.count)
-            column_of(columns, "paths", "uint8", int(ends[-1]))
-            if (np.diff(ends, prepend=0) < 0).any():
-                raise ValueError("file names overlap")
-        is_part = manifest.target_is_part
-        targets = np.zeros(count, int) if is_part else unpack_targets(columns, count)
-        return Cache(place, manifest, columns, kept, indexes, targets, mirror)
-
-
-def _locate(manifest: Manifest, number: int, columns: Columns, kept: np.ndarray) -> Columns:
-    """Where the samples of a part lie, for ``Store``; ValueError where that is not possible."""
-    part = manifest.parts[number]
-    name = f"part{number}"
-    count = len(kept)
-    index: Columns = {
-        "sums": column_of(columns, f"{name}.sums", "uint64", count),
-        "offsets": column_of(columns, f"{name}.offsets", "int64", count),
-    }
-    if part.is_table:
-        shapes = np.broadcast_to(np.array(part.spec.shape), (count, len(part.spec.shape or ())))
-        sizes = np.full(count, part.spec.sample_bytes)
-    else:
-        shapes = column_of(columns, f"{name}.shapes", "int32", count, part.dimensions)
-        sizes = column_of(columns, f"{name}.sizes", "int64", count)
-        index |= {"sizes": sizes, "shapes": shapes}
-    if part.spec.shape is not None and (shapes != part.spec.shape).any():
-        raise ValueError(f"samples have other shapes than {list(part.spec.shape)}")
-    item_bytes = np.dtype(part.spec.dtype).itemsize
-    sample_bytes = shapes.astype(np.float64).prod(axis=1) * item_bytes
-    if sample_bytes.max(initial=0) > _MOST_SAMPLE_BYTES:
-        raise ValueError(f"a sample has {sample_bytes.max():,.0f} bytes, as none has")
-    shards = np.searchsorted(np.cumsum([shard.rows for shard in manifest.shards]), kept, "right")
-    file_bytes = np.array([shard.sizes[number] for shard in manifest.shards])
-    index["files"] = (np.cumsum(file_bytes > 0) - 1)[shards].astype(np.int32)
-    offsets = index["offsets"]
-    room = file_bytes[shards]
-    is_wrong = (room == 0) | (offsets < 0) | (sizes < 0) | (offsets > room - sizes)
-    is_wrong |= (shapes < 0).any(axis=1)
-    if part.codec is None:
-        is_wrong |= (sample_bytes != sizes) | (offsets % item_bytes != 0)
-    if is_wrong.any():
-        raise ValueError(f"sample {int(is_wrong.argmax())} of {name} does not lie within its file")
-    return index
+def read_cache(
+    place: Place, use: Callable[[Cache], _Made], local_cache: LocalCache = None
+) -> _Made:
+    """Make something of a cache; once more where that fails, as another process may replace it."""
+    with contextlib.suppress(CacheError):
+        return use(Cache.read(place, local_cache))
+    return use(Cache.read(place, local_cache))

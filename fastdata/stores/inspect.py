@@ -19,7 +19,7 @@ from fastdata.machine.memory import format_bytes
 from fastdata.machine.shared import PackedPaths, SampleTable
 from fastdata.sources.remote import Place
 from fastdata.stores.build import REFUSED, lock_file, locked, sweep
-from fastdata.stores.cache import MANIFEST, Cache, LocalCache, Manifest, read_cache
+from fastdata.stores.cache import INDEX, OLD_INDEX, Cache, LocalCache, Manifest, read_cache
 from fastdata.stores.prepare import Prepared
 from fastdata.stores.readers import UndecodableError, receipts_in
 
@@ -39,20 +39,11 @@ def find_cache(
     places = _cache_places(home)
     if len(places) == 1:
         return places[0]
-    readable = []
-    lines = ""
-    for place in places:
-        try:
-            manifest = Manifest.read(place)
-            readable.append(place)
-            what = f"{counted(manifest.count, 'sample')} of {manifest.root or 'a dataset'}"
-            what += f", prepared: {manifest.key.get('prepare') or 'as they are'}"
-            what += f", codec: {manifest.key.get('codec')}"
-        except CacheError as damaged:
-            what = f"cannot be read: {damaged}"
-        lines += f"\n  {place}: {what}"
+    found = [_look(place) for place in places]
+    readable = [place for place, each in zip(places, found, strict=True) if each.manifest]
     if len(readable) == 1:
         return readable[0]
+    lines = "".join(f"\n  {each.folder}: {each.summary}" for each in found)
     if readable:
         raise ValueError(
             f"{home} holds {len(readable)} caches; give the folder of the one that you mean:{lines}"
@@ -65,11 +56,12 @@ def _cache_places(home: Place) -> list[Place]:
     below: list[Place] = []
     with contextlib.suppress(FileNotFoundError):
         below = [home.below(name) for name in home.folders()]
-    asked = [(place, place.submit_facts(MANIFEST)) for place in [home, *below]]
-    places = [place for place, facts in asked if facts.result()[0] >= 0]
+    names = INDEX, OLD_INDEX
+    asked = [(place, [place.submit_facts(name) for name in names]) for place in [home, *below]]
+    places = [place for place, facts in asked if any(each.result()[0] >= 0 for each in facts)]
     if not places:
         raise FileNotFoundError(
-            f"{home} is no cache and holds none: there is no {MANIFEST} in it or one below it"
+            f"{home} is no cache and holds none: there is no {INDEX} in it or one below it"
         )
     return [home] if home in places else places
 
@@ -91,10 +83,11 @@ def open_cache(
 
 
 def _serve_alone(cache: Cache, *, as_tensors: bool) -> tuple[Prepared, Manifest]:
-    manifest = cache.manifest
-    has_paths = "paths" in cache.columns and not (manifest.target_is_part or manifest.mask_places)
+    index = cache.index
+    manifest = index.manifest
+    has_paths = "paths" in index.columns and not (manifest.target_is_part or manifest.mask_places)
     paths = _paths_of(cache) if has_paths else None
-    table = SampleTable(cache.targets, paths=paths, class_to_idx=manifest.classes)
+    table = SampleTable(index.targets(), paths=paths, class_to_idx=manifest.classes)
     if as_tensors:
         parts = tuple(
             replace(part, spec=replace(part.spec, form="tensor"))
@@ -102,19 +95,16 @@ def _serve_alone(cache: Cache, *, as_tensors: bool) -> tuple[Prepared, Manifest]
             else part
             for part in manifest.parts
         )
-        manifest = replace(manifest, parts=parts)
-    return cache._replace(manifest=manifest).serve((), table), manifest
+        cache = replace(cache, index=replace(index, manifest=replace(manifest, parts=parts)))
+    return cache.serve((), table), manifest
 
 
 def _paths_of(cache: Cache) -> PackedPaths:
-    packed = PackedPaths(cache.columns["paths"], cache.columns["ends"])
-    root = os.path.join(os.fsencode(cache.manifest.root), b"")
-    starts = np.concatenate([[0], packed.ends[:-1]]).astype(np.int64)
-    is_absolute = (packed.blob[starts[starts < len(packed.blob)]] == ord(os.sep)).any()
-    if len(cache.kept) == len(packed) and not is_absolute:
-        return replace(packed, prefix=root)
-    names = packed.names()
-    return PackedPaths.of([os.fsdecode(os.path.join(root, names[i])) for i in cache.kept.tolist()])
+    columns = cache.index.columns
+    paths = PackedPaths(columns["paths"], columns["ends"])
+    root = os.path.join(os.fsencode(cache.index.manifest.root), b"")
+    are_absolute = os.path.isabs(paths.blob[: int(paths.ends[0])].tobytes())
+    return paths if are_absolute else replace(paths, prefix=root)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,26 +113,41 @@ class Inspected:
 
     Args:
         folder: where it is.
-        manifest: what it holds; None if that cannot be read.
+        manifest: what its samples are; None if that cannot be read.
+        samples: of what it was made from.
+        skipped: those of them that were left out.
+        shards: that the others lie in.
+        size_bytes: of these.
         problem: why it cannot be used, in one line; empty if nothing is known against it.
         damaged: samples whose bytes are not those that were written; None if nobody has looked.
     """
 
     folder: str
-    manifest: Manifest | None
+    manifest: Manifest | None = None
+    samples: int = 0
+    skipped: int = 0
+    shards: int = 0
+    size_bytes: int = 0
     problem: str = ""
     damaged: list[str] | None = None
+
+    @property
+    def summary(self) -> str:
+        if self.manifest is None:
+            return f"cannot be read: {self.problem}"
+        key = self.manifest.key
+        made_from = f"{counted(self.samples, 'sample')} of {self.manifest.root or 'a dataset'}"
+        steps = key.get("prepare") or "as they are"
+        return f"{made_from}, prepared: {steps}, codec: {key.get('codec')}"
 
     def __str__(self) -> str:
         manifest = self.manifest
         if manifest is None:
-            return f"{self.folder}\n  cannot be read: {self.problem}; the next run writes it anew"
-        kept = manifest.count - len(manifest.skipped)
-        facts = {"samples": f"{kept:,}, {len(manifest.skipped):,} left out"}
+            return f"{self.folder}\n  {self.summary}; the next run writes it anew"
+        facts = {"samples": f"{self.samples - self.skipped:,}, {self.skipped:,} left out"}
         if manifest.classes is not None:
             facts["classes"] = f"{len(manifest.classes):,}"
-        shards = counted(len(manifest.shards), "shard")
-        facts["size"] = f"{format_bytes(manifest.size_bytes)} in {shards}"
+        facts["size"] = f"{format_bytes(self.size_bytes)} in {counted(self.shards, 'shard')}"
         facts["made from"] = manifest.root or "(a dataset)"
         facts["opened by"] = manifest.key.get("source", "")
         facts["prepared"] = manifest.key.get("prepare") or "-"
@@ -184,27 +189,32 @@ def _look(place: Place, *, verify: bool = False) -> Inspected:
     try:
         return read_cache(place, partial(_inspect, verify=verify))
     except (CacheError, FileNotFoundError) as unreadable:
-        return Inspected(folder=str(place), manifest=None, problem=str(unreadable))
+        return Inspected(folder=str(place), problem=str(unreadable))
 
 
 def _inspect(cache: Cache, *, verify: bool) -> Inspected:
-    manifest = cache.manifest
+    index = cache.index
+    kept = index.kept.tolist()
     damaged = []
-    for number in range(len(manifest.parts)):
+    for number in range(len(index.manifest.parts)):
         with contextlib.closing(cache.open_part(number, None)) as store:
-            for k, row in enumerate(cache.kept.tolist() if verify else ()):
+            for k, row in enumerate(kept if verify else ()):
                 try:
                     store.ensure(np.array([k]))
                 except UndecodableError as wrong:
                     damaged.append(f"sample {row}, part{number}, is damaged: {wrong}")
     problem = ""
     if not cache.place.is_remote:
-        missing = manifest.receipts() - receipts_in(Path(cache.place.url))
+        missing = index.receipts() - receipts_in(Path(cache.place.url))
         shards = counted(len(missing), "shard")
         problem = f"damaged: {shards}, which the next run writes anew" if missing else ""
     return Inspected(
         folder=str(cache.place),
-        manifest=manifest,
+        manifest=index.manifest,
+        samples=len(index.columns["kept"]),
+        skipped=len(index.skipped),
+        shards=len(index.shard_names),
+        size_bytes=index.size_bytes,
         problem=problem,
         damaged=damaged if verify else None,
     )
@@ -234,7 +244,7 @@ def prune_caches(cache_dir: Path, *, gone: bool = False, dry_run: bool = False) 
         raise FileNotFoundError(f"{cache_dir} is no folder: give the one that keeps caches")
     removals: list[Removal] = []
     for folder in sorted(cache_dir.iterdir()):
-        is_ours = (folder / MANIFEST).exists() or lock_file(folder).exists()
+        is_ours = lock_file(folder).exists() or _is_cache(folder)
         if folder.is_symlink() or not folder.is_dir() or not is_ours:
             continue
         try:
@@ -255,12 +265,16 @@ def prune_caches(cache_dir: Path, *, gone: bool = False, dry_run: bool = False) 
     return removals
 
 
+def _is_cache(folder: Path) -> bool:
+    return (folder / INDEX).exists() or (folder / OLD_INDEX).exists()
+
+
 def _prune(folder: Path, *, gone: bool, dry_run: bool) -> list[Removal]:
     place = Place(folder)
     found = _look(place)
     root = "" if found.manifest is None else found.manifest.root
     reason = ""
-    if not (folder / MANIFEST).exists():
+    if not _is_cache(folder):
         reason = "left by a writer that died"
     elif found.manifest is None:
         reason = f"cannot be read: {found.problem}"

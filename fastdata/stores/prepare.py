@@ -44,7 +44,15 @@ from fastdata.sources import DatasetSource, FileSource, ItemKeys
 from fastdata.stores.options import Options
 from fastdata.stores.readers import Decoder, Store
 from fastdata.stores.samples import SOURCE, KeptSamples, ReadPath, ReadSamples, read_samples
-from fastdata.stores.writers import ALIGN_BYTES, LazyStore, WriterPlan, check_skipped, ingest
+from fastdata.stores.writers import (
+    ALIGN_BYTES,
+    NO_LIMIT,
+    LazyStore,
+    WriterPlan,
+    check_skipped,
+    ingest,
+    write_any_shapes,
+)
 
 # A few samples
 
@@ -52,23 +60,18 @@ from fastdata.stores.writers import ALIGN_BYTES, LazyStore, WriterPlan, check_sk
 class Forecast(NamedTuple):
     """What the stores of a source will look like, told from a few samples spread over it.
 
-    ``specs`` are dense if all samples looked at have one shape; ``part_bytes``, of each part of all
-    samples as they are, is exact then, else the mean of those looked at times N.
+    ``specs`` are dense if all samples that were probed have one shape; ``part_bytes``, of each part
+    of all samples as they are, is exact then, else the mean of those probed times N.
     """
 
     specs: tuple[SampleSpec, ...]
     part_bytes: tuple[int, ...]
-    looked_at: tuple[ReadSamples, ...]
+    probed: tuple[ReadSamples, ...]
     keys: ItemKeys | None
 
     @property
     def first(self) -> ReadSamples:
-        return self.looked_at[0]
-
-    @property
-    def dimensions(self) -> list[int]:
-        """Of each part."""
-        return [part.array.ndim - 1 for part in self.first.parts]
+        return self.probed[0]
 
     @property
     def need_bytes(self) -> int:
@@ -76,10 +79,30 @@ class Forecast(NamedTuple):
 
     @property
     def targets(self) -> list[Any]:
-        return [target for found in self.looked_at for target in found.targets]
+        return [target for read in self.probed for target in read.targets]
 
-    def column(self, part: int) -> list[np.ndarray]:
-        return [sample for found in self.looked_at for sample in found.parts[part].array]
+    def samples(self, part: int) -> list[np.ndarray]:
+        return [sample for read in self.probed for sample in read.parts[part].array]
+
+    def plan_writers(
+        self,
+        coders: Sequence[Decoder | None],
+        part_bytes: Sequence[int],
+        limit_bytes: int = NO_LIMIT,
+    ) -> list[WriterPlan]:
+        """Of stores for all samples, each part of which is to take about so many bytes."""
+        spare_bytes = limit_bytes - sum(part_bytes)
+        each = zip(self.specs, self.first.parts, coders, part_bytes, strict=True)
+        return [
+            WriterPlan(
+                spec=spec,
+                dimensions=part.array.ndim - 1,
+                codec=coder,
+                first_bytes=first_bytes,
+                limit_bytes=max(spare_bytes + first_bytes, 1),
+            )
+            for spec, part, coder, first_bytes in each
+        ]
 
 
 def forecast(path: ReadPath, *, probes: int = 8) -> Forecast:
@@ -87,32 +110,27 @@ def forecast(path: ReadPath, *, probes: int = 8) -> Forecast:
     count = len(path.source)
     indices = _spread(count, probes)
     path.source.expect(indices)
-    looked_at: list[ReadSamples] = []
+    probed: list[ReadSamples] = []
     errors: list[SampleError] = []
-    for found in read_samples(path, indices):
-        if isinstance(found, SampleError):
-            errors.append(found)
-        elif not looked_at or len(found.parts) == len(looked_at[0].parts):
-            looked_at.append(found.copied())
-    if not looked_at:
+    for read in read_samples(path, indices):
+        if isinstance(read, SampleError):
+            errors.append(read)
+        elif not probed or len(read.parts) == len(probed[0].parts):
+            probed.append(read.copied())
+    if not probed:
         raise errors[0]
+    expected = Forecast((), (), tuple(probed), path.source.keys)
     specs: list[SampleSpec] = []
     part_bytes: list[int] = []
-    for number, (array, form) in enumerate(looked_at[0].parts):
-        arrays = [found.parts[number].array for found in looked_at]
-        is_dense = len({each.shape[1:] for each in arrays}) == 1
-        shape = array.shape[1:] if is_dense else None
+    for number, (array, form) in enumerate(expected.first.parts):
+        samples = expected.samples(number)
+        is_dense = len({sample.shape for sample in samples}) == 1
+        step_bytes = 1 if is_dense else ALIGN_BYTES
+        sizes = [-(-sample.nbytes // step_bytes) * step_bytes for sample in samples]
+        shape = samples[0].shape if is_dense else None
         specs.append(SampleSpec(shape=shape, dtype=array.dtype.name, form=form))
-        mean_bytes: float = array[0].nbytes
-        if not is_dense:
-            sizes = [len(each) * _aligned(each[0].nbytes) for each in arrays]
-            mean_bytes = sum(sizes) / sum(map(len, arrays))
-        part_bytes.append(math.ceil(mean_bytes * count))
-    return Forecast(tuple(specs), tuple(part_bytes), tuple(looked_at), path.source.keys)
-
-
-def _aligned(size_bytes: int) -> int:
-    return -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
+        part_bytes.append(math.ceil(sum(sizes) / len(sizes) * count))
+    return expected._replace(specs=tuple(specs), part_bytes=tuple(part_bytes))
 
 
 def _spread(count: int, probes: int) -> list[int]:
@@ -195,33 +213,38 @@ class _Preparation:
         return self._trials
 
     def _fill(self, plan: StoragePlan) -> Prepared:
-        path, table = self._path, self._table
-        writer_plans = self._writer_plans(plan)
+        path = self._path
+        table = self._table
+        expected = self._expected
+        part_bytes = expected.part_bytes
+        if plan.codec is not None:
+            tried = {trial.codec: trial for trial in self._tried()}
+            part_bytes = tried[plan.codec].part_bytes
+        coders = coders_of(plan.codec, path, self._options.codec, len(part_bytes))
+        plans = expected.plan_writers(coders, part_bytes, self._budget.bytes)
         stores: tuple[Store, ...]
         skipped: list[SampleError] = []
         if table is not None and self._is_lazy(plan):
-            stores = (LazyStore.open(path, writer_plans[0]),)
+            stores = (LazyStore.open(path, plans[0]),)
         else:
-            ingested = ingest(
-                path,
-                writer_plans,
-                self._options,
-                with_targets=table is None,
-                cores=self._cores,
+            indices = range(len(path.source))
+            ingested = write_any_shapes(
+                lambda plans: ingest(path, plans, indices, self._options, self._cores), plans
             )
-            stores, skipped = ingested.stores, ingested.skipped
-            warn_of_skipped(skipped, len(path.source))
+            stores = ingested.stores
+            skipped = ingested.skipped
+            warn_of_skipped(skipped, len(indices))
             if table is None:
                 table = SampleTable(ingested.targets)
             elif skipped:
                 table = table.reduced_to(ingested.kept.tolist())
-        first = self._expected.first
+        first = expected.first
         kept = KeptSamples(
             stores,
             table,
             first.is_tuple,
             first.target_is_part,
-            self._expected.keys,
+            expected.keys,
             mask_places=first.mask_places,
         )
         return Prepared(storage_plan=plan, kept=kept, skipped=skipped)
@@ -233,27 +256,6 @@ class _Preparation:
         # All of them are copied to a device at once.
         is_raw = plan.codec is None and plan.storage != "device"
         return is_asked_for and is_raw and path.by_core is not None and path.shape is not None
-
-    def _writer_plans(self, plan: StoragePlan) -> list[WriterPlan]:
-        expected = self._expected
-        part_bytes = expected.part_bytes
-        if plan.codec is not None:
-            tried = {trial.codec: trial for trial in self._tried()}
-            part_bytes = tried[plan.codec].part_bytes
-        coders = coders_of(plan.codec, self._path, self._options.codec, len(part_bytes))
-        free_bytes = self._budget.bytes - sum(part_bytes)
-        each = zip(expected.dimensions, expected.specs, coders, part_bytes, strict=True)
-        return [
-            WriterPlan(
-                spec=spec,
-                dimensions=dimensions,
-                codec=coder,
-                is_certain=spec.shape == self._path.shape,
-                first_bytes=first_bytes,
-                limit_bytes=max(free_bytes + first_bytes, 1),
-            )
-            for dimensions, spec, coder, first_bytes in each
-        ]
 
     # With the other ranks of this machine that make the same dataset
 
@@ -323,9 +325,9 @@ class _Preparation:
         digest = hashlib.blake2b(repr(words).encode(), digest_size=16)
         for column in self._table.columns() if self._table is not None else ():
             digest.update(np.ascontiguousarray(column).data)
-        for found in self._expected.looked_at:
-            digest.update(repr((list(found.indices), list(found.targets))).encode())
-            for part in found.parts:
+        for read in self._expected.probed:
+            digest.update(repr((list(read.indices), list(read.targets))).encode())
+            for part in read.parts:
                 digest.update(part.array.tobytes())
         key = digest.hexdigest()
         _MADE[key] += 1
@@ -437,7 +439,7 @@ def _try(
     encoded_bytes = 0
     seconds = 0.0
     for part, coder in enumerate(coders):
-        samples = [np.ascontiguousarray(array) for array in expected.column(part)]
+        samples = [np.ascontiguousarray(array) for array in expected.samples(part)]
         if isinstance(coder, SourceDecoder):
             encodings, mean_bytes = _files(path, expected)
         else:
@@ -465,7 +467,7 @@ def _obstacle(coders: Sequence[Decoder | None], path: ReadPath, expected: Foreca
             if not isinstance(path.source, FileSource):
                 return "the samples are no files"
             return "files are opened by your own loader=" if coder is None else None
-        for shape in dict.fromkeys(array.shape for array in expected.column(part)):
+        for shape in dict.fromkeys(array.shape for array in expected.samples(part)):
             obstacle = coder.obstacle(replace(expected.specs[part], shape=shape))
             if obstacle is not None and part:
                 names = (getattr(coders[0], "name", ""), *["zstd"] * (len(coders) - 1))
@@ -481,7 +483,7 @@ def _files(path: ReadPath, expected: Forecast) -> tuple[list[memoryview], float]
     assert isinstance(path.source, FileSource)
     files = path.source.as_bytes()
     sizes = [files.size_bytes(index) for index in _spread(len(files), _FILE_SIZES)]
-    indices = [index for found in expected.looked_at for index in found.indices]
+    indices = [index for read in expected.probed for index in read.indices]
     encodings = [files.read(index)[0].data for index in indices]
     return encodings, sum(sizes) / len(sizes)
 

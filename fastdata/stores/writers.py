@@ -11,7 +11,6 @@ import contextlib
 import io
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
@@ -46,8 +45,9 @@ ALIGN_BYTES = 64
 """Each raw sample of a shape of its own begins at a multiple of these."""
 _CHUNK_BYTES = 64 << 20
 """Reserved at a time: a thread does it while others decode."""
-_NO_LIMIT = 1 << 62
+NO_LIMIT = 1 << 62
 _ENDS = "used and reserved"
+_Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,12 +56,10 @@ class WriterPlan:
 
     Args:
         spec: of the samples as they are served; dense if all have one shape.
-        dimensions: of their shapes, where they may differ or are encoded.
+        dimensions: of their shapes.
         codec: encodes them. A ``SourceDecoder`` keeps files' bytes as they are: each is prepared
             when it is read.
-        is_certain: whether the spec of files is dense for sure; else each is opened once to learn
-            its sample's shape.
-        path: of the new file on disk, without its ending; None for memory.
+        path: of the new file on disk; None for memory.
         first_bytes: about what samples take, unless they are a table.
         limit_bytes: the most that may be reserved.
     """
@@ -69,20 +67,28 @@ class WriterPlan:
     spec: SampleSpec
     dimensions: int = 0
     codec: Codec | SourceDecoder | None = None
-    is_certain: bool = False
     path: Path | None = None
     first_bytes: int = 1
-    limit_bytes: int = _NO_LIMIT
+    limit_bytes: int = NO_LIMIT
 
     @property
     def is_table(self) -> bool:
         """Whether samples are one array (rows, *shape), raw; on disk a ``.npy`` file."""
         return self.codec is None and self.spec.is_dense
 
-    def of_any_shapes(self) -> WriterPlan:
-        shape = self.spec.shape
-        dimensions = self.dimensions if shape is None else len(shape)
-        return replace(self, spec=replace(self.spec, shape=None), dimensions=dimensions)
+
+def write_any_shapes(
+    write: Callable[[Sequence[WriterPlan]], _Made], plans: Sequence[WriterPlan]
+) -> _Made:
+    """Write samples as planned, or else one by one with their own shapes."""
+    try:
+        return write(plans)
+    except ShapesDifferError as found:
+        if not any(plan.spec.is_dense for plan in plans):
+            raise IngestError(f"{found}; make them alike") from None
+        log.info("%s; samples are stored one by one with their own shapes", found)
+    any_shapes = [replace(plan, spec=replace(plan.spec, shape=None)) for plan in plans]
+    return write_any_shapes(write, any_shapes)
 
 
 class Writer:
@@ -95,26 +101,31 @@ class Writer:
         plan: of the store.
         file: that is written to.
         index: of the store, as ``Store`` has it.
+        known_shape: of every sample, where that is certain before one is prepared.
     """
 
-    def __init__(self, plan: WriterPlan, file: Block, index: ArrayBlock) -> None:
+    def __init__(
+        self,
+        plan: WriterPlan,
+        file: Block,
+        index: ArrayBlock,
+        known_shape: tuple[int, ...] | None = None,
+    ) -> None:
         self.plan = plan
         self.file = file
-        self.spec = plan.spec
-        if isinstance(plan.codec, SourceDecoder):
-            self.spec = SampleSpec(shape=None, dtype="uint8", form="array")
         self.index = index
-        self.is_table = plan.is_table
+        self._known_shape = known_shape
         self._locks = ByteLocks(index.block)
 
     @classmethod
-    def open(cls, plan: WriterPlan, length: int) -> Writer:
+    def open(cls, plan: WriterPlan, length: int, known_shape: tuple[int, ...] | None) -> Writer:
         """Of a new file with so many rows."""
         head = b""
-        index = {"offsets": np.zeros(length, np.int64)}
+        offsets = np.zeros(length, np.int64)
+        index = {"offsets": offsets}
         if plan.is_table:
             head = b"" if plan.path is None else _npy_head(plan.spec, length)
-            index["offsets"] = len(head) + np.arange(length) * plan.spec.sample_bytes
+            offsets += len(head) + np.arange(length) * plan.spec.sample_bytes
             size_bytes = len(head) + length * plan.spec.sample_bytes
         else:
             index["sizes"] = np.zeros(length, np.int64)
@@ -128,10 +139,9 @@ class Writer:
             file = Block.create(size_bytes)
         else:
             index["sums"] = np.zeros(length, np.uint64)
-            path = plan.path.with_name(plan.path.name + (".npy" if plan.is_table else ".bin"))
-            file = DiskFile.reserve(path, size_bytes)
+            file = DiskFile.reserve(plan.path, size_bytes)
+        writer = cls(plan, file, ArrayBlock(index, seal=False), known_shape)
         file.write(0, np.frombuffer(head, np.uint8))
-        writer = cls(plan, file, ArrayBlock(index, seal=False))
         writer.flush()  # by this process, not by those that are forked
         return writer
 
@@ -146,12 +156,14 @@ class Writer:
             CacheError: the disk is full.
             Exception: one cannot be encoded; or a file was opened and is damaged.
         """
-        if (samples.dtype.name, form) != (self.spec.dtype, self.spec.form):
-            others = f"the others are of {self.spec.dtype} {self.spec.form}"
+        spec = self.plan.spec
+        is_file = isinstance(self.plan.codec, SourceDecoder)
+        if not is_file and (samples.dtype.name, form) != (spec.dtype, spec.form):
+            others = f"the others are of {spec.dtype} {spec.form}"
             cure = "give all samples one type in prepare="
             raise TypeError(f"it is of {samples.dtype} {form}, {others}; {cure}")
         data = np.ascontiguousarray(samples)
-        if not self.is_table:
+        if not self.plan.is_table:
             for k, row in enumerate(rows):
                 self._append(row, data[k, ...])
             return
@@ -171,24 +183,21 @@ class Writer:
         common = self.plan.spec.shape
         if common not in (None, shape):
             raise ShapesDifferError(f"sample {row} has shape {shape}, those before it {common}")
+        if len(shape) != self.plan.dimensions:
+            counts = f"{len(shape)} dimensions, those before it {self.plan.dimensions}"
+            raise ShapesDifferError(f"sample {row} has {counts}")
 
     def _append(self, row: int, sample: np.ndarray) -> None:
         codec = self.plan.codec
-        common = self.plan.spec.shape
         shape = sample.shape
         data = sample
         if isinstance(codec, SourceDecoder):
-            is_known = self.plan.is_certain and common is not None
-            shape = (common or ()) if is_known else codec.sample(sample.data).shape
+            shape = self._known_shape or codec.sample(sample.data).shape
         elif codec is not None:
             data = np.frombuffer(codec.encode(sample), np.uint8)
         self._check_shape(row, shape)
-        index = self.index
-        dimensions = index["shapes"].shape[1]
-        if len(shape) != dimensions:
-            counts = f"{len(shape)} dimensions, those before it {dimensions}"
-            raise ShapesDifferError(f"sample {row} has {counts}")
         start = self._take(data.nbytes)
+        index = self.index
         index["offsets"][row] = start
         index["sizes"][row] = data.nbytes
         index["shapes"][row] = shape
@@ -246,7 +255,7 @@ class Writer:
             self.file.path.unlink(missing_ok=True)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Writer, (self.plan, self.file, self.index)
+        return Writer, (self.plan, self.file, self.index, self._known_shape)
 
 
 class _Closes(Protocol):
@@ -281,45 +290,53 @@ def _npy_head(spec: SampleSpec, rows: int) -> bytes:
 
 
 class WritePath(NamedTuple):
-    """The way of samples from their source to the writers of their parts."""
+    """The way of samples from their source to the writers of their parts.
+
+    ``first_index`` is the sample of row 0.
+    """
 
     path: ReadPath
     writers: tuple[Writer, ...]
+    first_index: int = 0
 
     @classmethod
-    def open(cls, path: ReadPath, plans: Sequence[WriterPlan], length: int) -> WritePath:
-        """With a new writer for each part."""
+    def open(cls, path: ReadPath, plans: Sequence[WriterPlan], indices: range) -> WritePath:
+        """With a new writer for each part of these samples."""
+        length = len(indices)
+        writers = open_all(Writer.open(plan, length, path.shape) for plan in plans)
         if any(isinstance(plan.codec, SourceDecoder) for plan in plans):
             assert isinstance(path.source, FileSource)
             path = ReadPath(path.source.as_bytes(), Steps(()))
-        return cls(path, tuple(open_all(Writer.open(plan, length) for plan in plans)))
+        return cls(path, tuple(writers), indices[0])
 
-    def write(self, indices: Sequence[int], first_row: int | None = None) -> Written:
-        """Read, prepare and write samples, from a row on; else each to the row of its index."""
-        rows = indices if first_row is None else range(first_row, first_row + len(indices))
-        are_tables = all(writer.is_table for writer in self.writers)
+    def write(self, indices: Sequence[int]) -> Written:
+        """Read, prepare and write samples, and finish what this thread has written."""
+        rows = [index - self.first_index for index in indices]
+        are_tables = all(writer.plan.is_table for writer in self.writers)
         written = Written({}, {})
-        for found in read_samples(self.path, indices, together=are_tables):
+        for read in read_samples(self.path, indices, together=are_tables):
             done = len(written.targets) + len(written.errors)
-            if isinstance(found, SampleError):
-                written.errors[rows[done]] = found
+            if isinstance(read, SampleError):
+                written.errors[rows[done]] = read
                 continue
-            some = rows[done : done + len(found.indices)]
+            some = rows[done : done + len(read.indices)]
             try:
-                self._write(some, found)
-                written.targets.update(zip(some, found.targets, strict=True))
+                self._write(some, read)
+                written.targets.update(zip(some, read.targets, strict=True))
             except SampleError as error:
                 written.errors.update(dict.fromkeys(some, error))
+        for writer in self.writers:
+            writer.flush()
         return written
 
-    def _write(self, rows: Sequence[int], found: ReadSamples) -> None:
+    def _write(self, rows: Sequence[int], read: ReadSamples) -> None:
         """What is no error of a writer is a SampleError."""
-        with naming_sample(self.path.source, found.indices[0]):
-            if len(found.parts) != len(self.writers):
+        with naming_sample(self.path.source, read.indices[0]):
+            if len(read.parts) != len(self.writers):
                 count = len(self.writers)
-                problem = f"it has {len(found.parts)} parts among samples of {count}"
+                problem = f"it has {len(read.parts)} parts among samples of {count}"
                 raise TypeError(f"{problem}; give all samples one type in prepare=")
-            for writer, (array, form) in zip(self.writers, found.parts, strict=True):
+            for writer, (array, form) in zip(self.writers, read.parts, strict=True):
                 writer.write(rows, array, form)
 
     def close(self) -> None:
@@ -347,15 +364,12 @@ class Ingested(NamedTuple):
 
     stores: tuple[Store, ...]
     kept: np.ndarray  # int64, rows that samples were written to
-    targets: list[Any]  # of those kept, as the source gave them; empty if they were not asked for
+    targets: list[Any]  # of those kept, as the source gave them
     skipped: list[SampleError]  # one for each of the others
 
 
 class _Task(NamedTuple):
-    """Samples for the rows from ``first_row`` on."""
-
-    first_row: int
-    indices: Sequence[int]
+    indices: range
 
     def __str__(self) -> str:
         return f"samples {self.indices[0]} to {self.indices[-1]}"
@@ -364,80 +378,54 @@ class _Task(NamedTuple):
 def ingest(
     path: ReadPath,
     plans: Sequence[WriterPlan],
+    indices: range,
     options: Options,
-    *,
-    with_targets: bool,
-    chosen: Sequence[int] | None = None,
     cores: Collection[int] = (),
 ) -> Ingested:
-    """Fill stores with every sample of a source, each read once.
+    """Fill stores with samples of a source, each read once.
 
     Args:
         path: that samples are read by.
-        plans: of each part of samples; if these turn out to differ in shape, stores are written
-            for any shapes.
+        plans: of each part of samples.
+        indices: of the samples, in the order of the stores' rows.
         options: of the dataset.
-        with_targets: whether targets are wanted.
-        chosen: the only samples: ``chosen[row]`` becomes row ``row``. None of them need be fit,
-            but all must have the planned shapes.
         cores: in place of this process's.
 
     Raises:
         SampleError: a sample cannot be prepared; names its path and index.
         MemoryBudgetError: samples turned out larger than the writers may store.
-        IngestError: a worker died, or no sample at all could be prepared.
-        ShapesDifferError: a chosen sample has another shape.
+        IngestError: a worker died.
+        ShapesDifferError: a sample has another shape than planned; see ``write_any_shapes``.
     """
-    indices = range(len(path.source)) if chosen is None else chosen
-    with contextlib.ExitStack() as cleanup:
-        to_write = WritePath.open(path, plans, len(indices))
-        cleanup.callback(to_write.close)
-        job = partial(_write_task, to_write, with_targets)
-        forks = needs_processes(path, plans)
-        try:
-            written = _run(job, is_fetched(path.source), indices, options, forks, cores)
-        except ShapesDifferError as found:
-            if chosen is not None:
-                raise
-            if not any(plan.spec.is_dense for plan in plans):
-                raise IngestError(f"{found}; make them alike") from None
-            log.info("%s; samples are stored one by one with their own shapes", found)
-        else:
-            ingested = _finish(to_write, written, is_all=chosen is None)
-            if ingested.stores:
-                cleanup.pop_all()
-            return ingested
-    ragged = [plan.of_any_shapes() for plan in plans]
-    return ingest(path, ragged, options, with_targets=with_targets, cores=cores)
-
-
-def _run(
-    job: Callable[[_Task], Written],
-    is_fetched: bool,
-    indices: Sequence[int],
-    options: Options,
-    forks: bool,
-    cores: Collection[int],
-) -> Written:
-    """Have all samples written by all workers."""
-    size = _FETCHED_AT_ONCE if is_fetched else AT_ONCE
-    tasks = [_Task(row, indices[row : row + size]) for row in range(0, len(indices), size)]
+    size = _FETCHED_AT_ONCE if is_fetched(path.source) else AT_ONCE
+    tasks = [_Task(indices[first : first + size]) for first in range(0, len(indices), size)]
     workers = min(ingest_workers(options, cores), len(tasks))
-    done = run_tasks(job, tasks, workers if workers > 1 else 0, forks=forks, cores=cores)
-    written = Written({}, {})
-    with (
-        contextlib.closing(done),
-        progress_bar(len(indices), f"preparing {len(indices):,} images") as bar,
-    ):
-        for targets, errors in done:
-            for row, error in errors.items():
-                if options.on_error == "raise":
-                    raise error
-                written.errors[row] = error
-                check_skipped(written.errors, len(indices))
-            written.targets.update(targets)
-            bar.update(len(targets) + len(errors))
-    return written
+    forks = needs_processes(path, plans)
+    all_written = Written({}, {})
+    with contextlib.ExitStack() as cleanup:
+        to_write = WritePath.open(path, plans, indices)
+        cleanup.callback(to_write.close)
+
+        def write(task: _Task) -> Written:
+            to_write.path.source.expect(task.indices)
+            return to_write.write(task.indices)
+
+        done = run_tasks(write, tasks, workers if workers > 1 else 0, forks=forks, cores=cores)
+        bar = progress_bar(len(indices), f"preparing {len(indices):,} images")
+        with contextlib.closing(done), bar:
+            for targets, errors in done:
+                for row, error in errors.items():
+                    if options.on_error == "raise":
+                        raise error
+                    all_written.errors[row] = error
+                    check_skipped(all_written.errors, len(indices))
+                all_written.targets.update(targets)
+                bar.update(len(targets) + len(errors))
+        kept = np.array(list(all_written.targets), np.int64)
+        stores = tuple(writer.finish(kept) for writer in to_write.writers)
+        cleanup.pop_all()
+    targets, errors = all_written
+    return Ingested(stores, kept, list(targets.values()), list(errors.values()))
 
 
 def ingest_workers(options: Options, cores: Collection[int] = ()) -> int:
@@ -472,26 +460,6 @@ def check_skipped(errors: dict[int, SampleError], count: int) -> None:
     ) from first
 
 
-def _write_task(to_write: WritePath, with_targets: bool, task: _Task) -> Written:
-    """What a worker does."""
-    to_write.path.source.expect(task.indices)
-    targets, errors = to_write.write(task.indices, task.first_row)
-    for writer in to_write.writers:
-        writer.flush()
-    return Written(targets if with_targets else dict.fromkeys(targets), errors)
-
-
-def _finish(to_write: WritePath, written: Written, *, is_all: bool) -> Ingested:
-    targets, errors = written
-    skipped = list(errors.values())
-    if not targets and is_all:
-        what = f"none of the {len(skipped)} samples can be prepared"
-        raise IngestError(f"{what}; the first: {skipped[0]}")
-    kept = np.array(list(targets), np.int64)
-    stores = tuple(writer.finish(kept) for writer in to_write.writers if targets)
-    return Ingested(stores, kept, list(targets.values()), skipped)
-
-
 # Each on its first read
 
 
@@ -507,7 +475,7 @@ class LazyStore(Store):
 
     def __init__(self, to_write: WritePath, marks: ArrayBlock) -> None:
         [writer] = to_write.writers
-        super().__init__((writer.file,), writer.spec, writer.index)
+        super().__init__((writer.file,), writer.plan.spec, writer.index)
         self._to_write = to_write
         self._marks = marks
         self._locks = ByteLocks(marks.block)
@@ -518,7 +486,7 @@ class LazyStore(Store):
     def open(cls, path: ReadPath, plan: WriterPlan) -> LazyStore:
         length = len(path.source)
         marks = ArrayBlock({"is_there": np.zeros(length, np.bool_)}, seal=False)
-        return cls(WritePath.open(path, [plan], length), marks)
+        return cls(WritePath.open(path, [plan], range(length)), marks)
 
     def expect(self, indices: Sequence[int]) -> None:
         missing = [index for index in indices if not self._is_there[index]]

@@ -309,12 +309,9 @@ def add_inspect(parser: argparse.ArgumentParser) -> None:
 def inspect(options: argparse.Namespace) -> int:
     """Show caches; the status is 1 if one is damaged."""
     caches = inspect_caches(options.cache, options.storage_options, verify=options.verify)
-    documents = []
     for found in caches:
         print(found)
-        samples = found.manifest.count if found.manifest else 0
-        documents.append(asdict(found) | {"samples": samples})
-    keep({"caches": documents}, options)
+    keep({"caches": list(map(asdict, caches))}, options)
     return int(any(found.problem or found.damaged for found in caches))
 
 

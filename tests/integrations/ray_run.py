@@ -19,7 +19,7 @@ from ray.cluster_utils import Cluster
 
 from children import open_noted
 from fastdata import ImageFolder
-from fastdata.stores.cache import MANIFEST
+from fastdata.stores.cache import INDEX
 
 AT = "009.jpg"
 """Where a build is when something is killed."""
@@ -93,7 +93,7 @@ def kill_driver(home: Path, cluster: Cluster) -> None:
         task = psutil.Process(wait_for_task(home, driver.pid))
         driver.send_signal(signal.SIGKILL)
     psutil.wait_procs([task])
-    assert not list(home.glob(f"ray/*/{MANIFEST}"))
+    assert not list(home.glob(f"ray/*/{INDEX}"))
     done = len(list(home.glob("ray/*/shard-*.npz")))
     (home / "read.txt").unlink()
     with subprocess.Popen(command, env=env) as driver:

@@ -79,7 +79,7 @@ def test_a_cache_in_s3_through_faults(throttled: ThrottledS3, folder: Path, tmp_
     """Every sample of a streamed cache comes right, although blocks come broken off, too short or with wrong bits."""
     with ImageFolder(folder, resize=(300, 300), cache_dir=tmp_path / "built") as dataset:
         colours, targets = colours_of(dataset), sorted(dataset.targets)
-    (home,) = (path.parent for path in (tmp_path / "built").glob("*/fastdata.json"))
+    (home,) = (path.parent for path in (tmp_path / "built").glob("*/fastdata.npz"))
     shutil.copytree(home, tmp_path / "s3/bucket/cache")
     throttled.set_faults(FaultPlan(rate=0.5, kinds=MENDED, attempts=2, within="part0"))
     options: dict[str, Any] = {
@@ -211,11 +211,11 @@ def test_a_build_in_s3_goes_on(s3: MotoS3, tmp_path: Path, folder: Path) -> None
         ImageFolder.build_cache(folder, prepare_workers=1, **options)
     left = {entry.name: entry.tag for entry in place.find()}
     assert left
-    assert not [name for name in left if name.endswith("fastdata.json")]
+    assert not [name for name in left if name.endswith("fastdata.npz")]
     with pytest.raises(SampleError, match=r"class2/23\.png"):
         ImageFolder.build_cache(folder, prepare_workers=1, **options)
     assert {entry.name: entry.tag for entry in place.find()} == left
     (folder / "class2/23.png").write_bytes(whole)
     with ImageFolder.build_cache(folder, **options) as dataset:
         assert colours_in(dataset) == colours_of(dataset)
-    assert [entry.name for entry in place.find() if entry.name.endswith("fastdata.json")]
+    assert [entry.name for entry in place.find() if entry.name.endswith("fastdata.npz")]
