@@ -1018,12 +1018,13 @@ class Sim:
         def any_like(model: Any, *, pin_memory: bool = False, **options: Any) -> Any:
             return self.pinned_like(model) if pin_memory else empty_like(model, **options)
 
-        def overwriting(ring: Any, shape: Any, dtype: Any, channels_last: bool = False) -> Any:
-            lent = take(ring, shape, dtype, channels_last)
-            lying = lent.transpose(0, 2, 3, 1) if channels_last else lent
-            buffer = lying.reshape(-1).view(np.uint8)
-            weakref.finalize(lent, self.given_back, _whole(buffer)[: buffer.nbytes]).atexit = False
-            return lent
+        def overwriting(ring: Any, size_bytes: int) -> Any:
+            memory = take(ring, size_bytes)
+            lent: Any = memory.obj
+            if lent.base is not None:  # else nobody takes it back
+                buffer = _whole(lent)[:size_bytes]
+                weakref.finalize(lent, self.given_back, buffer).atexit = False
+            return memory
 
         def exchange(reference: Any) -> int:
             self.contexts.add(self.current_device())  # which it opens (pytorch#148594)

@@ -7,20 +7,26 @@ import threading
 import numpy as np
 import torch
 
-from fastdata.datasets.ring import BatchRing
+from fastdata.datasets.ring import BatchRing, room
 
 UINT8 = np.dtype("uint8")
+
+
+def taken(ring: BatchRing, shape: tuple[int, ...], dtype: np.dtype = UINT8) -> np.ndarray:
+    """An array over memory of the ring."""
+    [array] = room(shape[0], [(shape[1:], dtype)], ring.take)
+    return array
 
 
 def test_memory_comes_back_when_the_last_tensor_dies() -> None:
     """A buffer is reused only after every tensor over it, views included, is gone."""
     ring = BatchRing(1)
-    tensor = torch.from_numpy(ring.take((2, 3), UINT8))
+    tensor = torch.from_numpy(taken(ring, (2, 3)))
     address, view = tensor.data_ptr(), tensor[1:]
     del tensor
-    assert ring.take((2, 3), UINT8).ctypes.data != address
+    assert taken(ring, (2, 3)).ctypes.data != address
     del view
-    assert ring.take((2, 3), UINT8).ctypes.data == address
+    assert taken(ring, (2, 3)).ctypes.data == address
 
 
 def test_a_held_batch_is_never_overwritten() -> None:
@@ -28,7 +34,7 @@ def test_a_held_batch_is_never_overwritten() -> None:
     ring = BatchRing(2)
     held = []
     for value in range(6):
-        array = ring.take((4,), UINT8)
+        array = taken(ring, (4,))
         array[:] = value
         held.append(torch.from_numpy(array))
     assert [tensor.tolist() for tensor in held] == [[value] * 4 for value in range(6)]
@@ -38,11 +44,11 @@ def test_a_held_batch_is_never_overwritten() -> None:
 def test_a_smaller_batch_reuses_a_larger_buffer_and_a_larger_one_replaces_it() -> None:
     """The last batch of an epoch costs no new memory; other dtypes fit in too."""
     ring = BatchRing(1)
-    address = ring.take((8, 4), UINT8).ctypes.data
-    small = ring.take((2,), np.dtype("float32"))
+    address = taken(ring, (8, 4)).ctypes.data
+    small = taken(ring, (2,), np.dtype("float32"))
     assert (small.ctypes.data, small.dtype, small.shape) == (address, np.float32, (2,))
     del small
-    assert ring.take((100,), UINT8).shape == (100,)
+    assert taken(ring, (100,)).shape == (100,)
     assert ring.fresh_count == 0
 
 
@@ -53,7 +59,7 @@ def test_threads_never_share_a_buffer() -> None:
 
     def use(value: int) -> None:
         for _ in range(2000):
-            array = ring.take((64,), UINT8)
+            array = taken(ring, (64,))
             array[:] = value
             if not (array == value).all():
                 wrong.append(value)
@@ -75,10 +81,10 @@ def test_buffers_come_from_the_given_allocator() -> None:
         return np.empty(size_bytes, np.uint8)
 
     ring = BatchRing(2, allocate)
-    held = ring.take((4,), UINT8)
+    held = taken(ring, (4,))
     del held
-    larger = ring.take((9,), UINT8)
-    ring.take((2,), UINT8)
+    larger = taken(ring, (9,))
+    taken(ring, (2,))
     assert made == [4, 9, 2]
     assert ring.bytes_held == 11
     assert larger.nbytes == 9

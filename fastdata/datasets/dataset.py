@@ -24,11 +24,16 @@ from torch.utils.data import Dataset, Subset, get_worker_info
 from fastdata.datasets.batch import OWN_ITEM, IndexBatch, OwnItem, SharedVisits
 from fastdata.datasets.reader import Reader, ReaderHandle
 from fastdata.datasets.ring import ring_of
-from fastdata.datasets.serving import Stored, compile_reader, warn_of_modes
+from fastdata.datasets.serving import Stored, Watch, compile_reader
 from fastdata.errors import SampleError, StoreGoneError, counted, kind_of
 from fastdata.machine.memory import StoragePlan, StorageReport
 from fastdata.machine.shared import ListView, SampleTable
-from fastdata.pixels import StandardTransform, TransformPlan, describe_steps, leading_steps
+from fastdata.pixels import (
+    StandardTransform,
+    TransformPlan,
+    describe_steps,
+    leading_steps,
+)
 from fastdata.pixels.images import Resize, opening_of, tensor_class
 from fastdata.report import log, warn_user
 from fastdata.sources import DatasetSource, FileSource, Source
@@ -126,8 +131,8 @@ class _Opened(Dataset[Any]):
             kept.end_sharing()
         for handle in {*self._handles, self._handle}:
             handle.reader = None  # the memory goes with the last batch that is being read from it
-        self._reader = self._reader.emptied()
-        self._stored = replace(self._stored, samples=self._reader.samples, table=None, source=None)
+        self._stored = self._stored.emptied()
+        self._reader = self._reader.emptied(self._stored)
         self.__dict__.pop("_visits", None)
 
     def __enter__(self) -> Self:
@@ -144,7 +149,7 @@ class _Opened(Dataset[Any]):
                 "serves them at once, and make it anew there."
             )
         self._refresh()  # what a copy cannot serve is said here, not where it is opened
-        derived = ("_reader", "_handle", "_handles", "_views", "_writing")
+        derived = ("_reader", "_handle", "_handles", "_views", "_watch", "_writing")
         state = {name: value for name, value in self.__dict__.items() if name not in derived}
         stored = self._stored
         # An executor stays with the process that has it.
@@ -280,7 +285,13 @@ class _Opened(Dataset[Any]):
         self._views = weakref.WeakSet([self])
         self._handles = weakref.WeakSet()
         if stored.kept is not None and self._pair_transform is None:
-            warn_of_modes(stored, stored.kept, self._transform)
+            modes = stored.kept.modes()
+            if len(modes) > 1 and stored.split(self._transform, form="pil").is_batched:
+                warn_user(
+                    f"images are of several modes, {', '.join(modes)}, and a batch is of one. "
+                    "Convert them before they are stored: "
+                    "prepare=lambda image: image.convert('RGB')."
+                )
         self._compile()
 
     def _compile(self) -> None:
@@ -293,6 +304,8 @@ class _Opened(Dataset[Any]):
             visits=self._visits,
             own=f"{type(self).__name__} has a {own} of its own" if own else "",
         )
+        unknown = (step for view in reader.plan.each for step in view.per_sample)
+        self._watch = Watch((self._transform, self._pair_transform), unknown)
         self._read_by(reader)
 
     def _read_by(self, reader: Reader) -> None:
@@ -307,7 +320,7 @@ class _Opened(Dataset[Any]):
             self._end_waiting()
             reader = self._reader
         self._was_read = True
-        if reader.watch.is_changed((self._transform, self._pair_transform)):
+        if self._watch.is_changed((self._transform, self._pair_transform)):
             self._compile()
         elif self.target_transform is not reader.target_transform:
             self._read_by(replace(reader, target_transform=self.target_transform))
@@ -502,7 +515,7 @@ class PreparedDataset(_Opened):
 
     def _warn_of_another_store(self) -> None:
         old = self._stored
-        if old.after is not None and old.filled_share() > 0 and (self._was_read or old.after[1]):
+        if old.after and old.filled_share > 0 and (self._was_read or old.after[1]):
             first = ", ".join(map(repr, self.plan.prepare))
             log.warning(
                 "samples are prepared again: the new transform does not begin with %s", first
@@ -511,7 +524,7 @@ class PreparedDataset(_Opened):
     def _prepare_again(self) -> None:
         old = self._stored
         source = self._origin()
-        if old.unfit_after is None and (source is old.samples or old.after is None):
+        if source is old.kept or old.after is None:
             self._compile()  # which says what is wrong
             return
         table = old.table if isinstance(source, FileSource) else None
@@ -522,11 +535,11 @@ class PreparedDataset(_Opened):
             )
         # Both let go of the store before room is looked for.
         self._stored = replace(old, samples=source, source=None, table=table, after=None)
-        del old
         self._handle = ReaderHandle(
             None, "the dataset could not be prepared again for another transform; create it anew"
         )
-        self._reader = self._reader.emptied()
+        self._reader = self._reader.emptied(old.emptied())
+        del old
         self._prepare(self._origin(), table)
 
     def prepare(self) -> Self:
@@ -542,7 +555,7 @@ class PreparedDataset(_Opened):
         """
         self._handle()
         stored = self._stored
-        is_lazy = stored.kept is not None and stored.filled_share() < 1
+        is_lazy = stored.kept is not None and stored.filled_share < 1
         if self._is_waiting or is_lazy:
             self._stored = replace(stored, options=replace(stored.options, at_once=True))
             if self._is_waiting:
@@ -583,7 +596,8 @@ class PreparedDataset(_Opened):
         stored = self._stored
         if source is stored.kept:
             return report_storage(ReadPath(source=source, prepare=Steps(())), stored.options)
-        return report_storage(read_path(source, stored.steps(self.plan)), stored.options)
+        steps = (*stored.first_steps, *self.plan.prepare)
+        return report_storage(read_path(source, steps), stored.options)
 
     @property
     def _identity(self) -> Any:

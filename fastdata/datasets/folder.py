@@ -106,7 +106,7 @@ class _ImageFiles(PreparedDataset):
                 f"{len(listed)} targets for {len(paths)} samples. For fewer samples assign "
                 "samples, which bring their targets."
             )
-        if self._stored.after is None and self._stored.unfit_after is None:
+        if self._stored.after is None:
             self._serve(self._stored)
         else:
             self._prepare_again()

@@ -56,13 +56,35 @@ _WHOLE_STORAGE = 4
 _UNCOUNTED = ""  # token of a batch that holds nothing that could travel through a ring
 
 
-def laid_out(values: np.ndarray, shape: tuple[int, ...], channels_last: bool) -> np.ndarray:
-    """Memory as an array of this shape; (B, C, h, w) may lie as (B, h, w, C)."""
-    if not channels_last:
-        return values.reshape(shape)
-    count, channels, height, width = shape
-    lying: np.ndarray = values.reshape(count, height, width, channels).transpose(0, 3, 1, 2)
-    return lying
+Output = tuple[tuple[int, ...], np.dtype[Any]]
+Take = Callable[[int], memoryview]
+
+
+def room(
+    count: int, outputs: list[Output], take: Take, *, channels_last: bool = False
+) -> list[np.ndarray]:
+    """Memory for so many samples of each shape and dtype, all in one piece.
+
+    (B, C, h, w) may lie as (B, h, w, C).
+    """
+    starts, size_bytes = [], 0
+    for shape, dtype in outputs:
+        starts.append(_aligned(size_bytes))
+        size_bytes = starts[-1] + count * math.prod(shape) * dtype.itemsize
+    memory = take(size_bytes)
+    arrays = []
+    for start, (shape, dtype) in zip(starts, outputs, strict=True):
+        values = np.frombuffer(memory, dtype, count * math.prod(shape), start)
+        if channels_last:
+            channels, height, width = shape
+            lying = values.reshape(count, height, width, channels).transpose(0, 3, 1, 2)
+        arrays.append(lying if channels_last else values.reshape(count, *shape))
+    return arrays
+
+
+def fresh(size_bytes: int) -> memoryview:
+    """Memory that nobody takes back."""
+    return np.empty(size_bytes, np.uint8).data
 
 
 class _Loan(weakref.ref[np.ndarray]):
@@ -103,15 +125,13 @@ class BatchRing:
     def bytes_held(self) -> int:
         return sum(self._grown_bytes)
 
-    def take(
-        self, shape: tuple[int, ...], dtype: np.dtype, channels_last: bool = False
-    ) -> np.ndarray:
-        size_bytes = math.prod(shape) * dtype.itemsize
+    def take(self, size_bytes: int) -> memoryview:
+        """Memory that is lent as long as anything over it lives."""
         try:
             loan = self._free.pop()
         except IndexError:
             self.fresh_count += 1
-            return laid_out(np.empty(math.prod(shape), dtype), shape, channels_last)
+            return fresh(size_bytes)
         buffer: np.ndarray | None = None
         if loan is not None:
             del self._loans[id(loan)]
@@ -120,12 +140,11 @@ class BatchRing:
             old_bytes = 0 if buffer is None else buffer.nbytes
             buffer = self._allocate(size_bytes)
             self._grown_bytes.append(buffer.nbytes - old_bytes)
-        values = buffer[:size_bytes].view(dtype)
-        lent = laid_out(values, shape, True) if channels_last else values.reshape(shape)
+        lent = buffer[:size_bytes]
         loan = _Loan(lent, self._free.append)
         loan.buffer = buffer
         self._loans[id(loan)] = loan
-        return lent
+        return lent.data  # arrays over it refer to it, those over the array to the buffer
 
 
 class RingCollate:
@@ -215,14 +234,10 @@ class WorkerRing:
         # It gathers its batches straight into a slot, by ``take``.
         _worker_rings[id(dataset)] = self
 
-    def take(
-        self, shape: tuple[int, ...], dtype: np.dtype, channels_last: bool = False
-    ) -> np.ndarray:
+    def take(self, size_bytes: int) -> memoryview:
         self._begin()
-        count = math.prod(shape)
-        memory = self._reserve(count * dtype.itemsize)
-        values = np.empty(count, dtype) if memory is None else np.frombuffer(memory, dtype)
-        return laid_out(values, shape, channels_last)
+        memory = self._reserve(size_bytes)
+        return fresh(size_bytes) if memory is None else memory
 
     def send(self, collate: Callable[[Any], Any], samples: Any) -> SentBatch:
         if self._filled is None:

@@ -2,24 +2,30 @@
 
 ``compile_reader`` decides all that cannot change while neither is changed: it runs when a dataset
 is made, when another transform is assigned, and when an epoch begins after one was changed in
-place.
+place, which ``Watch`` notices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from enum import Enum
+from operator import is_not, ne
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
-from fastdata.datasets.batch import SharedVisits
-from fastdata.datasets.reader import Lane, Reader, Watch
+from fastdata.datasets.batch import SharedVisits, are_same
+from fastdata.datasets.reader import Column, Reader
 from fastdata.errors import SampleError
 from fastdata.machine.memory import StoragePlan
 from fastdata.machine.shared import SampleTable
 from fastdata.pixels import (
     TransformPlan,
+    Views,
     core,
     leading_steps,
     plan_pairs,
@@ -27,18 +33,26 @@ from fastdata.pixels import (
     prepare_key,
     split_upright,
 )
-from fastdata.pixels.compose import cure_for, known_name
+from fastdata.pixels.compose import flatten, known_name
 from fastdata.pixels.images import SampleSpec, opening_of
 from fastdata.pixels.program import Program
-from fastdata.report import warn_user
-from fastdata.sources import FileSource, Source
+from fastdata.sources import FileSource, ItemKeys, Source
 from fastdata.stores.options import Options
 from fastdata.stores.prepare import Prepared
 from fastdata.stores.readers import Store
-from fastdata.stores.samples import KeptSamples, ReadPath, Steps, is_fetched
+from fastdata.stores.samples import KeptSamples, Steps, is_fetched
 
-Step = Callable[[Any], Any]
 _DECODED = SampleSpec(shape=None, dtype="uint8", form="pil")
+
+
+class _GoneSamples(NamedTuple):
+    """What is left of samples once their dataset is closed."""
+
+    length: int
+    keys: ItemKeys | None
+
+    def __len__(self) -> int:
+        return self.length
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,11 +67,9 @@ class Stored:
         options: of the dataset.
         first_steps: its ``prepare=`` and ``resize=``, which run before the transform.
         storage_plan, skipped: as the dataset shows them.
-        after: how many leading steps of the transform samples are stored after, and their key; None
-            where none are stored.
+        after: how many leading steps of the transform samples are stored after, or did not fit
+            after, and their key; None before they are prepared.
         after_text: these steps as they were then, for errors.
-        unfit_after: the key of the steps that samples did not fit after, so that ``storage="auto"``
-            keeps none.
         is_upright: whether samples were turned as their EXIF says, so that nothing of it is missed.
         is_remote: whether samples that are not kept are fetched from behind a URL.
     """
@@ -67,11 +79,10 @@ class Stored:
     options: Options
     storage_plan: StoragePlan
     source: Source | None = None
-    first_steps: tuple[Step, ...] = ()
+    first_steps: tuple[Callable[[Any], Any], ...] = ()
     skipped: tuple[SampleError, ...] = ()
     after: tuple[int, str] | None = None
     after_text: str = ""
-    unfit_after: str | None = None
     is_upright: bool = False
     is_remote: bool = False
 
@@ -79,17 +90,22 @@ class Stored:
     def kept(self) -> KeptSamples | None:
         return self.samples if isinstance(self.samples, KeptSamples) else None
 
+    @property
     def filled_share(self) -> float:
         return 0.0 if self.kept is None else self.kept.filled_share()
 
-    def steps(self, plan: TransformPlan) -> tuple[Step, ...]:
-        return (*self.first_steps, *plan.prepare)
+    def emptied(self) -> Stored:
+        """What is left once the dataset is closed."""
+        gone: Any = _GoneSamples(len(self.samples), self.samples.keys)
+        return replace(self, samples=gone, table=None, source=None)
 
     def split(self, transform: Any, **facts: Any) -> TransformPlan:
         """Split a transform; a ValueError if it does not begin with the stored steps."""
-        count, key = self.after or (None, None)
+        if self.kept is None or self.after is None:
+            return plan_transform(transform, **facts)
+        count, key = self.after
         plan = plan_transform(transform, prepared=count, **facts)
-        if key is not None and prepare_key(plan.prepare) != key:
+        if prepare_key(plan.prepare) != key:
             raise ValueError(
                 f"samples are stored after {self.after_text or 'no step'}, "
                 "but the transform now begins with "
@@ -104,11 +120,10 @@ class Stored:
         prepared: Prepared,
         source: Source,
         table: SampleTable | None,
-        leading: tuple[Step, ...],
+        leading: tuple[Callable[[Any], Any], ...],
     ) -> Stored:
         """This once samples were prepared after ``leading`` steps of the transform."""
-        kept, key = prepared.kept, prepare_key(leading)
-        is_unfit = kept is None and self.options.storage == "auto" and len(source) > 0
+        kept = prepared.kept
         return replace(
             self,
             samples=source if kept is None else kept,
@@ -116,9 +131,8 @@ class Stored:
             source=source,
             storage_plan=prepared.storage_plan,
             skipped=tuple(prepared.skipped),
-            after=None if kept is None else (len(leading), key),
+            after=(len(leading), prepare_key(leading)),
             after_text=", ".join(map(repr, leading)),
-            unfit_after=key if is_unfit else None,
             is_upright="exif_transpose" in map(known_name, (*self.first_steps, *leading)),
             is_remote=is_fetched(source),
         )
@@ -129,20 +143,17 @@ class Stored:
         timm makes a dataset without a transform and assigns one later: images were kept whole, and
         nobody has read any.
         """
-        # After other steps samples may fit.
-        if self.unfit_after is not None and self.source is not None:
-            return prepare_key(leading_steps(transform)) != self.unfit_after
         if self.after is None:
             return False
-        count, stored_key = self.after
-        if prepare_key(leading_steps(transform, count)) != stored_key:
+        count, key = self.after
+        if self.kept is not None and prepare_key(leading_steps(transform, count)) != key:
             return True
-        is_unused = self.filled_share() == 0 or (not stored_key and not was_read)
-        return (
-            is_unused
-            and self.source is not None
-            and prepare_key(leading_steps(transform)) != stored_key
-        )
+        # After other steps samples may fit, or take less.
+        may_gain = self.filled_share == 0 or (not key and not was_read)
+        if self.kept is None:
+            may_gain = self.options.storage == "auto" and len(self.samples) > 0
+        is_known = may_gain and self.source is not None
+        return is_known and prepare_key(leading_steps(transform)) != key
 
 
 def compile_reader(
@@ -154,65 +165,57 @@ def compile_reader(
     visits: SharedVisits,
     own: str,
 ) -> Reader:
-    """Compile the user's transforms for samples as they are stored; see ``Reader``.
+    """Compile the user's transforms for samples as they are stored.
 
     Raises:
         ValueError: the transform does not begin with the steps that samples are stored after.
     """
-    options, kept, beforehand = stored.options, stored.kept, stored.first_steps
-    path, is_upright = None, stored.is_upright
-    if kept is not None:
-        lanes, plan = _lanes_of_kept(stored, kept, transform)
-    else:
-        known: Any = "last" if options.batch_ops else "off"
-        plan = stored.split(transform, batch_ops=known, obstacle=core.obstacle())
-        is_upright = "exif_transpose" in map(known_name, stored.steps(plan))
-        path = ReadPath(stored.samples, Steps(stored.steps(plan)))
-        lanes = tuple(map(Lane, plan.each))
-        decoding = _decoding(stored, transform) if pair_transform is None else None
-        if decoding is not None:
-            is_upright, plan, lanes = decoding
-            beforehand = ()
+    beforehand, is_upright = stored.first_steps, stored.is_upright
+    steps = beforehand
+    decoding = None if pair_transform or stored.kept else _compile_files(stored, transform)
     if pair_transform is not None:
-        lanes, plan = _lanes_of_pairs(kept, pair_transform, options)
+        plan, columns = _compile_pairs(stored, pair_transform)
+    elif stored.kept is not None:
+        plan, columns = _compile_kept(stored, stored.kept, transform)
+    elif decoding is not None:
+        is_upright, plan, columns = decoding
+        beforehand = ()
+    else:
+        known: Any = "last" if stored.options.batch_ops else "off"
+        plan = stored.split(transform, batch_ops=known, obstacle=core.obstacle())
+        columns = tuple(map(_unread_column, plan.each))
+        steps = (*steps, *plan.prepare)
     return Reader(
-        samples=stored.samples,
-        table=stored.table,
+        stored=stored,
         visits=visits,
-        options=options,
         target_transform=target_transform,
         pair_transform=pair_transform if plan.per_sample else None,
         plan=replace(plan, beforehand=beforehand),
-        lanes=tuple(
-            lane._replace(last=Program(lane.plan.last_ops, _DECODED))
-            if lane.plan.last_steps
-            else lane
-            for lane in lanes
-        ),
-        watch=Watch(
-            (transform, pair_transform), (step for view in plan.each for step in view.per_sample)
-        ),
-        path=path,
+        columns=columns,
+        prepare=Steps(steps),
         is_upright=is_upright,
-        is_remote=stored.is_remote,
         own=own,
     )
 
 
-def _lanes_of(
-    plan: TransformPlan, spec: SampleSpec, shape: tuple[int, ...], part: int = 0
-) -> tuple[Lane, ...]:
-    lanes = []
-    for view in plan.each:
-        program = Program(view.batch_ops, spec)
-        lanes.append(Lane(view, program, program.output(shape), part=part))
-    return tuple(lanes)
+def _unread_column(plan: TransformPlan) -> Column:
+    """Of samples that are read one by one."""
+    return Column(plan, last=Program(plan.last_ops, _DECODED) if plan.last_steps else None)
 
 
-def _lanes_of_kept(
+def _column(
+    plan: TransformPlan, spec: SampleSpec, shape: tuple[int, ...], store: Store | None = None
+) -> Column:
+    program = Program(plan.batch_ops, spec)
+    output = program.output(shape)
+    return _unread_column(plan)._replace(program=program, output=output, store=store)
+
+
+def _compile_kept(
     stored: Stored, kept: KeptSamples, transform: Any
-) -> tuple[tuple[Lane, ...], TransformPlan]:
-    spec, shape = kept.images.spec, kept.images.shape(0)
+) -> tuple[TransformPlan, tuple[Column, ...]]:
+    store = kept.images
+    spec, shape = store.spec, store.shape(0)
     is_image = len(shape) == 3
     obstacle = "samples have several parts" if kept.is_tuple else core.obstacle()
     plan = stored.split(
@@ -220,65 +223,63 @@ def _lanes_of_kept(
         form=spec.form,
         dtype=spec.dtype,
         batch_ops="auto" if stored.options.batch_ops else "off",
-        channels=_channels_of(kept.images) if is_image else None,
+        channels=_channels_of(store) if is_image else None,
         obstacle=obstacle or (None if is_image else f"samples have {len(shape)} dimensions"),
     )
-    if any(view.batch_texts for view in plan.each) or (plan.views and plan.is_batched):
-        with kept.naming_damage():
-            return _lanes_of(plan, spec, shape), plan
-    output = (shape, np.dtype(spec.dtype)) if spec.is_dense and not plan.views else None
-    return tuple(Lane(view, output=output) for view in plan.each), plan
+    # Views that begin with steps of the user's own share what is read.
+    are_unread = plan.views and not plan.is_batched and not any(it.batch_texts for it in plan.each)
+    if kept.is_tuple or are_unread:
+        return plan, tuple(map(_unread_column, plan.each))
+    with kept.naming_damage():
+        return plan, tuple(_column(view, spec, shape, store) for view in plan.each)
 
 
-def _decoding(
+def _compile_files(
     stored: Stored, transform: Any
-) -> tuple[bool, TransformPlan, tuple[Lane, ...]] | None:
+) -> tuple[bool, TransformPlan, tuple[Column, ...]] | None:
     """What makes batches of files as they are read, by all steps; None where that cannot be."""
-    source = stored.source or stored.samples
+    source = stored.samples
     opening = opening_of(source.loader) if isinstance(source, FileSource) else None
     if opening is None or opening.channels is None or core.obstacle() is not None:
         return None
-    upright, served = split_upright((*stored.first_steps, transform))
-    first = upright - len(stored.first_steps)
+    is_upright, steps = split_upright((*stored.first_steps, transform))
     plan = plan_transform(
-        served,
+        steps,
         form=opening.form,
         channels=opening.channels,
         batch_ops="auto" if stored.options.batch_ops else "off",
         prepared=0,
-        first=first,
+        first=is_upright - len(stored.first_steps),
     )
-    lanes = _lanes_of(plan, _DECODED, (3, 1, 1)) if plan.is_batched else ()
-    is_served = lanes and all(lane.output for lane in lanes)
-    return (upright or opening.is_upright, plan, lanes) if is_served else None
+    if not plan.is_batched:
+        return None
+    columns = tuple(_column(view, _DECODED, (3, 1, 1)) for view in plan.each)
+    if not all(column.output for column in columns):
+        return None
+    return is_upright or opening.is_upright, plan, columns
 
 
-def _lanes_of_pairs(
-    kept: KeptSamples | None, transforms: Any, options: Options
-) -> tuple[tuple[Lane, ...], TransformPlan]:
-    """Of ``transforms``, which takes sample and target: one for images and one for masks."""
-    plan = _plan_pairs(kept, transforms, options)
-    if kept is None or plan.per_sample:
-        return (Lane(plan),), plan
-    lanes = _lanes_of(plan, kept.images.spec, kept.images.shape(0))
-    if plan.mask is not None:
-        lanes += _lanes_of(plan.mask, kept.stores[1].spec, kept.stores[1].shape(0), part=1)
-    return lanes, plan
-
-
-def _plan_pairs(kept: KeptSamples | None, transforms: Any, options: Options) -> TransformPlan:
-    obstacle = core.obstacle() if options.batch_ops else "batch_ops=False"
+def _compile_pairs(
+    stored: Stored, transforms: Callable[[Any, Any], Any]
+) -> tuple[TransformPlan, tuple[Column, ...]]:
+    """Of what takes sample and target: one column of images and one of masks."""
+    kept = stored.kept
+    obstacle = core.obstacle() if stored.options.batch_ops else "batch_ops=False"
     if kept is None or not kept.target_is_part:
-        return plan_pairs(transforms, obstacle="only images with a tv_tensors.Mask are served")
+        plan = plan_pairs(transforms, obstacle="only images with a tv_tensors.Mask are served")
+        return plan, (Column(plan),)
     image, mask = kept.images, kept.stores[1]
-    size = image.shape(0)[1:]
+    shapes = image.shape(0), mask.shape(0)
     if (image.spec.dtype, mask.spec.dtype, mask.spec.form) != ("uint8", "uint8", "mask"):
         obstacle = "only uint8 images with a uint8 tv_tensors.Mask are served"
-    if obstacle is None and (len(size) != 2 or mask.shape(0)[:-2] not in ((), (1,))):
-        obstacle = f"images of shape {image.shape(0)} and masks of {mask.shape(0)} are not served"
-    return plan_pairs(
-        transforms, form=image.spec.form, channels=_channels_of(image), obstacle=obstacle
-    )
+    if obstacle is None and (len(shapes[0]) != 3 or shapes[1][:-2] not in ((), (1,))):
+        obstacle = f"images of shape {shapes[0]} and masks of {shapes[1]} are not served"
+    channels = _channels_of(image)
+    plan = plan_pairs(transforms, form=image.spec.form, channels=channels, obstacle=obstacle)
+    if plan.mask is None:
+        return plan, (Column(plan),)
+    image_column = _column(plan, image.spec, shapes[0], image)
+    return plan, (image_column, _column(plan.mask, mask.spec, shapes[1], mask))
 
 
 def _channels_of(images: Store) -> int | None:
@@ -289,32 +290,73 @@ def _channels_of(images: Store) -> int | None:
     return channels[0] if len(channels) == 1 else None
 
 
-# What a user is told
+# Changes in place
+
+_ATOMS = (type(None), bool, int, float, complex, str, bytes, type, FunctionType, ModuleType, Enum)
+_ARRAYS = (torch.Tensor, np.ndarray)
+_THEIRS = ("torchvision.", "timm.")
 
 
-def warn_of_modes(stored: Stored, kept: KeptSamples, transform: Any) -> None:
-    modes = kept.modes()
-    if len(modes) > 1 and stored.split(transform, form="pil").is_batched:
-        warn_user(
-            f"images are of several modes, {', '.join(modes)}, and a batch is of one. "
-            "Convert them before they are stored: prepare=lambda image: image.convert('RGB')."
-        )
+class Watch:
+    """What transforms consisted of when they were compiled, to notice changes in place."""
+
+    def __init__(self, calls: tuple[Any, ...], unknown: Iterable[Any]) -> None:
+        """Note what there is; not what is in unknown steps, which run as they are."""
+        self._calls = calls
+        met = {id(step): step for step in unknown}
+        # One of theirs may become one that is known.
+        theirs = [vars(s) for s in met.values() if type(s).__module__.startswith(_THEIRS)]
+        held = [*theirs, *_held_by(calls, met)]
+        steps = _leaves(calls)
+        behind_code = list(_held_by(steps, met))
+        self._steps = steps if behind_code else None
+        held += behind_code
+        self._parts = [part for part in held if isinstance(part, (dict, list))]
+        self._copies = [part.copy() for part in self._parts]  # with the same objects in them
+        self._arrays = [array for array in held if isinstance(array, _ARRAYS)]
+        self._octets = list(map(_octets, self._arrays))
+
+    def is_changed(self, calls: tuple[Any, ...]) -> bool:
+        if any(map(is_not, calls, self._calls)):
+            return True
+        try:
+            # Quick: all that is in a part is the same object.
+            if any(map(ne, self._parts, self._copies)):
+                return True
+        except (TypeError, ValueError, RuntimeError):  # arrays cannot be compared so
+            return True
+        if self._arrays and list(map(_octets, self._arrays)) != self._octets:
+            return True
+        return self._steps is not None and not are_same(_leaves(calls), self._steps)
 
 
-def fallback_notice(reader: Reader) -> str:
-    """Which code of the user's own runs on each sample unasked, and the cure; else empty."""
-    plan = reader.plan
-    kept = reader.kept
-    unknown = plan.first_unknown
-    is_asked_for = not reader.options.batch_ops or reader.pair_transform is not None
-    if is_asked_for or kept is None or kept.is_tuple or unknown is None:
-        return ""
-    cure = cure_for(unknown)
-    if not cure and plan.views:
-        cure = "Write steps that are served in its place: docs/served-steps.md."
-    elif not cure:
-        cure = (
-            "Give it as prepare= if it does the same each time, or as CudaPrefetcher(transform=) "
-            "if it can take whole batches."
-        )
-    return f"{plan.obstacle}, so that it runs in Python on each sample. {cure}"
+def _held_by(values: Iterable[Any], met: dict[int, Any]) -> Iterator[Any]:
+    """These, and all that is in them, each once and none that was met before."""
+    queue = deque(values)
+    while queue:
+        value = queue.popleft()
+        if id(value) in met or isinstance(value, _ATOMS):
+            continue
+        met[id(value)] = value
+        yield value
+        if isinstance(value, dict):
+            queue.extend(value.values())
+        elif isinstance(value, (list, tuple)):
+            queue.extend(value)
+        elif not isinstance(value, _ARRAYS):
+            queue.append(getattr(value, "__dict__", None))
+
+
+def _octets(array: Any) -> bytes:
+    try:
+        return np.asarray(array).tobytes()
+    except (TypeError, RuntimeError):  # of bfloat16, or on a device
+        return b""
+
+
+def _leaves(transform: Any) -> list[Any]:
+    """The steps of a transform, with those of each view in the place of ``Views``."""
+    leaves: list[Any] = []
+    for step in flatten(transform):
+        leaves += _leaves(step.transforms) if type(step) is Views else [step]
+    return leaves

@@ -29,7 +29,6 @@ from torch.utils.data import dataloader as torch_loader
 from fastdata.datasets.batch import ChannelsLast, collate
 from fastdata.datasets.dataset import PreparedDataset, latest_reader, own_reader
 from fastdata.datasets.ring import BatchRing, RingCollate
-from fastdata.datasets.serving import fallback_notice
 from fastdata.errors import counted, kind_of
 from fastdata.loaders import epochs
 from fastdata.loaders.epochs import HELD_BY_USER, Counted, Engine, Tally
@@ -445,7 +444,7 @@ _SAID: weakref.WeakValueDictionary[int, PreparedDataset] = weakref.WeakValueDict
 def _fallback_notice(dataset: PreparedDataset) -> str:
     own = own_reader(dataset)
     if own is None:
-        return fallback_notice(latest_reader(dataset))
+        return latest_reader(dataset).fallback_notice()
     return (
         f"{type(dataset).__name__}.{own} is called for each sample. Write what it does as "
         "transform= or target_transform= instead."
