@@ -220,6 +220,14 @@ static void lay(const Image *in, int c, int count, uint32_t fill, bool repeat, u
 
 static uint32_t to_level(double fill) { return (uint32_t)(int64_t)(fill + 0x1.8p52 - 0x1.8p52) & 255; }
 
+/* A row of w pixels from row y of a plane, dx columns further on, and the fill where there is none. */
+static void move_row(const Image *in, int64_t c, int64_t y, int64_t dx, int fill, int64_t w, uint8_t *to) {
+    const int64_t left = dx < 0 ? -dx : 0, end = in->width - dx, right = end < w ? end : w;
+    memset(to, fill, (size_t)w);
+    if (left < right && y >= 0 && y < in->height)
+        memcpy(to + left, in->data + c * in->plane + y * in->row + left + dx, (size_t)(right - left));
+}
+
 /* Moves by whole pixels, to which both libraries' arithmetic comes back (torch's in images that are not too large). */
 static bool move(const Op *op, const Image *in, const Image *out) {
     const double *a = op->v;
@@ -227,21 +235,33 @@ static bool move(const Op *op, const Image *in, const Image *out) {
     bool pillow = op->n[8] == PIL_DOMAIN, same = w == in->width && h == in->height && w <= 1024 && h <= 1024;
     if (op->code != OP_AFFINE || a[0] != 1 || a[1] != 0 || a[3] != 0 || a[4] != 1 || !(pillow || same)) return false;
     if (!(fabs(a[2]) < 1e9 && fabs(a[5]) < 1e9) || a[2] != floor(a[2]) || a[5] != floor(a[5])) return false;
-    int64_t dx = (int64_t)a[2], dy = (int64_t)a[5], left = dx < 0 ? -dx : 0, right = in->width - dx;
-    right = right < w ? right : w;
     for (int64_t k = 0; k < in->channels * h; k++) {
-        int64_t c = k / h, y = k % h + dy;
-        uint8_t *to = out->data + k * w;
-        memset(to, pillow || op->n[7] ? (int)to_level(a[8 + c]) : 0, (size_t)w);
-        if (left < right && y >= 0 && y < in->height)
-            memcpy(to + left, in->data + c * in->plane + y * in->row + left + dx, (size_t)(right - left));
+        const int64_t c = k / h;
+        const int fill = pillow || op->n[7] ? (int)to_level(a[8 + c]) : 0;
+        move_row(in, c, k % h + (int64_t)a[5], (int64_t)a[2], fill, w, out->data + k * w);
+    }
+    return true;
+}
+
+/* Shears along rows: in Pillow's fixed point each row moves by whole pixels. A fifth of the time. */
+static bool slide(const Op *op, const Image *in, const Image *out) {
+    const double *a = op->v;
+    const int64_t w = out->width, h = out->height;
+    if (op->code != OP_AFFINE || op->n[8] != PIL_DOMAIN || op->n[6] != NEAREST || a[0] != 1 || a[3] != 0) return false;
+    if (!fits_fixed(a, (double)w, (double)h)) return false;
+    const uint32_t x = to_fixed(a[2] + 0.5 + a[1] * 0.5), y = to_fixed(a[5] + a[4] * 0.5);
+    const uint32_t step_x = to_fixed(a[1]), step_y = to_fixed(a[4]);
+    for (int64_t k = 0; k < in->channels * h; k++) {
+        const uint32_t row = (uint32_t)(k % h);
+        const int32_t left = (int32_t)(x + row * step_x) >> 16, top = (int32_t)(y + row * step_y) >> 16;
+        move_row(in, k / h, top, left, (int)to_level(a[8 + k / h]), w, out->data + k * w);
     }
     return true;
 }
 
 bool warp(const Op *op, const Image *in, const Image *out, Scratch *scratch) {
     const double *a = op->v, *fill = op->v + 8;
-    if (move(op, in, out)) return true;
+    if (move(op, in, out) || slide(op, in, out)) return true;
     int64_t w = out->width, h = out->height, stride = in->width + 2 * EDGE;
     bool pillow = op->n[8] == PIL_DOMAIN, nearest = op->n[6] == NEAREST, bicubic = op->n[6] == BICUBIC;
     bool affine = op->code == OP_AFFINE, masked = !pillow && op->n[7], sums = pillow && nearest && affine;
