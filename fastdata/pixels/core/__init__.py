@@ -63,6 +63,13 @@ def constants() -> dict[str, int]:
     return numbers
 
 
+def _type_of(declared: str) -> Any:
+    """The type of a plain number or a pointer; None of a record, and of void."""
+    if "*" in declared:
+        return ctypes.c_void_p
+    return getattr(ctypes, f"c_{declared.split()[0].removesuffix('_t')}", None)
+
+
 def _fields_of(record: str, **records: Any) -> list[tuple[str, Any]]:
     """The fields of a record, which may hold some of ``records``."""
     found = re.search(rf"typedef struct(?: \w+)? {{([^}}]*)}} {record};", _header())
@@ -70,24 +77,15 @@ def _fields_of(record: str, **records: Any) -> list[tuple[str, Any]]:
     fields: list[tuple[str, Any]] = []
     for line in found[1].split(";")[:-1]:
         kind, names = re.sub(r"\b(const|struct) |\)\(.*", "", line).split(maxsplit=1)
-        number: Any = records.get(kind) or getattr(ctypes, f"c_{kind.removesuffix('_t')}", None)
         for name in names.split(","):
             word, *length = re.findall(r"(?!const\b)\w+", name)
-            field: Any = ctypes.c_void_p if "*" in name else number
+            field = _type_of(name if "*" in name else kind) or records[kind]
             fields.append((word, field * int(length[0]) if length else field))
     return fields
 
 
-class _Op(ctypes.Structure):
-    _fields_ = _fields_of("Op")
-
-
-class _Step(ctypes.Structure):
-    _fields_ = _fields_of("Step")
-
-
-class _Levels(ctypes.Structure):
-    _fields_ = _fields_of("Levels")
+def _array_of(record: str) -> np.dtype[Any]:
+    return np.dtype(type(record, (ctypes.Structure,), {"_fields_": _fields_of(record)}))
 
 
 class Table(ctypes.Structure):
@@ -124,9 +122,9 @@ class Jpeg(ctypes.Structure):
 
 
 MAX_CHANNELS = constants()["MAX_CHANNELS"]
-OP = np.dtype(_Op)
-STEP = np.dtype(_Step)
-LEVELS = np.dtype(_Levels)
+OP = _array_of("Op")
+STEP = _array_of("Step")
+LEVELS = _array_of("Levels")
 
 
 # The library
@@ -165,20 +163,14 @@ def open_library(folder: Path) -> ctypes.CDLL:
     file = files[max(each for each in files if each <= level)]
     library = ctypes.CDLL(str(file))
     sources = b"".join(path.read_bytes() for path in sorted(folder.glob("*.[ch]")))
-    library.fastdata_sources.restype = ctypes.c_uint32
-    if library.fastdata_sources() != zlib.crc32(sources):
+    if ctypes.c_uint32(library.fastdata_sources()).value != zlib.crc32(sources):
         raise OSError(
             f"{file} was built of other sources than those beside it: install fastdata again."
         )
-    address, count, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-    sized = address, count
-    library.fastdata_serve.restype = count
-    library.fastdata_serve.argtypes = (*sized, *sized[::-1])
-    library.fastdata_draw.restype = count
-    keys = ctypes.c_uint64, address, address
-    library.fastdata_draw.argtypes = (address, *keys, *sized, *sized, ctypes.c_bool, address)
-    library.fastdata_jpeg_headers.argtypes = (address, *sized, address)
-    library.fastdata_jpeg_decode.argtypes = (address, *sized, *[number] * 4, address)
+    for made, name, given in re.findall(r"EXPORT (\w+) (\w+)\(([^)]*)\)", sources.decode()):
+        function = getattr(library, name)
+        function.restype = _type_of(made)
+        function.argtypes = [_type_of(each) for each in given.split(",") if each != "void"]
     return library
 
 
@@ -230,9 +222,9 @@ def jpeg_headers(
 
     0 channels: no JPEG file, or none that the core decodes. Orientation 0: not clear.
     """
-    headers_B4 = np.empty((len(sources_B), 4), np.int32)
-    addresses = sources_B.ctypes.data, sizes_B.ctypes.data
-    load().fastdata_jpeg_headers(*addresses, len(sources_B), headers_B4.ctypes.data)
+    count = len(sources_B)
+    headers_B4 = np.empty((count, 4), np.int32)
+    load().fastdata_jpeg_headers(sources_B.ctypes, sizes_B.ctypes, count, headers_B4.ctypes)
     return np.ascontiguousarray(headers_B4[:, :3]), np.ascontiguousarray(headers_B4[:, 3])
 
 
@@ -248,10 +240,10 @@ def decode_jpeg(
 
     3 channels come of any file, 1 of a grey one. False where its header or data are not in order.
     """
-    channels, height, width = (out.shape[2], *out.shape[:2]) if interleaved else out.shape
+    height, width, channels = out.shape if interleaved else (*out.shape[1:], out.shape[0])
     size = channels, height, width, interleaved
-    where = ctypes.byref(jpeg), source, size_bytes
-    return bool(load().fastdata_jpeg_decode(*where, *size, out.ctypes.data))
+    file = ctypes.byref(jpeg), source, size_bytes
+    return bool(load().fastdata_jpeg_decode(*file, *size, out.ctypes))
 
 
 # Batches
@@ -342,10 +334,18 @@ def draw(
         refusal = Refusal()
         after_B3 = np.array(shapes_B3, np.int32, order="C")
         ops_BS = np.empty((len(indices_B), room), OP)
-        drawn = ctypes.byref(table), seed & _MASK, visits_B.ctypes.data, indices_B.ctypes.data
-        shapes = after_B3.ctypes.data, len(after_B3)
-        into = ops_BS.ctypes.data, room, is_probe, ctypes.byref(refusal)
-        most = load().fastdata_draw(*drawn, *shapes, *into)
+        most = load().fastdata_draw(
+            ctypes.byref(table),
+            seed & _MASK,
+            visits_B.ctypes,
+            indices_B.ctypes,
+            after_B3.ctypes,
+            len(after_B3),
+            ops_BS.ctypes,
+            room,
+            is_probe,
+            ctypes.byref(refusal),
+        )
         if most < 0:
             raise CoreError(-1 - most, refusal)
         if is_probe or most <= room:
