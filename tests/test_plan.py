@@ -18,12 +18,12 @@ from torchvision.transforms._presets import ImageClassification
 from fastdata import Views
 from fastdata.pixels import (
     TransformPlan,
+    describe_steps,
     leading_steps,
     plan_transform,
     prepare_key,
-    read_center_crop,
-    read_resize,
 )
+from fastdata.pixels.images import Resize
 
 NORM = ((0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
 
@@ -121,11 +121,14 @@ def test_known_steps_behind_an_unknown_one_are_batch_ops_again() -> None:
     """They are if the unknown step gets PIL images, and may so give some."""
     behind = [v1.RandomCrop(4), v1.ToTensor(), v1.Normalize(*NORM)]
     plan = plan_transform(v1.Compose([v1.Resize(8), MyFlip(), v1.Pad(1), MyFlip(), *behind]))
-    assert (plan.last_steps, plan.last_kind, len(plan.last_ops)) == (3, "tensor", 2)
-    assert (
-        plan_transform(v1.Compose([v1.ToTensor(), MyFlip(), v1.Normalize(*NORM)])).last_steps == 0
+    assert plan.last is not None
+    assert (len(plan.last.batch_texts), plan.last.kind, len(plan.last.batch_ops)) == (
+        3,
+        "tensor",
+        2,
     )
-    assert plan_transform(v1.Compose([MyFlip(), *behind]), batch_ops="off").last_steps == 0
+    assert plan_transform(v1.Compose([v1.ToTensor(), MyFlip(), v1.Normalize(*NORM)])).last is None
+    assert plan_transform(v1.Compose([MyFlip(), *behind]), batch_ops="off").last is None
 
 
 class Reference:
@@ -503,7 +506,9 @@ def test_each_view_is_split_by_itself() -> None:
     )
     assert not plan.is_batched
     assert [len(view.per_sample) for view in plan.views] == [0, 3]
-    assert (plan.views[1].last_steps, plan.first_unknown) == (2, plan.views[1].per_sample[0])
+    assert plan.views[1].last is not None
+    assert len(plan.views[1].last.batch_texts) == 2
+    assert plan.first_unknown is plan.views[1].per_sample[0]
     assert (plan.obstacle or "").startswith("in view 1 MyFlip")
     assert "after them, on whole batches:  RandomCrop" in str(plan)
     assert (
@@ -583,17 +588,21 @@ def test_kind_is_what_the_next_step_would_have_had() -> None:
 
 
 @pytest.mark.parametrize("version", [v1, v2])
-def test_a_resize_is_read(version: Any) -> None:
+def test_resizes_and_crops_of_pil_images_have_one_text(version: Any) -> None:
     """Size and filter of bilinear and bicubic resizes are told, others are not taken for one."""
+
+    def text(step: Any) -> str:
+        return describe_steps([step], is_pil=True)
+
     bicubic = version.Resize((4, 6), interpolation=version.InterpolationMode.BICUBIC)
-    assert read_resize(version.Resize(4)) == (4, "bilinear")
-    assert read_resize(version.Resize([5])) == (5, "bilinear")
-    assert read_resize(bicubic) == ((4, 6), "bicubic")
-    assert read_resize(version.Resize(4, max_size=9)) is None
-    assert read_resize(version.Resize(4, interpolation=version.InterpolationMode.NEAREST)) is None
-    assert read_resize(version.CenterCrop(4)) is None
-    assert read_center_crop(version.CenterCrop((3, 2))) == (3, 2)
-    assert read_center_crop(version.Resize(4)) is None
+    nearest = version.Resize(4, interpolation=version.InterpolationMode.NEAREST)
+    assert text(version.Resize(4)) == text(version.Resize([4])) == text(Resize(4))
+    assert text(version.Resize(4)) == "resize 4 bilinear"
+    assert text(bicubic) == "resize (4, 6) bicubic"
+    assert text(version.CenterCrop((3, 2))) == "centre crop (3, 2)"
+    for other in (version.Resize(4, max_size=9), nearest):
+        assert not text(other).startswith("resize")
+    assert "centre crop" not in describe_steps([nearest, version.CenterCrop(3)], is_pil=True)
 
 
 class PlainResize:

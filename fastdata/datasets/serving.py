@@ -200,7 +200,7 @@ def compile_reader(
 
 def _unread_column(plan: TransformPlan) -> Column:
     """Of samples that are read one by one."""
-    return Column(plan, last=Program(plan.last_ops, _DECODED) if plan.last_steps else None)
+    return Column(plan, last=Program(plan.last.batch_ops, _DECODED) if plan.last else None)
 
 
 def _column(

@@ -13,8 +13,6 @@ from fastdata.pixels.plan import (
     plan_pairs,
     plan_transform,
     prepare_key,
-    read_center_crop,
-    read_resize,
     split_upright,
 )
 
@@ -28,7 +26,5 @@ __all__ = [
     "plan_pairs",
     "plan_transform",
     "prepare_key",
-    "read_center_crop",
-    "read_resize",
     "split_upright",
 ]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from textwrap import shorten
 from typing import Any, Literal
@@ -20,7 +20,7 @@ from fastdata.pixels.compose import (
     run_steps,
 )
 from fastdata.pixels.describe import describe, name_of
-from fastdata.pixels.images import Form, Resize
+from fastdata.pixels.images import Form
 from fastdata.pixels.ops import Op
 from fastdata.pixels.state import State, UnknownStepError, interpolation_name, pair
 from fastdata.pixels.steps import recognise
@@ -57,9 +57,8 @@ class TransformPlan:
         kind: what a sample is after the batch ops.
         batch_texts: the steps behind ``batch_ops``, as the user wrote them.
         reason: why the first of ``per_sample`` is no batch op; empty if there is none.
-        last_steps: how many steps at the end of ``per_sample`` are known again. Where the steps
-            before them give PIL images, ``last_ops`` run on whole batches in their place, whose
-            samples are of ``last_kind`` then.
+        last: the plan of those steps at the end of ``per_sample`` that are known again: they run on
+            whole batches where the steps before them give PIL images.
         views: the plans of several views of each sample, in place of all but ``prepare``, which
             they share; each may have steps per sample of its own.
         made: of what type several views of a sample are, list or tuple.
@@ -74,9 +73,7 @@ class TransformPlan:
     per_sample: tuple[Step, ...] = ()
     batch_texts: tuple[str, ...] = ()
     reason: str = ""
-    last_steps: int = 0
-    last_ops: tuple[Op, ...] = ()
-    last_kind: Form = "pil"
+    last: TransformPlan | None = None
     views: tuple[TransformPlan, ...] = ()
     made: type = list
     mask: TransformPlan | None = None
@@ -115,20 +112,21 @@ class TransformPlan:
         if self.views:
             kinds = {view.end_kind for view in self.views}
             return kinds.pop() if len(kinds) == 1 else None
-        if self.last_steps:
-            return self.last_kind
+        if self.last:
+            return self.last.kind
         return None if self.per_sample else self.kind
 
     @property
     def _unknown(self) -> tuple[Step, ...]:
-        return self.per_sample[: len(self.per_sample) - self.last_steps]
+        known = len(self.last.batch_texts) if self.last else 0
+        return self.per_sample[: len(self.per_sample) - known]
 
     def run_unknown(self, sample: Any) -> Any:
         """Run the per sample part, but for its last steps, on one sample of ``kind``, after the batch ops."""
         return run_steps(self._unknown, sample)
 
     def run_last(self, sample: Any) -> Any:
-        """Run the last steps as they are written, on a sample that ``last_ops`` are not for."""
+        """Run the last steps as they are written, on a sample that ``last`` is not for."""
         return run_steps(self.per_sample[len(self._unknown) :], sample)
 
     @property
@@ -153,9 +151,8 @@ class TransformPlan:
         ]
         if self.per_sample:
             lines.append(f"    because {self.obstacle}")
-            if self.last_steps:
-                last = ", ".join(map(_text, self.per_sample[-self.last_steps :]))
-                lines.append(f"after them, on whole batches:  {last}")
+            if self.last:
+                lines.append(f"after them, on whole batches:  {', '.join(self.last.batch_texts)}")
         elif self.obstacle:
             lines.append(f"    served one by one, because {self.obstacle}")
         return lines
@@ -192,114 +189,132 @@ def plan_transform(
         >>> plan.is_batched, plan.obstacle
         (False, 'the transform ends with a PIL image')
     """
-    steps = flatten(transform)
-    if steps and isinstance(steps[-1], Views):
-        facts: dict[str, Any] = {"form": form, "dtype": dtype, "channels": channels}
-        facts |= {"batch_ops": batch_ops, "obstacle": obstacle}
-        return _plan_views(steps[:-1], steps[-1], prepared, first, facts)
-    leading = _leading(steps) if prepared is None else steps[:prepared]
-    state, known, reason = State(kind=form), len(leading), ""
-    for step in leading:
-        with suppress(UnknownStepError):  # which are of ImageOps, or change nothing of such samples
-            state = recognise(step, 0, state)
-    state = State(kind=state.kind, channels=channels)
-    last_steps, last = 0, state
+    reason = ""
     if batch_ops == "off":
         reason = "runs as written, because batch_ops=False"
     elif obstacle is not None:
         reason = f"runs as written, because {obstacle}"
-    elif batch_ops == "last":
-        reason = "gets samples that are read one by one"
-        last_steps, last = _read_last(steps, known - 1, first, state)
     elif dtype != "uint8":
         reason = f"gets {dtype} samples, and batch ops know uint8 only"
-    while known < len(steps) and not reason:
-        try:
-            state = recognise(steps[known], first + known, state)
-            known += 1
-        except UnknownStepError as unknown:
-            reason = str(unknown)
-            last_steps, last = _read_last(steps, known, first, state)
+    steps = flatten(transform)
+    each = _each_view(steps)
+    prepare = _leading(each, prepared)
+    plans = []
+    for view in each:
+        state = State(kind=form, channels=channels)
+        plans.append(_plan(view, len(prepare), first, state, reason, batch_ops == "last"))
+        first += len(view)
+    views: Any = steps[-1] if steps else None
+    return _joined(steps[:-1], views, plans, form) if isinstance(views, Views) else plans[0]
+
+
+def _plan(
+    steps: tuple[Step, ...],
+    prepared: int,
+    first: int,
+    state: State,
+    reason: str,
+    only_last: bool,
+) -> TransformPlan:
+    """Plan steps of which so many are prepared; a reason says why none is a batch op."""
+    at = first + prepared
+    rest = steps[prepared:]
+    for step in steps[:prepared]:
+        with suppress(UnknownStepError):  # which are of ImageOps, or change nothing of such samples
+            state = replace(state, kind=recognise(step, 0, State(kind=state.kind)).kind)
+    known = 0
+    last = None
+    if not reason:
+        if only_last:
+            reason = "gets samples that are read one by one"
+        else:
+            known, state, reason = _read(rest, at, state)
+        last = _read_last(rest, known + (not only_last), at, state)
     return TransformPlan(
-        prepare=leading,
+        prepare=steps[:prepared],
         batch_ops=state.all_ops,
-        per_sample=steps[known:],
+        per_sample=rest[known:],
         kind=state.kind,
-        batch_texts=tuple(map(_text, steps[len(leading) : known])),
-        reason=reason if steps[known:] else "",
-        last_steps=last_steps,
-        last_ops=last.all_ops if last_steps else (),
-        last_kind=last.kind,
+        batch_texts=tuple(map(_text, rest[:known])),
+        reason=reason if rest[known:] else "",
+        last=last,
+    )
+
+
+def _read(steps: Sequence[Step], at: int, state: State) -> tuple[int, State, str]:
+    """How many steps are known, the state after these, and why the next one is not."""
+    for number, step in enumerate(steps):
+        try:
+            state = recognise(step, at + number, state)
+        except UnknownStepError as unknown:
+            return number, state, str(unknown)
+    return len(steps), state, ""
+
+
+def _read_last(steps: Sequence[Step], skipped: int, at: int, before: State) -> TransformPlan | None:
+    """Plan the steps that are known again behind one that is not, if that keeps PIL images."""
+    nothing = State(kind="pil", channels=before.channels)
+    for start in range(skipped, len(steps)) if before.kind == "pil" else ():
+        _, state, reason = _read(steps[start:], at + start, nothing)
+        if not reason and state.kind != "pil":
+            texts = tuple(map(_text, steps[start:]))
+            return TransformPlan(kind=state.kind, batch_ops=state.all_ops, batch_texts=texts)
+    return None
+
+
+def _joined(
+    before: tuple[Step, ...], views: Views, plans: Sequence[TransformPlan], form: Form
+) -> TransformPlan:
+    """One plan of views behind common steps, each of which was planned by itself."""
+    prepare = plans[0].prepare
+    kinds = {plan.end_kind for plan in plans} - {None}
+    if any(is_random(step) is not False for step in before):
+        reason = "leads to views that share a random step; write it in each of them"
+    elif len(kinds) > 1:
+        reason = "leads to views of several types"
+    else:
+        kind = plans[0].kind
+        return TransformPlan(prepare=prepare, kind=kind, views=tuple(plans), made=views.kind)
+    more = max(len(prepare) - len(before), 0)
+    rest = Views(*(flatten(transform)[more:] for transform in views.transforms))
+    rest.kind = views.kind
+    return TransformPlan(
+        prepare=prepare,
+        per_sample=(*before[len(prepare) :], rest),
+        kind=form,
+        reason=reason,
+        made=views.kind,
     )
 
 
 def leading_steps(transform: Any, prepared: int | None = None) -> tuple[Step, ...]:
     """The steps that samples are stored after: those that may be, or as many as ``prepared``."""
-    steps = flatten(transform)
-    if steps and isinstance(steps[-1], Views):
-        steps = _common([(*steps[:-1], *flatten(view)) for view in steps[-1].transforms])
-    return _leading(steps) if prepared is None else steps[:prepared]
+    return _leading(_each_view(flatten(transform)), prepared)
 
 
-def _leading(steps: tuple[Step, ...]) -> tuple[Step, ...]:
+def _each_view(steps: tuple[Step, ...]) -> list[tuple[Step, ...]]:
+    """The steps of each view that they end with, or of the only one."""
+    views = steps[-1] if steps else None
+    if not isinstance(views, Views):
+        return [steps]
+    return [(*steps[:-1], *flatten(transform)) for transform in views.transforms]
+
+
+def _leading(each: list[tuple[Step, ...]], prepared: int | None) -> tuple[Step, ...]:
+    """The steps that all views begin with, and that may run once; or as many as ``prepared``."""
+    alike = takewhile(_are_alike, zip(*each, strict=False))
+    steps = tuple(first for first, *_ in alike)
+    if prepared is not None:
+        return steps[:prepared]
     leading = tuple(takewhile(is_preparable, steps))
     while leading and is_reforming(leading[-1]):  # a part of it only if more geometry follows
         leading = leading[:-1]
     return leading
 
 
-def _common(each: list[tuple[Step, ...]]) -> tuple[Step, ...]:
-    """The steps that several views begin with."""
-    alike = takewhile(_are_alike, zip(*each, strict=False))
-    return tuple(steps[0] for steps in alike)
-
-
 def _are_alike(steps: tuple[Step, ...]) -> bool:
-    return (
-        all(step is steps[0] for step in steps) or len({describe(step, "") for step in steps}) == 1
-    )
-
-
-def prepare_key(steps: Iterable[Step]) -> str:
-    """Text that is equal, in any process, for leading steps that do the same; empty if there are none."""
-    return " | ".join(map(_state_text, steps))
-
-
-def _state_text(step: Any) -> str:
-    kind = type(step)
-    held = {name: value for name, value in getattr(step, "__dict__", {}).items() if name[0] != "_"}
-    held.pop("training", None)
-    text = f"{kind.__module__}.{kind.__qualname__} {held or repr(step)}"
-    return describe(step, "") if " at 0x" in text else text
-
-
-def _plan_views(
-    before: tuple[Step, ...], views: Views, prepared: int | None, first: int, facts: dict[str, Any]
-) -> TransformPlan:
-    """Plan each view by itself, behind what all of them begin with, with numbers of its own for what it draws."""
-    each = [(*before, *flatten(transform)) for transform in views.transforms]
-    common = _common(each)
-    prepare = _leading(common) if prepared is None else common[:prepared]
-    plans: list[TransformPlan] = []
-    for steps in each:
-        plans.append(plan_transform(steps, prepared=len(prepare), first=first, **facts))
-        first += len(steps)
-    reason, kinds = "", {plan.end_kind for plan in plans} - {None}
-    if any(is_random(step) is not False for step in before):
-        reason = "leads to views that share a random step; write it in each of them"
-    elif len(kinds) > 1:
-        reason = "leads to views of several types"
-    if reason:
-        rest = Views(*(steps[max(len(before), len(prepare)) :] for steps in each))
-        rest.kind = views.kind
-        return TransformPlan(
-            prepare=prepare,
-            per_sample=(*before[len(prepare) :], rest),
-            kind=facts["form"],
-            reason=reason,
-            made=views.kind,
-        )
-    return TransformPlan(prepare=prepare, kind=plans[0].kind, views=tuple(plans), made=views.kind)
+    is_one = all(step is steps[0] for step in steps)
+    return is_one or len({describe(step, "") for step in steps}) == 1
 
 
 def plan_pairs(
@@ -318,40 +333,24 @@ def plan_pairs(
         obstacle: why it runs as written in any case.
     """
     steps = joint_steps(transforms)
-    image = State(kind=form, channels=channels)
-    mask = State(kind="mask", channels=1, is_beside=True)
-    reason = f"runs as written, because {obstacle}" if obstacle else ""
-    try:
-        for at, step in enumerate(() if reason else steps):
-            image = recognise(step, at, image)
-            mask = recognise(step, at, mask)
-    except UnknownStepError as unknown:
-        reason = f"contains {_text(step)}, which {unknown}" if len(steps) > 1 else str(unknown)
-    if not reason and image.kind == "pil":
+    image = _read(steps, 0, State(kind=form, channels=channels))
+    mask = _read(steps, 0, State(kind="mask", channels=1, is_beside=True))
+    known, _, reason = min(image, mask, key=lambda read: read[0])
+    kind = image[1].kind
+    if obstacle:
+        reason = f"runs as written, because {obstacle}"
+    elif reason and len(steps) > 1:
+        reason = f"contains {_text(steps[known])}, which {reason}"
+    elif not reason and kind == "pil":
         reason = "leaves images that are PIL's"
     if reason:
         return TransformPlan(per_sample=(transforms,), kind=form, reason=reason)
     return TransformPlan(
-        batch_ops=image.all_ops,
-        kind=image.kind,
+        batch_ops=image[1].all_ops,
+        kind=kind,
         batch_texts=tuple(map(_text, steps)),
-        mask=TransformPlan(batch_ops=mask.all_ops, kind=mask.kind),
+        mask=TransformPlan(batch_ops=mask[1].all_ops, kind=mask[1].kind),
     )
-
-
-def _read_last(
-    steps: tuple[Step, ...], unknown: int, first: int, before: State
-) -> tuple[int, State]:
-    """How many steps at the end are known again behind one that is not, if that keeps PIL images; and their ops."""
-    nothing = State(kind="pil", channels=before.channels)
-    for start in range(unknown + 1, len(steps)) if before.kind == "pil" else ():
-        state = nothing
-        with suppress(UnknownStepError):
-            for at in range(start, len(steps)):
-                state = recognise(steps[at], first + at, state)
-            if state.kind != "pil":
-                return len(steps) - start, state
-    return 0, nothing
 
 
 def split_upright(transform: Any) -> tuple[bool, tuple[Step, ...]]:
@@ -361,20 +360,21 @@ def split_upright(transform: Any) -> tuple[bool, tuple[Step, ...]]:
     return upright, steps[upright:]
 
 
-def read_resize(step: Any) -> tuple[int | tuple[int, int], Literal["bilinear", "bicubic"]] | None:
-    """Size, as ``fastdata.pixels.images`` takes it, and filter of a torchvision ``Resize``; None for anything else."""
-    if known_name(step) != "Resize" or step.max_size is not None:
-        return None
-    smooth: Any = interpolation_name(step.interpolation)
-    if smooth not in ("bilinear", "bicubic"):
-        return None
-    sides = [step.size] if isinstance(step.size, int) else list(step.size)
-    return (sides[0] if len(sides) == 1 else pair(sides)), smooth
+# Steps as text
 
 
-def read_center_crop(step: Any) -> tuple[int, int] | None:
-    """(height, width) of a torchvision ``CenterCrop``; None for anything else."""
-    return pair(step.size) if known_name(step) == "CenterCrop" else None
+def prepare_key(steps: Iterable[Step]) -> str:
+    """Text that is equal, in any process, for leading steps that do the same; empty if there are none."""
+    texts = []
+    for step in steps:
+        kind = type(step)
+        held = {
+            name: value for name, value in getattr(step, "__dict__", {}).items() if name[0] != "_"
+        }
+        held.pop("training", None)
+        text = f"{kind.__module__}.{kind.__qualname__} {held or repr(step)}"
+        texts.append(describe(step, "") if " at 0x" in text else text)
+    return " | ".join(texts)
 
 
 def describe_steps(
@@ -385,20 +385,28 @@ def describe_steps(
     Resize and centre crop of samples that are PIL images have one text whoever wrote them:
     torchvision v1, v2, or ``resize=``.
     """
-    texts: list[str] = []
+    texts = []
     for step in steps:
-        resize = (step.size, "bilinear") if isinstance(step, Resize) else read_resize(step)
-        crop = read_center_crop(step)
-        is_pil = is_pil and not (resize is None and crop is None)
-        if is_pil and resize is not None:
-            size, smooth = resize
-            texts.append(f"resize {size if isinstance(size, (int, str)) else tuple(size)} {smooth}")
-        elif is_pil:
-            texts.append(f"centre crop {crop}")
-        else:
-            name = getattr(step, "__qualname__", type(step).__qualname__)
-            texts.append(name_of(step) or f"{name} {describe(step, cache_key)}")
+        text = _geometry_text(step) if is_pil else None
+        is_pil = text is not None
+        name = getattr(step, "__qualname__", type(step).__qualname__)
+        texts.append(text or name_of(step) or f"{name} {describe(step, cache_key)}")
     return " | ".join(texts)
+
+
+def _geometry_text(step: Any) -> str | None:
+    name = known_name(step)
+    if name == "CenterCrop":
+        return f"centre crop {pair(step.size)}"
+    if name != "Resize" or step.max_size is not None:
+        return None
+    smooth = interpolation_name(step.interpolation)
+    if smooth not in ("bilinear", "bicubic"):
+        return None
+    size = step.size
+    if isinstance(size, (list, tuple)):
+        size = size[0] if len(size) == 1 else pair(size)
+    return f"resize {size} {smooth}"
 
 
 def _text(step: Any) -> str:
