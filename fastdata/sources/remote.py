@@ -15,10 +15,10 @@ import stat
 import tempfile
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextvars import ContextVar
-from functools import cache, partial
+from functools import cache
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +33,6 @@ ATTEMPT_S = 60.0
 themselves."""
 _PAUSE_S = 0.5
 _FINAL = (
-    FileNotFoundError,
     PermissionError,
     IsADirectoryError,
     NotADirectoryError,
@@ -314,37 +313,40 @@ class Place:
         """
         client = self._client()
         arguments = (*source, self._path(client, name), *arguments)
-        if not self.is_remote:
-            call = partial(getattr(client, method), *arguments, **options)
-            return _done(call, then, missing)
-        from fsspec.asyn import get_loop
+        url = self.at(name)
 
-        call = partial(_call, client, method, *arguments, **options)
-        request = self._request(call, then, missing, self.at(name))
-        return asyncio.run_coroutine_threadsafe(request, get_loop())
+        async def request() -> Any:
+            for again in ("", " (tried twice)"):
+                try:
+                    answer = _call(client, method, *arguments, **options)
+                    return then(await asyncio.wait_for(answer, ATTEMPT_S))
+                except FileNotFoundError:
+                    if missing is None:
+                        raise FileNotFoundError(f"{url} is not there") from None
+                    return missing
+                except Exception as problem:  # noqa: BLE001  # clients raise anything
+                    said = self._said(problem)
+                    if again or isinstance(problem, _FINAL):
+                        # Without its cause, whose text and traceback may show credentials.
+                        raise _final_error(problem, f"{url}: {said}{again}") from None
+                    log.info("%s is asked for again: %s", url, said)
+                await asyncio.sleep(_PAUSE_S)
+            raise AssertionError
 
-    async def _request(
-        self,
-        call: Callable[[], Awaitable[Any]],
-        then: Callable[[Any], Any],
-        missing: Any,
-        url: str,
-    ) -> Any:
-        for again in ("", " (tried twice)"):
-            try:
-                return then(await asyncio.wait_for(call(), ATTEMPT_S))
-            except FileNotFoundError:
-                if missing is None:
-                    raise FileNotFoundError(f"{url} is not there") from None
-                return missing
-            except Exception as problem:  # noqa: BLE001  # clients raise anything
-                said = self._said(problem)
-                if again or isinstance(problem, _FINAL):
-                    # Without its cause, whose text and traceback may show credentials.
-                    raise _final_error(problem, f"{url}: {said}{again}") from None
-                log.info("%s is asked for again: %s", url, said)
-            await asyncio.sleep(_PAUSE_S)
-        raise AssertionError
+        if self.is_remote:
+            from fsspec.asyn import get_loop
+
+            return asyncio.run_coroutine_threadsafe(request(), get_loop())
+        future: Future[Any] = Future()
+        try:
+            future.set_result(then(getattr(client, method)(*arguments, **options)))
+        except Exception as problem:  # noqa: BLE001  # raised by whoever asks for the result
+            is_missing = isinstance(problem, FileNotFoundError | NotADirectoryError)
+            if is_missing and missing is not None:
+                future.set_result(missing)
+            else:
+                future.set_exception(problem)
+        return future
 
     def _said(self, problem: Exception) -> str:
         """What an error says, without secrets."""
@@ -390,6 +392,10 @@ def _facts(info: Mapping[str, Any]) -> tuple[int, int]:
     return -1 if size is None else int(size), int.from_bytes(digest, "little") >> 1
 
 
+Submit = Callable[[int], Future[bytes]]
+"""Asks for the file, or the piece, of an index."""
+
+
 class Requests:
     """Files, or pieces of them, that this process asked for and has not read yet, by index."""
 
@@ -403,11 +409,11 @@ class Requests:
             self._pending = {}
         return self._pending
 
-    def take(self, index: int, submit: Callable[[int], Future[bytes]]) -> Future[bytes]:
+    def take(self, index: int, submit: Submit) -> Future[bytes]:
         """What was asked for, or is now."""
         return self.pending().pop(index, None) or submit(index)
 
-    def expect(self, indices: Sequence[int], submit: Callable[[int], Future[bytes]]) -> None:
+    def expect(self, indices: Sequence[int], submit: Submit) -> None:
         pending = self.pending()
         for index in indices:
             if index not in pending:
@@ -471,19 +477,6 @@ class _LocalFiles:
                 os.unlink(fresh)
 
     rm_file = staticmethod(os.unlink)
-
-
-def _done(call: Callable[[], Any], then: Callable[[Any], Any], missing: Any) -> Future[Any]:
-    future: Future[Any] = Future()
-    try:
-        future.set_result(then(call()))
-    except Exception as problem:  # noqa: BLE001  # raised by whoever asks for the result
-        is_missing = isinstance(problem, FileNotFoundError | NotADirectoryError)
-        if is_missing and missing is not None:
-            future.set_result(missing)
-        else:
-            future.set_exception(problem)
-    return future
 
 
 def made_by_this_user(path: Path) -> bool:
