@@ -14,6 +14,7 @@ import io
 import itertools
 import math
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -26,12 +27,16 @@ import torch
 
 from fastdata.errors import kind_of
 from fastdata.pixels import core
-from fastdata.report import log
 
 if TYPE_CHECKING:
     from PIL import Image  # 10 ms, which only those functions take that make images
 
 Array = npt.NDArray[Any]
+Bytes = npt.NDArray[np.uint8]
+Bools = npt.NDArray[np.bool_]
+Int32s = npt.NDArray[np.int32]
+Int64s = npt.NDArray[np.int64]
+Buffer = bytes | memoryview
 IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 """File name endings of images, torchvision's ``IMG_EXTENSIONS``."""
 # Of a resize, as torchvision takes it: the shorter side, or (height, width).
@@ -46,7 +51,7 @@ Form = Literal["pil", "tensor", "array", "image", "mask", "video"]
 """What a sample was before it was stored, hence what per-sample code must be given; the last are
 torchvision's ``tv_tensors``. Boxes, which have a format and a canvas besides, are never samples,
 only beside them."""
-_TV_TENSORS: dict[Form, str] = {"image": "Image", "mask": "Mask", "video": "Video"}
+_TV_TENSORS: dict[str, Form] = {"Image": "image", "Mask": "mask", "Video": "video"}
 _WIDE_MODES = {"I;16": (1, "uint16"), "I": (1, "int32"), "F": (1, "float32")}
 _MODES = {"L": (1, "uint8"), "RGB": (3, "uint8"), "RGBA": (4, "uint8"), **_WIDE_MODES}
 """PIL's modes that can be stored -> planes and dtype; those of uint8 are named after their
@@ -147,8 +152,8 @@ def _form_of(tensor: torch.Tensor) -> Form | None:
     kind = type(tensor)
     if kind in (torch.Tensor, torch.nn.Parameter):
         return "tensor"
-    names = _TV_TENSORS if kind.__module__.startswith("torchvision.tv_tensors") else {}
-    return next((form for form, name in names.items() if name == kind.__name__), None)
+    is_theirs = kind.__module__.startswith("torchvision.tv_tensors")
+    return _TV_TENSORS.get(kind.__name__) if is_theirs else None
 
 
 def _pack_planes(image: Image.Image, out_CHW: Array) -> None:
@@ -240,9 +245,10 @@ def shown_class(form: Form) -> type[torch.Tensor] | type[np.ndarray]:
 
 
 def tensor_class(form: Form) -> type[torch.Tensor]:
-    if form not in _TV_TENSORS:
+    if form not in _TV_TENSORS.values():
         return torch.Tensor
-    name, module = _TV_TENSORS[form], sys.modules.get("torchvision.tv_tensors")
+    name = form.capitalize()
+    module = sys.modules.get("torchvision.tv_tensors")
     if module is None:
         raise ImportError(
             f"samples are torchvision's tv_tensors.{name}, which this process has not imported. "
@@ -286,7 +292,7 @@ def load_image(path: str | os.PathLike[str]) -> Image.Image:
         return _open(stream)
 
 
-def decode_image(data: bytes | memoryview) -> Image.Image:
+def decode_image(data: Buffer) -> Image.Image:
     return _open(io.BytesIO(data))
 
 
@@ -321,13 +327,13 @@ class Opening:
         """Of every JPEG; None where each has its own."""
         return None if self.keeps_gray else 3
 
-    def decode(self, data: bytes | memoryview) -> Any:
+    def decode(self, data: Buffer) -> Any:
         """What the loader makes of a file of these bytes."""
         if self.loader is None:
             return decode_image(data)
         return self.loader(torch.from_numpy(np.frombuffer(data, np.uint8).copy()))
 
-    def decode_pixels(self, data: bytes | memoryview, *, upright: bool) -> Array:
+    def decode_pixels(self, data: Buffer, *, upright: bool) -> Array:
         """The same as pixels (H, W, C), of a PIL image turned as EXIF says if it is ``upright``."""
         sample = self.decode(data)
         if self.loader is None:
@@ -369,8 +375,7 @@ def _probe(loader: Callable[[Any], Any]) -> Opening | None:
     probes = [data for mode in ("RGB", "L") for data in _make_probes(mode)]
     try:
         found = [Opening(loader).decode_pixels(data, upright=False) for data in probes]
-    except Exception as problem:  # noqa: BLE001  # of a version that takes something else
-        log.info("%r opens each file itself: %s", loader, problem)
+    except Exception:  # noqa: BLE001  # of a version that takes something else
         return None
     for is_upright, keeps_gray in itertools.product((False, True), repeat=2):
         wanted = [_OF_PIL.decode_pixels(data, upright=is_upright) for data in probes]
@@ -379,7 +384,6 @@ def _probe(loader: Callable[[Any], Any]) -> Opening | None:
             wanted[grays] = [pixels[:, :, :1] for pixels in wanted[grays]]
         if all(map(np.array_equal, wanted, found)):
             return Opening(loader, is_upright, keeps_gray)
-    log.info("%r opens each file itself: its pixels are not Pillow's", loader)
     return None
 
 
@@ -415,7 +419,7 @@ class OpenedImages(core.Samples):
     def __init__(
         self,
         arrays: Sequence[Array],
-        shapes_B3: npt.NDArray[np.int32],
+        shapes_B3: Int32s,
         by_pillow: Callable[[int], Array] | None = None,
     ) -> None:
         super().__init__(addresses_of(arrays), shapes_B3)
@@ -425,7 +429,7 @@ class OpenedImages(core.Samples):
     @classmethod
     def of_files(
         cls,
-        files: Sequence[bytes | memoryview],
+        files: Sequence[Buffer],
         by_pillow: Callable[[int], Array],
         *,
         upright: bool = False,
@@ -461,9 +465,9 @@ class OpenedImages(core.Samples):
     @classmethod
     def stored(
         cls,
-        sources_B: npt.NDArray[np.int64],
-        sizes_B: npt.NDArray[np.int64],
-        shapes_B3: npt.NDArray[np.int32],
+        sources_B: Int64s,
+        sizes_B: Int64s,
+        shapes_B3: Int32s,
         read: Callable[[int], Array],
     ) -> OpenedImages:
         """JPEG files of these shapes in memory that stays.
@@ -481,7 +485,7 @@ class OpenedImages(core.Samples):
         opened._leave((found_B3 != shapes_B3).any(axis=1))
         return opened
 
-    def _leave(self, are_left_B: npt.NDArray[np.bool_]) -> None:
+    def _leave(self, are_left_B: Bools) -> None:
         for b in np.flatnonzero(are_left_B).tolist():
             self.leave_to_pillow(b)
 
@@ -497,17 +501,17 @@ class OpenedImages(core.Samples):
         self.shapes_B3[b] = (shape[2], *shape[:2]) if self.is_interleaved else shape
 
 
-def _may_open(shapes_B3: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+def _may_open(shapes_B3: Int32s) -> Bools:
     """Which files have a header that the core reads, and no more pixels than PIL takes."""
     from PIL import Image
 
     channels_B, height_B, width_B = shapes_B3.T.astype(np.int64)
     most = math.inf if Image.MAX_IMAGE_PIXELS is None else Image.MAX_IMAGE_PIXELS
-    is_open_B: npt.NDArray[np.bool_] = (channels_B > 0) & (height_B * width_B <= most)
+    is_open_B: Bools = (channels_B > 0) & (height_B * width_B <= most)
     return is_open_B
 
 
-def addresses_of(arrays: Sequence[Array]) -> npt.NDArray[np.int64]:
+def addresses_of(arrays: Sequence[Array]) -> Int64s:
     return np.array([array.__array_interface__["data"][0] for array in arrays], np.int64)
 
 
@@ -526,7 +530,7 @@ class FilePreparer:
     opening: Opening
     upright: bool = False
 
-    def __call__(self, data: bytes | memoryview) -> Array:
+    def __call__(self, data: Buffer) -> Array:
         def by_pillow(_: int) -> Array:
             return self.opening.decode_pixels(data, upright=self.upright)
 
@@ -583,8 +587,7 @@ class Resize:
 
     def __post_init__(self) -> None:
         if isinstance(self.size, str):
-            kind, _, number = self.size.partition(":")
-            is_size = kind in ("short", "long") and number.isdecimal() and int(number) > 0
+            is_size = re.fullmatch(r"(short|long):0*[1-9]\d*", self.size) is not None
         else:
             size: Any = self.size
             sides = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
@@ -603,11 +606,9 @@ class Resize:
                 f"resize= works on PIL images, not on {kind_of(image)}; resize it in prepare="
             )
         height, width = _resized_size(image.height, image.width, self.size)
-        return (
-            image
-            if (width, height) == image.size
-            else image.resize((width, height), Image.Resampling.BILINEAR)
-        )
+        if (width, height) == image.size:
+            return image
+        return image.resize((width, height), Image.Resampling.BILINEAR)
 
 
 @dataclass(frozen=True, slots=True)
@@ -646,8 +647,7 @@ def _resized_size(height: int, width: int, size: Bound) -> tuple[int, int]:
     if isinstance(size, str):
         kind, _, number = size.partition(":")
         size = int(number)
-        longer = max(height, width)
-        shorter = min(height, width)
+        shorter, longer = sorted((height, width))
         if size >= (shorter if kind == "short" else longer):
             return height, width
         if kind == "long":
@@ -670,14 +670,14 @@ def pillow_chooses_order() -> bool:
     """
     from PIL import Image
 
-    def resized(image: Image.Image, width: int, height: int) -> Image.Image:
-        return image.resize((width, height), Image.Resampling.BILINEAR)
+    def resized(*sizes: tuple[int, int]) -> bytes:
+        image = Image.fromarray((np.arange(48) ** 2 * 37 % 256).astype(np.uint8).reshape(12, 4))
+        for size in sizes:
+            image = image.resize(size, Image.Resampling.BILINEAR)
+        return image.tobytes()
 
-    probe = Image.fromarray((np.arange(48) ** 2 * 37 % 256).astype(np.uint8).reshape(12, 4))
-    whole = resized(probe, 3, 3).tobytes()
-    columns_first = resized(resized(probe, 4, 3), 3, 3).tobytes()
-    rows_first = resized(resized(probe, 3, 12), 3, 3).tobytes()
-    return whole == columns_first != rows_first
+    columns_first = resized((4, 3), (3, 3))
+    return resized((3, 3)) == columns_first != resized((3, 12), (3, 3))
 
 
 # Planes to JPEG files and back
@@ -690,9 +690,9 @@ class Scratch(threading.local):
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[str, npt.NDArray[np.uint8]] = {}
+        self._buffers: dict[str, Bytes] = {}
 
-    def take(self, name: str, shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:
+    def take(self, name: str, shape: tuple[int, ...]) -> Bytes:
         """Give the thread's buffer of that name, with what was left in it, at first zeros."""
         size = math.prod(shape)
         buffer = self._buffers.get(name)
@@ -710,11 +710,6 @@ def encode_image(image_CHW: Array, kind: str, **options: Any) -> bytes:
     stream = io.BytesIO()
     to_pil(image_CHW).save(stream, kind, **options)
     return stream.getvalue()
-
-
-def encode_planes(image_CHW: Array, *, quality: int, subsampling: str) -> bytes:
-    """Encode an image of uint8, 1 or 3 planes, as a baseline JPEG."""
-    return encode_image(image_CHW, "JPEG", quality=quality, subsampling=subsampling)
 
 
 def decode_planes_into(data: memoryview, out_CHW: Array) -> None:

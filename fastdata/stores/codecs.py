@@ -46,7 +46,7 @@ from fastdata.pixels.images import (
     SampleSpec,
     Scratch,
     decode_planes_into,
-    encode_planes,
+    encode_image,
     round_up_8,
 )
 from fastdata.stores.readers import Bytes
@@ -522,7 +522,7 @@ class JpegCodec(Codec):
     def encode(self, sample: Array) -> bytes:
         self._check(sample)
         bytes_of(sample)
-        return encode_planes(sample, quality=self.quality, subsampling=self.subsampling)
+        return encode_image(sample, "JPEG", quality=self.quality, subsampling=self.subsampling)
 
     def decode(self, data: memoryview, out: Array) -> None:
         """Fill ``out``; the size in the file's header is checked before any pixel is decoded."""
