@@ -211,7 +211,7 @@ class DataLoader(_TorchLoader[_T_co]):
             vars(self),
             dataset=dataset,
             generator=torch.Generator() if progress.keeps_seed else self.generator,
-            pin_memory=self.pin_memory and not (self._pinning.is_own_choice and is_prefetched),
+            pin_memory=self.pin_memory and not (self._pinning.reason and is_prefetched),
             collate_fn=_collating(self.collate_fn, self.memory_format),
         )
         with undisturbed() if progress.is_begun else nullcontext():
@@ -421,13 +421,11 @@ class DataLoader(_TorchLoader[_T_co]):
 
     def _choose_pinning(self, asked: bool | Literal["auto"]) -> PinningPlan:
         if asked != "auto":
-            return PinningPlan(pin=asked, reason="", is_own_choice=False)
+            return PinningPlan(pin=asked)
         sample_bytes = self._served.latest().served_bytes if self._served else None
-        batch_bytes = (
-            None
-            if sample_bytes is None or self.batch_size is None
-            else sample_bytes * self.batch_size
-        )
+        batch_bytes = None
+        if sample_bytes is not None and self.batch_size is not None:
+            batch_bytes = sample_bytes * self.batch_size
         under_way = max(1, self.num_workers * (self.prefetch_factor or 0)) + 1
         return choose_pinning(
             has_accelerator=torch.cuda.is_available() or torch.xpu.is_available(),

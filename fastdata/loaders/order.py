@@ -178,14 +178,6 @@ class Epochs:
         is_batched = type(outer) is torch_data.BatchSampler and outer.sampler is self.ranked
         return outer.batch_size if is_batched else None
 
-    def _length(self, start: State | None) -> int | None:
-        """How many batches an epoch has that begins with ``start``."""
-        size = self.batch_size
-        if self.ranked is None or start is None or size is None:
-            return length_of(self.sampler)
-        position = start["samplers"][-1]["state"]["position"]
-        return self.ranked.batches_left(position, size, drop_last=self.sampler.drop_last)
-
     def _identity(self, loader: State) -> State:
         """What a state and the loader that takes it must have alike."""
         identity = loader | {
@@ -262,10 +254,13 @@ class Epochs:
             return not state["is_begun"]
         ranked.load_state_dict(saved)
         ranked.is_set = is_set
-        if state["is_begun"] and not is_set and self._length(state["start"]) == 0:
-            ranked.load_state_dict(saved | {"epoch": saved["epoch"] + 1, "position": 0})
-            return False
-        return True
+        size = self.batch_size
+        if is_set or not state["is_begun"] or size is None:
+            return True
+        if ranked.batches_left(size, drop_last=self.sampler.drop_last):
+            return True
+        ranked.load_state_dict(saved | {"epoch": saved["epoch"] + 1, "position": 0})
+        return False
 
     def state(self, loader: State) -> State:
         """Where the latest epoch stands; ``loader``: what another one must have alike."""
@@ -273,16 +268,21 @@ class Epochs:
         if progress.pending is not None:
             return copy.deepcopy(progress.pending)
         handed, is_over = progress.seen or progress.mark()
+        ranked = self.ranked
         size = self.batch_size
-        passed = handed if size is None else handed - progress.first
-        if is_over or passed == self._length(progress.start):
-            is_over = True
-            handed = passed = 0
+        reached: State | None = None
+        if ranked is None or size is None:
+            is_over = is_over or handed == length_of(self.sampler)
+        elif progress.start is not None:
+            batches = handed - progress.first
+            reached = ranked.state_dict(batches, size, drop_last=self.sampler.drop_last)
+            is_over = is_over or reached["epoch"] != ranked.epoch
+        if is_over:
+            handed = 0
             progress = self._coming()
         start = copy.deepcopy(progress.start) or self.capture()
-        if self.ranked is not None and size is not None:
-            reached = start["samplers"][-1]["state"]
-            reached["position"] = self.ranked.advance(reached["position"], passed, size)
+        if reached is not None and not is_over:
+            start["samplers"][-1]["state"] = reached
         return {
             "version": VERSION,
             "num_yielded": handed,

@@ -533,14 +533,10 @@ class RankSampler(DistributedSampler[int]):
     def _state(self, epoch: int, position: int) -> State:
         return {"epoch": epoch, "position": position, "order": self.identity}
 
-    def batches_left(self, position: int, batch_size: int, *, drop_last: bool) -> int:
-        """How many batches there are from a position on, of the rank that has the most."""
-        share = self._share_of(self.order_length - position, rank=0)
+    def batches_left(self, batch_size: int, *, drop_last: bool) -> int:
+        """How many batches there are from the position on, of the rank that has the most."""
+        share = self._share_of(self.order_length - self.position, rank=0)
         return share // batch_size if drop_last else -(-share // batch_size)
-
-    def advance(self, position: int, batches: int, batch_size: int) -> int:
-        """The position that many batches of each rank further on."""
-        return position + batches * batch_size * self.num_replicas
 
     def state_dict(
         self, batches: int = 0, batch_size: int = 1, *, drop_last: bool = False
@@ -559,9 +555,10 @@ class RankSampler(DistributedSampler[int]):
         """
         batches = operator.index(batches)
         batch_size = operator.index(batch_size)
-        if batches and batches >= self.batches_left(self.position, batch_size, drop_last=drop_last):
+        if batches and batches >= self.batches_left(batch_size, drop_last=drop_last):
             return self._state(self.epoch + 1, 0)
-        return self._state(self.epoch, self.advance(self.position, batches, batch_size))
+        passed = batches * batch_size * self.num_replicas
+        return self._state(self.epoch, self.position + passed)
 
     def load_state_dict(self, state: State) -> None:
         """Let the next iterator go on where ``state`` was taken, whatever ranks and batches are.

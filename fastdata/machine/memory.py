@@ -193,8 +193,9 @@ def parse_bytes(value: int | float | str, *, of: int) -> int:
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(I)?)?B\s*", value, re.I | re.A)
         if match is not None:
-            power = _UNITS.index((match[2] or "").upper())
-            return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+            number, unit, is_binary = match.groups(default="")
+            base = 1024 if is_binary else 1000
+            return int(float(number) * base ** _UNITS.index(unit.upper()))
     elif isinstance(value, float) and 0 < value <= 1:
         return int(value * of)
     elif type(value) is int and value >= 0:  # no bool
@@ -211,7 +212,7 @@ def format_bytes(count: int) -> str:
     if count < 1024:
         return f"{count} B"
     power = 1
-    while power < len(_UNITS) - 1 and round(count / 1024**power, 1) >= 1024:
+    while round(count / 1024**power, 1) >= 1024 and power < len(_UNITS) - 1:
         power += 1
     return f"{count / 1024**power:.1f} {_UNITS[power]}iB"
 
@@ -220,11 +221,6 @@ def format_bytes(count: int) -> str:
 
 RESERVE_SHARE = 1 / 10
 RESERVE_CEILING_BYTES = 16 << 30
-
-
-def reserve_bytes(available_bytes: int) -> int:
-    """What is left to batches, workers and the page cache: a share, up to a ceiling."""
-    return min(int(available_bytes * RESERVE_SHARE), RESERVE_CEILING_BYTES)
 
 
 class Budget(NamedTuple):
@@ -248,7 +244,8 @@ def budget_bytes(
     available: Available, memory_limit: int | float | str | None = None, *, ranks: int = 1
 ) -> Budget:
     """What samples may take; the user's ``memory_limit`` can only lower it."""
-    reserve = reserve_bytes(available.bytes)
+    # Left to batches, workers and the page cache.
+    reserve = min(int(available.bytes * RESERVE_SHARE), RESERVE_CEILING_BYTES)
     free = max(0, available.bytes - reserve) // ranks
     if memory_limit is not None:
         limit = parse_bytes(memory_limit, of=available.bytes)
@@ -300,19 +297,20 @@ class StorageReport(Report):
     looked_at: int  # how many samples were encoded and decoded for it
 
     def _lines(self) -> Iterator[Line]:
+        free_bytes = self.budget.bytes
         yield "codec", "bytes", "ratio", "decode/s per core", "lossless", "fits"
-        fits = "yes" if self.raw_bytes <= self.budget.bytes else "no"
+        fits = "yes" if self.raw_bytes <= free_bytes else "no"
         yield "(raw)", format_bytes(self.raw_bytes), "1.00", "-", "yes", fits
         for trial in self.trials:
             if trial.obstacle is not None:
                 yield trial.codec, *"----", f"no: {trial.obstacle}"
-                continue
-            figures = format_bytes(trial.need_bytes), f"{trial.ratio:.2f}"
-            rate = f"{trial.decode_per_s:,.0f}"
-            lossless = "yes" if trial.lossless else "no"
-            fits = "yes" if trial.fits(self.budget.bytes) else "no"
-            yield trial.codec, *figures, rate, lossless, fits
-        free = f"{format_bytes(self.budget.bytes)} free ({self.budget.limited_by})"
+            else:
+                size = format_bytes(trial.need_bytes)
+                rate = f"{trial.decode_per_s:,.0f}"
+                lossless = "yes" if trial.lossless else "no"
+                fits = "yes" if trial.fits(free_bytes) else "no"
+                yield trial.codec, size, f"{trial.ratio:.2f}", rate, lossless, fits
+        free = f"{format_bytes(free_bytes)} free ({self.budget.limited_by})"
         yield f"{free}; figures from {self.looked_at} samples"
 
 
@@ -340,7 +338,8 @@ def choose_storage(
         >>> print(choose_storage("auto", 3 << 30, budget).reason)
         storage='shared': 3.0 GiB of 20.0 GiB free
     """
-    raw, free = format_bytes(raw_bytes), format_bytes(budget.bytes)
+    raw = format_bytes(raw_bytes)
+    free = format_bytes(budget.bytes)
     kept: Storage = "device" if storage == "device" else "shared"
     if storage != "compressed" and raw_bytes <= budget.bytes:
         return StoragePlan(storage=kept, reason=f"storage={kept!r}: {raw} of {free} free")
@@ -350,18 +349,20 @@ def choose_storage(
 
     best = fastest_fitting(trials, budget.bytes, only_lossless=only_lossless)
     if best is not None:
-        what = f"storage='compressed', codec={best.codec!r}{'' if best.lossless else ', lossy'}"
+        lossy = "" if best.lossless else ", lossy"
         instead = f"; raw needs {raw}" if storage == "auto" else ""
-        reason = f"{what}: about {format_bytes(best.need_bytes)} of {free} free{instead}"
+        need = f"about {format_bytes(best.need_bytes)} of {free} free{instead}"
+        reason = f"storage='compressed', codec={best.codec!r}{lossy}: {need}"
         return StoragePlan(storage="compressed", codec=best.codec, reason=reason)
     usable = [trial for trial in trials if trial.fits(None, only_lossless=only_lossless)]
+    smallest = min(usable, key=lambda trial: trial.need_bytes, default=None)
     if storage == "auto":
-        least = format_bytes(min([raw_bytes, *(trial.need_bytes for trial in usable)]))
+        least_bytes = min(raw_bytes, smallest.need_bytes) if smallest else raw_bytes
+        least = format_bytes(least_bytes)
         return StoragePlan(storage="none", reason=f"storage='none': {least} needed, but {budget}")
-    if not usable:
+    if smallest is None:
         reasons = "; ".join(f"{trial.codec}: {trial.obstacle}" for trial in trials)
         raise ValueError(f"storage='compressed' is not possible here: {reasons}.")
-    smallest = min(usable, key=lambda trial: trial.need_bytes)
     need = f"codec={smallest.codec!r} needs {format_bytes(smallest.need_bytes)}"
     raise MemoryBudgetError(f"storage='compressed' with {need} {too_large}")
 
@@ -416,12 +417,10 @@ the machine."""
 
 
 class PinningPlan(NamedTuple):
-    """Whether batches lie in pinned memory, and one line that says why."""
+    """Whether batches lie in pinned memory, and one line that says why; none where one asked."""
 
     pin: bool
-    reason: str
-    is_short: bool = False  # memory is all that is missing
-    is_own_choice: bool = True  # nobody has asked for it by True or False
+    reason: str = ""
 
 
 def choose_pinning(
@@ -442,22 +441,20 @@ def choose_pinning(
         copies_wait: a copy from memory that is not pinned waits for all that its stream has to do,
             however small it is, as torch's ``copy_`` does; then small batches gain from it too.
     """
+    need = format_bytes(pinned_bytes)
+    free = format_bytes(budget.bytes)
     if not has_accelerator:
-        return PinningPlan(pin=False, reason="not pinned: there is no CUDA or XPU device")
-    if batch_bytes is None:
-        return PinningPlan(
-            pin=False, reason="not pinned: how large batches are is not known before one is read"
-        )
-    if batch_bytes <= PINNING_FLOOR_BYTES and not copies_wait:
-        return PinningPlan(
-            pin=False,
-            reason=f"not pinned: {format_bytes(batch_bytes)} a batch gain nothing from it",
-        )
-    need, free = format_bytes(pinned_bytes), format_bytes(budget.bytes)
-    if pinned_bytes > budget.bytes * PINNING_SHARE:
+        refusal = "there is no CUDA or XPU device"
+    elif batch_bytes is None:
+        refusal = "how large batches are is not known before one is read"
+    elif batch_bytes <= PINNING_FLOOR_BYTES and not copies_wait:
+        refusal = f"{format_bytes(batch_bytes)} a batch gain nothing from it"
+    elif pinned_bytes > budget.bytes * PINNING_SHARE:
         share = f"at most {PINNING_SHARE:.1%} of {free} free ({budget.limited_by}) is locked"
-        return PinningPlan(pin=False, reason=f"not pinned: {need} needed, {share}", is_short=True)
-    return PinningPlan(pin=True, reason=f"pinned: {need} of {free} free")
+        refusal = f"{need} needed, {share}"
+    else:
+        return PinningPlan(pin=True, reason=f"pinned: {need} of {free} free")
+    return PinningPlan(pin=False, reason=f"not pinned: {refusal}")
 
 
 # Chunks of data larger than memory

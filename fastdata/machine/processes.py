@@ -182,7 +182,9 @@ class Leader:
         ``known`` is what every rank has of its own: it is told by its place there.
         """
         data = io.BytesIO()
-        _Pickler(data, known).dump(value)
+        pickler = _Pickler(data, protocol=5)
+        pickler.known = known
+        pickler.dump(value)
         with open(self._fd, "wb", closefd=False) as file:
             file.write(f"{os.getpid()} {find_rank().rank}\n".encode())
             file.write(data.getbuffer())
@@ -204,21 +206,18 @@ def _leave(fd: int, path: Path, pid: int) -> None:
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, known: Sequence[Any]) -> None:
-        super().__init__(file, protocol=5)
-        self._places = {id(value): place for place, value in enumerate(known) if value is not None}
+    known: Sequence[Any]
 
     def persistent_id(self, value: Any) -> int | None:
-        return self._places.get(id(value))
+        places = range(len(self.known)) if value is not None else ()
+        return next((place for place in places if self.known[place] is value), None)
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: Any, known: Sequence[Any]) -> None:
-        super().__init__(file)
-        self._known = known
+    known: Sequence[Any]
 
     def persistent_load(self, place: int) -> Any:
-        return self._known[place]
+        return self.known[place]
 
 
 def lead_or_follow(run: str, key: str, known: Sequence[Any]) -> Leader | Follower | None:
@@ -229,11 +228,8 @@ def lead_or_follow(run: str, key: str, known: Sequence[Any]) -> Leader | Followe
     try:
         folder = _meeting_folder()
         parent = folder / _meeting_name(_process_name(os.getppid()), key)
-        if parent.exists():
-            found = _read_handles(parent.read_bytes(), known)
-            if found is not None:
-                return found
-        return _meet(folder / _meeting_name(run, key), known)
+        found = _read_handles(parent, known) if parent.exists() else None
+        return found or _meet(folder / _meeting_name(run, key), known)
     except OSError as obstacle:  # no /proc, no locks, or a folder of somebody else's
         warn_user(
             f"the ranks of this machine cannot meet ({obstacle}), so that each prepares and holds "
@@ -249,7 +245,7 @@ def _meet(path: Path, known: Sequence[Any]) -> Leader | Follower:
             fcntl.flock(fd, fcntl.LOCK_EX)  # waits while another rank prepares
             if not _is_there(path, fd):  # its leader has left meanwhile
                 continue
-            found = _read_handles(path.read_bytes(), known)
+            found = _read_handles(path, known)
             if found is not None:
                 log.info("process %d shares what %s has prepared", os.getpid(), found.leader)
                 return found
@@ -270,16 +266,19 @@ def _is_there(path: Path, fd: int) -> bool:
         return False
 
 
-def _read_handles(data: bytes, known: Sequence[Any]) -> Follower | None:
+def _read_handles(path: Path, known: Sequence[Any]) -> Follower | None:
     """None where nothing is told, or the process that told it has ended."""
-    head, _, handles = data.partition(b"\n")
-    if not handles:
-        return None
-    pid, rank = head.decode().split()
-    try:
-        value = _Unpickler(io.BytesIO(handles), known).load()
-    except StoreGoneError:
-        return None
+    with path.open("rb") as file:
+        told_by = file.readline().split()
+        if not told_by:
+            return None
+        unpickler = _Unpickler(file)
+        unpickler.known = known
+        try:
+            value = unpickler.load()
+        except StoreGoneError:
+            return None
+    pid, rank = map(int, told_by)
     return Follower(value, f"rank {rank} (process {pid})")
 
 
@@ -378,12 +377,10 @@ def _run_forked(
 
 def _loss(children: Sequence[BaseProcess], tasks: Sequence[Any]) -> IngestError:
     """What is to be said of a worker that died, while about these were prepared."""
-    codes = [child.exitcode or 0 for child in children]
-    code = next((code for code in codes if code not in (0, -signal.SIGTERM)), -signal.SIGTERM)
-    how = f"ended with exit code {code}"
-    if code < 0:
-        name = next((each.name for each in signal.Signals if each == -code), f"signal {-code}")
-        how = f"was killed by {name}"
+    ended = -signal.SIGTERM  # as the others are by the pool
+    code = next((it.exitcode for it in children if it.exitcode not in (0, None, ended)), ended)
+    name = signal.Signals(-code).name if code < 0 else ""
+    how = f"was killed by {name}" if name else f"ended with exit code {code}"
     text = f"a worker process {how} while these were prepared: {'; '.join(map(str, tasks))}."
     if code == -signal.SIGKILL:
         text += (
