@@ -72,7 +72,7 @@ class Progress:
     """How far one epoch has come.
 
     Attributes:
-        epoch: its number, which random draws are made from.
+        epoch: its number, which random draws are made from; None before the first.
         base_seed: of worker processes, and of draws where the dataset has no seed; None until
             drawn.
         keeps_seed: that was drawn by an earlier epoch of workers that persist.
@@ -143,8 +143,7 @@ class Epochs:
         self.sampler = sampler
         self._generator = generator
         self._seeds_once = seeds_once
-        self._latest: int | None = None  # number of the latest epoch
-        self._set: int | None = None  # of the coming ones, by the user
+        self._set: int | None = None  # number of the coming epochs, by the user
         self.samplers = _nested(sampler)
         last = self.samplers[-1] if self.samplers else None
         self.ranked = last if isinstance(last, RankSampler) else None
@@ -218,17 +217,15 @@ class Epochs:
         state = self.progress.pending
         kept = self._kept_seed
         if state is None or not self._goes_on(state):
-            self._latest = self._chosen(self._next_number)
             self.progress = Progress(
-                epoch=self._latest, base_seed=kept, keeps_seed=kept is not None
+                epoch=self._chosen(self._next_number), base_seed=kept, keeps_seed=kept is not None
             )
             return self.progress
         is_begun = state["is_begun"]
         passed = state["num_yielded"]
-        if state["epoch"] is not None:
-            self._latest = state["epoch"] if is_begun else self._chosen(state["epoch"])
+        number = state["epoch"] or 0
         self.progress = Progress(
-            epoch=self._latest,
+            epoch=number if is_begun else self._chosen(number),
             base_seed=state["base_seed"],
             keeps_seed=state["keeps_seed"] or kept is not None,
             start=state["start"],
@@ -318,7 +315,10 @@ class Epochs:
             self._check(state, self._identity(loader))
         if state or self.progress.pending:
             self.progress = Progress(
-                base_seed=self._kept_seed, state=copy.deepcopy(state), is_finished=not state
+                epoch=self.progress.epoch,
+                base_seed=self._kept_seed,
+                state=copy.deepcopy(state),
+                is_finished=not state,
             )
         if self.ranked is not None:
             self.ranked.is_set = False  # an epoch that is set from now on counts
@@ -345,19 +345,17 @@ class Epochs:
         return self.progress.base_seed if self._seeds_once else None
 
     @property
-    def _next_number(self) -> int | None:
+    def _next_number(self) -> int:
         """Number of the coming epoch, as draws count it: those of a new base seed from 0."""
-        if self.served is None:
-            return None
-        if self._latest is None or (self.served.seed is None and self._kept_seed is None):
-            return 0
-        return self._latest + 1
+        latest = self.progress.epoch
+        has_seed = self.served is not None and self.served.seed is not None
+        is_counted = has_seed or self._kept_seed is not None
+        return latest + 1 if is_counted and latest is not None else 0
 
-    def _chosen(self, number: int | None) -> int | None:
+    def _chosen(self, number: int) -> int:
         """The number of the epoch that the user has set, or ``number``."""
-        if self.served is None:
-            return None
-        chosen = self.served.epoch if self._set is None else self._set
+        of_dataset = None if self.served is None else self.served.epoch
+        chosen = of_dataset if self._set is None else self._set
         return number if chosen is None else chosen
 
 

@@ -33,7 +33,7 @@ import time
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.process import BaseProcess
@@ -356,9 +356,15 @@ def _run_forked(
     children: list[BaseProcess] = []
     done = 0
     try:
-        with _forking():
-            pool.submit(os.getpid)  # which forks all of them
+        # Ctrl-C waits till then: Python drops exceptions in the hooks that run around a fork.
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            with warnings.catch_warnings():  # of threads: a child runs only our loop
+                warnings.simplefilter("ignore", DeprecationWarning)
+                pool.submit(os.getpid)  # which forks all of them
             children += pool._processes.values()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         for task, answer in zip(tasks, pool.map(_attempt_job, tasks), strict=True):
             result, error, text = pickle.loads(answer)
             if error is not None:
@@ -387,21 +393,6 @@ def _loss(children: Sequence[BaseProcess], tasks: Sequence[Any]) -> IngestError:
             " Out of memory is the usual reason: use fewer prepare_workers= or a smaller resize=."
         )
     return IngestError(text)
-
-
-@contextlib.contextmanager
-def _forking() -> Iterator[None]:
-    """Fork, although there are threads: the child runs only our loop.
-
-    Ctrl-C waits till then: Python drops exceptions in the hooks that run around a fork.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            yield
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 _job: Callable[[Any], Any]
