@@ -63,11 +63,11 @@ def constants() -> dict[str, int]:
     return numbers
 
 
-def _type_of(declared: str) -> Any:
-    """The type of a plain number or a pointer; None of a record, and of void."""
-    if "*" in declared:
-        return ctypes.c_void_p
-    return getattr(ctypes, f"c_{declared.split()[0].removesuffix('_t')}", None)
+_TYPES: dict[str, Any] = {"void": None} | {
+    kind: getattr(ctypes, f"c_{kind.removesuffix('_t')}")
+    for kind in ("bool", "uint8_t", "int32_t", "uint32_t", "int64_t", "uint64_t", "float", "double")
+}
+"""By their names in C; a pointer is a ``c_void_p``."""
 
 
 def _fields_of(record: str, **records: Any) -> list[tuple[str, Any]]:
@@ -79,7 +79,7 @@ def _fields_of(record: str, **records: Any) -> list[tuple[str, Any]]:
         kind, names = re.sub(r"\b(const|struct) |\)\(.*", "", line).split(maxsplit=1)
         for name in names.split(","):
             word, *length = re.findall(r"(?!const\b)\w+", name)
-            field = _type_of(name if "*" in name else kind) or records[kind]
+            field = ctypes.c_void_p if "*" in name else (_TYPES | records)[kind]
             fields.append((word, field * int(length[0]) if length else field))
     return fields
 
@@ -169,8 +169,12 @@ def open_library(folder: Path) -> ctypes.CDLL:
         )
     for made, name, given in re.findall(r"EXPORT (\w+) (\w+)\(([^)]*)\)", sources.decode()):
         function = getattr(library, name)
-        function.restype = _type_of(made)
-        function.argtypes = [_type_of(each) for each in given.split(",") if each != "void"]
+        function.restype = _TYPES[made]
+        function.argtypes = [
+            ctypes.c_void_p if "*" in each else _TYPES[each.split()[0]]
+            for each in given.split(",")
+            if each != "void"
+        ]
     return library
 
 
