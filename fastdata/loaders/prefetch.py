@@ -559,13 +559,12 @@ def _upload(store: Store, device: torch.device) -> torch.Tensor:
     free_bytes = torch.cuda.mem_get_info(device)[0] + unused_bytes
     check_device_room(_size_bytes(store), free_bytes, str(device))
     copy_NCHW = torch.empty((len(store), *shape), dtype=torch.uint8, device=device)
-    rows = max(1, CHUNK_BYTES // max(store.spec.sample_bytes, 1))
-    chunk = np.empty((min(rows, len(store)), *shape), np.uint8)
-    for start in range(0, len(store), rows):
-        index = np.arange(start, min(start + rows, len(store)))
-        part = chunk[: len(index)]
-        store.gather_into(index, part)
-        copy_NCHW[start : start + len(index)].copy_(torch.from_numpy(part))
+    start = 0
+    for part in copy_NCHW.split(max(1, CHUNK_BYTES // store.spec.sample_bytes)):
+        chunk = np.empty((len(part), *shape), np.uint8)
+        store.gather_into(np.arange(start, start + len(part)), chunk)
+        part.copy_(torch.from_numpy(chunk))
+        start += len(part)
     return copy_NCHW
 
 
