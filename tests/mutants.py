@@ -43,7 +43,7 @@ MUTANTS = [
     Mutant(
         "the loop's stream does not wait for the batch",
         COPY,
-        "user_stream.wait_event(outcome.slot.ready)",
+        "user_stream.wait_event(outcome.ready)",
         "pass",
     ),
     Mutant("no record_stream", COPY, "tensor.record_stream(user_stream)", "pass"),
@@ -61,7 +61,7 @@ MUTANTS = [
         "pass",
         "transform",
     ),
-    Mutant("no event behind copies", COPY, "slot.ready.record(self.stream)", "pass"),
+    Mutant("no event behind copies", COPY, "                ready.record(self.stream)", ""),
     Mutant(
         "what follows copies runs on another stream",
         COPY,
@@ -88,16 +88,16 @@ MUTANTS = [
     Mutant(
         "sources are let go without waiting",
         COPY,
-        "        self.ready.synchronize()\n",
+        "        ready.synchronize()\n",
         "",
         "gathered",
     ),
-    Mutant("sources are not held", COPY, "            slot.sources = tensors\n", "", "gathered"),
+    Mutant("sources are not held", COPY, "((ready, tensors))", "((ready, []))", "gathered"),
     Mutant(
         "the thread ends with copies in flight",
         COPY,
-        "                    slot.let_go()\n",
-        "                    pass\n",
+        "                while self._in_flight:\n",
+        "                while False:\n",
         "gathered",
     ),
     Mutant(
@@ -137,32 +137,37 @@ MUTANTS = [
     Mutant(
         "a copy does not wait until the device has left an older batch",
         COPY,
-        "            slot.left.synchronize()",
+        "            left.synchronize()",
         "            pass",
         "bounds",
     ),
     Mutant(
         "the loop does not say what it has left",
         COPY,
-        "outcome.slot.left.record(user_stream)",
+        "left.record(user_stream)",
         "pass",
         "bounds",
     ),
     Mutant(
-        "one slot more",
+        "leave for one batch more",
         COPY,
-        "for _ in range(self.depth)]",
-        "for _ in range(self.depth + 1)]",
+        "for _ in range(self.depth):",
+        "for _ in range(self.depth + 1):",
         "bounds",
     ),
     Mutant(
-        "a failed batch keeps its slot",
+        "a failed batch keeps its leave",
         COPY,
-        "            self._slots.put(slot)\n            raise",
+        "            self._leave.put(left)\n            raise",
         "            raise",
         "transform",
     ),
-    Mutant("a slot is not given back", COPY, "            self._slots.put(outcome.slot)\n", ""),
+    Mutant(
+        "leave is not given",
+        COPY,
+        "            self._leave.put(left)\n        elif",
+        "        elif",
+    ),
     # Threads, devices, captures
     Mutant(
         "the thread minds captures of others",
@@ -188,14 +193,8 @@ MUTANTS = [
     Mutant(
         "waiting threads spin",
         COPY,
-        "self.ready = torch.cuda.Event(blocking=True)",
-        "self.ready = torch.cuda.Event()",
-    ),
-    Mutant(
-        "waiting threads spin for the loop",
-        COPY,
-        "self.left = torch.cuda.Event(blocking=True)",
-        "self.left = torch.cuda.Event()",
+        "torch.cuda.Event(blocking=True)",
+        "torch.cuda.Event()",
     ),
     Mutant(
         "a driver that refuses ends the epoch",

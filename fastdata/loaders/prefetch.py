@@ -375,20 +375,24 @@ def _resolve_device(device: DeviceLike | None) -> torch.device:
     Raises:
         DeviceError: torch does not see it.
     """
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if isinstance(device, (list, tuple)):
         raise DeviceError(
             f"device={device!r} is a list, and one process brings batches to one device. Start a "
             "process for each GPU (torchrun), or give a module of DataParallel whole batches on "
             "its first device."
         )
-    resolved = torch.device(("cuda" if count else "cpu") if device is None else device)
-    if resolved.type not in ("cpu", "cuda"):
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device is None and not count:
+        return torch.device("cpu")
+    resolved = torch.device("cuda" if device is None else device)
+    if resolved.type == "cpu":
+        return resolved
+    if resolved.type != "cuda":
         raise DeviceError(
             f"device={str(device)!r} is neither the CPU nor a CUDA device; leave batches on the "
             "CPU."
         )
-    if resolved.type == "cuda" and (resolved.index or 0) >= count:
+    if (resolved.index or 0) >= count:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
         built = torch.version.cuda or getattr(torch.version, "hip", None) or "the CPU only"
         raise DeviceError(
@@ -399,16 +403,17 @@ def _resolve_device(device: DeviceLike | None) -> torch.device:
             "torch.utils.collect_env` shows both), or leave device=None, which is the CPU where "
             "there is no accelerator."
         )
-    if resolved == torch.device("cuda"):
-        resolved = torch.device("cuda", torch.cuda.current_device())
-        rank = int(os.environ.get("LOCAL_RANK") or 0)
-        if device is None and not resolved.index and 0 < rank < count:
-            warn_user(
-                f"batches of the process with LOCAL_RANK={rank} go to cuda:0, which is its current "
-                f"device, as those of rank 0 do. Call torch.cuda.set_device({rank}) first, or pass "
-                f"device='cuda:{rank}' (or 'cuda:0')."
-            )
-    return resolved
+    if resolved.index is not None:
+        return resolved
+    current = torch.cuda.current_device()
+    rank = int(os.environ.get("LOCAL_RANK") or 0)
+    if device is None and not current and 0 < rank < count:
+        warn_user(
+            f"batches of the process with LOCAL_RANK={rank} go to cuda:0, which is its current "
+            f"device, as those of rank 0 do. Call torch.cuda.set_device({rank}) first, or pass "
+            f"device='cuda:{rank}' (or 'cuda:0')."
+        )
+    return torch.device("cuda", current)
 
 
 # Where batch ops run

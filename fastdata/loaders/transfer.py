@@ -1,13 +1,12 @@
 """One epoch's batches, brought from the host to a device ahead of the training loop.
 
-For each batch the copy thread waits for memory before it takes any::
+For each batch the copy thread waits for leave before it takes memory on the device::
 
-    next(loader) -> pinned memory -> a slot -> copy on the side stream -> event -> queue
+    next(loader) -> pinned memory -> leave -> copy on the side stream -> event -> queue
 
-and the training loop's stream waits for the event, not its thread. Each of ``depth`` slots has two
-events: where the loop's stream had left the batch before (``left``), and where the side stream is
-done with its own (``ready``). A slot goes from the thread to the loop and back: an event is
-recorded again only when nobody waits for it any more.
+and the training loop's stream waits for the event, not its thread. Leave for a batch is given as the
+loop takes another: an event where its stream had left the one before. There are ``depth`` to begin
+with.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import dataclasses
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -144,18 +144,8 @@ def begin_thread(device: torch.device) -> None:
 # The copy thread
 
 
-class Slot:
-    """Room for a batch on the device."""
-
-    def __init__(self) -> None:
-        self.left = torch.cuda.Event(blocking=True)  # a waiting thread must not spin
-        self.ready = torch.cuda.Event(blocking=True)
-        self.sources: list[Any] = []  # what its copies read on the host
-
-    def let_go(self) -> None:
-        """Wait until the device has read what lies on the host, which others may have then."""
-        self.ready.synchronize()
-        self.sources.clear()
+def _event() -> Any:
+    return torch.cuda.Event(blocking=True)  # a waiting thread must not spin
 
 
 class BatchHandle(NamedTuple):
@@ -164,7 +154,7 @@ class BatchHandle(NamedTuple):
     batch: Any
     samples: int
     mark: Any = None  # how far the loader was read
-    slot: Slot | None = None
+    ready: Any = None  # the event behind what is done to it on the side stream
     memory: Sequence[torch.Tensor] = ()
 
 
@@ -198,10 +188,11 @@ class Transfer:
         self.copy_s = 0.0  # and for copies and what follows
         self.seen: Any = None  # how far the loader had been read with the user's latest batch
         self._number = -1  # of the latest batch
-        self._all_slots = [Slot() for _ in range(self.depth)]
-        self._slots: SimpleQueue[Slot | None] = SimpleQueue()
-        for slot in self._all_slots:
-            self._slots.put(slot)
+        # What copies read on the host, until the events behind them.
+        self._in_flight: deque[tuple[Any, list[Any]]] = deque()
+        self._leave: SimpleQueue[Any] = SimpleQueue()
+        for _ in range(self.depth):
+            self._leave.put(_event())
         self._ready: SimpleQueue[Outcome] = SimpleQueue()
         self._stopped = threading.Event()
         self._pid = os.getpid()
@@ -247,7 +238,7 @@ class Transfer:
         if os.getpid() != self._pid or self._stopped.is_set():
             return
         self._stopped.set()
-        self._slots.put(None)
+        self._leave.put(None)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_PATIENCE_S)
         self.iterator = iter(())
@@ -287,13 +278,13 @@ class Transfer:
             self._thread.start()
         outcome = self._ready.get()
         if isinstance(outcome, BatchHandle):
-            assert outcome.slot is not None
-            outcome.slot.left.record(user_stream)
-            user_stream.wait_event(outcome.slot.ready)
+            left = _event()
+            left.record(user_stream)
+            user_stream.wait_event(outcome.ready)
             for tensor in outcome.memory:
                 if tensor.device.type == "cuda":
                     tensor.record_stream(user_stream)
-            self._slots.put(outcome.slot)
+            self._leave.put(left)
         elif outcome is not None:  # the last that its thread has done
             self._thread.join()
             self._thread = None
@@ -311,15 +302,20 @@ class Transfer:
                         pass
                 self.iterator = iter(())
             finally:
-                for slot in self._all_slots:
-                    slot.let_go()
+                while self._in_flight:
+                    self._let_go()
         except BaseException as error:  # noqa: BLE001  # raised where its batch would have come
             # Without this frame.
             failure = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
-        for slot in self._all_slots:
-            slot.sources.clear()  # of a lost device, which reads nothing any more
+        self._in_flight.clear()  # of a lost device, which reads nothing any more
         self._ready.put(failure)
         del failure  # it would keep this frame, and this frame it
+
+    def _let_go(self) -> None:
+        """Wait until the device has read a batch on the host, which others may have then."""
+        ready, _ = self._in_flight[0]
+        ready.synchronize()
+        self._in_flight.popleft()
 
     def _copy_next(self) -> bool:
         """Bring one batch; whether there was one, and it is wanted."""
@@ -338,28 +334,30 @@ class Transfer:
         del batch
         self._stage(tensors)
         self.copy_s += time.perf_counter() - begun_at
-        slot = self._slots.get()
-        if slot is None or self._stopped.is_set():
+        left = self._leave.get()
+        if left is None or self._stopped.is_set():
             return False
         try:
             # So the device never holds more than the queue, the loop's batch and this one.
-            slot.left.synchronize()
-            slot.let_go()
+            left.synchronize()
+            if len(self._in_flight) == self.depth:
+                self._let_go()
             begun_at = time.perf_counter()
-            slot.sources = tensors
+            ready = _event()
+            self._in_flight.append((ready, tensors))
             try:
                 with shown_as("fastdata: copy"):
                     batch = build([self._copy(tensor) for tensor in tensors])
                 batch = self.finish(batch, self._number)
             finally:
                 del tensors  # an exception keeps this frame
-                slot.ready.record(self.stream)
+                ready.record(self.stream)
             memory = [part for tensor in flatten(batch)[0] for part in memory_of(tensor)]
             self.copy_s += time.perf_counter() - begun_at
         except BaseException:
-            self._slots.put(slot)
+            self._leave.put(left)
             raise
-        self._ready.put(BatchHandle(batch, samples, mark, slot, memory))
+        self._ready.put(BatchHandle(batch, samples, mark, ready, memory))
         return True
 
     def _stage(self, tensors: list[Any]) -> None:
@@ -376,7 +374,7 @@ class Transfer:
                     tensors[k] = pinned.copy_(tensor)
                     staged_bytes += allocated_bytes(tensor.nbytes)
             self.copies.add(kind, tensor.nbytes)
-        # Of each slot one, the next one, and one that torch has not found to be read yet.
+        # Of each batch in flight one, the next one, and one that torch has not found to be read yet.
         need_bytes = (self.depth + 2) * staged_bytes
         self.pinned.copies_bytes = max(need_bytes, self.pinned.copies_bytes)
 

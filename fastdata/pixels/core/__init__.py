@@ -189,9 +189,8 @@ class CoreError(Exception):
     """
 
     def __init__(self, place: int, refusal: Refusal) -> None:
-        numbers = constants()
-        reasons = list(numbers)[list(numbers).index("OK") :]
-        self.reason = next(name for name in reasons if numbers[name] == refusal.reason)
+        names = list(constants())
+        self.reason = names[names.index("OK") + refusal.reason]
         super().__init__(f"the compiled core refused sample {place} of a batch: {self.reason}")
         self.place = place
         self.program: int = refusal.program
