@@ -44,7 +44,12 @@ _FACTS: dict[type, list[str]] = {
     type(threading.RLock()): [],
 }
 """The attributes that say all of a value of Python's own types that do not pickle."""
-_COMPUTING = (abs, bool, dict, divmod, float, int, len, list, max, min, round, str, tuple)
+_COMPUTING = {abs, bool, dict, divmod, float, int, len, list, max, min, round, str, tuple}
+_OF_DATASETS = [
+    *("_identity", "samples", "targets"),
+    *("transform", "target_transform", "transforms", "loader"),
+]
+"""What tells a dataset from others of its class: lists, then what opens and changes samples."""
 _NOTES = {"_abc_impl", "__annotate__", "__annotate_func__"}
 _HEAP_TYPE = 1 << 9
 """The flag that classes of Python code have in Python's C code (Py_TPFLAGS_HEAPTYPE)."""
@@ -82,19 +87,18 @@ def draws_nothing(call: Any) -> bool:
     if not isinstance(call, types.FunctionType):
         owner = getattr(call, "__self__", None)  # of table.get, table.__getitem__
         return owner is not None and _is_data(owner)
-    if len(list(_nested(call.__code__))) > 1:
-        return False
     named = inspect.getclosurevars(call)
     held = [*named.nonlocals.values(), *named.globals.values(), *(call.__defaults__ or ())]
-    is_computing = set(named.builtins.values()).issubset(_COMPUTING)
+    is_alone = len(list(_nested(call.__code__))) == 1
+    is_computing = is_alone and _COMPUTING.issuperset(named.builtins.values())
     return is_computing and not named.unbound and all(map(_is_data, held))
 
 
 def _is_data(value: Any) -> bool:
     kind = type(value)
     if kind is dict:
-        return _is_plain(value) and _is_plain(value.values())
-    if kind in (list, tuple):
+        value = [*value, *value.values()]
+    if kind in (dict, list, tuple):
         return _is_plain(value)
     return kind in {*_ATOMS, np.ndarray, torch.Tensor}
 
@@ -106,16 +110,14 @@ def describe_dataset(dataset: Any, cache_key: str | None = None) -> str:
     if cache_key is None:
         return f"{kind} {describe(dataset)}"
     listed: list[Any] = [(type(subset), list(subset.indices)) for subset in subsets]
-    transforms = ("transform", "target_transform", "transforms")
-    names = ("_identity", "samples", "targets", *transforms, "loader")
-    listed += [cache_key, [(name, getattr(inner, name, None)) for name in names]]
+    listed += [cache_key, [(name, getattr(inner, name, None)) for name in _OF_DATASETS]]
     return f"{kind} {describe(listed, cache_key)}"
 
 
 def is_listed(dataset: Any) -> bool:
     """Whether a dataset has a list of samples or targets, which tells it from its class's others."""
     *_, inner = _unwrapped(dataset)
-    return any(hasattr(inner, name) for name in ("_identity", "samples", "targets"))
+    return any(hasattr(inner, name) for name in _OF_DATASETS[:3])
 
 
 def _unwrapped(dataset: Any) -> Iterator[Any]:
@@ -135,6 +137,7 @@ def name_of(code: Any) -> str | None:
     origin = _origin(module)
     if origin is None:
         return None
+    # What has another's name, as a closure or a class made in a function, is not that other.
     named: Any = sys.modules.get(module)
     for name in qualname.split("."):
         named = getattr(named, name, None)
@@ -154,6 +157,7 @@ def _origin(module: str) -> str | None:
         path = None if spec is None else spec.origin
     if path is None:
         return None
+    # A module of C, and what lies among installed packages, changes only with its file.
     is_installed = not {"site-packages", "dist-packages"}.isdisjoint(Path(path).parts)
     if path.endswith(".py") and not is_installed:
         return None
@@ -166,9 +170,8 @@ class _Describer(pickle.Pickler):
 
     def __init__(self, file: Any, whole: Any, cache_key: str | None) -> None:
         super().__init__(file, protocol=4)
-        self.fast = (
-            True  # without the memo, which would tell equal values from one that comes twice
-        )
+        # Without the memo, which would tell equal values from one that comes twice.
+        self.fast = True
         self._whole = whole
         self._cache_key = cache_key
         self._met: dict[int, tuple[int, Any]] = {}
@@ -192,6 +195,7 @@ class _Describer(pickle.Pickler):
             raise ValueError(why) from unseen
 
     def _stand_in(self, value: Any) -> Any:
+        """What is pickled in place of a value; what that consists of is asked for in turn."""
         kind = type(value)
         name = name_of(value)
         if name is not None:
@@ -199,6 +203,7 @@ class _Describer(pickle.Pickler):
         if kind in _FACTS:
             return kind.__name__, [getattr(value, fact, b"") for fact in _FACTS[kind]]
         if kind is set or kind is frozenset:
+            # In an order that no seed of hashes changes.
             return kind.__name__, sorted(describe(each, self._cache_key) for each in value)
         if kind is types.MappingProxyType:
             return kind.__name__, dict(value)
@@ -207,6 +212,7 @@ class _Describer(pickle.Pickler):
         if isinstance(value, type):
             return "class", kind, value.__qualname__, value.__bases__, _contents_of(value)
         if isinstance(value, torch.Tensor):
+            # As bytes, because NumPy has no bfloat16.
             raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             return kind, str(value.dtype), list(value.shape), raw.numpy(), vars(value)
         if kind in (np.ndarray, np.memmap) and not value.dtype.hasobject:
@@ -214,15 +220,15 @@ class _Describer(pickle.Pickler):
             return "array", repr(value.dtype), list(value.shape), _hash_of(octets)
         if isinstance(value, types.ModuleType):
             return "module", _origin(value.__name__) or _hash_of_file(value.__file__)
-        if hasattr(value, "_identity") and any(map(_is_ours, kind.__mro__)):
+        is_ours = any(base.__module__.startswith("fastdata.") for base in kind.__mro__)
+        if is_ours and hasattr(value, "_identity"):
             return kind, value._identity
         return kind, *_reduced(value), _hidden_in(value)
 
     def _owner(self, value: Any) -> str:
         """What of all that was met has this value, and under which name."""
         for _, owner in reversed(self._met.values()):
-            named = {**getattr(owner, "__globals__", {}), **vars(owner)}
-            for name, held in named.items():
+            for name, held in {**getattr(owner, "__globals__", {}), **vars(owner)}.items():
                 if held is value:
                     return f"{name!r} of {getattr(owner, '__qualname__', type(owner).__qualname__)}"
         return ""
@@ -255,14 +261,10 @@ def _hash_of_file(path: str | None) -> str:
     return _hash_of(Path(str(path)).read_bytes())
 
 
-def _is_ours(kind: type) -> bool:
-    return kind.__module__.startswith("fastdata.")
-
-
 def _parts_of_function(function: types.FunctionType) -> tuple[Any, ...]:
     code = function.__code__
-    cells = [cell for cell in function.__closure__ or () if cell != types.CellType()]
-    closed = [cell.cell_contents for cell in cells]
+    empty = types.CellType()
+    closed = [cell.cell_contents for cell in function.__closure__ or () if cell != empty]
     defaults = (function.__defaults__, function.__kwdefaults__)
     named = _globals_of(code, function.__globals__)
     return "function", code, defaults, closed, vars(function), named
@@ -270,16 +272,16 @@ def _parts_of_function(function: types.FunctionType) -> tuple[Any, ...]:
 
 def _contents_of(kind: type) -> list[tuple[str, Any]]:
     """A class's own methods and values; what Python notes beside them does nothing."""
-    contents = []
-    for name, value in sorted(vars(kind).items()):
-        is_kept = isinstance(value, _CODE) or not name.startswith("__")
-        if is_kept and name not in _NOTES:
-            contents.append((name, value))
-    return contents
+    return [
+        (name, value)
+        for name, value in sorted(vars(kind).items())
+        if name not in _NOTES and (isinstance(value, _CODE) or not name.startswith("__"))
+    ]
 
 
 def _reduced(value: Any) -> tuple[Any, ...]:
     """What pickle would call to make it again, with its iterators as lists."""
+    # As pickle does: what is registered for a class counts before its methods.
     reduce = copyreg.dispatch_table.get(type(value))
     reduced: Any = value.__reduce_ex__(4) if reduce is None else reduce(value)
     if isinstance(reduced, str):
@@ -293,16 +295,18 @@ def _hidden_in(value: Any) -> Any:
     hidden = getattr(value, "__dict__", {})
     if _origin(kind.__module__) is not None:
         return hidden.get("__wrapped__")
-    how = ("__reduce_ex__", "__reduce__", "__getstate__")
-    is_usual = all(getattr(kind, name, None) is getattr(object, name, None) for name in how)
-    return None if is_usual else hidden
+    for name in ("__reduce_ex__", "__reduce__", "__getstate__"):
+        if getattr(kind, name, None) is not getattr(object, name, None):
+            return hidden
+    return None
 
 
 def _globals_of(code: types.CodeType, namespace: Mapping[str, Any]) -> dict[str, Any]:
     """The globals that code names, by name; of the user's own modules what it may use of them."""
     codes = list(_nested(code))
-    names = frozenset(name for each in codes for name in each.co_names)
+    names = frozenset().union(*[each.co_names for each in codes])
     held = {}
+    # Names of attributes and globals look alike in co_names: instructions tell them apart.
     for step in itertools.chain.from_iterable(map(dis.get_instructions, codes)):
         name = step.argval
         if step.opname == "IMPORT_NAME":
@@ -331,6 +335,7 @@ def _imported(name: str) -> Any:
 def _used_of(value: Any, names: frozenset[str]) -> Any:
     if not isinstance(value, types.ModuleType) or _origin(value.__name__) is not None:
         return value
+    # Of a whole module, only what may be used: any other change in it changes nothing here.
     held = vars(value)
     used = sorted(names.intersection(held))
     return value.__name__, [(name, _used_of(held[name], names - {name})) for name in used]
