@@ -135,12 +135,9 @@ def _sized(file: File) -> File:
 
 def _match(place: Place, pattern: str) -> list[Entry]:
     depth = pattern.count("/")
-    entries = []
-    for entry in place.find(depth=depth + 1):
-        is_hidden = "/." in f"/{entry.name}"
-        if entry.name.count("/") == depth and fnmatchcase(entry.name, pattern) and not is_hidden:
-            entries.append(entry)
-    return [entry for entry in entries if _kind_of(entry.name)]
+    entries = [each for each in place.find(depth=depth + 1) if each.name.count("/") == depth]
+    alike = [entry for entry in entries if fnmatchcase(entry.name, pattern)]
+    return [entry for entry in alike if "/." not in f"/{entry.name}" and _kind_of(entry.name)]
 
 
 def _list_folder(place: Place) -> list[Entry]:
@@ -199,7 +196,8 @@ class _Samples:
         self, files: Sequence[File], counts: Sequence[int], columns: Collection[str] | None
     ) -> None:
         self._files = files
-        self._ends = np.cumsum(counts, dtype=np.int64)
+        self._file_of = np.repeat(np.arange(len(counts)), np.array(counts, np.int64))
+        self._firsts = np.cumsum([0, *counts])
         self._columns = columns
         self.is_remote = files[0].place.is_remote
         facts = repr(sorted({(file.name, file.size_bytes, file.tag) for file in files}))
@@ -208,15 +206,21 @@ class _Samples:
         """The same in every run, until a file is another: a cache is known by it."""
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if len(self._ends) else 0
+        return len(self._file_of)
+
+    def __getitem__(self, index: int) -> Any:
+        index = range(len(self))[index]
+        number = int(self._file_of[index])
+        row = index - int(self._firsts[number])
+        with _naming(f"number {row} of {self._files[number]}"):
+            return self._read(index, number, row)
+
+    def _read(self, index: int, number: int, row: int) -> Any:
+        """A sample; which it is in the file of that number."""
+        raise NotImplementedError
 
     def expect(self, indices: Sequence[int]) -> None:
         """Fetch these samples in the background, where that can be done."""
-
-    def _locate(self, index: int) -> tuple[int, int]:
-        """The number of a sample's file, and the sample's row there."""
-        number = int(np.searchsorted(self._ends, index, side="right"))
-        return number, index - (int(self._ends[number - 1]) if number else 0)
 
     def _choose(self, names: list[str]) -> list[str]:
         """The columns to read, of those that there are."""
@@ -265,24 +269,21 @@ class TarSamples(_Samples):
             self._requests.expect(indices, self._submit)
 
     def _submit(self, index: int) -> Future[bytes]:
-        file = self._files[self._locate(index)[0]]
+        file: File = self._files[self._file_of[index]]
         return file.place.submit(file.name, *self._spans[index].tolist())
 
-    def __getitem__(self, index: int) -> Any:
-        index = range(len(self))[index]
-        number, row = self._locate(index)
-        with _naming(f"number {row} of {self._files[number]}"):
-            data = self._requests.take(index, self._submit).result()
-            with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:
-                members = {member.suffix: member for member in _members(tar)}
-            values: dict[str, Any] = {}
-            for suffix in self._chosen(list(members)):
-                if suffix == _KEY:
-                    values[_KEY] = next(iter(members.values())).key
-                    continue
-                info = members[suffix].info
-                content = data[info.offset_data : info.offset_data + info.size]
-                values[suffix] = _decode_member(suffix, content)
+    def _read(self, index: int, number: int, row: int) -> Any:
+        data = self._requests.take(index, self._submit).result()
+        with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:
+            members = {member.suffix: member for member in _members(tar)}
+        values: dict[str, Any] = {}
+        for suffix in self._chosen(list(members)):
+            if suffix == _KEY:
+                values[_KEY] = next(iter(members.values())).key
+                continue
+            info = members[suffix].info
+            content = data[info.offset_data : info.offset_data + info.size]
+            values[suffix] = _decode_member(suffix, content)
         return tuple(values.values()) if self._columns is None else values
 
     def _chosen(self, suffixes: list[str]) -> list[str]:
@@ -376,7 +377,7 @@ class _Latest(threading.local):
     """The file and the rows that each thread has read last; pickles as nothing."""
 
     file: File | None = None
-    table: _Table | None = None
+    table: Any = None
     number: int = -1
     rows: Any = None
 
@@ -403,26 +404,20 @@ class ArrowRows(_Samples):
         super().__init__(owners or files, counts, columns)
         self._latest = _Latest()
 
-    def __getitem__(self, index: int) -> Any:
-        number, row = self._locate(range(len(self))[index])
+    def _read(self, index: int, number: int, row: int) -> Any:
         latest = self._latest
-        with _naming(f"number {row} of {self._files[number]}"):
-            if latest.number != number:
-                latest.number = -1
-                latest.rows = None  # before there are others
-                latest.rows = self._read(number)
-                latest.number = number
-            (item,) = latest.rows.slice(row, 1).to_pylist()
-            return {name: _decode_value(value) for name, value in item.items()}
-
-    def _read(self, number: int) -> Any:
-        file = self._files[number]
-        table = self._latest.table
-        if table is None or self._latest.file is not file:
-            table = _open_table(file)
-            self._latest.table = table
-            self._latest.file = file
-        return table.read(self._groups[number], self._choose(table.columns))
+        if latest.number != number:
+            file = self._files[number]
+            latest.number = -1
+            latest.rows = None  # before there are others
+            if latest.file is not file:
+                latest.table = _open_table(file)
+                latest.file = file
+            table = latest.table
+            latest.rows = table.read(self._groups[number], self._choose(table.columns))
+            latest.number = number
+        (item,) = latest.rows.slice(row, 1).to_pylist()
+        return {name: _decode_value(value) for name, value in item.items()}
 
 
 def _open_table(file: File) -> _Table:
