@@ -33,12 +33,12 @@ DEVICES = Path("/dev")
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was looked at."""
+    """One thing that was looked at, and what to do about it."""
 
     name: str
     found: str
-    advice: str = ""  # what to do; empty if nothing
-    is_problem: bool = False
+    advice: str = ""
+    problem: str = ""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -49,13 +49,14 @@ class MachineReport(Report):
 
     @property
     def problems(self) -> int:
-        return sum(check.is_problem for check in self.checks)
+        return sum(bool(check.problem) for check in self.checks)
 
     def _lines(self) -> Iterator[Line]:
         for check in self.checks:
-            yield f"{'!' if check.is_problem else ' '} {check.name}", check.found
-            if check.advice:
-                yield "", f"-> {check.advice}"
+            yield f"{'!' if check.problem else ' '} {check.name}", check.found
+            cure = check.problem or check.advice
+            if cure:
+                yield "", f"-> {cure}"
         yield from ("", f"problems: {self.problems}")
 
 
@@ -67,78 +68,73 @@ def examine_machine() -> MachineReport:
 def _cores() -> Iterator[Check]:
     cores = memory.usable_cores()
     machine = os.cpu_count() or cores
-    found = f"{cores}, all that the machine has"
-    advice = ""
-    if cores < machine:
+    if cores >= machine:
+        yield Check("cores", f"{cores}, all that the machine has")
+    else:
+        problem = (
+            "loading and training take turns on one core: give the job more "
+            "(docker run --cpus, sbatch --cpus-per-task, taskset)"
+        )
         found = f"{cores} of {machine} (CPU affinity or cgroup quota)"
-    if cores == 1 < machine:
-        advice = "loading and training take turns on one core: give the job more "
-        advice += "(docker run --cpus, sbatch --cpus-per-task, taskset)"
-    yield Check("cores", found, advice, bool(advice))
+        yield Check("cores", found, problem="" if cores > 1 else problem)
     # Torch counts the affinity's cores and knows nothing of a quota.
     threads = torch.get_num_threads()
-    advice = ""
-    if threads > cores:
-        advice = f"export OMP_NUM_THREADS={cores}: "
-        advice += "more threads than usable cores wait for each other"
-    yield Check("torch threads", f"{threads} for an operation", advice)
+    advice = f"export OMP_NUM_THREADS={cores}: more threads than usable cores wait for each other"
+    yield Check("torch threads", f"{threads} for an operation", advice if threads > cores else "")
 
 
 def _memory() -> Iterator[Check]:
     budget = memory.budget_bytes(memory.available_bytes())
-    images = f"{budget.bytes // (256 * 256 * 3):,} images of 256x256, raw"
-    advice = ""
-    if not budget.bytes:
-        advice = "no image can be kept in memory: give the job more, "
-        advice += "or keep them on disk (cache_dir=)"
-    yield Check("memory", f"{budget}: {images}", advice, bool(advice))
+    problem = "no image can be kept in memory: give the job more, or keep them on disk (cache_dir=)"
+    found = f"{budget}: {budget.bytes // (256 * 256 * 3):,} images of 256x256, raw"
+    yield Check("memory", found, problem="" if budget.bytes else problem)
     if sys.platform == "linux":
         # A batch of 256 float32 images of 224x224 is 147 MiB; torch keeps two there for a worker.
         folder = Path("/dev/shm")
-        free_bytes = shutil.disk_usage(folder).free if folder.is_dir() else 0
-        advice = ""
-        if free_bytes < 1 << 30:
-            advice = "fastdata does not need it; for workers of torch's own loader: "
-            advice += "docker run --shm-size=8g"
-        yield Check("/dev/shm", f"{format_bytes(free_bytes)} free", advice)
+        free = shutil.disk_usage(folder).free if folder.is_dir() else 0
+        advice = (
+            "fastdata does not need it; for workers of torch's own loader: docker run --shm-size=8g"
+        )
+        yield Check("/dev/shm", f"{format_bytes(free)} free", "" if free >= 1 << 30 else advice)
     found = "memfd" if hasattr(os, "memfd_create") else "temporary files"
-    advice = ""
+    problem = ""
     try:
         Block.create(1).close()
     except MemoryError:  # which another check says
         pass
     except OSError as error:
         found += f": {error}"
-        advice = "allow memfd_create (a container's seccomp profile), or give TMPDIR room"
-    yield Check("shared memory", found, advice, bool(advice))
+        problem = "allow memfd_create (a container's seccomp profile), or give TMPDIR room"
+    yield Check("shared memory", found, problem=problem)
 
 
 def _libraries() -> Iterator[Check]:
     installed = versions()
     shown = ("python", "fastdata", "numpy", "lz4", "zstandard")
     yield Check("versions", ", ".join(f"{name} {installed[name] or '-'}" for name in shown))
-    found = core.obstacle()
-    advice = "install fastdata with pip; without its core every step runs per sample, in Python"
-    if found is None:
-        found = f"{Path(core.load()._name).stem} for {platform.machine()}"
-        advice = ""
-    yield Check("compiled core", found, advice, bool(advice))
-    found = f"Pillow {installed['pillow']} with libjpeg-turbo {images.libjpeg_version() or '-'}"
-    obstacle = images.jpeg_obstacle()
-    advice = ""
+    obstacle = core.obstacle()
+    problem = "install fastdata with pip; without its core every step runs per sample, in Python"
     if obstacle:
-        advice = "Pillow decodes whole images, which takes longer; its wheels for Linux and macOS "
-        advice += "bring what is needed: pip install --force-reinstall pillow"
-    yield Check("JPEG", f"{found}; {obstacle or 'the compiled core decodes by it'}", advice)
+        yield Check("compiled core", obstacle, problem=problem)
+    else:
+        yield Check("compiled core", f"{Path(core.load()._name).stem} for {platform.machine()}")
+    obstacle = images.jpeg_obstacle()
+    found = f"Pillow {installed['pillow']} with libjpeg-turbo {images.libjpeg_version() or '-'}; "
+    found += obstacle or "the compiled core decodes by it"
+    advice = (
+        "Pillow decodes whole images, which takes longer; its wheels for Linux and macOS "
+        "bring what is needed: pip install --force-reinstall pillow"
+    )
+    yield Check("JPEG", found, advice if obstacle else "")
     found = installed["torchvision"] or "not installed; fastdata does not need it"
-    advice = ""
-    try:
-        importlib.import_module("torchvision")
-    except (ImportError, OSError, RuntimeError) as error:
-        if installed["torchvision"]:
+    problem = ""
+    if installed["torchvision"]:
+        try:
+            importlib.import_module("torchvision")
+        except (ImportError, OSError, RuntimeError) as error:
             found += f" cannot be imported: {error}"
-            advice = f"install the two that belong together; this torch is {torch.__version__}"
-    yield Check("torchvision", found, advice, bool(advice))
+            problem = f"install the two that belong together; this torch is {torch.__version__}"
+    yield Check("torchvision", found, problem=problem)
 
 
 # Devices
@@ -168,10 +164,10 @@ def _torch(count: int, said: str) -> Check:
         return Check("torch", found, "this process is shown no device: docker run --gpus all")
     if visible in ("", "-1"):
         return Check("torch", found, "unset CUDA_VISIBLE_DEVICES, which hides them")
-    advice = said or "compare nvidia-smi and python -m torch.utils.collect_env"
+    problem = said or "compare nvidia-smi and python -m torch.utils.collect_env"
     if torch.version.cuda is None:
-        advice = "install a build of torch for CUDA: https://pytorch.org/get-started/locally"
-    return Check("torch", found, advice, True)
+        problem = "install a build of torch for CUDA: https://pytorch.org/get-started/locally"
+    return Check("torch", found, problem=problem)
 
 
 def _numa(gpu: str) -> Iterator[Check]:
