@@ -120,11 +120,11 @@ BASE = Diagnosis(
     usable_cores=4,
     workers=4,
 )
-READ = Part("photos", "read", 0.03, 0.029)
-SLOW_DISK = Part("photos", "read", 0.03, 0.005)
-CROP = Part("crop", "transform", 0.02, 0.02)
-FLIP = Part("flip", "transform", 0.02, 0.02)
-STACK = Part("default_collate", "collate", 0.03, 0.03)
+READ = Part("read", "photos", 0.03, 0.029)
+SLOW_DISK = Part("read", "photos", 0.03, 0.005)
+CROP = Part("transform", "crop", 0.02, 0.02)
+FLIP = Part("transform", "flip", 0.02, 0.02)
+STACK = Part("collate", "default_collate", 0.03, 0.03)
 
 
 @pytest.mark.parametrize(

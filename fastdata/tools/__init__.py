@@ -42,10 +42,11 @@ _WARM_UP = 0.125
 
 
 def measure(loader: Iterable[Any], *, seconds: float, limit_s: float = math.inf) -> float:
-    """Samples a second of an empty loop over a loader, epoch after epoch, for some ``seconds``.
+    """Samples a second of an empty loop over a loader, measured for some ``seconds``.
 
-    What its workers need to start, and what they have read ahead by then, is left out, unless the
-    epoch is over by then. Of batches without tensors each is one sample.
+    What its workers need to start, and what they have read ahead by then, is left out. Of a loader
+    whose epochs are shorter than that, whole epochs are measured. Of batches without tensors each
+    is one sample.
 
     Args:
         loader: what to measure.
@@ -59,32 +60,28 @@ def measure(loader: Iterable[Any], *, seconds: float, limit_s: float = math.inf)
     turn = max(1, getattr(loader, "num_workers", 0))
     ahead = turn * (1 + (getattr(loader, "prefetch_factor", None) or 0))
     end = time.perf_counter() + limit_s
-    samples = 0
+    in_epochs = 0
     spent_s = 0.0
     while True:
         began = start = now = time.perf_counter()
-        is_warm = False
-        fresh = 0
-        count = 0
-        for count, batch in enumerate(loader, start=1):
-            before = count - 1
-            if not is_warm and before % turn == 0:
-                has_waited = before > turn and now - began >= _WARM_UP * seconds
-                if before >= ahead or has_waited:
-                    is_warm = True
+        samples = before_start = 0
+        for count, batch in enumerate(loader):
+            if start == began and count % turn == 0:
+                has_waited = count > turn and now - began >= _WARM_UP * seconds
+                if count >= ahead or has_waited:
                     start = now
-                    fresh = 0
-            fresh += sample_count(batch) or 1
+                    before_start = samples
+            samples += sample_count(batch) or 1
             now = time.perf_counter()
-            is_enough = is_warm and spent_s + now - start >= seconds
-            if count % turn == 0 and (is_enough or now > end):
-                break
-        if not count:
+            is_enough = start > began and now - start >= seconds
+            if (count + 1) % turn == 0 and (is_enough or now > end):
+                return (samples - before_start) / (now - start)
+        if not samples:
             raise ValueError("the loader gives no batch to measure")
-        samples += fresh
-        spent_s += now - start
-        if spent_s >= seconds or now > end:
-            return samples / spent_s
+        in_epochs += samples
+        spent_s += now - began
+        if spent_s >= seconds:
+            return in_epochs / spent_s
 
 
 def shuffled(dataset: Sized, seed: int = 0) -> RandomSampler:

@@ -50,22 +50,22 @@ def make_recipe(recipe: str, dtype: str) -> Any:
     """
     v1 = import_torchvision().transforms
     blur_px = CROP_PX // 20 * 2 + 1
-    steps = {
-        "crop": [v1.Resize(PREPARED_PX), v1.CenterCrop(PREPARED_PX), v1.RandomCrop(CROP_PX)],
-        "rrc": [v1.RandomResizedCrop(CROP_PX)],
-        "trivial": [v1.RandomResizedCrop(CROP_PX), v1.TrivialAugmentWide()],
-        "randaug": [v1.RandomResizedCrop(CROP_PX), v1.RandAugment()],
+    crop = [v1.RandomResizedCrop(CROP_PX)]
+    if recipe == "crop":
+        crop = [v1.Resize(PREPARED_PX), v1.CenterCrop(PREPARED_PX), v1.RandomCrop(CROP_PX)]
+    more = {
+        "trivial": [v1.TrivialAugmentWide()],
+        "randaug": [v1.RandAugment()],
         "simclr": [
-            v1.RandomResizedCrop(CROP_PX),
             v1.RandomApply([v1.ColorJitter(0.8, 0.8, 0.8, 0.2)], p=0.8),
             v1.RandomGrayscale(p=0.2),
             v1.RandomApply([v1.GaussianBlur(blur_px, (0.1, 2.0))], p=0.5),
         ],
-    }[recipe]
+    }
     last = [v1.PILToTensor()]
     if dtype == "float32":
         last = [v1.ToTensor(), v1.Normalize(IMAGENET_MEAN, IMAGENET_STD)]
-    return v1.Compose([steps[0], v1.RandomHorizontalFlip(), *steps[1:], *last])
+    return v1.Compose([*crop, v1.RandomHorizontalFlip(), *more.get(recipe, ()), *last])
 
 
 def import_torchvision() -> Any:

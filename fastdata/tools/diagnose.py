@@ -10,17 +10,19 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import math
 import sys
 import time
 import traceback
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from textwrap import shorten
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -70,8 +72,8 @@ LIMITS = {
 class Part:
     """What one part of making a sample costs one core, waiting for others than a core included."""
 
+    kind: str
     name: str
-    kind: Literal["read", "transform", "collate"]
     seconds: float
     cpu_s: float
 
@@ -111,7 +113,7 @@ class Diagnosis(Report):
     usable_cores: int = 1
     is_prefetched: bool = False
     loader_per_s: float | None = None
-    parts: tuple[Part, ...] = ()
+    parts: Sequence[Part] = ()
     kept_per_s: float | None = None
     kept: str = ""
     imports: str = ""
@@ -139,10 +141,10 @@ class Diagnosis(Report):
             return "host-to-device"
         if not self.parts:
             return "loader"
-        costs: dict[str, float] = {}
+        costs: dict[str, float] = defaultdict(float)
         for part in self.parts:
-            costs[part.limit] = costs.get(part.limit, 0.0) + part.seconds
-        largest = max(costs, key=lambda limit: costs[limit])
+            costs[part.limit] += part.seconds
+        largest = max(costs, key=costs.__getitem__)
         return "workers" if self.workers < self.usable_cores and largest != "disk" else largest
 
     @property
@@ -364,8 +366,7 @@ def _when_kept(loader: Any, found: Diagnosis) -> dict[str, Any]:
         return {}
     if type(getattr(base, "transforms", None)).__name__ not in ("NoneType", "StandardTransform"):
         raise ValueError("its transform takes the target too")
-    count = min(len(dataset), _MOST_KEPT)
-    some = np.linspace(0, len(dataset), count, endpoint=False, dtype=int).tolist()
+    some = range(0, len(dataset), math.ceil(len(dataset) / _MOST_KEPT))
     transform = getattr(base, "transform", None)
     with _transform_instead(base, None):
         kept = CachedDataset(Subset(dataset, some), transform=transform, storage="shared")
@@ -377,7 +378,7 @@ def _when_kept(loader: Any, found: Diagnosis) -> dict[str, Any]:
             collate_fn=loader.collate_fn,
         )
         rate = measure(other, seconds=_RATE_S, limit_s=6 * _RATE_S)
-        need = format_bytes(kept.storage_report().raw_bytes * len(dataset) // count)
+        need = format_bytes(kept.storage_report().raw_bytes * len(dataset) // len(some))
     if rate < _CLEAR * (found.loader_per_s or 0):
         return {}
     budget = budget_bytes(available_bytes())
@@ -393,7 +394,7 @@ def _parts(loader: Any, found: Diagnosis) -> dict[str, Any]:
     is_ours = isinstance(base, PreparedDataset)
     timed = _TimedSteps(() if is_ours else flatten(getattr(base, "transform", None)))
     is_stream = isinstance(dataset, IterableDataset)
-    samples = iter(dataset) if is_stream else (dataset[index] for index in loader.sampler)
+    samples = iter(dataset) if is_stream else map(dataset.__getitem__, loader.sampler)
     read = []
     with contextlib.nullcontext() if is_ours else _transform_instead(base, timed):
         next(samples)  # which pays for imports and tables
@@ -405,22 +406,17 @@ def _parts(loader: Any, found: Diagnosis) -> dict[str, Any]:
                 break
         spent = _clock() - began - timed.costs.sum(axis=0)
     kind = "transform" if _is_kept(base) else "read"
-    parts = [_part(type(dataset).__name__, kind, spent, len(read))]
+    costs = [(kind, type(dataset).__name__, spent / len(read))]
     for step, cost in zip(timed.steps, timed.costs, strict=True):
-        name = shorten(" ".join(repr(step).split()), 44, placeholder=" ...")
-        parts.append(_part(name, "transform", cost, len(read)))
+        costs.append(("transform", shorten(repr(step), 44, placeholder=" ..."), cost / len(read)))
     joined = read[0]
     if loader.batch_sampler is not None:
         joined = read[: loader.batch_size]
     began = _clock()
     loader.collate_fn(joined)
     name = getattr(loader.collate_fn, "__name__", "collate_fn")
-    return {"parts": (*parts, _part(name, "collate", _clock() - began, len(joined)))}
-
-
-def _part(name: str, kind: Any, costs: np.ndarray, count: int) -> Part:
-    seconds, cpu_s = np.maximum(costs / count, 0).tolist()
-    return Part(name, kind, seconds, cpu_s)
+    costs.append(("collate", name, (_clock() - began) / len(joined)))
+    return {"parts": [Part(kind, name, *np.maximum(cost, 0)) for kind, name, cost in costs]}
 
 
 def _clock() -> np.ndarray:
