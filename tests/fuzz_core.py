@@ -50,7 +50,15 @@ CHILD_OF = {
 DEPTH = 3
 MOST_PIXELS = 1 << 20
 LEVELS = 40
-DTYPES = (np.uint8, np.float32, np.float64, np.float16, np.uint16)
+DTYPES = {
+    "uint8": np.uint8,
+    "float32": np.float32,
+    "float64": np.float64,
+    "float16": np.float16,
+    "bfloat16": np.uint16,
+    "int32": np.int32,
+    "int64": np.int64,
+}
 
 
 class Fuzz:
@@ -127,15 +135,6 @@ class Fuzz:
             fill,
         )
 
-    def values(self, channels: int, dtype: int) -> core.Values:
-        mean_C, std_C = np.zeros(channels, np.float32), np.ones(channels, np.float32)
-        table_C256 = np.tile(np.arange(256.0), (channels, 1))
-        values = core.Values(
-            dtype, True, False, True, 1.0, *(a.ctypes.data for a in (mean_C, std_C, table_C256))
-        )
-        values.kept = [mean_C, std_C, table_C256]
-        return values
-
 
 def run_once(seed: int) -> str:
     """Draw and serve one random table; gives what became of it."""
@@ -169,12 +168,17 @@ def _serve(fuzz: Fuzz, table: core.Table, image: np.ndarray) -> str:
         _pixels(op) > MOST_PIXELS for op in ops[0]
     ):
         return "large"
-    dtype = int(fuzz.rng.integers(len(DTYPES)))
+    dtype = fuzz.pick(*DTYPES)
     out = np.empty((1, channels, height, width), DTYPES[dtype])
     channels_last = bool(fuzz.pick(False, True))
     solved = np.ones((1, ops.shape[1], 8)) if ops.shape[1] else None
     served = core.Served(
-        table, fuzz.values(channels, dtype), out.ctypes.data, out.shape[1:], solved, channels_last
+        table,
+        core.make_values(channels, dtype, "none", [], widens=True),
+        out.ctypes.data,
+        out.shape[1:],
+        solved,
+        channels_last,
     )
     source = np.array([image.ctypes.data], np.int64)
     core.serve(core.Samples(source, shape), keys, [served])

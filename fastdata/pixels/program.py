@@ -66,10 +66,15 @@ class Program:
         cast = next((op.about for op in ops if op.code == "OP_CAST"), Cast(spec.dtype))
         self._dtype = np.dtype(_FLOAT16S.get(cast.dtype, cast.dtype))
         self._is_bfloat16 = cast.dtype == "bfloat16"
-        # Of masks, to int64.
-        self._is_widened = bool(ops) and cast.dtype.upper() not in core.constants()
-        made = Cast("uint8") if self._is_widened else cast
-        self._values = functools.cache(functools.partial(_make_values, cast=made))
+        normals = [(mean, std) for mean, std, _ in cast.normalizations]
+        make_values = functools.partial(
+            core.make_values,
+            dtype=cast.dtype,
+            scaling=cast.scaling,
+            normals=normals,
+            widens=any(widens for *_, widens in cast.normalizations),
+        )
+        self._values = functools.cache(make_values)
         self._equal_shapes = functools.cache(functools.partial(_shapes, stored or ()))
         self._scratch = Scratch()
 
@@ -237,21 +242,16 @@ class Program:
                 store.read_into(indices[b], decoded[b])
             _serve(pairs, samples, keys, rows_B, first, last)
 
-    def _narrow(self, out: Array) -> Array:
-        """Memory for what becomes ``out``, the same at each call."""
-        return self._scratch.take("narrow", out.shape)
-
     def _served(self, out: Array, samples: core.Samples, keys: core.Keys) -> core.Served:
         """What the core fills ``out`` by."""
         is_last = not out.flags.c_contiguous
         if is_last and not (out.ndim == 4 and out.transpose(0, 2, 3, 1).flags.c_contiguous):
             raise ValueError("the memory for a batch must be C-contiguous or channels_last")
         shape = _planes(out.shape[1:])
-        made = self._narrow(out) if self._is_widened else out
         table = self._table
         solved = table.solve(keys, samples.shapes_B3) if table.has_perspectives else None
         values = self._values(shape[0])
-        return core.Served(table.record, values, made.ctypes.data, shape, solved, is_last)
+        return core.Served(table.record, values, out.ctypes.data, shape, solved, is_last)
 
 
 _Pair = tuple[Program, Array]
@@ -295,38 +295,6 @@ def _serve(
             else:
                 table = pairs[refused.program][0]._table
                 table.answer(refused, index, samples.shapes_B3[begin])
-    for program, out in pairs:
-        if program._is_widened:
-            rows = slice(first, last) if rows_B is None else rows_B[first:last]
-            out[rows] = program._narrow(out)[rows]
-
-
-def _make_values(channels: int, cast: Cast) -> core.Values:
-    """Let channel c's value x become ``table_C256[c, x]``, by torchvision's own arithmetic.
-
-    The core computes it, as (x / factor - mean) / std in float32, where that gives the very values
-    of the table.
-    """
-    is_double = cast.dtype == "float64"
-    computed = np.float64 if is_double else np.float32
-    divides = cast.scaling == "divide"
-    factor = computed({"divide": 255, "multiply": 1 / 255, "none": 1}[cast.scaling])
-    table_C256 = np.tile(np.arange(256, dtype=computed), (channels, 1))
-    table_C256 = table_C256 / factor if divides else table_C256 * factor
-    # Where there are more of them than channels, the core refuses the samples.
-    both_2C = np.array([[0.0] * channels, [1.0] * channels], computed)
-    for *both, _ in cast.normalizations:
-        both_2C = np.stack([np.resize(np.array(each, computed), channels) for each in both])
-        mean_C, std_C = both_2C[:, :, None]
-        table_C256 = (table_C256 - mean_C) / std_C
-    widens = any(widens for *_, widens in cast.normalizations)
-    constants = both_2C.astype(np.float32)
-    kept = [*constants, np.array(table_C256, np.float64, order="C")]
-    addresses = [array.ctypes.data for array in kept]
-    dtype = core.constants()[cast.dtype.upper()]
-    values = core.Values(dtype, not is_double, divides, widens, factor, *addresses)
-    values.kept = kept
-    return values
 
 
 def _shapes(shape: Shape, count: int) -> Int32s:

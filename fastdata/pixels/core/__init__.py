@@ -312,6 +312,32 @@ def make_table(
     return table
 
 
+def make_values(
+    channels: int,
+    dtype: str,
+    scaling: str,
+    normals: Sequence[tuple[Sequence[float], Sequence[float]]],
+    *,
+    widens: bool = False,
+) -> Values:
+    """How uint8 becomes values of a dtype: scaled, then normalised by each mean and std."""
+    # Where there are more of them than channels, the core refuses the samples.
+    pairs = [[np.resize(each, channels) for each in pair] for pair in normals or [([0], [1])]]
+    normals_N2C = np.array(pairs, np.float64)
+    table_C256 = np.empty((channels, 256))
+    values = Values(
+        dtype=constants()[dtype.upper()],
+        scaling=constants()[f"SCALE_{scaling.upper()}"],
+        widens=widens,
+        count=len(pairs),
+        normals_N2C=normals_N2C.ctypes.data,
+        table_C256=table_C256.ctypes.data,
+    )
+    values.kept = [normals_N2C, table_C256]
+    load().fastdata_values(ctypes.byref(values), channels)
+    return values
+
+
 def draw(
     table: Table,
     keys: Keys,

@@ -294,7 +294,8 @@ INLINE bool is_inside(const Op *op, int32_t height, int32_t width) {
            n[1] + (int64_t)n[3] <= width;
 }
 
-enum { UINT8, FLOAT32, FLOAT64, FLOAT16, BFLOAT16 };
+enum { UINT8, FLOAT32, FLOAT64, FLOAT16, BFLOAT16, INT32, INT64 };
+enum { SCALE_NONE, SCALE_DIVIDE, SCALE_MULTIPLY }; /* how 255 becomes 1 */
 extern const int64_t ITEM_BYTES[]; /* noise.c */
 enum { CHUNK = 512 };              /* values between two passes */
 void store(int32_t dtype, const float *restrict in, int64_t count, uint8_t *out); /* floats to values of a batch */
@@ -326,15 +327,15 @@ typedef struct {
     int32_t version;
 } Jpeg;
 
-/* How uint8 becomes what is served. */
+/* How uint8 becomes what is served: by fastdata_values from dtype, scaling and normalisations, one or more. */
 typedef struct {
-    int32_t dtype;
-    int32_t by_formula; /* floats are (x / factor - mean) / std, or with x * factor if not `divides`, where that gives the
-                           very values of the table; else these */
-    int32_t divides, widens; /* whether one channel may become several */
+    int32_t dtype, scaling, widens, count; /* whether one channel may become several; how many normalisations there are */
+    const double *normals_N2C;             /* mean and std of each */
+    double *table_C256;                    /* what 0 to 255 become */
+    const double *mean_C, *std_C;          /* of the last one */
+    int32_t by_formula; /* floats are (x / factor - mean) / std, or with x * factor, where that gives the very values of the
+                           table; else these */
     float factor;
-    const float *mean_C, *std_C;
-    const double *table_C256;
 } Values;
 
 /* Samples, and what they are served as. */

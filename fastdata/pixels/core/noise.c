@@ -42,7 +42,8 @@ bool draw_erase(Drawing *d, const Step *step) {
 
 /* Pixels */
 
-const int64_t ITEM_BYTES[] = {[UINT8] = 1, [FLOAT32] = 4, [FLOAT64] = 8, [FLOAT16] = 2, [BFLOAT16] = 2};
+const int64_t ITEM_BYTES[] = {[UINT8] = 1, [FLOAT32] = 4, [FLOAT64] = 8, [FLOAT16] = 2, [BFLOAT16] = 2, [INT32] = 4,
+                              [INT64] = 8};
 
 static uint16_t to_bfloat16(float value) { /* to the nearest, halves to even; there are no NaNs here */
     uint32_t bits;

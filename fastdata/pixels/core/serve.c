@@ -253,8 +253,8 @@ static inline float divide(float a, Divisor b) {
 /* ToTensor / ToDtype, then Normalize: torchvision's transforms/_functional_tensor.py and v2/functional/_misc.py. */
 INLINE void convert(const Values *v, int32_t c, const uint8_t *restrict in, int64_t count, float *restrict out,
                     bool divides) {
-    const float factor = v->factor, mean = v->mean_C[c];
-    const Divisor whole = divisor_of(factor), std = divisor_of(v->std_C[c]);
+    const float factor = v->factor, mean = (float)v->mean_C[c];
+    const Divisor whole = divisor_of(factor), std = divisor_of((float)v->std_C[c]);
     for (int64_t i = 0; i < count; i++) out[i] = divide((divides ? divide(in[i], whole) : in[i] * factor) - mean, std);
 }
 
@@ -262,7 +262,7 @@ static void to_floats(const Values *v, int32_t c, const uint8_t *restrict in, in
     if (!v->by_formula)
         for (int64_t i = 0; i < count; i++) out[i] = (float)v->table_C256[256 * c + in[i]];
     else
-        v->divides ? convert(v, c, in, count, out, true) : convert(v, c, in, count, out, false);
+        v->scaling == SCALE_DIVIDE ? convert(v, c, in, count, out, true) : convert(v, c, in, count, out, false);
 }
 
 /* Whether the formula gives what the table has. */
@@ -276,6 +276,26 @@ static bool agrees(const Values *v, int32_t channels) {
             if (values[x] != (float)v->table_C256[256 * c + x]) return false;
     }
     return true;
+}
+
+/* Fill the table by torchvision's own arithmetic, of doubles for FLOAT64, else of floats. */
+EXPORT void fastdata_values(Values *v, int32_t channels) {
+    const bool divides = v->scaling == SCALE_DIVIDE;
+    const double factor = divides ? 255 : v->scaling == SCALE_MULTIPLY ? 1 / 255.0 : 1;
+    v->factor = (float)factor;
+    for (int32_t c = 0; c < channels; c++)
+        for (int x = 0; x < 256; x++) {
+            double wide = divides ? x / factor : x * factor;
+            float value = divides ? (float)x / v->factor : (float)x * v->factor;
+            for (int32_t n = 0; n < v->count; n++) {
+                v->mean_C = v->normals_N2C + 2 * n * channels, v->std_C = v->mean_C + channels;
+                wide = (wide - v->mean_C[c]) / v->std_C[c];
+                value = (value - (float)v->mean_C[c]) / (float)v->std_C[c];
+            }
+            v->table_C256[256 * c + x] = v->dtype == FLOAT64 ? wide : value;
+        }
+    v->by_formula = true;
+    v->by_formula = v->dtype != FLOAT64 && agrees(v, channels);
 }
 
 /* Whether values for `out` may go past the caches: memory that is written so need not be read first. */
@@ -321,7 +341,10 @@ static void write_values(const Values *v, int32_t c, const uint8_t *in, int64_t 
     streams = streams && may_stream(out);
     const bool in_chunks = is_half(v) || (v->dtype == FLOAT32 && streams);
     if (v->dtype == FLOAT32 && !streams) to_floats(v, c, in, count, (float *)out);
-    for (int64_t i = 0; i < count && v->dtype == FLOAT64; i++) ((double *)out)[i] = v->table_C256[256 * c + in[i]];
+    const double *table = v->table_C256 + 256 * c;
+    for (int64_t i = 0; i < count && v->dtype == FLOAT64; i++) ((double *)out)[i] = table[in[i]];
+    for (int64_t i = 0; i < count && v->dtype == INT32; i++) ((int32_t *)out)[i] = (int32_t)table[in[i]];
+    for (int64_t i = 0; i < count && v->dtype == INT64; i++) ((int64_t *)out)[i] = (int64_t)table[in[i]];
     for (int64_t from = 0; from < count && in_chunks; from += CHUNK) {
         const int64_t part = count - from < CHUNK ? count - from : CHUNK;
         to_floats(v, c, in + from, part, floats);
@@ -368,9 +391,9 @@ typedef struct {
 
 static void repeat(const Values *v, int64_t channels, Pattern *pattern) {
     for (int64_t c = 0; c < channels; c++) {
-        const Divisor std = divisor_of(v->std_C[c]);
+        const Divisor std = divisor_of((float)v->std_C[c]);
         for (int64_t k = c; k < PERIOD; k += channels)
-            pattern->mean[k] = v->mean_C[c], pattern->value[k] = std.value, pattern->high[k] = std.high, pattern->low[k] = std.low;
+            pattern->mean[k] = (float)v->mean_C[c], pattern->value[k] = std.value, pattern->high[k] = std.high, pattern->low[k] = std.low;
     }
 }
 
@@ -406,9 +429,13 @@ static void write_pixels(const Values *v, const Pattern *pattern, int64_t channe
         float *to = in_chunks ? floats : (float *)out;
         if (v->dtype == FLOAT64)
             for (int64_t i = 0; i < part; i++) ((double *)out)[i] = v->table_C256[256 * (i % channels) + in[i]];
+        else if (v->dtype == INT32)
+            for (int64_t i = 0; i < part; i++) ((int32_t *)out)[i] = (int32_t)v->table_C256[256 * (i % channels) + in[i]];
+        else if (v->dtype == INT64)
+            for (int64_t i = 0; i < part; i++) ((int64_t *)out)[i] = (int64_t)v->table_C256[256 * (i % channels) + in[i]];
         else if (!pattern)
             for (int64_t i = 0; i < part; i++) to[i] = (float)v->table_C256[256 * (i % channels) + in[i]];
-        else v->divides ? convert_pixels(v, pattern, in, part, to, true) : convert_pixels(v, pattern, in, part, to, false);
+        else v->scaling == SCALE_DIVIDE ? convert_pixels(v, pattern, in, part, to, true) : convert_pixels(v, pattern, in, part, to, false);
         if (in_chunks) hand_over(v, floats, part, out + from * ITEM_BYTES[v->dtype], streams);
     }
 }
@@ -617,7 +644,6 @@ static void expect(const Batch *batch, int64_t b) {
 EXPORT int64_t fastdata_serve(Batch *batch, int64_t first, int64_t last, Refusal *refusal) {
     int64_t programs = 0;
     for (Batch *each = batch; each; each = each->next, programs++) {
-        each->values.by_formula = each->values.by_formula && agrees(&each->values, each->channels);
         const int64_t values = (last - first) * each->channels * each->height * each->width;
         each->streams = values * ITEM_BYTES[each->values.dtype] > STREAMED_BYTES;
         refusal->program = programs, refusal->reason = REFUSED_TABLE;
