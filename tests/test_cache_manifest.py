@@ -28,10 +28,10 @@ WRONG = [
     (["parts", 0, "spec", "dtype"], ["u1"]),
     (["parts", 0, "spec", "form"], "jpg"),
     (["shard_rows"], float("nan")),
-    (["is_tuple"], "yes"),
-    (["target_is_part"], True),
-    (["keys"], {"names": ["image", "label"], "image": "pixels"}),
-    (["keys"], {"names": ["image", "image"], "image": "image"}),
+    (["layout", "is_tuple"], "yes"),
+    (["layout", "target_is_part"], True),
+    (["layout", "keys"], {"names": ["image", "label"], "image": "pixels"}),
+    (["layout", "keys"], {"names": ["image", "image"], "image": "image"}),
 ]
 WRONG_SHARDS = {
     "shards.names": [[b"../0123456789abc"], [b"0123456789abcdef"] * 2, []],

@@ -37,7 +37,7 @@ from fastdata.pixels import (
 from fastdata.pixels.images import Resize, opening_of, tensor_class
 from fastdata.report import log, warn_user
 from fastdata.sources import DatasetSource, FileSource, Source
-from fastdata.stores.options import CacheWriting, Options
+from fastdata.stores.options import Options
 from fastdata.stores.prepare import prepare_storage, report_storage
 from fastdata.stores.samples import KeptSamples, ReadPath, Steps, is_fetched, read_path
 
@@ -81,7 +81,8 @@ class _Opened(Dataset[Any]):
     """The datasets over the same kept samples; the last one to be closed gives their memory
     back."""
     _visits: SharedVisits
-    _writing = CacheWriting()
+    _writing: tuple[Any, Any] = ("local", None)
+    """Engine and size of shards of a cache."""
     _is_waiting = False
     """Whether samples are to be prepared once one is read, or there is a transform."""
     _was_read = False
@@ -109,7 +110,7 @@ class _Opened(Dataset[Any]):
             **options: of the dataset.
         """
         dataset = cls.__new__(cls)
-        dataset._writing = CacheWriting(engine=engine, shard_bytes=shard_bytes)
+        dataset._writing = engine, shard_bytes
         dataset.__init__(*arguments, **options)  # type: ignore[misc]
         return dataset
 
@@ -153,7 +154,7 @@ class _Opened(Dataset[Any]):
         state = {name: value for name, value in self.__dict__.items() if name not in derived}
         stored = self._stored
         # An executor stays with the process that has it.
-        options = replace(stored.options, writing=CacheWriting())
+        options = replace(stored.options, engine="local", shard_bytes=None)
         state["_stored"] = replace(stored, options=options, source=None, skipped=())
         stores = stored.kept.stores if stored.kept else ()
         state["_imported"] = [tensor_class(store.spec.form) for store in stores]

@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import errno
 import hashlib
+import itertools
 import json
 import math
 import multiprocessing
@@ -65,7 +66,7 @@ from fastdata.stores.options import Options
 from fastdata.stores.prepare import (
     Forecast,
     Prepared,
-    coders_of,
+    coders_by_name,
     forecast,
     look_longer,
     try_all,
@@ -407,9 +408,9 @@ def _continue(wanted: _Wanted) -> tuple[Manifest, list[WriterPlan]] | None:
                 spec=part.spec,
                 dimensions=part.dimensions,
                 codec=coder_of(wanted.place, part, wanted.coders),
-                first_bytes=sum(index.files(number).values()),
+                first_bytes=sum(files.values()),
             )
-            for number, part in enumerate(manifest.parts)
+            for part, files in zip(manifest.parts, index.files(), strict=True)
         ]
     except (FileNotFoundError, CacheError):
         return None
@@ -421,22 +422,17 @@ def _continue(wanted: _Wanted) -> tuple[Manifest, list[WriterPlan]] | None:
 def _begin(wanted: _Wanted) -> tuple[Manifest, list[WriterPlan]]:
     """The manifest of a new cache, and how its parts are written."""
     expected = forecast(wanted.path)
-    first = expected.first
-    if not first.target_is_part:  # an error now, if they cannot be kept
+    if not expected.layout.target_is_part:  # an error now, if they cannot be kept
         pack_targets(expected.targets)
-    codec, part_bytes = _choose_codec(wanted, expected)
-    coders = coders_of(codec, wanted.path, wanted.options.codec, len(part_bytes))
-    plans = expected.plan_writers(coders, part_bytes)
-    shard_bytes = wanted.options.writing.shard_bytes
+    plans = _plan_writers(wanted, expected)
+    need_bytes = sum(plan.first_bytes for plan in plans)
+    shard_bytes = wanted.options.shard_bytes
     manifest = Manifest(
         key=wanted.key,
         root=wanted.root,
         parts=_parts_of(plans),
-        shard_rows=samples_per_shard(len(wanted.path.source), sum(part_bytes), shard_bytes),
-        is_tuple=first.is_tuple,
-        target_is_part=first.target_is_part,
-        mask_places=first.mask_places,
-        keys=expected.keys,
+        shard_rows=samples_per_shard(len(wanted.path.source), need_bytes, shard_bytes),
+        layout=expected.layout,
     )
     return manifest, plans
 
@@ -449,28 +445,24 @@ def _parts_of(plans: Sequence[WriterPlan]) -> tuple[Part, ...]:
     )
 
 
-def _choose_codec(wanted: _Wanted, expected: Forecast) -> tuple[str | None, Sequence[int]]:
-    """Keep samples raw where the disk has room, else by a lossless codec, or as the user says.
-
-    Returns:
-        The name of what encodes them, None for raw ones, and about how many bytes all samples take
-        of each part.
-    """
-    codec = wanted.options.codec
+def _plan_writers(wanted: _Wanted, expected: Forecast) -> list[WriterPlan]:
+    """Keep samples raw where the disk has room, else by a lossless codec, or as the user says."""
+    path, codec = wanted.path, wanted.options.codec
     is_free = codec == "auto"
     free = max(free_bytes(wanted.home) - _SPARE_BYTES, 0) if is_free else None
     # A bucket is never full.
     if free is not None and (wanted.place.is_remote or expected.need_bytes <= free):
-        return None, expected.part_bytes
-    trials = try_all(wanted.path, look_longer(wanted.path), codec)
+        return expected.plan_writers()
+    trials = try_all(path, look_longer(path), codec)
     best = fastest_fitting(trials, free, only_lossless=is_free)
     if best is not None:
         need = format_bytes(expected.need_bytes)
         log.info("codec=%r on disk, where raw samples take %s", best.codec, need)
-        return best.codec, best.part_bytes
+        coders = coders_by_name(codec, path, len(best.part_bytes))[best.codec]
+        return expected.plan_writers(coders, best.part_bytes)
     if not is_free:
         raise ValueError(f"codec={codec!r} is not possible here: {trials[0].obstacle}")
-    return None, expected.part_bytes  # its writer says need, free and cure
+    return expected.plan_writers()  # which says need, free and cure
 
 
 def samples_per_shard(count: int, need_bytes: int, shard_bytes: int | str | None) -> int:
@@ -576,18 +568,15 @@ def _make_tasks(count: int, size: int, words: Sequence[Any], listing: Listing | 
     basis = json.dumps([VERSION, count if listing is None else 0, *words], sort_keys=True)
     paths = [] if listing is None else listing.paths.names()
     stops = [*range(size, count, size), count] if listing is None else _cut(paths, size)
-    tasks: list[Task] = []
-    names: set[str] = set()
-    for start, stop in zip([0, *stops], stops, strict=False):
-        content: list[str | bytes | np.ndarray] = [basis, b"\0".join(paths[start:stop])]
+    tasks: dict[str, Task] = {}
+    for start, stop in itertools.pairwise([0, *stops]):
+        name = _fingerprint(basis, b"\0".join(paths[start:stop]))
         if listing is not None:
-            content += [listing.sizes[start:stop], listing.times[start:stop]]
-        name = _fingerprint(*content)
-        if listing is None or name in names:  # of a list that has the same files twice
-            name = _fingerprint(*content, f"{start} {stop}")
-        names.add(name)
-        tasks.append(Task(len(tasks), name[:_SHARD_CHARACTERS], range(start, stop)))
-    return tasks
+            name = _fingerprint(name, listing.sizes[start:stop], listing.times[start:stop])
+        if listing is None or name in tasks:  # of a list that has the same files twice
+            name = _fingerprint(name, f"{start} {stop}")
+        tasks[name] = Task(len(tasks), name[:_SHARD_CHARACTERS], range(start, stop))
+    return list(tasks.values())
 
 
 def _cut(names: Sequence[bytes], size: int) -> list[int]:
@@ -657,7 +646,7 @@ class ShardWriter:
             for number, plan in enumerate(plans):
                 assert plan.path is not None
                 cleanup.callback(plan.path.unlink, missing_ok=True)
-                [name] = index.files(number)
+                [name] = index.files()[number]
                 if self.place.is_remote:
                     self.place.upload(name, plan.path)
                 else:
@@ -682,16 +671,14 @@ class ShardWriter:
         begun = [task for task in tasks if receipt_name(task.name) in sizes]
         receipts = [self.place.submit(receipt_name(task.name)) for task in begun]
         complete = {}
-        parts = self.manifest.parts
         for task, receipt in zip(begun, receipts, strict=True):
             with contextlib.suppress(*DAMAGED):
                 index = Index.unpack(receipt.result())
-                is_its_own = index.manifest.parts == parts and index.shard_names == [task.name]
-                is_of_all = len(index.columns["kept"]) == len(task.positions)
-                files = [item for k in range(len(parts)) for item in index.files(k).items()]
-                is_whole = all(sizes.get(name) == size_bytes for name, size_bytes in files)
-                is_usable = with_skipped or not index.skipped
-                if is_its_own and is_of_all and is_whole and is_usable:
+                is_its_own = index.shard_names == [task.name]
+                is_its_own &= index.manifest.parts == self.manifest.parts
+                is_its_own &= len(index.columns["kept"]) == len(task.positions)
+                is_whole = all(files.items() <= sizes.items() for files in index.files())
+                if is_its_own and is_whole and (with_skipped or not index.skipped):
                     complete[task.number] = index
         return complete
 
@@ -749,7 +736,7 @@ def _run(
 ) -> Generator[Task, None, None]:
     """Write shards, and yield each when it is written."""
     workers = ingest_workers(options)
-    engine = options.writing.engine
+    engine = options.engine
     source = writer.path.source
     if engine == "local":
         if 1 < workers <= len(tasks):
@@ -775,31 +762,25 @@ def _run(
 
 def _run_in(executor: Executor, packed: Any, tasks: Sequence[Task]) -> Iterator[Task]:
     running: dict[Future[bytes], Task] = {}
-    try:
-        for task, answer in _answers(executor, packed, tasks, running):
-            _, error, text = pickle.loads(answer)
-            if error is not None:
-                raise error from IngestError(f"in {task}:\n{text}")
-            yield task
-    finally:
-        # What is being written now stays, too.
-        wait([future for future in running if not future.cancel()])
-
-
-def _answers(
-    executor: Executor, packed: Any, tasks: Sequence[Task], running: dict[Future[bytes], Task]
-) -> Iterator[tuple[Task, bytes]]:
-    """What becomes of each task; an IngestError where the executor itself fails."""
+    error = None
     try:
         for task in tasks:
             running[executor.submit(_attempt, packed, task)] = task
         for future in as_completed(running):
             task = running[future]
-            yield task, future.result()
+            _, error, text = pickle.loads(future.result())
+            if error is not None:
+                break
+            yield task
     except Exception as lost:  # an executor raises anything
         what = f"{type(lost).__name__}: {lost}".rstrip(". :")
         name = type(executor).__name__.strip("_")
         raise IngestError(f"{name} has lost {task} ({what})") from lost
+    finally:
+        # What is being written now stays, too.
+        wait([future for future in running if not future.cancel()])
+    if error is not None:
+        raise error from IngestError(f"in {task}:\n{text}")
 
 
 def _attempt(packed: bytes, task: Task) -> bytes:

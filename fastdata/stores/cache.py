@@ -37,13 +37,12 @@ from fastdata.machine.memory import StoragePlan, format_bytes, user_cache
 from fastdata.machine.shared import ArrayBlock, SampleTable
 from fastdata.pixels.images import SampleSpec
 from fastdata.report import log
-from fastdata.sources import ItemKeys
 from fastdata.sources.remote import Place
 from fastdata.stores.codecs import codec_of
 from fastdata.stores.mirror import Mirror, MirroredStore, in_segments
-from fastdata.stores.prepare import Prepared
+from fastdata.stores.prepare import Layout, Prepared
 from fastdata.stores.readers import Decoder, DiskFile, DiskStore, receipt_name
-from fastdata.stores.samples import SOURCE, KeptSamples
+from fastdata.stores.samples import SOURCE
 from fastdata.stores.writers import open_all
 
 INDEX = "fastdata.npz"
@@ -114,10 +113,7 @@ class Manifest:
         classes: number of each class, where classes have names.
         parts: of the samples.
         shard_rows: about how many samples a shard has.
-        is_tuple: whether samples are tuples of parts.
-        target_is_part: whether the last part is the target.
-        keys: of items that are dicts.
-        mask_places: where targets that are tuples have images, which are the last parts.
+        layout: how samples are put together of these.
     """
 
     version: int = VERSION
@@ -127,17 +123,11 @@ class Manifest:
     classes: dict[str, int] | None = None
     parts: tuple[Part, ...]
     shard_rows: int
-    is_tuple: bool
-    target_is_part: bool
-    keys: ItemKeys | None = None
-    mask_places: tuple[int, ...] = ()
+    layout: Layout
 
     def __post_init__(self) -> None:
-        keys = self.keys
-        if len(self.parts) <= self.target_is_part + len(self.mask_places):
+        if len(self.parts) <= self.layout.target_is_part + len(self.layout.mask_places):
             raise ValueError(f"its parts do not fit: {self.parts}")
-        if keys and (keys.image not in keys.names or len({*keys.names}) < len(keys.names)):
-            raise ValueError(f"its keys do not fit: {keys}")
 
 
 def _typed(kind: Any, value: Any) -> Any:
@@ -269,23 +259,26 @@ class Index:
             for row, (path, message) in zip(rows, self.columns["skipped.json"], strict=True)
         ]
 
-    def files(self, number: int) -> dict[str, int]:
-        """The file of a part in each shard, and how many bytes it has."""
-        ending = ".npy" if self.manifest.parts[number].is_table else ".bin"
-        names = [f"part{number}-{shard}{ending}" for shard in self.shard_names]
-        return dict(zip(names, self.columns["shards.bytes"][:, number].tolist(), strict=True))
+    def files(self) -> list[dict[str, int]]:
+        """Of each part the file in each shard, and how many bytes it has."""
+        files = []
+        for number, part in enumerate(self.manifest.parts):
+            ending = ".npy" if part.is_table else ".bin"
+            names = [f"part{number}-{shard}{ending}" for shard in self.shard_names]
+            sizes = self.columns["shards.bytes"][:, number].tolist()
+            files.append(dict(zip(names, sizes, strict=True)))
+        return files
 
     def receipts(self) -> set[str]:
         return set(map(receipt_name, self.shard_names))
 
     def file_names(self) -> set[str]:
-        parts = map(self.files, range(len(self.manifest.parts)))
-        return {INDEX}.union(self.receipts(), *parts)
+        return {INDEX}.union(self.receipts(), *self.files())
 
     def targets(self) -> Any:
         """Of the samples that were kept: numbers in one array, else a list; zeros if a part has them."""
         count = len(self.kept)
-        if self.manifest.target_is_part:
+        if self.manifest.layout.target_is_part:
             return np.zeros(count, int)
         if "targets.json" not in self.columns:
             raise ValueError("it lacks the targets of its samples")
@@ -462,7 +455,7 @@ class Cache:
     def open_part(self, number: int, decoder: Decoder | None) -> DiskStore:
         """Map the files of a part; CacheError where one is missing or has another size."""
         spec = self.index.manifest.parts[number].spec
-        sizes = self.index.files(number)
+        sizes = self.index.files()[number]
         located = self.index.locate(number)
         if self.mirror is None:
             home = Path(self.place.url)
@@ -501,14 +494,7 @@ class Cache:
         codecs = "+".join(dict.fromkeys(store.codec for store in stores))
         reason = f"storage='disk': {format_bytes(index.size_bytes)} {codecs} in {self.place}"
         log.info("%s", reason)
-        kept = KeptSamples(
-            tuple(stores),
-            table,
-            manifest.is_tuple,
-            manifest.target_is_part,
-            manifest.keys,
-            mask_places=manifest.mask_places,
-        )
+        kept = manifest.layout.keep(stores, table)
         plan = StoragePlan("disk", reason, None if codecs == "raw" else codecs)
         return Prepared(storage_plan=plan, kept=kept, skipped=index.skipped)
 

@@ -85,8 +85,8 @@ def open_cache(
 def _serve_alone(cache: Cache, *, as_tensors: bool) -> tuple[Prepared, Manifest]:
     index = cache.index
     manifest = index.manifest
-    has_paths = "paths" in index.columns and not (manifest.target_is_part or manifest.mask_places)
-    paths = _paths_of(cache) if has_paths else None
+    has_masks = manifest.layout.target_is_part or manifest.layout.mask_places
+    paths = None if has_masks or "paths" not in index.columns else _paths_of(cache)
     table = SampleTable(index.targets(), paths=paths, class_to_idx=manifest.classes)
     if as_tensors:
         parts = tuple(

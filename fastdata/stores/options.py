@@ -23,26 +23,8 @@ _Dataset = TypeVar("_Dataset")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CacheWriting:
-    """What writes a cache, and how large its shards are; see ``build_cache`` of datasets."""
-
-    engine: Literal["local", "ray"] | Executor = "local"
-    shard_bytes: int | str | None = None
-
-    def __post_init__(self) -> None:
-        if self.engine not in ("local", "ray") and not isinstance(self.engine, Executor):
-            raise ValueError(
-                f"engine={self.engine!r} is not 'local', 'ray', or a concurrent.futures.Executor"
-            )
-        # A share of nothing is no size.
-        if self.shard_bytes is not None and parse_bytes(self.shard_bytes, of=0) < 1:
-            what = f"shard_bytes={self.shard_bytes!r} is no size"
-            raise ValueError(f"{what}: give bytes as an int, or text as '256MiB'")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """What was chosen: ``DatasetOptions`` and their defaults, and three not of the user."""
+    """What was chosen: ``DatasetOptions`` and their defaults, and what is said elsewhere."""
 
     storage: Storage = "auto"
     codec: Any = "auto"
@@ -60,7 +42,9 @@ class Options:
     """Whether all samples are prepared now, and none on its first read."""
     alone: bool = False
     """Whether samples are not for the other ranks of this machine."""
-    writing: CacheWriting = CacheWriting()
+    engine: str | Executor = "local"
+    """What writes a cache; see ``build_cache`` of datasets."""
+    shard_bytes: int | str | None = None
 
     def __post_init__(self) -> None:
         if self.storage_options is not None:
@@ -93,7 +77,15 @@ class Options:
                 f"storage={self.storage!r} does not. Leave one of them out; codec= compresses on "
                 "disk as well."
             )
-        if self.cache_dir is None and self.writing != CacheWriting():
+        if self.engine not in ("local", "ray") and not isinstance(self.engine, Executor):
+            raise ValueError(
+                f"engine={self.engine!r} is not 'local', 'ray', or a concurrent.futures.Executor"
+            )
+        # A share of nothing is no size.
+        if self.shard_bytes is not None and parse_bytes(self.shard_bytes, of=0) < 1:
+            what = f"shard_bytes={self.shard_bytes!r} is no size"
+            raise ValueError(f"{what}: give bytes as an int, or text as '256MiB'")
+        if self.cache_dir is None and (self.engine != "local" or self.shard_bytes is not None):
             raise ValueError("build_cache() writes a cache; name its folder with cache_dir=")
 
 
@@ -181,7 +173,7 @@ _RETIRED = {
 """Options of earlier versions that scripts still give -> what stands for them."""
 
 
-def read_options(made: type, given: Mapping[str, Any], writing: CacheWriting) -> Options:
+def read_options(made: type, given: Mapping[str, Any], writing: tuple[Any, Any]) -> Options:
     """The options that a constructor was given; a TypeError for a name it has no argument of."""
     at_once = given.get("fill") == "eager"
     for name in _RETIRED.keys() & given.keys():
@@ -196,4 +188,5 @@ def read_options(made: type, given: Mapping[str, Any], writing: CacheWriting) ->
                 else f"help({made.__name__}) lists those it has."
             )
             raise TypeError(f"{made.__name__}() has no argument {name}=. {advice}")
-    return Options(**chosen, writing=writing, at_once=at_once)
+    engine, shard_bytes = writing
+    return Options(**chosen, engine=engine, shard_bytes=shard_bytes, at_once=at_once)

@@ -11,7 +11,7 @@ import hashlib
 import math
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -74,6 +74,15 @@ class Forecast(NamedTuple):
         return self.probed[0]
 
     @property
+    def layout(self) -> Layout:
+        return Layout(
+            is_tuple=self.first.is_tuple,
+            target_is_part=self.first.target_is_part,
+            keys=self.keys,
+            mask_places=self.first.mask_places,
+        )
+
+    @property
     def need_bytes(self) -> int:
         return sum(self.part_bytes)
 
@@ -86,11 +95,14 @@ class Forecast(NamedTuple):
 
     def plan_writers(
         self,
-        coders: Sequence[Decoder | None],
-        part_bytes: Sequence[int],
+        coders: Sequence[Decoder | None] | None = None,
+        part_bytes: Sequence[int] = (),
         limit_bytes: int = NO_LIMIT,
     ) -> list[WriterPlan]:
-        """Of stores for all samples, each part of which is to take about so many bytes."""
+        """Of stores for all samples, which take about so many bytes; without coders raw ones."""
+        if coders is None:
+            coders = [None] * len(self.specs)
+            part_bytes = self.part_bytes
         spare_bytes = limit_bytes - sum(part_bytes)
         each = zip(self.specs, self.first.parts, coders, part_bytes, strict=True)
         return [
@@ -147,6 +159,31 @@ class Prepared:
     storage_plan: StoragePlan
     kept: KeptSamples | None = None
     skipped: list[SampleError] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """How samples are put together of their parts; see ``KeptSamples``."""
+
+    is_tuple: bool
+    target_is_part: bool
+    keys: ItemKeys | None
+    mask_places: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        keys = self.keys
+        if keys and (keys.image not in keys.names or len({*keys.names}) < len(keys.names)):
+            raise ValueError(f"its keys do not fit: {keys}")
+
+    def keep(self, stores: Iterable[Store], table: SampleTable) -> KeptSamples:
+        return KeptSamples(
+            tuple(stores),
+            table,
+            self.is_tuple,
+            self.target_is_part,
+            self.keys,
+            mask_places=self.mask_places,
+        )
 
 
 def prepare_storage(
@@ -216,12 +253,11 @@ class _Preparation:
         path = self._path
         table = self._table
         expected = self._expected
-        part_bytes = expected.part_bytes
+        plans = expected.plan_writers(limit_bytes=self._budget.bytes)
         if plan.codec is not None:
-            tried = {trial.codec: trial for trial in self._tried()}
-            part_bytes = tried[plan.codec].part_bytes
-        coders = coders_of(plan.codec, path, self._options.codec, len(part_bytes))
-        plans = expected.plan_writers(coders, part_bytes, self._budget.bytes)
+            part_bytes = {it.codec: it.part_bytes for it in self._tried()}[plan.codec]
+            choices = coders_by_name(self._options.codec, path, len(part_bytes))
+            plans = expected.plan_writers(choices[plan.codec], part_bytes, self._budget.bytes)
         stores: tuple[Store, ...]
         skipped: list[SampleError] = []
         if table is not None and self._is_lazy(plan):
@@ -238,15 +274,7 @@ class _Preparation:
                 table = SampleTable(ingested.targets)
             elif skipped:
                 table = table.reduced_to(ingested.kept.tolist())
-        first = expected.first
-        kept = KeptSamples(
-            stores,
-            table,
-            first.is_tuple,
-            first.target_is_part,
-            expected.keys,
-            mask_places=first.mask_places,
-        )
+        kept = expected.layout.keep(stores, table)
         return Prepared(storage_plan=plan, kept=kept, skipped=skipped)
 
     def _is_lazy(self, plan: StoragePlan) -> bool:
@@ -390,15 +418,8 @@ def report_storage(path: ReadPath, options: Options) -> StorageReport:
     )
 
 
-def coders_of(
-    name: str | None, path: ReadPath, codec: Any, parts: int
-) -> tuple[Decoder | None, ...]:
-    """What encodes each part of samples by a choice that ``codec=`` leaves open; None: nothing."""
-    return (None,) * parts if name is None else _choices(codec, path, parts)[name]
-
-
-def _choices(codec: Any, path: ReadPath, parts: int) -> dict[str, tuple[Decoder | None, ...]]:
-    """What ``codec=`` leaves open: by name what encodes each part; None: files cannot be kept."""
+def coders_by_name(codec: Any, path: ReadPath, parts: int) -> dict[str, tuple[Decoder | None, ...]]:
+    """What ``codec=`` leaves open: what encodes each part; None where files cannot be kept."""
     from fastdata.stores.codecs import find_codec
 
     choices: dict[str, tuple[Decoder | None, ...]] = {}
@@ -423,7 +444,7 @@ def try_all(path: ReadPath, expected: Forecast, *codecs: Any) -> list[CodecTrial
     """Encode and decode the samples looked at, on one core, by all that ``codec=`` leaves open."""
     choices: dict[str, tuple[Decoder | None, ...]] = {}
     for codec in codecs:
-        choices = _choices(codec, path, len(expected.specs)) | choices
+        choices = coders_by_name(codec, path, len(expected.specs)) | choices
     return [_try(name, coders, path, expected) for name, coders in choices.items()]
 
 

@@ -28,7 +28,6 @@ from fastdata.stores.readers import DiskFile, ShapesDifferError, Store, checksum
 from fastdata.stores.samples import (
     AT_ONCE,
     ReadPath,
-    ReadSamples,
     Steps,
     is_fetched,
     naming_sample,
@@ -136,6 +135,7 @@ class Writer:
         size_bytes = max(size_bytes, 1)
         index[_ENDS] = np.array([0, size_bytes])
         if plan.path is None:
+            index["is_there"] = np.zeros(length, np.bool_)  # for ``LazyStore``
             file = Block.create(size_bytes)
         else:
             index["sums"] = np.zeros(length, np.uint64)
@@ -163,21 +163,31 @@ class Writer:
             cure = "give all samples one type in prepare="
             raise TypeError(f"it is of {samples.dtype} {form}, {others}; {cure}")
         data = np.ascontiguousarray(samples)
-        if not self.plan.is_table:
-            for k, row in enumerate(rows):
-                self._append(row, data[k, ...])
+        is_one_run = rows[-1] - rows[0] < len(rows)
+        if is_one_run and self.plan.is_table and self.plan.path is None:
+            self._check_shape(rows[0], samples.shape[1:])
+            self.file.write(self.index["offsets"][rows[0]].item(), data)
             return
-        self._check_shape(rows[0], samples.shape[1:])
-        starts = self.index["offsets"]
-        is_one_run = rows[-1] - rows[0] < len(rows) and "sums" not in self.index
-        step = len(rows) if is_one_run else 1
-        for k in range(0, len(rows), step):
-            self._put(rows[k], starts[rows[k]].item(), data[k : k + step])
+        for k, row in enumerate(rows):
+            self._write_one(row, data[k, ...])
 
-    def _put(self, row: int, start: int, data: np.ndarray) -> None:
-        self.file.write(start, data)
-        if "sums" in self.index:
-            self.index["sums"][row] = checksum(data.reshape(-1).view(np.uint8))
+    def _write_one(self, row: int, sample: np.ndarray) -> None:
+        codec = self.plan.codec
+        index = self.index
+        shape = sample.shape
+        data = sample
+        if isinstance(codec, SourceDecoder):
+            shape = self._known_shape or codec.sample(sample.data).shape
+        elif codec is not None:
+            data = np.frombuffer(codec.encode(sample), np.uint8)
+        self._check_shape(row, shape)
+        if not self.plan.is_table:
+            index["offsets"][row] = self._take(data.nbytes)
+            index["sizes"][row] = data.nbytes
+            index["shapes"][row] = shape
+        self.file.write(index["offsets"][row].item(), data)
+        if "sums" in index:
+            index["sums"][row] = checksum(data.reshape(-1).view(np.uint8))
 
     def _check_shape(self, row: int, shape: tuple[int, ...]) -> None:
         common = self.plan.spec.shape
@@ -186,22 +196,6 @@ class Writer:
         if len(shape) != self.plan.dimensions:
             counts = f"{len(shape)} dimensions, those before it {self.plan.dimensions}"
             raise ShapesDifferError(f"sample {row} has {counts}")
-
-    def _append(self, row: int, sample: np.ndarray) -> None:
-        codec = self.plan.codec
-        shape = sample.shape
-        data = sample
-        if isinstance(codec, SourceDecoder):
-            shape = self._known_shape or codec.sample(sample.data).shape
-        elif codec is not None:
-            data = np.frombuffer(codec.encode(sample), np.uint8)
-        self._check_shape(row, shape)
-        start = self._take(data.nbytes)
-        index = self.index
-        index["offsets"][row] = start
-        index["sizes"][row] = data.nbytes
-        index["shapes"][row] = shape
-        self._put(row, start, data)
 
     def _take(self, size_bytes: int) -> int:
         """The first byte of so many that are nobody else's."""
@@ -239,6 +233,7 @@ class Writer:
     def finish(self, rows: np.ndarray) -> Store:
         """Seal the file, and give the samples in these rows, all that were written, as a store."""
         used_bytes, reserved_bytes = self.index.pop(_ENDS).tolist()
+        self.index.pop("is_there", None)
         if not self.plan.is_table:
             self.file.grow(reserved_bytes)  # by other processes so far
             self.file.trim(used_bytes)
@@ -321,7 +316,8 @@ class WritePath(NamedTuple):
                 continue
             some = rows[done : done + len(read.indices)]
             try:
-                self._write(some, read)
+                with naming_sample(self.path.source, read.indices[0]):
+                    self._write(some, read.parts)
                 written.targets.update(zip(some, read.targets, strict=True))
             except SampleError as error:
                 written.errors.update(dict.fromkeys(some, error))
@@ -329,15 +325,12 @@ class WritePath(NamedTuple):
             writer.flush()
         return written
 
-    def _write(self, rows: Sequence[int], read: ReadSamples) -> None:
-        """What is no error of a writer is a SampleError."""
-        with naming_sample(self.path.source, read.indices[0]):
-            if len(read.parts) != len(self.writers):
-                count = len(self.writers)
-                problem = f"it has {len(read.parts)} parts among samples of {count}"
-                raise TypeError(f"{problem}; give all samples one type in prepare=")
-            for writer, (array, form) in zip(self.writers, read.parts, strict=True):
-                writer.write(rows, array, form)
+    def _write(self, rows: Sequence[int], parts: Sequence[tuple[np.ndarray, Form]]) -> None:
+        if len(parts) != len(self.writers):
+            problem = f"it has {len(parts)} parts among samples of {len(self.writers)}"
+            raise TypeError(f"{problem}; give all samples one type in prepare=")
+        for writer, (array, form) in zip(self.writers, parts, strict=True):
+            writer.write(rows, array, form)
 
     def close(self) -> None:
         for writer in self.writers:
@@ -467,26 +460,19 @@ class LazyStore(Store):
     """Samples of one shape, each of which is prepared and written by whoever reads it first.
 
     Others who want the same one wait. A reader that dies leaves it to the next one.
-
-    Args:
-        to_write: what is written to, which is reserved.
-        marks: a byte for each sample that says whether it is there.
     """
 
-    def __init__(self, to_write: WritePath, marks: ArrayBlock) -> None:
+    def __init__(self, to_write: WritePath) -> None:
         [writer] = to_write.writers
         super().__init__((writer.file,), writer.plan.spec, writer.index)
         self._to_write = to_write
-        self._marks = marks
-        self._locks = ByteLocks(marks.block)
-        self._is_there = marks["is_there"]  # (N,), for every process to see
+        self._locks = ByteLocks(writer.index.block)
+        self._is_there = writer.index["is_there"]  # (N,), for every process to see
         self._is_full = False
 
     @classmethod
     def open(cls, path: ReadPath, plan: WriterPlan) -> LazyStore:
-        length = len(path.source)
-        marks = ArrayBlock({"is_there": np.zeros(length, np.bool_)}, seal=False)
-        return cls(WritePath.open(path, [plan], range(length)), marks)
+        return cls(WritePath.open(path, [plan], range(len(path.source))))
 
     def expect(self, indices: Sequence[int]) -> None:
         missing = [index for index in indices if not self._is_there[index]]
@@ -519,8 +505,7 @@ class LazyStore(Store):
 
     def close(self) -> None:
         super().close()
-        self._marks.close()
         self._to_write.close()
 
     def __reduce__(self) -> tuple[object, ...]:
-        return LazyStore, (self._to_write, self._marks)
+        return LazyStore, (self._to_write,)
