@@ -82,16 +82,21 @@ class Block:
         flags = 0 if portable else os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
         fd, path = _open_file() if portable else (os.memfd_create("fastdata", flags), None)
         try:
-            _reserve(fd, 0, size_bytes)
+            _reserve(fd, size_bytes)
         except BaseException:
             _release(fd, path, os.getpid())
             raise
         return cls(fd, size_bytes, path, owner=True)
 
     def grow(self, size_bytes: int) -> None:
-        """Reserve ``size_bytes`` in total, or fail and change nothing; arrays keep their range."""
+        """Have room for ``size_bytes`` in total, or change nothing; arrays keep their range.
+
+        The kernel sets memory aside as ``write`` needs it: all at once, it would have those who
+        write wait meanwhile.
+        """
         if size_bytes > self.size_bytes:
-            _reserve(self._fd, self.size_bytes, size_bytes - self.size_bytes)
+            _ask_for(size_bytes - self.size_bytes)
+            os.ftruncate(self._fd, size_bytes)
             self.size_bytes = size_bytes
             self._map = None
 
@@ -106,7 +111,14 @@ class Block:
 
         By descriptor: that spares the page faults of a fresh mapping and works where another
         process has grown the block meanwhile.
+
+        Raises:
+            MemoryBudgetError: the machine has no memory left for it.
         """
+        with _refusing(data.nbytes):
+            self._put(offset, data)
+
+    def _put(self, offset: int, data: np.ndarray) -> None:
         rest = memoryview(data.reshape(-1).view(np.uint8).data)
         if hasattr(os, "pwrite"):
             while rest.nbytes:
@@ -229,27 +241,38 @@ def _open_file() -> tuple[int, str]:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | OPEN_FLAGS, 0o600), str(path)
 
 
-def _reserve(fd: int, offset: int, size_bytes: int) -> None:
-    """Make the kernel set memory aside now: running out is an error here, no bus error later.
+def _ask_for(size_bytes: int) -> None:
+    """Refuse what the machine does not have.
 
     A memfd has no limit of its own: asked for more than there is, the kernel would fill the machine
     and then kill.
     """
-    # To ask the machine takes longer than to reserve a little.
-    if size_bytes >= _ASKED_FOR_BYTES:
-        available = memory.available_bytes()
-        if size_bytes > available.bytes:
-            free = f"{memory.format_bytes(available.bytes)} is free ({available.limited_by})"
-            raise _refusal(size_bytes, f": {free}")
-    try:
+    if size_bytes < _ASKED_FOR_BYTES:  # to ask takes longer than to reserve that
+        return
+    available = memory.available_bytes()
+    if size_bytes > available.bytes:
+        free = f"{memory.format_bytes(available.bytes)} is free ({available.limited_by})"
+        raise _refusal(size_bytes, f": {free}")
+
+
+def _reserve(fd: int, size_bytes: int) -> None:
+    """Make the kernel set memory aside now: running out is an error here, no bus error later."""
+    _ask_for(size_bytes)
+    with _refusing(size_bytes):
         if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(fd, offset, size_bytes)
+            os.posix_fallocate(fd, 0, size_bytes)
         else:
-            os.ftruncate(fd, offset + size_bytes)
+            os.ftruncate(fd, size_bytes)
+
+
+@contextlib.contextmanager
+def _refusing(size_bytes: int) -> Iterator[None]:
+    """Say in our words that the kernel has no memory left."""
+    try:
+        yield
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
             raise
-        os.ftruncate(fd, offset)
         raise _refusal(size_bytes, f" ({error.strerror})") from None
 
 

@@ -424,7 +424,7 @@ class DiskFile(Block):
     def flush(self) -> None:
         pending = self._pending
         with naming_full_disk(self.path.parent):
-            super().write(pending.first, np.frombuffer(pending.data, np.uint8))
+            self._put(pending.first, np.frombuffer(pending.data, np.uint8))
         pending.first += len(pending.data)
         pending.data = bytearray()
 
