@@ -161,7 +161,7 @@ def class_folders(
     with tempfile.TemporaryDirectory(prefix="fastdata-benchmark-") as folder:
         root = Path(folder)
         if source is None:
-            write_photos(root, count=count or 400, size=size, progress=sys.stderr.isatty())
+            write_photos(root, count=count or 400, size=size)
             yield root, f"{count or 400} drawn images"
         else:
             found = sorted(

@@ -84,19 +84,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(arguments)
     command: Callable[[Any], int] = options.__dict__.pop("command")
-    format_before = warnings.formatwarning
-    if command is not diagnose.run:  # whose warnings are of the user's own script
-        warnings.formatwarning = lambda message, *_, **__: f"fastdata: {message}\n"
-    try:
-        return command(options)
-    except KeyboardInterrupt:
-        print("fastdata: interrupted", file=sys.stderr)
-        return 130
-    except (FastDataError, ImportError, OSError, ValueError) as error:
-        print(f"fastdata: {error}", file=sys.stderr)
-        return 2
-    finally:
-        warnings.formatwarning = format_before
+    with warnings.catch_warnings():
+        if command is not diagnose.run:  # whose warnings are of the user's own script
+            warnings.showwarning = lambda message, *_, **__: _say(message)
+        try:
+            return command(options)
+        except KeyboardInterrupt:
+            _say("interrupted")
+            return 130
+        except (FastDataError, ImportError, OSError, ValueError) as error:
+            _say(error)
+            return 2
+
+
+def _say(message: object) -> None:
+    print(f"fastdata: {message}", file=sys.stderr)
 
 
 def _parser() -> argparse.ArgumentParser:

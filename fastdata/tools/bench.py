@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from fastdata.datasets.folder import ImageFolder
 from fastdata.loaders.loader import DataLoader
 from fastdata.machine.memory import cpu_model, usable_cores
-from fastdata.report import Line, Report, progress_bar
+from fastdata.report import Line, Report
 from fastdata.tools import add_json, apart, check_folder, keep, measure, positive, shuffled
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -167,7 +167,7 @@ def run_bench(options: argparse.Namespace) -> BenchResult:
         check_folder(folder)
         if options.folder is None:
             _say("drawing images")
-            write_photos(folder, count=options.images or 400, progress=True)
+            write_photos(folder, count=options.images or 400)
         with ImageFolder(folder, storage="none") as every:
             count = min(options.images or 1000, len(every))
             paths = [every.samples[index * len(every) // count][0] for index in range(count)]
@@ -216,7 +216,6 @@ def write_photos(
     count: int,
     classes: int = 8,
     size: tuple[int, int] = (512, 384),
-    progress: bool = False,
 ) -> None:
     """Write JPEGs of ``size`` (width, height) into class folders, in turns.
 
@@ -228,10 +227,8 @@ def write_photos(
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(photo(index, size)).save(path, quality=90)
 
-    bar = progress_bar(count, "drawing images", enabled=progress)
-    with bar, ThreadPoolExecutor(os.cpu_count()) as pool:  # Pillow releases the GIL
-        for _ in pool.map(write, range(count)):
-            bar.update()
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # Pillow releases the GIL
+        list(pool.map(write, range(count)))
 
 
 def photo(seed: int, size: tuple[int, int] = (512, 384)) -> npt.NDArray[np.uint8]:

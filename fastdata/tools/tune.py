@@ -219,11 +219,9 @@ def _check(dataset: Any) -> None:
 
 def _usual_space(dataset: Any) -> dict[str, Sequence[Any]]:
     cores = usable_cores()
-    most = max(16, 4 * cores)
-    powers = {2**power for power in range(most.bit_length())}
     engine = DataLoader(dataset, num_workers=1).report().engine
     return {
-        "num_workers": sorted({0, cores, *powers}),
+        "num_workers": sorted({0, 1, 2, 4, 8, 16, cores, 2 * cores, 4 * cores}),
         "workers": ("auto", "process" if engine == "thread" else "thread"),
         "prefetch_factor": (2, 4, 8),
     }
@@ -296,6 +294,8 @@ class _Judge:
             return False
         if not _rates(self.probes, challenger):
             self._probe(challenger)
+        if self.is_over:
+            return False
         least = 1 / _WORTH if _cost(challenger) < _cost(best) else _WORTH
         gain = self._gain(challenger, best)
         if least < gain < _CLEAR and len(_rates(self.probes, challenger)) == 1:
@@ -305,8 +305,7 @@ class _Judge:
         return gain > least
 
     def _gain(self, challenger: Settings, best: Settings) -> float:
-        rates = _rates(self.probes, challenger)
-        return fmean(rates or [0.0]) / fmean(_rates(self.probes, best))
+        return fmean(_rates(self.probes, challenger)) / fmean(_rates(self.probes, best))
 
     def _probe(self, settings: Settings) -> None:
         """Measure, unless the time is over. What fails, or would not fit into memory, is noted."""
