@@ -103,20 +103,19 @@ class OwnItem:
     """
 
     def __init__(self, batch: IndexBatch, k: int) -> None:
-        self._position = batch.positions[k : k + 1]
-        self._visit = batch.visits[k : k + 1]
-        self._seed = batch.seed
+        self._batch = batch
+        self._rows = slice(k, k + 1)
         self._reads: Counter[int] = Counter()
 
     def batch_of(self, position: int, reader: int, own_seed: int | None) -> IndexBatch:
         """Of a read by the dataset of this id and, where the user gave it one, this seed."""
+        item_1, visit_1 = self._batch.positions[self._rows], self._batch.visits[self._rows]
         read = self._reads[reader]
         self._reads[reader] += 1
-        visit = self._visit
-        if read or position != self._position[0]:
-            visit = sample_keys(read, self._visit, self._position).view(np.int64)
-        seed = self._seed if own_seed is None else own_seed
-        return IndexBatch.of([position], np.array([position]), visit, seed)
+        if read or position != item_1[0]:
+            visit_1 = sample_keys(read, visit_1, item_1).view(np.int64)
+        seed = self._batch.seed if own_seed is None else own_seed
+        return IndexBatch.of([position], np.array([position]), visit_1, seed)
 
 
 OWN_ITEM: ContextVar[OwnItem | None] = ContextVar("fastdata_item", default=None)
@@ -180,10 +179,9 @@ class SampleBatch(list[Any]):
     ) -> None:
         each_target = list(each_target)
         self._parts = images, targets, each_target, image_class, keys, made
-        each_image: Iterable[Any]
         if isinstance(images, list):
             views = [rows_of(each, image_class) for each in images]
-            each_image = map(made, zip(*views, strict=True))
+            each_image: Iterable[Any] = map(made, zip(*views, strict=True))
         else:
             each_image = rows_of(images, image_class)
         pairs = zip(each_image, each_target, strict=True)
@@ -331,15 +329,11 @@ def _image_key(sample: Mapping[Any, Any]) -> Any:
 
 
 def _pad(images: list[Any], value: float) -> Padded:
-    wrong = next(
-        (image for image in images if not isinstance(image, torch.Tensor) or image.ndim != 3), None
-    )
-    if wrong is not None:
-        found = (
-            f"one of shape {tuple(wrong.shape)}"
-            if isinstance(wrong, torch.Tensor)
-            else type(wrong).__name__
-        )
+    for image in images:
+        if isinstance(image, torch.Tensor) and image.ndim == 3:
+            continue
+        is_tensor = isinstance(image, torch.Tensor)
+        found = f"one of shape {tuple(image.shape)}" if is_tensor else type(image).__name__
         raise TypeError(
             f"pad= needs images that are tensors (C, H, W), not {found}; end the transform with "
             "a step that makes tensors, such as ToTensor or PILToTensor."
@@ -485,21 +479,8 @@ class SharedVisits:
 
     def __init__(self, length: int) -> None:
         latest_two = np.zeros((2, length), np.uint32)
-        columns: dict[str, np.ndarray] = {
-            "epoch": np.zeros(1, np.int64),
-            "readers": latest_two,
-            "seen": latest_two,
-        }
-        self.__setstate__(ArrayBlock(columns, seal=False))
-
-    def __getstate__(self) -> ArrayBlock:
-        return self._columns
-
-    def __setstate__(self, columns: ArrayBlock) -> None:
-        self._columns = columns
-        self._epoch = columns["epoch"]
-        self._readers = columns["readers"]
-        self._seen = columns["seen"]
+        columns = {"readers": latest_two, "seen": latest_two, "epoch": np.zeros(1, np.int64)}
+        self._columns = ArrayBlock(columns, seal=False)
 
     def take(self, index_B: np.ndarray, reader: int, given: Any = ()) -> np.ndarray:
         """Return the visits (int64, B) of a reader to some samples and count them.
@@ -507,24 +488,21 @@ class SharedVisits:
         Those of a RepeatedIndex lie apart, as other ranks may have the same sample.
         """
         number = np.uint32(reader & 0xFFFFFFFF)
-        readers, seen = self._readers, self._seen
+        readers, seen = self._columns["readers"], self._columns["seen"]
         others = index_B[readers[0, index_B] != number]
         if len(others):
             others = np.unique(others)
             known = np.where(readers[1, others] == number, seen[1, others], 0)
             readers[1, others], seen[1, others] = readers[0, others], seen[0, others]
             readers[0, others], seen[0, others] = number, known
-        visits_B: np.ndarray = self._epoch + count_earlier(seen[0], index_B)
+        visits_B: np.ndarray = self._columns["epoch"] + count_earlier(seen[0], index_B)
         for k, occurrence in occurrences(given):
             visits_B[k] += occurrence << REPEAT_SHIFT
         return visits_B
 
     def restart(self, epoch: int) -> None:
-        self._epoch[:] = epoch
-        self._seen[:] = 0
-
-    def close(self) -> None:
-        self._columns.close()
+        self._columns["epoch"][:] = epoch
+        self._columns["seen"][:] = 0
 
 
 def count_earlier(seen: np.ndarray, index_B: np.ndarray) -> np.ndarray:
@@ -592,36 +570,37 @@ def _flatten(value: Any, numbered: dict[int, tuple[int, Any]]) -> Build | None:
     """Number the tensors of a value; None where it holds none."""
     if isinstance(value, (torch.Tensor, PackedSequence)):
         number = numbered.setdefault(id(value), (len(numbered), value))[0]
-        return lambda tensors: tensors[number]
-    parts: dict[Any, Any]
-    make: Callable[[dict[Any, Any]], Any] = dict
-    if isinstance(value, SampleBatch) and value.is_intact and value._parts[3] is not np.ndarray:
-        parts = dict(enumerate(value._parts))
-        make = partial(_make_sequence, SampleBatch)
-    elif isinstance(value, Mapping):
-        parts = dict(value)
-        if type(value) is not dict and isinstance(value, MutableMapping):
-            make = _refill(value)
-    elif isinstance(value, (list, tuple)):
-        parts = dict(enumerate(value))
-        # A ``SampleBatch`` that was changed is a list.
-        make = partial(_make_sequence, list if type(value) is SampleBatch else type(value))
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-        parts = {name: getattr(value, name) for name in names}
-        make = partial(_fill, _fill(value, dict.fromkeys(parts)))
-    else:
-        return None
+        return operator.itemgetter(number)
+    parts, make = _taken_apart(value)
     found = {key: _flatten(part, numbered) for key, part in parts.items()}
     builds = {key: build for key, build in found.items() if build is not None}
-    rest = parts | dict.fromkeys(builds)
     if not builds:
         return None
+    rest = parts | dict.fromkeys(builds)
     return lambda tensors: make(rest | {key: build(tensors) for key, build in builds.items()})
 
 
-def _refill(value: MutableMapping[Any, Any]) -> Callable[[dict[Any, Any]], Any]:
+def _taken_apart(value: Any) -> tuple[dict[Any, Any], Callable[[dict[Any, Any]], Any]]:
+    """The values in a container, and what makes the like of others."""
+    if isinstance(value, SampleBatch) and value.is_intact and value._parts[3] is not np.ndarray:
+        return dict(enumerate(value._parts)), partial(_make_sequence, SampleBatch)
+    if isinstance(value, (list, tuple)):
+        # A ``SampleBatch`` that was changed is a list.
+        kind = list if type(value) is SampleBatch else type(value)
+        return dict(enumerate(value)), partial(_make_sequence, kind)
+    if isinstance(value, Mapping):
+        return dict(value), _refill(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+        parts = {name: getattr(value, name) for name in names}
+        return parts, partial(_fill, _fill(value, dict.fromkeys(names)))
+    return {}, dict
+
+
+def _refill(value: Mapping[Any, Any]) -> Callable[[dict[Any, Any]], Any]:
     """What fills an empty copy, as its class may refuse None; a dict where it has no copies."""
+    if type(value) is dict or not isinstance(value, MutableMapping):
+        return dict
     parts = dict(value)
     with suppress(Exception):
         shell = copy.copy(value)
