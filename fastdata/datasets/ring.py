@@ -228,6 +228,8 @@ class WorkerRing:
         self._slots: list[_Slot] = []
         self._largest_bytes = 0
         self._filled: _Slot | None = None
+        self._lent: np.ndarray | None = None  # its memory, while a batch is brought into it
+        self._end = 0
         dataset = getattr(dataset, "behind", dataset)
         while isinstance(dataset, Subset):
             dataset = dataset.dataset
@@ -236,40 +238,43 @@ class WorkerRing:
 
     def take(self, size_bytes: int) -> memoryview:
         self._begin()
-        memory = self._reserve(size_bytes)
-        return fresh(size_bytes) if memory is None else memory
+        return self._reserve(size_bytes) or fresh(size_bytes)
 
     def send(self, collate: Callable[[Any], Any], samples: Any) -> SentBatch:
         if self._filled is None:
             self._begin()
         try:
             batch = self._collate(collate, samples)
-            return self._pack(batch) or SentBatch(
-                self._token, None, [], bytes(ForkingPickler.dumps(batch))
-            )
+            sent = self._pack(batch)
+            if sent is not None:
+                return sent
+            return SentBatch(self._token, None, [], bytes(ForkingPickler.dumps(batch)))
         finally:
-            self._let_go()
+            self._filled = self._lent = None
 
     def _begin(self) -> None:
         """Choose a free slot to fill; none if all are lent or no memory is left."""
-        self._let_go()  # what was taken for a batch that never came
+        self._lent = None  # what was taken for a batch that never came
         slot = next((slot for slot in self._slots if slot.is_free), None)
         if slot is None and len(self._slots) < self._slot_limit:
             with contextlib.suppress(MemoryBudgetError):
                 slot = _Slot(self._name, len(self._slots), self._largest_bytes)
                 self._slots.append(slot)
-        if slot is not None:
-            slot.begin()
         self._filled = slot
+        self._fill(slot)
 
-    def _let_go(self) -> None:
-        if self._filled is not None:
-            self._filled.lent = None
-        self._filled = None
+    def _fill(self, slot: _Slot | None) -> None:
+        """Begin at the front of a slot."""
+        self._lent = None if slot is None else slot.lend()
+        self._end = _STATE_BYTES
 
     def _reserve(self, size_bytes: int) -> memoryview | None:
-        """Memory in the slot, or None if there is none, or it is full."""
-        return None if self._filled is None else self._filled.reserve(size_bytes)
+        """The next bytes in the slot, or None if there is none, or it is full."""
+        start = self._end
+        if self._lent is None or start + size_bytes > self._lent.nbytes:
+            return None
+        self._end = _aligned(start + size_bytes)
+        return self._lent.data[start : start + size_bytes]
 
     def _collate(self, collate: Callable[[Any], Any], samples: Any) -> Any:
         """Collate; torch's ``default_collate`` stacks tensors straight into the slot."""
@@ -299,25 +304,41 @@ class WorkerRing:
         slot = self._filled
         if slot is None:
             return None
-        packer = _Packer(slot)
+        packer = _Packer(slot.memory)
         try:
             packer.dump(batch)
-            spans = slot.lay_out(packer.parts)
+            spans = self._lay_out(packer.parts)
             if spans is None:
                 needed = _STATE_BYTES + sum(_aligned(part.nbytes) for part in packer.parts)
                 is_first = slot.handle.block_number < 0
                 # Batches differ in size: leave room.
                 slot.replace(needed if is_first else needed + needed // 8)
-                slot.begin()
-                spans = slot.lay_out(packer.parts)
+                self._fill(slot)
+                spans = self._lay_out(packer.parts)
         except (MemoryBudgetError, _StorageSharedError):
             return None
         assert spans is not None
+        data = packer.file.getvalue()
         if not any(size_bytes for _, size_bytes in spans):
-            return SentBatch(_UNCOUNTED, None, spans, packer.file.getvalue())
+            return SentBatch(_UNCOUNTED, None, spans, data)
         self._largest_bytes = max(self._largest_bytes, *map(sum, spans))
         slot.memory[0] = _LENT
-        return SentBatch(self._token, slot.handle, spans, packer.file.getvalue())
+        return SentBatch(self._token, slot.handle, spans, data)
+
+    def _lay_out(self, parts: list[np.ndarray]) -> list[tuple[int, int]] | None:
+        """Copy what is not in the slot; return (offset, bytes) of all, None if it is full."""
+        assert self._filled is not None
+        spans = []
+        for part in parts:
+            start = _offset_in(self._filled.memory, part)
+            if start is None:
+                start = self._end
+                memory = self._reserve(part.nbytes)
+                if memory is None:
+                    return None
+                memory[:] = part.data
+            spans.append((start, part.nbytes))
+        return spans
 
 
 _worker_rings: weakref.WeakValueDictionary[int, WorkerRing] = weakref.WeakValueDictionary()
@@ -331,26 +352,25 @@ def ring_of(dataset: Any) -> WorkerRing | None:
 
 
 class _Slot:
-    """A shared block of this worker, and who may still see it in this process.
-
-    Attributes:
-        lent: the block while a batch is brought into it; an array of its own, which lives as long
-            as anything over it.
-    """
+    """A shared block of this worker, and whether anything over it may still live."""
 
     def __init__(self, ring: str, number: int, size_bytes: int) -> None:
         self.handle = SlotHandle(ring, number, -1, "", b"")
         self.memory = np.zeros(_STATE_BYTES, np.uint8)
-        self.lent: np.ndarray | None = None
-        self._latest: weakref.ref[np.ndarray] | None = None
-        self._end = 0
+        self._latest: Callable[[], np.ndarray | None] = lambda: None
         self._block: Block | None = None
         if size_bytes:
             self.replace(size_bytes)
 
     @property
     def is_free(self) -> bool:
-        return self.memory[0] == _FREE and (self._latest is None or self._latest() is None)
+        return self.memory[0] == _FREE and self._latest() is None
+
+    def lend(self) -> np.ndarray:
+        """The memory, as an array that lives as long as anything over it in this process."""
+        lent = self.memory[:]
+        self._latest = weakref.ref(lent)
+        return lent
 
     def replace(self, size_bytes: int) -> None:
         """Take a larger block, or raise and stay; the old one stays valid for those who see it."""
@@ -367,38 +387,11 @@ class _Slot:
             block=pickle.dumps(block),
         )
 
-    def begin(self) -> None:
-        """Fill it from its front."""
-        self.lent = self.memory[:]
-        self._latest = weakref.ref(self.lent)
-        self._end = _STATE_BYTES
 
-    def reserve(self, size_bytes: int) -> memoryview | None:
-        """The next so many bytes, or None if it is full."""
-        start = self._end
-        if self.lent is None or start + size_bytes > self.lent.nbytes:
-            return None
-        self._end = _aligned(start + size_bytes)
-        return self.lent.data[start : start + size_bytes]
-
-    def offset_of(self, part: np.ndarray) -> int | None:
-        """Where in it a part lies that was made there; None of any other."""
-        offset = address_of(part) - address_of(self.memory)
-        return offset if 0 <= offset <= self.memory.nbytes - part.nbytes else None
-
-    def lay_out(self, parts: list[np.ndarray]) -> list[tuple[int, int]] | None:
-        """Copy what is not there; return (offset, bytes) of all, None if it is full."""
-        spans = []
-        for part in parts:
-            start = self.offset_of(part)
-            if start is None:
-                start = self._end
-                memory = self.reserve(part.nbytes)
-                if memory is None:
-                    return None
-                memory[:] = part.data
-            spans.append((start, part.nbytes))
-        return spans
+def _offset_in(memory: np.ndarray, part: np.ndarray) -> int | None:
+    """Where in it a part lies that was made there; None of any other."""
+    offset = part.ctypes.data - memory.ctypes.data
+    return offset if 0 <= offset <= memory.nbytes - part.nbytes else None
 
 
 def _aligned(offset: int) -> int:
@@ -406,10 +399,6 @@ def _aligned(offset: int) -> int:
 
 
 # A batch as a pickle of its structure, and the memory of its tensors and arrays apart
-
-
-def address_of(array: np.ndarray) -> int:
-    return int(array.__array_interface__["data"][0])
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -437,8 +426,8 @@ class _Packer(pickle.Pickler):
     Storages in the slot need not be copied to travel, and always travel whole.
     """
 
-    def __init__(self, slot: _Slot) -> None:
-        self._slot = slot
+    def __init__(self, memory: np.ndarray) -> None:
+        self._memory = memory
         self.file = io.BytesIO()
         self.parts: list[np.ndarray] = []
         parts = self.parts
@@ -475,7 +464,7 @@ class _Packer(pickle.Pickler):
             steps = zip(size, strides, strict=True)
             extent = 1 + sum((length - 1) * stride for length, stride in steps)
             is_small = octets.nbytes > _WHOLE_STORAGE * extent * value.itemsize
-            if is_small and self._slot.offset_of(octets) is None:
+            if is_small and _offset_in(self._memory, octets) is None:
                 self._storages[key] = None
                 part = octets[offset * value.itemsize :][: extent * value.itemsize]
                 return _tensor, (part, dtype, 0, size, strides)
