@@ -18,7 +18,7 @@ from torchvision import transforms
 
 from conftest import FolderMaker
 from fastdata import CachedDataset, ChunkedLoader, DataLoader, FastDataError, ImageFolder
-from fastdata.datasets.ring import BatchRing
+from fastdata.datasets.reader import BatchRing
 from fastdata.errors import MemoryBudgetError
 from fastdata.loaders.samplers import chunked as chunked_order
 from fastdata.loaders.samplers import shuffle_quality

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import torch
 
-from fastdata.datasets.ring import BatchRing, room
+from fastdata.datasets.reader import BatchRing, room
 
 UINT8 = np.dtype("uint8")
 

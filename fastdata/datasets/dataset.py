@@ -22,9 +22,9 @@ import numpy as np
 from torch.utils.data import Dataset, Subset, get_worker_info
 
 from fastdata.datasets.batch import OWN_ITEM, IndexBatch, OwnItem, SharedVisits
-from fastdata.datasets.reader import Reader, ReaderHandle
+from fastdata.datasets.reader import Reader, ReaderHandle, Watch, fresh
 from fastdata.datasets.ring import ring_of
-from fastdata.datasets.serving import Stored, Watch, compile_reader
+from fastdata.datasets.serving import Stored, compile_reader
 from fastdata.errors import SampleError, StoreGoneError, counted, kind_of
 from fastdata.machine.memory import StoragePlan, StorageReport
 from fastdata.machine.shared import ListView, SampleTable
@@ -437,7 +437,8 @@ class PreparedDataset(_Opened):
             self._refresh()
         if own_reader(self) != "__getitem__":
             reader = self._handle()
-            return reader.items(reader.visit(indices), ring_of(self))
+            ring = ring_of(self)
+            return reader.items(reader.visit(indices), fresh if ring is None else ring.take)
         if batch is None:
             return [self[index] for index in indices]
         return [own_item(self, batch, k) for k in range(len(batch))]

@@ -1,4 +1,4 @@
-"""Reading: what an epoch is served from, frozen when it begins.
+"""Reading: what an epoch is served from, frozen when it begins, and the memory of batches.
 
 A ``Reader`` holds samples, program and targets as one value, so that nothing that is assigned to
 the dataset meanwhile reaches an epoch: shapes, memory and program are of one piece. It also holds
@@ -10,16 +10,25 @@ column is read whole by the core where all samples are served in one shape; else
 by one, as those are that are kept nowhere. Steps that are not known run on each sample then, and
 the core again on what they leave. One sample is a batch of one.
 
+Fresh memory is what makes batches slow: every page of it is faulted in and cleared before it is
+written. A ``BatchRing`` hands out the same few buffers again and again. Who owns a buffer is decided
+by references, never by counting batches: it comes back when the last tensor over it has died.
+
 Shape letters: B batch, C channels, H W size sent, h w size served.
 """
 
 from __future__ import annotations
 
 import math
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from enum import Enum
+from functools import cached_property, partial
 from multiprocessing import current_process
+from operator import is_not, ne
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
@@ -30,18 +39,16 @@ from fastdata.datasets.batch import (
     IndexBatch,
     SampleBatch,
     SharedVisits,
+    are_same,
     as_numbers,
     positions,
     rows_of,
     stacked,
 )
-from fastdata.datasets.ring import Output, Ring, Take, fresh, room
 from fastdata.errors import ChannelsError, RemoteError, StoreGoneError, sample_error
 from fastdata.machine.shared import SampleTable, collate_targets
-from fastdata.pixels import (
-    TransformPlan,
-)
-from fastdata.pixels.compose import cure_for
+from fastdata.pixels import TransformPlan, Views
+from fastdata.pixels.compose import flatten
 from fastdata.pixels.device import DeviceProgram, device_obstacle
 from fastdata.pixels.images import (
     OpenedImages,
@@ -59,7 +66,39 @@ from fastdata.stores.samples import KeptSamples, Steps, open_files
 if TYPE_CHECKING:
     from fastdata.datasets.serving import Stored
 
+ALIGN_BYTES = 64
 CLOSED = "the dataset was closed; create it again to read from it"
+
+
+Output = tuple[tuple[int, ...], np.dtype[Any]]
+Take = Callable[[int], memoryview]
+
+
+def room(
+    count: int, outputs: list[Output], take: Take, *, channels_last: bool = False
+) -> list[np.ndarray]:
+    """Memory for so many samples of each shape and dtype, all in one piece.
+
+    (B, C, h, w) may lie as (B, h, w, C).
+    """
+    starts, size_bytes = [], 0
+    for shape, dtype in outputs:
+        starts.append(-(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES)
+        size_bytes = starts[-1] + count * math.prod(shape) * dtype.itemsize
+    memory = take(size_bytes)
+    arrays = []
+    for start, (shape, dtype) in zip(starts, outputs, strict=True):
+        values = np.frombuffer(memory, dtype, count * math.prod(shape), start)
+        if channels_last:
+            channels, height, width = shape
+            lying = values.reshape(count, height, width, channels).transpose(0, 3, 1, 2)
+        arrays.append(lying if channels_last else values.reshape(count, *shape))
+    return arrays
+
+
+def fresh(size_bytes: int) -> memoryview:
+    """Memory that nobody takes back."""
+    return np.empty(size_bytes, np.uint8).data
 
 
 class Column(NamedTuple):
@@ -202,7 +241,7 @@ class Reader:
             return f"samples have several parts, such as image and mask, and {self.plan.obstacle}"
         if not self.plan.is_batched:
             return f"the transform works per sample: {self.plan.obstacle}"
-        if not self._outputs:
+        if not self.outputs:
             return (
                 "prepared samples differ in shape; a crop or resize to one size would make them "
                 "batches"
@@ -221,7 +260,7 @@ class Reader:
         return device_obstacle(self.plan, self.kept.images.spec)
 
     @cached_property
-    def _outputs(self) -> list[Output]:
+    def outputs(self) -> list[Output]:
         """Of every column; empty where samples differ in one."""
         outputs = [column.output for column in self.columns if column.output is not None]
         return outputs if len(outputs) == len(self.columns) else []
@@ -230,7 +269,7 @@ class Reader:
     def _are_ragged(self) -> bool:
         """Whether kept samples may differ in shape, even where batches of them do not."""
         stores = [] if self.kept is None else self.kept.stores
-        return bool(stores) and not (self._outputs and all(store.spec.is_dense for store in stores))
+        return bool(stores) and not (self.outputs and all(store.spec.is_dense for store in stores))
 
     @cached_property
     def _programs(self) -> list[Program]:
@@ -238,7 +277,7 @@ class Reader:
 
     @cached_property
     def _dtypes(self) -> list[torch.dtype]:
-        pairs = zip(self._programs, self._outputs, strict=True)
+        pairs = zip(self._programs, self.outputs, strict=True)
         return [program.as_tensor(np.empty(0, dtype)).dtype for program, (_, dtype) in pairs]
 
     @cached_property
@@ -248,7 +287,7 @@ class Reader:
 
     @cached_property
     def can_write_channels_last(self) -> bool:
-        pairs = zip(self._programs, self._outputs, strict=False)
+        pairs = zip(self._programs, self.outputs, strict=False)
         return all(program.can_write_channels_last(shape) for program, (shape, _) in pairs)
 
     @property
@@ -256,7 +295,7 @@ class Reader:
         """Bytes of each sample in a whole batch; None where there are no whole batches."""
         if self.obstacle is not None:
             return None
-        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._outputs)
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.outputs)
 
     @property
     def image_form(self) -> str:
@@ -264,27 +303,10 @@ class Reader:
         forms = [
             f"{shown_class(column.plan.kind).__name__}{shape} of {str(dtype)[6:]}"
             for column, (shape, _), dtype in zip(
-                self.columns, self._outputs, self._dtypes, strict=True
+                self.columns, self.outputs, self._dtypes, strict=True
             )
         ]
         return ", ".join(forms) + (f" in {self.keys}" if self.keys else "")
-
-    def fallback_notice(self) -> str:
-        """Which code of the user's own runs on each sample unasked, and the cure; else empty."""
-        plan, kept = self.plan, self.kept
-        unknown = plan.first_unknown
-        is_asked_for = not self.options.batch_ops or self.pair_transform is not None
-        if is_asked_for or kept is None or kept.is_tuple or unknown is None:
-            return ""
-        cure = cure_for(unknown)
-        if not cure and plan.views:
-            cure = "Write steps that are served in its place: docs/served-steps.md."
-        elif not cure:
-            cure = (
-                "Give it as prepare= if it does the same each time, or as CudaPrefetcher(transform="
-                ") if it can take whole batches."
-            )
-        return f"{plan.obstacle}, so that it runs in Python on each sample. {cure}"
 
     def filled_share(self, index: np.ndarray | None = None) -> float:
         """Share of the samples, or of those of ``index``, that are kept already."""
@@ -292,22 +314,24 @@ class Reader:
 
     # Batches and items
 
-    def __call__(self, batch: IndexBatch, ring: Ring | None = None) -> Any:
+    def __call__(self, batch: IndexBatch, take: Take = fresh) -> Any:
         """Images (B, *shape) and collated targets; only if there is no obstacle.
 
-        Memory comes from ``ring``, or is fresh.
+        Memory is what ``take`` gives.
         """
-        tensors = self._tensors(batch, ring)
+        tensors = self._tensors(batch, take)
         return self.joined(tensors, None if self.plan.mask else self.targets(batch))
 
     def joined(self, tensors: list[torch.Tensor], targets: Any) -> Any:
         """The batch of these tensors, one for each column, and of targets, unless masks are."""
         images: Any = tensors if self.plan.views else tensors[0]
-        return stacked(images, tensors[1] if self.plan.mask else targets, self.keys)
+        targets = tensors[1] if self.plan.mask else targets
+        keys = self.stored.samples.keys
+        return [images, targets] if keys is None else stacked(images, targets, keys)
 
-    def items(self, batch: IndexBatch, ring: Ring | None = None) -> list[Any]:
+    def items(self, batch: IndexBatch, take: Take = fresh) -> list[Any]:
         """A ``SampleBatch`` where all images are of one shape, else a list of samples."""
-        columns, targets = self._columns(batch, ring, is_alone=not self._outputs)
+        columns, targets = self._columns(batch, take, is_alone=not self.outputs)
         plan, kind = self.plan, self._classes[0]
         if not all(isinstance(column, torch.Tensor) for column in columns):
             return self._listed(columns, targets)
@@ -319,7 +343,7 @@ class Reader:
 
     def item(self, batch: IndexBatch) -> Any:
         """Sample and target of a batch of one, in whatever shape it has."""
-        return self._listed(*self._columns(batch, None, is_alone=self._are_ragged))[0]
+        return self._listed(*self._columns(batch, fresh, is_alone=self._are_ragged))[0]
 
     def _listed(self, columns: list[Any], targets: list[Any] | None) -> list[Any]:
         """The items of a batch."""
@@ -336,17 +360,17 @@ class Reader:
         return list(pairs) if self.keys is None else [self.keys.join(*pair) for pair in pairs]
 
     def _columns(
-        self, batch: IndexBatch, ring: Ring | None, *, is_alone: bool
+        self, batch: IndexBatch, take: Take, *, is_alone: bool
     ) -> tuple[list[Any], list[Any] | None]:
         """What is made of a batch's samples; and their targets, where no column is of masks."""
         if self.obstacle is None and not is_alone:
-            return self._tensors(batch, ring), None if self.plan.mask else self.targets_of(batch)
+            return self._tensors(batch, take), None if self.plan.mask else self.targets_of(batch)
         read, targets = self._read(batch, is_alone=is_alone)
         if self.plan.mask:
             return read, None
         if self.pair_transform is None:
             # Of the ring there is one piece of memory a batch.
-            take = fresh if ring is None or len(read) > 1 else ring.take
+            take = fresh if len(read) > 1 else take
             pairs = zip(self.columns, read, strict=True)
             read = [column.finished(samples, batch, take) for column, samples in pairs]
         return read, self.targets_of(batch, targets)
@@ -367,7 +391,7 @@ class Reader:
             with kept.naming_damage():
                 columns = [column.shown(column.read_alone(batch)) for column in self.columns]
         else:
-            outs = self.room(len(batch), None)
+            outs = room(len(batch), self.outputs, fresh)
             self.read_into(outs, batch)
             rows = [[out[b, ...] for b in range(len(out))] for out in outs]
             columns = [column.shown(row) for column, row in zip(self.columns, rows, strict=True)]
@@ -421,23 +445,16 @@ class Reader:
 
     # Whole columns
 
-    def _tensors(self, batch: IndexBatch, ring: Ring | None) -> list[torch.Tensor]:
-        outs = self.room(len(batch), ring, channels_last=batch.channels_last)
+    def _tensors(self, batch: IndexBatch, take: Take) -> list[torch.Tensor]:
+        is_last = batch.channels_last and self.can_write_channels_last
+        outs = room(len(batch), self.outputs, take, channels_last=is_last)
         self.read_into(outs, batch)
         return self.as_tensors(outs)
-
-    def room(
-        self, count: int, ring: Ring | None, *, channels_last: bool = False
-    ) -> list[np.ndarray]:
-        """Memory for whole batches of so many samples, one for each column."""
-        take = fresh if ring is None else ring.take
-        channels_last = channels_last and self.can_write_channels_last
-        return room(count, self._outputs, take, channels_last=channels_last)
 
     def read_into(
         self, outs: list[np.ndarray], batch: IndexBatch, rows_B: np.ndarray | None = None
     ) -> None:
-        """Read a batch's images into ``room`` for it; or into rows ``rows_B`` of a larger one."""
+        """Read a batch's images into ``room()`` for it; or into rows ``rows_B`` of a larger one."""
         if self.stored.is_remote:
             self._expect(batch)
         index_B = batch.positions
@@ -482,7 +499,7 @@ class Reader:
             self.stored.samples.expect(batch.positions.tolist())
 
     def read_for_device(
-        self, program: DeviceProgram, batch: IndexBatch, ring: Ring, *, only_places: bool
+        self, program: DeviceProgram, batch: IndexBatch, take: Take, *, only_places: bool
     ) -> DeviceBatch:
         """Read a batch without its batch ops, but with their draws; only where samples are kept.
 
@@ -496,7 +513,7 @@ class Reader:
         draws = program.draw(index_B, batch.visits, batch.seed)
         samples = index_B.copy()
         if not only_places:
-            [samples] = room(len(index_B), [(program.sent_shape, np.dtype(np.uint8))], ring.take)
+            [samples] = room(len(index_B), [(program.sent_shape, np.dtype(np.uint8))], take)
             whole = program.host or Program((), kept.images.spec)
             with kept.naming_damage():
                 whole.run(kept.images, index_B, batch.visits, batch.seed, samples)
@@ -521,11 +538,13 @@ class Reader:
         if worker is not None:
             base_seed = worker.seed - worker.id
             reader = worker.id - getattr(current_process(), "_identity", (0,))[-1]
-        if self.options.seed is not None:
+        seed = self.stored.options.seed
+        if seed is None:
+            seed = base_seed
+        else:
             reader = 0  # all draw from one seed
         assert self.visits is not None
-        visits_B = self.visits.take(index_B, reader, indices)
-        return IndexBatch.of(indices, index_B, visits_B, self.seed_of(base_seed))
+        return IndexBatch.of(indices, index_B, self.visits.take(index_B, reader, indices), seed)
 
 
 class DeviceBatch(NamedTuple):
@@ -540,3 +559,139 @@ class DeviceBatch(NamedTuple):
     draws: torch.Tensor | None
     targets: Any
     keys: ItemKeys | None
+
+
+# Memory that is reused
+
+
+class Loan(weakref.ref[np.ndarray]):
+    """An array that was lent; what is called when it dies runs no line of Python.
+
+    In one, Ctrl-C would be an error that is printed and forgotten, and the training loop would go
+    on.
+    """
+
+    __slots__ = ("buffer", "set_state")
+    buffer: np.ndarray
+    set_state: Callable[[int], None]
+
+
+class BatchRing:
+    """Up to ``slots`` buffers, each lent as an array until that array dies.
+
+    They are ordinary memory, or ``allocate(size_bytes)`` gives a uint8 array of that size; it is
+    called from the threads that take.
+    Safe from several threads: a buffer is taken and given back by single deque operations, because
+    an array may die at any moment, also in a thread that is just taking one.
+    """
+
+    def __init__(self, slots: int, allocate: Callable[[int], np.ndarray] | None = None) -> None:
+        self._allocate = allocate or partial(np.empty, dtype=np.uint8)
+        # None: a slot whose buffer is not allocated yet.
+        self._free: deque[Loan | None] = deque([None] * slots)
+        self._loans: dict[int, Loan] = {}  # by id
+        self._slots = slots
+        self.fresh_count = 0  # how often all slots were lent and the batch got memory of its own
+        self._grown_bytes: list[int] = []
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy lends memory of its own."""
+        return BatchRing, (self._slots,)
+
+    @property
+    def bytes_held(self) -> int:
+        return sum(self._grown_bytes)
+
+    def take(self, size_bytes: int) -> memoryview:
+        """Memory that is lent as long as anything over it lives."""
+        try:
+            loan = self._free.pop()
+        except IndexError:
+            self.fresh_count += 1
+            return fresh(size_bytes)
+        buffer: np.ndarray | None = None
+        if loan is not None:
+            del self._loans[id(loan)]
+            buffer = loan.buffer
+        if buffer is None or buffer.nbytes < size_bytes:
+            old_bytes = 0 if buffer is None else buffer.nbytes
+            buffer = self._allocate(size_bytes)
+            self._grown_bytes.append(buffer.nbytes - old_bytes)
+        lent = buffer[:size_bytes]
+        loan = Loan(lent, self._free.append)
+        loan.buffer = buffer
+        self._loans[id(loan)] = loan
+        return lent.data  # arrays over it refer to it, those over the array to the buffer
+
+
+# Changes in place
+
+_ATOMS = (type(None), bool, int, float, complex, str, bytes, type, FunctionType, ModuleType, Enum)
+_ARRAYS = (torch.Tensor, np.ndarray)
+_THEIRS = ("torchvision.", "timm.")
+
+
+class Watch:
+    """What transforms consisted of when they were compiled, to notice changes in place."""
+
+    def __init__(self, calls: tuple[Any, ...], unknown: Iterable[Any]) -> None:
+        """Note what there is; not what is in unknown steps, which run as they are."""
+        self._calls = calls
+        met = {id(step): step for step in unknown}
+        # One of theirs may become one that is known.
+        theirs = [vars(s) for s in met.values() if type(s).__module__.startswith(_THEIRS)]
+        held = [*theirs, *_held_by(calls, met)]
+        steps = _leaves(calls)
+        behind_code = _held_by(steps, met)
+        self._steps = steps if behind_code else None
+        held += behind_code
+        self._parts = [part for part in held if isinstance(part, (dict, list))]
+        self._copies = [part.copy() for part in self._parts]  # with the same objects in them
+        self._arrays = [array for array in held if isinstance(array, _ARRAYS)]
+        self._octets = list(map(_octets, self._arrays))
+
+    def is_changed(self, calls: tuple[Any, ...]) -> bool:
+        if any(map(is_not, calls, self._calls)):
+            return True
+        try:
+            # Quick: all that is in a part is the same object.
+            if any(map(ne, self._parts, self._copies)):
+                return True
+        except (TypeError, ValueError, RuntimeError):  # arrays cannot be compared so
+            return True
+        if self._arrays and list(map(_octets, self._arrays)) != self._octets:
+            return True
+        return self._steps is not None and not are_same(_leaves(calls), self._steps)
+
+
+def _held_by(values: Iterable[Any], met: dict[int, Any]) -> list[Any]:
+    """These, and all that is in them, each once and none that was met before."""
+    queue, held = deque(values), []
+    while queue:
+        value = queue.popleft()
+        if id(value) in met or isinstance(value, _ATOMS):
+            continue
+        met[id(value)] = value
+        held.append(value)
+        if isinstance(value, dict):
+            queue.extend(value.values())
+        elif isinstance(value, (list, tuple)):
+            queue.extend(value)
+        elif not isinstance(value, _ARRAYS):
+            queue.append(getattr(value, "__dict__", None))
+    return held
+
+
+def _octets(array: Any) -> bytes:
+    try:
+        return np.asarray(array).tobytes()
+    except (TypeError, RuntimeError):  # of bfloat16, or on a device
+        return b""
+
+
+def _leaves(transform: Any) -> list[Any]:
+    """The steps of a transform, with those of each view in the place of ``Views``."""
+    leaves: list[Any] = []
+    for step in flatten(transform):
+        leaves += _leaves(step.transforms) if type(step) is Views else [step]
+    return leaves

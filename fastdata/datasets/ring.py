@@ -1,12 +1,7 @@
-"""Host memory for batches, reused when the user lets go of it.
+"""Batches from worker processes, in memory that is reused when the user lets go of it.
 
-Fresh memory is what makes batches slow: every page of it is faulted in and cleared before it is
-written, in torch's queue between processes twice. A ring hands out the same few buffers again and
-again. Who owns a buffer is decided by references, never by counting batches: it comes back when the
-last tensor over it has died.
-
-``BatchRing`` is the ring of one process; that of a worker process brings its batches to the
-training loop:
+Torch's queue between processes makes and maps new memory for each batch. A worker's ring hands out
+the same few shared blocks again and again, as ``BatchRing`` does within a process:
 
     worker:  samples -> collate, stacking into a free slot -> SentBatch (pickle of the structure,
         handle of the slot)
@@ -22,14 +17,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-import math
 import operator
 import os
 import pickle
 import secrets
 import sys
 import weakref
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
@@ -45,106 +38,16 @@ from torch.utils.data._utils import fetch as torch_fetch
 from torch.utils.data._utils.worker import _worker_loop
 
 from fastdata.datasets.batch import collate as default_collate
+from fastdata.datasets.reader import ALIGN_BYTES, Loan, fresh
 from fastdata.errors import MemoryBudgetError, StoreGoneError
 from fastdata.machine.shared import Block
 
 _FREE, _LENT = 0, 1
-_ALIGN_BYTES, _PAGE_BYTES = 64, 4096
-_STATE_BYTES = _ALIGN_BYTES  # the first byte of a slot has a cache line of its own before the data
+_PAGE_BYTES = 4096
+_STATE_BYTES = ALIGN_BYTES  # the first byte of a slot has a cache line of its own before the data
 # A tensor travels with its whole storage, as in torch, up to so many times its own extent.
 _WHOLE_STORAGE = 4
 _UNCOUNTED = ""  # token of a batch that holds nothing that could travel through a ring
-
-
-Output = tuple[tuple[int, ...], np.dtype[Any]]
-Take = Callable[[int], memoryview]
-
-
-def room(
-    count: int, outputs: list[Output], take: Take, *, channels_last: bool = False
-) -> list[np.ndarray]:
-    """Memory for so many samples of each shape and dtype, all in one piece.
-
-    (B, C, h, w) may lie as (B, h, w, C).
-    """
-    starts, size_bytes = [], 0
-    for shape, dtype in outputs:
-        starts.append(_aligned(size_bytes))
-        size_bytes = starts[-1] + count * math.prod(shape) * dtype.itemsize
-    memory = take(size_bytes)
-    arrays = []
-    for start, (shape, dtype) in zip(starts, outputs, strict=True):
-        values = np.frombuffer(memory, dtype, count * math.prod(shape), start)
-        if channels_last:
-            channels, height, width = shape
-            lying = values.reshape(count, height, width, channels).transpose(0, 3, 1, 2)
-        arrays.append(lying if channels_last else values.reshape(count, *shape))
-    return arrays
-
-
-def fresh(size_bytes: int) -> memoryview:
-    """Memory that nobody takes back."""
-    return np.empty(size_bytes, np.uint8).data
-
-
-class _Loan(weakref.ref[np.ndarray]):
-    """An array that was lent; what is called when it dies runs no line of Python.
-
-    In one, Ctrl-C would be an error that is printed and forgotten, and the training loop would go
-    on.
-    """
-
-    __slots__ = ("buffer", "set_state")
-    buffer: np.ndarray
-    set_state: Callable[[int], None]
-
-
-class BatchRing:
-    """Up to ``slots`` buffers, each lent as an array until that array dies.
-
-    They are ordinary memory, or ``allocate(size_bytes)`` gives a uint8 array of that size; it is
-    called from the threads that take.
-    Safe from several threads: a buffer is taken and given back by single deque operations, because
-    an array may die at any moment, also in a thread that is just taking one.
-    """
-
-    def __init__(self, slots: int, allocate: Callable[[int], np.ndarray] | None = None) -> None:
-        self._allocate = allocate or partial(np.empty, dtype=np.uint8)
-        # None: a slot whose buffer is not allocated yet.
-        self._free: deque[_Loan | None] = deque([None] * slots)
-        self._loans: dict[int, _Loan] = {}  # by id
-        self._slots = slots
-        self.fresh_count = 0  # how often all slots were lent and the batch got memory of its own
-        self._grown_bytes: list[int] = []
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copy lends memory of its own."""
-        return BatchRing, (self._slots,)
-
-    @property
-    def bytes_held(self) -> int:
-        return sum(self._grown_bytes)
-
-    def take(self, size_bytes: int) -> memoryview:
-        """Memory that is lent as long as anything over it lives."""
-        try:
-            loan = self._free.pop()
-        except IndexError:
-            self.fresh_count += 1
-            return fresh(size_bytes)
-        buffer: np.ndarray | None = None
-        if loan is not None:
-            del self._loans[id(loan)]
-            buffer = loan.buffer
-        if buffer is None or buffer.nbytes < size_bytes:
-            old_bytes = 0 if buffer is None else buffer.nbytes
-            buffer = self._allocate(size_bytes)
-            self._grown_bytes.append(buffer.nbytes - old_bytes)
-        lent = buffer[:size_bytes]
-        loan = _Loan(lent, self._free.append)
-        loan.buffer = buffer
-        self._loans[id(loan)] = loan
-        return lent.data  # arrays over it refer to it, those over the array to the buffer
 
 
 class RingCollate:
@@ -343,7 +246,6 @@ class WorkerRing:
 
 _worker_rings: weakref.WeakValueDictionary[int, WorkerRing] = weakref.WeakValueDictionary()
 """By the dataset that a worker process reads."""
-Ring = BatchRing | WorkerRing
 
 
 def ring_of(dataset: Any) -> WorkerRing | None:
@@ -395,7 +297,7 @@ def _offset_in(memory: np.ndarray, part: np.ndarray) -> int | None:
 
 
 def _aligned(offset: int) -> int:
-    return -(-offset // _ALIGN_BYTES) * _ALIGN_BYTES
+    return -(-offset // ALIGN_BYTES) * ALIGN_BYTES
 
 
 # A batch as a pickle of its structure, and the memory of its tensors and arrays apart
@@ -528,7 +430,7 @@ class _Mapped(NamedTuple):
 
     handle: SlotHandle
     memory: np.ndarray
-    loan: _Loan
+    loan: Loan
 
 
 class BatchReceiver:
@@ -568,7 +470,7 @@ class BatchReceiver:
             with pickle.loads(handle.block) as block:
                 memory = block.array("uint8", (block.size_bytes,))
         lent = memory[:]
-        loan = _Loan(lent, _GIVE_BACK)
+        loan = Loan(lent, _GIVE_BACK)
         loan.set_state = memory[:1].fill
         self._mapped[key] = _Mapped(handle, memory, loan)
         whole = lent.data  # its slices keep it lent, and so does all that is made of them

@@ -7,25 +7,19 @@ place, which ``Watch`` notices.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from enum import Enum
-from operator import is_not, ne
-from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
-from fastdata.datasets.batch import SharedVisits, are_same
+from fastdata.datasets.batch import SharedVisits
 from fastdata.datasets.reader import Column, Reader
 from fastdata.errors import SampleError
 from fastdata.machine.memory import StoragePlan
 from fastdata.machine.shared import SampleTable
 from fastdata.pixels import (
     TransformPlan,
-    Views,
     core,
     leading_steps,
     plan_pairs,
@@ -33,7 +27,7 @@ from fastdata.pixels import (
     prepare_key,
     split_upright,
 )
-from fastdata.pixels.compose import flatten, known_name
+from fastdata.pixels.compose import known_name
 from fastdata.pixels.images import SampleSpec, opening_of
 from fastdata.pixels.program import Program
 from fastdata.sources import FileSource, ItemKeys, Source
@@ -288,75 +282,3 @@ def _channels_of(images: Store) -> int | None:
         return images.spec.shape[0]
     channels = np.unique(images.shapes()[:, 0]).tolist()
     return channels[0] if len(channels) == 1 else None
-
-
-# Changes in place
-
-_ATOMS = (type(None), bool, int, float, complex, str, bytes, type, FunctionType, ModuleType, Enum)
-_ARRAYS = (torch.Tensor, np.ndarray)
-_THEIRS = ("torchvision.", "timm.")
-
-
-class Watch:
-    """What transforms consisted of when they were compiled, to notice changes in place."""
-
-    def __init__(self, calls: tuple[Any, ...], unknown: Iterable[Any]) -> None:
-        """Note what there is; not what is in unknown steps, which run as they are."""
-        self._calls = calls
-        met = {id(step): step for step in unknown}
-        # One of theirs may become one that is known.
-        theirs = [vars(s) for s in met.values() if type(s).__module__.startswith(_THEIRS)]
-        held = [*theirs, *_held_by(calls, met)]
-        steps = _leaves(calls)
-        behind_code = list(_held_by(steps, met))
-        self._steps = steps if behind_code else None
-        held += behind_code
-        self._parts = [part for part in held if isinstance(part, (dict, list))]
-        self._copies = [part.copy() for part in self._parts]  # with the same objects in them
-        self._arrays = [array for array in held if isinstance(array, _ARRAYS)]
-        self._octets = list(map(_octets, self._arrays))
-
-    def is_changed(self, calls: tuple[Any, ...]) -> bool:
-        if any(map(is_not, calls, self._calls)):
-            return True
-        try:
-            # Quick: all that is in a part is the same object.
-            if any(map(ne, self._parts, self._copies)):
-                return True
-        except (TypeError, ValueError, RuntimeError):  # arrays cannot be compared so
-            return True
-        if self._arrays and list(map(_octets, self._arrays)) != self._octets:
-            return True
-        return self._steps is not None and not are_same(_leaves(calls), self._steps)
-
-
-def _held_by(values: Iterable[Any], met: dict[int, Any]) -> Iterator[Any]:
-    """These, and all that is in them, each once and none that was met before."""
-    queue = deque(values)
-    while queue:
-        value = queue.popleft()
-        if id(value) in met or isinstance(value, _ATOMS):
-            continue
-        met[id(value)] = value
-        yield value
-        if isinstance(value, dict):
-            queue.extend(value.values())
-        elif isinstance(value, (list, tuple)):
-            queue.extend(value)
-        elif not isinstance(value, _ARRAYS):
-            queue.append(getattr(value, "__dict__", None))
-
-
-def _octets(array: Any) -> bytes:
-    try:
-        return np.asarray(array).tobytes()
-    except (TypeError, RuntimeError):  # of bfloat16, or on a device
-        return b""
-
-
-def _leaves(transform: Any) -> list[Any]:
-    """The steps of a transform, with those of each view in the place of ``Views``."""
-    leaves: list[Any] = []
-    for step in flatten(transform):
-        leaves += _leaves(step.transforms) if type(step) is Views else [step]
-    return leaves

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from fastdata.datasets.dataset import PreparedDataset, index_count, stored_of
-from fastdata.datasets.ring import BatchRing
+from fastdata.datasets.reader import BatchRing
 from fastdata.errors import FastDataError
 from fastdata.loaders.epochs import HELD_BY_USER
 from fastdata.loaders.loader import DataLoader

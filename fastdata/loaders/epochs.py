@@ -19,8 +19,8 @@ from torch.utils.data import dataloader as torch_loader
 from torch.utils.data._utils.pin_memory import pin_memory as copy_to_pinned
 
 from fastdata.datasets.batch import BatchDraws, DrawKey, as_channels_last, collate, flatten
-from fastdata.datasets.reader import ReaderHandle
-from fastdata.datasets.ring import BatchReceiver, BatchRing, RingCollate
+from fastdata.datasets.reader import BatchRing, ReaderHandle
+from fastdata.datasets.ring import BatchReceiver, RingCollate
 from fastdata.loaders.order import Progress
 from fastdata.loaders.view import JoinedHandle
 from fastdata.machine.memory import PinningPlan
@@ -84,9 +84,9 @@ class BatchMaker:
         is_ours = reader is not None and is_whole and reader.target_transform is None
         with nullcontext() if is_ours or not self.in_thread else BatchDraws(draws.apart()):
             if reader is not None and is_whole and self.collate_fn is collate:
-                return reader(indices, self.ring)
+                return reader(indices, self.ring.take)
             if reader is not None:
-                samples = reader.items(indices, self.ring)
+                samples = reader.items(indices, self.ring.take)
             elif getattr(self.dataset, "__getitems__", None):
                 samples = self.dataset.__getitems__(indices)
             else:

@@ -28,13 +28,14 @@ from torch.utils.data import dataloader as torch_loader
 
 from fastdata.datasets.batch import ChannelsLast, collate
 from fastdata.datasets.dataset import PreparedDataset, latest_reader, own_reader
-from fastdata.datasets.ring import BatchRing, RingCollate
+from fastdata.datasets.reader import BatchRing
+from fastdata.datasets.ring import RingCollate
 from fastdata.errors import counted, kind_of
 from fastdata.loaders import epochs
 from fastdata.loaders.epochs import HELD_BY_USER, Counted, Engine, Tally
 from fastdata.loaders.order import Epochs, Progress, length_of, undisturbed
 from fastdata.loaders.samplers import RankSampler, Uneven
-from fastdata.loaders.view import LoaderView, wrapped_notice
+from fastdata.loaders.view import LoaderView, fallback_notice, wrapped_notice
 from fastdata.machine import memory
 from fastdata.machine.memory import PinningPlan, budget_bytes, choose_pinning
 from fastdata.machine.processes import find_rank, local_ranks
@@ -442,7 +443,7 @@ _SAID: weakref.WeakValueDictionary[int, PreparedDataset] = weakref.WeakValueDict
 def _fallback_notice(dataset: PreparedDataset) -> str:
     own = own_reader(dataset)
     if own is None:
-        return latest_reader(dataset).fallback_notice()
+        return fallback_notice(latest_reader(dataset))
     return (
         f"{type(dataset).__name__}.{own} is called for each sample. Write what it does as "
         "transform= or target_transform= instead."

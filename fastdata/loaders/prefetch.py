@@ -34,8 +34,7 @@ import torch.cuda
 
 from fastdata.datasets.batch import flatten, stacked
 from fastdata.datasets.dataset import handle_of
-from fastdata.datasets.reader import DeviceBatch, ReaderHandle
-from fastdata.datasets.ring import BatchRing
+from fastdata.datasets.reader import BatchRing, DeviceBatch, ReaderHandle
 from fastdata.errors import DeviceError, kind_of
 from fastdata.loaders.epochs import HELD_BY_USER
 from fastdata.loaders.loader import DataLoader
@@ -521,7 +520,7 @@ class DeviceOps:
             self.described += f", from a copy of the store there ({size})"
 
         def read(batch: Any, ring: BatchRing) -> DeviceBatch:
-            return handle().read_for_device(program, batch, ring, only_places=is_there)
+            return handle().read_for_device(program, batch, ring.take, only_places=is_there)
 
         return read, partial(self._run, program, handle if is_there else None)
 

@@ -19,9 +19,9 @@ from fastdata.datasets.dataset import (
     own_reader,
     stored_of,
 )
-from fastdata.datasets.reader import Reader, ReaderHandle
-from fastdata.datasets.ring import Ring
+from fastdata.datasets.reader import Reader, ReaderHandle, Take, fresh, room
 from fastdata.machine.shared import collate_targets
+from fastdata.pixels.compose import cure_for
 
 MOSTLY_PREPARED = 0.9
 """Share of the samples from which on threads are worth it, although the rest are still to be
@@ -57,17 +57,17 @@ class JoinedReader:
         several = "the samples of a ConcatDataset lie in several stores"
         self.device_obstacle = self.obstacle or several
 
-    def __call__(self, batch: IndexBatch, ring: Ring | None = None) -> Any:
+    def __call__(self, batch: IndexBatch, take: Take = fresh) -> Any:
         first = self.readers[0]
         can = batch.channels_last and all(each.can_write_channels_last for each in self.readers)
-        outs = first.room(len(batch), ring, channels_last=can)
+        outs = room(len(batch), first.outputs, take, channels_last=can)
         for number, row_B, piece in _pieces(batch, self.ends, self.readers):
             self.readers[number].read_into(outs, piece, row_B)
         each = [] if first.plan.mask else self._gather(batch, Reader.targets_of)
         targets = collate_targets(each) if each else None
         return first.joined(first.as_tensors(outs), targets)
 
-    def items(self, batch: IndexBatch, ring: Ring | None = None) -> list[Any]:
+    def items(self, batch: IndexBatch, take: Take = fresh) -> list[Any]:
         return self._gather(batch, Reader.items)
 
     def _gather(
@@ -249,6 +249,24 @@ class _WholeConcat(_Whole, ConcatDataset[Any]):
     def __init__(self, concat: ConcatDataset[Any], behind: PreparedDataset | LoaderView) -> None:
         super().__init__(concat.datasets)
         self.behind = behind
+
+
+def fallback_notice(reader: Reader) -> str:
+    """Which code of the user's own runs on each sample unasked, and the cure; else empty."""
+    plan, kept = reader.plan, reader.kept
+    unknown = plan.first_unknown
+    is_asked_for = not reader.options.batch_ops or reader.pair_transform is not None
+    if is_asked_for or kept is None or kept.is_tuple or unknown is None:
+        return ""
+    cure = cure_for(unknown)
+    if not cure and plan.views:
+        cure = "Write steps that are served in its place: docs/served-steps.md."
+    elif not cure:
+        cure = (
+            "Give it as prepare= if it does the same each time, or as CudaPrefetcher(transform=) "
+            "if it can take whole batches."
+        )
+    return f"{plan.obstacle}, so that it runs in Python on each sample. {cure}"
 
 
 def wrapped_notice(dataset: Any) -> str:

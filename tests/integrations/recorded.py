@@ -19,7 +19,7 @@ from torchvision import transforms as v1  # noqa: E402  # only importable now
 
 from fastdata import CachedDataset  # noqa: E402
 from fastdata.datasets.batch import IndexBatch  # noqa: E402
-from fastdata.datasets.ring import BatchRing  # noqa: E402
+from fastdata.datasets.reader import Take, fresh  # noqa: E402
 from fastdata.machine.shared import Block, ByteLocks  # noqa: E402
 
 COUNT = 23
@@ -73,16 +73,16 @@ class CountingReader:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._reader, name)
 
-    def __call__(self, batch: IndexBatch, ring: BatchRing | None = None) -> Any:
-        return self._reader(batch, ring)
+    def __call__(self, batch: IndexBatch, take: Take = fresh) -> Any:
+        return self._reader(batch, take)
 
     def item(self, batch: IndexBatch) -> Any:
         self._count(0)
         return self._reader.item(batch)
 
-    def items(self, batch: IndexBatch, ring: BatchRing | None = None) -> Any:
+    def items(self, batch: IndexBatch, take: Take = fresh) -> Any:
         self._count(1)
-        return self._reader.items(batch, ring)
+        return self._reader.items(batch, take)
 
 
 def see(batch: Any) -> Batch:
