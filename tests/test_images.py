@@ -224,7 +224,10 @@ def test_the_core_decodes_ordinary_jpeg(
         ImageFile.ImageFile, "load", lambda image: loaded.append(image) or load(image)
     )
     spec = images.SampleSpec(shape=None, dtype="uint8", form="pil")
-    images.FilePreparer(Program((), spec).prepare, images.Opening())(data)
+    opened = images.OpenedImages.of_files(
+        [data], lambda _: images.Opening().decode_pixels(data, upright=False)
+    )
+    list(Program((), spec).prepare(opened))
     assert (not loaded) == decoded
 
 
@@ -249,9 +252,9 @@ def decode_tensor(monkeypatch: pytest.MonkeyPatch) -> Callable[..., torch.Tensor
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({}, (False, True)),
-        ({"mode": "RGB"}, (False, False)),
-        ({"mode": "RGB", "turns": True}, (True, False)),
+        ({}, (False, None)),
+        ({"mode": "RGB"}, (False, 3)),
+        ({"mode": "RGB", "turns": True}, (True, 3)),
     ],
 )
 def test_loaders_of_tensors_are_known_by_what_they_do(
@@ -260,7 +263,7 @@ def test_loaders_of_tensors_are_known_by_what_they_do(
     """decode_image of torchvision, a partial of it, and torchcodec's, which turns images."""
     opening = images.opening_of(partial(decode_tensor, **options) if options else decode_tensor)
     assert opening is not None
-    assert (opening.form, opening.is_upright, opening.keeps_gray) == ("tensor", *expected)
+    assert (opening.form, opening.is_upright, opening.channels) == ("tensor", *expected)
 
 
 def test_a_loader_of_tensors_with_other_pixels_is_the_users_own(

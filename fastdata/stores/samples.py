@@ -18,9 +18,9 @@ from fastdata.machine.processes import Leader
 from fastdata.machine.shared import SampleTable, collate_targets
 from fastdata.pixels import core, plan_transform, split_upright
 from fastdata.pixels.images import (
-    FilePreparer,
     Form,
     OpenedImages,
+    Opening,
     SampleSpec,
     SourceDecoder,
     is_image,
@@ -105,6 +105,31 @@ class Steps:
         return sample
 
 
+@dataclass(frozen=True)
+class FilePreparer:
+    """Prepares an image file by the core, without an image in between: planes (C, h, w), uint8.
+
+    Args:
+        prepare: of opened images makes planes (n, C, h, w), uint8, of neighbours of one size; they
+            stay until the next are asked for.
+        opening: of the loader that it stands for.
+        upright: whether images are turned as their EXIF says first.
+    """
+
+    prepare: Callable[[OpenedImages], Iterator[np.ndarray]]
+    opening: Opening
+    upright: bool = False
+
+    def __call__(self, data: bytes | memoryview) -> np.ndarray:
+        def by_pillow(_: int) -> np.ndarray:
+            return self.opening.decode_pixels(data, upright=self.upright)
+
+        images = OpenedImages.of_files(
+            [data], by_pillow, upright=self.upright, channels=self.opening.channels
+        )
+        return np.array(next(self.prepare(images))[0])
+
+
 class ReadPath(NamedTuple):
     """Where samples come from, and what is done to each before it is stored."""
 
@@ -180,7 +205,7 @@ def open_files(source: FileSource, indices: Sequence[int], *, upright: bool) -> 
         with naming_sample(source, indices[b]):
             return opening.decode_pixels(files[b], upright=upright)
 
-    return OpenedImages.of_files(files, by_pillow, upright=upright, keeps_gray=opening.keeps_gray)
+    return OpenedImages.of_files(files, by_pillow, upright=upright, channels=opening.channels)
 
 
 def read_samples(
