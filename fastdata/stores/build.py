@@ -54,7 +54,6 @@ from fastdata.stores.cache import (
     Columns,
     Index,
     Manifest,
-    Part,
     as_list,
     coder_of,
     mirror_folder,
@@ -405,9 +404,8 @@ def _continue(wanted: _Wanted) -> tuple[Manifest, list[WriterPlan]] | None:
         manifest = index.manifest
         plans = [
             WriterPlan(
-                spec=part.spec,
-                dimensions=part.dimensions,
-                codec=coder_of(wanted.place, part, wanted.coders),
+                part=part,
+                coder=coder_of(wanted.place, part, wanted.coders),
                 first_bytes=sum(files.values()),
             )
             for part, files in zip(manifest.parts, index.files(), strict=True)
@@ -430,35 +428,27 @@ def _begin(wanted: _Wanted) -> tuple[Manifest, list[WriterPlan]]:
     manifest = Manifest(
         key=wanted.key,
         root=wanted.root,
-        parts=_parts_of(plans),
+        parts=tuple(plan.part for plan in plans),
         shard_rows=samples_per_shard(len(wanted.path.source), need_bytes, shard_bytes),
         layout=expected.layout,
     )
     return manifest, plans
 
 
-def _parts_of(plans: Sequence[WriterPlan]) -> tuple[Part, ...]:
-    settings = [None if plan.codec is None else dict(plan.codec.settings()) for plan in plans]
-    return tuple(
-        Part(spec=plan.spec, dimensions=plan.dimensions, codec=codec)
-        for plan, codec in zip(plans, settings, strict=True)
-    )
-
-
 def _plan_writers(wanted: _Wanted, expected: Forecast) -> list[WriterPlan]:
     """Keep samples raw where the disk has room, else by a lossless codec, or as the user says."""
-    path, codec = wanted.path, wanted.options.codec
+    codec = wanted.options.codec
     is_free = codec == "auto"
     free = max(free_bytes(wanted.home) - _SPARE_BYTES, 0) if is_free else None
     # A bucket is never full.
     if free is not None and (wanted.place.is_remote or expected.need_bytes <= free):
         return expected.plan_writers()
-    trials = try_all(path, look_longer(path), codec)
+    trials = try_all(look_longer(wanted.path), codec)
     best = fastest_fitting(trials, free, only_lossless=is_free)
     if best is not None:
         need = format_bytes(expected.need_bytes)
         log.info("codec=%r on disk, where raw samples take %s", best.codec, need)
-        coders = coders_by_name(codec, path, len(best.part_bytes))[best.codec]
+        coders = coders_by_name(codec, expected)[best.codec]
         return expected.plan_writers(coders, best.part_bytes)
     if not is_free:
         raise ValueError(f"codec={codec!r} is not possible here: {trials[0].obstacle}")
@@ -521,7 +511,7 @@ def _write_missing(wanted: _Wanted, manifest: Manifest, plans: Sequence[WriterPl
     path = wanted.path
     if wanted.options.on_error == "skip":
         path = path._replace(shape=None)  # files are opened, to leave some out
-    manifest = replace(manifest, parts=_parts_of(plans))
+    manifest = replace(manifest, parts=tuple(plan.part for plan in plans))
     words = [manifest.key, *map(dataclasses.asdict, manifest.parts)]
     tasks = _make_tasks(len(path.source), manifest.shard_rows, words, wanted.listing)
     writer = ShardWriter(

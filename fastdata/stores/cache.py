@@ -35,7 +35,6 @@ import torch
 from fastdata.errors import CacheError, RemoteError, SampleError
 from fastdata.machine.memory import StoragePlan, format_bytes, user_cache
 from fastdata.machine.shared import ArrayBlock, SampleTable
-from fastdata.pixels.images import SampleSpec
 from fastdata.report import log
 from fastdata.sources.remote import Place
 from fastdata.stores.codecs import codec_of
@@ -43,7 +42,7 @@ from fastdata.stores.mirror import Mirror, MirroredStore, in_segments
 from fastdata.stores.prepare import Layout, Prepared
 from fastdata.stores.readers import Decoder, DiskFile, DiskStore, receipt_name
 from fastdata.stores.samples import SOURCE
-from fastdata.stores.writers import open_all
+from fastdata.stores.writers import StoredPart, open_all
 
 INDEX = "fastdata.npz"
 OLD_INDEX = "fastdata.json"
@@ -75,34 +74,6 @@ _Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
-    """One part of the samples, such as the image.
-
-    Args:
-        spec: of the samples as they are served.
-        dimensions: of their shapes.
-        codec: settings of what encoded them; None if they are raw.
-    """
-
-    spec: SampleSpec
-    dimensions: int
-    codec: dict[str, Any] | None
-
-    def __post_init__(self) -> None:
-        dtype = np.dtype(self.spec.dtype)
-        if dtype.hasobject or dtype.name != self.spec.dtype:
-            raise ValueError(f"samples of {self.spec} are not known")
-        if self.codec is not None and not isinstance(self.codec.get("name"), str):
-            raise ValueError(f"codec {self.codec!r} has no name")
-        if self.spec.shape is not None and len(self.spec.shape) != self.dimensions:
-            raise ValueError(f"{self.spec} has not {self.dimensions} dimensions")
-
-    @property
-    def is_table(self) -> bool:
-        return self.codec is None and self.spec.is_dense
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
     """What the samples of a cache are, and what they were made from.
 
@@ -121,7 +92,7 @@ class Manifest:
     root: str
     content: str = ""
     classes: dict[str, int] | None = None
-    parts: tuple[Part, ...]
+    parts: tuple[StoredPart, ...]
     shard_rows: int
     layout: Layout
 
@@ -499,7 +470,7 @@ class Cache:
         return Prepared(storage_plan=plan, kept=kept, skipped=index.skipped)
 
 
-def coder_of(place: Place, part: Part, known: Sequence[Decoder]) -> Decoder | None:
+def coder_of(place: Place, part: StoredPart, known: Sequence[Decoder]) -> Decoder | None:
     """What encodes and decodes a part; None where it is raw."""
     if part.codec is None:
         return None

@@ -7,13 +7,14 @@ Ranks of one machine that make the same dataset share what one of them prepares.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -48,11 +49,16 @@ from fastdata.stores.writers import (
     ALIGN_BYTES,
     NO_LIMIT,
     LazyStore,
+    StoredPart,
     WriterPlan,
     check_skipped,
     ingest,
     write_any_shapes,
 )
+
+Coders: TypeAlias = "tuple[Decoder | None, ...]"
+"""What encodes each part of samples."""
+
 
 # A few samples
 
@@ -64,10 +70,10 @@ class Forecast(NamedTuple):
     of all samples as they are, is exact then, else the mean of those probed times N.
     """
 
-    specs: tuple[SampleSpec, ...]
-    part_bytes: tuple[int, ...]
+    path: ReadPath
     probed: tuple[ReadSamples, ...]
-    keys: ItemKeys | None
+    specs: tuple[SampleSpec, ...] = ()
+    part_bytes: tuple[int, ...] = ()
 
     @property
     def first(self) -> ReadSamples:
@@ -78,7 +84,7 @@ class Forecast(NamedTuple):
         return Layout(
             is_tuple=self.first.is_tuple,
             target_is_part=self.first.target_is_part,
-            keys=self.keys,
+            keys=self.path.source.keys,
             mask_places=self.first.mask_places,
         )
 
@@ -95,21 +101,24 @@ class Forecast(NamedTuple):
 
     def plan_writers(
         self,
-        coders: Sequence[Decoder | None] | None = None,
+        coders: Coders | None = None,
         part_bytes: Sequence[int] = (),
         limit_bytes: int = NO_LIMIT,
     ) -> list[WriterPlan]:
         """Of stores for all samples, which take about so many bytes; without coders raw ones."""
         if coders is None:
-            coders = [None] * len(self.specs)
+            coders = (None,) * len(self.specs)
             part_bytes = self.part_bytes
         spare_bytes = limit_bytes - sum(part_bytes)
         each = zip(self.specs, self.first.parts, coders, part_bytes, strict=True)
         return [
             WriterPlan(
-                spec=spec,
-                dimensions=part.array.ndim - 1,
-                codec=coder,
+                part=StoredPart(
+                    spec=spec,
+                    dimensions=part.array.ndim - 1,
+                    codec=None if coder is None else dict(coder.settings()),
+                ),
+                coder=coder,
                 first_bytes=first_bytes,
                 limit_bytes=max(spare_bytes + first_bytes, 1),
             )
@@ -131,7 +140,7 @@ def forecast(path: ReadPath, *, probes: int = 8) -> Forecast:
             probed.append(read.copied())
     if not probed:
         raise errors[0]
-    expected = Forecast((), (), tuple(probed), path.source.keys)
+    expected = Forecast(path, tuple(probed))
     specs: list[SampleSpec] = []
     part_bytes: list[int] = []
     for number, (array, form) in enumerate(expected.first.parts):
@@ -246,7 +255,7 @@ class _Preparation:
 
     def _tried(self) -> list[CodecTrial]:
         if self._trials is None:
-            self._trials = try_all(self._path, look_longer(self._path), self._options.codec)
+            self._trials = try_all(look_longer(self._path), self._options.codec)
         return self._trials
 
     def _fill(self, plan: StoragePlan) -> Prepared:
@@ -256,7 +265,7 @@ class _Preparation:
         plans = expected.plan_writers(limit_bytes=self._budget.bytes)
         if plan.codec is not None:
             part_bytes = {it.codec: it.part_bytes for it in self._tried()}[plan.codec]
-            choices = coders_by_name(self._options.codec, path, len(part_bytes))
+            choices = coders_by_name(self._options.codec, expected)
             plans = expected.plan_writers(choices[plan.codec], part_bytes, self._budget.bytes)
         stores: tuple[Store, ...]
         skipped: list[SampleError] = []
@@ -290,35 +299,27 @@ class _Preparation:
     def run_with_others(self, by: Sequence[Any]) -> Prepared:
         """Prepare for them, or have it from the one that does."""
         run = self._run or run_to_be()
-        if run is None:
-            return self.run()
+        known = self._known()
+        place = None
         try:
-            key = self._key(by)
+            place = None if run is None else lead_or_follow(run, self._key(by), known)
         except ValueError as refused:
             if self._run is not None:
                 warn_user(f"each rank prepares and holds samples of its own: {refused}")
-            return self._run_alone()
-        known = self._known()
-        place = lead_or_follow(run, key, known)
         if isinstance(place, Follower):
             return self._attached(place.value, place.leader)
         if place is None:
-            return self._run_alone()
+            self._budget = _budget(self._options, None)
+            return self.run()
         self._cores = cores_of_job()
-        try:
+        with contextlib.ExitStack() as cleanup:
+            cleanup.callback(place.close)
             prepared = self.run()
             if prepared.kept is None:
-                place.close()
                 return prepared
             place.tell(prepared, known)
-        except BaseException:
-            place.close()
-            raise
+            cleanup.pop_all()
         return replace(prepared, kept=replace(prepared.kept, shared_by=place))
-
-    def _run_alone(self) -> Prepared:
-        self._budget = _budget(self._options, None)
-        return self.run()
 
     def _attached(self, prepared: Prepared, leader: str) -> Prepared:
         if self._table is not None and prepared.kept is not None:
@@ -338,15 +339,17 @@ class _Preparation:
         """
         from fastdata.stores.codecs import describe_codec
 
-        options, source = self._options, self._path.source
+        options = self._options
+        source = self._path.source
         name = options.cache_key
         words: list[Any] = [
             options.storage,
             options.at_once,
             options.on_error,
             options.memory_limit,
+            name,
         ]
-        words += [name, describe_codec(options.codec, name), describe(list(by), name)]
+        words += [describe_codec(options.codec, name), describe(list(by), name)]
         words += [len(source), self._expected.specs]
         if isinstance(source, DatasetSource):
             words += [_describe(source.dataset, name), source.columns]
@@ -413,18 +416,19 @@ def report_storage(path: ReadPath, options: Options) -> StorageReport:
     return StorageReport(
         raw_bytes=expected.need_bytes,
         budget=_budget(options, None if options.alone else find_run()),
-        trials=tuple(try_all(path, expected, "auto", options.codec)),
+        trials=tuple(try_all(expected, "auto", options.codec)),
         looked_at=len(expected.targets),
     )
 
 
-def coders_by_name(codec: Any, path: ReadPath, parts: int) -> dict[str, tuple[Decoder | None, ...]]:
+def coders_by_name(codec: Any, expected: Forecast) -> dict[str, Coders]:
     """What ``codec=`` leaves open: what encodes each part; None where files cannot be kept."""
     from fastdata.stores.codecs import find_codec
 
-    choices: dict[str, tuple[Decoder | None, ...]] = {}
+    parts = len(expected.specs)
+    choices: dict[str, Coders] = {}
     if codec in ("auto", SOURCE):
-        choices[SOURCE] = (path.decoder,)
+        choices[SOURCE] = (expected.path.decoder,)
     if isinstance(codec, (tuple, list)):
         if len(codec) != parts:
             what = f"codec= has {len(codec)} codecs, but samples have {parts} parts"
@@ -440,18 +444,16 @@ def coders_by_name(codec: Any, path: ReadPath, parts: int) -> dict[str, tuple[De
     return choices
 
 
-def try_all(path: ReadPath, expected: Forecast, *codecs: Any) -> list[CodecTrial]:
-    """Encode and decode the samples looked at, on one core, by all that ``codec=`` leaves open."""
-    choices: dict[str, tuple[Decoder | None, ...]] = {}
+def try_all(expected: Forecast, *codecs: Any) -> list[CodecTrial]:
+    """Encode and decode the samples probed, on one core, by all that ``codec=`` leaves open."""
+    choices: dict[str, Coders] = {}
     for codec in codecs:
-        choices = coders_by_name(codec, path, len(expected.specs)) | choices
-    return [_try(name, coders, path, expected) for name, coders in choices.items()]
+        choices = coders_by_name(codec, expected) | choices
+    return [_try(name, coders, expected) for name, coders in choices.items()]
 
 
-def _try(
-    name: str, coders: Sequence[Decoder | None], path: ReadPath, expected: Forecast
-) -> CodecTrial:
-    obstacle = _obstacle(coders, path, expected)
+def _try(name: str, coders: Coders, expected: Forecast) -> CodecTrial:
+    obstacle = _obstacle(coders, expected)
     lossless = all(coder is None or coder.lossless for coder in coders)
     if obstacle is not None:
         return CodecTrial(codec=name, obstacle=obstacle, lossless=lossless)
@@ -462,12 +464,12 @@ def _try(
     for part, coder in enumerate(coders):
         samples = [np.ascontiguousarray(array) for array in expected.samples(part)]
         if isinstance(coder, SourceDecoder):
-            encodings, mean_bytes = _files(path, expected)
+            encodings, mean_bytes = _files(expected)
         else:
             assert coder is not None
             encodings = [memoryview(coder.encode(sample)) for sample in samples]
             mean_bytes = sum(map(len, encodings)) / len(encodings)
-        part_bytes.append(math.ceil(mean_bytes * len(path.source)))
+        part_bytes.append(math.ceil(mean_bytes * len(expected.path.source)))
         raw_bytes += sum(sample.nbytes for sample in samples)
         encoded_bytes += sum(map(len, encodings))
         seconds += _decode_s(coder, encodings, samples)
@@ -480,12 +482,12 @@ def _try(
     )
 
 
-def _obstacle(coders: Sequence[Decoder | None], path: ReadPath, expected: Forecast) -> str | None:
+def _obstacle(coders: Coders, expected: Forecast) -> str | None:
     for part, coder in enumerate(coders):
         if coder is None or isinstance(coder, SourceDecoder):
             if len(expected.specs) > 1:
                 return "samples have several parts"
-            if not isinstance(path.source, FileSource):
+            if not isinstance(expected.path.source, FileSource):
                 return "the samples are no files"
             return "files are opened by your own loader=" if coder is None else None
         for shape in dict.fromkeys(array.shape for array in expected.samples(part)):
@@ -499,10 +501,11 @@ def _obstacle(coders: Sequence[Decoder | None], path: ReadPath, expected: Foreca
     return None
 
 
-def _files(path: ReadPath, expected: Forecast) -> tuple[list[memoryview], float]:
-    """The files of the samples looked at, and the mean size of more of them."""
-    assert isinstance(path.source, FileSource)
-    files = path.source.as_bytes()
+def _files(expected: Forecast) -> tuple[list[memoryview], float]:
+    """The files of the samples probed, and the mean size of more of them."""
+    source = expected.path.source
+    assert isinstance(source, FileSource)
+    files = source.as_bytes()
     sizes = [files.size_bytes(index) for index in _spread(len(files), _FILE_SIZES)]
     indices = [index for read in expected.probed for index in read.indices]
     encodings = [files.read(index)[0].data for index in indices]

@@ -50,30 +50,52 @@ _Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WriterPlan:
-    """A store that is to be written.
+class StoredPart:
+    """One part of samples, such as the image, as it is stored.
 
     Args:
         spec: of the samples as they are served; dense if all have one shape.
         dimensions: of their shapes.
-        codec: encodes them. A ``SourceDecoder`` keeps files' bytes as they are: each is prepared
-            when it is read.
-        path: of the new file on disk; None for memory.
-        first_bytes: about what samples take, unless they are a table.
-        limit_bytes: the most that may be reserved.
+        codec: settings of what encodes them; None if they are raw.
     """
 
     spec: SampleSpec
-    dimensions: int = 0
-    codec: Codec | SourceDecoder | None = None
-    path: Path | None = None
-    first_bytes: int = 1
-    limit_bytes: int = NO_LIMIT
+    dimensions: int
+    codec: dict[str, Any] | None
+
+    def __post_init__(self) -> None:
+        dtype = np.dtype(self.spec.dtype)
+        if dtype.hasobject or dtype.name != self.spec.dtype:
+            raise ValueError(f"samples of {self.spec} are not known")
+        if self.codec is not None and not isinstance(self.codec.get("name"), str):
+            raise ValueError(f"codec {self.codec!r} has no name")
+        if self.spec.shape is not None and len(self.spec.shape) != self.dimensions:
+            raise ValueError(f"{self.spec} has not {self.dimensions} dimensions")
 
     @property
     def is_table(self) -> bool:
         """Whether samples are one array (rows, *shape), raw; on disk a ``.npy`` file."""
         return self.codec is None and self.spec.is_dense
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WriterPlan:
+    """A store that is to be written.
+
+    Args:
+        part: that it has.
+        coder: encodes it. A ``SourceDecoder`` keeps files' bytes as they are: each is prepared when
+            it is read.
+        path: of the new file on disk; None for memory.
+        first_bytes: about what samples take, unless they are a table.
+        limit_bytes: the most that may be reserved.
+    """
+
+    part: StoredPart
+    coder: Codec | SourceDecoder | None = None
+    path: Path | None = None
+    first_bytes: int = 1
+    limit_bytes: int = NO_LIMIT
 
 
 def write_any_shapes(
@@ -83,10 +105,11 @@ def write_any_shapes(
     try:
         return write(plans)
     except ShapesDifferError as found:
-        if not any(plan.spec.is_dense for plan in plans):
+        if not any(plan.part.spec.is_dense for plan in plans):
             raise IngestError(f"{found}; make them alike") from None
         log.info("%s; samples are stored one by one with their own shapes", found)
-    any_shapes = [replace(plan, spec=replace(plan.spec, shape=None)) for plan in plans]
+    parts = [replace(plan.part, spec=replace(plan.part.spec, shape=None)) for plan in plans]
+    any_shapes = [replace(plan, part=part) for plan, part in zip(plans, parts, strict=True)]
     return write_any_shapes(write, any_shapes)
 
 
@@ -122,13 +145,13 @@ class Writer:
         head = b""
         offsets = np.zeros(length, np.int64)
         index = {"offsets": offsets}
-        if plan.is_table:
-            head = b"" if plan.path is None else _npy_head(plan.spec, length)
-            offsets += len(head) + np.arange(length) * plan.spec.sample_bytes
-            size_bytes = len(head) + length * plan.spec.sample_bytes
+        if plan.part.is_table:
+            head = b"" if plan.path is None else _npy_head(plan.part.spec, length)
+            offsets += len(head) + np.arange(length) * plan.part.spec.sample_bytes
+            size_bytes = len(head) + length * plan.part.spec.sample_bytes
         else:
             index["sizes"] = np.zeros(length, np.int64)
-            index["shapes"] = np.zeros((length, plan.dimensions), np.int32)
+            index["shapes"] = np.zeros((length, plan.part.dimensions), np.int32)
             size_bytes = min(plan.first_bytes, plan.limit_bytes)
             if plan.path is None:
                 size_bytes = min(size_bytes, _CHUNK_BYTES)
@@ -156,15 +179,15 @@ class Writer:
             CacheError: the disk is full.
             Exception: one cannot be encoded; or a file was opened and is damaged.
         """
-        spec = self.plan.spec
-        is_file = isinstance(self.plan.codec, SourceDecoder)
+        spec = self.plan.part.spec
+        is_file = isinstance(self.plan.coder, SourceDecoder)
         if not is_file and (samples.dtype.name, form) != (spec.dtype, spec.form):
             others = f"the others are of {spec.dtype} {spec.form}"
             cure = "give all samples one type in prepare="
             raise TypeError(f"it is of {samples.dtype} {form}, {others}; {cure}")
         data = np.ascontiguousarray(samples)
         is_one_run = rows[-1] - rows[0] < len(rows)
-        if is_one_run and self.plan.is_table and self.plan.path is None:
+        if is_one_run and self.plan.part.is_table and self.plan.path is None:
             self._check_shape(rows[0], samples.shape[1:])
             self.file.write(self.index["offsets"][rows[0]].item(), data)
             return
@@ -172,7 +195,7 @@ class Writer:
             self._write_one(row, data[k, ...])
 
     def _write_one(self, row: int, sample: np.ndarray) -> None:
-        codec = self.plan.codec
+        codec = self.plan.coder
         index = self.index
         shape = sample.shape
         data = sample
@@ -181,7 +204,7 @@ class Writer:
         elif codec is not None:
             data = np.frombuffer(codec.encode(sample), np.uint8)
         self._check_shape(row, shape)
-        if not self.plan.is_table:
+        if not self.plan.part.is_table:
             index["offsets"][row] = self._take(data.nbytes)
             index["sizes"][row] = data.nbytes
             index["shapes"][row] = shape
@@ -190,16 +213,16 @@ class Writer:
             index["sums"][row] = checksum(data.reshape(-1).view(np.uint8))
 
     def _check_shape(self, row: int, shape: tuple[int, ...]) -> None:
-        common = self.plan.spec.shape
+        common = self.plan.part.spec.shape
         if common not in (None, shape):
             raise ShapesDifferError(f"sample {row} has shape {shape}, those before it {common}")
-        if len(shape) != self.plan.dimensions:
-            counts = f"{len(shape)} dimensions, those before it {self.plan.dimensions}"
+        if len(shape) != self.plan.part.dimensions:
+            counts = f"{len(shape)} dimensions, those before it {self.plan.part.dimensions}"
             raise ShapesDifferError(f"sample {row} has {counts}")
 
     def _take(self, size_bytes: int) -> int:
         """The first byte of so many that are nobody else's."""
-        align_bytes = ALIGN_BYTES if self.plan.codec is None else 1
+        align_bytes = ALIGN_BYTES if self.plan.coder is None else 1
         ends = self.index[_ENDS]
         with self._locks.hold(0):
             start: int = ends[0].item()
@@ -213,10 +236,10 @@ class Writer:
         plan = self.plan
         if end > plan.limit_bytes:
             what = "prepared samples of many shapes"
-            if isinstance(plan.codec, SourceDecoder):
+            if isinstance(plan.coder, SourceDecoder):
                 what = "the files' own bytes"
-            elif plan.codec is not None:
-                what = f"samples encoded by codec={plan.codec.name!r}"
+            elif plan.coder is not None:
+                what = f"samples encoded by codec={plan.coder.name!r}"
             limit = format_bytes(plan.limit_bytes)
             raise MemoryBudgetError(f"{what} need more than the {limit} that is free")
         # Of what is expected a sixteenth, so that little stays unused.
@@ -234,13 +257,13 @@ class Writer:
         """Seal the file, and give the samples in these rows, all that were written, as a store."""
         used_bytes, reserved_bytes = self.index.pop(_ENDS).tolist()
         self.index.pop("is_there", None)
-        if not self.plan.is_table:
+        if not self.plan.part.is_table:
             self.file.grow(reserved_bytes)  # by other processes so far
             self.file.trim(used_bytes)
         self.file.seal()
         index = ArrayBlock({name: column[rows] for name, column in self.index.items()})
         self.index.close()
-        return Store((self.file,), self.plan.spec, index, self.plan.codec)
+        return Store((self.file,), self.plan.part.spec, index, self.plan.coder)
 
     def close(self) -> None:
         """Give up what was written, a file on disk included. Idempotent."""
@@ -299,7 +322,7 @@ class WritePath(NamedTuple):
         """With a new writer for each part of these samples."""
         length = len(indices)
         writers = open_all(Writer.open(plan, length, path.shape) for plan in plans)
-        if any(isinstance(plan.codec, SourceDecoder) for plan in plans):
+        if any(isinstance(plan.coder, SourceDecoder) for plan in plans):
             assert isinstance(path.source, FileSource)
             path = ReadPath(path.source.as_bytes(), Steps(()))
         return cls(path, tuple(writers), indices[0])
@@ -307,7 +330,7 @@ class WritePath(NamedTuple):
     def write(self, indices: Sequence[int]) -> Written:
         """Read, prepare and write samples, and finish what this thread has written."""
         rows = [index - self.first_index for index in indices]
-        are_tables = all(writer.plan.is_table for writer in self.writers)
+        are_tables = all(writer.plan.part.is_table for writer in self.writers)
         written = Written({}, {})
         for read in read_samples(self.path, indices, together=are_tables):
             done = len(written.targets) + len(written.errors)
@@ -346,7 +369,7 @@ class Written(NamedTuple):
 
 def needs_processes(path: ReadPath, plans: Sequence[WriterPlan]) -> bool:
     """Whether preparing samples takes the GIL, because somebody else's code does it."""
-    return path.by_core is None or any(getattr(plan.codec, "is_own", False) for plan in plans)
+    return path.by_core is None or any(getattr(plan.coder, "is_own", False) for plan in plans)
 
 
 # All now
@@ -464,7 +487,7 @@ class LazyStore(Store):
 
     def __init__(self, to_write: WritePath) -> None:
         [writer] = to_write.writers
-        super().__init__((writer.file,), writer.plan.spec, writer.index)
+        super().__init__((writer.file,), writer.plan.part.spec, writer.index)
         self._to_write = to_write
         self._locks = ByteLocks(writer.index.block)
         self._is_there = writer.index["is_there"]  # (N,), for every process to see
