@@ -157,8 +157,9 @@ def _sendable(error: BaseException) -> BaseException:
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    help_text = "keep every figure, with versions"
-    parser.add_argument("--json", type=_new_file, metavar="FILE", help=help_text)
+    parser.add_argument(
+        "--json", type=_new_file, metavar="FILE", help="keep every figure, with versions"
+    )
 
 
 def _new_file(text: str) -> Path:

@@ -105,8 +105,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fastdata", description="Image batches for PyTorch at memory speed."
     )
-    installed = f"fastdata {version('fastdata') or '(not installed)'}"
-    parser.add_argument("--version", action="version", version=installed)
+    parser.add_argument(
+        "--version",
+        action="version",
+        version=f"fastdata {version('fastdata') or '(not installed)'}",
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         child = commands.add_parser(

@@ -80,8 +80,9 @@ def import_torchvision() -> Any:
     try:
         return importlib.import_module("torchvision")
     except ImportError as error:
-        cure = "pip install 'fastdata[bench]'"
-        raise ImportError(f"this needs torchvision, which is not installed: {cure}") from error
+        raise ImportError(
+            "this needs torchvision, which is not installed: pip install 'fastdata[bench]'"
+        ) from error
     except RuntimeError as error:
         if "torchvision::nms" not in str(error):
             raise
@@ -100,8 +101,9 @@ def _declare_operators() -> torch.library.Library:
 def find_transform(words: str) -> Any:
     """The user's own transform, by ``MODULE:NAME``."""
     if ":" not in words:
-        example = "--transform train:train_transform"
-        raise ValueError(f"--transform {words} is not module:name, as in {example}")
+        raise ValueError(
+            f"--transform {words} is not module:name, as in --transform train:train_transform"
+        )
     sys.path.insert(0, os.getcwd())
     try:
         return pkgutil.resolve_name(words)
@@ -248,23 +250,42 @@ def photo(seed: int, size: tuple[int, int] = (512, 384)) -> npt.NDArray[np.uint8
 
 
 def add_transform(parser: argparse.ArgumentParser, usual: str) -> None:
-    text = f"a transform of your own, such as train:train_transform; {usual}"
-    parser.add_argument("--transform", metavar="MODULE:NAME", help=text)
+    parser.add_argument(
+        "--transform",
+        metavar="MODULE:NAME",
+        help=f"a transform of your own, such as train:train_transform; {usual}",
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     number = partial(parser.add_argument, type=positive, metavar="N")
-    folder = "class folders of images; without it images are drawn"
-    parser.add_argument("folder", nargs="?", type=Path, metavar="FOLDER", help=folder)
+    parser.add_argument(
+        "folder",
+        nargs="?",
+        type=Path,
+        metavar="FOLDER",
+        help="class folders of images; without it images are drawn",
+    )
     number("--images", help="images at most; default: 1000, or 400 drawn ones")
-    recipe = "what to measure, several times if need be; default: all"
-    parser.add_argument("--recipe", action="append", choices=RECIPES, help=recipe)
+    parser.add_argument(
+        "--recipe",
+        action="append",
+        choices=RECIPES,
+        help="what to measure, several times if need be; default: all",
+    )
     add_transform(parser, "alone, or beside each --recipe")
-    dtype = "float32 is normalised; default: %(default)s"
-    parser.add_argument("--dtype", choices=("uint8", "float32"), default="uint8", help=dtype)
+    parser.add_argument(
+        "--dtype",
+        choices=("uint8", "float32"),
+        default="uint8",
+        help="float32 is normalised; default: %(default)s",
+    )
     number("--batch-size", default=64, help="images in a batch; default: %(default)s")
-    workers = "of both loaders; default: usable cores, %(default)s here"
-    number("--num-workers", default=usable_cores(), help=workers)
+    number(
+        "--num-workers",
+        default=usable_cores(),
+        help="of both loaders; default: usable cores, %(default)s here",
+    )
     add_json(parser)
 
 

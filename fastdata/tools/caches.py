@@ -230,10 +230,13 @@ def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
 
 
 def _add_storage_options(parser: argparse.ArgumentParser) -> None:
-    secrets = (
-        "JSON of fsspec's options for URLs, such as credentials, which must not stand in a command"
+    parser.add_argument(
+        "--storage-options",
+        type=_json,
+        metavar="FILE",
+        help="JSON of fsspec's options for URLs, such as credentials, which must not stand in a "
+        "command",
     )
-    parser.add_argument("--storage-options", type=_json, metavar="FILE", help=secrets)
 
 
 def _json(text: str) -> dict[str, Any]:
@@ -261,25 +264,36 @@ def add_build(parser: argparse.ArgumentParser) -> None:
         metavar="PX",
         help="side of the square cut out of the centre; default: all",
     )
-    codecs = ("auto", "source", *KNOWN_CODECS)
     add(
         "--codec",
-        choices=codecs,
+        choices=("auto", "source", *KNOWN_CODECS),
         default="auto",
         help="default: auto, which is raw where the disk has room",
     )
-    on_error = "what to do with a file that is no image; default: %(default)s"
-    add("--on-error", choices=("raise", "skip"), default="raise", help=on_error)
+    add(
+        "--on-error",
+        choices=("raise", "skip"),
+        default="raise",
+        help="what to do with a file that is no image; default: %(default)s",
+    )
     add(
         "--prepare-workers",
         type=positive,
         metavar="N",
         help="processes; by default all usable cores",
     )
-    engines = "what prepares: this machine, or a Ray cluster (extra: ray); default: %(default)s"
-    add("--engine", choices=("local", "ray"), default="local", help=engines)
-    sizes = "write shards of about this size, such as 256MiB; a stopped build goes on after them"
-    add("--shard-size", dest="shard_bytes", metavar="SIZE", help=sizes)
+    add(
+        "--engine",
+        choices=("local", "ray"),
+        default="local",
+        help="what prepares: this machine, or a Ray cluster (extra: ray); default: %(default)s",
+    )
+    add(
+        "--shard-size",
+        dest="shard_bytes",
+        metavar="SIZE",
+        help="write shards of about this size, such as 256MiB; a stopped build goes on after them",
+    )
     _add_storage_options(parser)
 
 
@@ -300,8 +314,11 @@ def add_inspect(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "cache", type=Path, metavar="CACHE", help="a cache, or a folder that keeps caches"
     )
-    marks = "read every sample and mark damaged ones, which the next run prepares anew"
-    parser.add_argument("--verify", action="store_true", help=marks)
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="read every sample and mark damaged ones, which the next run prepares anew",
+    )
     _add_storage_options(parser)
     add_json(parser)
 
@@ -320,12 +337,19 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     add("cache", type=Path, metavar="CACHE", help="a cache, or a folder that keeps one")
     add("out", type=Path, metavar="OUT", help="the folder to make")
     add("--to", choices=("webdataset", "folder"), required=True, help="what to write")
-    formats = "default: %(default)s, which is lossless"
-    add("--image-format", choices=("png", "jpeg"), default="png", help=formats)
-    qualities = "1 to 100, of JPEG; by default 95"
-    add("--quality", type=positive, metavar="N", help=qualities)
-    sizes = "most bytes of images in a tar; default: %(default)s"
-    add("--shard-size", default="256MiB", metavar="SIZE", help=sizes)
+    add(
+        "--image-format",
+        choices=("png", "jpeg"),
+        default="png",
+        help="default: %(default)s, which is lossless",
+    )
+    add("--quality", type=positive, metavar="N", help="1 to 100, of JPEG; by default 95")
+    add(
+        "--shard-size",
+        default="256MiB",
+        metavar="SIZE",
+        help="most bytes of images in a tar; default: %(default)s",
+    )
     _add_storage_options(parser)
 
 

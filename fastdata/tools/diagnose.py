@@ -469,8 +469,13 @@ def _transform_instead(dataset: Any, transform: Any) -> Iterator[None]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    batches = "to measure; default: %(default)s"
-    add("--batches", type=positive, default=100, metavar="N", help=batches)
+    add(
+        "--batches",
+        type=positive,
+        default=100,
+        metavar="N",
+        help="to measure; default: %(default)s",
+    )
     add("script", type=Path, metavar="SCRIPT", help="the script that trains")
     add("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's arguments")
 
@@ -478,8 +483,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     script = options.script
     if not script.is_file():
-        cure = "give the script that trains, then its own arguments"
-        raise FileNotFoundError(f"{script} is no file: {cure}")
+        raise FileNotFoundError(
+            f"{script} is no file: give the script that trains, then its own arguments"
+        )
     try:
         loops = run_script(script, options.arguments, options.batches)
     except Exception:  # noqa: BLE001  # the script's own

@@ -360,12 +360,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("folder", type=Path, metavar="FOLDER", help="class folders of images")
     bench.add_transform(parser, "default: 256 px squares, random crop to 224, flip, float32")
-    batch_size = "images in a batch; default: %(default)s"
-    add("--batch-size", type=positive, default=64, metavar="N", help=batch_size)
-    storage = "as ImageFolder's: auto is what fits, none tunes decoding; default: %(default)s"
-    add("--storage", choices=("auto", "shared", "compressed", "none"), default="auto", help=storage)
-    seconds = "time for all of it; default: %(default)g"
-    add("--seconds", type=float, default=60.0, metavar="S", help=seconds)
+    add(
+        "--batch-size",
+        type=positive,
+        default=64,
+        metavar="N",
+        help="images in a batch; default: %(default)s",
+    )
+    add(
+        "--storage",
+        choices=("auto", "shared", "compressed", "none"),
+        default="auto",
+        help="as ImageFolder's: auto is what fits, none tunes decoding; default: %(default)s",
+    )
+    add(
+        "--seconds",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="time for all of it; default: %(default)g",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
