@@ -151,10 +151,10 @@ def _origin(module: str) -> str | None:
     package = module.partition(".")[0]
     if package in _BY_NAME:
         return module
-    path = getattr(sys.modules.get(module), "__file__", None)
-    if module not in sys.modules:
-        spec = importlib.util.find_spec(package)
-        path = None if spec is None else spec.origin
+    if module in sys.modules:
+        path = getattr(sys.modules[module], "__file__", None)
+    else:
+        path = getattr(importlib.util.find_spec(package), "origin", None)
     if path is None:
         return None
     # A module of C, and what lies among installed packages, changes only with its file.
@@ -182,9 +182,9 @@ class _Describer(pickle.Pickler):
             return None
         if kind is list or kind is tuple:
             return (kind.__name__, repr(value)) if _is_plain(value) else None
+        if id(value) in self._met:
+            return self._met[id(value)][0]
         if hasattr(value, "__dict__"):  # may lead back to itself
-            if id(value) in self._met:
-                return self._met[id(value)][0]
             self._met[id(value)] = len(self._met), value  # which stays alive, and its id its own
         try:
             return self._stand_in(value)
@@ -283,7 +283,7 @@ def _reduced(value: Any) -> tuple[Any, ...]:
     """What pickle would call to make it again, with its iterators as lists."""
     # As pickle does: what is registered for a class counts before its methods.
     reduce = copyreg.dispatch_table.get(type(value))
-    reduced: Any = value.__reduce_ex__(4) if reduce is None else reduce(value)
+    reduced: Any = reduce(value) if reduce else value.__reduce_ex__(4)
     if isinstance(reduced, str):
         return (reduced,)
     return *reduced[:3], *(list(part or ()) for part in reduced[3:5])
@@ -307,7 +307,7 @@ def _globals_of(code: types.CodeType, namespace: Mapping[str, Any]) -> dict[str,
     names = frozenset().union(*[each.co_names for each in codes])
     held = {}
     # Names of attributes and globals look alike in co_names: instructions tell them apart.
-    for step in itertools.chain.from_iterable(map(dis.get_instructions, codes)):
+    for step in itertools.chain(*map(dis.get_instructions, codes)):
         name = step.argval
         if step.opname == "IMPORT_NAME":
             held[f"import {name}"] = _used_of(_imported(name), names)
