@@ -29,17 +29,14 @@ def sample_keys(
     seed: int, epoch_B: int | npt.NDArray[np.int64], index_B: npt.NDArray[np.int64]
 ) -> UInt64s:
     """Hash (seed modulo 2**64, epoch of all or of each, position in the dataset) into the start of each stream."""
-    start = _mix(np.array([(seed + _GAMMA) & _MASK], np.uint64))
-    epoch_keys = _mix(
-        np.atleast_1d(np.asarray(epoch_B, np.int64)).astype(np.uint64) * np.uint64(_GAMMA) + start
-    )
-    return _mix(index_B.astype(np.uint64) * np.uint64(_GAMMA) + epoch_keys)
+    keys = _mix(np.array([(seed + _GAMMA) & _MASK], np.uint64))
+    for numbers in (epoch_B, index_B):
+        keys = _mix(np.atleast_1d(numbers).astype(np.uint64) * np.uint64(_GAMMA) + keys)
+    return keys
 
 
-def draw_uniform(keys_B: UInt64s, op: int, draw: int | range) -> npt.NDArray[np.float64]:
+def draw_uniform(keys_B: UInt64s, op: int, draw: int) -> npt.NDArray[np.float64]:
     """Draw number ``draw`` of op number ``op`` for each sample: multiples of 2**-53, uniform in [0, 1).
-
-    A range of numbers gives as many rows, (D, B).
 
     Example:
         >>> batch = draw_uniform(sample_keys(7, 0, np.array([3, 1, 2])), op=0, draw=0)
@@ -47,29 +44,23 @@ def draw_uniform(keys_B: UInt64s, op: int, draw: int | range) -> npt.NDArray[np.
         >>> bool(batch[1] == alone[0])
         True
     """
-    draws = np.array(draw, np.uint64)[:, None] if isinstance(draw, range) else draw
-    step = np.uint64(((op * _DRAWS_PER_OP + draws + 1) * _GAMMA) & _MASK)
-    bits_B = _mix(keys_B + step)
-    bits_B >>= np.uint64(11)
-    uniform_B: npt.NDArray[np.float64] = bits_B.astype(np.float64)
-    uniform_B *= 2.0**-53
-    return uniform_B
+    step = (op * _DRAWS_PER_OP + draw + 1) * _GAMMA & _MASK
+    bits_B = _mix(keys_B + np.uint64(step)) >> 11
+    return bits_B.astype(np.float64) * 2.0**-53
 
 
 def draw_integers(
     keys_B: UInt64s, op: int, draw: int, count_B: int | np.int64 | npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
     """Draw integers, uniform in [0, count); every count is at least 1 and far below 2**53."""
-    scaled_B = draw_uniform(keys_B, op, draw)
-    scaled_B *= count_B
-    return scaled_B.astype(np.int64)
+    return (draw_uniform(keys_B, op, draw) * count_B).astype(np.int64)
 
 
 def _mix(bits: UInt64s) -> UInt64s:
     """Finalise in place, on uint64 that wraps around."""
-    bits ^= bits >> np.uint64(30)
-    bits *= np.uint64(0xBF58476D1CE4E5B9)
-    bits ^= bits >> np.uint64(27)
-    bits *= np.uint64(0x94D049BB133111EB)
-    bits ^= bits >> np.uint64(31)
+    bits ^= bits >> 30
+    bits *= 0xBF58476D1CE4E5B9
+    bits ^= bits >> 27
+    bits *= 0x94D049BB133111EB
+    bits ^= bits >> 31
     return bits

@@ -115,11 +115,9 @@ class Table:
 
     def __init__(self, ops: tuple[Op, ...]) -> None:
         self._ops = [sequence(ops)]
-        records = []
         for op in self._ops:  # which grows as it is walked
-            records.append(_record(op, len(self._ops)))
             self._ops.extend(op.children)
-        self._steps = np.array(records, core.STEP)
+        self._steps = _records(self._ops)
         domains = {op.n[2] for op in self._ops if len(op.n) > 2}
         self._fuses = not domains.isdisjoint(("V1_DOMAIN", "V2_DOMAIN")) and _torch_fuses()
         self._levels: dict[tuple[int, int, int], Float64s] = {}
@@ -190,17 +188,22 @@ class Table:
         self._levels = known
 
 
-def _record(op: Op, first: int) -> tuple[Any, ...]:
-    """``STEP`` of an op whose children begin at ``first``."""
-    if len(op.fill) > 4:
-        raise ValueError(f"{op.code} has {len(op.fill)} values to fill with")
+def _records(ops: Sequence[Op]) -> npt.NDArray[Any]:
+    """``STEP`` of each; children follow one another."""
     numbers = core.constants()
-    n = [numbers[value] if isinstance(value, str) else value for value in op.n]
-    n += [0] * (12 - len(n))
-    v = [*op.v, *[0.0] * (12 - len(op.v))]
-    count = len(op.children)
-    fill = np.resize(op.fill, 4)
-    return numbers[op.code], first if count else 0, count, len(op.fill), op.at, n, v, fill
+    records = np.zeros(len(ops), core.STEP)
+    first = 1
+    for record, op in zip(records, ops, strict=True):
+        record["code"] = numbers[op.code]
+        record["at"] = op.at
+        record["first"] = first
+        record["count"] = len(op.children)
+        record["fills"] = len(op.fill)
+        record["n"][: len(op.n)] = [numbers[n] if isinstance(n, str) else n for n in op.n]
+        record["v"][: len(op.v)] = op.v
+        record["fill"] = np.resize(op.fill, 4)
+        first += len(op.children)
+    return records
 
 
 # What is wrong with a sample
