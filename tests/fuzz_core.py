@@ -174,7 +174,7 @@ def _serve(fuzz: Fuzz, table: core.Table, image: np.ndarray) -> str:
     solved = np.ones((1, ops.shape[1], 8)) if ops.shape[1] else None
     served = core.Served(
         table,
-        core.make_values(channels, dtype, "none", [], widens=True),
+        core.make_values(dtype, "none", [([0.0], [1.0], True)], channels),
         out.ctypes.data,
         out.shape[1:],
         solved,

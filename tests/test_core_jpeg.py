@@ -105,7 +105,7 @@ def cut(opened: OpenedImages, box: tuple[int, int, int, int]) -> np.ndarray:
     borders = (-left, -top, left + w - width, top + h - height)
     program = Program((Op("STEP_PAD", n=borders),), PIL_SPEC)
     out = np.empty((1, 3, h, w), np.uint8)
-    program.run_images(opened, np.zeros(1, np.int64), 0, 0, out)
+    program.run(opened, np.zeros(1, np.int64), 0, 0, out)
     return out[0]
 
 
@@ -161,16 +161,14 @@ def test_a_program_reads_only_what_it_needs_and_serves_the_same() -> None:
             OpenedImages.of_files([data], refuse),
         )
         try:
-            wanted = [
-                program.run_images(decoded, np.array([7]), 1, 2, None) for program in programs
-            ]
+            wanted = [program.run_one(decoded, 7, 1, 2) for program in programs]
         except ValueError:
             continue
-        out = np.empty_like(wanted[1])
-        found = one.run_images(opened, np.array([7]), 1, 2, None, others=[(other, out)])
-        assert np.array_equal(found, wanted[0])
-        assert np.array_equal(out, wanted[1])
-        assert np.array_equal(one.run_images(opened, np.array([7]), 1, 2, None), wanted[0])
+        outs = [np.empty_like(each)[None] for each in wanted]
+        one.run(opened, np.array([7]), 1, 2, outs[0], others=[(other, outs[1])])
+        assert np.array_equal(outs[0][0], wanted[0])
+        assert np.array_equal(outs[1][0], wanted[1])
+        assert np.array_equal(one.run_one(opened, 7, 1, 2), wanted[0])
         served += 1
     assert served > 100
 

@@ -154,7 +154,7 @@ class Column(NamedTuple):
         decoded = [np.ascontiguousarray(image).reshape(*shape[1:], shape[0]) for image in samples]
         [out] = room(len(samples), [output], take)
         images = OpenedImages.decoded(decoded)
-        last.run_images(images, batch.positions, batch.visits, batch.seed, out)
+        last.run(images, batch.positions, batch.visits, batch.seed, out)
         return last.as_tensor(out)
 
 
@@ -464,7 +464,7 @@ class Reader:
         if kept is None:
             files = cast("FileSource", self.stored.samples)
             images = open_files(files, index_B.tolist(), upright=self.is_upright)
-            program.run_images(images, index_B, *drawn_by, out, rows_B, others)
+            program.run(images, index_B, *drawn_by, out, rows_B, others)
             return
         try:
             if self.plan.mask:

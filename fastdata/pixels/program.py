@@ -64,18 +64,11 @@ class Program:
         self._ops = ops
         self._spec = spec
         cast = next((op.about for op in ops if op.code == "OP_CAST"), Cast(spec.dtype))
+        self._served_dtype = cast.dtype
         self._dtype = np.dtype(_FLOAT16S.get(cast.dtype, cast.dtype))
-        self._is_bfloat16 = cast.dtype == "bfloat16"
-        normals = [(mean, std) for mean, std, _ in cast.normalizations]
-        make_values = functools.partial(
-            core.make_values,
-            dtype=cast.dtype,
-            scaling=cast.scaling,
-            normals=normals,
-            widens=any(widens for *_, widens in cast.normalizations),
-        )
-        self._values = functools.cache(make_values)
-        self._equal_shapes = functools.cache(functools.partial(_shapes, stored or ()))
+        how = cast.dtype, cast.scaling, cast.normalizations
+        self._values = functools.cache(functools.partial(core.make_values, *how))
+        self._dense_shapes = functools.cache(functools.partial(_repeat, stored))
         self._scratch = Scratch()
 
     @functools.cached_property
@@ -112,7 +105,7 @@ class Program:
 
     def run(
         self,
-        store: Readable,
+        source: Readable | core.Samples,
         index_B: Int64s,
         visits_B: int | Int64s,
         seed: int,
@@ -122,61 +115,49 @@ class Program:
     ) -> None:
         """Serve a batch into the caller's memory, of ``output``'s shape and dtype; filled completely.
 
-        It is C-contiguous, or where ``can_write_channels_last`` as torch's channels_last. Draws are
-        made from the seed and ``visits_B``, as of ``SharedVisits``: one for all samples, or one for
-        each. With ``rows_B`` samples are written to these rows of memory for more, and no others.
-        ``others`` serve the same samples into memory of their own, and none is decoded again for
-        them.
+        It is read from a store, or from images that were opened but are not stored, one for each
+        index. Memory is C-contiguous, or where ``can_write_channels_last`` as torch's
+        channels_last. Draws are made from the seed and ``visits_B``, as of ``SharedVisits``: one
+        for all samples, or one for each. With ``rows_B`` samples are written to these rows of
+        memory for more, and no others. ``others`` serve the same samples into memory of their own,
+        and none is decoded again for them.
 
         Raises:
             ValueError: an image is smaller than its crop, or not of the shape that ``out`` has room
                 for.
+            Exception: what opened images raise of a damaged one.
         """
         pairs = []
         for program, out in ((self, out_BChw), *others):
-            if program._ops:
+            if program._ops or isinstance(source, core.Samples):
                 pairs.append((program, out))
             elif rows_B is None:
-                store.gather_into(index_B, out)
+                source.gather_into(index_B, out)
             else:
                 for row, index in zip(rows_B.tolist(), index_B.tolist(), strict=True):
-                    store.read_into(index, out[row])
+                    source.read_into(index, out[row])
         if pairs and len(index_B):
-            self._serve_store(store, _keys(seed, visits_B, index_B), pairs, rows_B)
+            keys = _keys(seed, visits_B, index_B)
+            for samples, first, last in self._samples(source, keys.indices):
+                _serve(pairs, samples, keys, rows_B, first, last)
 
-    def run_one(self, store: Readable, index: int, visit: int | Int64s, seed: int) -> Array:
+    def run_one(
+        self, source: Readable | core.Samples, index: int, visit: int | Int64s, seed: int
+    ) -> Array:
         """Serve one sample in fresh memory: the pixels that it has in a batch, in whatever shape it has."""
-        if not self._ops:
-            return np.array(store.read(index))
-        shape = store.shape(index)
-        keys = _keys(seed, visit, np.array([index], np.int64))
-        out_1Chw = self._empty(keys, np.array([_planes(shape)], np.int32))
-        self._serve_store(store, keys, [(self, out_1Chw)])
+        if isinstance(source, core.Samples):
+            shape = tuple(source.shapes_B3[0].tolist())
+        elif self._ops:
+            shape = source.shape(index)
+        else:
+            return np.array(source.read(index))
+        index_1 = np.array([index], np.int64)
+        shapes_13 = np.array([_planes(shape)], np.int32)
+        _, [after] = self._table.draw(_keys(seed, visit, index_1), shapes_13)
+        out_1Chw = np.empty((1, *after.tolist()), self._dtype)
+        self.run(source, index_1, visit, seed, out_1Chw)
         served: Array = out_1Chw[0]
         return served if len(shape) == 3 else served[0]
-
-    def run_images(
-        self,
-        images: core.Samples,
-        index_B: Int64s,
-        visits_B: int | Int64s,
-        seed: int,
-        out_BChw: Array | None,
-        rows_B: Int64s | None = None,
-        others: Sequence[_Pair] = (),
-    ) -> Array:
-        """Serve a batch of images that were opened but not kept; else as ``run``.
-
-        ``out_BChw`` None: fresh memory for the only image.
-
-        Raises:
-            Exception: what ``images`` raise of a damaged one.
-        """
-        keys = _keys(seed, visits_B, index_B)
-        out = self._empty(keys, images.shapes_B3) if out_BChw is None else out_BChw
-        if len(index_B):
-            _serve([(self, out), *others], images, keys, rows_B)
-        return out
 
     def prepare(self, images: core.Samples) -> Iterator[Array]:
         """Serve images by ops that draw nothing at random: neighbours of one size together.
@@ -202,45 +183,39 @@ class Program:
 
     def as_tensor(self, served: Array) -> torch.Tensor:
         """What was served as a tensor over the same memory; NumPy has no bfloat16, and holds its bits."""
-        tensor = torch.from_numpy(served)
-        return tensor.view(torch.bfloat16) if self._is_bfloat16 else tensor
+        return torch.from_numpy(served).view(getattr(torch, self._served_dtype))
 
-    def _empty(self, keys: core.Keys, shapes_B3: Int32s) -> Array:
-        """Memory for samples of these shapes, all of which come out in that of the first one."""
-        if not len(shapes_B3):
-            return np.empty(0, self._dtype)
-        _, shapes_after_B3 = self._table.draw(keys, shapes_B3)
-        return np.empty((len(shapes_B3), *shapes_after_B3[0].tolist()), self._dtype)
-
-    def _serve_store(
-        self, store: Readable, keys: core.Keys, pairs: list[_Pair], rows_B: Int64s | None = None
-    ) -> None:
-        """Serve a batch of a store by several programs."""
-        index_B = keys.indices
-        indices = index_B.tolist()
-        if self._spec.shape is None:
-            shapes_B3 = np.array([_planes(store.shape(index)) for index in indices], np.int32)
-        else:
-            shapes_B3 = self._equal_shapes(len(indices))
-        if store.gives_views:
-            _serve(pairs, core.Samples(store.addresses(index_B), shapes_B3), keys, rows_B)
+    def _samples(
+        self, source: Readable | core.Samples, index_B: Int64s
+    ) -> Iterator[tuple[core.Samples, int, int]]:
+        """What the core reads a batch from, and which of its samples are there then."""
+        count = len(index_B)
+        if isinstance(source, core.Samples):
+            yield source, 0, count
             return
-        files = store.jpeg_files(index_B)
+        indices = index_B.tolist()
+        shapes_B3 = self._dense_shapes(count)
+        if shapes_B3 is None:
+            shapes_B3 = np.array([_planes(source.shape(index)) for index in indices], np.int32)
+        if source.gives_views:
+            yield core.Samples(source.addresses(index_B), shapes_B3), 0, count
+            return
+        files = source.jpeg_files(index_B)
         if files is not None:
-            images = OpenedImages.stored(*files, shapes_B3, lambda b: store.read(indices[b]))
-            _serve(pairs, images, keys, rows_B)
+            images = OpenedImages.stored(*files, shapes_B3, lambda b: source.read(indices[b]))
+            yield images, 0, count
             return
         decoded = [
-            self._scratch.take(f"decoded {b % _AHEAD}", store.shape(index))
+            self._scratch.take(f"decoded {b % _AHEAD}", source.shape(index))
             for b, index in enumerate(indices)
         ]
         samples = core.Samples(addresses_of(decoded), shapes_B3)
         # A few at a time, while their pixels are in the cache.
-        for first in range(0, len(decoded), _AHEAD):
-            last = min(first + _AHEAD, len(decoded))
+        for first in range(0, count, _AHEAD):
+            last = min(first + _AHEAD, count)
             for b in range(first, last):
-                store.read_into(indices[b], decoded[b])
-            _serve(pairs, samples, keys, rows_B, first, last)
+                source.read_into(indices[b], decoded[b])
+            yield samples, first, last
 
     def _served(self, out: Array, samples: core.Samples, keys: core.Keys) -> core.Served:
         """What the core fills ``out`` by."""
@@ -297,8 +272,8 @@ def _serve(
                 table.answer(refused, index, samples.shapes_B3[begin])
 
 
-def _shapes(shape: Shape, count: int) -> Int32s:
-    return np.full((count, 3), _planes(shape), np.int32)
+def _repeat(shape: Shape | None, count: int) -> Int32s | None:
+    return None if shape is None else np.full((count, 3), _planes(shape), np.int32)
 
 
 def _planes(shape: Shape) -> Shape:

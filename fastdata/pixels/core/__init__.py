@@ -313,22 +313,26 @@ def make_table(
 
 
 def make_values(
-    channels: int,
     dtype: str,
     scaling: str,
-    normals: Sequence[tuple[Sequence[float], Sequence[float]]],
-    *,
-    widens: bool = False,
+    normalizations: Sequence[tuple[Sequence[float], Sequence[float], bool]],
+    channels: int,
 ) -> Values:
-    """How uint8 becomes values of a dtype: scaled, then normalised by each mean and std."""
+    """How uint8 becomes values of a dtype: scaled, then normalised by each mean and std.
+
+    Of each is also told whether one channel may become several.
+    """
+    normalizations = normalizations or [([0], [1], False)]
     # Where there are more of them than channels, the core refuses the samples.
-    pairs = [[np.resize(each, channels) for each in pair] for pair in normals or [([0], [1])]]
+    pairs = [
+        [np.resize(mean, channels), np.resize(std, channels)] for mean, std, _ in normalizations
+    ]
     normals_N2C = np.array(pairs, np.float64)
     table_C256 = np.empty((channels, 256))
     values = Values(
         dtype=constants()[dtype.upper()],
         scaling=constants()[f"SCALE_{scaling.upper()}"],
-        widens=widens,
+        widens=any(widens for *_, widens in normalizations),
         count=len(pairs),
         normals_N2C=normals_N2C.ctypes.data,
         table_C256=table_C256.ctypes.data,
