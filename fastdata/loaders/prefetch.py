@@ -402,7 +402,7 @@ def _resolve_device(device: DeviceLike | None) -> torch.device:
             "torch.utils.collect_env` shows both), or leave device=None, which is the CPU where "
             "there is no accelerator."
         )
-    if resolved.index is not None:
+    if resolved != torch.device("cuda"):
         return resolved
     current = torch.cuda.current_device()
     rank = int(os.environ.get("LOCAL_RANK") or 0)
