@@ -498,25 +498,21 @@ class Reader:
         if self.filled_share() < 1:
             self.stored.samples.expect(batch.positions.tolist())
 
-    def read_for_device(
-        self, program: DeviceProgram, batch: IndexBatch, take: Take, *, only_places: bool
-    ) -> DeviceBatch:
-        """Read a batch without its batch ops, but with their draws; only where samples are kept.
-
-        With ``only_places`` the samples' positions in the store stand for them.
-        """
+    def read_for_device(self, program: DeviceProgram, batch: IndexBatch, take: Take) -> DeviceBatch:
+        """Read a batch that the device finishes; only where samples are kept."""
         if self.stored.is_remote:
             self._expect(batch)
         kept = self.kept
         assert kept is not None
         index_B = batch.positions
-        draws = program.draw(index_B, batch.visits, batch.seed)
-        samples = index_B.copy()
-        if not only_places:
+        if program.host is None:
+            draws = program.draw(index_B, batch.visits, batch.seed)
+            samples = index_B.copy()
+        else:
+            draws = None
             [samples] = room(len(index_B), [(program.sent_shape, np.dtype(np.uint8))], take)
-            whole = program.host or Program((), kept.images.spec)
             with kept.naming_damage():
-                whole.run(kept.images, index_B, batch.visits, batch.seed, samples)
+                program.host.run(kept.images, index_B, batch.visits, batch.seed, samples)
         return DeviceBatch(torch.from_numpy(samples), draws, self.targets(batch), self.keys)
 
     # What random draws are made from
@@ -550,9 +546,9 @@ class Reader:
 class DeviceBatch(NamedTuple):
     """A batch that a ``DeviceProgram`` makes the images of; one row for each sample.
 
-    ``samples`` are uint8 (B, C, H, W) as stored or as the core made them, or int64 (B,), where they
-    lie in a copy of the store on the device; ``draws`` int16 (B, h + w), where rows and columns
-    come from; None where samples are served as they are sent.
+    ``samples`` are uint8 (B, C, h, w), or int64 (B,), where they lie in a copy of the store on the
+    device; ``draws`` of these int16 (B, h + w), where rows and columns come from, None where they
+    are served whole.
     """
 
     samples: torch.Tensor

@@ -21,7 +21,6 @@ Shape letters: N stored samples, C channels, H W stored size.
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -55,10 +54,6 @@ Read = Callable[[Any, BatchRing], DeviceBatch]
 
 CHUNK_BYTES = 32 << 20
 """What of a store is copied at a time."""
-MOST_TIMES_SERVED = 1.5
-"""Up to this many times the bytes are sent. To gather 256 samples of 256 x 256 takes the host as long
-as to crop them to 224 x 224 (9.0 and 8.5 ms on a thread), at 1.3 times the bytes: beyond that the
-device's work spares the host none."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -156,11 +151,11 @@ class CudaPrefetcher:
             dtype.
         channels_last: give tensors of four dimensions this memory format, on the device, before
             ``transform``; they also have it where the loader has ``memory_format``.
-        batch_ops: where the batch ops of fastdata's loaders run, first of all. ``"auto"``: on the
+        batch_ops: where the batch ops of fastdata's loaders end, first of all. ``"auto"``: on the
             device, with the draws and pixels of the CPU (floats within 1e-6), if threads read whole
-            batches and samples are not much larger as they are stored, which is how they are sent
-            then; else, and with ``"cpu"``, before they are sent. ``"device"``: there, whatever is
-            sent. ``report().batch_ops`` says where and why.
+            batches: uint8 is sent and converted there, or with ``storage="device"`` also cut there.
+            Else, and with ``"cpu"``, before they are sent. ``"device"``: there, or an error.
+            ``report().batch_ops`` says where and why.
 
     Raises:
         DeviceError: torch does not see the device.
@@ -425,38 +420,6 @@ def is_own(loader: Any) -> bool:
     return "iterate" in vars(definer)
 
 
-def fallback_reason(
-    asked: WhereOps,
-    obstacle: str | None,
-    *,
-    stored_bytes: int,
-    served_bytes: int,
-    is_mirrored: bool = False,
-) -> str | None:
-    """Why batch ops run on the CPU; None if on the device, where samples are sent as stored.
-
-    Or where they lie, if they are mirrored.
-
-    Raises:
-        ValueError: they are to run on the device, and there is an obstacle.
-
-    Example:
-        >>> fallback_reason("auto", None, stored_bytes=786_432, served_bytes=3_072)
-        'a sample as stored is 768.0 KiB, after the batch ops 3.0 KiB'
-    """
-    if asked == "cpu":
-        return "batch_ops='cpu'"
-    if obstacle is not None and asked == "device":
-        raise ValueError(
-            f"batch_ops='device' is not possible here: {obstacle}. Use batch_ops='auto'."
-        )
-    is_small = stored_bytes <= served_bytes * MOST_TIMES_SERVED
-    if obstacle is not None or asked == "device" or is_mirrored or is_small:
-        return obstacle
-    stored, served = format_bytes(stored_bytes), format_bytes(served_bytes)
-    return f"a sample as stored is {stored}, after the batch ops {served}"
-
-
 class DeviceOps:
     """The batch ops of a loader, epoch after epoch, and the copy of its store on the device.
 
@@ -480,49 +443,47 @@ class DeviceOps:
         """What reads the batches of an epoch, what finishes them; None if the CPU does it all.
 
         Raises:
-            ValueError: as ``fallback_reason``.
+            ValueError: they are to be finished on the device, and cannot.
         """
         self.described = ""
         if self._served is None:
             return None, None
         self._served.reader()  # which notices what was changed in place
         dataset = self._served.parts[0]  # several have an obstacle
-        is_mirrored = dataset.storage == "device"
+        has_mirror = dataset.storage == "device"
         obstacle = self._obstacle()
-        program = None
-        if obstacle is None:
-            if not dataset.plan.batch_ops and not is_mirrored:
-                return None, None
-            spec = _store(handle_of(dataset)).spec
-            program = DeviceProgram(dataset.plan, spec, dtype=self._dtype)
-        reason = fallback_reason(
-            self._asked,
-            obstacle,
-            stored_bytes=math.prod(program.sent_shape) if program else 0,
-            served_bytes=self._served.latest().served_bytes or 0,
-            is_mirrored=is_mirrored and program is not None and program.host is None,
-        )
-        if program is None or reason is not None:
+        if obstacle is not None and self._asked == "device":
+            raise ValueError(
+                f"batch_ops='device' is not possible here: {obstacle}. Use batch_ops='auto'."
+            )
+        reason = "batch_ops='cpu'" if self._asked == "cpu" else obstacle
+        if obstacle is None and not dataset.plan.batch_ops and not has_mirror:
+            return None, None
+        if reason is not None:
             self.described = f"on the CPU: {reason}"
-            if is_mirrored:
+            if has_mirror:
                 self._warn_of_mirror(f", batches are made on the CPU: {reason}")
             return None, None
-        self.described = f"on {self._device}"
-        if program.host is not None:
-            why = f": {program.host_step} runs on the CPU"
-            self.described += f", the conversion only{why}"
-            if is_mirrored:
-                self._warn_of_mirror(why)
         handle = handle_of(dataset)
-        is_there = is_mirrored and program.host is None
-        if is_there:
-            size = format_bytes(_size_bytes(_store(handle)))
+        store = _store(handle)
+        program = DeviceProgram(dataset.plan, store.spec, dtype=self._dtype, is_there=has_mirror)
+        self.described = f"on {self._device}"
+        if program.host is None:
+            size = format_bytes(_size_bytes(store))
             self.described += f", from a copy of the store there ({size})"
+        else:
+            why = f": {program.host_step} runs on the CPU" if program.host_step else ""
+            self.described += f", the conversion only{why}"
+            if has_mirror:
+                self._warn_of_mirror(why)
+            if not program.converts:
+                self.described = f"on the CPU{why or ': they serve uint8, which is sent as it is'}"
+                return None, None
 
         def read(batch: Any, ring: BatchRing) -> DeviceBatch:
-            return handle().read_for_device(program, batch, ring.take, only_places=is_there)
+            return handle().read_for_device(program, batch, ring.take)
 
-        return read, partial(self._run, program, handle if is_there else None)
+        return read, partial(self._run, program, handle)
 
     def _obstacle(self) -> str | None:
         if isinstance(self._loader, DataLoader) and is_own(self._loader):
@@ -534,16 +495,14 @@ class DeviceOps:
             self._has_warned = True
             warn_user(f"storage='device' has no effect{why}")
 
-    def _run(self, program: DeviceProgram, handle: ReaderHandle | None, batch: DeviceBatch) -> Any:
-        """Make the images of a batch on its device; with a handle, of samples in the store there."""
-        samples = batch.samples
-        positions_B = None
-        if handle is not None:
-            positions_B = samples
+    def _run(self, program: DeviceProgram, handle: ReaderHandle, batch: DeviceBatch) -> Any:
+        """Make the images of a batch on its device."""
+        if program.host is not None:
+            images = program.run(batch.samples, None)
+        else:
             if self._mirror is None:
                 self._mirror = _upload(_store(handle), self._device)
-            samples = self._mirror
-        images = program.run(samples, batch.draws, positions_B)
+            images = program.run(self._mirror, batch.draws, batch.samples)
         return stacked(images, batch.targets, batch.keys)
 
     def close(self) -> None:

@@ -1,8 +1,10 @@
 """A plan's batch ops, the last of them on a device, a few kernels a batch.
 
-Every shape is known beforehand; what differs between samples is where rows and columns come from,
-which the host draws. Nothing asks the device for a value, so the host never waits. Steps of other
-kinds run in the compiled core before the transfer, which then sends the uint8 that is served.
+What a batch is made of is sent as the uint8 that is served, drawn and cut by the compiled core, and
+becomes floats on the device. Where the samples lie there already, they are cut there too, if they are
+only cut, padded and mirrored; what differs between samples is where rows and columns come from, which
+the host draws. (Samples that are sent gain nothing by that: to draw for the device takes the host as
+long as to cut.) Nothing asks the device for a value, so the host never waits.
 
 Shape letters: N stored samples, B batch, C channels, H W size sent, h w size served, L h + w or one
 of them.
@@ -27,8 +29,6 @@ Shape = tuple[int, ...]
 Ints = npt.NDArray[Any]
 
 _WINDOWS = ("STEP_PAD", "STEP_CROP", "STEP_CENTER_CROP", "STEP_FLIP")
-"""Ops that only say where rows and columns come from, or that they are filled."""
-_FILLING = ("STEP_PAD", "STEP_CROP")
 _FILLED = -1
 
 
@@ -53,11 +53,11 @@ def device_obstacle(plan: TransformPlan, spec: SampleSpec) -> str | None:
 class DeviceProgram:
     """Batch ops on dense uint8 batches, the last of them on a device; safe from several threads.
 
-    ``host`` is what runs before the transfer, and ``host_step`` the step that asks for it; None and
-    empty where samples are sent as they are stored. ``draw`` makes a batch's random numbers on the
-    host, ``run`` its pixels, wherever the tensors lie that it is given. They are those of
-    ``Program`` for the same seed, visits and indices: uint8 is bit-equal, normalised floats come
-    from one fused multiplication and addition, within 1e-6 of its larger term.
+    ``host`` is what runs before the transfer; None where samples are taken from a store on the
+    device. There ``draw`` makes a batch's random numbers on the host. ``run`` makes its pixels,
+    wherever the tensors lie that it is given. They are those of ``Program`` for the same seed,
+    visits and indices: uint8 is bit-equal, normalised floats come from one fused multiplication and
+    addition, within 1e-6 of its larger term.
 
     In bytes moved for each pixel served, where F is the size of a float: rows and columns 4, a
     constant border 3 more, the conversion to floats 1 + F.
@@ -67,10 +67,20 @@ class DeviceProgram:
         spec: of the samples.
         dtype: of what is served, instead of the plan's float32 or float64; rounded once. Uint8
             stays uint8.
+        is_there: whether the store lies on the device.
+
+    Attributes:
+        converts: whether the device makes floats.
+        host_step: the step that keeps a store on the device from being read; empty if none does.
     """
 
     def __init__(
-        self, plan: TransformPlan, spec: SampleSpec, *, dtype: torch.dtype | None = None
+        self,
+        plan: TransformPlan,
+        spec: SampleSpec,
+        *,
+        dtype: torch.dtype | None = None,
+        is_there: bool = True,
     ) -> None:
         ops = plan.batch_ops
         assert spec.shape is not None
@@ -80,21 +90,23 @@ class DeviceProgram:
         if ops and ops[-1].code == "OP_CAST":
             self._floats = _Floats(dtype, ops[-1].about)
             ops = ops[:-1]
+        self.converts = self._floats is not None
         served_dtype = self._floats.dtype if self._floats else torch.uint8
         self.output: tuple[Shape, torch.dtype] = served[0], served_dtype
         self.sent_shape: Shape = spec.shape
         self.host: Program | None = None
         self.host_step = ""
         self._program = Program(ops, spec)
-        self._cuts = False
         self._fill: list[int] = []  # a value for each channel
-        unable = self._plan_windows(ops)
+        unable = self._plan_windows(ops) if is_there else None
         if unable is not None:
+            self.host_step = plan.batch_texts[step_number(unable.at) - len(plan.prepare)]
+        if unable is not None or not is_there:
             self.host = self._program
             sent = self._program.output(spec.shape)
             assert sent is not None
             self.sent_shape = sent[0]
-            self.host_step = plan.batch_texts[step_number(unable.at) - len(plan.prepare)]
+        self._cuts = bool(ops) and self.host is None
 
     # Windows: the core draws an OP_WINDOW for each op, or for several that it fuses. As core.h says,
     # its ``n`` are the border that is added first (0 to 3: left, top, right, bottom), the window's
@@ -104,7 +116,7 @@ class DeviceProgram:
 
     def _plan_windows(self, ops: tuple[Op, ...]) -> Op | None:
         """Note the colour of borders; return the op, if any, that only the host can run."""
-        others = [op for op in ops if op.code not in _WINDOWS]
+        others = [op for op in ops if not _only_cuts(op)]
         if others or not ops:
             return next(iter(others), None)
         fills = {
@@ -113,10 +125,9 @@ class DeviceProgram:
             if window["n"][:4].any() and _mode_of(window["n"]) == "constant"
         }
         if len(fills) > 1:  # one pass fills once
-            return next(op for op in ops if op.code in _FILLING)
+            return next(op for op in ops if op.code != "STEP_FLIP")
         for colour in fills:
             self._fill = [colour[min(c, 3)] for c in range(self.sent_shape[0])]
-        self._cuts = True
         return None
 
     def draw(self, index_B: Int64s, visits_B: int | Int64s, seed: int) -> Tensor | None:
@@ -199,6 +210,12 @@ class DeviceProgram:
             for plane_Bhw, value in zip(cut.unbind(1), self._fill, strict=True):
                 plane_Bhw.masked_fill_(is_filled_Bhw, value)
         return cut
+
+
+def _only_cuts(op: Op) -> bool:
+    """Whether an op only says where rows and columns come from, or that they are filled."""
+    is_sequence = op.code == "STEP_SEQUENCE"
+    return all(map(_only_cuts, op.children)) if is_sequence else op.code in _WINDOWS
 
 
 def _mode_of(window_9: Sequence[int]) -> Literal["constant", "edge", "reflect", "symmetric"]:
