@@ -82,7 +82,7 @@ def draws_nothing(call: Any) -> bool:
         >>> draws_nothing(lambda label: table[label]), draws_nothing(lambda label: torch.rand(()))
         (True, False)
     """
-    if any(call is each for each in (None, *_COMPUTING)):
+    if call is None or any(call is each for each in _COMPUTING):
         return True
     if not isinstance(call, types.FunctionType):
         owner = getattr(call, "__self__", None)  # of table.get, table.__getitem__

@@ -301,30 +301,27 @@ class Opening:
     """How a loader that fastdata knows opens image files.
 
     Args:
-        loader: gives tensors, uint8 (C, H, W), of paths and of files' bytes; None for torchvision's
-            default loader, which gives PIL images.
+        loader: makes a sample of a file's bytes.
+        form: of samples: PIL images, or tensors, uint8 (C, H, W).
         is_upright: whether it turns images as their EXIF says.
         channels: that it makes of every JPEG; None where a gray one has one, others three.
     """
 
-    loader: Callable[[Any], Any] | None = None
+    loader: Callable[[Any], Any] = decode_image
+    form: Form = "pil"
     is_upright: bool = False
     channels: int | None = 3
 
-    @property
-    def form(self) -> Form:
-        return "pil" if self.loader is None else "tensor"
-
     def decode(self, data: Buffer) -> Any:
         """What the loader makes of a file of these bytes."""
-        if self.loader is None:
-            return decode_image(data)
+        if self.form == "pil":
+            return self.loader(data)
         return self.loader(torch.from_numpy(np.frombuffer(data, np.uint8).copy()))
 
     def decode_pixels(self, data: Buffer, *, upright: bool) -> Array:
         """The same as pixels (H, W, C), of a PIL image turned as EXIF says if it is ``upright``."""
         sample = self.decode(data)
-        if self.loader is None:
+        if self.form == "pil":
             from PIL import ImageOps
 
             return np.ascontiguousarray(ImageOps.exif_transpose(sample) if upright else sample)
@@ -361,7 +358,7 @@ def _probe(loader: Callable[[Any], Any]) -> Opening | None:
     """What a loader of tensors does with JPEG files; None if not all come out in Pillow's pixels."""
     probes = [data for mode in ("RGB", "L") for data in _make_probes(mode)]
     try:
-        found = [Opening(loader).decode_pixels(data, upright=False) for data in probes]
+        found = [Opening(loader, "tensor").decode_pixels(data, upright=False) for data in probes]
     except Exception:  # noqa: BLE001  # of a version that takes something else
         return None
     for is_upright, channels in itertools.product((False, True), (3, None)):
@@ -370,7 +367,7 @@ def _probe(loader: Callable[[Any], Any]) -> Opening | None:
             grays = slice(len(probes) // 2, None)
             wanted[grays] = [pixels[:, :, :1] for pixels in wanted[grays]]
         if all(map(np.array_equal, wanted, found)):
-            return Opening(loader, is_upright, channels)
+            return Opening(loader, "tensor", is_upright, channels)
     return None
 
 
@@ -440,7 +437,8 @@ class OpenedImages(core.Samples):
                 shapes_B3[:, 0] = channels
             opened.shapes_B3 = shapes_B3
             opened.files = core.Files(jpeg, sizes_B, turns_B)
-        opened._leave(~is_open_B)
+        for b in np.flatnonzero(~is_open_B).tolist():
+            opened.leave_to_pillow(b)
         return opened
 
     @classmethod
@@ -469,12 +467,9 @@ class OpenedImages(core.Samples):
         opened.is_interleaved = False
         opened.sources_B = sources_B.copy()
         opened.files = core.Files(jpeg, sizes_B.copy(), turns_B)
-        opened._leave((found_B3 != shapes_B3).any(axis=1))
+        for b in np.flatnonzero((found_B3 != shapes_B3).any(axis=1)).tolist():
+            opened.leave_to_pillow(b)
         return opened
-
-    def _leave(self, are_left_B: Bools) -> None:
-        for b in np.flatnonzero(are_left_B).tolist():
-            self.leave_to_pillow(b)
 
     def leave_to_pillow(self, b: int) -> None:
         """Have image ``b`` decoded by PIL, or raise what is wrong with it."""
