@@ -48,7 +48,6 @@ def test_what_workers_of_a_killed_writer_still_write_reaches_no_later_file(tmp_p
     path.unlink()
     file = DiskFile.reserve(path, 100)
     orphan.write(0, np.ones(100, np.uint8))
-    orphan.flush()
     assert not file.array("uint8", (100,)).any()
     orphan.close()
     file.close()

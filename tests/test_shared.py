@@ -23,7 +23,7 @@ from torch.utils.data import default_collate
 
 from conftest import shown
 from fastdata.errors import MemoryBudgetError, StoreGoneError
-from fastdata.machine.shared import ArrayBlock, Block, ByteLocks, SampleTable
+from fastdata.machine.shared import ArrayBlock, Block, SampleTable
 
 KINDS = pytest.mark.parametrize("portable", [False, True], ids=["memfd", "file"])
 
@@ -337,19 +337,19 @@ def block() -> Any:
         yield block
 
 
-def _hold(locks: ByteLocks, byte: int, is_held: Any, may_end: Any) -> None:
-    with locks.hold(byte):
+def _hold(block: Block, byte: int, is_held: Any, may_end: Any) -> None:
+    with block.hold(byte):
         is_held.set()
         may_end.wait()
 
 
 def test_a_byte_is_held_by_one_thread_at_a_time(block: Block) -> None:
     """Additions that would be lost without the lock are all there."""
-    locks, total = ByteLocks(block), [0]
+    total = [0]
 
     def add() -> None:
         for _ in range(300):
-            with locks.hold(3):
+            with block.hold(3):
                 seen = total[0]
                 os.stat(".")  # lets go of the GIL
                 total[0] = seen + 1
@@ -365,16 +365,15 @@ def test_a_byte_is_held_by_one_thread_at_a_time(block: Block) -> None:
 @pytest.mark.parametrize("pickled", [False, True])
 def test_a_byte_is_held_by_one_process_at_a_time(block: Block, pickled: bool) -> None:
     """Another process waits for the same byte and not for another one, also where it got the locks as a pickle."""
-    locks = ByteLocks(block)
-    theirs = pickle.loads(pickle.dumps(locks)) if pickled else locks
+    theirs = pickle.loads(pickle.dumps(block)) if pickled else block
     is_held, may_end = FORK.Event(), FORK.Event()
     process = FORK.Process(target=_hold, args=(theirs, 3, is_held, may_end))
     process.start()
     assert is_held.wait(10)
-    with locks.hold(4):
+    with block.hold(4):
         pass
     got_it = threading.Event()
-    waiting = threading.Thread(target=_hold, args=(locks, 3, got_it, may_end))
+    waiting = threading.Thread(target=_hold, args=(block, 3, got_it, may_end))
     waiting.start()
     assert not got_it.wait(0.2)
     may_end.set()
@@ -385,25 +384,23 @@ def test_a_byte_is_held_by_one_process_at_a_time(block: Block, pickled: bool) ->
 
 def test_a_killed_holder_lets_go(block: Block) -> None:
     """Kill -9 of the process that holds a byte frees it."""
-    locks = ByteLocks(block)
     is_held, never = FORK.Event(), FORK.Event()
-    process = FORK.Process(target=_hold, args=(locks, 0, is_held, never))
+    process = FORK.Process(target=_hold, args=(block, 0, is_held, never))
     process.start()
     assert is_held.wait(10)
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
-    with locks.hold(0):
+    with block.hold(0):
         pass
     process.join()
 
 
 def test_a_forked_process_does_not_hold_what_its_parent_holds(block: Block) -> None:
     """Its own threads get a byte that a thread of the parent held when it forked, once that lets go."""
-    locks = ByteLocks(block)
     is_held, may_end = FORK.Event(), FORK.Event()
     may_end.set()
-    with locks.hold(0):
-        process = FORK.Process(target=_hold, args=(locks, 0, is_held, may_end))
+    with block.hold(0):
+        process = FORK.Process(target=_hold, args=(block, 0, is_held, may_end))
         process.start()
         assert not is_held.wait(0.2)
     assert is_held.wait(10)
@@ -423,10 +420,9 @@ def test_closing_a_copy_lets_go_of_nothing(
     is_held, may_end = FORK.Event(), FORK.Event()
     may_end.set()
     with Block.create(8, portable=portable) as block:
-        locks = ByteLocks(block)
-        with locks.hold(0):
+        with block.hold(0):
             pickle.loads(pickle.dumps(block)).close()
-            process = FORK.Process(target=_hold, args=(locks, 0, is_held, may_end))
+            process = FORK.Process(target=_hold, args=(block, 0, is_held, may_end))
             process.start()
             assert not is_held.wait(0.2)
         assert is_held.wait(10)
@@ -435,8 +431,7 @@ def test_closing_a_copy_lets_go_of_nothing(
 
 def test_an_error_lets_go(block: Block) -> None:
     """An exception while a byte is held frees it."""
-    locks = ByteLocks(block)
-    with pytest.raises(ZeroDivisionError), locks.hold(0):
+    with pytest.raises(ZeroDivisionError), block.hold(0):
         raise ZeroDivisionError
-    with locks.hold(0):
+    with block.hold(0):
         pass

@@ -280,5 +280,5 @@ def _channels_of(images: Store) -> int | None:
     """Of all images; None where they differ."""
     if images.spec.shape is not None:
         return images.spec.shape[0]
-    channels = np.unique(images.shapes()[:, 0]).tolist()
+    channels = np.unique(images.shapes[:, 0]).tolist()
     return channels[0] if len(channels) == 1 else None

@@ -23,7 +23,6 @@ import math
 import mmap
 import os
 import pickle
-import secrets
 import struct
 import sys
 import tempfile
@@ -32,7 +31,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -42,6 +41,9 @@ from torch.utils.data import default_collate
 from fastdata.errors import MemoryBudgetError, StoreGoneError, counted
 from fastdata.machine import memory
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 if sys.platform != "win32":
     import fcntl
 
@@ -50,6 +52,7 @@ _ALIGN_BYTES = 64
 _ASKED_FOR_BYTES = 1 << 20
 """From here on a reservation is held against what is free."""
 _FILE_PREFIX = "fastdata-block-"
+_THREADS = threading.Lock()
 OPEN_FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 
 
@@ -62,43 +65,85 @@ class Block:
 
     Arrays keep the memory alive by themselves; ``close`` gives back the descriptor and this
     object's mapping.
+
+    Args:
+        fd: of the memory, which is the block's from now on.
+        path: of the file, where it has a name.
+        is_sealed: whether it is read only.
+        is_owner: whether the file goes with the block.
     """
 
     def __init__(
-        self, fd: int, size_bytes: int, path: str | None, *, sealed: bool = False, owner: bool
+        self, fd: int, path: Path | None, *, is_sealed: bool = False, is_owner: bool = False
     ) -> None:
-        self.size_bytes = size_bytes
-        self.is_sealed = sealed
+        self.path = path
+        self.size_bytes = os.fstat(fd).st_size
+        self.is_sealed = is_sealed
         self._fd = fd
-        self._path = path
         self._map: mmap.mmap | None = None
-        self._close = weakref.finalize(self, _release, fd, path if owner else None, os.getpid())
+        self._close = weakref.finalize(self, _release, fd, path if is_owner else None, os.getpid())
 
     @classmethod
     def create(cls, size_bytes: int, *, portable: bool = not hasattr(os, "memfd_create")) -> Block:
         """Reserve memory, which reads as zeros: a temporary file if ``portable``, else a memfd."""
         if size_bytes < 1:
             raise ValueError(f"a block needs at least 1 byte, got {size_bytes}")
-        flags = 0 if portable else os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-        fd, path = _open_file() if portable else (os.memfd_create("fastdata", flags), None)
+        if portable:
+            block = cls(*_open_temporary(), is_owner=True)
+        else:
+            flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+            block = cls(os.memfd_create("fastdata", flags), None)
+        return block.reserved(size_bytes)
+
+    def reserved(self, size_bytes: int) -> Self:
+        """Itself, with so many bytes set aside: running out is an error here, no bus error later."""
         try:
-            _reserve(fd, size_bytes)
+            self._ask_for(size_bytes)
+            with self._refusing(size_bytes):
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(self._fd, 0, size_bytes)
+                else:
+                    os.ftruncate(self._fd, size_bytes)
         except BaseException:
-            _release(fd, path, os.getpid())
+            self.close()
             raise
-        return cls(fd, size_bytes, path, owner=True)
+        self.size_bytes = size_bytes
+        return self
 
     def grow(self, size_bytes: int) -> None:
         """Have room for ``size_bytes`` in total, or change nothing; arrays keep their range.
 
-        The kernel sets memory aside as ``write`` needs it: all at once, it would have those who
-        write wait meanwhile.
+        The kernel sets it aside as ``write`` needs it: all at once, it would have those who write
+        wait meanwhile.
         """
         if size_bytes > self.size_bytes:
-            _ask_for(size_bytes - self.size_bytes)
+            self._ask_for(size_bytes - self.size_bytes)
             os.ftruncate(self._fd, size_bytes)
             self.size_bytes = size_bytes
             self._map = None
+
+    def _ask_for(self, size_bytes: int) -> None:
+        """Refuse what the machine does not have.
+
+        A memfd has no limit of its own: asked for more than there is, the kernel would fill the
+        machine and then kill.
+        """
+        if size_bytes < _ASKED_FOR_BYTES:  # to ask takes longer than to reserve that
+            return
+        available = memory.available_bytes()
+        if size_bytes > available.bytes:
+            free = f"{memory.format_bytes(available.bytes)} is free ({available.limited_by})"
+            raise _refusal(size_bytes, f": {free}")
+
+    @contextlib.contextmanager
+    def _refusing(self, size_bytes: int) -> Iterator[None]:
+        """Say in our words that there is no room left."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+                raise
+            raise _refusal(size_bytes, f" ({error.strerror})") from None
 
     def trim(self, size_bytes: int) -> None:
         if size_bytes < self.size_bytes:
@@ -115,18 +160,15 @@ class Block:
         Raises:
             MemoryBudgetError: the machine has no memory left for it.
         """
-        with _refusing(data.nbytes):
-            self._put(offset, data)
-
-    def _put(self, offset: int, data: np.ndarray) -> None:
         rest = memoryview(data.reshape(-1).view(np.uint8).data)
-        if hasattr(os, "pwrite"):
+        if not hasattr(os, "pwrite"):
+            self.array("uint8", (rest.nbytes,), offset)[:] = rest
+            return
+        with self._refusing(rest.nbytes):
             while rest.nbytes:
                 written = os.pwrite(self._fd, rest, offset)
                 rest = rest[written:]
                 offset += written
-        else:
-            self.array("uint8", (rest.nbytes,), offset)[:] = rest
 
     def array(self, dtype: str, shape: tuple[int, ...], offset: int = 0) -> np.ndarray:
         """View memory from byte ``offset`` on: no copy; read-only once the block is sealed."""
@@ -142,24 +184,58 @@ class Block:
             self._map = self._open_map()
         return np.frombuffer(self._map, dtype, count, offset).reshape(shape)
 
+    def _open_map(self) -> mmap.mmap:
+        if not self.is_sealed:
+            return mmap.mmap(self._fd, self.size_bytes, access=mmap.ACCESS_WRITE)
+        if sys.platform == "win32":
+            return mmap.mmap(self._fd, self.size_bytes, access=mmap.ACCESS_READ)
+        # A private mapping: kernels before 6.7 refuse shared ones of a write-sealed memfd, even
+        # read-only ones.
+        return mmap.mmap(self._fd, self.size_bytes, mmap.MAP_PRIVATE, mmap.PROT_READ)
+
     def seal(self) -> None:
         """Make the block read-only for everybody; on Linux the kernel enforces it."""
         if self.is_sealed:
             return
         self._map = None
         self.is_sealed = True
-        if self._path is None and sys.platform != "win32":
+        if self.path is None and sys.platform != "win32":
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
             # Somebody still maps it for writing: then only our views are read-only.
             with contextlib.suppress(OSError):
                 fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, seals)
 
+    @contextlib.contextmanager
+    def hold(self, *places: int) -> Iterator[None]:
+        """Wait for the locks of these bytes, and hold them; not twice in one thread.
+
+        One thread of one process holds a byte at a time. The kernel drops its lock when it dies,
+        however that comes; no byte is written. Where there are no such locks (macOS, gVisor), who
+        holds a byte holds the whole block; on Windows only threads lock each other out.
+        """
+        if sys.platform == "win32":
+            with _THREADS:
+                yield
+            return
+        # The lock of a description that is opened anew is nobody else's, no thread's and no forked
+        # process's, and stays when a copy of the block is closed.
+        fd = os.open(self.path or f"/proc/self/fd/{self._fd}", os.O_RDWR | OPEN_FLAGS)
+        try:
+            try:
+                for place in sorted(places):  # in one order, or two would wait for each other
+                    _change_lock(fd, fcntl.F_WRLCK, place, 1)
+            except (AttributeError, OSError):
+                fcntl.flock(fd, fcntl.LOCK_EX)
+            yield
+        finally:
+            # To close it is not enough: a process that was forked meanwhile has it too.
+            fcntl.flock(fd, fcntl.LOCK_UN)
+            with contextlib.suppress(AttributeError, OSError):
+                _change_lock(fd, fcntl.F_UNLCK, 0, 0)
+            os.close(fd)
+
     def fileno(self) -> int:
         return self._fd
-
-    def reopen(self) -> int:
-        """Open it once more: a descriptor with locks of its own, for the caller to close."""
-        return os.open(self._path or f"/proc/self/fd/{self._fd}", os.O_RDWR | OPEN_FLAGS)
 
     def close(self) -> None:
         """Give back the descriptor and the mapping; arrays handed out stay valid. Idempotent."""
@@ -173,63 +249,40 @@ class Block:
         self.close()
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _attach, (
-            os.getpid(),
-            self._fd,
-            self._inode(),
-            self.size_bytes,
-            self._path,
-            self.is_sealed,
-        )
-
-    def _inode(self) -> int:
         if not self._close.alive:
             raise StoreGoneError(
                 "the dataset was closed; a closed dataset cannot be sent to another process"
             )
-        return os.fstat(self._fd).st_ino
+        inode = os.fstat(self._fd).st_ino
+        return self.attach, (os.getpid(), self._fd, inode, self.path, self.is_sealed)
 
-    def _open_map(self) -> mmap.mmap:
-        if self.is_sealed and sys.platform != "win32":
-            # A private mapping: kernels before 6.7 refuse shared ones of a write-sealed memfd, even
-            # read-only ones.
-            return mmap.mmap(self._fd, self.size_bytes, mmap.MAP_PRIVATE, mmap.PROT_READ)
-        return mmap.mmap(
-            self._fd,
-            self.size_bytes,
-            access=mmap.ACCESS_READ if self.is_sealed else mmap.ACCESS_WRITE,
-        )
+    @classmethod
+    def attach(cls, pid: int, fd: int, inode: int, path: Path | None, is_sealed: bool) -> Block:
+        """Open another process's block: ``/proc/PID/fd/FD``, or ``path`` where there is no memfd.
 
-
-def _attach(
-    pid: int, fd: int, inode: int, size_bytes: int, path: str | None, sealed: bool
-) -> Block:
-    """Open another process's block: ``/proc/PID/fd/FD``, or ``path`` where there is no memfd.
-
-    ``inode`` guards against a recycled process number: a descriptor that leads to another file is
-    refused.
-    """
-    try:
-        fd = os.open(
-            path or f"/proc/{pid}/fd/{fd}", (os.O_RDONLY if sealed else os.O_RDWR) | OPEN_FLAGS
-        )
-    except OSError as error:
-        raise StoreGoneError(
-            f"process {pid}, which holds the prepared samples, cannot be reached "
-            f"({error.strerror}). A pickled dataset is a handle: it works only on the same machine "
-            "while that process lives. cache_dir= keeps samples."
-        ) from None
-    found = os.fstat(fd)
-    if found.st_ino != inode or found.st_size < size_bytes:
-        os.close(fd)
-        raise StoreGoneError(
-            f"process {pid}, which held the prepared samples, has ended and its number was given "
-            "to another."
-        )
-    return Block(fd, size_bytes, path, sealed=sealed, owner=False)
+        ``inode`` guards against a recycled process number: a descriptor that leads to another file
+        is refused.
+        """
+        flags = (os.O_RDONLY if is_sealed else os.O_RDWR) | OPEN_FLAGS
+        try:
+            fd = os.open(path or f"/proc/{pid}/fd/{fd}", flags)
+        except OSError as error:
+            raise StoreGoneError(
+                f"process {pid}, which holds the prepared samples, cannot be reached "
+                f"({error.strerror}). A pickled dataset is a handle: it works only on the same "
+                "machine while that process lives. cache_dir= keeps samples."
+            ) from None
+        block = cls(fd, path, is_sealed=is_sealed)
+        if os.fstat(fd).st_ino != inode:
+            block.close()
+            raise StoreGoneError(
+                f"process {pid}, which held the prepared samples, has ended and its number was "
+                "given to another."
+            )
+        return block
 
 
-def _open_file() -> tuple[int, str]:
+def _open_temporary() -> tuple[int, Path]:
     """Create the temporary file of a block, after sweeping those of processes that are gone."""
     folder = Path(tempfile.gettempdir())
     for stale in folder.glob(f"{_FILE_PREFIX}*"):
@@ -237,43 +290,8 @@ def _open_file() -> tuple[int, str]:
         if pid.isdigit() and not memory.is_running(int(pid)):
             with contextlib.suppress(OSError):
                 stale.unlink()
-    path = folder / f"{_FILE_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | OPEN_FLAGS, 0o600), str(path)
-
-
-def _ask_for(size_bytes: int) -> None:
-    """Refuse what the machine does not have.
-
-    A memfd has no limit of its own: asked for more than there is, the kernel would fill the machine
-    and then kill.
-    """
-    if size_bytes < _ASKED_FOR_BYTES:  # to ask takes longer than to reserve that
-        return
-    available = memory.available_bytes()
-    if size_bytes > available.bytes:
-        free = f"{memory.format_bytes(available.bytes)} is free ({available.limited_by})"
-        raise _refusal(size_bytes, f": {free}")
-
-
-def _reserve(fd: int, size_bytes: int) -> None:
-    """Make the kernel set memory aside now: running out is an error here, no bus error later."""
-    _ask_for(size_bytes)
-    with _refusing(size_bytes):
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(fd, 0, size_bytes)
-        else:
-            os.ftruncate(fd, size_bytes)
-
-
-@contextlib.contextmanager
-def _refusing(size_bytes: int) -> Iterator[None]:
-    """Say in our words that the kernel has no memory left."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
-            raise
-        raise _refusal(size_bytes, f" ({error.strerror})") from None
+    fd, path = tempfile.mkstemp(prefix=f"{_FILE_PREFIX}{os.getpid()}-")
+    return fd, Path(path)
 
 
 def _refusal(size_bytes: int, why: str) -> MemoryBudgetError:
@@ -283,12 +301,18 @@ def _refusal(size_bytes: int, why: str) -> MemoryBudgetError:
     )
 
 
-def _release(fd: int, path: str | None, creator_pid: int) -> None:
+def _release(fd: int, path: Path | None, creator_pid: int) -> None:
     with contextlib.suppress(OSError):
         os.close(fd)
     if path is not None and os.getpid() == creator_pid:
         with contextlib.suppress(OSError):
-            os.unlink(path)
+            path.unlink()
+
+
+def _change_lock(fd: int, kind: int, start: int, size: int) -> None:
+    """Lock bytes for an open file description, fcntl(2), once they are free; or give them up."""
+    request = struct.pack("hhqqi4x", kind, os.SEEK_SET, start, size, 0)
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLKW, request)
 
 
 class ArrayBlock(dict[str, np.ndarray]):
@@ -301,13 +325,11 @@ class ArrayBlock(dict[str, np.ndarray]):
             layout[name] = (array.dtype.str, array.shape, end)
             end += -(-array.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
         block = Block.create(max(end, 1))
-        self._open(block, layout)
         for name, array in arrays.items():
-            self[name][...] = array
+            block.write(layout[name][2], np.ascontiguousarray(array))
         if seal:
-            self.clear()  # what can be written is not sealed
             block.seal()
-            self._open(block, layout)
+        self._open(block, layout)
 
     def _open(self, block: Block, layout: Mapping[str, tuple[str, tuple[int, ...], int]]) -> None:
         self.block = block
@@ -346,11 +368,7 @@ class ListView(Sequence[_T], Generic[_T]):
     def __len__(self) -> int:
         return self._length
 
-    @overload
-    def __getitem__(self, index: int) -> _T: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[_T]: ...
-    def __getitem__(self, index: int | slice) -> _T | list[_T]:
+    def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
             return list(map(self._item, range(self._length)[index]))
         try:
@@ -584,58 +602,3 @@ def _pack(strings: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
     return np.frombuffer(b"".join(strings), np.uint8), np.cumsum(
         [len(string) for string in strings], dtype=np.int64
     )
-
-
-class ByteLocks:
-    """A lock for each byte of a block, held by one thread of one process at a time.
-
-    The kernel drops it when its holder dies, however that comes; no byte is written. Each holder
-    opens the block anew: the lock of an open file description is nobody else's, no thread's and no
-    forked process's, and it stays when a copy of the block is closed, where a POSIX record lock
-    ends with any descriptor of the file. Pickles as the block does.
-
-    Where there are no such locks (macOS, gVisor), who holds a byte holds the whole block; on
-    Windows only threads lock each other out.
-    """
-
-    def __init__(self, block: Block) -> None:
-        self._block = block
-        self._threads = threading.Lock()
-
-    @contextlib.contextmanager
-    def hold(self, *places: int) -> Iterator[None]:
-        """Wait for the locks of these bytes, and hold them; not twice in one thread."""
-        if sys.platform == "win32":
-            with self._threads:
-                yield
-            return
-        fd = self._block.reopen()
-        try:
-            _lock(fd, sorted(places))  # in one order, or two would wait for each other
-            yield
-        finally:
-            # To close it is not enough: a process that was forked meanwhile has it too.
-            fcntl.flock(fd, fcntl.LOCK_UN)
-            with contextlib.suppress(OSError, AttributeError):  # where there are none but those
-                _change_lock(fd, fcntl.F_UNLCK, 0, 0)
-            os.close(fd)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return ByteLocks, (self._block,)
-
-
-def _lock(fd: int, places: Sequence[int]) -> None:
-    """Wait for bytes, or the whole file where the kernel has no locks of open descriptions."""
-    try:
-        for byte in places:
-            _change_lock(fd, fcntl.F_WRLCK, byte, 1)
-    except (AttributeError, OSError) as problem:
-        if getattr(problem, "errno", errno.EINVAL) != errno.EINVAL:
-            raise
-        fcntl.flock(fd, fcntl.LOCK_EX)
-
-
-def _change_lock(fd: int, kind: int, start: int, size: int) -> None:
-    """Lock bytes for an open file description, fcntl(2), once they are free; or give them up."""
-    request = struct.pack("hhqqi4x", kind, os.SEEK_SET, start, size, 0)
-    fcntl.fcntl(fd, fcntl.F_OFD_SETLKW, request)

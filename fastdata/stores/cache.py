@@ -431,7 +431,8 @@ class Cache:
         if self.mirror is None:
             home = Path(self.place.url)
             files = open_all(DiskFile.open(home / name, size) for name, size in sizes.items())
-            return DiskStore(files, spec, ArrayBlock(located), decoder)
+            located["checked"] = np.zeros(len(located["sums"]), np.uint8)
+            return DiskStore(files, spec, ArrayBlock(located, seal=False), decoder)
         there = {file.name: file.size_bytes for file in self.mirror.files}
         for name, size in sizes.items():
             found = there.get(name, 0)

@@ -32,10 +32,10 @@ import json
 import math
 import threading
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntFlag
 from functools import cache, cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -188,20 +188,15 @@ class Filter(IntFlag):
     ..."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
+class Layout(NamedTuple):
     """How a sample's bytes are laid out as words."""
 
     planes: int
     rows: int  # of a plane; a sample of one axis is one row
     row_bytes: int
+    wide: int  # bytes of a row filled up to whole words
     lane: int  # bytes of an element, 1, 2, 4 or 8
     green: bool  # whether there are 3 planes of equal size, so that Filter.GREEN is possible
-
-    @property
-    def wide(self) -> int:
-        """Bytes of a row filled up to whole words."""
-        return round_up_8(self.row_bytes)
 
     @property
     def words(self) -> tuple[int, int, int]:
@@ -211,10 +206,6 @@ class Layout:
         return self.planes, self.rows, self.wide // 8
 
     @property
-    def is_whole(self) -> bool:
-        return self.wide == self.row_bytes
-
-    @property
     def size(self) -> int:
         return self.planes * self.rows * self.wide
 
@@ -222,8 +213,6 @@ class Layout:
 @lru_cache(maxsize=256)
 def layout_of(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Layout:
     lane = dtype.itemsize // 2 if dtype.kind == "c" else dtype.itemsize
-    if lane not in (1, 2, 4, 8):
-        lane = 1
     axes = list(shape)
     row_bytes = dtype.itemsize
     while axes:
@@ -231,8 +220,14 @@ def layout_of(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Layout:
         if row_bytes >= _SHORTEST_ROW_BYTES:
             break
     rows = axes.pop() if axes else 1
-    green = len(shape) >= 3 and shape[0] == 3
-    return Layout(planes=math.prod(axes), rows=rows, row_bytes=row_bytes, lane=lane, green=green)
+    return Layout(
+        planes=math.prod(axes),
+        rows=rows,
+        row_bytes=row_bytes,
+        wide=round_up_8(row_bytes),
+        lane=lane if lane in (1, 2, 4, 8) else 1,
+        green=len(shape) >= 3 and shape[0] == 3,
+    )
 
 
 def apply_filter(sample: Bytes, layout: Layout, chosen: Filter) -> Bytes:
@@ -249,8 +244,8 @@ def apply_filter(sample: Bytes, layout: Layout, chosen: Filter) -> Bytes:
         red, green, blue = elements.reshape(3, -1)
         elements = np.stack([red - green, green, blue - green])
     rows = elements.reshape(layout.planes, layout.rows, -1)
-    if not layout.is_whole:
-        fill = (layout.wide - layout.row_bytes) // lane
+    fill = (layout.wide - layout.row_bytes) // lane
+    if fill:
         rows = np.pad(rows, ((0, 0), (0, 0), (0, fill)), mode="edge")
     words = np.ascontiguousarray(rows).view(_WORD).reshape(layout.words)
     if Filter.ABOVE in chosen:
@@ -331,29 +326,26 @@ class _Workers(threading.local):
     """Each thread's own: zstandard's compressors are not safe from several."""
 
     def __init__(self) -> None:
-        self.compressors: dict[object, Any] = {}
         self.scratch = Scratch()
+        self._compressors: dict[int | None, Any] = {}
 
     @cached_property
     def decompressor(self) -> Any:
         return _library("zstandard").ZstdDecompressor()
 
+    def compressor(self, chosen: Filter, level: int) -> Any:
+        is_noise = Filter.LEFT in chosen and Filter.SPLIT not in chosen
+        key = None if is_noise else level
+        if key not in self._compressors:
+            library = _library("zstandard")
+            options = {"level": level}
+            if is_noise:
+                options = {"compression_params": library.ZstdCompressionParameters(**_NOISE)}
+            self._compressors[key] = library.ZstdCompressor(**options)
+        return self._compressors[key]
+
 
 _workers = _Workers()
-
-
-def _compress(data: Bytes, chosen: Filter, level: int) -> bytes:
-    compressors = _workers.compressors
-    is_noise = Filter.LEFT in chosen and Filter.SPLIT not in chosen
-    key = "noise" if is_noise else level
-    if key not in compressors:
-        library = _library("zstandard")
-        options: dict[str, Any] = {"level": level}
-        if is_noise:
-            options = {"compression_params": library.ZstdCompressionParameters(**_NOISE)}
-        compressors[key] = library.ZstdCompressor(**options)
-    frame: bytes = compressors[key].compress(data)
-    return frame
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -380,23 +372,24 @@ class ZstdCodec(Codec):
             raise ValueError(f"level of codec 'zstd' is {self.level}; it must be -131,072 to 22")
 
     def encode(self, sample: Array) -> bytes:
-        data = bytes_of(sample)
-        layout = layout_of(sample.shape, sample.dtype)
         # A strip stands for the sample: one compression of the whole, not four, 1.6 times the rate.
-        strip, strip_layout = _strip(data, layout)
-        frames = {}
-        for chosen in _filters_for(strip_layout):
-            frames[chosen] = self._compress(strip, strip_layout, chosen)
+        strip = _middle_rows(sample)
+        frames = {chosen: self._frame(strip, chosen) for chosen in _filters_for(sample)}
         best = min(frames, key=lambda chosen: len(frames[chosen]))
-        frame = frames[best] if strip is data else self._compress(data, layout, best)
+        frame = frames[best] if strip is sample else self._frame(sample, best)
         return bytes((best,)) + len(frame).to_bytes(_HEAD_BYTES - 1, "little") + frame
+
+    def _frame(self, sample: Array, chosen: Filter) -> bytes:
+        filtered = apply_filter(bytes_of(sample), layout_of(sample.shape, sample.dtype), chosen)
+        frame: bytes = _workers.compressor(chosen, self.level).compress(filtered)
+        return frame
 
     def decode(self, data: memoryview, out: Array) -> None:
         """Fill ``out``; what memory it takes besides the thread keeps, and none for whole words."""
         target = bytes_to_fill(out)
         layout = layout_of(out.shape, out.dtype)
         chosen = self._filter_of(data, layout, out)
-        is_in_place = layout.is_whole and Filter.SPLIT not in chosen
+        is_in_place = layout.wide == layout.row_bytes and Filter.SPLIT not in chosen
         filtered = target
         if chosen and not (is_in_place and target.ctypes.data % 8 == 0):
             filtered = _workers.scratch.take("filtered", (layout.size,))
@@ -406,9 +399,6 @@ class ZstdCodec(Codec):
 
     def obstacle(self, spec: SampleSpec) -> str | None:
         return _obstacle(spec, 4_000_000_000, "zstandard")  # a frame's length must fit 4 bytes
-
-    def _compress(self, data: Bytes, layout: Layout, chosen: Filter) -> bytes:
-        return _compress(apply_filter(data, layout, chosen), chosen, self.level)
 
     def _filter_of(self, data: memoryview, layout: Layout, out: Array) -> Filter:
         if len(data) < _HEAD_BYTES:
@@ -452,23 +442,22 @@ class ZstdCodec(Codec):
             raise _size_error(self, found, out)
 
 
-def _filters_for(layout: Layout) -> list[Filter]:
-    if not layout.size:
+def _filters_for(sample: Array) -> list[Filter]:
+    layout = layout_of(sample.shape, sample.dtype)
+    if not sample.nbytes:
         return [Filter.NONE]
     filters = _NARROW if layout.lane == 1 else _WIDE
     return [*filters, filters[-1] | Filter.GREEN] if layout.green else filters
 
 
-def _strip(data: Bytes, layout: Layout) -> tuple[Bytes, Layout]:
+def _middle_rows(sample: Array) -> Array:
     """The middle rows of each plane, on which the filter is chosen; all of a small sample."""
-    if data.size <= 2 * _TRIAL_BYTES or layout.rows == 1:
-        return data, layout
-    count = max(1, layout.rows * _TRIAL_BYTES // data.size)
-    start = (layout.rows - count) // 2
-    rows = data.reshape(layout.planes, layout.rows, layout.row_bytes)
-    # Where short rows were joined, a plane is no plane of colour any more.
-    green = layout.green and layout.planes % 3 == 0
-    return rows[:, start : start + count].ravel(), replace(layout, rows=count, green=green)
+    if sample.nbytes <= 2 * _TRIAL_BYTES or sample.ndim < 2:
+        return sample
+    rows = sample.shape[-2]
+    count = max(1, rows * _TRIAL_BYTES // sample.nbytes)
+    start = (rows - count) // 2
+    return np.ascontiguousarray(sample[..., start : start + count, :])
 
 
 _LONGEST_SIDE_PX = 65_500
@@ -623,27 +612,22 @@ def find_codec(codec: str | object) -> Codec:
     if isinstance(codec, type):
         name = codec.__name__
         raise TypeError(f"codec={name} is a class; give an instance of it: codec={name}()")
-    if not isinstance(codec, str):
-        return OwnCodec(_checked(codec))
-    if codec not in _CODECS:
-        known = ", ".join(map(repr, KNOWN_CODECS))
-        raise ValueError(
-            f"codec={codec!r} is not known; {known} are, "
-            "and so is any object with encode(sample) -> bytes and decode(data, out)"
-        )
-    return _CODECS[codec]()
-
-
-def _checked(codec: object) -> object:
-    methods = ("encode", "decode")
-    missing = [name for name in methods if not callable(getattr(codec, name, None))]
+    if isinstance(codec, str):
+        if codec not in _CODECS:
+            known = ", ".join(map(repr, KNOWN_CODECS))
+            raise ValueError(
+                f"codec={codec!r} is not known; {known} are, "
+                "and so is any object with encode(sample) -> bytes and decode(data, out)"
+            )
+        return _CODECS[codec]()
+    missing = [name for name in ("encode", "decode") if not callable(getattr(codec, name, None))]
     if missing:
         raise TypeError(
             f"an object of type {type(codec).__name__} is no codec: "
             f"it has no method {' and no '.join(missing)}. A codec has encode(sample) -> bytes "
             "and decode(data, out), which fills the array out."
         )
-    return codec
+    return OwnCodec(codec)
 
 
 def codec_of(settings: Settings) -> Codec:

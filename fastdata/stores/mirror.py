@@ -13,7 +13,6 @@ import errno
 import hashlib
 import json
 import os
-import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -124,10 +123,6 @@ class Mirror:
     def path(self, segment: Segment) -> Path:
         return self.folder / f"{segment.name}.{segment.start}-{segment.stop}"
 
-    def _lock_name(self, segment: Segment) -> str:
-        """Of the lock that whoever fetches a segment holds, and maybe some others."""
-        return f"{zlib.crc32(str(self.path(segment)).encode()) % _LOCKS:03}"
-
     def _lock(self, name: str) -> AbstractContextManager[Any]:
         from filelock import FileLock  # 20 ms, which only they take
 
@@ -143,9 +138,9 @@ class Mirror:
 
     def _fetch(self, segments: Sequence[Segment]) -> Iterator[tuple[Segment, Bytes]]:
         with contextlib.ExitStack() as cleanup:
-            # In the same order by all, who can so wait for each other.
-            for name in sorted(set(map(self._lock_name, segments))):
-                cleanup.enter_context(self._lock(name))
+            locks = {zlib.crc32(str(self.path(segment)).encode()) % _LOCKS for segment in segments}
+            for number in sorted(locks):  # in one order, or two would wait for each other
+                cleanup.enter_context(self._lock(str(number)))
             away = []
             for segment in segments:
                 data = self._map_local(segment)  # whoever had the lock may have fetched it
@@ -245,13 +240,11 @@ class MirroredStore(DiskStore):
         # How often each segment was dropped, and what that was when each sample was checked.
         self._drops = np.zeros(len(self._segments), np.int32)
         self._checked = np.full(len(self), -1, np.int32)
-        self._users = np.zeros(len(self._segments), np.int64)  # samples that were brought
-        self._lock = threading.Lock()  # of these
 
     def ensure(self, index_B: np.ndarray) -> None:
         unchecked_B = index_B[self._checked[index_B] != self._drops[self._of[index_B]]]
         if len(unchecked_B):
-            self._map(np.unique(self._of[unchecked_B]).tolist())
+            self.bring(unchecked_B)
             for index in unchecked_B.tolist():
                 self._check(index)
                 self._checked[index] = self._drops[self._of[index]]
@@ -285,17 +278,13 @@ class MirroredStore(DiskStore):
 
     def bring(self, index_B: np.ndarray) -> None:
         self._map(np.unique(self._of[index_B]).tolist())
-        with self._lock:
-            np.add.at(self._users, self._of[index_B], 1)
 
     def drop(self, index_B: np.ndarray, *, from_cache: bool = False) -> None:
-        with self._lock:
-            np.subtract.at(self._users, self._of[index_B], 1)
-        numbers = np.unique(self._of[index_B])
-        self._unmap(numbers[self._users[numbers] == 0])
+        # What others have brought, too, is mapped again when it is read.
+        self._unmap(np.unique(self._of[index_B]))
 
     def release(self) -> None:
-        self._unmap(np.flatnonzero(self._users == 0))
+        self._unmap(np.arange(len(self._segments)))
 
     def _unmap(self, numbers: np.ndarray) -> None:
         self._drops[numbers] += 1

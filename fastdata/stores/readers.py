@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import mmap
 import os
 import shutil
@@ -37,8 +38,6 @@ _WORD_BYTES = 8
 _GAP_BYTES = 64
 """Between samples that are still brought and dropped as one piece: what alignment leaves. Pieces
 must not overlap."""
-_PENDING_BYTES = 4 << 20
-"""Of neighbouring samples that are written at once."""
 _FAULT_BYTES = 64 << 10
 """The kernel maps about so much around a page that is touched."""
 _TOUCHED_BYTES = 512
@@ -57,16 +56,14 @@ class UndecodableError(Exception):
 
     Attributes:
         index: of the sample.
-        codec: name of the codec.
-        is_on_disk: whether the bytes are other ones than were written to disk; the message says how
-            that is mended.
+        codec: name of the codec; None where the bytes are other ones than were written to disk,
+            and the message says how that is mended.
     """
 
-    def __init__(self, message: str, *, index: int, codec: str, is_on_disk: bool = False) -> None:
+    def __init__(self, message: str, *, index: int, codec: str | None = None) -> None:
         super().__init__(message)
         self.index = index
         self.codec = codec
-        self.is_on_disk = is_on_disk
 
 
 class Store:
@@ -88,6 +85,7 @@ class Store:
 
     Attributes:
         gives_views: whether ``read`` costs nothing, because samples lie there as they are served.
+        shapes: of all samples, (N, ndim).
     """
 
     def __init__(
@@ -108,12 +106,17 @@ class Store:
             data.flags.writeable = False
         self._bytes: dict[int, Bytes] = dict(enumerate(mapped))
         self._addresses = addresses_of(mapped)
-        self._row_bytes = spec.sample_bytes if decoder is None and spec.is_dense else 0
         self._offsets = index["offsets"]
-        length = self._offsets.shape
+        length = len(self._offsets)
+        shape = np.array(spec.shape or (), np.int32)
+        self._row_bytes = spec.sample_bytes if decoder is None and spec.is_dense else 0
         self._sizes = index.get("sizes", np.broadcast_to(np.int64(self._row_bytes), length))
-        self._shapes = index.get("shapes")
+        self.shapes = index.get("shapes", np.broadcast_to(shape, (length, len(shape))))
         self._of = index.get("files", np.broadcast_to(np.int32(0), length))
+
+    @property
+    def codec(self) -> str:
+        return "raw" if self._decoder is None else self._decoder.name
 
     def filled_share(self, index_B: np.ndarray | None = None) -> float:
         """How many of the samples, or of those chosen, are there; 1 where all are."""
@@ -135,16 +138,7 @@ class Store:
         return len(self._offsets)
 
     def shape(self, index: int) -> tuple[int, ...]:
-        if self._shapes is None:
-            return self.spec.shape or ()
-        return tuple(self._shapes[index].tolist())
-
-    def shapes(self) -> np.ndarray:
-        """The shape of every sample, (N, ndim)."""
-        if self._shapes is not None:
-            return self._shapes
-        shape = self.spec.shape or ()
-        return np.broadcast_to(np.array(shape), (len(self), len(shape)))
+        return self.spec.shape or tuple(self.shapes[index].tolist())
 
     def stored(self, index: int) -> Bytes:
         """The bytes of one sample: a read-only view."""
@@ -171,14 +165,11 @@ class Store:
             self.read_into(index, out)
             return out
         self.ensure(np.array([index]))
-        data = self._bytes[self._of[index]].data
-        sample: np.ndarray = np.ndarray(
-            self.shape(index), self.spec.dtype, data, self._offsets[index]
-        )
-        return sample
+        return self._view(self._of[index], self._offsets[index], self.shape(index))
 
-    def read_all(self, index_B: np.ndarray) -> list[np.ndarray]:
-        return list(map(self.read, index_B.tolist()))
+    def _view(self, number: int, start: int, shape: tuple[int, ...]) -> np.ndarray:
+        view: np.ndarray = np.ndarray(shape, self.spec.dtype, self._bytes[number].data, start)
+        return view
 
     def read_into(self, index: int, out: np.ndarray) -> None:
         """Put one sample into ``out``, C-contiguous and of its shape."""
@@ -190,27 +181,25 @@ class Store:
         try:
             self._decoder.decode(data, out)
         except Exception as cause:  # decoders raise anything; all of it is named and kept
-            codec = self._decoder.name
-            to = f"{out.dtype} {list(out.shape)}"
-            what = f"{len(data):,} bytes of codec {codec!r} cannot be decoded to {to}"
-            raise UndecodableError(f"{what}: {cause}", index=index, codec=codec) from cause
+            what = f"{len(data):,} bytes of codec {self.codec!r} cannot be decoded to "
+            what += f"{out.dtype} {list(out.shape)}: {cause}"
+            raise UndecodableError(what, index=index, codec=self.codec) from cause
 
     def gather_into(self, index_B: np.ndarray, out_B: np.ndarray) -> None:
         """Put samples of one shape into ``out_B`` (B, *shape), C-contiguous.
 
         In one call where one table has them.
         """
-        numbers = np.unique(self._of[index_B])
+        numbers = np.unique(self._of[index_B]).tolist()
         if not self._row_bytes or len(numbers) != 1:
             for index, out in zip(index_B.tolist(), out_B, strict=True):
                 self.read_into(index, out)
             return
         self.ensure(index_B)
-        data = self._bytes[int(numbers[0])]
         starts_B = self._offsets[index_B]
         first = int(starts_B[0]) % self._row_bytes
-        shape = (len(data) - first) // self._row_bytes, *out_B.shape[1:]
-        table: np.ndarray = np.ndarray(shape, self.spec.dtype, data.data, first)
+        rows = (len(self._bytes[numbers[0]]) - first) // self._row_bytes
+        table = self._view(numbers[0], first, (rows, *out_B.shape[1:]))
         np.take(table, (starts_B - first) // self._row_bytes, axis=0, out=out_B, mode="clip")
 
     def close(self) -> None:
@@ -224,35 +213,17 @@ class Store:
         self.index.close()
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Store, (self.files, self.spec, self.index, self._decoder)
+        return type(self), (self.files, self.spec, self.index, self._decoder)
 
 
 class DiskStore(Store):
     """Samples in files on disk, each held against its checksum before it is first read.
 
-    Args:
-        files, spec, index, decoder: as of ``Store``; by sample also ``sums``, its checksum.
-        checked: a byte for each sample that says whether it was read before; made where there are
-            none.
+    Its index has by sample also ``sums``, its checksum, and ``checked``, which can be written:
+    whether any process has read it before.
     """
 
     files: tuple[DiskFile, ...]
-
-    def __init__(
-        self,
-        files: Sequence[DiskFile],
-        spec: SampleSpec,
-        index: ArrayBlock,
-        decoder: Decoder | None = None,
-        checked: ArrayBlock | None = None,
-    ) -> None:
-        super().__init__(files, spec, index, decoder)
-        self.codec = "raw" if decoder is None else decoder.name
-        self._sums = index["sums"]
-        self._checked_block = checked or ArrayBlock(
-            {"checked": np.zeros(len(self), np.uint8)}, seal=False
-        )
-        self._checked = self._checked_block["checked"]
 
     def heaviest_bytes(self, samples: int) -> float:
         """The mean size of those so many neighbours that are the heaviest."""
@@ -261,17 +232,17 @@ class DiskStore(Store):
         return float((ends[samples:] - ends[: len(ends) - samples]).max() / samples)
 
     def ensure(self, index_B: np.ndarray) -> None:
-        for index in index_B[self._checked[index_B] == 0].tolist():
+        checked = self.index["checked"]
+        for index in index_B[checked[index_B] == 0].tolist():
             self._check(index)
-            self._checked[index] = 1
+            checked[index] = 1
 
     def _check(self, index: int) -> None:
         if not self._is_sound(index):
-            what = self._note_damage(index)
-            raise UndecodableError(what, index=index, codec=self.codec, is_on_disk=True)
+            raise UndecodableError(self._note_damage(index), index=index)
 
     def _is_sound(self, index: int) -> bool:
-        return checksum(self.stored(index)) == int(self._sums[index])
+        return checksum(self.stored(index)) == int(self.index["sums"][index])
 
     def _note_damage(self, index: int) -> str:
         """Have the next build write the shard of a sample again; gives what to say."""
@@ -302,25 +273,17 @@ class DiskStore(Store):
 
     def _pieces(self, index_B: np.ndarray) -> Iterator[tuple[DiskFile, int, int]]:
         """File, first byte and size of each piece in which chosen samples lie end to end."""
-        order = np.lexsort((self._offsets[index_B], self._of[index_B]))
-        index_B = index_B[order]
-        numbers = self._of[index_B]
-        starts = self._offsets[index_B]
-        stops = starts + self._sizes[index_B]
-        gaps = starts[1:] - stops[:-1]
-        is_cut = (np.diff(numbers) != 0) | (gaps < 0) | (gaps > _GAP_BYTES)
-        firsts = np.flatnonzero(np.append(len(order) > 0, is_cut))
-        lasts = np.append(firsts[1:], len(order)) - 1
-        for first, last in zip(firsts.tolist(), lasts.tolist(), strict=False):
-            start = int(starts[first])
-            yield self.files[numbers[first]], start, int(stops[last]) - start
-
-    def close(self) -> None:
-        super().close()
-        self._checked_block.close()
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return DiskStore, (self.files, self.spec, self.index, self._decoder, self._checked_block)
+        index_B = index_B[np.lexsort((self._offsets[index_B], self._of[index_B]))]
+        numbers_B = self._of[index_B]
+        starts_B = self._offsets[index_B]
+        stops_B = starts_B + self._sizes[index_B]
+        gaps = starts_B[1:] - stops_B[:-1]
+        is_cut = (np.diff(numbers_B) != 0) | (gaps < 0) | (gaps > _GAP_BYTES)
+        cuts = (np.flatnonzero(is_cut) + 1).tolist()
+        edges = [0, *cuts, len(index_B)] if len(index_B) else []
+        for first, last in itertools.pairwise(edges):
+            start = int(starts_B[first])
+            yield self.files[numbers_B[first]], start, int(stops_B[last - 1]) - start
 
 
 def receipt_name(shard: str) -> str:
@@ -358,33 +321,31 @@ class DiskFile(Block):
     full is a CacheError.
     """
 
-    def __init__(self, path: Path, flags: int) -> None:
-        fd = os.open(path, flags | OPEN_FLAGS, 0o666)
-        super().__init__(fd, os.fstat(fd).st_size, None, sealed=flags == os.O_RDONLY, owner=False)
-        self.path = path
-        self._pending = _Pending()
-        # By process: a forked one must not wait for a thread of its parent.
-        self._areas: dict[int, _Areas] = {}
+    path: Path
+
+    def __init__(self, fd: int, path: Path, *, is_sealed: bool = False) -> None:
+        super().__init__(fd, path, is_sealed=is_sealed)
+        self._lock = threading.Lock()
+        # The pages that brought pieces begin or end in, how often: two may share one.
+        self._borders: Counter[int] = Counter()
 
     @classmethod
     def reserve(cls, path: Path, size_bytes: int) -> DiskFile:
-        """Reserve a new file, so that a full disk is found before anything is prepared."""
-        if size_bytes > free_bytes(path.parent):
-            raise _full(path.parent, f"it takes {format_bytes(size_bytes)}")
-        file = cls(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        """Reserve a new file, which is removed where there is no room for it."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | OPEN_FLAGS
+        file = cls(os.open(path, flags, 0o666), path)
         try:
-            file.grow(size_bytes)
+            return file.reserved(size_bytes)
         except BaseException:
-            file.close()
+            path.unlink()
             raise
-        return file
 
     @classmethod
     def open(cls, path: Path, size_bytes: int) -> DiskFile:
         """Raises CacheError where it is missing or has another size."""
         try:
             refuse_special(path)
-            file = cls(path, os.O_RDONLY)
+            file = cls(os.open(path, os.O_RDONLY | OPEN_FLAGS), path, is_sealed=True)
         except OSError as problem:
             what = f"{path} cannot be opened ({problem.strerror or problem})"
             if problem.errno == errno.EMFILE:
@@ -397,36 +358,27 @@ class DiskFile(Block):
             )
         return file
 
+    @classmethod
+    def attach(cls, pid: int, fd: int, inode: int, path: Path | None, is_sealed: bool) -> Block:
+        try:
+            return super().attach(pid, fd, inode, path, is_sealed)
+        except StoreGoneError:
+            raise StoreGoneError(
+                f"the cache was deleted or changed while it was in use: {path} is gone, or another "
+                "file; make the dataset again"
+            ) from None
+
     # Writing
 
-    def grow(self, size_bytes: int) -> None:
-        """Reserve more, up to ``size_bytes`` in total."""
-        if size_bytes > self.size_bytes:
-            with naming_full_disk(self.path.parent):
-                if hasattr(os, "posix_fallocate"):
-                    os.posix_fallocate(self._fd, 0, size_bytes)
-                else:
-                    os.ftruncate(self._fd, size_bytes)
-            self.size_bytes = size_bytes
-            self._map = None
+    def _ask_for(self, size_bytes: int) -> None:
+        """Refuse what the disk does not have, so that it is found before anything is prepared."""
+        if size_bytes > free_bytes(self.path.parent):
+            raise _full(self.path.parent, f"it takes {format_bytes(size_bytes)}")
 
-    def write(self, offset: int, data: np.ndarray) -> None:
-        """Copy a C-contiguous array to byte ``offset``, at the latest on this thread's ``flush``.
-
-        Neighbours are written at once: the system then caches and maps them in larger pieces.
-        """
-        pending = self._pending
-        if offset != pending.first + len(pending.data) or len(pending.data) > _PENDING_BYTES:
-            self.flush()
-            pending.first = offset
-        pending.data += data.reshape(-1).view(np.uint8).data
-
-    def flush(self) -> None:
-        pending = self._pending
+    @contextlib.contextmanager
+    def _refusing(self, size_bytes: int) -> Iterator[None]:
         with naming_full_disk(self.path.parent):
-            self._put(pending.first, np.frombuffer(pending.data, np.uint8))
-        pending.first += len(pending.data)
-        pending.data = bytearray()
+            yield
 
     def seal(self) -> None:
         """See to it that all of it is on the disk."""
@@ -436,10 +388,6 @@ class DiskFile(Block):
             os.fsync(self._fd)
 
     # Reading
-
-    def _open_map(self) -> mmap.mmap:
-        access = mmap.ACCESS_READ if self.is_sealed else mmap.ACCESS_WRITE
-        return mmap.mmap(self._fd, self.size_bytes, access=access)
 
     def bring(self, start: int, size: int) -> None:
         """Have bytes in memory until ``drop``, so that nobody who reads them waits for the disk.
@@ -453,14 +401,12 @@ class DiskFile(Block):
         if mapped is None or not size:
             return
         first, stop = _pages(start, size)
-        areas = self._areas.setdefault(os.getpid(), _Areas())
-        with areas.lock:
-            if not areas.is_begun:
-                areas.is_begun = True
+        with self._lock:
+            if not self._borders:
                 _advise(mapped, *_pages(0, len(mapped)), "MADV_NOHUGEPAGE")
-            if len(areas.borders) < 2 * _MOST_AREAS:
+            if len(self._borders) < 2 * _MOST_AREAS:
                 _advise(mapped, first, stop, "MADV_SEQUENTIAL", "MADV_HUGEPAGE")
-            areas.borders.update({first, stop - 1})
+            self._borders.update({first, stop - 1})
         _touch(np.frombuffer(mapped, np.uint8)[first * mmap.PAGESIZE : start + size])
 
     def drop(self, start: int, size: int, *, from_cache: bool) -> None:
@@ -473,14 +419,13 @@ class DiskFile(Block):
         if mapped is None or not size:
             return
         first, stop = _pages(start, size)
-        areas = self._areas.setdefault(os.getpid(), _Areas())
-        with areas.lock:
+        with self._lock:
             for border in {first, stop - 1}:
-                areas.borders[border] -= 1
-                if areas.borders[border] <= 0:
-                    del areas.borders[border]
-            first += first in areas.borders
-            stop -= stop - 1 in areas.borders
+                self._borders[border] -= 1
+                if self._borders[border] <= 0:
+                    del self._borders[border]
+            first += first in self._borders
+            stop -= stop - 1 in self._borders
             # unmapped last, when nobody can map again
             _advise(mapped, first, stop, "MADV_NOHUGEPAGE", "MADV_NORMAL", "MADV_DONTNEED")
         if from_cache and hasattr(os, "posix_fadvise"):
@@ -492,39 +437,6 @@ class DiskFile(Block):
     def release(self) -> None:
         if self._map is not None:
             _advise(self._map, *_pages(0, len(self._map)), "MADV_DONTNEED")
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return _open_again, (self.path, self.size_bytes, self._inode())
-
-
-def _open_again(path: Path, size_bytes: int, inode: int) -> DiskFile:
-    try:
-        file = DiskFile.open(path, size_bytes)
-    except CacheError as gone:
-        raise StoreGoneError(
-            f"the cache was deleted or changed while it was in use: {gone}"
-        ) from gone
-    if os.fstat(file._fd).st_ino != inode:
-        file.close()
-        raise StoreGoneError(f"{path} was replaced while it was in use; make the dataset again")
-    return file
-
-
-class _Pending(threading.local):
-    """Neighbouring bytes that a thread has yet to write."""
-
-    def __init__(self) -> None:
-        self.first = 0
-        self.data = bytearray()
-
-
-class _Areas:
-    """The pages that brought pieces begin or end in, how often: two may share one."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.is_begun = False
-        self.borders: Counter[int] = Counter()
 
 
 def _touch(data: Bytes) -> None:

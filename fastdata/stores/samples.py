@@ -350,7 +350,7 @@ class KeptSamples:
         if damaged.codec == SOURCE and damaged.__cause__ is not None:
             return sample_error(path, damaged.index, damaged.__cause__)
         name = f"sample {damaged.index}" if path is None else f"sample {damaged.index}, {path},"
-        cure = "" if damaged.is_on_disk else "; make the dataset again to mend it"
+        cure = "" if damaged.codec is None else "; make the dataset again to mend it"
         text = f"{name} cannot be read from the store: {damaged}. The others can{cure}."
         return SampleError(text, index=damaged.index, path=path)
 
@@ -360,7 +360,7 @@ class KeptSamples:
         if store.spec.form != "pil" or not len(store):
             return []
         said = []
-        found = np.unique(store.shapes()[:, 0], return_index=True, return_counts=True)
+        found = np.unique(store.shapes[:, 0], return_index=True, return_counts=True)
         for channels, first, count in zip(*map(np.ndarray.tolist, found), strict=True):
             where = ", ".join(filter(None, [f"sample {first}", self.path(first)]))
             said.append(f"{count:,} of mode {mode_of(channels, store.spec.dtype)} (first: {where})")

@@ -20,7 +20,7 @@ from fastdata.errors import IngestError, MemoryBudgetError, SampleError
 from fastdata.machine import memory
 from fastdata.machine.memory import format_bytes
 from fastdata.machine.processes import run_tasks
-from fastdata.machine.shared import ArrayBlock, Block, ByteLocks
+from fastdata.machine.shared import ArrayBlock, Block
 from fastdata.pixels.images import Form, SampleSpec, SourceDecoder
 from fastdata.report import log, progress_bar
 from fastdata.sources import FileSource
@@ -137,7 +137,6 @@ class Writer:
         self.file = file
         self.index = index
         self._known_shape = known_shape
-        self._locks = ByteLocks(index.block)
 
     @classmethod
     def open(cls, plan: WriterPlan, length: int, known_shape: tuple[int, ...] | None) -> Writer:
@@ -165,7 +164,6 @@ class Writer:
             file = DiskFile.reserve(plan.path, size_bytes)
         writer = cls(plan, file, ArrayBlock(index, seal=False), known_shape)
         file.write(0, np.frombuffer(head, np.uint8))
-        writer.flush()  # by this process, not by those that are forked
         return writer
 
     def write(self, rows: Sequence[int], samples: np.ndarray, form: Form) -> None:
@@ -224,7 +222,7 @@ class Writer:
         """The first byte of so many that are nobody else's."""
         align_bytes = ALIGN_BYTES if self.plan.coder is None else 1
         ends = self.index[_ENDS]
-        with self._locks.hold(0):
+        with self.index.block.hold(0):
             start: int = ends[0].item()
             end = start + max(-(-size_bytes // align_bytes) * align_bytes, 1)
             if end > ends[1]:
@@ -247,11 +245,6 @@ class Writer:
         size_bytes = min(end + more_bytes, plan.limit_bytes)
         self.file.grow(size_bytes)
         self.index[_ENDS][1] = size_bytes
-
-    def flush(self) -> None:
-        """Finish what this thread has written."""
-        if isinstance(self.file, DiskFile):
-            self.file.flush()
 
     def finish(self, rows: np.ndarray) -> Store:
         """Seal the file, and give the samples in these rows, all that were written, as a store."""
@@ -344,8 +337,6 @@ class WritePath(NamedTuple):
                 written.targets.update(zip(some, read.targets, strict=True))
             except SampleError as error:
                 written.errors.update(dict.fromkeys(some, error))
-        for writer in self.writers:
-            writer.flush()
         return written
 
     def _write(self, rows: Sequence[int], parts: Sequence[tuple[np.ndarray, Form]]) -> None:
@@ -489,7 +480,6 @@ class LazyStore(Store):
         [writer] = to_write.writers
         super().__init__((writer.file,), writer.plan.part.spec, writer.index)
         self._to_write = to_write
-        self._locks = ByteLocks(writer.index.block)
         self._is_there = writer.index["is_there"]  # (N,), for every process to see
         self._is_full = False
 
@@ -517,7 +507,7 @@ class LazyStore(Store):
         self._is_full = not missing and bool(self._is_there.all())
         for first in range(0, len(missing), AT_ONCE):
             group = missing[first : first + AT_ONCE]
-            with self._locks.hold(*group):
+            with self.index.block.hold(*group):
                 self._fill([index for index in group if not self._is_there[index]])
 
     def _fill(self, indices: Sequence[int]) -> None:

@@ -20,7 +20,7 @@ from torchvision import transforms as v1  # noqa: E402  # only importable now
 from fastdata import CachedDataset  # noqa: E402
 from fastdata.datasets.batch import IndexBatch  # noqa: E402
 from fastdata.datasets.reader import Take, fresh  # noqa: E402
-from fastdata.machine.shared import Block, ByteLocks  # noqa: E402
+from fastdata.machine.shared import Block  # noqa: E402
 
 COUNT = 23
 """Samples: no multiple of a batch, nor of two ranks."""
@@ -41,7 +41,6 @@ class CountingImages(CachedDataset):
             np.random.default_rng(0).integers(0, 256, (COUNT, 3, 6, 5), np.uint8)
         )
         self._calls = Block.create(2 * 8)
-        self._locks = ByteLocks(self._calls)
         transform = v1.Compose(
             [v1.RandomCrop((4, 3)), v1.RandomHorizontalFlip(), v1.ConvertImageDtype(torch.float32)]
         )
@@ -53,7 +52,7 @@ class CountingImages(CachedDataset):
         return self._calls.array("int64", (2,))
 
     def _count(self, kind: int) -> None:
-        with self._locks.hold(kind):  # two workers that add at the same time would count once
+        with self._calls.hold(kind):  # two workers that add at the same time would count once
             self.reads[kind] += 1
 
     def close(self) -> None:
