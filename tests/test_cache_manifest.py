@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fastdata import ImageFolder
+from fastdata import CachedDataset, ImageFolder
 from fastdata.errors import CacheError
 from fastdata.sources.remote import Place
 from fastdata.stores.cache import INDEX, Cache
@@ -104,3 +104,20 @@ def test_a_shape_that_no_sample_has_is_a_rebuild(
     rewrite(home, "manifest.json", document)
     assert np.array_equal(images(root, codec="zstd"), wanted)
     assert "samples have other shapes than" in caplog.text
+
+
+def test_a_flipped_bit_of_an_index_is_damage_or_means_nothing(image_folder: Folder) -> None:
+    """Wherever it is, in a zip's directory too: the samples of before, or a CacheError."""
+    root = image_folder(size=(13, 11))
+    wanted = images(root)
+    path = next((root.parent / "cache").glob(f"*/{INDEX}"))
+    whole = path.read_bytes()
+    refused = 0
+    for k in [*range(0, len(whole), 97), *range(len(whole) - 400, len(whole), 3)]:
+        path.write_bytes(whole[:k] + bytes([whole[k] ^ 1 << k % 8]) + whole[k + 1 :])
+        try:
+            with CachedDataset.from_cache(path.parent) as dataset:
+                assert all(map(np.array_equal, (image for image, _ in dataset), wanted))
+        except CacheError:
+            refused += 1
+    assert refused > 20

@@ -23,7 +23,6 @@ import re
 import types
 import typing
 import zipfile
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,20 +47,6 @@ INDEX = "fastdata.npz"
 OLD_INDEX = "fastdata.json"
 """Of versions before 7."""
 VERSION = 7
-DAMAGED = (
-    OSError,
-    EOFError,
-    LookupError,
-    MemoryError,
-    OverflowError,
-    AttributeError,
-    TypeError,
-    ValueError,
-    RecursionError,
-    zipfile.BadZipFile,
-    zlib.error,
-)
-"""What reading foreign bytes raises; MemoryError for an array of the size that they claim."""
 _MOST_SAMPLE_BYTES = 1 << 36
 _MOST = 1 << 62
 _MIRRORED_SHARE = 0.5
@@ -102,7 +87,7 @@ class Manifest:
 
 
 def _typed(kind: Any, value: Any) -> Any:
-    """A value of JSON as this type, dataclasses included; one of ``DAMAGED`` for any other."""
+    """A value of JSON as this type, dataclasses included; some error for any other."""
     origin = typing.get_origin(kind)
     arguments = typing.get_args(kind)
     if kind is Any or (origin is Literal and value in arguments):
@@ -146,7 +131,7 @@ class Index:
     def unpack(cls, data: bytes) -> Index:
         """Read all columns, and check types, sizes and offsets, whatever they are used for.
 
-        One of ``DAMAGED`` for what is none.
+        Whatever error there is for what is none.
         """
         columns = _unpack_columns(data)
         document = columns.pop("manifest.json")
@@ -417,7 +402,7 @@ class Cache:
             raise CacheError(old) from None
         except (CacheError, RemoteError):
             raise
-        except DAMAGED as problem:
+        except Exception as problem:  # bytes of others raise anything
             if mirror is not None:  # what is here may be of no use
                 mirror.forget(mirror.whole(INDEX))
             what = f"{type(problem).__name__}: {problem}"

@@ -81,11 +81,12 @@ class Forecast(NamedTuple):
 
     @property
     def layout(self) -> Layout:
+        first = self.first
         return Layout(
-            is_tuple=self.first.is_tuple,
-            target_is_part=self.first.target_is_part,
+            is_tuple=first.is_tuple,
+            target_is_part=first.target_is_part,
             keys=self.path.source.keys,
-            mask_places=self.first.mask_places,
+            mask_places=first.mask_places,
         )
 
     @property
@@ -299,10 +300,12 @@ class _Preparation:
     def run_with_others(self, by: Sequence[Any]) -> Prepared:
         """Prepare for them, or have it from the one that does."""
         run = self._run or run_to_be()
+        if run is None:
+            return self.run()
         known = self._known()
         place = None
         try:
-            place = None if run is None else lead_or_follow(run, self._key(by), known)
+            place = lead_or_follow(run, self._key(by), known)
         except ValueError as refused:
             if self._run is not None:
                 warn_user(f"each rank prepares and holds samples of its own: {refused}")

@@ -134,6 +134,8 @@ class Writer:
         known_shape: tuple[int, ...] | None = None,
     ) -> None:
         self.plan = plan
+        self.part = plan.part
+        self.is_table = plan.part.is_table
         self.file = file
         self.index = index
         self._known_shape = known_shape
@@ -141,16 +143,16 @@ class Writer:
     @classmethod
     def open(cls, plan: WriterPlan, length: int, known_shape: tuple[int, ...] | None) -> Writer:
         """Of a new file with so many rows."""
+        part = plan.part
         head = b""
-        offsets = np.zeros(length, np.int64)
-        index = {"offsets": offsets}
-        if plan.part.is_table:
-            head = b"" if plan.path is None else _npy_head(plan.part.spec, length)
-            offsets += len(head) + np.arange(length) * plan.part.spec.sample_bytes
-            size_bytes = len(head) + length * plan.part.spec.sample_bytes
+        index = {"offsets": np.zeros(length, np.int64)}
+        if part.is_table:
+            head = b"" if plan.path is None else _npy_head(part.spec, length)
+            index["offsets"] += len(head) + np.arange(length) * part.spec.sample_bytes
+            size_bytes = len(head) + length * part.spec.sample_bytes
         else:
             index["sizes"] = np.zeros(length, np.int64)
-            index["shapes"] = np.zeros((length, plan.part.dimensions), np.int32)
+            index["shapes"] = np.zeros((length, part.dimensions), np.int32)
             size_bytes = min(plan.first_bytes, plan.limit_bytes)
             if plan.path is None:
                 size_bytes = min(size_bytes, _CHUNK_BYTES)
@@ -177,7 +179,7 @@ class Writer:
             CacheError: the disk is full.
             Exception: one cannot be encoded; or a file was opened and is damaged.
         """
-        spec = self.plan.part.spec
+        spec = self.part.spec
         is_file = isinstance(self.plan.coder, SourceDecoder)
         if not is_file and (samples.dtype.name, form) != (spec.dtype, spec.form):
             others = f"the others are of {spec.dtype} {spec.form}"
@@ -185,7 +187,7 @@ class Writer:
             raise TypeError(f"it is of {samples.dtype} {form}, {others}; {cure}")
         data = np.ascontiguousarray(samples)
         is_one_run = rows[-1] - rows[0] < len(rows)
-        if is_one_run and self.plan.part.is_table and self.plan.path is None:
+        if is_one_run and self.is_table and self.plan.path is None:
             self._check_shape(rows[0], samples.shape[1:])
             self.file.write(self.index["offsets"][rows[0]].item(), data)
             return
@@ -202,7 +204,7 @@ class Writer:
         elif codec is not None:
             data = np.frombuffer(codec.encode(sample), np.uint8)
         self._check_shape(row, shape)
-        if not self.plan.part.is_table:
+        if not self.is_table:
             index["offsets"][row] = self._take(data.nbytes)
             index["sizes"][row] = data.nbytes
             index["shapes"][row] = shape
@@ -211,11 +213,11 @@ class Writer:
             index["sums"][row] = checksum(data.reshape(-1).view(np.uint8))
 
     def _check_shape(self, row: int, shape: tuple[int, ...]) -> None:
-        common = self.plan.part.spec.shape
+        common = self.part.spec.shape
         if common not in (None, shape):
             raise ShapesDifferError(f"sample {row} has shape {shape}, those before it {common}")
-        if len(shape) != self.plan.part.dimensions:
-            counts = f"{len(shape)} dimensions, those before it {self.plan.part.dimensions}"
+        if len(shape) != self.part.dimensions:
+            counts = f"{len(shape)} dimensions, those before it {self.part.dimensions}"
             raise ShapesDifferError(f"sample {row} has {counts}")
 
     def _take(self, size_bytes: int) -> int:
@@ -250,13 +252,13 @@ class Writer:
         """Seal the file, and give the samples in these rows, all that were written, as a store."""
         used_bytes, reserved_bytes = self.index.pop(_ENDS).tolist()
         self.index.pop("is_there", None)
-        if not self.plan.part.is_table:
+        if not self.is_table:
             self.file.grow(reserved_bytes)  # by other processes so far
             self.file.trim(used_bytes)
         self.file.seal()
         index = ArrayBlock({name: column[rows] for name, column in self.index.items()})
         self.index.close()
-        return Store((self.file,), self.plan.part.spec, index, self.plan.coder)
+        return Store((self.file,), self.part.spec, index, self.plan.coder)
 
     def close(self) -> None:
         """Give up what was written, a file on disk included. Idempotent."""
@@ -323,7 +325,7 @@ class WritePath(NamedTuple):
     def write(self, indices: Sequence[int]) -> Written:
         """Read, prepare and write samples, and finish what this thread has written."""
         rows = [index - self.first_index for index in indices]
-        are_tables = all(writer.plan.part.is_table for writer in self.writers)
+        are_tables = all(writer.is_table for writer in self.writers)
         written = Written({}, {})
         for read in read_samples(self.path, indices, together=are_tables):
             done = len(written.targets) + len(written.errors)
@@ -478,7 +480,7 @@ class LazyStore(Store):
 
     def __init__(self, to_write: WritePath) -> None:
         [writer] = to_write.writers
-        super().__init__((writer.file,), writer.plan.part.spec, writer.index)
+        super().__init__((writer.file,), writer.part.spec, writer.index)
         self._to_write = to_write
         self._is_there = writer.index["is_there"]  # (N,), for every process to see
         self._is_full = False
