@@ -339,6 +339,20 @@ def test_a_script_without_a_loop_has_none(tmp_path: Path) -> None:
         loops_of(tmp_path, "sys.exit(3)", "0", 4)
 
 
+@pytest.mark.usefixtures("own_main")
+def test_the_loops_of_prefetchers_are_one(tmp_path: Path) -> None:
+    """A prefetcher that is made anew for each epoch is timed, and the loader in it is not."""
+    path = tmp_path / "train.py"
+    prefetched = "from fastdata import CudaPrefetcher\n" + SCRIPT.replace("{end}", "pass")
+    loader = "DataLoader(Samples(), batch_size=2, num_workers=1)"
+    prefetched = prefetched.replace(f"in {loader}", "in CudaPrefetcher(loader, 'cpu')")
+    prefetched = prefetched.replace("    for epoch", f"    loader = {loader}\n    for epoch")
+    path.write_text(prefetched, "utf-8")
+    (loop,) = run_script(path, ["3"], 25)
+    assert isinstance(loop.loader, CudaPrefetcher)
+    assert loop.batches == 25
+
+
 # Names for torch.profiler
 
 
