@@ -302,7 +302,7 @@ class _Judge:
             self._probe(best)
             self._probe(challenger)
             gain = self._gain(challenger, best)
-        return gain > least
+        return gain > least and not self.is_over
 
     def _gain(self, challenger: Settings, best: Settings) -> float:
         return fmean(_rates(self.probes, challenger)) / fmean(_rates(self.probes, best))
@@ -324,13 +324,15 @@ class _Judge:
         try:
             self._check_memory(settings)
             rate = apart(work, limit_s=left_s + _GRACE_S)
+        except TimeoutError:
+            self.is_over = True
+            if is_begun:
+                return
+            raise TimeoutError(
+                f"no probe ended within max_seconds: {_in_words(settings)}, and a sample takes "
+                f"{self._sample_s:.2f} s. Give it more seconds, or a smaller batch_size."
+            ) from None
         except Exception as error:  # a user's dataset raises anything
-            self.is_over = isinstance(error, TimeoutError)
-            if not is_begun and self.is_over:
-                raise TimeoutError(
-                    f"no probe ended within max_seconds: {_in_words(settings)}, and a sample takes "
-                    f"{self._sample_s:.2f} s. Give it more seconds, or a smaller batch_size."
-                ) from None
             if not is_begun:
                 raise
             failed = f"{type(error).__name__}: {error}".partition("\n")[0]
