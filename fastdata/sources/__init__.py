@@ -503,18 +503,16 @@ class _Table:
     def parse_numbers(self, column: str, texts: list[str]) -> np.ndarray:
         """Texts of numbers: int64 where all are whole, else float64."""
         try:
-            numbers = list(map(int, texts))
+            return np.array(list(map(int, texts)), np.int64)
         except ValueError:
             return np.array(texts).astype(np.float64)
-        wide = next(filter(is_wide, numbers), None)
-        if wide is None:
-            return np.array(numbers, np.int64)
-        text = texts[numbers.index(wide)]
-        raise ValueError(
-            f"{self.where(numbers.index(wide), column)}: {text} is beyond int64, the widest whole "
-            "numbers that torch has. Pass such numbers through as id=, or write names, such as "
-            f"'class_{text}'."
-        )
+        except OverflowError:
+            index = [is_wide(int(text)) for text in texts].index(True)
+            raise ValueError(
+                f"{self.where(index, column)}: {texts[index]} is beyond int64, the widest whole "
+                "numbers that torch has. Pass such numbers through as id=, or write names, such as "
+                f"'class_{texts[index]}'."
+            ) from None
 
 
 def read_manifest(
@@ -526,18 +524,18 @@ def read_manifest(
     storage_options: StorageChoice = None,
 ) -> Manifest:
     """Read paths and targets from what ``ImageManifest`` takes; see there."""
-    labels = [label] if isinstance(label, str) else label or ()
-    names = list(dict.fromkeys([file, *labels] if id is None else [file, *labels, id]))
+    labels = [label] if isinstance(label, str) else list(() if label is None else label)
+    names = list(dict.fromkeys(name for name in (file, *labels, id) if name is not None))
     table, folder = _read_table(manifest, names, storage_options)
     if not table.numbers:
         below = " below its header line" if table.row == "line" else ""
         raise ValueError(f"{table.title} lists no samples{below}")
     if root is not None:
         folder = Place(root).url if is_url(root) else os.path.expanduser(root)
-    paths = []
-    for path in table.texts(file):
-        is_whole = "://" in path and is_url(path)
-        paths.append(path if is_whole else os.path.join(folder, path))
+    paths = [
+        path if "://" in path and is_url(path) else os.path.join(folder, path)
+        for path in table.texts(file)
+    ]
     targets: Any = range(len(paths))
     classes = None
     if isinstance(label, str):
@@ -653,8 +651,8 @@ def _read_labels(table: _Table, label: str) -> tuple[Any, list[str] | None]:
             "as names, such as 'class_7'."
         )
     classes = sorted(set(texts))
-    number_of = {name: number for number, name in enumerate(classes)}
-    return [number_of[name] for name in texts], classes
+    numbers = dict(zip(classes, range(len(classes)), strict=True))
+    return [numbers[name] for name in texts], classes
 
 
 def _read_vectors(table: _Table, names: Sequence[str]) -> torch.Tensor:
