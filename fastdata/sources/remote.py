@@ -186,16 +186,16 @@ class Place:
 
     # Reading
 
-    def read(
-        self, name: str, start: int = 0, stop: int | None = None, *, size_bytes: int | None = None
-    ) -> bytes:
-        """The bytes of a file, or some; a whole one of another size is an error."""
-        return self.submit(name, start, stop, size_bytes=size_bytes).result()
+    def read(self, name: str) -> bytes:
+        return self.submit(name).result()
 
     def submit(
         self, name: str, start: int = 0, stop: int | None = None, *, size_bytes: int | None = None
     ) -> Future[bytes]:
-        """``read``, in the background; there may be any number at once."""
+        """The bytes of a file, or some, in the background; there may be any number at once.
+
+        A whole file of another size than it is known to have is an error.
+        """
         wanted_bytes = size_bytes if stop is None else stop - start
         # One byte more lets a file that has grown show it; and s3fs asks for the size unless it is
         # told one.
