@@ -36,7 +36,6 @@ from fastdata.pixels.ops import (
     choice,
     in_order,
     maybe,
-    sequence,
 )
 from fastdata.pixels.state import (
     State,
@@ -130,12 +129,13 @@ def _read_beside(step: Any, at: int, state: State, name: str) -> Op | State:
 
 # Geometry
 
+_NO_BORDER = ("PAD_CONSTANT", "PIL_DOMAIN")
+
 
 def _center_crop(step: Any, at: int, state: State) -> Op:
     refuse(state.cast.normalizations, "may pad with 0 after Normalize")
     need_movable(state)
-    n = (0, 0, 0, 0, "PAD_CONSTANT", "PIL_DOMAIN", *pair(step.size))
-    return Op("STEP_CENTER_CROP", at, n)
+    return Op("STEP_CENTER_CROP", at, (0, 0, 0, 0, *_NO_BORDER, *pair(step.size)))
 
 
 def _flip(step: Any, at: int, state: State) -> Op:
@@ -150,25 +150,21 @@ def _pad(step: Any, at: int, state: State) -> Op:
     return Op("STEP_PAD", at, (*read_borders(step.padding), *border), fill=fill)
 
 
-def _random_crop(step: Any, at: int, state: State) -> Op:
+def _random_crop(step: Any, at: int, state: State) -> State:
     need_movable(state)
     padding = step.padding
     if padding and is_v2(step):
         left, right, top, bottom = padding
         padding = [left, top, right, bottom]
     borders = read_borders(padding)
-    border: tuple[str, str] = ("PAD_CONSTANT", "PIL_DOMAIN")
-    fill: Fill = (0,)
-    if step.pad_if_needed or any(borders):
-        border, fill = read_border(step, state)
-    crops = []
+    pads = step.pad_if_needed or any(borders)
+    border, fill = read_border(step, state) if pads else (_NO_BORDER, (0,))
     if step.pad_if_needed and any(borders) and not is_v2(step):
         # v1 pads the padded image again, v2 once by the sum.
-        crops.append(Op("STEP_PAD", at, (*borders, *border), fill=fill))
+        state = state.add(Op("STEP_PAD", at, (*borders, *border), fill=fill))
         borders = (0, 0, 0, 0)
     n = (*borders, *border, *pair(step.size), step.pad_if_needed)
-    crop = Op("STEP_CROP", at, n, fill=fill)
-    return sequence([*crops, crop]) if crops else crop
+    return state.add(Op("STEP_CROP", at, n, fill=fill))
 
 
 def _resized_crop(step: Any, at: int, state: State) -> Op:
@@ -265,14 +261,14 @@ def _color_jitter(step: Any, at: int, state: State) -> Op:
     return in_order(at, [[jitter] for jitter in _jitters(step, at, state)])
 
 
-def _photometric_distort(step: Any, at: int, state: State) -> Op:
+def _photometric_distort(step: Any, at: int, state: State) -> State:
     brightness, contrast, *middle = (
         maybe(child(at, 10 + number), [jitter], step.p)
         for number, jitter in enumerate(_jitters(step, at, state))
     )
     orders = choice(child(at, 20), [[contrast, *middle], [*middle, contrast]])
     permuted = maybe(child(at, 22), [Op("OP_PERMUTE", child(at, 21))], step.p)
-    return sequence([brightness, orders, permuted])
+    return state.add(brightness).add(orders).add(permuted)
 
 
 def _grey(step: Any, at: int, state: State, channels: int = 0) -> Op:
@@ -444,18 +440,18 @@ def _levels(step: Any, height: int, width: int) -> Float64s:
     return levels
 
 
-def _timm_policies(step: Any, at: int, state: State) -> Op:
+def _timm_policies(step: Any, at: int, state: State) -> Op | State:
     need_colours(state)
     refuse(state.kind != "pil", "does not accept tensors")
     if known_name(step) == "timm.AutoAugment":
         policies = [list(map(_timm_op, policy)) for policy in step.policy]
         return choice(at, policies, code="STEP_TIMM")
-    is_exclusive = step.choice_weights is not None and step.num_layers > 1
-    refuse(is_exclusive, "chooses without replacement")
-    ops = [[_timm_op(op)] for op in step.ops]
     weights = step.choice_weights
-    layers = range(step.num_layers)
-    return sequence(choice(child(at, layer), ops, weights, "STEP_TIMM") for layer in layers)
+    refuse(weights is not None and step.num_layers > 1, "chooses without replacement")
+    ops = [[_timm_op(op)] for op in step.ops]
+    for layer in range(step.num_layers):
+        state = state.add(choice(child(at, layer), ops, weights, "STEP_TIMM"))
+    return state
 
 
 def _timm_op(op: Any) -> Op:
