@@ -172,16 +172,16 @@ def _serve(fuzz: Fuzz, table: core.Table, image: np.ndarray) -> str:
     out = np.empty((1, channels, height, width), DTYPES[dtype])
     channels_last = bool(fuzz.pick(False, True))
     solved = np.ones((1, ops.shape[1], 8)) if ops.shape[1] else None
-    served = core.Served(
+    batch = core.make_batch(
         table,
         core.make_values(dtype, "none", [([0.0], [1.0], True)], channels),
         out.ctypes.data,
         out.shape[1:],
         solved,
-        channels_last,
+        channels_last=channels_last,
     )
     source = np.array([image.ctypes.data], np.int64)
-    core.serve(core.Samples(source, shape), keys, [served])
+    core.serve(core.Samples(source, shape), keys, [batch])
     return "served"
 
 

@@ -217,7 +217,7 @@ class Program:
                 source.read_into(indices[b], decoded[b])
             yield samples, first, last
 
-    def _served(self, out: Array, samples: core.Samples, keys: core.Keys) -> core.Served:
+    def _served(self, out: Array, samples: core.Samples, keys: core.Keys) -> core.Batch:
         """What the core fills ``out`` by."""
         is_last = not out.flags.c_contiguous
         if is_last and not (out.ndim == 4 and out.transpose(0, 2, 3, 1).flags.c_contiguous):
@@ -226,7 +226,8 @@ class Program:
         table = self._table
         solved = table.solve(keys, samples.shapes_B3) if table.has_perspectives else None
         values = self._values(shape[0])
-        return core.Served(table.record, values, out.ctypes.data, shape, solved, is_last)
+        address = out.ctypes.data
+        return core.make_batch(table.record, values, address, shape, solved, channels_last=is_last)
 
 
 _Pair = tuple[Program, Array]
@@ -263,7 +264,7 @@ def _serve(
             elif refused.reason == "REFUSED_SHAPE":
                 raise ValueError(
                     f"sample {index} comes out as {refused.numbers[:3]}, but the batch has room for "
-                    f"{served[refused.program].shape} each. Crop or resize to one size, and give "
+                    f"{_planes(pairs[refused.program][1].shape[1:])} each. Crop or resize to one size, and give "
                     "all images one number of channels, as prepare=lambda image: "
                     "image.convert('RGB') does."
                 ) from None

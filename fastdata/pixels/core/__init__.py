@@ -18,6 +18,7 @@ import re
 import sys
 import zlib
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -109,9 +110,10 @@ class Values(ctypes.Structure):
 
 
 class Batch(ctypes.Structure):
-    """Samples, and what they are served as."""
+    """Samples, and what they are served as; ``kept`` is what it points to."""
 
     _fields_ = _fields_of("Batch", Values=Values)
+    kept: tuple[Any, ...]
 
 
 class Jpeg(ctypes.Structure):
@@ -282,19 +284,35 @@ class Keys(NamedTuple):
     indices: npt.NDArray[np.int64]
 
 
-class Served(NamedTuple):
+def make_batch(
+    table: Table,
+    values: Values,
+    out: int,
+    shape: tuple[int, ...],
+    solved: npt.NDArray[np.float64] | None = None,
+    *,
+    channels_last: bool = False,
+) -> Batch:
     """What samples are served as, and the address of (B, *shape) that is filled.
 
     ``solved``, float64 (B, k, 8), are the coefficients of its perspectives. ``channels_last``: it
     lies as (B, h, w, C), and has MAX_CHANNELS at most.
     """
-
-    table: Table
-    values: Values
-    out: int
-    shape: tuple[int, ...]
-    solved: npt.NDArray[np.float64] | None = None
-    channels_last: bool = False
+    channels, height, width = shape
+    batch = Batch(
+        table=ctypes.addressof(table),
+        out_B=out,
+        channels=channels,
+        height=height,
+        width=width,
+        channels_last=channels_last,
+        values=values,
+    )
+    if solved is not None:
+        batch.solved_Bk8 = solved.ctypes.data
+        batch.solved = solved.shape[1]
+    batch.kept = table, values, solved
+    return batch
 
 
 def make_table(
@@ -389,7 +407,7 @@ def draw(
 def serve(
     samples: Samples,
     keys: Keys,
-    every: Sequence[Served],
+    every: Sequence[Batch],
     *,
     rows: npt.NDArray[np.int64] | None = None,
     first: int = 0,
@@ -405,13 +423,25 @@ def serve(
             not in order.
         MemoryError: there is no memory for an image.
     """
-    batch: Batch | None = None
-    for served in reversed(every):
-        batch = _batch_of(samples, keys, served, rows, batch)
+    batch = every[0]  # the others are of the same samples
+    batch.sources_B = samples.sources_B.ctypes.data
+    batch.shapes_B3 = samples.shapes_B3.ctypes.data
+    batch.interleaved = samples.is_interleaved
+    batch.seed = keys.seed & _MASK
+    batch.visits_B = keys.visits.ctypes.data
+    batch.indices_B = keys.indices.ctypes.data
+    if rows is not None:
+        batch.rows_B = rows.ctypes.data
+    files = samples.files
+    if files is not None:
+        batch.sizes_B = files.sizes.ctypes.data
+        batch.turns_B = files.turns.ctypes.data
+        batch.jpeg = ctypes.addressof(files.jpeg)
+    for each, following in pairwise(every):
+        each.next = ctypes.addressof(following)
     refusal = Refusal()
     end = len(samples.sources_B) if last is None else last
-    address = ctypes.addressof(batch) if batch else None
-    place = load().fastdata_serve(address, first, end, ctypes.byref(refusal))
+    place = load().fastdata_serve(ctypes.byref(batch), first, end, ctypes.byref(refusal))
     if place < 0:
         return
     if refusal.reason == constants()["NO_MEMORY"]:
@@ -419,42 +449,3 @@ def serve(
             f"there is no memory for the intermediate images of sample {place} of a batch"
         )
     raise CoreError(place, refusal)
-
-
-def _batch_of(
-    samples: Samples,
-    keys: Keys,
-    served: Served,
-    rows: npt.NDArray[np.int64] | None,
-    following: Batch | None,
-) -> Batch:
-    channels, height, width = served.shape
-    batch = Batch(
-        sources_B=samples.sources_B.ctypes.data,
-        seed=keys.seed & _MASK,
-        visits_B=keys.visits.ctypes.data,
-        indices_B=keys.indices.ctypes.data,
-        table=ctypes.addressof(served.table),
-        out_B=served.out,
-        shapes_B3=samples.shapes_B3.ctypes.data,
-        rows_B=None if rows is None else rows.ctypes.data,
-        interleaved=samples.is_interleaved,
-        channels=channels,
-        height=height,
-        width=width,
-        channels_last=served.channels_last,
-        values=served.values,
-    )
-    files = samples.files
-    solved = served.solved
-    if files is not None:
-        batch.sizes_B = files.sizes.ctypes.data
-        batch.turns_B = files.turns.ctypes.data
-        batch.jpeg = ctypes.addressof(files.jpeg)
-    if solved is not None:
-        batch.solved_Bk8 = solved.ctypes.data
-        batch.solved = solved.shape[1]
-    if following is not None:
-        batch.next = ctypes.addressof(following)
-        batch.following = following  # which keeps it
-    return batch
