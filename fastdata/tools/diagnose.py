@@ -392,22 +392,31 @@ def _parts(loader: Any, found: Diagnosis) -> dict[str, Any]:
     dataset = loader.dataset
     base = _in_subsets(dataset)
     is_ours = isinstance(base, PreparedDataset)
-    timed = _TimedSteps(() if is_ours else flatten(getattr(base, "transform", None)))
+    steps = () if is_ours else flatten(getattr(base, "transform", None))
+    step_costs = np.zeros((len(steps), 2))
+
+    def timed(sample: Any) -> Any:
+        for step, cost in zip(steps, step_costs, strict=True):
+            began = _clock()
+            sample = step(sample)
+            cost += _clock() - began
+        return sample
+
     is_stream = isinstance(dataset, IterableDataset)
     samples = iter(dataset) if is_stream else map(dataset.__getitem__, loader.sampler)
     read = []
     with contextlib.nullcontext() if is_ours else _transform_instead(base, timed):
         next(samples)  # which pays for imports and tables
-        timed.costs[:] = 0
+        step_costs[:] = 0
         began = _clock()
         for sample in islice(samples, _SAMPLES):
             read.append(sample)
             if (_clock() - began)[0] > _SAMPLES_S:
                 break
-        spent = _clock() - began - timed.costs.sum(axis=0)
+        spent = _clock() - began - step_costs.sum(axis=0)
     kind = "transform" if _is_kept(base) else "read"
     costs = [(kind, type(dataset).__name__, spent / len(read))]
-    for step, cost in zip(timed.steps, timed.costs, strict=True):
+    for step, cost in zip(steps, step_costs, strict=True):
         costs.append(("transform", shorten(repr(step), 44, placeholder=" ..."), cost / len(read)))
     joined = read[0]
     if loader.batch_sampler is not None:
@@ -422,21 +431,6 @@ def _parts(loader: Any, found: Diagnosis) -> dict[str, Any]:
 def _clock() -> np.ndarray:
     """Seconds of one core, waiting for others than a core included; and CPU seconds."""
     return np.array(thread_clock())
-
-
-class _TimedSteps:
-    """A transform that adds up what its steps cost."""
-
-    def __init__(self, steps: tuple[Any, ...]) -> None:
-        self.steps = steps
-        self.costs = np.zeros((len(steps), 2))
-
-    def __call__(self, sample: Any) -> Any:
-        for number, step in enumerate(self.steps):
-            began = _clock()
-            sample = step(sample)
-            self.costs[number] += _clock() - began
-        return sample
 
 
 def _in_subsets(dataset: Any) -> Any:
