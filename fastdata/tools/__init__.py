@@ -148,9 +148,10 @@ def _answer(work: Callable[[], Any], sending: Connection, parent_pid: int) -> No
 
 def _sendable(error: BaseException) -> BaseException:
     try:
-        return cast(BaseException, pickle.loads(pickle.dumps(error)))
+        pickle.loads(pickle.dumps(error))
     except Exception:  # noqa: BLE001  # whatever the pickling of a user's exception raises
         return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
 
 
 # Arguments of commands, and the JSON that they write

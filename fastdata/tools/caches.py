@@ -7,13 +7,13 @@ import io
 import json
 import os
 import re
-import shutil
 import tarfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -34,6 +34,7 @@ from fastdata.tools import add_json, check_folder, keep, positive
 
 ImageFormat = Literal["png", "jpeg"]
 _ENDINGS = {"png": "png", "jpeg": "jpg"}
+_Images = Iterator[tuple[int, bytes]]
 _FOLDER_NAME = re.compile(r"(?!\.)[^/\\\0]+")
 
 
@@ -100,28 +101,26 @@ def export_cache(
         )
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder} is there and not empty; give a folder that is to be made")
-    part = folder.with_name(f".{folder.name}.{os.getpid()}.part")
+    folder.parent.mkdir(parents=True, exist_ok=True)
     opened = CachedDataset.from_cache(cache, as_tensors=True, storage_options=storage_options)
-    with opened as dataset:
+    with opened as dataset, TemporaryDirectory(dir=folder.parent, prefix=".export-") as temporary:
+        part = Path(temporary, folder.name)
+        part.mkdir()
         targets = [pytree.tree_map(_plain, target) for target in dataset.targets]
         classes: list[str] = getattr(dataset, "classes", [])
         if not all(type(target) is int and 0 <= target < len(classes) for target in targets):
             classes = []
         images = _encoded(dataset, image_format, quality or 95, progress=progress)
         ending = _ENDINGS[image_format]
-        try:
-            part.mkdir(parents=True)
-            if to == "folder":
-                _write_folder(images, part, ending, targets, classes)
-            else:
-                _write_tars(images, part, ending, targets, limit_bytes)
-                if classes:
-                    (part / "classes.json").write_text(json.dumps(classes, indent=1), "utf-8")
-            if folder.exists():
-                folder.rmdir()
-            part.rename(folder)
-        finally:
-            shutil.rmtree(part, ignore_errors=True)
+        if to == "folder":
+            _write_folder(images, part, ending, targets, classes)
+        else:
+            _write_tars(images, part, ending, targets, limit_bytes)
+            if classes:
+                (part / "classes.json").write_text(json.dumps(classes, indent=1), "utf-8")
+        if folder.exists():
+            folder.rmdir()
+        part.rename(folder)
     return Exported(folder, len(targets), image_format == "png")
 
 
@@ -129,9 +128,7 @@ def _plain(leaf: Any) -> Any:
     return leaf.tolist() if hasattr(leaf, "tolist") else leaf
 
 
-def _encoded(
-    dataset: CachedDataset, kind: str, quality: int, *, progress: bool
-) -> Iterator[tuple[int, bytes]]:
+def _encoded(dataset: CachedDataset, kind: str, quality: int, *, progress: bool) -> _Images:
     """All images in their order, encoded by several threads, a few at a time."""
     options = {} if kind == "png" else {"quality": quality}
 
@@ -173,7 +170,7 @@ def _planes(image: Any) -> np.ndarray:
 
 
 def _write_folder(
-    images: Iterable[tuple[int, bytes]],
+    images: _Images,
     folder: Path,
     ending: str,
     targets: list[Any],
@@ -198,7 +195,7 @@ def _write_folder(
 
 
 def _write_tars(
-    images: Iterable[tuple[int, bytes]],
+    images: _Images,
     folder: Path,
     ending: str,
     targets: list[Any],

@@ -315,15 +315,14 @@ class _Judge:
         self.is_over |= is_begun and left_s < self._probe_s
         if self.is_over:
             return
-
-        def work() -> float:
-            return measure(self._loader(settings), seconds=self._probe_s, limit_s=left_s)
-
         rate = 0.0
         failed = ""
         try:
             self._check_memory(settings)
-            rate = apart(work, limit_s=left_s + _GRACE_S)
+            rate = apart(
+                lambda: measure(self._loader(settings), seconds=self._probe_s, limit_s=left_s),
+                limit_s=left_s + _GRACE_S,
+            )
         except TimeoutError:
             self.is_over = True
             if is_begun:
