@@ -423,20 +423,21 @@ def serve(
             not in order.
         MemoryError: there is no memory for an image.
     """
-    batch = every[0]  # the others are of the same samples
+    batch = every[0]  # where the core reads the samples of all
     batch.sources_B = samples.sources_B.ctypes.data
     batch.shapes_B3 = samples.shapes_B3.ctypes.data
     batch.interleaved = samples.is_interleaved
     batch.seed = keys.seed & _MASK
     batch.visits_B = keys.visits.ctypes.data
     batch.indices_B = keys.indices.ctypes.data
-    if rows is not None:
-        batch.rows_B = rows.ctypes.data
     files = samples.files
     if files is not None:
         batch.sizes_B = files.sizes.ctypes.data
         batch.turns_B = files.turns.ctypes.data
         batch.jpeg = ctypes.addressof(files.jpeg)
+    if rows is not None:
+        for each in every:
+            each.rows_B = rows.ctypes.data
     for each, following in pairwise(every):
         each.next = ctypes.addressof(following)
     refusal = Refusal()
