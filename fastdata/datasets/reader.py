@@ -478,8 +478,7 @@ class Reader:
 
     def as_tensors(self, outs: list[np.ndarray]) -> list[torch.Tensor]:
         """Over the same memory; NumPy has no bfloat16, and holds its bits."""
-        pairs = zip(outs, self._dtypes, strict=True)
-        return [torch.from_numpy(out).view(dtype) for out, dtype in pairs]
+        return list(map(torch.Tensor.view, map(torch.from_numpy, outs), self._dtypes))
 
     def _refuse_other_sizes(self, index_B: np.ndarray) -> None:
         """Raise ValueError where a mask is not as large as its image, whose draws it takes."""
@@ -516,10 +515,6 @@ class Reader:
         return DeviceBatch(torch.from_numpy(samples), draws, self.targets(batch), self.keys)
 
     # What random draws are made from
-
-    def seed_of(self, base_seed: int) -> int:
-        """What they are made from in an epoch: the user's ``seed``, else this base seed."""
-        return base_seed if self.options.seed is None else self.options.seed
 
     def visit(self, indices: Sequence[int]) -> IndexBatch:
         """The batch of these indices, for readers that no loader of ours tells their visits."""

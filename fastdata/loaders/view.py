@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,38 +45,34 @@ class JoinedReader:
     """The readers of several datasets as one, for a batch; what it has of a ``Reader`` is alike."""
 
     def __init__(self, readers: Sequence[Reader], ends: np.ndarray) -> None:
-        self.readers = readers
-        self.ends = ends
-        self.obstacle = next((reader.obstacle for reader in readers if reader.obstacle), None)
-        forms = {} if self.obstacle else dict.fromkeys(reader.image_form for reader in readers)
+        self._readers = readers
+        self._ends = ends
+        self.obstacle = next(filter(None, (reader.obstacle for reader in readers)), None)
+        forms = {} if self.obstacle else {reader.image_form: None for reader in readers}
         if len(forms) > 1:
             self.obstacle = f"the datasets serve images that differ, {' and '.join(forms)}"
-        transforms = [reader.target_transform for reader in readers]
+        transforms = (reader.target_transform for reader in readers)
         self.target_transform = next(filter(None, transforms), None)
         self.served_bytes = None if self.obstacle else readers[0].served_bytes
         several = "the samples of a ConcatDataset lie in several stores"
         self.device_obstacle = self.obstacle or several
 
     def __call__(self, batch: IndexBatch, take: Take = fresh) -> Any:
-        first = self.readers[0]
-        can = batch.channels_last and all(each.can_write_channels_last for each in self.readers)
-        outs = room(len(batch), first.outputs, take, channels_last=can)
-        for number, row_B, piece in _pieces(batch, self.ends, self.readers):
-            self.readers[number].read_into(outs, piece, row_B)
-        each = [] if first.plan.mask else self._gather(batch, Reader.targets_of)
-        targets = collate_targets(each) if each else None
+        readers, first = self._readers, self._readers[0]
+        is_last = batch.channels_last and all(each.can_write_channels_last for each in readers)
+        outs = room(len(batch), first.outputs, take, channels_last=is_last)
+        for number, row_B, piece in _pieces(batch, self._ends, readers):
+            readers[number].read_into(outs, piece, row_B)
+        targets = None
+        if first.plan.mask is None:
+            targets = collate_targets(
+                _in_order(batch, self._ends, readers, lambda k, piece: readers[k].targets_of(piece))
+            )
         return first.joined(first.as_tensors(outs), targets)
 
     def items(self, batch: IndexBatch, take: Take = fresh) -> list[Any]:
-        return self._gather(batch, Reader.items)
-
-    def _gather(
-        self, batch: IndexBatch, read: Callable[[Reader, IndexBatch], list[Any]]
-    ) -> list[Any]:
-        pieces = _pieces(batch, self.ends, self.readers)
-        return _in_order(
-            (row_B, read(self.readers[number], piece)) for number, row_B, piece in pieces
-        )
+        readers = self._readers
+        return _in_order(batch, self._ends, readers, lambda k, piece: readers[k].items(piece))
 
 
 def _pieces(
@@ -87,18 +83,22 @@ def _pieces(
     for number in np.unique(number_B).tolist():
         row_B = np.flatnonzero(number_B == number)
         position_B = batch.positions[row_B] - (ends[number - 1] if number else 0)
-        seed = readers[number].seed_of(batch.seed)
+        own_seed = readers[number].options.seed
+        seed = batch.seed if own_seed is None else own_seed
         piece = IndexBatch.of(position_B.tolist(), position_B, batch.visits[row_B], seed)
         yield number, row_B, piece
 
 
-def _in_order(pieces: Iterable[tuple[np.ndarray, list[Any]]]) -> list[Any]:
-    """What was read of each sample, in the order of the batch."""
-    found = {
-        row: value
-        for row_B, values in pieces
-        for row, value in zip(row_B.tolist(), values, strict=True)
-    }
+def _in_order(
+    batch: IndexBatch,
+    ends: np.ndarray,
+    readers: Sequence[Reader],
+    read: Callable[[int, IndexBatch], list[Any]],
+) -> list[Any]:
+    """What is read of each sample by the number of its dataset, in the order of the batch."""
+    found: dict[int, Any] = {}
+    for number, row_B, piece in _pieces(batch, ends, readers):
+        found |= zip(row_B.tolist(), read(number, piece), strict=True)
     return [found[row] for row in range(len(found))]
 
 
@@ -123,21 +123,21 @@ class LoaderView:
     @classmethod
     def find(cls, dataset: Any) -> LoaderView | None:
         """Look behind any ``Subset`` and ``ConcatDataset``; None if anything else is there."""
-        subsets: list[Subset[Any]] = []
+        subsets: list[Any] = []
         while type(dataset) is Subset:
-            subsets.append(dataset)
+            subsets.append(dataset.indices)
             dataset = dataset.dataset
         parts: list[PreparedDataset] = []
         subset: np.ndarray | None = None
         if isinstance(dataset, PreparedDataset):
             parts.append(dataset)
-        elif type(dataset) is ConcatDataset:
+        else:
             subset = _joined(dataset, parts)
-        if not parts or (subset is None and type(dataset) is ConcatDataset):
-            return None
-        for each in reversed(subsets):
+            if subset is None:
+                return None
+        for chosen in reversed(subsets):
             try:
-                indices = as_numbers(each.indices)
+                indices = as_numbers(chosen)
             except TypeError:
                 if len(parts) > 1 or own_reader(parts[0]) is None:
                     raise
@@ -146,10 +146,8 @@ class LoaderView:
         return cls(parts, subset, np.cumsum([index_count(part) for part in parts]))
 
     def __getitems__(self, batch: IndexBatch) -> list[Any]:
-        pieces = _pieces(batch, self.ends, list(map(latest_reader, self.parts)))
-        return _in_order(
-            (row_B, self.parts[number].__getitems__(piece)) for number, row_B, piece in pieces
-        )
+        parts, readers = self.parts, list(map(latest_reader, self.parts))
+        return _in_order(batch, self.ends, readers, lambda k, piece: parts[k].__getitems__(piece))
 
     @property
     def has_own(self) -> bool:
@@ -197,10 +195,13 @@ class LoaderView:
 
     def fetched(self, dataset: Any) -> Any:
         """What is read in place of a loader's ``dataset``, so that batches keep their draws."""
-        behind = self.parts[0] if len(self.parts) == 1 else replace(self, subset=None)
-        if type(dataset) is ConcatDataset:
-            return _WholeConcat(dataset, behind)
-        return dataset if self.subset is None else _WholeSubset(dataset, behind)
+        if self.subset is None:
+            return dataset
+        kind = _WholeConcat if type(dataset) is ConcatDataset else _WholeSubset
+        whole = kind.__new__(kind)
+        vars(whole).update(vars(dataset))
+        whole.behind = self.parts[0] if len(self.parts) == 1 else replace(self, subset=None)
+        return whole
 
 
 def _joined(dataset: Any, parts: list[PreparedDataset]) -> np.ndarray | None:
@@ -239,16 +240,10 @@ class _Whole(Dataset[Any]):
         return whole(indices) if whole else [self[index] for index in indices]
 
 
-class _WholeSubset(_Whole, Subset[Any]):
-    def __init__(self, subset: Subset[Any], behind: PreparedDataset | LoaderView) -> None:
-        super().__init__(subset.dataset, subset.indices)
-        self.behind = behind
+class _WholeSubset(_Whole, Subset[Any]): ...
 
 
-class _WholeConcat(_Whole, ConcatDataset[Any]):
-    def __init__(self, concat: ConcatDataset[Any], behind: PreparedDataset | LoaderView) -> None:
-        super().__init__(concat.datasets)
-        self.behind = behind
+class _WholeConcat(_Whole, ConcatDataset[Any]): ...
 
 
 def fallback_notice(reader: Reader) -> str:
