@@ -815,7 +815,7 @@ def test_wrong_indices_are_named() -> None:
     """An index out of range is an IndexError that names it, so that iteration ends."""
     with cached([(torch.zeros(1), 0)] * 3) as dataset:
         assert len(list(dataset)) == 3
-        with pytest.raises(IndexError, match="index 3 is out of range for 3 samples"):
+        with pytest.raises(IndexError, match="index 3 is out of range for a dataset of 3 samples"):
             dataset[3]
         with pytest.raises(IndexError, match="index 999 is out of range for 3 samples"):
             dataset.targets[999]

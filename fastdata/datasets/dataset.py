@@ -8,7 +8,6 @@ any others prepared once in cached.py.
 from __future__ import annotations
 
 import inspect
-import operator
 import pickle
 import threading
 import weakref
@@ -21,11 +20,18 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from torch.utils.data import Dataset, Subset, get_worker_info
 
-from fastdata.datasets.batch import OWN_ITEM, IndexBatch, OwnItem, SharedVisits
+from fastdata.datasets.batch import (
+    OWN_ITEM,
+    IndexBatch,
+    OwnItem,
+    SharedVisits,
+    as_numbers,
+    positions,
+)
 from fastdata.datasets.reader import Reader, ReaderHandle, Watch, fresh
 from fastdata.datasets.ring import ring_of
 from fastdata.datasets.serving import Stored, compile_reader
-from fastdata.errors import SampleError, StoreGoneError, counted, kind_of
+from fastdata.errors import SampleError, StoreGoneError, kind_of
 from fastdata.machine.memory import StoragePlan, StorageReport
 from fastdata.machine.shared import ListView, SampleTable
 from fastdata.pixels import (
@@ -83,8 +89,6 @@ class _Opened(Dataset[Any]):
     _visits: SharedVisits
     _writing: tuple[Any, Any] = ("local", None)
     """Engine and size of shards of a cache."""
-    _is_waiting = False
-    """Whether samples are to be prepared once one is read, or there is a transform."""
     _was_read = False
     _list_name: str | None = ""
     """Of the file that lists the samples, which may change; empty where a folder does, None for a
@@ -150,33 +154,37 @@ class _Opened(Dataset[Any]):
                 "serves them at once, and make it anew there."
             )
         self._refresh()  # what a copy cannot serve is said here, not where it is opened
-        derived = ("_reader", "_handle", "_handles", "_views", "_watch", "_writing")
-        state = {name: value for name, value in self.__dict__.items() if name not in derived}
         stored = self._stored
+        stores = stored.kept.stores if stored.kept else ()
         # An executor stays with the process that has it.
         options = replace(stored.options, engine="local", shard_bytes=None)
-        state["_stored"] = replace(stored, options=options, source=None, skipped=())
-        stores = stored.kept.stores if stored.kept else ()
-        state["_imported"] = [tensor_class(store.spec.form) for store in stores]
+        opened: Any = {"_stored": replace(stored, options=options, source=None, skipped=())}
+        opened["_visits"] = self._visits
         if get_spawning_popen() is not None:
             # An error while a process starts would end it, and nobody would be told why: it is
             # raised when it reads.
-            opened = {name: state.pop(name) for name in ("_stored", "_visits")}
-            state["_sent"] = bytes(ForkingPickler.dumps(opened))
-        return state
+            opened = bytes(ForkingPickler.dumps(opened))
+        derived = {"_reader", "_handle", "_handles", "_views", "_watch", "_writing"}
+        state = vars(self).keys() - derived - {"_stored", "_visits"}
+        return {
+            # Unpickling it imports what samples are.
+            "_imported": [tensor_class(store.spec.form) for store in stores],
+            "_opened": opened,
+            **{name: vars(self)[name] for name in state},
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        del state["_imported"]  # unpickling it has imported what samples are
-        sent = state.pop("_sent", None)
+        del state["_imported"]
+        opened = state.pop("_opened")
+        is_sent = isinstance(opened, bytes)
         self.__dict__.update(state)
         self._views = weakref.WeakSet([self])
         self._handles = weakref.WeakSet()
         try:
-            if sent is not None:
-                self.__dict__.update(pickle.loads(sent))
+            self.__dict__.update(pickle.loads(opened) if is_sent else opened)
             self._compile()
         except StoreGoneError as gone:
-            if sent is None:
+            if not is_sent:
                 raise
             self._handle = ReaderHandle(None, str(gone))
 
@@ -221,7 +229,11 @@ class _Opened(Dataset[Any]):
             self._prepare(source, table)
         else:
             self._serve(self._stored)
-            self._is_waiting = True
+
+    @property
+    def _is_waiting(self) -> bool:
+        """Whether samples are to be prepared once one is read, or there is a transform."""
+        return self._stored.after is None
 
     def _end_waiting(self) -> None:
         with _ENDING:
@@ -239,9 +251,8 @@ class _Opened(Dataset[Any]):
                     "transform, or call its prepare(), or read it by fastdata.DataLoader."
                 )
                 plan = StoragePlan(storage="none", reason=reason)
-                self._stored = replace(self._stored, storage_plan=plan)
+                self._stored = replace(self._stored, storage_plan=plan, after=(0, ""))
                 self._compile()
-            self._is_waiting = False
 
     def _prepare(self, source: Source, table: SampleTable | None) -> None:
         old = self._stored
@@ -285,14 +296,8 @@ class _Opened(Dataset[Any]):
         self._visits = SharedVisits(len(stored.samples))
         self._views = weakref.WeakSet([self])
         self._handles = weakref.WeakSet()
-        if stored.kept is not None and self._pair_transform is None:
-            modes = stored.kept.modes()
-            if len(modes) > 1 and stored.split(self._transform, form="pil").is_batched:
-                warn_user(
-                    f"images are of several modes, {', '.join(modes)}, and a batch is of one. "
-                    "Convert them before they are stored: "
-                    "prepare=lambda image: image.convert('RGB')."
-                )
+        if self._pair_transform is None:
+            stored.warn_of_modes(self._transform)
         self._compile()
 
     def _compile(self) -> None:
@@ -414,19 +419,13 @@ class PreparedDataset(_Opened):
         Raises:
             IndexError: ``index`` is not in [-N, N).
         """
-        length = self._reader.length
-        try:
-            position = range(length)[operator.index(index)]
-        except IndexError:
-            raise IndexError(
-                f"index {index} is out of range for {counted(length, 'sample')}"
-            ) from None
         item = OWN_ITEM.get()
         if item is None:
             self._refresh()
         reader = self._handle.reader or self._handle()
         if item is None:
-            return reader.item(reader.visit([position]))
+            return reader.item(reader.visit([index]))
+        [position] = positions(as_numbers([index]), reader.length).tolist()
         return reader.item(item.batch_of(position, id(self), self._stored.options.seed))
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:

@@ -145,14 +145,6 @@ class _ImageFiles(PreparedDataset):
         return [f"Root location: {self.root}"]
 
 
-def _whole_name(path: str | os.PathLike[str]) -> str:
-    return (
-        os.fsdecode(path)
-        if is_url(path)
-        else os.path.abspath(os.path.expanduser(os.fsdecode(path)))
-    )
-
-
 def _unwrapped(cls: type, dataset: _ImageFiles, target_keys: Any = None) -> _ImageFiles:
     """Give the dataset itself in place of what ``wrap_dataset_for_transforms_v2`` makes of it."""
     if target_keys is not None:
@@ -325,25 +317,21 @@ class ImageManifest(_ImageFiles):
         **options: Unpack[DatasetOptions],
     ) -> None:
         chosen = read_options(ImageManifest, options, self._writing)
-        beside = os.path.dirname(manifest) if isinstance(manifest, str | os.PathLike) else ""
+        is_path = isinstance(manifest, str | os.PathLike)
+        beside = os.path.dirname(os.fsdecode(manifest)) if is_path else ""
         listed = read_manifest(manifest, root, file, label, id, chosen.storage_options)
         # Of one is enough: most lie side by side.
         url = next((path for path in listed.paths if "://" in path), "")
-        below = next(
-            (place for place in (root, beside) if place is not None and is_url(place)),
-            os.path.dirname(url),
-        )
         if url and is_url(url):
-            self._place = Place(below, chosen.storage_options)
+            folders = [folder for folder in (root, beside) if folder is not None and is_url(folder)]
+            self._place = Place([*folders, os.path.dirname(url)][0], chosen.storage_options)
             self.root = self._place.url
         else:
-            self.root = (
-                os.path.abspath(os.path.expanduser(beside)) if root is None else os.fspath(root)
-            )
+            self.root = Place(beside).url if root is None else os.fspath(root)
         self._list_name = None
-        if isinstance(manifest, str | os.PathLike):
-            is_beside = os.path.abspath(os.path.expanduser(beside)) == os.path.abspath(self.root)
-            self._list_name = os.path.basename(manifest) if is_beside else _whole_name(manifest)
+        if is_path:
+            is_beside = Place(beside).url == Place(self.root).url
+            self._list_name = os.path.basename(manifest) if is_beside else Place(manifest).url
         classes = (
             None if listed.classes is None else {name: i for i, name in enumerate(listed.classes)}
         )
