@@ -393,7 +393,10 @@ class Cache:
                 if INDEX not in {entry.name for entry in files}:
                     raise FileNotFoundError(f"{place.at(INDEX)} is not there")
                 mirror = Mirror(place, files, mirror_folder(local_cache), _MIRRORED_SHARE)
-            data = place.read(INDEX) if mirror is None else mirror.read(INDEX)
+                index = mirror.whole(INDEX)
+                data = mirror.map([index])[index].tobytes()
+            else:
+                data = place.read(INDEX)
             return cls(place, Index.unpack(data), mirror)
         except FileNotFoundError:
             if place.submit_facts(OLD_INDEX).result()[0] < 0:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import hashlib
 import json
 import os
@@ -90,31 +91,22 @@ class Mirror:
         self.limit_bytes = parse_bytes(limit, of=free_bytes(local_cache) + used_bytes)
         self._spare_bytes = 0
 
-    def read(self, name: str) -> bytes:
-        """A whole file."""
-        [(_, data)] = self.map([self.whole(name)])
-        return data.tobytes()
-
     def whole(self, name: str) -> Segment:
+        """All of a file."""
         size_bytes = next(file.size_bytes for file in self.files if file.name == name)
         return Segment(name, 0, size_bytes)
 
-    def map(self, segments: Iterable[Segment]) -> Iterator[tuple[Segment, Bytes]]:
+    def map(self, segments: Iterable[Segment]) -> dict[Segment, Bytes]:
         """The bytes of segments, read-only; what is not here is fetched.
 
         Two processes never fetch the same segment: the second waits for the first.
         """
-        missing = []
-        for segment in segments:
-            data = self._map_local(segment)
-            if data is None:
-                missing.append(segment)
-            else:
-                yield segment, data
+        mapped, missing = self._map_local(segments)
         largest_bytes = max((segment.size_bytes for segment in missing), default=1)
         at_once = max(FETCH_BYTES // largest_bytes, 1)
         for first in range(0, len(missing), at_once):
-            yield from self._fetch(missing[first : first + at_once])
+            mapped |= self._fetch(missing[first : first + at_once])
+        return mapped
 
     def forget(self, segment: Segment) -> None:
         """Have a segment fetched again, because what is here is of no use."""
@@ -128,32 +120,34 @@ class Mirror:
 
         return FileLock(self.local_cache / ".locks" / name)
 
-    def _map_local(self, segment: Segment) -> Bytes | None:
-        path = self.path(segment)
-        # RuntimeError: it was deleted meanwhile, or is cut short as the machine lost its power.
-        with contextlib.suppress(FileNotFoundError, RuntimeError):
-            os.utime(path)
-            return _map(path, segment.size_bytes)
-        return None
+    def _map_local(self, segments: Iterable[Segment]) -> tuple[dict[Segment, Bytes], list[Segment]]:
+        """Those that are here, and the others."""
+        mapped = {}
+        missing = []
+        for segment in segments:
+            path = self.path(segment)
+            try:
+                os.utime(path)
+                mapped[segment] = _map(path, segment.size_bytes)
+            # RuntimeError: deleted meanwhile, or cut short as the machine lost its power.
+            except (FileNotFoundError, RuntimeError):
+                missing.append(segment)
+        return mapped, missing
 
-    def _fetch(self, segments: Sequence[Segment]) -> Iterator[tuple[Segment, Bytes]]:
+    def _fetch(self, segments: Sequence[Segment]) -> dict[Segment, Bytes]:
         with contextlib.ExitStack() as cleanup:
             locks = {zlib.crc32(str(self.path(segment)).encode()) % _LOCKS for segment in segments}
             for number in sorted(locks):  # in one order, or two would wait for each other
                 cleanup.enter_context(self._lock(str(number)))
-            away = []
-            for segment in segments:
-                data = self._map_local(segment)  # whoever had the lock may have fetched it
-                if data is None:
-                    away.append(segment)
-                else:
-                    yield segment, data
-            self._make_room(sum(segment.size_bytes for segment in away))
-            coming = [self.place.submit(*segment) for segment in away]
-            for future in coming:
+            # Whoever had the locks may have fetched some.
+            mapped, missing = self._map_local(segments)
+            self._make_room(sum(segment.size_bytes for segment in missing))
+            coming = {segment: self.place.submit(*segment) for segment in missing}
+            for future in coming.values():
                 cleanup.callback(future.cancel)
-            for segment, future in zip(away, coming, strict=True):
-                yield segment, self._keep(segment, future.result())
+            for segment, future in coming.items():
+                mapped[segment] = self._keep(segment, future.result())
+            return mapped
 
     def _keep(self, segment: Segment, data: bytes) -> Bytes:
         path = self.path(segment)
@@ -196,12 +190,10 @@ class Mirror:
 
 def _list_segments(local_cache: Path) -> Iterator[tuple[int, int, str]]:
     """When each segment of any mirror was needed, its bytes, its path."""
-    for folder in local_cache.glob(f"{_FOLDER}*"):
-        with contextlib.suppress(FileNotFoundError), os.scandir(folder) as files:
-            for file in files:
-                with contextlib.suppress(FileNotFoundError):
-                    facts = file.stat()
-                    yield facts.st_mtime_ns, facts.st_size, file.path
+    for path in glob.iglob(os.path.join(glob.escape(str(local_cache)), f"{_FOLDER}*", "*")):
+        with contextlib.suppress(FileNotFoundError):
+            facts = os.stat(path)
+            yield facts.st_mtime_ns, facts.st_size, path
 
 
 def _map(path: Path, size_bytes: int) -> Bytes:
@@ -249,6 +241,14 @@ class MirroredStore(DiskStore):
                 self._check(index)
                 self._checked[index] = self._drops[self._of[index]]
 
+    def _check(self, index: int) -> None:
+        if not self._is_sound(index):
+            place = self.mirror.place
+            log.info("sample %d of %s is not as it was written; it is fetched again", index, place)
+            self.mirror.forget(self._segment(self._of[index]))
+            self._unmap(self._of[[index]])
+            super()._check(index)
+
     def addresses(self, index_B: np.ndarray) -> np.ndarray:
         self.ensure(index_B)
         numbers, number_B = np.unique(self._of[index_B], return_inverse=True)
@@ -257,15 +257,6 @@ class MirroredStore(DiskStore):
         held_B = addresses_B.view(_Addresses)
         held_B.mapped = mapped
         return held_B
-
-    def _is_sound(self, index: int) -> bool:
-        if super()._is_sound(index):
-            return True
-        place = self.mirror.place
-        log.info("sample %d of %s is not as it was written; it is fetched again", index, place)
-        self.mirror.forget(self._segment(self._of[index]))
-        self._unmap(self._of[[index]])
-        return super()._is_sound(index)
 
     def _note_damage(self, index: int) -> str:
         path = self.mirror.place.at(self._segment(self._of[index]).name)
@@ -308,7 +299,7 @@ class MirroredStore(DiskStore):
                 "ChunkedLoader with a smaller memory_limit= or chunk_samples=, which needs two "
                 "chunks at a time."
             )
-        for segment, data in self.mirror.map(away):
+        for segment, data in self.mirror.map(away).items():
             self._bytes[away[segment]] = data
 
     def __reduce__(self) -> tuple[object, ...]:
