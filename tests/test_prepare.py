@@ -102,7 +102,7 @@ class Failing:
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         if index in self.bad:
             raise ValueError("broken pixels")
-        return np.full((2,), index, np.uint8), index
+        return np.full((2,), index % 256, np.uint8), index
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -127,6 +127,16 @@ def test_bad_samples_are_left_out_when_asked() -> None:
             [1, 1],
         ]
         assert [error.index for error in dataset.skipped] == sorted(bad)
+
+
+def test_samples_left_out_here_and_there_are_not_in_a_row(tmp_path: Any) -> None:
+    """However many there are, if they are less than 1 %, in memory and on disk."""
+    bad = set(range(7, 12_000, 110))
+    for options in ({"storage": "shared"}, {"storage": "auto", "cache_dir": tmp_path}):
+        with pytest.warns(match=f"{len(bad)} of 12000 samples"):
+            dataset = cached(Failing(12_000, bad), on_error="skip", cache_key="k", **options)
+        with dataset:
+            assert len(dataset) == 12_000 - len(bad)
 
 
 def test_a_source_without_one_good_sample_is_an_error() -> None:

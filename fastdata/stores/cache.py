@@ -63,7 +63,8 @@ class Manifest:
     """What the samples of a cache are, and what they were made from.
 
     Args:
-        key: what they depend on besides their files.
+        key: what they depend on besides their files: ``source``, what opens them; ``prepare``,
+            steps; and ``codec``, as it was chosen.
         root: folder of the files when it was written.
         content: a fingerprint of the files, or the number of samples where these are none.
         classes: number of each class, where classes have names.
@@ -84,6 +85,8 @@ class Manifest:
     def __post_init__(self) -> None:
         if len(self.parts) <= self.layout.target_is_part + len(self.layout.mask_places):
             raise ValueError(f"its parts do not fit: {self.parts}")
+        if self.key.keys() != {"source", "prepare", "codec"}:
+            raise ValueError(f"its key does not fit: {self.key}")
 
 
 def _typed(kind: Any, value: Any) -> Any:

@@ -137,8 +137,8 @@ class Inspected:
             return f"cannot be read: {self.problem}"
         key = self.manifest.key
         made_from = f"{counted(self.samples, 'sample')} of {self.manifest.root or 'a dataset'}"
-        steps = key.get("prepare") or "as they are"
-        return f"{made_from}, prepared: {steps}, codec: {key.get('codec')}"
+        steps = key["prepare"] or "as they are"
+        return f"{made_from}, prepared: {steps}, codec: {key['codec']}"
 
     def __str__(self) -> str:
         manifest = self.manifest
@@ -149,8 +149,8 @@ class Inspected:
             facts["classes"] = f"{len(manifest.classes):,}"
         facts["size"] = f"{format_bytes(self.size_bytes)} in {counted(self.shards, 'shard')}"
         facts["made from"] = manifest.root or "(a dataset)"
-        facts["opened by"] = manifest.key.get("source", "")
-        facts["prepared"] = manifest.key.get("prepare") or "-"
+        facts["opened by"] = manifest.key["source"]
+        facts["prepared"] = manifest.key["prepare"] or "-"
         for number, part in enumerate(manifest.parts):
             shape = "of many shapes"
             if part.spec.shape is not None:

@@ -459,7 +459,7 @@ def check_skipped(errors: dict[int, SampleError], count: int) -> None:
     in_a_row = range(latest, latest - _SKIPPED_IN_A_ROW, -1)
     if len(errors) > max(_SKIPPED_AT_LEAST, count // 100):
         found = f"{len(errors):,} of {count:,} samples cannot be prepared, more than 1 %"
-    elif len(errors) >= _SKIPPED_IN_A_ROW and all(row in errors for row in in_a_row):
+    elif all(row in errors for row in in_a_row):
         found = f"{_SKIPPED_IN_A_ROW} samples in a row, up to {latest}, cannot be prepared"
     else:
         return
