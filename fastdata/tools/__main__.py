@@ -6,73 +6,64 @@ import argparse
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from fastdata.errors import FastDataError
 from fastdata.tools import bench, caches, diagnose, doctor, tune, version
 
-
-class Command(NamedTuple):
-    """A command's options, what it does with them, and its help."""
-
-    add_arguments: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], int]
-    text: str
-    examples: str
-
-
 COMMANDS = {
-    "bench": Command(
+    "bench": (
         bench.add_arguments,
         bench.run,
         "measure published recipes on your images: torchvision and torch against fastdata",
         "fastdata bench\n  fastdata bench imagenet/train --recipe rrc --json bench.json",
     ),
-    "tune": Command(
+    "tune": (
         tune.add_arguments,
         tune.run,
         "find the fastest settings of a loader over a folder, and print the call to paste",
         "fastdata tune imagenet/train --transform train:train_transform --batch-size 256",
     ),
-    "doctor": Command(
+    "doctor": (
         doctor.add_arguments,
         doctor.run,
         "look at what this machine gives to training; status 1 if there is a problem",
         "fastdata doctor\n  docker run --gpus all IMAGE fastdata doctor",
     ),
-    "diagnose": Command(
+    "diagnose": (
         diagnose.add_arguments,
         diagnose.run,
         "run a training script for some batches and say what limits it",
         "fastdata diagnose train.py --epochs 1\n  fastdata diagnose --batches 300 train.py",
     ),
-    "build": Command(
+    "build": (
         caches.add_build,
         caches.build,
         "prepare a folder of images into a cache, for cache_dir= of runs with these sizes",
         "fastdata build imagenet/train /data/caches --resize 256 --crop 256\n"
         "  fastdata build imagenet/train /data/caches --codec lz4 --on-error skip",
     ),
-    "inspect": Command(
+    "inspect": (
         caches.add_inspect,
         caches.inspect,
         "show what caches hold, and whether they are sound; status 1 if one is damaged",
         "fastdata inspect /data/caches --verify",
     ),
-    "export": Command(
+    "export": (
         caches.add_export,
         caches.export,
         "write a cache as class folders or WebDataset tars; PNG keeps every pixel",
         "fastdata export /data/caches /data/folder --to folder\n"
         "  fastdata export /data/caches /data/tars --to webdataset --image-format jpeg",
     ),
-    "prune": Command(
+    "prune": (
         caches.add_prune,
         caches.prune,
         "remove what dead writers left, and caches that no run can use any more",
         "fastdata prune /data/caches --gone --dry-run",
     ),
 }
+"""Of each its options, what it does with them, its help and examples."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -111,16 +102,16 @@ def _parser() -> argparse.ArgumentParser:
         version=f"fastdata {version('fastdata') or '(not installed)'}",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, command in COMMANDS.items():
+    for name, (add_arguments, run, text, examples) in COMMANDS.items():
         child = commands.add_parser(
             name,
-            help=command.text,
-            description=f"{command.text[0].upper()}{command.text[1:]}.",
-            epilog=f"examples:\n  {command.examples}",
+            help=text,
+            description=f"{text[0].upper()}{text[1:]}.",
+            epilog=f"examples:\n  {examples}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        child.set_defaults(command=command.run)
-        command.add_arguments(child)
+        child.set_defaults(command=run)
+        add_arguments(child)
     return parser
 
 

@@ -116,28 +116,17 @@ def find_transform(words: str) -> Any:
 # Measuring
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Recipe:
-    """Images a second of torchvision with torch, and of fastdata, in turns.
-
-    Args:
-        ratio: of the medians.
-        prepare_s: seconds that fastdata took to prepare the images.
-    """
-
-    vanilla: list[float]
-    fastdata: list[float]
-    ratio: float
-    prepare_s: float
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class BenchResult(Report):
-    """The figures as text: a row for each recipe, and a line to quote."""
+    """The figures as text: a row for each recipe, and a line to quote.
+
+    Of a recipe these are the images a second of both in turns, the ratio of their medians, and the
+    seconds that fastdata took to prepare the images.
+    """
 
     settings: dict[str, Any]
     images: int
-    recipes: dict[str, Recipe]
+    recipes: dict[str, dict[str, Any]]
 
     def _lines(self) -> Iterator[Line]:
         files = f"{self.images:,} images ({self.settings['folder'] or 'drawn for this run'})"
@@ -146,13 +135,13 @@ class BenchResult(Report):
         yield ""
         yield "images/s", "torchvision + torch", "fastdata", "ratio", "prepared once in"
         for name, recipe in self.recipes.items():
-            rates = [f"{median(rounds):,.0f}" for rounds in (recipe.vanilla, recipe.fastdata)]
-            yield name, *rates, f"{recipe.ratio:.1f}", f"{recipe.prepare_s:.2f} s"
+            rates = [f"{median(recipe[side]):,.0f}" for side in ("vanilla", "fastdata")]
+            yield name, *rates, f"{recipe['ratio']:.1f}", f"{recipe['prepare_s']:.2f} s"
         yield ""
         yield f"crop: Resize and CenterCrop {PREPARED_PX}, RandomCrop, flip. The other recipes:"
         yield "RandomResizedCrop, flip, and what their name says. torchvision reads the files,"
         yield f"fastdata squares of {PREPARED_PX} that are prepared once."
-        ratios = [recipe.ratio for recipe in self.recipes.values()]
+        ratios = [recipe["ratio"] for recipe in self.recipes.values()]
         times = " to ".join(f"{ratio:.1f}" for ratio in sorted({min(ratios), max(ratios)}))
         what = f"{', '.join(self.recipes)}; {cpu_model()}, {usable_cores()} cores"
         yield f"fastdata reads {times} times as many images a second as torchvision + torch ({what})"
@@ -185,7 +174,7 @@ def _say(words: str) -> None:
 
 def _measure_recipe(
     folder: Path, paths: list[str], name: str, transform: Any, options: argparse.Namespace
-) -> Recipe:
+) -> dict[str, Any]:
     is_square = name in ("crop", options.transform)  # by its own first steps
     resize = None if is_square else (PREPARED_PX, PREPARED_PX)
     chosen: dict[str, Any] = {"is_valid_file": frozenset(paths).__contains__, "allow_empty": True}
@@ -199,8 +188,12 @@ def _measure_recipe(
         for _ in range(_ROUNDS):
             vanilla.append(apart(partial(_rate, TorchDataLoader, theirs, options), limit_s=60))
             fastdata.append(apart(partial(_rate, DataLoader, ours, options), limit_s=60))
-    ratio = median(fastdata) / median(vanilla)
-    return Recipe(vanilla=vanilla, fastdata=fastdata, ratio=ratio, prepare_s=prepare_s)
+    return {
+        "vanilla": vanilla,
+        "fastdata": fastdata,
+        "ratio": median(fastdata) / median(vanilla),
+        "prepare_s": prepare_s,
+    }
 
 
 def _rate(kind: Any, dataset: Any, options: argparse.Namespace) -> float:

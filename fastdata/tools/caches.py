@@ -106,7 +106,10 @@ def export_cache(
     with opened as dataset, TemporaryDirectory(dir=folder.parent, prefix=".export-") as temporary:
         part = Path(temporary, folder.name)
         part.mkdir()
-        targets = [pytree.tree_map(_plain, target) for target in dataset.targets]
+        targets = [
+            pytree.tree_map(lambda leaf: leaf.tolist() if hasattr(leaf, "tolist") else leaf, target)
+            for target in dataset.targets
+        ]
         classes: list[str] = getattr(dataset, "classes", [])
         if not all(type(target) is int and 0 <= target < len(classes) for target in targets):
             classes = []
@@ -122,10 +125,6 @@ def export_cache(
             folder.rmdir()
         part.rename(folder)
     return Exported(folder, len(targets), image_format == "png")
-
-
-def _plain(leaf: Any) -> Any:
-    return leaf.tolist() if hasattr(leaf, "tolist") else leaf
 
 
 def _encoded(dataset: CachedDataset, kind: str, quality: int, *, progress: bool) -> _Images:
