@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fastdata.datasets.dataset import PreparedDataset
 from fastdata.datasets.serving import Stored
 from fastdata.pixels.compose import flatten, is_random
-from fastdata.pixels.describe import describe_dataset
+from fastdata.pixels.describe import describe_dataset, unwrapped
 from fastdata.report import warn_user
 from fastdata.sources import DatasetSource, Source, chosen_keys
 from fastdata.stores.options import DatasetOptions, Options, read_options, with_options
@@ -120,9 +120,7 @@ class CachedDataset(PreparedDataset):
     def _describe_source(self, source: Source, listing: Listing | None) -> str:
         cache_key = self._stored.options.cache_key
         assert isinstance(source, DatasetSource)
-        inner = source.dataset
-        while hasattr(inner, "indices") and hasattr(inner, "dataset"):
-            inner = inner.dataset
+        *_, inner = unwrapped(source.dataset)
         if cache_key is None and listing is None and not hasattr(inner, "_identity"):
             raise ValueError(
                 f"cache_dir= must know in the next run whether the samples of "

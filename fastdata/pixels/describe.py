@@ -105,7 +105,7 @@ def _is_data(value: Any) -> bool:
 
 def describe_dataset(dataset: Any, cache_key: str | None = None) -> str:
     """Text for any dataset: its class, and a hash of all of it; or of its lists and the key."""
-    *subsets, inner = _unwrapped(dataset)
+    *subsets, inner = unwrapped(dataset)
     kind = name_of(type(inner)) or type(inner).__qualname__
     if cache_key is None:
         return f"{kind} {describe(dataset)}"
@@ -116,11 +116,11 @@ def describe_dataset(dataset: Any, cache_key: str | None = None) -> str:
 
 def is_listed(dataset: Any) -> bool:
     """Whether a dataset has a list of samples or targets, which tells it from its class's others."""
-    *_, inner = _unwrapped(dataset)
+    *_, inner = unwrapped(dataset)
     return any(hasattr(inner, name) for name in _OF_DATASETS[:3])
 
 
-def _unwrapped(dataset: Any) -> Iterator[Any]:
+def unwrapped(dataset: Any) -> Iterator[Any]:
     """A subset of a subset, each, and last the dataset that they are of."""
     yield dataset
     while hasattr(dataset, "indices") and hasattr(dataset, "dataset"):
