@@ -8,6 +8,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -124,6 +125,8 @@ def test_a_script_runs_before_and_after_its_diff(
 ) -> None:
     """The scripts of examples/ports print the same epochs, and nothing of torchvision's datasets is left in them."""
     pytest.importorskip(NEEDS.get(name, "torchvision"))
+    if name in NEEDS:
+        warnings.simplefilter("default")  # theirs
     for split in ("train", "val"):
         image_folder(classes=("a", "b"), per_class=5, size=(80, 76), root=f"data/{split}")
     root = tmp_path / "data"
