@@ -286,27 +286,6 @@ class _EnoughError(BaseException):
     """Ends a script whose loop has been seen for long enough; no ``except Exception`` keeps it."""
 
 
-@contextlib.contextmanager
-def _timed_loaders(loops: dict[int, TimedLoop], batches: int) -> Iterator[None]:
-    """Time all loops over loaders; of a prefetcher and the loader in it, the prefetcher's."""
-    kinds: tuple[Any, ...] = (TorchDataLoader, DataLoader, CudaPrefetcher)
-    begins = {kind: kind.__iter__ for kind in kinds}
-
-    def begin_timed(loader: Any, begin: Callable[[Any], Any]) -> Any:
-        # Prefetchers may be made anew.
-        loop = loops.setdefault(id(_in_prefetcher(loader)), TimedLoop(loader, batches))
-        is_in_prefetcher = type(loop.loader) is not type(loader)
-        return begin(loader) if is_in_prefetcher else loop.over(begin(loader))
-
-    for kind, begin in begins.items():
-        kind.__iter__ = lambda loader, begin=begin: begin_timed(loader, begin)
-    try:
-        yield
-    finally:
-        for kind, begin in begins.items():
-            kind.__iter__ = begin
-
-
 def _in_prefetcher(loader: Any) -> Any:
     return loader.loader if isinstance(loader, CudaPrefetcher) else loader
 
@@ -493,7 +472,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def run_script(script: Path, arguments: list[str], batches: int) -> list[TimedLoop]:
-    """Run a script as ``__main__`` until a loop over a loader has had so many batches."""
+    """Run a script as ``__main__`` until a loop over a loader has had so many batches.
+
+    Of a prefetcher and the loader in it the prefetcher's loop is timed.
+    """
     # Not runpy's: the script's workers may have to import from the module when it has ended.
     module = types.ModuleType("__main__")
     module.__file__ = str(script)
@@ -501,12 +483,25 @@ def run_script(script: Path, arguments: list[str], batches: int) -> list[TimedLo
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))
     loops: dict[int, TimedLoop] = {}
+    kinds: tuple[Any, ...] = (TorchDataLoader, DataLoader, CudaPrefetcher)
+    begins = {kind: kind.__iter__ for kind in kinds}
+
+    def begin_timed(loader: Any, begin: Callable[[Any], Any]) -> Any:
+        # Prefetchers may be made anew.
+        loop = loops.setdefault(id(_in_prefetcher(loader)), TimedLoop(loader, batches))
+        is_in_prefetcher = type(loop.loader) is not type(loader)
+        return begin(loader) if is_in_prefetcher else loop.over(begin(loader))
+
+    for kind, begin in begins.items():
+        kind.__iter__ = lambda loader, begin=begin: begin_timed(loader, begin)
     try:
-        with _timed_loaders(loops, batches):
-            exec(compile(script.read_bytes(), str(script), "exec"), module.__dict__)
+        exec(compile(script.read_bytes(), str(script), "exec"), module.__dict__)
     except _EnoughError:
         pass
     except SystemExit as end:
         if end.code:
             raise
+    finally:
+        for kind, begin in begins.items():
+            kind.__iter__ = begin
     return list(loops.values())
