@@ -106,8 +106,8 @@ def apart(work: Callable[[], _T], *, limit_s: float | None) -> _T:
         return work()
     available_bytes()  # imports what its threads would import while it forks
     receiving, sending = multiprocessing.Pipe(duplex=False)
-    context = multiprocessing.get_context("fork")
-    process = context.Process(target=_answer, args=(work, sending, os.getpid()))
+    arguments = (work, sending, os.getpid())
+    process = multiprocessing.get_context("fork").Process(target=_answer, args=arguments)
     process.start()
     sending.close()
     try:
@@ -116,8 +116,9 @@ def apart(work: Callable[[], _T], *, limit_s: float | None) -> _T:
         error, result = receiving.recv()
     except EOFError:
         process.join()
-        code = process.exitcode
-        raise RuntimeError(f"the measuring process has ended with exit code {code}") from None
+        raise RuntimeError(
+            f"the measuring process has ended with exit code {process.exitcode}"
+        ) from None
     finally:
         receiving.close()
         with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import numpy as np
 from torch.utils.data import IterableDataset
 
 from fastdata.datasets.batch import collate, flatten
@@ -233,8 +233,8 @@ def _prepared(dataset: Any) -> AbstractContextManager[Any]:
         return nullcontext(dataset)
     if dataset.filled_share() >= MOSTLY_PREPARED:
         return nullcontext(dataset)
-    some = np.random.default_rng(0).permutation(len(dataset))[:_SAMPLES_PREPARED]
-    return prepared_anew(dataset, sorted(some.tolist()))
+    some = islice(shuffled(dataset), min(len(dataset), _SAMPLES_PREPARED))
+    return prepared_anew(dataset, sorted(some))
 
 
 # Measuring
