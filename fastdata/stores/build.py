@@ -487,7 +487,7 @@ def _fill(wanted: _Wanted, manifest: Manifest, plans: Sequence[WriterPlan]) -> N
         )
     columns = index.columns
     if wanted.table is None:
-        columns |= pack_targets([target for each in shards for target in as_list(each.targets())])
+        columns |= pack_targets([target for each in shards for target in as_list(each.targets)])
     else:
         columns |= pack_targets(wanted.table.targets.chosen(kept))
     if wanted.listing is not None:

@@ -25,6 +25,7 @@ import typing
 import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -110,7 +111,7 @@ def _typed(kind: Any, value: Any) -> Any:
     return value
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Index:
     """What is known of the samples of a cache, or of one of its shards: an ``.npz`` file.
 
@@ -163,14 +164,13 @@ class Index:
         count = int(np.count_nonzero(kept))
         if count + len(columns["skipped.json"]) != len(kept):
             raise ValueError("it lacks what was left out")
-        for number in range(len(parts)):
-            self.locate(number)
         if "paths" in columns:
             ends = _column(columns, "ends", "int64", count)
             _column(columns, "paths", "uint8", int(ends[-1]))
             if (np.diff(ends, prepend=0) < 0).any():
                 raise ValueError("file names overlap")
-        self.targets()
+        for name in ("located", "targets"):
+            getattr(self, name)  # which checks them
 
     @classmethod
     def join(cls, manifest: Manifest, indexes: Sequence[Index]) -> Index:
@@ -234,6 +234,7 @@ class Index:
     def file_names(self) -> set[str]:
         return {INDEX}.union(self.receipts(), *self.files())
 
+    @cached_property
     def targets(self) -> Any:
         """Of the samples that were kept: numbers in one array, else a list; zeros if a part has them."""
         count = len(self.kept)
@@ -243,8 +244,12 @@ class Index:
             raise ValueError("it lacks the targets of its samples")
         return _unpack_targets(self.columns["targets.json"], self.columns, count)
 
-    def locate(self, number: int) -> Columns:
-        """Where the samples of a part lie, for ``Store``; ValueError where that is not possible."""
+    @cached_property
+    def located(self) -> list[Columns]:
+        """Where the samples of each part lie, for ``Store``; ValueError where that cannot be."""
+        return [self._locate(number) for number in range(len(self.manifest.parts))]
+
+    def _locate(self, number: int) -> Columns:
         part = self.manifest.parts[number]
         shape = part.spec.shape
         name = f"part{number}"
@@ -418,7 +423,7 @@ class Cache:
         """Map the files of a part; CacheError where one is missing or has another size."""
         spec = self.index.manifest.parts[number].spec
         sizes = self.index.files()[number]
-        located = self.index.locate(number)
+        located = self.index.located[number]
         if self.mirror is None:
             home = Path(self.place.url)
             files = open_all(DiskFile.open(home / name, size) for name, size in sizes.items())
@@ -451,7 +456,7 @@ class Cache:
             for number, part in enumerate(manifest.parts)
         )
         if table is None:
-            table = SampleTable(index.targets())
+            table = SampleTable(index.targets)
         elif len(kept_rows) < len(table):
             table = table.reduced_to(kept_rows.tolist())
         codecs = "+".join(dict.fromkeys(store.codec for store in stores))

@@ -87,7 +87,7 @@ def _serve_alone(cache: Cache, *, as_tensors: bool) -> tuple[Prepared, Manifest]
     manifest = index.manifest
     has_masks = manifest.layout.target_is_part or manifest.layout.mask_places
     paths = None if has_masks or "paths" not in index.columns else _paths_of(cache)
-    table = SampleTable(index.targets(), paths=paths, class_to_idx=manifest.classes)
+    table = SampleTable(index.targets, paths=paths, class_to_idx=manifest.classes)
     if as_tensors:
         parts = tuple(
             replace(part, spec=replace(part.spec, form="tensor"))
