@@ -716,15 +716,25 @@ def erased_boxes(step: Any) -> list[np.ndarray]:
     return boxes
 
 
-def test_erasing_before_normalize() -> None:
-    """What is erased before Normalize is normalised like everything else."""
-    store = ArrayStore(images(20, (12, 9)))
-    first = [v1.ToTensor(), v1.RandomErasing(1.0, value=0.25)]
-    norm = v1.Normalize((0.4, 0.5, 0.6), (0.2, 0.3, 0.4))
-    erased, both = (program_of(v1.Compose(steps), store) for steps in (first, [*first, norm]))
+@pytest.mark.parametrize(
+    "step",
+    [
+        v2.RandomErasing(1.0, value=0.25),
+        v2.RandomErasing(1.0, value="random"),
+        v2.GaussianNoise(0.1, 0.3),
+        v2.GaussianNoise(0.1, 0.3, clip=False),
+    ],
+    ids=str,
+)
+def test_normalize_behind_erasing_and_noise(step: Any) -> None:
+    """What is erased, or noisy, before Normalize is normalised like everything else."""
+    store = ArrayStore(images(20, (12, 9)), "tensor")
+    first = [v2.ToDtype(torch.float32, scale=True), step]
+    norm = v2.Normalize((0.4, 0.5, 0.6), (0.2, 0.3, 0.4))
+    changed, both = (program_of(v2.Compose(steps), store) for steps in (first, [*first, norm]))
     for index in range(20):
-        want = norm(torch.from_numpy(erased.run_one(store, index, 0, 0))).numpy()
-        np.testing.assert_allclose(both.run_one(store, index, 0, 0), want, atol=1e-6)
+        want = norm(torch.from_numpy(changed.run_one(store, index, 0, 0))).numpy()
+        np.testing.assert_allclose(both.run_one(store, index, 0, 0), want, atol=1e-5)
 
 
 def test_noise() -> None:

@@ -121,7 +121,7 @@ class Table:
         domains = {op.n[2] for op in self._ops if len(op.n) > 2}
         self._fuses = not domains.isdisjoint(("V1_DOMAIN", "V2_DOMAIN")) and _torch_fuses()
         self._levels: dict[tuple[int, int, int], Float64s] = {}
-        self.has_perspectives = any(op.code == "OP_PERSPECTIVE" for op in self._ops)
+        self.has_perspectives = "OP_PERSPECTIVE" in {op.code for op in self._ops}
         self.record = self._compile(self._levels)
 
     def _compile(self, levels: dict[tuple[int, int, int], Float64s]) -> core.Table:
@@ -153,14 +153,12 @@ class Table:
                 b = refused.place
                 self.answer(refused, int(keys.indices[b]), shapes_B3[b])
 
-    def solve(self, keys: core.Keys, shapes_B3: Int32s) -> Float64s | None:
-        """Coefficients of the perspectives of samples (B, k, 8); None where there are none.
+    def solve(self, keys: core.Keys, shapes_B3: Int32s) -> Float64s:
+        """Coefficients of the perspectives of samples (B, k, 8).
 
         Raises:
             ValueError: corners of a sample lie on a line.
         """
-        if not self.has_perspectives:
-            return None
         ops_BS, _ = self.draw(keys, shapes_B3)
         is_warp_BS = ops_BS["code"] == core.constants()["OP_PERSPECTIVE"]
         place_P, _ = np.nonzero(is_warp_BS)
@@ -287,13 +285,11 @@ def _solve_perspectives(warps_P: npt.NDArray[Any], index_P: Int64s) -> Float64s:
     """
     size_P2 = warps_P["n"][:, 1::-1]  # width, height
     drawn_P42 = warps_P["v"][:, :8].reshape(-1, 4, 2)
-    corners_42 = np.array([[0, 0], [1, 0], [1, 1], [0, 1]])
-    ends_P42 = corners_42 * (size_P2[:, None] - 1.0)
+    ends_P42 = np.array([[0, 0], [1, 0], [1, 1], [0, 1]]) * (size_P2[:, None] - 1.0)
     # Of each corner an equation for x and one for y.
     equations_P428 = np.zeros((len(warps_P), 4, 2, 8))
-    for axis, first in enumerate((0, 3)):
-        equations_P428[:, :, axis, first : first + 2] = drawn_P42
-        equations_P428[:, :, axis, first + 2] = 1
+    for axis in range(2):
+        equations_P428[:, :, axis, 3 * axis : 3 * axis + 3] = np.insert(drawn_P42, 2, 1, axis=2)
     equations_P428[..., 6:] = -ends_P42[..., None] * drawn_P42[:, :, None]
     equations_P88 = equations_P428.reshape(-1, 8, 8)
     try:

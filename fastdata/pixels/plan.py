@@ -302,8 +302,10 @@ def _each_view(steps: tuple[Step, ...]) -> list[tuple[Step, ...]]:
 
 def _leading(each: list[tuple[Step, ...]], prepared: int | None) -> tuple[Step, ...]:
     """The steps that all views begin with, and that may run once; or as many as ``prepared``."""
-    alike = takewhile(_are_alike, zip(*each, strict=False))
-    steps = tuple(first for first, *_ in alike)
+    steps = each[0]
+    if len(each) > 1:
+        alike = takewhile(_are_alike, zip(*each, strict=False))
+        steps = tuple(first for first, *_ in alike)
     if prepared is not None:
         return steps[:prepared]
     leading = tuple(takewhile(is_preparable, steps))

@@ -308,13 +308,7 @@ def _noise(step: Any, at: int, state: State) -> Op:
     refuse(state.cast.normalizations or is_erased, "comes after Normalize or erasing")
     if not state.floats:
         need_colours(state)
-    gain = 1.0 if state.floats else 255.0
-    v = (step.mean, step.sigma, *[gain] * 4, *[0.0] * 4)
-    return Op("OP_NOISE", at, (step.clip,), v)
-
-
-_ERASE_MODE = 6
-"""Place among an erasing's numbers of what it fills with: 0, its fill; 1 and 2, normal numbers."""
+    return Op("OP_NOISE", at, (step.clip,), (step.mean, step.sigma))
 
 
 def _erasing(step: Any, at: int, state: State) -> Op:
@@ -339,7 +333,8 @@ def _erase(
     refuse(state.kind == "pil", "does not accept PIL images")
     is_served = state.floats or (not mode and all(0 <= value <= 255 for value in fill))
     refuse(not is_served, "erases uint8 with random values, or with others than 0 to 255")
-    return Op("OP_ERASE", at, (*counts, 0, 0, 0, 0, mode), ranges, fill or (0.0,))
+    n = (*counts, 0, 0, 0, 0, mode, len(state.cast.normalizations))
+    return Op("OP_ERASE", at, n, ranges, fill or (0.0,))
 
 
 # Automatic augmentation
@@ -565,29 +560,17 @@ def _name_of(dtype: torch.dtype) -> str:
 def _normalize(step: Any, at: int, state: State) -> State:
     refuse(state.kind == "pil", "does not accept PIL images")
     refuse(not state.floats, "does not accept uint8")
-    first, *others = state.floats
-    is_random = any(op.code == "OP_ERASE" and op.n[_ERASE_MODE] for op in others)
-    refuse(is_random, "comes after random values")
     dtype = getattr(torch, state.cast.dtype)
-    each = (torch.as_tensor(values, dtype=dtype).flatten() for values in (step.mean, step.std))
-    mean, std = (values.tolist() for values in torch.broadcast_tensors(*each))
+    mean = torch.as_tensor(step.mean, dtype=dtype).flatten()
+    std = torch.as_tensor(step.std, dtype=dtype).flatten()
+    mean, std = (values.tolist() for values in torch.broadcast_tensors(mean, std))
     is_sound = all(map(math.isfinite, (*mean, *std))) and all(std)
     refuse(not is_sound, f"has mean={step.mean} and std={step.std}")
     normalization = tuple(mean), tuple(std), is_v2(step) and not step.inplace
     cast = state.cast
     cast = replace(cast, normalizations=(*cast.normalizations, normalization))
-    others = [_normalized(op, mean, std) for op in others]
+    first, *others = state.floats
     return replace(state, floats=(cast.op(first.at), *others))
-
-
-def _normalized(op: Op, mean: list[float], std: list[float]) -> Op:
-    """Erasing or noise among floats before a Normalize, in the units that it leaves."""
-    if op.code == "OP_ERASE":
-        return replace(op, fill=tuple(((np.array(op.fill) - mean) / std).tolist()))
-    means, stds = np.resize(mean, 4), np.resize(std, 4)
-    gain = np.array(op.v[2:6]) / stds
-    low = (np.array(op.v[6:10]) - means) / stds
-    return replace(op, v=(*op.v[:2], *gain.tolist(), *low.tolist()))
 
 
 READERS: dict[str, _Reader] = {

@@ -126,17 +126,18 @@ enum {
     OP_BOX_BLUR,   /* v[0] radius: Pillow's ImageFilter.GaussianBlur(radius), which timm and DINO use */
     OP_PERMUTE,    /* n[0..3] the channel that each channel comes from */
     OP_NOISE,      /* v[0] mean, v[1] sigma in [0, 1] units, n[0] whether clipped; n[4], n[5] low and high half of the
-                      key. Times v[2..5], clipped to v[6..9] and v[2..5] more, for each channel. table: the same, no key */
+                      key. table: the same, no key */
     OP_ERASE,      /* n[0..3] top, left, height, width; n[6] 0: fill, 1: normal values for each pixel and channel, 2: one
-                     normal value for each channel; n[4], n[5] low and high half of the key
-                     table: n[0..1] fewest and most rectangles, which share the area, n[6]; v[0] probability, v[1..2] scale,
-                     v[3..4] logarithm of height / width */
+                      normal value for each channel; n[4], n[5] low and high half of the key; n[7] how many
+                      normalisations there were before
+                      table: n[0..1] fewest and most rectangles, which share the area, n[6..7]; v[0] probability,
+                      v[1..2] scale, v[3..4] logarithm of height / width */
     /* AugMix: keeps the image, adds weighted versions of it */
     OP_MIX_BEGIN, /* v[0] weight of the image itself */
     OP_MIX_ADD,   /* v[0] weight of the current image; the kept one is current again */
     OP_MIX_END,   /* the sum, truncated, is current */
     /* Values to the batch */
-    OP_CAST,      /* what follows works on the floats served: OP_ERASE with fill in their units, or with normal values
+    OP_CAST,      /* what follows works on the floats served, as far as these are normalised before it
                      table: its children are STEP_NORMALIZE */
     LAST_OP = OP_CAST,
     /* In tables only */
@@ -300,8 +301,7 @@ extern const int64_t ITEM_BYTES[]; /* noise.c */
 enum { CHUNK = 512 };              /* values between two passes */
 void store(int32_t dtype, const float *restrict in, int64_t count, uint8_t *out); /* floats to values of a batch */
 
-/* OP_ERASE and OP_NOISE on a packed image of uint8, or of the floats served; OP_MIX_... Both give OK, or why not. */
-int rewrite(const Op *op, const Image *image, int32_t dtype);
+/* OP_MIX_...; gives OK, or why not. */
 int mix(Sample *sample, const Op *op);
 
 /* Of serve.c, for ops. `room`: an image of that size in the buffer that the sample does not use, which it may `become`.
@@ -337,6 +337,9 @@ typedef struct {
                            table; else these */
     float factor;
 } Values;
+
+/* OP_ERASE and OP_NOISE on a packed image of the floats served, of uint8 if that is NULL; gives OK, or why not. */
+int rewrite(const Op *op, const Image *image, const Values *served);
 
 /* Samples, and what they are served as. */
 typedef struct Batch {

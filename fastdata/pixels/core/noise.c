@@ -15,8 +15,7 @@ static void set_key(const Drawing *d, int64_t at, Op *op) {
 bool draw_noise(Drawing *d, const Step *step) {
     Op *op = add(d, step, OP_NOISE, 0);
     if (!op) return false;
-    op->n[0] = step->n[0];
-    for (int k = 0; k < 10; k++) op->v[k] = step->v[k];
+    op->n[0] = step->n[0], op->v[0] = step->v[0], op->v[1] = step->v[1];
     set_key(d, step->at, op);
     return true;
 }
@@ -34,7 +33,7 @@ bool draw_erase(Drawing *d, const Step *step) {
         Op *op = add(d, step, OP_ERASE, 0);
         if (!op) return false;
         for (int k = 0; k < 4; k++) op->n[k] = (int32_t)box[k];
-        op->n[6] = step->n[6];
+        op->n[6] = step->n[6], op->n[7] = step->n[7];
         if (step->n[6]) set_key(d, child(step->at, number), op);
     }
     return true;
@@ -146,10 +145,11 @@ static void move_values(const uint8_t *in, int64_t from, int64_t count, int64_t 
     for (int64_t i = 0; i < count; i++) memcpy(out + i * to * bytes, in + i * from * bytes, (size_t)bytes);
 }
 
-/* OP_ERASE and OP_NOISE on a packed image of uint8 or, behind the conversion, on the floats served: torchvision's
- * RandomErasing and gaussian_noise_image (v2/functional/_misc.py), timm's RandomErasing. */
-int rewrite(const Op *op, const Image *image, int32_t dtype) {
+/* OP_ERASE and OP_NOISE on a packed image of uint8 or, behind the conversion, on the floats served, in the units of all
+ * normalisations: torchvision's RandomErasing and gaussian_noise_image (v2/functional/_misc.py), timm's RandomErasing. */
+int rewrite(const Op *op, const Image *image, const Values *served) {
     const bool erases = op->code == OP_ERASE;
+    const int32_t dtype = served ? served->dtype : UINT8, first = op->n[7] > 0 ? op->n[7] : 0;
     const int32_t whole[] = {0, 0, image->height, image->width}, *box = erases ? op->n : whole;
     const int32_t mode = erases ? op->n[6] : 1;
     const int64_t width = box[3], ahead = width < 1 || width > CHUNK ? 1 : CHUNK / width; /* rows drawn at a time */
@@ -160,9 +160,14 @@ int rewrite(const Op *op, const Image *image, int32_t dtype) {
     if (erases && (!is_inside(op, image->height, image->width) || (dtype == UINT8 && mode))) return REFUSED_OUTSIDE;
     for (int64_t k = 0; k < (int64_t)image->channels * box[2]; k++) {
         const int64_t c = k / box[2], y = box[0] + k % box[2], channel = c < 4 ? c : 3;
-        const float scale = (float)op->v[2 + channel], low = (float)op->v[6 + channel], high = low + scale;
+        double unit = served ? 1 : 255, zero = 0, filled = op->v[8 + channel];
+        for (int32_t n = first; served && n < served->count; n++) {
+            const double *mean = served->normals_N2C + 2 * n * image->channels + c, std = mean[image->channels];
+            unit /= std, zero = (zero - *mean) / std, filled = (filled - *mean) / std;
+        }
+        const float scale = (float)unit, low = (float)zero, high = low + scale;
         if (mode == 2) draw_normal(key, c, 1, drawn);
-        const float fill = mode ? drawn[0] : (float)op->v[8 + channel];
+        const float fill = mode ? drawn[0] * scale + low : (float)filled;
         for (int64_t x = 0; x < width; x += CHUNK) {
             const int64_t count = width - x < CHUNK ? width - x : CHUNK;
             const int64_t bytes = ITEM_BYTES[dtype], pixel = image->pixel, place = (box[1] + x) * pixel;
@@ -171,6 +176,7 @@ int rewrite(const Op *op, const Image *image, int32_t dtype) {
             float *out = drawn + k % ahead * width;
             if (mode != 1) for (int64_t i = 0; i < count; i++) out[i] = fill;
             else if (out == drawn) draw_normal(key, k * width + x, ahead > 1 ? ahead * width : count, drawn);
+            for (int64_t i = 0; i < count && erases && mode == 1; i++) out[i] = out[i] * scale + low;
             if (!erases) {
                 if (pixel != 1) move_values(at, pixel, count, bytes, packed, 1);
                 load(dtype, packed, count, values);

@@ -223,7 +223,7 @@ static int run_op(Sample *sample, const Op *op, Op *next) {
     case OP_SHARPNESS: return remake(sample, op, image->height, image->width, sharpen);
     case OP_BLUR: case OP_BOX_BLUR: return remake(sample, op, image->height, image->width, blur);
     case OP_PERMUTE: return permute(sample, op->n);
-    case OP_NOISE: case OP_ERASE: return settle(sample) && own(sample) ? rewrite(op, image, UINT8) : NO_MEMORY;
+    case OP_NOISE: case OP_ERASE: return settle(sample) && own(sample) ? rewrite(op, image, NULL) : NO_MEMORY;
     case OP_MIX_BEGIN: case OP_MIX_ADD: case OP_MIX_END: return mix(sample, op);
     default: return REFUSED_OP;
     }
@@ -575,7 +575,7 @@ static int serve_image(const Batch *batch, int64_t b, Drawn *drawn, const Image 
     } else
         for (int32_t c = 0; c < batch->channels; c++) write_plane(batch, image, c, out, buffer, streams);
     for (; op < end; op++) {
-        int problem = op->code == OP_CAST ? OK : rewrite(op, &served, batch->values.dtype);
+        int problem = op->code == OP_CAST ? OK : rewrite(op, &served, &batch->values);
         if (problem) return problem;
     }
     return OK;
