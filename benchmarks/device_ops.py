@@ -21,7 +21,7 @@ import torch
 
 from _helper import Row, in_turns, parser, print_rows, save_rows, transforms
 from fastdata import plan_transform
-from fastdata.pixels.device import DeviceProgram
+from fastdata.loaders.device import DeviceProgram
 from fastdata.pixels.images import SampleSpec
 from fastdata.pixels.program import Program
 from fastdata.tools.bench import IMAGENET_MEAN, IMAGENET_STD

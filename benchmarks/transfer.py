@@ -30,7 +30,7 @@ import torch
 
 from _helper import Row, in_turns, print_rows, save_rows, transforms
 from fastdata import CachedDataset, CudaPrefetcher, DataLoader, plan_transform
-from fastdata.pixels.device import DeviceProgram
+from fastdata.loaders.device import DeviceProgram
 from fastdata.pixels.images import SampleSpec
 from fastdata.tools.bench import IMAGENET_MEAN, IMAGENET_STD
 

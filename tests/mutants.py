@@ -16,12 +16,10 @@ from pathlib import Path
 
 __all__ = ["MUTANTS", "Mutant", "is_caught", "mutated"]
 
-COPY, PREFETCH = "loaders/transfer.py", "loaders/prefetch.py"
-RING, OPS = "datasets/ring.py", "pixels/device.py"
+RING, DEVICE, PREFETCH = "datasets/reader.py", "loaders/device.py", "loaders/prefetch.py"
 _MODULES = {
-    OPS: "fastdata.pixels.device",
-    RING: "fastdata.datasets.ring",
-    COPY: "fastdata.loaders.transfer",
+    RING: "fastdata.datasets.reader",
+    DEVICE: "fastdata.loaders.device",
     PREFETCH: "fastdata.loaders.prefetch",
 }
 SCHEDULES = 200
@@ -42,29 +40,29 @@ MUTANTS = [
     # The loop's stream
     Mutant(
         "the loop's stream does not wait for the batch",
-        COPY,
+        PREFETCH,
         "user_stream.wait_event(outcome.ready)",
         "pass",
     ),
-    Mutant("no record_stream", COPY, "tensor.record_stream(user_stream)", "pass"),
+    Mutant("no record_stream", PREFETCH, "tensor.record_stream(user_stream)", "pass"),
     Mutant(
         "record_stream for another stream than the loop's",
-        COPY,
+        PREFETCH,
         "user_stream = torch.cuda.current_stream(self.device)",
         "user_stream = torch.cuda.default_stream(self.device)",
         "own_stream",
     ),
     Mutant(
         "the side stream does not begin behind the loop's work",
-        COPY,
+        PREFETCH,
         "self.stream.wait_stream(user_stream)",
         "pass",
         "transform",
     ),
-    Mutant("no event behind copies", COPY, "                ready.record(self.stream)", ""),
+    Mutant("no event behind copies", PREFETCH, "                ready.record(self.stream)", ""),
     Mutant(
         "what follows copies runs on another stream",
-        COPY,
+        PREFETCH,
         "                batch = self.finish(batch, self._number)\n",
         "                with torch.cuda.stream(torch.cuda.default_stream(self.device)):\n"
         "                    batch = self.finish(batch, self._number)\n",
@@ -72,14 +70,14 @@ MUTANTS = [
     ),
     Mutant(
         "record_stream for what was copied, not for what a transform made",
-        COPY,
+        PREFETCH,
         "memory = [part for tensor in flatten(batch)[0]",
         "memory = [part for tensor in []",
         "transform",
     ),
     Mutant(
         "the thread works on its default stream",
-        COPY,
+        PREFETCH,
         "with torch.cuda.stream(self.stream):",
         "if True:",
         "gathered",
@@ -87,22 +85,22 @@ MUTANTS = [
     # Host memory
     Mutant(
         "sources are let go without waiting",
-        COPY,
+        PREFETCH,
         "        ready.synchronize()\n",
         "",
         "gathered",
     ),
-    Mutant("sources are not held", COPY, "((ready, tensors))", "((ready, []))", "gathered"),
+    Mutant("sources are not held", PREFETCH, "((ready, tensors))", "((ready, []))", "gathered"),
     Mutant(
         "the thread ends with copies in flight",
-        COPY,
+        PREFETCH,
         "                while self._in_flight:\n",
         "                while False:\n",
         "gathered",
     ),
     Mutant(
         "an epoch's end does not wait for its thread",
-        COPY,
+        PREFETCH,
         "            self._thread.join(_PATIENCE_S)",
         "            pass",
     ),
@@ -115,90 +113,90 @@ MUTANTS = [
     ),
     Mutant(
         "tensors with gaps are read in place",
-        COPY,
+        PREFETCH,
         " or not _is_dense(tensor):",
         ":",
         "pinned_by_the_loader",
     ),
     Mutant(
         "what is pinned is copied once more",
-        COPY,
+        PREFETCH,
         "if not tensor.is_pinned() or",
         "if True or",
         "pinned_by_the_loader",
     ),
     Mutant(
         "pinned copies block the thread",
-        COPY,
+        PREFETCH,
         "non_blocking=tensor.is_pinned()",
         "non_blocking=False",
     ),
     # Bounds
     Mutant(
         "a copy does not wait until the device has left an older batch",
-        COPY,
+        PREFETCH,
         "            left.synchronize()",
         "            pass",
         "bounds",
     ),
     Mutant(
         "the loop does not say what it has left",
-        COPY,
+        PREFETCH,
         "left.record(user_stream)",
         "pass",
         "bounds",
     ),
     Mutant(
         "leave for one batch more",
-        COPY,
+        PREFETCH,
         "for _ in range(self.depth):",
         "for _ in range(self.depth + 1):",
         "bounds",
     ),
     Mutant(
         "a failed batch keeps its leave",
-        COPY,
+        PREFETCH,
         "            self._leave.put(left)\n            raise",
         "            raise",
         "transform",
     ),
     Mutant(
         "leave is not given",
-        COPY,
+        PREFETCH,
         "            self._leave.put(left)\n        elif",
         "        elif",
     ),
     # Threads, devices, captures
     Mutant(
         "the thread minds captures of others",
-        COPY,
+        PREFETCH,
         "            begin_thread(self.device)\n",
         "            torch.cuda.set_device(self.device)\n",
         "capture",
     ),
     Mutant(
         "pinning minds captures of others",
-        COPY,
+        DEVICE,
         "        begin_thread(self._device)\n",
         "",
         "capture_beside_loader_threads",
     ),
     Mutant(
         "the thread stays on device 0",
-        COPY,
+        DEVICE,
         "    torch.cuda.set_device(device)\n",
         "",
         "second_device",
     ),
     Mutant(
         "waiting threads spin",
-        COPY,
+        PREFETCH,
         "torch.cuda.Event(blocking=True)",
         "torch.cuda.Event()",
     ),
     Mutant(
         "a driver that refuses ends the epoch",
-        COPY,
+        DEVICE,
         "except RuntimeError as error:\n            reason",
         "except KeyError as error:\n            reason",
         "pageable",
@@ -206,7 +204,7 @@ MUTANTS = [
     # The store on the device, and epochs
     Mutant(
         "the store is copied for every batch",
-        PREFETCH,
+        DEVICE,
         "            if self._mirror is None:\n",
         "            if True:\n",
         "store_on_the_device",

@@ -18,8 +18,7 @@ import torch
 from torchvision import transforms
 
 from fastdata import CachedDataset, CudaPrefetcher, DataLoader
-from fastdata.loaders import prefetch as prefetch_device
-from fastdata.loaders import transfer
+from fastdata.loaders import device as prefetch_device
 from fastdata.machine import memory
 from simcuda import Schedule, Sim
 
@@ -396,9 +395,9 @@ def capture_beside_loader_threads(sim: Sim) -> None:
     right, loader = expected_of("none"), loader_of("shared", "none", 2)
     loader.set_epoch(2)
     gate, came, first = threading.Event(), threading.Semaphore(0), threading.Semaphore(2)
-    allocate = transfer.PinnedMemory.allocate
+    allocate = prefetch_device.PinnedMemory.allocate
 
-    def late(pinned: transfer.PinnedMemory, size_bytes: int) -> Any:
+    def late(pinned: prefetch_device.PinnedMemory, size_bytes: int) -> Any:
         is_late = not sim.scheduler.is_known() and not first.acquire(blocking=False)
         if is_late:
             gate.wait(0.05)  # the prefetcher's thread may be the one that waits for this slot
@@ -408,7 +407,7 @@ def capture_beside_loader_threads(sim: Sim) -> None:
             if is_late:
                 came.release()
 
-    transfer.PinnedMemory.allocate = late  # type: ignore[method-assign]
+    prefetch_device.PinnedMemory.allocate = late  # type: ignore[method-assign]
     made = []
     try:
         with prefetcher(sim, loader) as batches:
@@ -424,7 +423,7 @@ def capture_beside_loader_threads(sim: Sim) -> None:
             check(made, right)
     finally:
         gate.set()
-        transfer.PinnedMemory.allocate = allocate  # type: ignore[method-assign]
+        prefetch_device.PinnedMemory.allocate = allocate  # type: ignore[method-assign]
 
 
 # Ends

@@ -999,7 +999,7 @@ class Sim:
     def installed(self) -> Iterator[Sim]:
         """Let torch.cuda, and in a schedule the prefetcher's threads and queues, be the simulation's."""
         from fastdata.datasets.reader import BatchRing
-        from fastdata.loaders import transfer
+        from fastdata.loaders import device, prefetch
 
         saved: list[tuple[Any, str, Any]] = []
 
@@ -1068,10 +1068,11 @@ class Sim:
         )
         put(torch, empty=any_empty, empty_like=any_like)
         put(BatchRing, take=overwriting)
-        put(transfer, ctypes=loaded, threading=threads)
+        put(device, ctypes=loaded)
+        put(prefetch, threading=threads)
         is_scheduled = isinstance(self.scheduler, Schedule)
         if is_scheduled:
-            put(transfer, SimpleQueue=SimQueue)
+            put(prefetch, SimpleQueue=SimQueue)
         was_enabled = is_scheduled and gc.isenabled()
         if was_enabled:
             gc.disable()  # nobody is interrupted by finalisers but where the last reference dies

@@ -19,7 +19,7 @@ from torchvision.transforms import v2
 
 from fastdata import CachedDataset, CudaPrefetcher, DataLoader
 from fastdata.errors import DeviceError, MemoryBudgetError
-from fastdata.loaders import prefetch as prefetch_device
+from fastdata.loaders import device as prefetch_device
 
 pytestmark = pytest.mark.cuda
 

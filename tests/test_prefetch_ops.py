@@ -25,7 +25,7 @@ from fastdata import (
     collate,
 )
 from fastdata.errors import MemoryBudgetError
-from fastdata.loaders import prefetch as prefetch_device
+from fastdata.loaders import device as prefetch_device
 from simcuda import Sim
 
 CUDA = torch.device("cuda", 0)

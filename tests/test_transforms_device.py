@@ -18,8 +18,8 @@ from torchvision import transforms as v1
 from torchvision.transforms import v2
 
 from conftest import shown
+from fastdata.loaders.device import DeviceProgram, device_obstacle
 from fastdata.pixels import plan_transform
-from fastdata.pixels.device import DeviceProgram, device_obstacle
 from fastdata.pixels.images import SampleSpec
 from test_transforms import (
     EPOCH,

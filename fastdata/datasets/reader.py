@@ -49,7 +49,6 @@ from fastdata.errors import ChannelsError, RemoteError, StoreGoneError, sample_e
 from fastdata.machine.shared import SampleTable, collate_targets
 from fastdata.pixels import TransformPlan, Views
 from fastdata.pixels.compose import flatten
-from fastdata.pixels.device import DeviceProgram, device_obstacle
 from fastdata.pixels.images import (
     OpenedImages,
     decoded_shape,
@@ -249,17 +248,6 @@ class Reader:
         return None
 
     @cached_property
-    def device_obstacle(self) -> str | None:
-        """Why batch ops cannot run on the device that batches are sent to; None if they can."""
-        if self.obstacle is not None:
-            return self.obstacle
-        if self.kept is None:
-            return "samples are kept nowhere, and files are decoded on the CPU"
-        if len(self.columns) > 1:
-            return "several views of an image, or image and mask, are made on the CPU"
-        return device_obstacle(self.plan, self.kept.images.spec)
-
-    @cached_property
     def outputs(self) -> list[Output]:
         """Of every column; empty where samples differ in one."""
         outputs = [column.output for column in self.columns if column.output is not None]
@@ -380,7 +368,7 @@ class Reader:
         kept, targets = self.kept, None
         if not self._programs:
             if self.stored.is_remote:
-                self._expect(batch)
+                self.expect(batch)
             read = self._from_source if kept is None else kept.read
             pairs = list(map(read, batch.positions.tolist()))
             targets = [target for _, target in pairs]
@@ -456,7 +444,7 @@ class Reader:
     ) -> None:
         """Read a batch's images into ``room()`` for it; or into rows ``rows_B`` of a larger one."""
         if self.stored.is_remote:
-            self._expect(batch)
+            self.expect(batch)
         index_B = batch.positions
         drawn_by = batch.visits, batch.seed
         (program, out), *others = zip(self._programs, outs, strict=True)
@@ -492,27 +480,10 @@ class Reader:
                     "width); a transform of both needs one size."
                 )
 
-    def _expect(self, batch: IndexBatch) -> None:
+    def expect(self, batch: IndexBatch) -> None:
         """Have what is fetched for these samples fetched at once."""
         if self.filled_share() < 1:
             self.stored.samples.expect(batch.positions.tolist())
-
-    def read_for_device(self, program: DeviceProgram, batch: IndexBatch, take: Take) -> DeviceBatch:
-        """Read a batch that the device finishes; only where samples are kept."""
-        if self.stored.is_remote:
-            self._expect(batch)
-        kept = self.kept
-        assert kept is not None
-        index_B = batch.positions
-        if program.host is None:
-            draws = program.draw(index_B, batch.visits, batch.seed)
-            samples = index_B.copy()
-        else:
-            draws = None
-            [samples] = room(len(index_B), [(program.sent_shape, np.dtype(np.uint8))], take)
-            with kept.naming_damage():
-                program.host.run(kept.images, index_B, batch.visits, batch.seed, samples)
-        return DeviceBatch(torch.from_numpy(samples), draws, self.targets(batch), self.keys)
 
     # What random draws are made from
 
@@ -536,20 +507,6 @@ class Reader:
             reader = 0  # all draw from one seed
         assert self.visits is not None
         return IndexBatch.of(indices, index_B, self.visits.take(index_B, reader, indices), seed)
-
-
-class DeviceBatch(NamedTuple):
-    """A batch that a ``DeviceProgram`` makes the images of; one row for each sample.
-
-    ``samples`` are uint8 (B, C, h, w), or int64 (B,), where they lie in a copy of the store on the
-    device; ``draws`` of these int16 (B, h + w), where rows and columns come from, None where they
-    are served whole.
-    """
-
-    samples: torch.Tensor
-    draws: torch.Tensor | None
-    targets: Any
-    keys: ItemKeys | None
 
 
 # Memory that is reused

@@ -361,14 +361,13 @@ class DataLoader(_TorchLoader[_T_co]):
         return progress
 
     def device_obstacle(self) -> str | None:
-        """Why batches cannot be had as they are stored, to be finished on a device, or None."""
+        """Why nobody can read its batches in another way, for a device to finish them, or None."""
         if self._served is None:
             return f"the loader is {kind_of(self)}, not fastdata's DataLoader in batches"
         engine = self._choose_engine()
         if engine.kind == "process":
             return f"batches come from {engine.path}"
-        obstacle = self._served.latest().device_obstacle
-        return obstacle or (None if self.collate_fn is collate else "collate_fn= is your own")
+        return None if self.collate_fn is collate else "collate_fn= is your own"
 
     # Decisions
 

@@ -1,7 +1,13 @@
 """Batches on the device before the training loop asks for them.
 
-A thread reads the loader, finds the batch pinned or pins it, and copies it on a stream of its own
-(``transfer``). Who may write to memory when:
+A thread reads the loader, and copies its batches on a stream of its own. For each it waits for leave
+before it takes memory on the device::
+
+    next(loader) -> pinned memory -> leave -> copy on the side stream -> event -> queue
+
+and the training loop's stream waits for the event, not its thread. Leave for a batch is given as the
+loop takes another: an event where its stream had left the one before. There are ``depth`` to begin
+with. Who may write to memory when:
 
     pinned host memory   held by the thread until the event after its copy is done
     device memory        made on the thread's stream; the training loop's stream waits for the copy
@@ -14,46 +20,69 @@ A thread reads the loader, finds the batch pinned or pins it, and copies it on a
 
 Batch ops of fastdata's loaders run on the thread's stream, after the copies, or on the CPU before
 batches are sent.
-
-Shape letters: N stored samples, C channels, H W stored size.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import threading
+import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.cuda
 
-from fastdata.datasets.batch import flatten, stacked
-from fastdata.datasets.dataset import handle_of
-from fastdata.datasets.reader import BatchRing, DeviceBatch, ReaderHandle
-from fastdata.errors import DeviceError, kind_of
-from fastdata.loaders.epochs import HELD_BY_USER
-from fastdata.loaders.loader import DataLoader
-from fastdata.loaders.transfer import CopyCounts, PinnedMemory, Transfer
-from fastdata.loaders.view import LoaderView
-from fastdata.machine.memory import check_device_room, format_bytes
-from fastdata.pixels.device import DeviceProgram
+from fastdata.datasets.batch import flatten, memory_of
+from fastdata.datasets.reader import BatchRing
+from fastdata.datasets.ring import is_plain
+from fastdata.loaders.device import (
+    DeviceLike,
+    DeviceOps,
+    PinnedMemory,
+    Transform,
+    WhereOps,
+    allocated_bytes,
+    begin_thread,
+    is_own,
+    resolve_device,
+)
+from fastdata.loaders.epochs import HELD_BY_USER, LoopCounts, sample_count, shown_as
+from fastdata.machine.memory import format_bytes
 from fastdata.report import EpochReport, Line, warn_user
-from fastdata.stores.readers import Store
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-DeviceLike = str | int | torch.device
-Transform = Callable[[Any], Any]
-WhereOps = Literal["auto", "device", "cpu"]
-Read = Callable[[Any, BatchRing], DeviceBatch]
+_PATIENCE_S = 10.0
+"""How long the end of an epoch waits for a loader that does not answer; the thread then ends with
+the process."""
+_END = object()
 
-CHUNK_BYTES = 32 << 20
-"""What of a store is copied at a time."""
+
+@dataclasses.dataclass(slots=True)
+class CopyCounts:
+    """Copies of tensors to the device since the epoch began.
+
+    From pinned memory where they lay (``in_place``), after one more copy on the host to pinned
+    memory (``staged``), or from pageable memory, in parts by the driver (``pageable``).
+    """
+
+    in_place: int = 0
+    in_place_bytes: int = 0
+    staged: int = 0
+    staged_bytes: int = 0
+    pageable: int = 0
+    pageable_bytes: int = 0
+
+    def add(self, kind: str, size_bytes: int) -> None:
+        setattr(self, kind, getattr(self, kind) + 1)
+        setattr(self, f"{kind}_bytes", getattr(self, f"{kind}_bytes") + size_bytes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -196,7 +225,7 @@ class CudaPrefetcher:
                 f"dtype={dtype!r} is no floating-point torch.dtype, such as torch.float16"
             )
         self.loader: Any = loader
-        self.device = _resolve_device(device)
+        self.device = resolve_device(device)
         self.depth = depth
         is_asked = channels_last or getattr(loader, "memory_format", None) is torch.channels_last
         casts: dict[str, Any] = {"dtype": dtype, "channels_last": is_asked}
@@ -363,179 +392,255 @@ def _cast(tensor: Any, device: torch.device, dtype: torch.dtype | None, channels
     )
 
 
-def _resolve_device(device: DeviceLike | None) -> torch.device:
-    """Return the device asked for, with its number; None is the current one, or the CPU.
-
-    Raises:
-        DeviceError: torch does not see it.
-    """
-    if isinstance(device, (list, tuple)):
-        raise DeviceError(
-            f"device={device!r} is a list, and one process brings batches to one device. Start a "
-            "process for each GPU (torchrun), or give a module of DataParallel whole batches on "
-            "its first device."
-        )
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device is None and not count:
-        return torch.device("cpu")
-    resolved = torch.device("cuda" if device is None else device)
-    if resolved.type == "cpu":
-        return resolved
-    if resolved.type != "cuda":
-        raise DeviceError(
-            f"device={str(device)!r} is neither the CPU nor a CUDA device; leave batches on the "
-            "CPU."
-        )
-    if (resolved.index or 0) >= count:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
-        built = torch.version.cuda or getattr(torch.version, "hip", None) or "the CPU only"
-        raise DeviceError(
-            f"device={str(device)!r} was asked for, but torch sees {count or 'no'} CUDA "
-            f"device{'s' * (count > 1)}: torch {torch.__version__} is built for {built}, "
-            f"CUDA_VISIBLE_DEVICES is {visible!r}. Name one that is there, install a build of "
-            "torch for this machine's accelerator and its driver (`python -m "
-            "torch.utils.collect_env` shows both), or leave device=None, which is the CPU where "
-            "there is no accelerator."
-        )
-    if resolved != torch.device("cuda"):
-        return resolved
-    current = torch.cuda.current_device()
-    rank = int(os.environ.get("LOCAL_RANK") or 0)
-    if device is None and not current and 0 < rank < count:
-        warn_user(
-            f"batches of the process with LOCAL_RANK={rank} go to cuda:0, which is its current "
-            f"device, as those of rank 0 do. Call torch.cuda.set_device({rank}) first, or pass "
-            f"device='cuda:{rank}' (or 'cuda:0')."
-        )
-    return torch.device("cuda", current)
+# An epoch
 
 
-# Where batch ops run
+def _event() -> Any:
+    return torch.cuda.Event(blocking=True)  # a waiting thread must not spin
 
 
-def is_own(loader: Any) -> bool:
-    """Whether it is fastdata's: who defines how it is iterated also defines ``iterate``."""
-    begins = {"__iter__", "_get_iterator"}
-    definer = next((kind for kind in type(loader).__mro__ if begins & vars(kind).keys()), object)
-    return "iterate" in vars(definer)
+class BatchHandle(NamedTuple):
+    """A batch on the device, or on its way there."""
+
+    batch: Any
+    samples: int
+    mark: Any = None  # how far the loader was read
+    ready: Any = None  # the event behind what is done to it on the side stream
+    memory: Sequence[torch.Tensor] = ()
 
 
-class DeviceOps:
-    """The batch ops of a loader, epoch after epoch, and the copy of its store on the device.
+Outcome = BatchHandle | BaseException | None
+"""What comes of reading a batch; None at the end."""
 
-    Attributes:
-        described: where they run in the latest epoch, and why; empty where the loader has none.
+
+@dataclasses.dataclass(eq=False)
+class Transfer:
+    """One epoch: a thread reads a loader's iterator and copies batches, at most ``depth`` ahead.
+
+    The thread ends with the loader, or where something fails; another one begins if the user asks
+    again. Without a stream there is none: batches stay where they are, and are read where they are
+    asked for.
     """
 
-    def __init__(
-        self, loader: Any, asked: WhereOps, device: torch.device, dtype: torch.dtype | None
-    ) -> None:
-        self.described = ""
-        self._loader = loader
-        self._asked = asked
-        self._device = device
-        self._served = LoaderView.find(getattr(loader, "dataset", None))
-        self._dtype = dtype
-        self._mirror: torch.Tensor | None = None
-        self._has_warned = False
+    iterator: Iterator[Any]  # the loader's, made in the user's thread
+    device: torch.device
+    finish: Callable[[Any, int], Any]  # of batch i, on the stream that brought it
+    stream: Any = None  # for the copies
+    pinned: Any = None
+    depth: int = 0
+    mark: Callable[[], Any] = lambda: None  # how far the loader has read; called by who reads it
+    # The user is there now; called in the user's thread.
+    hand_over: Callable[[Any], Any] = lambda mark: None
 
-    def begin(self) -> tuple[Read | None, Transform | None]:
-        """What reads the batches of an epoch, what finishes them; None if the CPU does it all.
+    def __post_init__(self) -> None:
+        self.counts = LoopCounts()
+        self.copies = CopyCounts()
+        self.read_s = 0.0  # how long the thread waited for the loader
+        self.copy_s = 0.0  # and for copies and what follows
+        self.seen: Any = None  # how far the loader had been read with the user's latest batch
+        self._number = -1  # of the latest batch
+        # What copies read on the host, until the events behind them.
+        self._in_flight: deque[tuple[Any, list[Any]]] = deque()
+        self._leave: SimpleQueue[Any] = SimpleQueue()
+        for _ in range(self.depth):
+            self._leave.put(_event())
+        self._ready: SimpleQueue[Outcome] = SimpleQueue()
+        self._stopped = threading.Event()
+        self._pid = os.getpid()
+        self._thread: threading.Thread | None = None
 
-        Raises:
-            ValueError: they are to be finished on the device, and cannot.
+    # In the user's thread
+
+    def receive(self) -> Any:
+        """Return the next batch, or raise the exception in its place, or StopIteration at the end.
+
+        The calling thread's stream is made to wait for it. The copy thread starts here and not
+        before: what a loader draws for its first batch is drawn while the user waits.
         """
-        self.described = ""
-        if self._served is None:
-            return None, None
-        self._served.reader()  # which notices what was changed in place
-        dataset = self._served.parts[0]  # several have an obstacle
-        has_mirror = dataset.storage == "device"
-        obstacle = self._obstacle()
-        if obstacle is not None and self._asked == "device":
-            raise ValueError(
-                f"batch_ops='device' is not possible here: {obstacle}. Use batch_ops='auto'."
+        if self._stopped.is_set():
+            raise StopIteration
+        asked_at = self.counts.ask()
+        try:
+            with shown_as("fastdata: wait"):
+                outcome = self._read_here() if self.stream is None else self._take()
+        except BaseException:  # Ctrl-C, or torch's word on a killed worker
+            self.stop()
+            raise
+        finally:
+            self.counts.answer(asked_at)
+        if self._stopped.is_set():  # by another thread, while this one waited
+            raise StopIteration
+        self.seen = outcome.mark if isinstance(outcome, BatchHandle) else self.mark()
+        self.hand_over(self.seen)
+        if isinstance(outcome, BatchHandle):
+            self.counts.batches += 1
+            self.counts.samples += outcome.samples
+            return outcome.batch
+        if outcome is None:
+            self.stop()
+            raise StopIteration
+        try:
+            raise outcome
+        finally:
+            del outcome  # the exception would keep this frame, and it the exception
+
+    def stop(self) -> None:
+        """End the thread, and drop what was read ahead. Idempotent; nothing in a forked process."""
+        if os.getpid() != self._pid or self._stopped.is_set():
+            return
+        self._stopped.set()
+        self._leave.put(None)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_PATIENCE_S)
+        self.iterator = iter(())
+        while not self._ready.empty():
+            self._ready.get()
+        self._ready.put(None)
+
+    def _read_here(self) -> Outcome:
+        try:
+            batch = next(self.iterator)
+            self._number += 1
+            samples = sample_count(batch)
+            return BatchHandle(self.finish(batch, self._number), samples)
+        except StopIteration:
+            return None
+        except Exception as error:  # noqa: BLE001  # raised where the batch would have come
+            return error
+
+    def _take(self) -> Outcome:
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                "an iterator of a prefetcher works in the process that made it; call iter() in "
+                "this one"
             )
-        reason = "batch_ops='cpu'" if self._asked == "cpu" else obstacle
-        if obstacle is None and not dataset.plan.batch_ops and not has_mirror:
-            return None, None
-        if reason is not None:
-            self.described = f"on the CPU: {reason}"
-            if has_mirror:
-                self._warn_of_mirror(f", batches are made on the CPU: {reason}")
-            return None, None
-        handle = handle_of(dataset)
-        store = _store(handle)
-        program = DeviceProgram(dataset.plan, store.spec, dtype=self._dtype, is_there=has_mirror)
-        self.described = f"on {self._device}"
-        if program.host is None:
-            size = format_bytes(_size_bytes(store))
-            self.described += f", from a copy of the store there ({size})"
-        else:
-            why = f": {program.host_step} runs on the CPU" if program.host_step else ""
-            self.described += f", the conversion only{why}"
-            if has_mirror:
-                self._warn_of_mirror(why)
-            if not program.converts:
-                self.described = f"on the CPU{why or ': they serve uint8, which is sent as it is'}"
-                return None, None
+        # A build without CUDA captures nothing, and what it has in place of the question raises.
+        if torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "next() of a CudaPrefetcher was called while a CUDA graph is captured, which "
+                "cannot hold the arrival of a batch. Take the batch before the capture, and copy "
+                "it to a tensor that the graph reads."
+            )
+        user_stream = torch.cuda.current_stream(self.device)
+        if self._thread is None:
+            # What a loader or transform reads may have been made there.
+            self.stream.wait_stream(user_stream)
+            self._thread = threading.Thread(target=self._run, name="fastdata-prefetch", daemon=True)
+            self._thread.start()
+        outcome = self._ready.get()
+        if isinstance(outcome, BatchHandle):
+            left = _event()
+            left.record(user_stream)
+            user_stream.wait_event(outcome.ready)
+            for tensor in outcome.memory:
+                if tensor.device.type == "cuda":
+                    tensor.record_stream(user_stream)
+            self._leave.put(left)
+        elif outcome is not None:  # the last that its thread has done
+            self._thread.join()
+            self._thread = None
+        return outcome
 
-        def read(batch: Any, ring: BatchRing) -> DeviceBatch:
-            return handle().read_for_device(program, batch, ring.take)
+    # In the copy thread
 
-        return read, partial(self._run, program, handle)
+    def _run(self) -> None:
+        failure: BaseException | None = None
+        try:
+            begin_thread(self.device)
+            try:
+                with torch.cuda.stream(self.stream):
+                    while self._copy_next():
+                        pass
+                self.iterator = iter(())
+            finally:
+                while self._in_flight:
+                    self._let_go()
+        except BaseException as error:  # noqa: BLE001  # raised where its batch would have come
+            # Without this frame.
+            failure = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
+        self._in_flight.clear()  # of a lost device, which reads nothing any more
+        self._ready.put(failure)
+        del failure  # it would keep this frame, and this frame it
 
-    def _obstacle(self) -> str | None:
-        if isinstance(self._loader, DataLoader) and is_own(self._loader):
-            return self._loader.device_obstacle()
-        return f"the loader is {kind_of(self._loader)}, not fastdata's DataLoader in batches"
+    def _let_go(self) -> None:
+        """Wait until the device has read a batch on the host, which others may have then."""
+        ready, _ = self._in_flight[0]
+        ready.synchronize()
+        self._in_flight.popleft()
 
-    def _warn_of_mirror(self, why: str) -> None:
-        if self._asked != "cpu" and not self._has_warned:
-            self._has_warned = True
-            warn_user(f"storage='device' has no effect{why}")
+    def _copy_next(self) -> bool:
+        """Bring one batch; whether there was one, and it is wanted."""
+        if self._stopped.is_set():
+            return False
+        asked_at = time.perf_counter()
+        batch = next(self.iterator, _END)
+        begun_at = time.perf_counter()
+        self.read_s += begun_at - asked_at
+        if batch is _END:
+            return False
+        mark = self.mark()
+        self._number += 1
+        samples = sample_count(batch)
+        tensors, build = flatten(batch)
+        del batch
+        self._stage(tensors)
+        self.copy_s += time.perf_counter() - begun_at
+        left = self._leave.get()
+        if left is None or self._stopped.is_set():
+            return False
+        try:
+            # So the device never holds more than the queue, the loop's batch and this one.
+            left.synchronize()
+            if len(self._in_flight) == self.depth:
+                self._let_go()
+            begun_at = time.perf_counter()
+            ready = _event()
+            self._in_flight.append((ready, tensors))
+            try:
+                with shown_as("fastdata: copy"):
+                    batch = build([self._copy(tensor) for tensor in tensors])
+                batch = self.finish(batch, self._number)
+            finally:
+                del tensors  # an exception keeps this frame
+                ready.record(self.stream)
+            memory = [part for tensor in flatten(batch)[0] for part in memory_of(tensor)]
+            self.copy_s += time.perf_counter() - begun_at
+        except BaseException:
+            self._leave.put(left)
+            raise
+        self._ready.put(BatchHandle(batch, samples, mark, ready, memory))
+        return True
 
-    def _run(self, program: DeviceProgram, handle: ReaderHandle, batch: DeviceBatch) -> Any:
-        """Make the images of a batch on its device."""
-        if program.host is not None:
-            images = program.run(batch.samples, None)
-        else:
-            if self._mirror is None:
-                self._mirror = _upload(_store(handle), self._device)
-            images = program.run(self._mirror, batch.draws, batch.samples)
-        return stacked(images, batch.targets, batch.keys)
+    def _stage(self, tensors: list[Any]) -> None:
+        """Put pinned copies in place of what the device cannot read where it lies."""
+        staged_bytes = 0
+        for k, tensor in enumerate(tensors):
+            if not _is_host_tensor(tensor):
+                continue
+            kind = "in_place"
+            if not tensor.is_pinned() or not _is_dense(tensor):
+                pinned = self.pinned.pin(tensor)
+                kind = "pageable" if pinned is None else "staged"
+                if pinned is not None:
+                    tensors[k] = pinned.copy_(tensor)
+                    staged_bytes += allocated_bytes(tensor.nbytes)
+            self.copies.add(kind, tensor.nbytes)
+        # Of each batch in flight one, the next one, and one that torch has not found to be read yet.
+        need_bytes = (self.depth + 2) * staged_bytes
+        self.pinned.copies_bytes = max(need_bytes, self.pinned.copies_bytes)
 
-    def close(self) -> None:
-        """Give back the memory on the device. Idempotent; a later epoch copies again."""
-        self._mirror = None
-
-
-def _upload(store: Store, device: torch.device) -> torch.Tensor:
-    """Copy a dense uint8 store to (N, C, H, W) on the caller's current stream, which owns it; waits.
-
-    Raises:
-        MemoryBudgetError: there is too little memory on the device.
-    """
-    shape = store.spec.shape
-    assert shape is not None
-    unused_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    free_bytes = torch.cuda.mem_get_info(device)[0] + unused_bytes
-    check_device_room(_size_bytes(store), free_bytes, str(device))
-    copy_NCHW = torch.empty((len(store), *shape), dtype=torch.uint8, device=device)
-    start = 0
-    for part in copy_NCHW.split(max(1, CHUNK_BYTES // store.spec.sample_bytes)):
-        chunk = np.empty((len(part), *shape), np.uint8)
-        store.gather_into(np.arange(start, start + len(part)), chunk)
-        part.copy_(torch.from_numpy(chunk))
-        start += len(part)
-    return copy_NCHW
+    def _copy(self, tensor: Any) -> Any:
+        """Queue the copy of a tensor, one transfer if it is dense; others go in torch's own way."""
+        if _is_host_tensor(tensor):
+            return tensor.to(self.device, non_blocking=tensor.is_pinned())
+        return tensor.to(self.device) if tensor.data.device.type == "cpu" else tensor
 
 
-def _store(handle: ReaderHandle) -> Store:
-    kept = handle().kept
-    assert kept is not None
-    return kept.images
+def _is_host_tensor(value: Any) -> bool:
+    """Whether it is a CPU tensor with elements, and bytes, dtype, shape and strides are all."""
+    return type(value) is torch.Tensor and is_plain(value) and value.numel() > 0
 
 
-def _size_bytes(store: Store) -> int:
-    return len(store) * store.spec.sample_bytes
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements fill a range of memory: else torch would copy them first."""
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()

@@ -54,8 +54,6 @@ class JoinedReader:
         transforms = (reader.target_transform for reader in readers)
         self.target_transform = next(filter(None, transforms), None)
         self.served_bytes = None if self.obstacle else readers[0].served_bytes
-        several = "the samples of a ConcatDataset lie in several stores"
-        self.device_obstacle = self.obstacle or several
 
     def __call__(self, batch: IndexBatch, take: Take = fresh) -> Any:
         readers, first = self._readers, self._readers[0]
