@@ -102,15 +102,13 @@ class CachedDataset(PreparedDataset):
     def _list_files(self, source: Source) -> tuple[Listing | None, str]:
         from fastdata.stores.build import list_paths
 
-        root, paths = (
-            "",
-            [path for index in range(len(source)) if (path := source.path(index)) is not None],
-        )
-        if not paths or len(paths) < len(source):
+        found = [source.path(index) for index in range(len(source))]
+        paths = [path for path in found if path is not None]
+        if not paths or len(paths) < len(found):
             return None, ""
-        with contextlib.suppress(
-            ValueError
-        ):  # relative paths and others, or several drives: no common folder
+        root = ""
+        # Not of relative paths and others, or on several drives.
+        with contextlib.suppress(ValueError):
             root = os.path.commonpath({os.path.dirname(path) for path in paths})
         listing = list_paths(paths, root)
         if (listing.sizes < 0).all():  # names of another kind, such as keys of an LMDB
@@ -216,12 +214,8 @@ def _checked(transforms: Any, transform: Any, target_transform: Any) -> Any:
 
 
 def _are_paths(dataset: Any) -> bool:
-    kinds = (
-        {type(each) for each in dataset}
-        if isinstance(dataset, list) and dataset
-        else {type(dataset)}
-    )
-    return all(issubclass(kind, (str, os.PathLike)) for kind in kinds)
+    each = dataset if isinstance(dataset, list) and dataset else [dataset]
+    return all(isinstance(path, (str, os.PathLike)) for path in each)
 
 
 _USUAL_NAMES = ("transforms", "transform", "target_transform")
@@ -284,13 +278,8 @@ def _own_steps(dataset: Any) -> Iterator[tuple[str, str, Any]]:
         if name not in _USUAL_NAMES and callable(call):
             yield from ((owner, name, step) for step in flatten(call) if is_random(step))
     parts = getattr(dataset, "datasets", None)
-    parts = (
-        parts.values()
-        if isinstance(parts, dict)
-        else parts
-        if isinstance(parts, (list, tuple))
-        else ()
-    )
-    for part in (getattr(dataset, "dataset", None), *parts):
+    parts = list(parts.values()) if isinstance(parts, dict) else parts
+    each = parts if isinstance(parts, (list, tuple)) else ()
+    for part in (getattr(dataset, "dataset", None), *each):
         if part is not None:
             yield from _own_steps(part)

@@ -322,7 +322,7 @@ class _Opened(Dataset[Any]):
     def _refresh(self) -> None:
         """Serve what the transform says now, whose steps may have been changed in place."""
         reader = self._handle.reader or self._handle()
-        if self._is_waiting:
+        if self._stored.after is None:
             self._end_waiting()
             reader = self._reader
         self._was_read = True

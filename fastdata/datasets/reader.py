@@ -401,6 +401,11 @@ class Reader:
     # Targets
 
     @cached_property
+    def _listing(self) -> KeptSamples | SampleTable | None:
+        """What lists targets; None where only reading samples tells them."""
+        return self.stored.table if self.kept is None else self.kept
+
+    @cached_property
     def _numbers(self) -> np.ndarray | None:
         """The targets of all samples, where each is a number and batches need nothing else."""
         table = self.stored.table
@@ -413,10 +418,9 @@ class Reader:
         """What ``default_collate`` makes of the targets of a batch."""
         if self._numbers is not None:
             return torch.from_numpy(self._numbers[batch.positions])
-        listed = self.kept or self.stored.table
-        if listed is None or self.target_transform is not None:
+        if self._listing is None or self.target_transform is not None:
             return collate_targets(self.targets_of(batch))
-        return listed.collated_targets(batch.positions)
+        return self._listing.collated_targets(batch.positions)
 
     def targets_of(self, batch: IndexBatch, read: list[Any] | None = None) -> list[Any]:
         """The target of each sample; ``read``: those before ``target_transform``, where known."""
@@ -428,8 +432,8 @@ class Reader:
         return targets
 
     def stored_target(self, index: int) -> Any:
-        listed = self.kept or self.stored.table
-        return self.stored.samples.read(index)[1] if listed is None else listed.target(index)
+        listing = self._listing
+        return self.stored.samples.read(index)[1] if listing is None else listing.target(index)
 
     # Whole columns
 
