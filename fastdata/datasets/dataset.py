@@ -40,12 +40,12 @@ from fastdata.pixels import (
     describe_steps,
     leading_steps,
 )
-from fastdata.pixels.images import Resize, opening_of, tensor_class
+from fastdata.pixels.images import Resize, tensor_class
 from fastdata.report import log, warn_user
 from fastdata.sources import DatasetSource, FileSource, Source
 from fastdata.stores.options import Options
 from fastdata.stores.prepare import prepare_storage, report_storage
-from fastdata.stores.samples import KeptSamples, ReadPath, Steps, is_fetched, read_path
+from fastdata.stores.samples import KeptSamples, ReadPath, Steps, read_path
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -219,7 +219,7 @@ class _Opened(Dataset[Any]):
             storage_plan=StoragePlan(
                 storage="none", reason="chosen at the first read, or once there is a transform"
             ),
-            is_remote=is_fetched(source),
+            is_remote=source.is_remote,
         )
         is_asked_for = options.cache_dir is not None or options.on_error == "skip"
         takes_nothing = options.storage == "none" or len(source) == 0
@@ -268,8 +268,7 @@ class _Opened(Dataset[Any]):
             from fastdata.stores.build import prepare_on_disk
 
             listing, root = self._list_files(source)
-            opening = opening_of(source.loader) if isinstance(source, FileSource) else None
-            is_pil = opening is not None and opening.form == "pil"
+            is_pil = source.opening is not None and source.opening.form == "pil"
             prepared = prepare_on_disk(
                 path,
                 options,

@@ -28,14 +28,14 @@ from fastdata.pixels import (
     split_upright,
 )
 from fastdata.pixels.compose import known_name
-from fastdata.pixels.images import SampleSpec, opening_of
+from fastdata.pixels.images import SampleSpec
 from fastdata.pixels.program import Program
 from fastdata.report import warn_user
-from fastdata.sources import FileSource, ItemKeys, Source
+from fastdata.sources import ItemKeys, Source
 from fastdata.stores.options import Options
 from fastdata.stores.prepare import Prepared
 from fastdata.stores.readers import Store
-from fastdata.stores.samples import KeptSamples, Steps, is_fetched
+from fastdata.stores.samples import KeptSamples, Steps
 
 _DECODED = SampleSpec(shape=None, dtype="uint8", form="pil")
 
@@ -137,7 +137,7 @@ class Stored:
             after=(len(leading), prepare_key(leading)),
             after_text=", ".join(map(repr, leading)),
             is_upright="exif_transpose" in map(known_name, (*self.first_steps, *leading)),
-            is_remote=is_fetched(source),
+            is_remote=source.is_remote,
         )
 
     def is_to_prepare_again(self, transform: Any, *, was_read: bool) -> bool:
@@ -241,8 +241,7 @@ def _compile_files(
     stored: Stored, transform: Any
 ) -> tuple[bool, TransformPlan, tuple[Column, ...]] | None:
     """What makes batches of files as they are read, by all steps; None where that cannot be."""
-    source = stored.samples
-    opening = opening_of(source.loader) if isinstance(source, FileSource) else None
+    opening = stored.samples.opening
     if opening is None or opening.channels is None or core.obstacle() is not None:
         return None
     is_upright, steps = split_upright((*stored.first_steps, transform))

@@ -20,7 +20,7 @@ import torch
 
 from fastdata.errors import is_url, kind_of
 from fastdata.machine.shared import ListView, is_wide
-from fastdata.pixels.images import decode_image, is_image, load_image, opening_of
+from fastdata.pixels.images import Opening, decode_image, is_image, load_image, opening_of
 from fastdata.sources.remote import Place, Requests, fleeting_folder
 
 if TYPE_CHECKING:
@@ -102,12 +102,17 @@ class Source(Protocol):
     """Samples by index in [0, len), each read again whenever it is asked for.
 
     ``read`` gives (sample, target), from several threads at once if the source's parts allow it.
-    ``expect`` says which ones this process reads next: worth something where reading is waiting.
-    ``path`` names the sample's file, for messages. ``keys`` are known once one item was read.
+    ``expect`` says which ones this process reads next: worth something where reading is waiting, as
+    where the source ``is_remote``. ``path`` names the sample's file, for messages. ``keys`` are
+    known once one item was read. ``opening`` is how files are opened, where fastdata can do that.
     """
 
     @property
     def keys(self) -> ItemKeys | None: ...
+    @property
+    def opening(self) -> Opening | None: ...
+    @property
+    def is_remote(self) -> bool: ...
     def __len__(self) -> int: ...
     def read(self, index: int) -> Pair: ...
     def expect(self, indices: Indices) -> None: ...
@@ -152,15 +157,18 @@ class FileSource:
     def __len__(self) -> int:
         return len(self.paths)
 
+    @property
+    def opening(self) -> Opening | None:
+        return opening_of(self.loader)
+
     def read(self, index: int) -> Pair:
         if not self.is_remote:
             return self.loader(self.paths[index]), self.targets[index]
         [data] = self.read_files([index])
         if self.loader is _read_bytes:
             return np.frombuffer(data, np.uint8), self.targets[index]
-        opening = opening_of(self.loader)
-        if opening is not None:
-            return opening.decode(data), self.targets[index]
+        if self.opening is not None:
+            return self.opening.decode(data), self.targets[index]
         with fleeting_folder() as folder:
             copied = folder / f"sample{os.path.splitext(self.paths[index])[1]}"
             copied.write_bytes(data)
@@ -250,6 +258,8 @@ class DatasetSource:
 
     With ``columns`` the items are dicts, of which those named are sample and target.
     """
+
+    opening: ClassVar[Opening | None] = None
 
     def __init__(self, dataset: Any, columns: ItemKeys | None = None) -> None:
         _check_dataset(dataset)
@@ -412,8 +422,6 @@ def scan_folder(
     endings = extensions or ""  # which every name ends in
     if not isinstance(endings, str):
         endings = tuple(endings)
-    if is_valid_file is None:
-        is_valid_file = bool  # any path is one
     samples: list[tuple[str, int]] = []
     empty: list[str] = []
     names = sorted(class_to_idx)

@@ -26,13 +26,12 @@ from fastdata.pixels.images import (
     is_image,
     is_pil,
     mode_of,
-    opening_of,
     present,
     to_stored,
 )
 from fastdata.pixels.program import Program
 from fastdata.report import log
-from fastdata.sources import DatasetSource, FileSource, ItemKeys, Source
+from fastdata.sources import FileSource, ItemKeys, Source
 from fastdata.stores.readers import ShapesDifferError, Store, UndecodableError
 
 SOURCE = "source"
@@ -146,16 +145,14 @@ class ReadPath(NamedTuple):
         """Prepares the bytes of files; None where samples are none, or are opened by others."""
         if self.by_core is not None:
             return SourceDecoder(self.by_core, Steps(()))
-        opening = opening_of(self.source.loader) if isinstance(self.source, FileSource) else None
+        opening = self.source.opening
         return None if opening is None else SourceDecoder(opening.decode, self.prepare)
 
 
 def read_path(source: Source, steps: tuple[Callable[[Any], Any], ...]) -> ReadPath:
     """How samples that are to be stored are read: image files by the core, where it knows all steps."""
     as_written = ReadPath(source, Steps(steps))
-    if not isinstance(source, FileSource):
-        return as_written
-    opening = opening_of(source.loader)
+    opening = source.opening
     if opening is None or (steps and opening.form == "tensor"):  # whose resize the core rounds
         return as_written
     obstacle = core.obstacle()
@@ -170,11 +167,6 @@ def read_path(source: Source, steps: tuple[Callable[[Any], Any], ...]) -> ReadPa
     output = None if opening.channels is None else program.output((opening.channels, 1, 1))
     by_core = FilePreparer(program.prepare, opening, upright or opening.is_upright)
     return as_written._replace(by_core=by_core, shape=None if output is None else output[0])
-
-
-def is_fetched(source: Source) -> bool:
-    """Whether reading a sample is waiting for a network."""
-    return isinstance(source, FileSource | DatasetSource) and source.is_remote
 
 
 @contextlib.contextmanager
@@ -198,7 +190,7 @@ def open_files(source: FileSource, indices: Sequence[int], *, upright: bool) -> 
             with naming_sample(source, index):
                 files += source.read_files([index])
 
-    opening = opening_of(source.loader)
+    opening = source.opening
     assert opening is not None
 
     def by_pillow(b: int) -> np.ndarray:
@@ -279,6 +271,8 @@ class KeptSamples:
     is_tuple: bool = False
     target_is_part: bool = False
     keys: ItemKeys | None = None
+    opening = None
+    is_remote = False
     shared_by: Leader | None = None
     mask_places: tuple[int, ...] = ()
 

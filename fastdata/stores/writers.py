@@ -29,7 +29,6 @@ from fastdata.stores.samples import (
     AT_ONCE,
     ReadPath,
     Steps,
-    is_fetched,
     naming_sample,
     read_samples,
 )
@@ -406,7 +405,7 @@ def ingest(
         IngestError: a worker died.
         ShapesDifferError: a sample has another shape than planned; see ``write_any_shapes``.
     """
-    size = _FETCHED_AT_ONCE if is_fetched(path.source) else AT_ONCE
+    size = _FETCHED_AT_ONCE if path.source.is_remote else AT_ONCE
     tasks = [_Task(indices[first : first + size]) for first in range(0, len(indices), size)]
     workers = min(ingest_workers(options, cores), len(tasks))
     forks = needs_processes(path, plans)
