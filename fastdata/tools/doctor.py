@@ -62,7 +62,7 @@ class MachineReport(Report):
 
 def examine_machine() -> MachineReport:
     """Look at the machine as this process sees it; reads a few files and changes nothing."""
-    return MachineReport((*_cores(), *_memory(), *_libraries(), *_devices()))
+    return MachineReport((*_cores(), *_memory(), *_libraries(), _torch(), *_numa()))
 
 
 def _cores() -> Iterator[Check]:
@@ -140,17 +140,10 @@ def _libraries() -> Iterator[Check]:
 # Devices
 
 
-def _devices() -> Iterator[Check]:
+def _torch() -> Check:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    yield _torch(count, " ".join(str(warning.message) for warning in said))
-    for gpu in NVIDIA.glob("gpus/*"):
-        yield from _numa(gpu.name)
-
-
-def _torch(count: int, said: str) -> Check:
-    """``said`` is what torch has warned of when it was asked for its GPUs."""
     toolkits = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
     built = [f"{name} {version}" for name, version in toolkits.items() if version]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -164,24 +157,26 @@ def _torch(count: int, said: str) -> Check:
         return Check("torch", found, "this process is shown no device: docker run --gpus all")
     if visible in ("", "-1"):
         return Check("torch", found, "unset CUDA_VISIBLE_DEVICES, which hides them")
-    problem = said or "compare nvidia-smi and python -m torch.utils.collect_env"
+    problem = " ".join(str(warning.message) for warning in said)
     if torch.version.cuda is None:
         problem = "install a build of torch for CUDA: https://pytorch.org/get-started/locally"
-    return Check("torch", found, problem=problem)
+    usual = "compare nvidia-smi and python -m torch.utils.collect_env"
+    return Check("torch", found, problem=problem or usual)
 
 
-def _numa(gpu: str) -> Iterator[Check]:
+def _numa() -> Iterator[Check]:
     """Memory of another socket than the GPU's is copied to it at half the speed, or worse."""
-    files = SYSTEM / "bus/pci/devices" / gpu
-    node = int((files / "numa_node").read_text())
-    if node < 0:  # the machine has no nodes
-        return
-    local_mask = int((files / "local_cpus").read_text().replace(",", ""), 16)
-    usable = os.sched_getaffinity(0)
-    near = sum(local_mask >> core & 1 for core in usable)
-    advice = f"numactl --cpunodebind={node}: copies from a far node's memory take twice as long"
-    found = f"GPU {gpu} at node {node}, with {near} of {len(usable)} usable cores"
-    yield Check("NUMA", found, "" if near else advice)
+    for gpu in NVIDIA.glob("gpus/*"):
+        files = SYSTEM / "bus/pci/devices" / gpu.name
+        node = int((files / "numa_node").read_text())
+        if node < 0:  # the machine has no nodes
+            continue
+        local_mask = int((files / "local_cpus").read_text().replace(",", ""), 16)
+        usable = os.sched_getaffinity(0)
+        near = sum(local_mask >> core & 1 for core in usable)
+        found = f"GPU {gpu.name} at node {node}, with {near} of {len(usable)} usable cores"
+        cure = f"numactl --cpunodebind={node}: copies from a far node's memory take twice as long"
+        yield Check("NUMA", found, "" if near else cure)
 
 
 # The command
