@@ -150,11 +150,14 @@ class Diagnosis(Report):
     @property
     def line(self) -> str:
         """The diagnosis in one line."""
-        words = f"The loop waits {_percent(self.waited)} of each step for data; "
-        words += f"{LIMITS[self.limit][0]} is the limit; "
+        loader = ""
         if self.loader_per_s is not None:
-            words += f"the loader could feed {self.loader_per_s:,.0f} samples/s, "
-        return f"{words}the model could take {self.model_per_s:,.0f}"
+            loader = f"the loader could feed {self.loader_per_s:,.0f} samples/s, "
+        return (
+            f"The loop waits {_percent(self.waited)} of each step for data; "
+            f"{LIMITS[self.limit][0]} is the limit; "
+            f"{loader}the model could take {self.model_per_s:,.0f}"
+        )
 
     @property
     def advice(self) -> tuple[str, ...]:
@@ -171,8 +174,8 @@ class Diagnosis(Report):
         yield "  step", _ms(self.step_s), _percent(1 - self.waited)
         yield "the loop", f"{self.loop_per_s:,.0f}", "samples/s"
         if self.loader_per_s is not None:
-            words = f"samples/s, {self.workers} workers"
-            yield "the loader alone", f"{self.loader_per_s:,.0f}", words
+            rate = f"{self.loader_per_s:,.0f}"
+            yield "the loader alone", rate, f"samples/s, {self.workers} workers"
         if self.parts:
             yield "a sample, on one core", "", ""
         for part in self.parts:
