@@ -180,9 +180,9 @@ def keep(document: dict[str, Any], options: argparse.Namespace) -> None:
         print(f"figures: {options.json}")
 
 
-def check_folder(folder: Path) -> None:
+def check_folder(folder: str) -> None:
     refuse_remote(folder)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise FileNotFoundError(f"{folder} is no folder: give the root of class folders of images")
 
 

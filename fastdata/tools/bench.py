@@ -154,11 +154,11 @@ def run_bench(options: argparse.Namespace) -> BenchResult:
         transforms[options.transform] = find_transform(options.transform)
     recipes = {}
     with TemporaryDirectory(prefix="fastdata-bench-") as drawn:
-        folder = options.folder or Path(drawn)
+        folder = options.folder or drawn
         check_folder(folder)
         if options.folder is None:
             _say("drawing images")
-            write_photos(folder, count=options.images or 400)
+            write_photos(Path(drawn), count=options.images or 400)
         with ImageFolder(folder, storage="none") as every:
             count = min(options.images or 1000, len(every))
             paths = [every.samples[index * len(every) // count][0] for index in range(count)]
@@ -173,7 +173,7 @@ def _say(words: str) -> None:
 
 
 def _measure_recipe(
-    folder: Path, paths: list[str], name: str, transform: Any, options: argparse.Namespace
+    folder: str, paths: list[str], name: str, transform: Any, options: argparse.Namespace
 ) -> dict[str, Any]:
     is_square = name in ("crop", options.transform)  # by its own first steps
     resize = None if is_square else (PREPARED_PX, PREPARED_PX)
@@ -255,7 +255,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "folder",
         nargs="?",
-        type=Path,
         metavar="FOLDER",
         help="class folders of images; without it images are drawn",
     )

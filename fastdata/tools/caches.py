@@ -246,8 +246,8 @@ def _json(text: str) -> dict[str, Any]:
 
 def add_build(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("folder", type=Path, metavar="FOLDER", help="class folders of images")
-    add("cache", type=Path, metavar="CACHE", help="folder that keeps caches")
+    add("folder", metavar="FOLDER", help="class folders of images")
+    add("cache", metavar="CACHE", help="folder that keeps caches")
     add(
         "--resize",
         type=positive,
@@ -307,9 +307,7 @@ def build(options: argparse.Namespace) -> int:
 
 
 def add_inspect(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "cache", type=Path, metavar="CACHE", help="a cache, or a folder that keeps caches"
-    )
+    parser.add_argument("cache", metavar="CACHE", help="a cache, or a folder that keeps caches")
     parser.add_argument(
         "--verify",
         action="store_true",
@@ -330,8 +328,8 @@ def inspect(options: argparse.Namespace) -> int:
 
 def add_export(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("cache", type=Path, metavar="CACHE", help="a cache, or a folder that keeps one")
-    add("out", type=Path, metavar="OUT", help="the folder to make")
+    add("cache", metavar="CACHE", help="a cache, or a folder that keeps one")
+    add("out", metavar="OUT", help="the folder to make")
     add("--to", choices=("webdataset", "folder"), required=True, help="what to write")
     add(
         "--image-format",

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -359,7 +358,7 @@ class _Judge:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("folder", type=Path, metavar="FOLDER", help="class folders of images")
+    add("folder", metavar="FOLDER", help="class folders of images")
     bench.add_transform(parser, "default: 256 px squares, random crop to 224, flip, float32")
     add(
         "--batch-size",
