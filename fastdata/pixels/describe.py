@@ -115,7 +115,7 @@ def describe_dataset(dataset: Any, cache_key: str | None = None) -> str:
 
 
 def is_listed(dataset: Any) -> bool:
-    """Whether a dataset has a list of samples or targets, which tells it from its class's others."""
+    """Whether a list of samples or targets tells a dataset from others of its class."""
     *_, inner = unwrapped(dataset)
     return any(hasattr(inner, name) for name in _OF_DATASETS[:3])
 

@@ -355,7 +355,7 @@ def opening_of(loader: Callable[[str], Any]) -> Opening | None:
 
 @functools.cache
 def _probe(loader: Callable[[Any], Any]) -> Opening | None:
-    """What a loader of tensors does with JPEG files; None if not all come out in Pillow's pixels."""
+    """What a loader of tensors does with JPEG files; None if its pixels are not Pillow's."""
     probes = [data for mode in ("RGB", "L") for data in _make_probes(mode)]
     try:
         found = [Opening(loader, "tensor").decode_pixels(data, upright=False) for data in probes]
@@ -419,7 +419,7 @@ class OpenedImages(core.Samples):
         upright: bool = False,
         channels: int | None = 3,
     ) -> OpenedImages:
-        """Files, turned as their EXIF says if they are to be ``upright``; None: gray ones stay gray."""
+        """Files, ``upright`` ones turned as their EXIF says; with ``channels`` None gray stays so."""
         arrays = [np.frombuffer(data, np.uint8) for data in files]
         opened = cls(arrays, np.zeros((len(files), 3), np.int32), by_pillow)
         is_open_B = np.zeros(len(files), np.bool_)

@@ -591,8 +591,8 @@ def _read_csv(title: str, lines: Iterable[str], names: list[str]) -> _Table:
             numbers.append(reader.line_num)
             if len(row) > len(header):
                 raise ValueError(
-                    f"{title}, line {numbers[-1]}: {len(row)} values for {len(header)} columns. Put "
-                    'quotes around a value that holds a comma: "a,b.jpg".'
+                    f"{title}, line {numbers[-1]}: {len(row)} values for {len(header)} columns. "
+                    'Put quotes around a value that holds a comma: "a,b.jpg".'
                 )
             for name, position in positions.items():
                 columns[name].append(row[position].strip() if position < len(row) else "")
