@@ -174,7 +174,7 @@ def _serve(fuzz: Fuzz, table: core.Table, image: np.ndarray) -> str:
     solved = np.ones((1, ops.shape[1], 8)) if ops.shape[1] else None
     batch = core.make_batch(
         table,
-        core.make_values(dtype, "none", [([0.0], [1.0], True)], channels),
+        core.make_values(dtype, "none", [([0.5], [2.0], True)] * fuzz.pick(0, 1, 2), channels),
         out.ctypes.data,
         out.shape[1:],
         solved,

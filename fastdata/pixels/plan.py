@@ -88,13 +88,13 @@ class TransformPlan:
     def obstacle(self) -> str | None:
         """Why batches cannot be served as one tensor; None if they can."""
         if self.per_sample:
-            return f"{shorten(_text(self.per_sample[0]), _SHOWN_LETTERS, placeholder=' ...')} {self.reason}"
-        if self.views:
-            obstacles = enumerate(view.obstacle for view in self.views)
-            return next(
-                (f"in view {number} {obstacle}" for number, obstacle in obstacles if obstacle), None
-            )
-        return "the transform ends with a PIL image" if self.kind == "pil" else None
+            step = shorten(_text(self.per_sample[0]), _SHOWN_LETTERS, placeholder=" ...")
+            return f"{step} {self.reason}"
+        for number, view in enumerate(self.views):
+            if view.obstacle:
+                return f"in view {number} {view.obstacle}"
+        is_pil = self.kind == "pil" and not self.views
+        return "the transform ends with a PIL image" if is_pil else None
 
     @property
     def each(self) -> tuple[TransformPlan, ...]:

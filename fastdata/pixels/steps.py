@@ -175,7 +175,9 @@ def _resized_crop(step: Any, at: int, state: State) -> Op:
     for name in several(step.interpolation):  # timm draws one of two
         n = (*pair(step.size), 0, 0, *read_filters(step, state, name))
         crops.append(Op("STEP_RESIZED_CROP", at, n, ranges))
-    return crops[0] if len(crops) == 1 else choice(child(at, 0), [[crop] for crop in crops])
+    if len(crops) == 1:
+        return crops[0]
+    return choice(child(at, 0), [[crop] for crop in crops])
 
 
 _BOUNDS = {"RandomShortestSize": 1, "short": 2, "long": 3}
@@ -212,8 +214,9 @@ def _rotation(step: Any, at: int, state: State) -> Op:
 def _affine(step: Any, at: int, state: State) -> Op:
     translate = step.translate or (0, 0)
     scale = step.scale or (1, 1)
-    shear = (*(step.shear or ()), 0, 0, 0, 0)[:4]
-    return _warp("OP_AFFINE", step, at, state, (*step.degrees, *translate, *scale, *shear))
+    shear = step.shear or ()
+    ranges = (*step.degrees, *translate, *scale, *shear)
+    return _warp("OP_AFFINE", step, at, state, ranges)
 
 
 def _perspective(step: Any, at: int, state: State) -> Op:
@@ -331,8 +334,9 @@ def _erase(
     at: int, state: State, ranges: Fill, counts: tuple[int, int], fill: Fill, mode: int
 ) -> Op:
     refuse(state.kind == "pil", "does not accept PIL images")
-    is_served = state.floats or (not mode and all(0 <= value <= 255 for value in fill))
-    refuse(not is_served, "erases uint8 with random values, or with others than 0 to 255")
+    if not state.floats:
+        is_served = not mode and all(0 <= value <= 255 for value in fill)
+        refuse(not is_served, "erases uint8 with random values, or with others than 0 to 255")
     n = (*counts, 0, 0, 0, 0, mode, len(state.cast.normalizations))
     return Op("OP_ERASE", at, n, ranges, fill or (0.0,))
 
@@ -384,11 +388,12 @@ def _auto_augment(step: Any, at: int, state: State) -> Op:
     mixes = known_name(step) == "AugMix"  # which makes tensors of PIL images
     warp, fill = read_warp(step, replace(state, kind="tensor") if mixes else state)
     space = _augmentation_space(step, _ANY_PX, _ANY_PX)
-    rows = {name: (row, is_signed) for row, (name, (_, is_signed)) in enumerate(space.items())}
+    rows = {name: row for row, name in enumerate(space)}
 
     def magnitude(name: str, p: float = 1.0, bin: int | None = None) -> Op:
-        row, is_signed = rows[name]
-        return Op("STEP_MAGNITUDE", n=(_code_of(name), is_signed, bin or 0, row), v=(float(p),))
+        _, is_signed = space[name]
+        n = (_code_of(name), is_signed, bin or 0, rows[name])
+        return Op("STEP_MAGNITUDE", n=n, v=(float(p),))
 
     code = "STEP_AUGMENT"
     children: Iterable[Op] = map(magnitude, rows)
@@ -403,9 +408,9 @@ def _auto_augment(step: Any, at: int, state: State) -> Op:
         counts = [step.mixture_width, _bins_of(step), step.severity]
         depth = max(0, step.chain_depth)
     is_share = hasattr(step, "_AUGMENTATION_SPACE")  # thresholds, of v2
+    n = (*warp, *counts, is_share, depth)
     v = (float(getattr(step, "alpha", 1)),)
-    levels = partial(_levels, step)
-    return Op(code, at, (*warp, *counts, is_share, depth), v, fill, tuple(children), levels)
+    return Op(code, at, n, v, fill, tuple(children), partial(_levels, step))
 
 
 def _bins_of(step: Any) -> int:
@@ -417,21 +422,24 @@ def _augmentation_space(step: Any, height: int, width: int) -> dict[str, tuple[A
     """Names of ops, the same for all sizes -> magnitudes, and whether they take a sign."""
     bins = _bins_of(step)
     if hasattr(step, "_AUGMENTATION_SPACE"):  # v2
-        has_all = getattr(step, "all_ops", True)
-        space = step._AUGMENTATION_SPACE if has_all else step._PARTIAL_AUGMENTATION_SPACE
+        space = step._AUGMENTATION_SPACE
+        if not getattr(step, "all_ops", True):
+            space = step._PARTIAL_AUGMENTATION_SPACE
         return {name: (make(bins, height, width), sign) for name, (make, sign) in space.items()}
-    depends_on_size = known_name(step) != "TrivialAugmentWide"
-    size = [(height, width)] if depends_on_size else []
-    drawn: dict[str, tuple[Any, bool]] = step._augmentation_space(bins, *size)
-    return drawn
+    if known_name(step) == "TrivialAugmentWide":
+        space = step._augmentation_space(bins)
+    else:
+        space = step._augmentation_space(bins, (height, width))
+    return dict(space)
 
 
 def _levels(step: Any, height: int, width: int) -> Float64s:
     """Magnitudes (names, bins) for images of a size, 0 where one has none."""
     space = _augmentation_space(step, height, width)
-    none = torch.zeros(_bins_of(step))
-    rows = [none if values is None else values.double() + none for values, _ in space.values()]
-    levels: Float64s = torch.stack(rows).double().numpy()
+    levels = np.zeros((len(space), _bins_of(step)))
+    for row, (values, _) in enumerate(space.values()):
+        if values is not None:
+            levels[row] = values.double().numpy()
     return levels
 
 
@@ -453,11 +461,12 @@ def _timm_op(op: Any) -> Op:
     """Read an ``AugmentOp`` of timm's data/auto_augment.py, on PIL images."""
     name, ending = re.findall("(.*?)(Increasing|Original|Rel|)$", op.name)[0]
     flag = _TIMM_FLAGS.get(ending or name, 0)
-    filters = [interpolation_name(int(mode)).upper() for mode in several(op.kwargs["resample"])]
-    most = op.hparams.get(
-        *(("translate_pct", 0.45) if ending == "Rel" else ("translate_const", 250))
-    )
+    modes = several(op.kwargs["resample"])
+    filters = [interpolation_name(int(mode)).upper() for mode in modes]
     most_level = op.magnitude_max or 10
+    most = op.hparams.get("translate_const", 250)
+    if ending == "Rel":
+        most = op.hparams.get("translate_pct", 0.45)
     return Op(
         "STEP_TIMM_OP",
         n=(_code_of(name), 0, "PIL_DOMAIN", 0, 1, 0, flag, len(filters), *filters),
@@ -564,8 +573,8 @@ def _normalize(step: Any, at: int, state: State) -> State:
     mean = torch.as_tensor(step.mean, dtype=dtype).flatten()
     std = torch.as_tensor(step.std, dtype=dtype).flatten()
     mean, std = (values.tolist() for values in torch.broadcast_tensors(mean, std))
-    is_sound = all(map(math.isfinite, (*mean, *std))) and all(std)
-    refuse(not is_sound, f"has mean={step.mean} and std={step.std}")
+    is_finite = all(map(math.isfinite, (*mean, *std)))
+    refuse(not is_finite or 0 in std, f"has mean={step.mean} and std={step.std}")
     normalization = tuple(mean), tuple(std), is_v2(step) and not step.inplace
     cast = state.cast
     cast = replace(cast, normalizations=(*cast.normalizations, normalization))
