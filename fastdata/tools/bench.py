@@ -23,7 +23,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader as TorchDataLoader
 
-from fastdata.datasets.folder import ImageFolder
+from fastdata.datasets.public import ImageFolder
 from fastdata.loaders.loader import DataLoader
 from fastdata.machine.memory import cpu_model, usable_cores
 from fastdata.report import Line, Report

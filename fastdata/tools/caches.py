@@ -20,8 +20,7 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from fastdata.datasets.cached import CachedDataset
-from fastdata.datasets.folder import ImageFolder
+from fastdata.datasets.public import CachedDataset, ImageFolder
 from fastdata.errors import counted, is_url, refuse_remote
 from fastdata.machine.memory import format_bytes, parse_bytes, usable_cores
 from fastdata.pixels.images import CenterCrop, encode_image

@@ -29,8 +29,8 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, Subset
 
-from fastdata.datasets.cached import CachedDataset
 from fastdata.datasets.dataset import PreparedDataset
+from fastdata.datasets.public import CachedDataset
 from fastdata.loaders.epochs import sample_count
 from fastdata.loaders.loader import DataLoader
 from fastdata.loaders.prefetch import CudaPrefetcher

@@ -21,7 +21,7 @@ from torch.utils.data import IterableDataset
 
 from fastdata.datasets.batch import collate, flatten
 from fastdata.datasets.dataset import PreparedDataset, prepared_anew
-from fastdata.datasets.folder import ImageFolder
+from fastdata.datasets.public import ImageFolder
 from fastdata.errors import MemoryBudgetError
 from fastdata.loaders.loader import DataLoader
 from fastdata.loaders.view import MOSTLY_PREPARED
