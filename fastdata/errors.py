@@ -112,15 +112,13 @@ class StoreGoneError(FastDataError, RuntimeError):
     """A pickled dataset was opened after the process that holds its samples had ended."""
 
 
-_URL = re.compile(r"[A-Za-z][\w+.-]+:/")
+_URL = re.compile(r"(?!file:)[A-Za-z][\w+.-]+:/")
 """With one slash, which is what ``Path`` leaves of two; a drive of Windows has one letter."""
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
     text = os.fsdecode(path)
-    return (
-        _URL.match(text) is not None and not text.startswith("file:") and not os.path.exists(text)
-    )
+    return _URL.match(text) is not None and not os.path.exists(text)
 
 
 def refuse_remote(path: str | os.PathLike[str]) -> None:
