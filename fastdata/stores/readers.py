@@ -190,13 +190,17 @@ class Store:
 
         In one call where one table has them.
         """
-        numbers = np.unique(self._of[index_B]).tolist()
-        if not self._row_bytes or len(numbers) != 1:
+        if self._decoder is not None:
             for index, out in zip(index_B.tolist(), out_B, strict=True):
                 self.read_into(index, out)
             return
         self.ensure(index_B)
+        numbers = self._of[index_B].tolist()
         starts_B = self._offsets[index_B]
+        if not self._row_bytes or len(set(numbers)) != 1:
+            for number, start, out in zip(numbers, starts_B.tolist(), out_B, strict=True):
+                out[...] = self._view(number, start, out.shape)
+            return
         first = int(starts_B[0]) % self._row_bytes
         rows = (len(self._bytes[numbers[0]]) - first) // self._row_bytes
         table = self._view(numbers[0], first, (rows, *out_B.shape[1:]))
