@@ -35,7 +35,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import IntFlag
 from functools import cache, cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -61,6 +61,10 @@ class Codec(ABC):
 
     name: str
     lossless: bool = True
+    library: ClassVar[str] = ""
+    """What must be installed."""
+    most_bytes: ClassVar[float] = math.inf
+    """Of a sample."""
 
     @abstractmethod
     def encode(self, sample: Array) -> bytes:
@@ -76,7 +80,12 @@ class Codec(ABC):
 
     def obstacle(self, spec: SampleSpec) -> str | None:
         """Why samples of this spec are refused."""
-        return None
+        if self.library and importlib.util.find_spec(self.library) is None:
+            return _to_install(self.library)
+        if spec.shape is None or spec.sample_bytes <= self.most_bytes:
+            return None
+        size = f"{spec.sample_bytes:,} bytes, {self.most_bytes:,} at most can be encoded"
+        return f"a sample has {size}; store them raw"
 
     def settings(self) -> Settings:
         return {"name": self.name, "format": 1, **vars(self)}
@@ -125,15 +134,6 @@ def _to_install(name: str) -> str:
     return f"the codec needs the package {package}: pip install {package}, or use another codec"
 
 
-def _obstacle(spec: SampleSpec, most_bytes: int, library: str) -> str | None:
-    if importlib.util.find_spec(library) is None:
-        return _to_install(library)
-    if spec.shape is None or spec.sample_bytes <= most_bytes:
-        return None
-    size = f"{spec.sample_bytes:,} bytes, {most_bytes:,} at most can be encoded"
-    return f"a sample has {size}; store them raw"
-
-
 @dataclass(frozen=True)
 class Lz4Codec(Codec):
     """Lossless; photographs hardly shrink (ratio 1.06), masks, drawings and medical images do.
@@ -145,6 +145,8 @@ class Lz4Codec(Codec):
     """
 
     name = "lz4"
+    library = "lz4"
+    most_bytes = 0x7E000000  # LZ4_MAX_INPUT_SIZE
 
     def encode(self, sample: Array) -> bytes:
         return bytes(_library("lz4.block").compress(bytes_of(sample), store_size=False))
@@ -160,9 +162,6 @@ class Lz4Codec(Codec):
         if len(raw) != target.size:
             raise _size_error(self, f"a block of {len(raw):,} bytes", out)
         target[:] = np.frombuffer(raw, np.uint8)
-
-    def obstacle(self, spec: SampleSpec) -> str | None:
-        return _obstacle(spec, 0x7E000000, "lz4")  # LZ4_MAX_INPUT_SIZE
 
 
 # Reversible prediction
@@ -316,10 +315,6 @@ _NOISE = {"strategy": 1, "min_match": 7, "hash_log": 6, "window_log": 15}
 """How residuals of photographs are compressed: they hardly repeat, so what counts is a Huffman
 table for every 32 KiB. Ratio 2.18 and 130 us to decode 3 x 256 x 256, where level 1 gives 2.12 and
 144 us, level 3 gives 2.06 and 195 us."""
-_BOTH = Filter.ABOVE | Filter.LEFT
-_NARROW = [Filter.NONE, Filter.ABOVE, _BOTH]
-_WIDE = [Filter.NONE, Filter.SPLIT, Filter.SPLIT | Filter.ABOVE, Filter.SPLIT | _BOTH]
-"""Filters that are tried on elements of one byte, and of several."""
 
 
 class _Workers(threading.local):
@@ -366,6 +361,8 @@ class ZstdCodec(Codec):
     level: int = 1
 
     name = "zstd"
+    library = "zstandard"
+    most_bytes = 4_000_000_000  # a frame's length must fit 4 bytes
 
     def __post_init__(self) -> None:
         if not -131_072 <= self.level <= 22:
@@ -396,9 +393,6 @@ class ZstdCodec(Codec):
         self._decompress(data[_HEAD_BYTES:], filtered, out)
         if chosen:
             undo_filter(filtered, layout, chosen, target, _workers.scratch)
-
-    def obstacle(self, spec: SampleSpec) -> str | None:
-        return _obstacle(spec, 4_000_000_000, "zstandard")  # a frame's length must fit 4 bytes
 
     def _filter_of(self, data: memoryview, layout: Layout, out: Array) -> Filter:
         if len(data) < _HEAD_BYTES:
@@ -442,12 +436,15 @@ class ZstdCodec(Codec):
             raise _size_error(self, found, out)
 
 
-def _filters_for(sample: Array) -> list[Filter]:
+def _filters_for(sample: Array) -> set[Filter]:
+    """What is tried; elements of several bytes are split whatever else is done."""
     layout = layout_of(sample.shape, sample.dtype)
     if not sample.nbytes:
-        return [Filter.NONE]
-    filters = _NARROW if layout.lane == 1 else _WIDE
-    return [*filters, filters[-1] | Filter.GREEN] if layout.green else filters
+        return {Filter.NONE}
+    split = Filter.SPLIT if layout.lane > 1 else Filter.NONE
+    both = split | Filter.ABOVE | Filter.LEFT
+    filters = {Filter.NONE, split, split | Filter.ABOVE, both}
+    return filters | {both | Filter.GREEN} if layout.green else filters
 
 
 def _middle_rows(sample: Array) -> Array:
@@ -576,9 +573,8 @@ class OwnCodec(Codec):
         self.codec.decode(data, out)
 
     def obstacle(self, spec: SampleSpec) -> str | None:
-        ask = getattr(self.codec, "obstacle", super().obstacle)
-        reason = ask(spec)
-        return None if reason is None else str(reason)
+        reason: str | None = getattr(self.codec, "obstacle", super().obstacle)(spec)
+        return reason
 
     def settings(self) -> Settings:
         return {"name": self.name}

@@ -234,24 +234,24 @@ class MirroredStore(DiskStore):
         self._checked = np.full(len(self), -1, np.int32)
 
     def ensure(self, index_B: np.ndarray) -> None:
-        unchecked_B = index_B[self._checked[index_B] != self._drops[self._of[index_B]]]
+        unchecked_B = index_B[self._checked[index_B] != self._drops[self._file_of[index_B]]]
         if len(unchecked_B):
             self.bring(unchecked_B)
             for index in unchecked_B.tolist():
                 self._check(index)
-                self._checked[index] = self._drops[self._of[index]]
+                self._checked[index] = self._drops[self._file_of[index]]
 
     def _check(self, index: int) -> None:
         if not self._is_sound(index):
             place = self.mirror.place
             log.info("sample %d of %s is not as it was written; it is fetched again", index, place)
-            self.mirror.forget(self._segment(self._of[index]))
-            self._unmap(self._of[[index]])
+            self.mirror.forget(self._segment(self._file_of[index]))
+            self._unmap(self._file_of[[index]])
             super()._check(index)
 
     def addresses(self, index_B: np.ndarray) -> np.ndarray:
         self.ensure(index_B)
-        numbers, number_B = np.unique(self._of[index_B], return_inverse=True)
+        numbers, number_B = np.unique(self._file_of[index_B], return_inverse=True)
         mapped = [self._bytes[number] for number in numbers.tolist()]
         addresses_B: np.ndarray = addresses_of(mapped)[number_B] + self._offsets[index_B]
         held_B = addresses_B.view(_Addresses)
@@ -259,7 +259,7 @@ class MirroredStore(DiskStore):
         return held_B
 
     def _note_damage(self, index: int) -> str:
-        path = self.mirror.place.at(self._segment(self._of[index]).name)
+        path = self.mirror.place.at(self._segment(self._file_of[index]).name)
         return (
             f"its bytes in {path} are not those that were written, and came twice; the file was "
             "changed or is damaged there: build the cache anew"
@@ -268,11 +268,11 @@ class MirroredStore(DiskStore):
     # What of the files is here
 
     def bring(self, index_B: np.ndarray) -> None:
-        self._map(np.unique(self._of[index_B]).tolist())
+        self._map(np.unique(self._file_of[index_B]).tolist())
 
     def drop(self, index_B: np.ndarray, *, from_cache: bool = False) -> None:
         # What others have brought, too, is mapped again when it is read.
-        self._unmap(np.unique(self._of[index_B]))
+        self._unmap(np.unique(self._file_of[index_B]))
 
     def release(self) -> None:
         self._unmap(np.arange(len(self._segments)))

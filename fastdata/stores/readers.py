@@ -112,7 +112,7 @@ class Store:
         self._row_bytes = spec.sample_bytes if decoder is None and spec.is_dense else 0
         self._sizes = index.get("sizes", np.broadcast_to(np.int64(self._row_bytes), length))
         self.shapes = index.get("shapes", np.broadcast_to(shape, (length, len(shape))))
-        self._of = index.get("files", np.broadcast_to(np.int32(0), length))
+        self._file_of = index.get("files", np.broadcast_to(np.int32(0), length))
 
     @property
     def codec(self) -> str:
@@ -143,13 +143,13 @@ class Store:
     def stored(self, index: int) -> Bytes:
         """The bytes of one sample: a read-only view."""
         start = int(self._offsets[index])
-        data: Bytes = self._bytes[self._of[index]][start : start + int(self._sizes[index])]
+        data: Bytes = self._bytes[self._file_of[index]][start : start + int(self._sizes[index])]
         return data
 
     def addresses(self, index_B: np.ndarray) -> np.ndarray:
         """Where the chosen raw samples lie in memory: int64 (B,)."""
         self.ensure(index_B)
-        addresses_B: np.ndarray = self._addresses[self._of[index_B]] + self._offsets[index_B]
+        addresses_B: np.ndarray = self._addresses[self._file_of[index_B]] + self._offsets[index_B]
         return addresses_B
 
     def jpeg_files(self, index_B: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
@@ -165,7 +165,7 @@ class Store:
             self.read_into(index, out)
             return out
         self.ensure(np.array([index]))
-        return self._view(self._of[index], self._offsets[index], self.shape(index))
+        return self._view(self._file_of[index], self._offsets[index], self.shape(index))
 
     def _view(self, number: int, start: int, shape: tuple[int, ...]) -> np.ndarray:
         view: np.ndarray = np.ndarray(shape, self.spec.dtype, self._bytes[number].data, start)
@@ -195,7 +195,7 @@ class Store:
                 self.read_into(index, out)
             return
         self.ensure(index_B)
-        numbers = self._of[index_B].tolist()
+        numbers = self._file_of[index_B].tolist()
         starts_B = self._offsets[index_B]
         if not self._row_bytes or len(set(numbers)) != 1:
             for number, start, out in zip(numbers, starts_B.tolist(), out_B, strict=True):
@@ -250,7 +250,7 @@ class DiskStore(Store):
 
     def _note_damage(self, index: int) -> str:
         """Have the next build write the shard of a sample again; gives what to say."""
-        path = self.files[self._of[index]].path
+        path = self.files[self._file_of[index]].path
         cure = "the next run over its source prepares it anew"
         try:
             path.with_name(receipt_name(path.stem.partition("-")[2])).unlink(missing_ok=True)
@@ -277,8 +277,8 @@ class DiskStore(Store):
 
     def _pieces(self, index_B: np.ndarray) -> Iterator[tuple[DiskFile, int, int]]:
         """File, first byte and size of each piece in which chosen samples lie end to end."""
-        index_B = index_B[np.lexsort((self._offsets[index_B], self._of[index_B]))]
-        numbers_B = self._of[index_B]
+        index_B = index_B[np.lexsort((self._offsets[index_B], self._file_of[index_B]))]
+        numbers_B = self._file_of[index_B]
         starts_B = self._offsets[index_B]
         stops_B = starts_B + self._sizes[index_B]
         gaps = starts_B[1:] - stops_B[:-1]
