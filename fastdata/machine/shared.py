@@ -99,12 +99,14 @@ class Block:
         """Itself, with so many bytes set aside: running out is an error here, no bus error later."""
         try:
             self._ask_for(size_bytes)
-            with self._refusing(size_bytes):
-                if hasattr(os, "posix_fallocate"):
-                    os.posix_fallocate(self._fd, 0, size_bytes)
-                else:
-                    os.ftruncate(self._fd, size_bytes)
-        except BaseException:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(self._fd, 0, size_bytes)
+            else:
+                os.ftruncate(self._fd, size_bytes)
+        except OSError as problem:
+            self.close()
+            raise self._named(problem, size_bytes) from None
+        except MemoryBudgetError:
             self.close()
             raise
         self.size_bytes = size_bytes
@@ -135,15 +137,11 @@ class Block:
             free = f"{memory.format_bytes(available.bytes)} is free ({available.limited_by})"
             raise _refusal(size_bytes, f": {free}")
 
-    @contextlib.contextmanager
-    def _refusing(self, size_bytes: int) -> Iterator[None]:
-        """Say in our words that there is no room left."""
-        try:
-            yield
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
-                raise
-            raise _refusal(size_bytes, f" ({error.strerror})") from None
+    def _named(self, problem: OSError, size_bytes: int) -> Exception:
+        """What to raise, which says it where there is no room left."""
+        if problem.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+            return problem
+        return _refusal(size_bytes, f" ({problem.strerror})")
 
     def trim(self, size_bytes: int) -> None:
         if size_bytes < self.size_bytes:
@@ -164,11 +162,13 @@ class Block:
         if not hasattr(os, "pwrite"):
             self.array("uint8", (rest.nbytes,), offset)[:] = rest
             return
-        with self._refusing(rest.nbytes):
+        try:
             while rest.nbytes:
                 written = os.pwrite(self._fd, rest, offset)
                 rest = rest[written:]
                 offset += written
+        except OSError as problem:
+            raise self._named(problem, rest.nbytes) from None
 
     def array(self, dtype: str, shape: tuple[int, ...], offset: int = 0) -> np.ndarray:
         """View memory from byte ``offset`` on: no copy; read-only once the block is sealed."""
@@ -319,21 +319,23 @@ class ArrayBlock(dict[str, np.ndarray]):
     """Named arrays in one block, sealed unless told; pickles as a handle."""
 
     def __init__(self, arrays: Mapping[str, np.ndarray], *, seal: bool = True) -> None:
-        starts = np.cumsum([0, *(-(-it.nbytes // _ALIGN_BYTES) for it in arrays.values())])
-        starts *= _ALIGN_BYTES
-        block = Block.create(max(int(starts[-1]), 1))
         layout = []
-        for (name, array), start in zip(arrays.items(), starts.tolist(), strict=False):
-            block.write(start, np.ascontiguousarray(array))
-            layout.append((name, array.dtype.str, array.shape, start))
+        end = 0
+        for name, array in arrays.items():
+            layout.append((name, array.dtype.str, array.shape, end))
+            end += -(-array.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
+        block = Block.create(max(end, 1))
+        for name, _, _, start in layout:
+            block.write(start, np.ascontiguousarray(arrays[name]))
         if seal:
             block.seal()
         self.__setstate__((block, layout))
 
     def __setstate__(self, opened: tuple[Block, list[_Place]]) -> None:
         self.block, self._layout = opened
+        memory = self.block.array("uint8", (self.block.size_bytes,)).data
         for name, dtype, shape, start in self._layout:
-            self[name] = self.block.array(dtype, shape, start)
+            self[name] = np.ndarray(shape, dtype, memory, start)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ArrayBlock.__new__, (ArrayBlock,), (self.block, self._layout)
@@ -494,14 +496,18 @@ class SampleTable:
         if kind == "number":
             return self._columns["targets"][index].item()
         if kind == "object":  # pickled by this process's family; nobody else can write there
-            return pickle.loads(_piece(self._columns, "object", index))
+            ends = self._columns["object_ends"]
+            start = ends[index - 1] if index else 0
+            return pickle.loads(self._columns["object"][start : ends[index]].data)
         if kind == "tuple":
             return tuple(place.target(index) for place in self.target_places)
         row = np.array(self._columns["targets"][index])  # of no dimensions too
         return torch.from_numpy(row) if kind == "tensor" else row
 
     def path(self, index: int) -> str:
-        return os.fsdecode(self._prefix + _piece(self._columns, "path", index))
+        ends = self._columns["path_ends"]
+        start = ends[index - 1] if index else 0
+        return os.fsdecode(self._prefix + self._columns["path"][start : ends[index]].tobytes())
 
     def all_paths(self) -> list[str]:
         """All paths, four times as fast as one by one."""
@@ -582,13 +588,6 @@ def _target_columns(
         return {}, kind
     blob, ends = _pack([pickle.dumps(target, protocol=5) for target in targets])
     return {"object": blob, "object_ends": ends}, "object"
-
-
-def _piece(columns: Mapping[str, np.ndarray], name: str, index: int) -> bytes:
-    """One of the byte strings of a column, which are packed end to end."""
-    ends = columns[f"{name}_ends"]
-    start = ends[index - 1] if index else 0
-    return columns[name][start : ends[index]].tobytes()
 
 
 def _pack(strings: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:

@@ -165,11 +165,10 @@ class Store:
             self.read_into(index, out)
             return out
         self.ensure(np.array([index]))
-        return self._view(self._file_of[index], self._offsets[index], self.shape(index))
-
-    def _view(self, number: int, start: int, shape: tuple[int, ...]) -> np.ndarray:
-        view: np.ndarray = np.ndarray(shape, self.spec.dtype, self._bytes[number].data, start)
-        return view
+        data = self._bytes[self._file_of[index]].data
+        start = self._offsets[index]
+        sample: np.ndarray = np.ndarray(self.shape(index), self.spec.dtype, data, start)
+        return sample
 
     def read_into(self, index: int, out: np.ndarray) -> None:
         """Put one sample into ``out``, C-contiguous and of its shape."""
@@ -197,13 +196,15 @@ class Store:
         self.ensure(index_B)
         numbers = self._file_of[index_B].tolist()
         starts_B = self._offsets[index_B]
+        dtype = self.spec.dtype
         if not self._row_bytes or len(set(numbers)) != 1:
             for number, start, out in zip(numbers, starts_B.tolist(), out_B, strict=True):
-                out[...] = self._view(number, start, out.shape)
+                out[...] = np.ndarray(out.shape, dtype, self._bytes[number].data, start)
             return
         first = int(starts_B[0]) % self._row_bytes
-        rows = (len(self._bytes[numbers[0]]) - first) // self._row_bytes
-        table = self._view(numbers[0], first, (rows, *out_B.shape[1:]))
+        data = self._bytes[numbers[0]].data
+        rows = (len(data) - first) // self._row_bytes
+        table: np.ndarray = np.ndarray((rows, *out_B.shape[1:]), dtype, data, first)
         np.take(table, (starts_B - first) // self._row_bytes, axis=0, out=out_B, mode="clip")
 
     def close(self) -> None:
@@ -379,10 +380,8 @@ class DiskFile(Block):
         if size_bytes > free_bytes(self.path.parent):
             raise _full(self.path.parent, f"it takes {format_bytes(size_bytes)}")
 
-    @contextlib.contextmanager
-    def _refusing(self, size_bytes: int) -> Iterator[None]:
-        with naming_full_disk(self.path.parent):
-            yield
+    def _named(self, problem: OSError, size_bytes: int) -> Exception:
+        return _named_full_disk(problem, self.path.parent)
 
     def seal(self) -> None:
         """See to it that all of it is on the disk."""
@@ -478,14 +477,18 @@ def naming_full_disk(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as problem:
-        if problem.errno == errno.EFBIG:
-            raise CacheError(
-                f"a file of the cache in {folder.parent} would be larger than this process may "
-                "write. Raise the limit (ulimit -f), or give codec='zstd' or a smaller resize=."
-            ) from problem
-        if problem.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise _full(folder, f"it ran out of room ({problem.strerror})") from problem
+        raise _named_full_disk(problem, folder) from problem
+
+
+def _named_full_disk(problem: OSError, folder: Path) -> Exception:
+    if problem.errno == errno.EFBIG:
+        return CacheError(
+            f"a file of the cache in {folder.parent} would be larger than this process may write. "
+            "Raise the limit (ulimit -f), or give codec='zstd' or a smaller resize=."
+        )
+    if problem.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return problem
+    return _full(folder, f"it ran out of room ({problem.strerror})")
 
 
 def _full(folder: Path, what: str) -> CacheError:
