@@ -264,7 +264,7 @@ class Reader:
         return [column.program for column in self.columns if column.program is not None]
 
     @cached_property
-    def _dtypes(self) -> list[torch.dtype]:
+    def dtypes(self) -> list[torch.dtype]:
         pairs = zip(self._programs, self.outputs, strict=True)
         return [program.as_tensor(np.empty(0, dtype)).dtype for program, (_, dtype) in pairs]
 
@@ -291,7 +291,7 @@ class Reader:
         forms = [
             f"{shown_class(column.plan.kind).__name__}{shape} of {str(dtype)[6:]}"
             for column, (shape, _), dtype in zip(
-                self.columns, self.outputs, self._dtypes, strict=True
+                self.columns, self.outputs, self.dtypes, strict=True
             )
         ]
         return ", ".join(forms) + (f" in {self.keys}" if self.keys else "")
@@ -441,7 +441,8 @@ class Reader:
         is_last = batch.channels_last and self.can_write_channels_last
         outs = room(len(batch), self.outputs, take, channels_last=is_last)
         self.read_into(outs, batch)
-        return self.as_tensors(outs)
+        # NumPy has no bfloat16, and holds its bits.
+        return list(map(torch.Tensor.view, map(torch.from_numpy, outs), self.dtypes))
 
     def read_into(
         self, outs: list[np.ndarray], batch: IndexBatch, rows_B: np.ndarray | None = None
@@ -467,10 +468,6 @@ class Reader:
         except (UndecodableError, ChannelsError):
             with kept.naming_damage():
                 raise
-
-    def as_tensors(self, outs: list[np.ndarray]) -> list[torch.Tensor]:
-        """Over the same memory; NumPy has no bfloat16, and holds its bits."""
-        return list(map(torch.Tensor.view, map(torch.from_numpy, outs), self._dtypes))
 
     def _refuse_other_sizes(self, index_B: np.ndarray) -> None:
         """Raise ValueError where a mask is not as large as its image, whose draws it takes."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from fastdata.datasets.batch import IndexBatch, as_numbers
@@ -66,7 +67,8 @@ class JoinedReader:
             targets = collate_targets(
                 _in_order(batch, self._ends, readers, lambda k, piece: readers[k].targets_of(piece))
             )
-        return first.joined(first.as_tensors(outs), targets)
+        tensors = list(map(torch.Tensor.view, map(torch.from_numpy, outs), first.dtypes))
+        return first.joined(tensors, targets)
 
     def items(self, batch: IndexBatch, take: Take = fresh) -> list[Any]:
         readers = self._readers
