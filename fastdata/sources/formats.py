@@ -236,8 +236,14 @@ class _Samples:
 # WebDataset
 
 _PICKLED = ("pyd", "pickle", "pkl", "pth", "pt")
-_NUMBERS = ("cls", "cls2", "class", "count", "index", "inx", "id")
-_TEXTS = ("txt", "text", "transcript")
+_DECODERS: dict[str, Callable[[bytes], Any]] = {
+    **{ending.removeprefix("."): decode_image for ending in IMAGE_EXTENSIONS},
+    **dict.fromkeys(("cls", "cls2", "class", "count", "index", "inx", "id"), int),
+    **dict.fromkeys(("txt", "text", "transcript"), bytes.decode),
+    **dict.fromkeys(("json", "jsn"), json.loads),
+    "npy": lambda data: np.lib.format.read_array(io.BytesIO(data), allow_pickle=False),
+}
+"""By the last ending of a file; others stay bytes."""
 _TARGETS = ("cls", "json", "txt")
 _KEY = "__key__"
 
@@ -283,14 +289,14 @@ class TarSamples(_Samples):
                 continue
             info = members[suffix].info
             content = data[info.offset_data : info.offset_data + info.size]
-            values[suffix] = _decode_member(suffix, content)
+            values[suffix] = _decoder_of(suffix)(content)
         return tuple(values.values()) if self._columns is None else values
 
     def _chosen(self, suffixes: list[str]) -> list[str]:
         """The files that are asked for, of those that a sample has."""
         if self._columns is not None:
             return self._choose([*suffixes, _KEY])
-        images = list(filter(_is_image, suffixes))
+        images = [suffix for suffix in suffixes if _decoder_of(suffix) is decode_image]
         targets = [suffix for suffix in _TARGETS if suffix in suffixes]
         if len(images) != 1 or not targets:
             raise ValueError(
@@ -343,21 +349,8 @@ def _check_member(member: _Member, suffixes: Collection[str], size_bytes: int) -
         raise ValueError(f"it holds {name} twice")
 
 
-def _is_image(suffix: str) -> bool:
-    return f".{suffix.rpartition('.')[2]}" in IMAGE_EXTENSIONS
-
-
-def _decode_member(suffix: str, data: bytes) -> Any:
-    kind = suffix.rpartition(".")[2]
-    if _is_image(suffix):
-        return decode_image(data)
-    if kind in _NUMBERS:
-        return int(data)
-    if kind in ("json", "jsn"):
-        return json.loads(data)
-    if kind == "npy":
-        return np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
-    return data.decode() if kind in _TEXTS else data
+def _decoder_of(suffix: str) -> Callable[[bytes], Any]:
+    return _DECODERS.get(suffix.rpartition(".")[2], bytes)
 
 
 # Parquet and Arrow
