@@ -251,15 +251,16 @@ def test_the_last_batch_is_dropped_only_on_request(drop_last: bool) -> None:
 
 
 def test_batches_are_gathered_in_the_memory_of_a_prefetcher() -> None:
-    """A ring given to ``iterate`` holds the batches, and the marks of ``read_ahead`` say what the user has got."""
+    """A ring given to ``iterate`` holds the batches, and the marks of its progress say what the user has got."""
     with CachedDataset(Squares(20)) as dataset, chunked(dataset) as loader:
         ring = BatchRing(loader.ring_slots(3))
         batches = loader.iterate(ring, 3)
-        read_ahead = loader.read_ahead()
+        progress = batches.progress
+        progress.hand_over(progress.mark())
         kept = [next(batches) for _ in range(2)]
         assert ring.bytes_held >= 2 * 4 * 6 * 5
         assert loader.state_dict()["num_yielded"] == 0
-        read_ahead.hand_over(read_ahead.mark())
+        progress.hand_over(progress.mark())
         assert loader.state_dict()["num_yielded"] == 2
         kept += list(batches)
     assert sorted(int(target) for _, targets in kept for target in targets) == list(range(20))

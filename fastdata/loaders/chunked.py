@@ -7,7 +7,7 @@ import itertools
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -22,7 +22,6 @@ from fastdata.datasets.reader import BatchRing
 from fastdata.errors import FastDataError
 from fastdata.loaders.epochs import HELD_BY_USER
 from fastdata.loaders.loader import DataLoader
-from fastdata.loaders.order import Progress
 from fastdata.loaders.samplers import Int64s, Order, RankSampler, chunked, shuffle_quality
 from fastdata.loaders.view import LoaderView
 from fastdata.machine import memory
@@ -65,21 +64,24 @@ class ResidentChunks:
     go is read again.
 
     Args:
-        chunks: the samples of each, in the order of the epoch.
+        samples: of the epoch, in its order.
         locate: the stores that samples lie in, and their positions there.
         chunk_batches: batches of each chunk but the last.
+        batch_size: samples in a batch.
         from_cache: whether the system's page cache lets go of samples, too.
     """
 
     def __init__(
         self,
-        chunks: Sequence[Int64s],
+        samples: Int64s,
         *,
         locate: Callable[[Int64s], Located],
         chunk_batches: int,
+        batch_size: int,
         from_cache: bool,
     ) -> None:
-        self._chunks = chunks
+        size = chunk_batches * batch_size
+        self.chunks = np.split(samples, range(size, len(samples), size))
         self._locate = locate
         self._chunk_batches = chunk_batches
         self._from_cache = from_cache
@@ -114,8 +116,8 @@ class ResidentChunks:
             self._release(chunk)
 
     def _begin(self, chunk: int) -> None:
-        if chunk < len(self._chunks):
-            self._coming[chunk] = self._thread.submit(self._bring, np.sort(self._chunks[chunk]))
+        if chunk < len(self.chunks):
+            self._coming[chunk] = self._thread.submit(self._bring, np.sort(self.chunks[chunk]))
 
     def _bring(self, samples: Int64s) -> list[tuple[DiskStore, Int64s]]:
         brought: list[tuple[DiskStore, Int64s]] = []
@@ -144,8 +146,7 @@ class ChunkSampler(RankSampler):
         make: an order of chunks for a ``world_size``.
         seed: of the order.
         rank, world_size: as the user gave them.
-        chunk_samples: in each chunk.
-        hold: makes the chunks of an epoch resident; None where no samples lie on disk.
+        hold: makes the chunks of an epoch's samples resident; None where none lie on disk.
     """
 
     def __init__(
@@ -154,12 +155,10 @@ class ChunkSampler(RankSampler):
         seed: int,
         rank: int | None,
         world_size: int | None,
-        chunk_samples: int,
-        hold: Callable[[Sequence[Int64s]], ResidentChunks] | None,
+        hold: Callable[[Int64s], ResidentChunks] | None,
     ) -> None:
         self.resident: ResidentChunks | None = None
         self._make = make
-        self._chunk_samples = chunk_samples
         self._hold = hold
         super().__init__(order=make(world_size=1), seed=seed, rank=rank, world_size=world_size)
 
@@ -175,13 +174,10 @@ class ChunkSampler(RankSampler):
         if self._hold is None:
             yield from indices
             return
-        samples = self.order(self.epoch)[self.position + self.rank :: self.num_replicas]
-        size = self._chunk_samples
-        chunks = np.split(samples, range(size, len(samples), size))
-        self.resident = self._hold(chunks)
-        for number, chunk in enumerate(chunks):
-            if self.resident is not None:  # the epoch has not ended
-                self.resident.will_need(number)
+        own = slice(self.position + self.rank, None, self.num_replicas)
+        self.resident = resident = self._hold(self.order(self.epoch)[own])
+        for number, chunk in enumerate(resident.chunks):
+            resident.will_need(number)
             yield from itertools.islice(indices, len(chunk))
 
 
@@ -297,12 +293,13 @@ class ChunkedLoader:
                 ResidentChunks,
                 locate=self._locate,
                 chunk_batches=size // batch_size,
+                batch_size=batch_size,
                 from_cache=self._empties_cache,
             )
         if self._is_mixed:
             make = partial(make, piece_samples=max(size // pieces, 1), chunk_samples=size)
         has_seed = self._view is not None and self._view.seed is not None
-        self._sampler = ChunkSampler(make, seed, rank, world_size, size, hold)
+        self._sampler = ChunkSampler(make, seed, rank, world_size, hold)
         self._loader: DataLoader[Any] = DataLoader(
             dataset,
             batch_size,
@@ -431,9 +428,6 @@ class ChunkedLoader:
     def ring_slots(self, held: int) -> int:
         return self._loader.ring_slots(held)
 
-    def read_ahead(self) -> Progress:
-        return self._loader.read_ahead()
-
     def state_dict(self) -> dict[str, Any]:
         """Return where the latest epoch stands, as ``DataLoader.state_dict``."""
         return self._loader.state_dict()
@@ -461,7 +455,8 @@ class ChunkedLoader:
 class _Epoch:
     """The batches of an epoch; says to the resident chunks when one was handed over."""
 
-    def __init__(self, batches: Iterator[Any], sampler: ChunkSampler) -> None:
+    def __init__(self, batches: Any, sampler: ChunkSampler) -> None:
+        self.progress = batches.progress
         self._batches = batches
         self._sampler = sampler
         self._ended = ""

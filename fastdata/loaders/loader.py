@@ -183,7 +183,7 @@ class DataLoader(_TorchLoader[_T_co]):
         held: int = HELD_BY_USER,
         read: Callable[[Any, BatchRing], Any] | None = None,
     ) -> Any:
-        """Begin an epoch, as ``iter`` does.
+        """Begin an epoch, as ``iter`` does; the iterator's ``progress`` is how far it is.
 
         Args:
             ring: a prefetcher's, where threads gather batches; ``pin_memory="auto"`` leaves pinning
@@ -196,7 +196,11 @@ class DataLoader(_TorchLoader[_T_co]):
             self._served = self._epochs.served = LoaderView.find(self.dataset)
         if self._served:
             self._served.reader()  # which notices what was changed in place
-        self._say_once()
+        if not self._has_warned:
+            self._has_warned = True
+            _warn(
+                self.dataset, self.sampler, self._served, asks_processes=self.workers == "process"
+            )
         is_prefetched = ring is not None
         if ring is None:
             ring = self._ring = self._ring or BatchRing(self.ring_slots(held))
@@ -234,25 +238,6 @@ class DataLoader(_TorchLoader[_T_co]):
         iterator.counts = self._tally.counts
         iterator.handle = handle
         return iterator
-
-    def _say_once(self) -> None:
-        """Warn of samples that every rank reads, and of what keeps batches from being whole."""
-        if self._has_warned:
-            return
-        self._has_warned = True
-        if type(self.sampler) is RandomSampler and find_rank().world_size > 1:
-            warn_user(
-                f"this is one of {find_rank().world_size} ranks, and each of them reads all "
-                "samples of the dataset: the loader's sampler shares out none. Give the loader "
-                "distributed='auto', or a sampler that knows its rank."
-            )
-        new = [] if self._served is None else [p for p in self._served.parts if id(p) not in _SAID]
-        _SAID.update((id(part), part) for part in new)
-        notice = next(filter(None, map(_fallback_notice, new)), "")
-        if self._served is None and not isinstance(self.dataset, IterableDataset):
-            notice = wrapped_notice(self.dataset)
-        if notice and self.workers != "process":
-            warn_user(f"batches are not served whole: {notice}")
 
     def _iterate_torch(self, view: epochs.AnyLoader, progress: Progress, held: int) -> Counted:
         if self.num_workers == 0:
@@ -354,12 +339,6 @@ class DataLoader(_TorchLoader[_T_co]):
         """How many buffers threads and a user who holds ``held`` batches need."""
         return self._choose_engine().workers * (self.prefetch_factor or 0) + 1 + held
 
-    def read_ahead(self) -> Progress:
-        """Count the batches of the epoch just begun where they are handed over, by its marks."""
-        progress = self._epochs.progress
-        progress.hand_over(progress.mark())
-        return progress
-
     def device_obstacle(self) -> str | None:
         """Why nobody can read its batches in another way, for a device to finish them, or None."""
         if self._served is None:
@@ -406,18 +385,15 @@ class DataLoader(_TorchLoader[_T_co]):
             return "workers='process'" if self.workers == "process" else None
         if self._served is None:
             return f"{type(self.dataset).__name__} is no fastdata dataset"
-        if self.worker_init_fn is not None and not self._draws_alone():
+        init = getattr(self.worker_init_fn, "func", self.worker_init_fn)
+        is_lightnings = getattr(init, "__name__", "") == "pl_worker_init_function"  # only seeds
+        # Whether code of the user's runs that it might have prepared.
+        is_prepared = self.collate_fn not in (collate, default_collate)
+        if init is not None and is_prepared and not is_lightnings:
             return "worker_init_fn is for worker processes"
         if not all(draws_nothing(part.target_transform) for part in self._served.parts):
             return "target_transform= may draw random numbers"
         return self._served.latest().obstacle
-
-    def _draws_alone(self) -> bool:
-        """Whether no code of the user's runs that a ``worker_init_fn`` might have prepared."""
-        init = getattr(self.worker_init_fn, "func", self.worker_init_fn)
-        if getattr(init, "__name__", "") == "pl_worker_init_function":  # Lightning's only seeds
-            return True
-        return self.collate_fn in (collate, default_collate)
 
     def _choose_pinning(self, asked: bool | Literal["auto"]) -> PinningPlan:
         if asked != "auto":
@@ -447,6 +423,25 @@ def _fallback_notice(dataset: PreparedDataset) -> str:
         f"{type(dataset).__name__}.{own} is called for each sample. Write what it does as "
         "transform= or target_transform= instead."
     )
+
+
+def _warn(dataset: Any, sampler: Any, served: LoaderView | None, *, asks_processes: bool) -> None:
+    """Warn of samples that every rank reads, and of what keeps batches from being whole."""
+    ranks = find_rank().world_size
+    if type(sampler) is RandomSampler and ranks > 1:
+        warn_user(
+            f"this is one of {ranks} ranks, and each of them reads all samples of the dataset: the "
+            "loader's sampler shares out none. Give the loader distributed='auto', or a sampler "
+            "that knows its rank."
+        )
+    if served is not None:
+        new = [part for part in served.parts if id(part) not in _SAID]
+        _SAID.update((id(part), part) for part in new)
+        notice = next(filter(None, map(_fallback_notice, new)), "")
+    else:
+        notice = "" if isinstance(dataset, IterableDataset) else wrapped_notice(dataset)
+    if notice and not asks_processes:
+        warn_user(f"batches are not served whole: {notice}")
 
 
 def _collating(collate_fn: Any, memory_format: torch.memory_format) -> Any:

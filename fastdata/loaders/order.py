@@ -433,16 +433,8 @@ class _EpochIndices(Iterator[Any]):
         epochs = self._epochs
         if epochs.served is None:
             return indices
-        # Of an unknown sampler nobody knows whether other ranks have the same samples.
-        is_known = self._shared is epochs.ranked or type(self._shared) in _KNOWN
-        draws = _BatchDraws(
-            epochs.served,
-            self._progress.epoch or 0,
-            self._seed,
-            shared=None if is_known else self._shared,
-            is_counted=not _gives_each_once(epochs.sampler),
-        )
-        return map(draws, indices)
+        epoch = self._progress.epoch or 0
+        return map(_BatchDraws(epochs, epochs.served, epoch, self._seed, self._shared), indices)
 
 
 def _with_first(indices: Iterator[Any]) -> Iterator[Any]:
@@ -475,15 +467,15 @@ class _BatchDraws:
     often its index came before; and where a ``Subset`` has several indices of it, by which it is.
 
     Args:
-        served: what is behind the loader.
+        epochs: of the loader.
+        served: what is behind it.
         epoch: its number.
         seed: of its draws.
-        shared: a sampler because of which another rank may have the same sample.
-        is_counted: whether an index may come twice.
+        shared: a sampler that gives each rank its share.
     """
 
     def __init__(
-        self, served: LoaderView, epoch: int, seed: int, *, shared: Any, is_counted: bool
+        self, epochs: Epochs, served: LoaderView, epoch: int, seed: int, shared: Any
     ) -> None:
         self._subset = served.subset
         self._count = served.index_count
@@ -492,10 +484,14 @@ class _BatchDraws:
         self._is_own = len(served.parts) == 1 and served.has_own
         self._epoch = epoch
         self._seed = seed
-        self._rank: int = 0 if shared is None else shared.rank
-        self._ranks: int = 1 if shared is None else shared.num_replicas
+        self._rank = 0
+        self._ranks = 1
+        if shared is not epochs.ranked and type(shared) not in _KNOWN:
+            # Nobody knows whether other ranks have the same samples.
+            self._rank = shared.rank
+            self._ranks = shared.num_replicas
         self._earlier = _earlier_of(self._subset, self._count)
-        is_plain = not is_counted and self._earlier is None
+        is_plain = self._earlier is None and _gives_each_once(epochs.sampler)
         self._seen = None if is_plain else np.zeros(self._length, np.uint32)
 
     def __call__(self, indices: list[int]) -> list[int]:

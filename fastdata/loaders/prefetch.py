@@ -299,7 +299,8 @@ class CudaPrefetcher:
         pinned.ring_slots = loader.ring_slots(held)
         self._ring = self._ring or BatchRing(pinned.ring_slots, pinned.allocate)
         iterator = loader.iterate(self._ring, held, read)
-        progress = loader.read_ahead()
+        progress = iterator.progress
+        progress.hand_over(progress.mark())  # what is read ahead of the user does not count
         marks = {"mark": progress.mark, "hand_over": progress.hand_over}
         return Transfer(iterator, self.device, finish, **marks, **cuda)
 

@@ -16,13 +16,10 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from fastdata.errors import MemoryBudgetError
 from fastdata.report import Line, Report
-
-if TYPE_CHECKING:
-    import psutil  # 7 ms, which only those functions take that ask it
 
 # The machine
 
@@ -72,7 +69,7 @@ def available_bytes(*, root: Path = CGROUP_ROOT, table: Path = CGROUP_TABLE) -> 
     instead of killing it. Page cache that nobody used lately (``inactive_file``) counts as free:
     the kernel drops it before it fails anything.
     """
-    import psutil
+    import psutil  # 7 ms, which only those functions take that ask it
 
     available = Available(bytes=int(psutil.virtual_memory().available), limited_by="system memory")
     for folder in cgroup_folders(root, _read(table), "memory"):
@@ -107,19 +104,15 @@ def tree_pss_bytes(pid: int | None = None) -> int:
         tree = [root, *root.children(recursive=True)]
     except psutil.NoSuchProcess as gone:
         raise ProcessLookupError(f"no process with id {pid}") from gone
-    return sum(_pss_bytes(process) for process in tree)
-
-
-def _pss_bytes(process: psutil.Process) -> int:
-    import psutil
-
-    with contextlib.suppress(psutil.NoSuchProcess):
-        try:
-            found = process.memory_full_info()
-            return int(getattr(found, "pss", found.rss))
-        except (psutil.AccessDenied, OSError):
-            return int(process.memory_info().rss)
-    return 0
+    total_bytes = 0
+    for process in tree:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            try:
+                found = process.memory_full_info()
+                total_bytes += getattr(found, "pss", found.rss)
+            except (psutil.AccessDenied, OSError):
+                total_bytes += process.memory_info().rss
+    return total_bytes
 
 
 def cgroup_folders(root: Path, table_text: str, controller: str) -> list[Path]:
@@ -130,18 +123,15 @@ def cgroup_folders(root: Path, table_text: str, controller: str) -> list[Path]:
     is the container's own.
     """
     folders: list[Path] = []
-    for line in table_text.splitlines():
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
+    for controllers, path in re.findall(r"^\d+:([^:]*):/*(.*)$", table_text, re.M):
+        mounts: list[str] = []
         if not controllers:
-            mounts = [root, root / "unified"]
+            mounts = ["", "unified"]
         elif controller in controllers.split(","):
-            mounts = [root / controllers, root / controller]
-        else:
-            continue
-        inside = Path(os.path.normpath("/" + path.lstrip("/"))[1:])
+            mounts = [controllers, controller]
+        inside = Path(os.path.normpath(f"/{path}")[1:])
         for mount in dict.fromkeys(mounts):
-            folders += map(mount.joinpath, (inside, *inside.parents))
+            folders += [root / mount / each for each in (inside, *inside.parents)]
     return folders
 
 
@@ -343,28 +333,25 @@ def choose_storage(
     kept: Storage = "device" if storage == "device" else "shared"
     if storage != "compressed" and raw_bytes <= budget.bytes:
         return StoragePlan(storage=kept, reason=f"storage={kept!r}: {raw} of {free} free")
-    too_large = f"but {budget}. {would_fit(trials, budget)}"
-    if storage == kept:
-        raise MemoryBudgetError(f"storage={kept!r} needs {raw} {too_large}")
-
-    best = fastest_fitting(trials, budget.bytes, only_lossless=only_lossless)
-    if best is not None:
-        lossy = "" if best.lossless else ", lossy"
-        instead = f"; raw needs {raw}" if storage == "auto" else ""
-        need = f"about {format_bytes(best.need_bytes)} of {free} free{instead}"
-        reason = f"storage='compressed', codec={best.codec!r}{lossy}: {need}"
-        return StoragePlan(storage="compressed", codec=best.codec, reason=reason)
-    usable = [trial for trial in trials if trial.fits(None, only_lossless=only_lossless)]
-    smallest = min(usable, key=lambda trial: trial.need_bytes, default=None)
-    if storage == "auto":
-        least_bytes = min(raw_bytes, smallest.need_bytes) if smallest else raw_bytes
-        least = format_bytes(least_bytes)
-        return StoragePlan(storage="none", reason=f"storage='none': {least} needed, but {budget}")
-    if smallest is None:
-        reasons = "; ".join(f"{trial.codec}: {trial.obstacle}" for trial in trials)
-        raise ValueError(f"storage='compressed' is not possible here: {reasons}.")
-    need = f"codec={smallest.codec!r} needs {format_bytes(smallest.need_bytes)}"
-    raise MemoryBudgetError(f"storage='compressed' with {need} {too_large}")
+    need = f"needs {raw}"
+    if storage != kept:
+        best = fastest_fitting(trials, budget.bytes, only_lossless=only_lossless)
+        if best is not None:
+            what = f"storage='compressed', codec={best.codec!r}{'' if best.lossless else ', lossy'}"
+            instead = f"; raw needs {raw}" if storage == "auto" else ""
+            reason = f"{what}: about {format_bytes(best.need_bytes)} of {free} free{instead}"
+            return StoragePlan(storage="compressed", codec=best.codec, reason=reason)
+        usable = [trial for trial in trials if trial.fits(None, only_lossless=only_lossless)]
+        if storage == "auto":
+            least = format_bytes(min([raw_bytes, *(trial.need_bytes for trial in usable)]))
+            reason = f"storage='none': {least} needed, but {budget}"
+            return StoragePlan(storage="none", reason=reason)
+        if not usable:
+            reasons = "; ".join(f"{trial.codec}: {trial.obstacle}" for trial in trials)
+            raise ValueError(f"storage='compressed' is not possible here: {reasons}.")
+        smallest = min(usable, key=lambda trial: trial.need_bytes)
+        need = f"with codec={smallest.codec!r} needs {format_bytes(smallest.need_bytes)}"
+    raise MemoryBudgetError(f"storage={storage!r} {need} but {budget}. {would_fit(trials, budget)}")
 
 
 def fastest_fitting(
