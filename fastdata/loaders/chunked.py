@@ -20,7 +20,7 @@ from torch.utils.data import IterableDataset
 from fastdata.datasets.dataset import PreparedDataset, index_count, stored_of
 from fastdata.datasets.reader import BatchRing
 from fastdata.errors import FastDataError
-from fastdata.loaders.epochs import HELD_BY_USER
+from fastdata.loaders.epochs import HELD_BY_USER, Counted
 from fastdata.loaders.loader import DataLoader
 from fastdata.loaders.samplers import Int64s, Order, RankSampler, chunked, shuffle_quality
 from fastdata.loaders.view import LoaderView
@@ -99,7 +99,7 @@ class ResidentChunks:
             self._coming[chunk].result()
 
     def passed(self) -> None:
-        """Note that one more batch was handed over; the last one of a chunk makes room."""
+        """As the sampler's; the last batch of a chunk makes room."""
         self._handed += 1
         chunk, batches = divmod(self._handed, self._chunk_batches)
         if not batches:
@@ -180,6 +180,11 @@ class ChunkSampler(RankSampler):
             resident.will_need(number)
             yield from itertools.islice(indices, len(chunk))
 
+    def passed(self) -> None:
+        """Note that one more batch was handed over."""
+        if self.resident is not None:
+            self.resident.passed()
+
 
 class ChunkedLoader:
     """Trains on data larger than memory: a ``DataLoader`` in an order of chunks, under a limit.
@@ -253,8 +258,12 @@ class ChunkedLoader:
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        counts = {"batch_size": batch_size, "chunk_samples": chunk_samples}
-        counts |= {"mix_chunks": mix_chunks, "num_workers": num_workers}
+        counts = {
+            "batch_size": batch_size,
+            "chunk_samples": chunk_samples,
+            "mix_chunks": mix_chunks,
+            "num_workers": num_workers,
+        }
         for name, count in counts.items():
             if count is not None and count < 1:
                 raise ValueError(f"{name}={count} must be at least 1")
@@ -262,7 +271,7 @@ class ChunkedLoader:
         self.drop_last = drop_last
         self.shuffle = shuffle
         self._is_closed = False
-        self._epoch: weakref.ref[_Epoch] | None = None
+        self._epoch: weakref.ref[Counted] | None = None
         is_path = isinstance(dataset, (str, bytes, os.PathLike))
         if is_path or isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
             raise TypeError(
@@ -366,16 +375,14 @@ class ChunkedLoader:
     def _locate(self, samples: Int64s) -> Located:
         """In which files samples of the loader lie, and where in these."""
         assert self._view is not None
-        parts = self._view.parts
         ends = self._view.ends
         if self._view.subset is not None:
             samples = np.sort(self._view.subset[samples] % ends[-1])  # -1 is the last one
-        for part, end in zip(parts, ends.tolist(), strict=True):
-            first = end - index_count(part)
-            mine = samples[(first <= samples) & (samples < end)] - first
-            if len(mine):
+        pieces = np.split(samples, np.searchsorted(samples, ends[:-1]))
+        for part, end, piece in zip(self._view.parts, ends, pieces, strict=True):
+            if len(piece):
                 for store in _disk_stores(part):
-                    yield store, mine
+                    yield store, piece - (end - index_count(part))
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -390,14 +397,18 @@ class ChunkedLoader:
         if self._is_closed:
             raise RuntimeError("the loader was closed; make it again to go on")
         self._end("another one of the same loader was begun")
-        epoch = _Epoch(self._loader.iterate(ring, held), self._sampler)
-        self._epoch = weakref.ref(epoch)
-        return epoch
+        iterator = self._loader.iterate(ring, held)
+        if self._stores:
+            iterator.after_batch = self._sampler.passed
+            iterator.stop = weakref.finalize(iterator, _finish, self._sampler, iterator.stop)
+        self._epoch = weakref.ref(iterator)
+        return iterator
 
     def _end(self, reason: str) -> None:
-        epoch = self._epoch() if self._epoch else None
-        if epoch is not None:
-            epoch.end(reason)
+        iterator = self._epoch() if self._epoch else None
+        if iterator is not None:
+            iterator.ended = reason
+            iterator.stop()
 
     def set_epoch(self, epoch: int) -> None:
         """Make the order and the draws of the coming epochs those of ``epoch``, until set again."""
@@ -452,41 +463,9 @@ class ChunkedLoader:
         self.close()
 
 
-class _Epoch:
-    """The batches of an epoch; says to the resident chunks when one was handed over."""
-
-    def __init__(self, batches: Any, sampler: ChunkSampler) -> None:
-        self.progress = batches.progress
-        self._batches = batches
-        self._sampler = sampler
-        self._ended = ""
-        stop = getattr(batches, "stop", None)
-        self._finish = weakref.finalize(self, _finish, sampler, stop)
-
-    def __iter__(self) -> _Epoch:
-        return self
-
-    def __next__(self) -> Any:
-        if self._ended:
-            raise RuntimeError(f"this iterator has no more batches: {self._ended}")
-        try:
-            return next(self._batches)
-        except StopIteration:
-            self._finish()
-            raise
-        finally:
-            if self._sampler.resident is not None:
-                self._sampler.resident.passed()
-
-    def end(self, reason: str) -> None:
-        self._ended = reason
-        self._finish()
-
-
-def _finish(sampler: ChunkSampler, stop: Callable[[], Any] | None) -> None:
+def _finish(sampler: ChunkSampler, stop: Callable[[], Any]) -> None:
     """Let go of what is in memory once nobody reads it any more, which would map it again."""
-    if stop is not None:
-        stop()
+    stop()
     resident = sampler.resident
     sampler.resident = None
     if resident is not None:

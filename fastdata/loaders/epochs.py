@@ -124,28 +124,25 @@ class LoopCounts:
         }
 
 
-class Tally:
+@dataclass(kw_only=True, slots=True)
+class Tally(LoopCounts):
     """What a loader reports of the epoch in progress."""
 
-    def __init__(self, engine: Engine, pinning: PinningPlan, ring: Slots | None = None) -> None:
-        self.counts = LoopCounts()
-        self._engine = engine
-        self._pinning = pinning
-        self._ring = ring
-        self._fresh_before = ring.fresh_count if ring else 0
+    engine: Engine
+    pinning: PinningPlan
+    ring: Slots | None = None  # that batches come through
+    fresh_before: int = 0  # batches that had got new memory before
 
     def report(self) -> EpochReport:
-        engine = self._engine
-        ring = self._ring
-        figures: dict[str, Any] = self.counts.figures()
-        if ring is not None:
-            figures["fresh_batches"] = ring.fresh_count - self._fresh_before
-            figures["bytes_held"] = ring.bytes_held
+        figures: dict[str, Any] = self.figures()
+        if self.ring is not None:
+            figures["fresh_batches"] = self.ring.fresh_count - self.fresh_before
+            figures["bytes_held"] = self.ring.bytes_held
         return EpochReport(
-            path=engine.path,
-            engine=engine.kind if engine.workers else "inline",
-            workers=engine.workers,
-            pinning=self._pinning.reason,
+            path=self.engine.path,
+            engine=self.engine.kind if self.engine.workers else "inline",
+            workers=self.engine.workers,
+            pinning=self.pinning.reason,
             **figures,
         )
 
@@ -153,10 +150,10 @@ class Tally:
 def sample_count(batch: Any) -> int:
     """Length of the first tensor in a batch; 0 if it has none, or cannot tell; 1 of a scalar."""
     if type(batch) is list and batch and type(batch[0]) is torch.Tensor and batch[0].ndim:
-        return batch[0].size(0)  # most are
+        return len(batch[0])  # most are
     try:
         tensors = [it for it in flatten(batch)[0] if isinstance(it, torch.Tensor)]
-        return next((it.size(0) for it in tensors if it.ndim), len(tensors[:1]))
+        return next((len(it) for it in tensors if it.ndim), len(tensors[:1]))
     except Exception:  # noqa: BLE001  # users' types raise anything, and counting stops nobody
         return 0
 
@@ -170,6 +167,8 @@ class Counted(torch_loader._BaseDataLoaderIter):
     # Of what is read; ends the epoch once the dataset is closed.
     handle: ReaderHandle | JoinedHandle | None = None
 
+    ended = ""  # why no more batches come, although there are some
+    after_batch: Callable[[], Any] | None = None
     _task_info: Any = ()  # batches that were drawn, but not handed over; torch's own name
 
     def __init__(self, view: AnyLoader, progress: Progress) -> None:
@@ -186,7 +185,12 @@ class Counted(torch_loader._BaseDataLoaderIter):
         if self.progress.base_seed is None:
             self.progress.base_seed = drawn
 
+    def stop(self) -> None:
+        """End its threads, if it has some."""
+
     def __next__(self) -> Any:
+        if self.ended:
+            raise RuntimeError(f"this iterator has no more batches: {self.ended}")
         counts = self.counts
         progress = self.progress
         asked_at = counts.ask()
@@ -207,6 +211,8 @@ class Counted(torch_loader._BaseDataLoaderIter):
         finally:
             progress.handed = progress.drawn - len(self._task_info)
             counts.answer(asked_at)
+            if self.after_batch is not None:
+                self.after_batch()
 
 
 def _may_be_told(loader: AnyLoader) -> bool:
@@ -292,7 +298,7 @@ class ThreadIter(Counted):
         self._threads: ThreadPoolExecutor | None = None
         if threads:
             self._threads = ThreadPoolExecutor(threads, thread_name_prefix="fastdata-loader")
-            self.stop = weakref.finalize(self, _stop, self._threads)
+            self.stop = weakref.finalize(self, _stop, self._threads)  # type: ignore[method-assign]
             if not _may_be_told(view):
                 self._submit(self._threads)
 

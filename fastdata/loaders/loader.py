@@ -34,7 +34,7 @@ from fastdata.errors import counted, kind_of
 from fastdata.loaders import epochs
 from fastdata.loaders.epochs import HELD_BY_USER, Counted, Engine, Tally
 from fastdata.loaders.order import Epochs, Progress, length_of, undisturbed
-from fastdata.loaders.samplers import RankSampler, Uneven
+from fastdata.loaders.samplers import RankSampler, Uneven, check_choice
 from fastdata.loaders.view import LoaderView, fallback_notice, wrapped_notice
 from fastdata.machine import memory
 from fastdata.machine.memory import PinningPlan, budget_bytes, choose_pinning
@@ -135,8 +135,8 @@ class DataLoader(_TorchLoader[_T_co]):
         memory_format: torch.memory_format = torch.contiguous_format,
     ) -> None:
         _collating(None, memory_format)  # which refuses others
-        _check_choice("workers", workers, "'auto', 'thread', 'process'")
-        _check_choice("distributed", distributed, "'off', 'auto', 'exact'")
+        check_choice("workers", workers, "'auto', 'thread', 'process'")
+        check_choice("distributed", distributed, "'off', 'auto', 'exact'")
         if distributed != "off" and sampler is None and batch_sampler is None:
             sampler, shuffle = _share(dataset, bool(shuffle), drop_last, distributed), None
         if isinstance(pin_memory, str) and pin_memory != "auto":
@@ -169,7 +169,7 @@ class DataLoader(_TorchLoader[_T_co]):
         self._has_warned = False
         self._pinning = self._choose_pinning(pin_memory)
         self.pin_memory = self._pinning.pin
-        self._tally = Tally(self._choose_engine(), self._pinning)
+        self._tally = Tally(engine=self._choose_engine(), pinning=self._pinning)
 
     def __iter__(self) -> Any:
         return self._get_iterator()
@@ -234,8 +234,10 @@ class DataLoader(_TorchLoader[_T_co]):
                     read=read,
                 )
                 iterator = epochs.ThreadIter(view, progress, ring, maker, threads=engine.workers)
-        self._tally = Tally(engine, self._pinning, iterator.ring)
-        iterator.counts = self._tally.counts
+        fresh_before = iterator.ring.fresh_count if iterator.ring else 0
+        iterator.counts = self._tally = Tally(
+            engine=engine, pinning=self._pinning, ring=iterator.ring, fresh_before=fresh_before
+        )
         iterator.handle = handle
         return iterator
 
@@ -456,11 +458,6 @@ def _collating(collate_fn: Any, memory_format: torch.memory_format) -> Any:
     if isinstance(collate_fn, RingCollate):
         return RingCollate(ChannelsLast(collate_fn.collate), slots=collate_fn.slots)
     return ChannelsLast(collate_fn)
-
-
-def _check_choice(name: str, value: str, choices: str) -> None:
-    if repr(value) not in choices.split(", "):
-        raise ValueError(f"{name}={value!r} is not one of {choices}")
 
 
 def _share(

@@ -531,12 +531,9 @@ class _BatchDraws:
 
 def _earlier_of(subset: np.ndarray | None, count: int) -> np.ndarray | None:
     """Of each index of a Subset, how many smaller ones are of the same sample; None if none are."""
-    if subset is None or not len(subset):
+    if subset is None or not count:
         return None
-    sample_of = np.where(subset < 0, subset + count, subset)
-    if sample_of.min() < 0 or sample_of.max() >= count:
-        return None  # who reads them is told
-    earlier = count_earlier(np.zeros(count, np.uint32), sample_of)
+    earlier = count_earlier(np.zeros(count, np.uint32), subset % count)
     return earlier if earlier.any() else None
 
 

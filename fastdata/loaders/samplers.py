@@ -150,12 +150,11 @@ def balanced(targets: Any, replacement: bool = False) -> Order:
     except TypeError as error:
         raise ValueError(f"targets cannot be sorted, as classes are: {error}") from error
     classes = inverse.astype(np.int64)
-    counts = np.bincount(classes)
-    most = len(names) * int(counts.min())
     draw = partial(_draw_balanced, classes, replacement)
     identity = {"order": "balanced", "replacement": replacement, "targets": _checksum(classes)}
     if replacement:
         return Order(draw, len(found), len(found), math.inf, identity)
+    most = len(names) * int(np.bincount(classes).min())
     return Order(draw, len(found), most, most, identity)
 
 
@@ -260,15 +259,16 @@ def _draw_mixed(
     lengths: Int64s, shares: npt.NDArray[np.float64], seed: int, epoch: int, count: int
 ) -> Int64s:
     ends = np.rint(np.cumsum(shares) * count).astype(np.int64)
-    firsts = np.cumsum(lengths) - lengths
+    takes = np.diff(ends, prepend=0).tolist()
     parts = []
-    for number, taken in enumerate(np.diff(ends, prepend=0)):
-        length = int(lengths[number])
+    first = 0
+    for number, (length, taken) in enumerate(zip(lengths.tolist(), takes, strict=True)):
         rounds = [
             _draw_shuffled(length, seed ^ (number << 32), (epoch << 16) + again, length)
-            for again in range(-(-int(taken) // length))
+            for again in range(-(-taken // length))
         ]
-        parts.append(firsts[number] + np.concatenate([*rounds, [0]])[:taken])
+        parts.append(first + np.concatenate([*rounds, [0]])[:taken])
+        first += length
     order: Int64s = np.concatenate(parts)[_draw_shuffled(count, seed, epoch, count)]
     return order
 
@@ -433,8 +433,7 @@ class RankSampler(DistributedSampler[int]):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        if uneven not in ("pad", "drop", "keep"):
-            raise ValueError(f"uneven={uneven!r} is not one of 'pad', 'drop', 'keep'")
+        check_choice("uneven", uneven, "'pad', 'drop', 'keep'")
         if order is None:
             if dataset is None:
                 raise TypeError("RankSampler needs a dataset, its length, or an order=")
@@ -572,6 +571,11 @@ class RankSampler(DistributedSampler[int]):
         self.position = state["position"]
         self.has_begun = False
         self.is_set = False
+
+
+def check_choice(name: str, value: str, choices: str) -> None:
+    if repr(value) not in choices.split(", "):
+        raise ValueError(f"{name}={value!r} is not one of {choices}")
 
 
 def name_differences(saved: State, own: State) -> str:

@@ -537,28 +537,26 @@ def plan_chunks(
     free_bytes = limit_bytes - in_use_bytes - reserve_bytes
     held_bytes = CHUNKS_HELD * sample_bytes * batch_size  # of chunks, for each of their batches
     most = -(-samples // batch_size)
-    wanted = min(_ENOUGH_BATCHES, most)
+    batches: float = min(_ENOUGH_BATCHES, most)
     if chunk_samples is not None:
-        wanted = min(max(chunk_samples // batch_size, 1), most)
+        batches = min(max(chunk_samples // batch_size, 1), most)
     each_bytes = 2 * batch_bytes + worker_bytes
-    fitting = (free_bytes - fixed_bytes - wanted * held_bytes) // each_bytes
+    fitting = (free_bytes - fixed_bytes - batches * held_bytes) // each_bytes
     ahead = free_bytes * _BATCHES_SHARE // (2 * batch_bytes)
     workers = int(max(min(most_workers, fitting, ahead), 1))
     batches_bytes = fixed_bytes + workers * each_bytes
-    batches = wanted
-    if not sample_bytes:
-        batches = 0
-    elif chunk_samples is None:
-        useful = max(int(CHUNKS_HELD * most_bytes // held_bytes), _ENOUGH_BATCHES)
-        batches = max(min(int((free_bytes - batches_bytes) // held_bytes), useful, most), 1)
+    if held_bytes and chunk_samples is None:
+        useful = max(CHUNKS_HELD * most_bytes // held_bytes, _ENOUGH_BATCHES)
+        batches = max(min((free_bytes - batches_bytes) // held_bytes, useful, most), 1)
+    size = int(batches) * batch_size if held_bytes else 0
     plan = ChunkPlan(
         limit_bytes=limit_bytes,
         in_use_bytes=in_use_bytes,
         reserve_bytes=reserve_bytes,
         batches_bytes=batches_bytes,
         workers=workers,
-        chunk_samples=batches * batch_size,
-        chunk_bytes=int(batches * batch_size * sample_bytes),
+        chunk_samples=size,
+        chunk_bytes=int(size * sample_bytes),
     )
     if plan.peak_bytes + reserve_bytes > limit_bytes:
         raise MemoryBudgetError(_too_little(plan))
