@@ -73,25 +73,23 @@ class BatchMaker:
         with shown_as("fastdata: read"):
             if self.read is not None:
                 return self.read(indices, self.ring)
-            batch = self._make(indices, draws)
+            handle = self.handle
+            reader = None if handle is None else handle.reader or handle()
+            is_whole = reader is not None and reader.obstacle is None
+            # Whether no code of the user's own reads.
+            is_ours = reader is not None and is_whole and reader.target_transform is None
+            is_collated = is_whole and self.collate_fn is collate
+            with nullcontext() if is_ours or not self.in_thread else BatchDraws(draws.apart()):
+                if reader is not None:
+                    read = reader if is_collated else reader.items
+                    batch = read(indices, self.ring.take)
+                elif getattr(self.dataset, "__getitems__", None):
+                    batch = self.dataset.__getitems__(indices)
+                else:
+                    batch = [self.dataset[index] for index in indices]
+            if not is_collated:
+                batch = draws.collated(self.collate_fn, batch)
             return as_channels_last(batch) if self.channels_last else batch
-
-    def _make(self, indices: Any, draws: DrawKey) -> Any:
-        handle = self.handle
-        reader = None if handle is None else handle.reader or handle()
-        is_whole = reader is not None and reader.obstacle is None
-        # Whether no code of the user's own reads.
-        is_ours = reader is not None and is_whole and reader.target_transform is None
-        with nullcontext() if is_ours or not self.in_thread else BatchDraws(draws.apart()):
-            if reader is not None and is_whole and self.collate_fn is collate:
-                return reader(indices, self.ring.take)
-            if reader is not None:
-                samples = reader.items(indices, self.ring.take)
-            elif getattr(self.dataset, "__getitems__", None):
-                samples = self.dataset.__getitems__(indices)
-            else:
-                samples = [self.dataset[index] for index in indices]
-        return draws.collated(self.collate_fn, samples)
 
 
 @dataclass(slots=True)
@@ -133,7 +131,7 @@ class Tally(LoopCounts):
     ring: Slots | None = None  # that batches come through
     fresh_before: int = 0  # batches that had got new memory before
 
-    def report(self) -> EpochReport:
+    def report(self, prepared: float) -> EpochReport:
         figures: dict[str, Any] = self.figures()
         if self.ring is not None:
             figures["fresh_batches"] = self.ring.fresh_count - self.fresh_before
@@ -143,6 +141,7 @@ class Tally(LoopCounts):
             engine=self.engine.kind if self.engine.workers else "inline",
             workers=self.engine.workers,
             pinning=self.pinning.reason,
+            prepared=prepared,
             **figures,
         )
 

@@ -11,7 +11,6 @@ import operator
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -275,10 +274,7 @@ class DataLoader(_TorchLoader[_T_co]):
 
     def report(self) -> EpochReport:
         """How the latest epoch went; ``.path`` says how batches are read, and why."""
-        report = self._tally.report()
-        if self._served is None:
-            return report
-        return replace(report, prepared=self._served.prepared_share)
+        return self._tally.report(self._served.prepared_share if self._served else 1.0)
 
     def __repr__(self) -> str:
         length = length_of(self)

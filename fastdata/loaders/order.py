@@ -434,7 +434,10 @@ class _EpochIndices(Iterator[Any]):
         if epochs.served is None:
             return indices
         epoch = self._progress.epoch or 0
-        return map(_BatchDraws(epochs, epochs.served, epoch, self._seed, self._shared), indices)
+        draws = _BatchDraws(epochs, epochs.served, epoch, self._seed, self._shared)
+        # Only a subclass of one's own may know what an index means.
+        is_own = len(epochs.served.parts) == 1 and epochs.served.has_own
+        return map(draws.attempt if is_own else draws, indices)
 
 
 def _with_first(indices: Iterator[Any]) -> Iterator[Any]:
@@ -480,8 +483,6 @@ class _BatchDraws:
         self._subset = served.subset
         self._count = served.index_count
         self._length = self._count if self._subset is None else len(self._subset)
-        # Only the dataset knows what an index means.
-        self._is_own = len(served.parts) == 1 and served.has_own
         self._epoch = epoch
         self._seed = seed
         self._rank = 0
@@ -494,15 +495,14 @@ class _BatchDraws:
         is_plain = self._earlier is None and _gives_each_once(epochs.sampler)
         self._seen = None if is_plain else np.zeros(self._length, np.uint32)
 
-    def __call__(self, indices: list[int]) -> list[int]:
+    def attempt(self, indices: list[int]) -> list[int]:
+        """The indices as they are where they are none of samples."""
         try:
-            return self._batch_of(indices)
+            return self(indices)
         except (IndexError, TypeError, ValueError):
-            if not self._is_own:
-                raise
             return indices
 
-    def _batch_of(self, indices: list[int]) -> IndexBatch:
+    def __call__(self, indices: list[int]) -> IndexBatch:
         try:  # 5 us for 256 indices
             is_list = type(indices) is list
             index_B = np.asarray(array("q", indices)) if is_list else as_numbers(indices)

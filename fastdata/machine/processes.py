@@ -183,7 +183,7 @@ class Leader:
         """
         data = io.BytesIO()
         pickler = _Pickler(data, protocol=5)
-        pickler.known = known
+        pickler.places = {id(each): place for place, each in enumerate(known)}
         pickler.dump(value)
         with open(self._fd, "wb", closefd=False) as file:
             file.write(f"{os.getpid()} {find_rank().rank}\n".encode())
@@ -206,11 +206,10 @@ def _leave(fd: int, path: Path, pid: int) -> None:
 
 
 class _Pickler(pickle.Pickler):
-    known: Sequence[Any]
+    places: dict[int, int]
 
     def persistent_id(self, value: Any) -> int | None:
-        places = range(len(self.known)) if value is not None else ()
-        return next((place for place in places if self.known[place] is value), None)
+        return None if value is None else self.places.get(id(value))
 
 
 class _Unpickler(pickle.Unpickler):
