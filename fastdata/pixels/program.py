@@ -138,8 +138,10 @@ class Program:
                     source.read_into(index, out[row])
         if pairs and len(index_B):
             keys = _keys(seed, visits_B, index_B)
-            for samples, first, last in self._samples(source, keys.indices):
-                _serve(pairs, samples, keys, rows_B, first, last)
+            if isinstance(source, core.Samples):
+                _serve(pairs, source, keys, rows_B)
+            else:
+                self._serve_store(pairs, source, keys, rows_B)
 
     def run_one(
         self, source: Readable | core.Samples, index: int, visit: int | Int64s, seed: int
@@ -185,44 +187,40 @@ class Program:
         """What was served as a tensor over the same memory; NumPy has no bfloat16, and holds its bits."""
         return torch.from_numpy(served).view(getattr(torch, self._served_dtype))
 
-    def _samples(
-        self, source: Readable | core.Samples, index_B: Int64s
-    ) -> Iterator[tuple[core.Samples, int, int]]:
-        """What the core reads a batch from, and which of its samples are there then."""
-        count = len(index_B)
-        if isinstance(source, core.Samples):
-            yield source, 0, count
-            return
+    def _serve_store(
+        self, pairs: list[_Pair], store: Readable, keys: core.Keys, rows_B: Int64s | None
+    ) -> None:
+        index_B = keys.indices
         indices = index_B.tolist()
-        shapes_B3 = self._dense_shapes(count)
+        shapes_B3 = self._dense_shapes(len(indices))
         if shapes_B3 is None:
-            shapes_B3 = np.array([_planes(source.shape(index)) for index in indices], np.int32)
-        if source.gives_views:
-            yield core.Samples(source.addresses(index_B), shapes_B3), 0, count
+            shapes_B3 = np.array([_planes(store.shape(index)) for index in indices], np.int32)
+        if store.gives_views:
+            _serve(pairs, core.Samples(store.addresses(index_B), shapes_B3), keys, rows_B)
             return
-        files = source.jpeg_files(index_B)
+        files = store.jpeg_files(index_B)
         if files is not None:
-            images = OpenedImages.stored(*files, shapes_B3, lambda b: source.read(indices[b]))
-            yield images, 0, count
+            images = OpenedImages.stored(*files, shapes_B3, lambda b: store.read(indices[b]))
+            _serve(pairs, images, keys, rows_B)
             return
         decoded = [
-            self._scratch.take(f"decoded {b % _AHEAD}", source.shape(index))
+            self._scratch.take(f"decoded {b % _AHEAD}", store.shape(index))
             for b, index in enumerate(indices)
         ]
         samples = core.Samples(addresses_of(decoded), shapes_B3)
         # A few at a time, while their pixels are in the cache.
-        for first in range(0, count, _AHEAD):
-            last = min(first + _AHEAD, count)
+        for first in range(0, len(indices), _AHEAD):
+            last = min(first + _AHEAD, len(indices))
             for b in range(first, last):
-                source.read_into(indices[b], decoded[b])
-            yield samples, first, last
+                store.read_into(indices[b], decoded[b])
+            _serve(pairs, samples, keys, rows_B, first, last)
 
     def _served(self, out: Array, samples: core.Samples, keys: core.Keys) -> core.Batch:
         """What the core fills ``out`` by."""
         is_last = not out.flags.c_contiguous
         if is_last and not (out.ndim == 4 and out.transpose(0, 2, 3, 1).flags.c_contiguous):
             raise ValueError("the memory for a batch must be C-contiguous or channels_last")
-        shape = _planes(out.shape[1:])
+        shape = out.shape[1:] if out.ndim == 4 else (1, *out.shape[1:])
         table = self._table
         solved = table.solve(keys, samples.shapes_B3) if table.has_perspectives else None
         values = self._values(shape[0])

@@ -68,7 +68,8 @@ def recognise(step: Any, at: int, state: State) -> State:
     Raises:
         UnknownStepError: it has to run as it is.
     """
-    refuse(type(step) is Views, "gives several views, which only the last step may")
+    if type(step) is Views:
+        raise UnknownStepError("gives several views, which only the last step may")
     name = known_name(step) or ""
     try:
         read: Op | State
@@ -76,9 +77,9 @@ def recognise(step: Any, at: int, state: State) -> State:
             read = _read_published(step, at, state)
         elif state.is_beside:
             read = _read_beside(step, at, state, name)
+        elif state.kind in ("array", "mask", "video"):
+            raise UnknownStepError(f"gets {state.kind}s, which are no images to batch ops")
         else:
-            is_other = state.kind in ("array", "mask", "video")
-            refuse(is_other, f"gets {state.kind}s, which are no images to batch ops")
             read = READERS[name](step, at, state)
     except (AttributeError, TypeError, ValueError, RuntimeError) as unread:
         raise UnknownStepError(f"has arguments that are not served: {unread}") from unread

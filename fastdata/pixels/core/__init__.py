@@ -164,7 +164,7 @@ def open_library(folder: Path) -> ctypes.CDLL:
         )
     file = files[max(each for each in files if each <= level)]
     library = ctypes.CDLL(str(file))
-    sources = b"".join(path.read_bytes() for path in sorted(folder.glob("*.[ch]")))
+    sources = b"".join(map(Path.read_bytes, sorted(folder.glob("*.[ch]"))))
     if ctypes.c_uint32(library.fastdata_sources()).value != zlib.crc32(sources):
         raise OSError(
             f"{file} was built of other sources than those beside it: install fastdata again."
