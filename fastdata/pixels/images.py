@@ -343,7 +343,7 @@ _TENSOR_LOADERS = {
 """Package and name of functions that may be loaders that fastdata knows."""
 
 
-def opening_of(loader: Callable[[str], Any]) -> Opening | None:
+def opening_of(loader: Callable[[str], Any] | None) -> Opening | None:
     """How a loader opens files, where fastdata can do the same; None for others' loaders."""
     if loader is load_image:
         return _OF_PIL

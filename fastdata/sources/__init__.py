@@ -124,8 +124,8 @@ class FileSource:
 
     Args:
         paths, targets: of the samples.
-        loader: opens a file by its path. Of a remote file, one of the user's own gets the path of a
-            temporary copy.
+        loader: opens a file by its path; without one, samples are the files' bytes. Of a remote
+            file, one of the user's own gets the path of a temporary copy.
         place: that all or most remote files lie below. Those that are expected are fetched
             together, in the background.
         facts: of remote files ``sizes`` and ``tags``, int64 (N,); -1 where they are not known. A
@@ -138,7 +138,7 @@ class FileSource:
         self,
         paths: Sequence[str],
         targets: Sequence[Any],
-        loader: Loader,
+        loader: Loader | None,
         place: Place | None = None,
         facts: Mapping[str, np.ndarray] | None = None,
     ) -> None:
@@ -162,10 +162,10 @@ class FileSource:
         return opening_of(self.loader)
 
     def read(self, index: int) -> Pair:
-        if not self.is_remote:
+        if self.loader is not None and not self.is_remote:
             return self.loader(self.paths[index]), self.targets[index]
         [data] = self.read_files([index])
-        if self.loader is _read_bytes:
+        if self.loader is None:
             return np.frombuffer(data, np.uint8), self.targets[index]
         if self.opening is not None:
             return self.opening.decode(data), self.targets[index]
@@ -205,7 +205,7 @@ class FileSource:
 
     def as_bytes(self) -> Self:
         """The files as they are, unopened: uint8 (bytes,)."""
-        return self.over({"loader": _read_bytes})  # what one expects the other reads
+        return self.over({"loader": None})  # what one expects the other reads
 
     def columns_of(self, indices: Indices) -> dict[str, Any]:
         """What is known of these samples, for ``over`` in another process."""
@@ -247,10 +247,6 @@ def _chosen(column: Any, indices: Indices) -> list[Any]:
     if isinstance(column, ListView):
         return column.chosen(indices)
     return [column[index] for index in indices]
-
-
-def _read_bytes(path: str) -> np.ndarray:
-    return np.fromfile(path, np.uint8)
 
 
 class DatasetSource:
