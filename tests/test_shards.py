@@ -28,9 +28,9 @@ from conftest import save_image
 from fastdata import CachedDataset, ImageFolder
 from fastdata.errors import IngestError, SampleError
 from fastdata.sources.remote import Place
-from fastdata.stores import build as build_module
-from fastdata.stores.build import samples_per_shard
+from fastdata.stores import shards as shards_module
 from fastdata.stores.cache import INDEX, Cache
+from fastdata.stores.shards import samples_per_shard
 from fastdata.tools.__main__ import main
 
 Folder = Callable[..., Path]
@@ -65,7 +65,7 @@ def cached(root: Path, **options: Any) -> ImageFolder:
 def _even_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files are cut into runs of exactly the size that is asked for."""
     monkeypatch.setattr(
-        build_module, "_cut", lambda names, size: [*range(size, len(names), size), len(names)]
+        shards_module, "_cut", lambda names, size: [*range(size, len(names), size), len(names)]
     )
 
 
@@ -359,7 +359,7 @@ def test_machines_must_share_the_folder(
 ) -> None:
     """Shards that were written where this process does not see them are an error that says so."""
     root = image_folder(classes=("a",), per_class=4, size=(12, 10))
-    monkeypatch.setattr("fastdata.stores.build.os.replace", lambda source, target: None)
+    monkeypatch.setattr("fastdata.stores.shards.os.replace", lambda source, target: None)
     with pytest.raises(
         IngestError, match=r"shard 0, samples 0 to 3 was written but is not in .*must share"
     ):
@@ -454,7 +454,7 @@ def test_files_that_come_and_go_leave_other_runs_alone(monkeypatch: pytest.Monke
     names = [b"%05d.jpg" % number for number in range(0, 20_000, 2)]
 
     def runs(names: list[bytes]) -> set[tuple[bytes, ...]]:
-        stops = build_module._cut(names, 100)
+        stops = shards_module._cut(names, 100)
         return {tuple(names[a:b]) for a, b in itertools.pairwise([0, *stops])}
 
     before = runs(names)

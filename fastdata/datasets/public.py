@@ -39,7 +39,7 @@ from fastdata.stores.options import DatasetOptions, Options, read_options, with_
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
-    from fastdata.stores.build import Listing
+    from fastdata.stores.shards import Listing
 
 
 class _ImageFiles(PreparedDataset):
@@ -79,7 +79,7 @@ class _ImageFiles(PreparedDataset):
         self._build(self._files_of(table), options, transform, target_transform, table=table)
 
     def _list_files(self, source: Source) -> tuple[Listing | None, str]:
-        from fastdata.stores.build import list_paths
+        from fastdata.stores.shards import list_paths
 
         root, table = os.fspath(self.root), self._stored.table
         assert isinstance(source, FileSource)
@@ -439,7 +439,7 @@ class CachedDataset(PreparedDataset):
         self._build(source, chosen, transform, target_transform, prepare=prepare)
 
     def _list_files(self, source: Source) -> tuple[Listing | None, str]:
-        from fastdata.stores.build import list_paths
+        from fastdata.stores.shards import list_paths
 
         found = [source.path(index) for index in range(len(source))]
         paths = [path for path in found if path is not None]
