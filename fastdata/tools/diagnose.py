@@ -31,6 +31,7 @@ from torch.utils.data import IterableDataset, Subset
 
 from fastdata.datasets.dataset import PreparedDataset
 from fastdata.datasets.public import CachedDataset
+from fastdata.errors import counted
 from fastdata.loaders.epochs import sample_count
 from fastdata.loaders.loader import DataLoader
 from fastdata.loaders.prefetch import CudaPrefetcher
@@ -175,7 +176,7 @@ class Diagnosis(Report):
         yield "the loop", f"{self.loop_per_s:,.0f}", "samples/s"
         if self.loader_per_s is not None:
             rate = f"{self.loader_per_s:,.0f}"
-            yield "the loader alone", rate, f"samples/s, {self.workers} workers"
+            yield "the loader alone", rate, f"samples/s, {counted(self.workers, 'worker')}"
         if self.parts:
             yield "a sample, on one core", "", ""
         for part in self.parts:
@@ -317,12 +318,12 @@ def _examine(loop: TimedLoop) -> Diagnosis:
     )
     if not is_torchs:
         return found
-    works = {
-        "the loader alone": _loader_alone,
-        "what a sample costs": _parts,
-        "keeping samples in memory": _when_kept,
-    }
-    for what, work in works.items():
+    works = (
+        ("the loader alone", _loader_alone),
+        ("what a sample costs", _parts),
+        ("keeping samples in memory", _when_kept),
+    )
+    for what, work in works:
         try:
             figures = apart(partial(work, loader, found), limit_s=_PATIENCE_S)
         except Exception as error:  # noqa: BLE001  # of the user's code, under settings of ours
