@@ -9,6 +9,7 @@ refused; whether memory was touched that is not its own, AddressSanitizer says, 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import sys
 import time
 from collections import Counter
@@ -172,14 +173,20 @@ def _serve(fuzz: Fuzz, table: core.Table, image: np.ndarray) -> str:
     out = np.empty((1, channels, height, width), DTYPES[dtype])
     channels_last = bool(fuzz.pick(False, True))
     solved = np.ones((1, ops.shape[1], 8)) if ops.shape[1] else None
-    batch = core.make_batch(
-        table,
-        core.make_values(dtype, "none", [([0.5], [2.0], True)] * fuzz.pick(0, 1, 2), channels),
-        out.ctypes.data,
-        out.shape[1:],
-        solved,
+    normalizations = [([0.5], [2.0], True)] * fuzz.pick(0, 1, 2)
+    values = core.make_values(dtype, "none", normalizations, channels)
+    batch = core.Batch(
+        table=ctypes.addressof(table),
+        values=values,
+        out_B=out.ctypes.data,
+        channels=channels,
+        height=height,
+        width=width,
         channels_last=channels_last,
     )
+    if solved is not None:
+        batch.solved_Bk8 = solved.ctypes.data
+        batch.solved = solved.shape[1]
     source = np.array([image.ctypes.data], np.int64)
     core.serve(core.Samples(source, shape), keys, [batch])
     return "served"

@@ -116,26 +116,33 @@ def flatten(transform: Any) -> tuple[Any, ...]:
     Callables of the user's own are seen through where they only call steps. One that returns
     several results, as MoCo's two crops, is read as ``Views``.
     """
-    if transform is None:
-        return ()
-    kind = type(transform)
-    name = known_name(transform)
-    parts: Any = None
-    if kind is tuple or (kind is torch.nn.Sequential and not changed_part(transform)):
-        parts = transform
-    elif name == "Compose":
-        parts = transform.transforms
-    elif name == "ImageClassification" or kind.__module__.startswith("albumentations."):
-        if transform not in _INSTEAD:
-            _INSTEAD[transform] = _preset_steps(transform) if name else (_Named(transform),)
-        return _INSTEAD[transform]
-    elif name is None:
-        parts = seen_through(transform)
-    elif name == "Lambda" and getattr(transform, "types", (object,)) == (object,):
-        parts = seen_through(transform.lambd)
-    if parts is None:
-        return (transform,)
-    return tuple(chain.from_iterable(map(flatten, parts)))
+    steps: list[Any] = []
+    waiting = [transform]
+    while waiting:
+        step = waiting.pop()
+        if step is None:
+            continue
+        kind = type(step)
+        name = known_name(step)
+        parts: Any = None
+        if kind is tuple or (kind is torch.nn.Sequential and not changed_part(step)):
+            parts = step
+        elif name == "Compose":
+            parts = step.transforms
+        elif name == "ImageClassification" or kind.__module__.startswith("albumentations."):
+            if step not in _INSTEAD:
+                _INSTEAD[step] = _preset_steps(step) if name else (_Named(step),)
+            steps += _INSTEAD[step]
+            continue
+        elif name is None:
+            parts = seen_through(step)
+        elif name == "Lambda" and getattr(step, "types", (object,)) == (object,):
+            parts = seen_through(step.lambd)
+        if parts is None:
+            steps.append(step)
+        else:
+            waiting += reversed([*parts])
+    return tuple(steps)
 
 
 def joint_steps(transforms: Any) -> tuple[Any, ...]:
@@ -186,10 +193,14 @@ def known_name(step: Any) -> str | None:
     A step that was changed on the object itself is nobody's but the user's. A class that says
     ``__torchvision_equal__ = "RandomCrop"`` is taken at its word: same attributes, same pixels.
     """
-    kind = type(step)
+    kind: Any = type(step)
     if kind.__module__.startswith(_LIBRARIES):
-        prefix = "timm." if kind.__module__.startswith("timm.") else ""
-        return None if changed_part(step) else prefix + kind.__name__
+        held: dict[str, Any] = getattr(step, "__dict__", {})
+        # As ``changed_part``, in place: steps are asked for their names often.
+        is_hooked = held.get("_forward_pre_hooks") or held.get("_forward_hooks")
+        if is_hooked or not _members(kind).isdisjoint(held):
+            return None
+        return f"timm.{kind.__name__}" if kind.__module__.startswith("timm.") else kind.__name__
     if getattr(step, "__module__", None) == "PIL.ImageOps":
         return str(step.__name__)
     # Vars: a subclass is not equal any more.
@@ -206,7 +217,13 @@ def changed_part(step: Any) -> str:
     held: dict[str, Any] = getattr(step, "__dict__", {})
     if held.get("_forward_pre_hooks") or held.get("_forward_hooks"):
         return "forward hook"
-    return min(held.keys() & set(dir(type(step))), default="")
+    kind: Any = type(step)
+    return min(held.keys() & _members(kind), default="")
+
+
+@cache
+def _members(kind: Any) -> frozenset[str]:
+    return frozenset(dir(kind))
 
 
 def is_preparable(step: Any) -> bool:

@@ -5,6 +5,7 @@ Shape letters: B batch, C channels, H W stored size, h w size served.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import itertools
 import math
@@ -220,12 +221,25 @@ class Program:
         is_last = not out.flags.c_contiguous
         if is_last and not (out.ndim == 4 and out.transpose(0, 2, 3, 1).flags.c_contiguous):
             raise ValueError("the memory for a batch must be C-contiguous or channels_last")
-        shape = out.shape[1:] if out.ndim == 4 else (1, *out.shape[1:])
+        channels, height, width = out.shape[1:] if out.ndim == 4 else (1, *out.shape[1:])
         table = self._table
+        record = table.record
+        values = self._values(channels)
+        batch = core.Batch(
+            table=ctypes.addressof(record),
+            values=values,
+            out_B=out.ctypes.data,
+            channels=channels,
+            height=height,
+            width=width,
+            channels_last=is_last,
+        )
         solved = table.solve(keys, samples.shapes_B3) if table.has_perspectives else None
-        values = self._values(shape[0])
-        address = out.ctypes.data
-        return core.make_batch(table.record, values, address, shape, solved, channels_last=is_last)
+        if solved is not None:
+            batch.solved_Bk8 = solved.ctypes.data
+            batch.solved = solved.shape[1]
+        batch.kept = record, values, solved
+        return batch
 
 
 _Pair = tuple[Program, Array]

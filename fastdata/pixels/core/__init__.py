@@ -110,7 +110,12 @@ class Values(ctypes.Structure):
 
 
 class Batch(ctypes.Structure):
-    """Samples, and what they are served as; ``kept`` is what it points to."""
+    """What samples are served as: table and values, and room for (B, channels, height, width).
+
+    ``solved`` are its perspectives for each sample, whose coefficients are float64 (B, k, 8), one
+    at least. ``channels_last``: it lies as (B, h, w, C), and has MAX_CHANNELS at most. ``kept`` is
+    what it points to; the rest ``serve`` fills.
+    """
 
     _fields_ = _fields_of("Batch", Values=Values)
     kept: tuple[Any, ...]
@@ -282,37 +287,6 @@ class Keys(NamedTuple):
     seed: int
     visits: npt.NDArray[np.int64]
     indices: npt.NDArray[np.int64]
-
-
-def make_batch(
-    table: Table,
-    values: Values,
-    out: int,
-    shape: tuple[int, ...],
-    solved: npt.NDArray[np.float64] | None = None,
-    *,
-    channels_last: bool = False,
-) -> Batch:
-    """What samples are served as, and the address of (B, *shape) that is filled.
-
-    ``solved``, float64 (B, k, 8), are the coefficients of its perspectives. ``channels_last``: it
-    lies as (B, h, w, C), and has MAX_CHANNELS at most.
-    """
-    channels, height, width = shape
-    batch = Batch(
-        table=ctypes.addressof(table),
-        out_B=out,
-        channels=channels,
-        height=height,
-        width=width,
-        channels_last=channels_last,
-        values=values,
-    )
-    if solved is not None:
-        batch.solved_Bk8 = solved.ctypes.data
-        batch.solved = solved.shape[1]
-    batch.kept = table, values, solved
-    return batch
 
 
 def make_table(
