@@ -439,7 +439,14 @@ class PreparedDataset(_Opened):
             return reader.items(reader.visit(indices), fresh if ring is None else ring.take)
         if batch is None:
             return [self[index] for index in indices]
-        return [own_item(self, batch, k) for k in range(len(batch))]
+        items = []
+        for k, index in enumerate(batch):
+            token = OWN_ITEM.set(OwnItem(batch, k))
+            try:
+                items.append(self[index])
+            finally:
+                OWN_ITEM.reset(token)
+        return items
 
     def reader(self) -> Reader:
         """What a coming epoch is served by: frozen, and it holds the memory of the samples.
@@ -660,15 +667,6 @@ def own_reader(dataset: Dataset[Any]) -> str | None:
 def index_count(dataset: PreparedDataset) -> int:
     """Indices from 0 to this, exclusive, may be asked for."""
     return len(dataset) if own_reader(dataset) else dataset._reader.length
-
-
-def own_item(dataset: PreparedDataset, batch: IndexBatch, k: int) -> Any:
-    """What a subclass's own ``__getitem__`` makes of index ``k`` of a batch, drawn by its visit."""
-    token = OWN_ITEM.set(OwnItem(batch, k))
-    try:
-        return dataset[batch[k]]
-    finally:
-        OWN_ITEM.reset(token)
 
 
 def epoch_of(dataset: PreparedDataset) -> int | None:

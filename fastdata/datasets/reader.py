@@ -345,7 +345,8 @@ class Reader:
             pairs = zip(map(self.plan.made, zip(*each, strict=True)), targets, strict=True)
         elif self.pair_transform is not None:
             pairs = map(self.pair_transform, each[0], targets)
-        return list(pairs) if self.keys is None else [self.keys.join(*pair) for pair in pairs]
+        keys = self.stored.samples.keys
+        return list(pairs) if keys is None else [keys.join(*pair) for pair in pairs]
 
     def _columns(
         self, batch: IndexBatch, take: Take, *, is_alone: bool

@@ -18,7 +18,6 @@ from fastdata.datasets.dataset import (
     index_count,
     latest_reader,
     own_reader,
-    stored_of,
 )
 from fastdata.datasets.reader import Reader, ReaderHandle, Take, fresh, room
 from fastdata.machine.shared import collate_targets
@@ -167,7 +166,7 @@ class LoaderView:
     @property
     def seed(self) -> int | None:
         """As the user gave it to a dataset."""
-        seeds = (stored_of(part).options.seed for part in self.parts)
+        seeds = (latest_reader(part).options.seed for part in self.parts)
         return next((seed for seed in seeds if seed is not None), None)
 
     def reader(self) -> Reader | JoinedReader:
