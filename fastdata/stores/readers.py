@@ -477,7 +477,10 @@ def naming_full_disk(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as problem:
-        raise _named_full_disk(problem, folder) from problem
+        named = _named_full_disk(problem, folder)
+        if named is problem:  # which has a cause of its own
+            raise
+        raise named from problem
 
 
 def _named_full_disk(problem: OSError, folder: Path) -> Exception:
