@@ -69,25 +69,20 @@ class ReadSamples:
         return replace(self, parts=parts)
 
 
-def take_apart(index: int, prepared: Any, target: Any) -> ReadSamples:
-    is_tuple = isinstance(prepared, (tuple, list))
-    found = [to_stored(part) for part in (prepared if is_tuple else [prepared])]
-    return _with_target(index, found, target, is_tuple=is_tuple)
-
-
-def _with_target(
-    index: int, found: list[tuple[np.ndarray, Form]], target: Any, *, is_tuple: bool = False
+def take_apart(
+    index: int, stored: list[tuple[np.ndarray, Form]], target: Any, *, is_tuple: bool = False
 ) -> ReadSamples:
+    """The parts of a sample, which are ``to_stored``, with those of its target behind them."""
     target_is_part = is_image(target)
     places: tuple[int, ...] = ()
     if target_is_part:
-        found.append(to_stored(target, is_mask=True))
+        stored.append(to_stored(target, is_mask=True))
         target = None
     elif type(target) is tuple:
         places = tuple(k for k, value in enumerate(target) if is_pil(value))
-        found += [to_stored(target[k], is_mask=True) for k in places]
+        stored += [to_stored(target[k], is_mask=True) for k in places]
         target = tuple(None if k in places else value for k, value in enumerate(target))
-    parts = tuple([Part(array[None], form) for array, form in found])
+    parts = tuple([Part(array[None], form) for array, form in stored])
     return ReadSamples([index], parts, [target], is_tuple, target_is_part, places)
 
 
@@ -238,7 +233,7 @@ def _read_together(
             yield ReadSamples(indices[first:last], (part,), targets[first:last])
         else:
             for b in range(first, last):
-                yield _with_target(indices[b], [(pixels[b - first], part.form)], targets[b])
+                yield take_apart(indices[b], [(pixels[b - first], part.form)], targets[b])
         first = last
 
 
@@ -246,7 +241,10 @@ def _read_one(path: ReadPath, index: int) -> ReadSamples:
     with naming_sample(path.source, index):
         sample, target = path.source.read(index)
     with naming_sample(path.source, index, is_read=True):
-        return take_apart(index, path.prepare(sample), target)
+        prepared = path.prepare(sample)
+        is_tuple = isinstance(prepared, (tuple, list))
+        stored = list(map(to_stored, prepared if is_tuple else [prepared]))
+        return take_apart(index, stored, target, is_tuple=is_tuple)
 
 
 # What is kept
