@@ -1,4 +1,6 @@
-"""Random draws that are a pure function of (seed, epoch, sample index, op, draw): no state, no global generator.
+"""Random draws that are a pure function of (seed, epoch, sample index, op, draw).
+
+They have no state and no global generator.
 
 Each sample of each epoch owns a SplitMix64 stream. Its start is a hash of (seed, epoch, index) and
 its n-th output depends on n only, so a draw is the same whoever computes it, in whatever order and
@@ -28,7 +30,10 @@ op more."""
 def sample_keys(
     seed: int, epoch_B: int | npt.NDArray[np.int64], index_B: npt.NDArray[np.int64]
 ) -> UInt64s:
-    """Hash (seed modulo 2**64, epoch of all or of each, position in the dataset) into the start of each stream."""
+    """Hash seed, epoch of all or of each, and position in the dataset into each stream's start.
+
+    The seed counts modulo 2**64.
+    """
     keys = _mix(np.array([(seed + _GAMMA) & _MASK], np.uint64))
     for numbers in (epoch_B, index_B):
         keys = _mix(np.atleast_1d(numbers).astype(np.uint64) * np.uint64(_GAMMA) + keys)
@@ -36,7 +41,9 @@ def sample_keys(
 
 
 def draw_uniform(keys_B: UInt64s, op: int, draw: int) -> npt.NDArray[np.float64]:
-    """Draw number ``draw`` of op number ``op`` for each sample: multiples of 2**-53, uniform in [0, 1).
+    """Draw number ``draw`` of op number ``op`` for each sample, uniform in [0, 1).
+
+    They are multiples of 2**-53.
 
     Example:
         >>> batch = draw_uniform(sample_keys(7, 0, np.array([3, 1, 2])), op=0, draw=0)

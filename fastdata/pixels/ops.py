@@ -1,4 +1,4 @@
-"""The steps of a transform as values, and the table that they are compiled to, which the core draws.
+"""The steps of a transform as values, and the table that they are compiled to.
 
 An op is a record of core/core.h: what its numbers mean, what it draws, and what it does to pixels
 stand there and in the C files. Nothing here draws or touches a pixel.
@@ -139,7 +139,7 @@ class Table:
     def draw(
         self, keys: core.Keys, shapes_B3: Int32s, *, is_probe: bool = False
     ) -> tuple[npt.NDArray[Any], Int32s]:
-        """What is done to samples of these shapes (C, H, W), ``core.OP`` (B, S), and shapes behind that.
+        """What is done to samples of these shapes, ``core.OP`` (B, S), and shapes behind that.
 
         A probe is as of ``core.draw``.
 
@@ -263,7 +263,9 @@ def _wrong_channels(op: Op, channels: int, index: int) -> ChannelsError:
 
 @functools.cache
 def _torch_fuses() -> bool:
-    """Whether torch's product of large matrices rounds a multiplication and an addition as one, as MKL on some CPUs.
+    """Whether torch's product of large matrices rounds once for a product and its addition.
+
+    MKL does on some CPUs.
 
     (1 + 2**-12)**2 - (1 + 2**-11) is 2**-24, and 0 where the square is rounded first.
     """
@@ -273,13 +275,13 @@ def _torch_fuses() -> bool:
 
 
 def _torch_resizes_fast() -> bool:
-    """Whether torch has a fast kernel for uint8: torchvision's v2 takes float32, v1's way, where it has not."""
+    """Whether torch has a fast kernel for uint8; v2 takes float32 where it has not."""
     is_arm = platform.machine() in ("aarch64", "arm64")
     return is_arm or torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 
 
 def _solve_perspectives(warps_P: npt.NDArray[Any], index_P: Int64s) -> Float64s:
-    """``_get_perspective_coeffs`` of torchvision's transforms/functional.py, all in one call of its own solver.
+    """``_get_perspective_coeffs`` of torchvision's transforms/functional.py, all in one call.
 
     Another solver's last bits move pixels, as what it gives is rounded to float32.
     """

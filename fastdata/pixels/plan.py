@@ -1,4 +1,4 @@
-"""``plan_transform``: cut the user's transform in what runs once, on whole batches, and per sample."""
+"""Cut the user's transform in what runs once, on whole batches, and per sample."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class TransformPlan:
         return self.per_sample[: len(self.per_sample) - known]
 
     def run_unknown(self, sample: Any) -> Any:
-        """Run the per sample part, but for its last steps, on one sample of ``kind``, after the batch ops."""
+        """Run the per sample part, but for its last steps, on a sample of ``kind``."""
         return run_steps(self._unknown, sample)
 
     def run_last(self, sample: Any) -> Any:
@@ -326,7 +326,7 @@ def plan_pairs(
     channels: int | None = None,
     obstacle: str | None = None,
 ) -> TransformPlan:
-    """Plan a transform of v2 that takes an image and the mask beside it: all on whole batches, or none.
+    """Plan a transform of v2 that takes an image and its mask: all on whole batches, or none.
 
     Args:
         transforms: the transform, or any callable that takes both.
@@ -366,7 +366,7 @@ def split_upright(transform: Any) -> tuple[bool, tuple[Step, ...]]:
 
 
 def prepare_key(steps: Iterable[Step]) -> str:
-    """Text that is equal, in any process, for leading steps that do the same; empty if there are none."""
+    """Text that is equal, in any process, for leading steps that do the same; empty for none."""
     texts = []
     for step in steps:
         kind = type(step)
@@ -382,7 +382,7 @@ def prepare_key(steps: Iterable[Step]) -> str:
 def describe_steps(
     steps: Iterable[Any], cache_key: str | None = None, *, is_pil: bool = False
 ) -> str:
-    """Text that is equal for steps that do the same, one after the other; ``cache_key`` as in ``describe``.
+    """Text that is equal for steps that do the same; ``cache_key`` as in ``describe``.
 
     Resize and centre crop of samples that are PIL images have one text whoever wrote them:
     torchvision v1, v2, or ``resize=``.

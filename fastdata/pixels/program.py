@@ -114,14 +114,14 @@ class Program:
         rows_B: Int64s | None = None,
         others: Sequence[_Pair] = (),
     ) -> None:
-        """Serve a batch into the caller's memory, of ``output``'s shape and dtype; filled completely.
+        """Serve a batch into the caller's memory, of ``output``'s shape and dtype.
 
-        It is read from a store, or from images that were opened but are not stored, one for each
-        index. Memory is C-contiguous, or where ``can_write_channels_last`` as torch's
-        channels_last. Draws are made from the seed and ``visits_B``, as of ``SharedVisits``: one
-        for all samples, or one for each. With ``rows_B`` samples are written to these rows of
-        memory for more, and no others. ``others`` serve the same samples into memory of their own,
-        and none is decoded again for them.
+        All of it is filled. A batch is read from a store, or from images that were opened but are
+        not stored, one for each index. Memory is C-contiguous, or where
+        ``can_write_channels_last`` as torch's channels_last. Draws are made from the seed and
+        ``visits_B``, as of ``SharedVisits``: one for all samples, or one for each. With ``rows_B``
+        samples are written to these rows of memory for more, and no others. ``others`` serve the
+        same samples into memory of their own, and none is decoded again for them.
 
         Raises:
             ValueError: an image is smaller than its crop, or not of the shape that ``out`` has room
@@ -147,7 +147,7 @@ class Program:
     def run_one(
         self, source: Readable | core.Samples, index: int, visit: int | Int64s, seed: int
     ) -> Array:
-        """Serve one sample in fresh memory: the pixels that it has in a batch, in whatever shape it has."""
+        """Serve one sample in fresh memory: its pixels in a batch, in whatever shape it has."""
         if isinstance(source, core.Samples):
             shape = tuple(source.shapes_B3[0].tolist())
         elif self._ops:
@@ -185,7 +185,7 @@ class Program:
         return self._table.draw(_keys(seed, visits_B, index_B), shapes_B3)[0]
 
     def as_tensor(self, served: Array) -> torch.Tensor:
-        """What was served as a tensor over the same memory; NumPy has no bfloat16, and holds its bits."""
+        """A tensor over the same memory; NumPy has no bfloat16, and holds its bits."""
         return torch.from_numpy(served).view(getattr(torch, self._served_dtype))
 
     def _serve_store(
@@ -271,18 +271,18 @@ def _serve(
         except core.CoreError as refused:
             begin = refused.place
             index = int(keys.indices[begin])
+            program, out = pairs[refused.program]
             if isinstance(samples, OpenedImages) and refused.reason == "REFUSED_FILE":
                 samples.leave_to_pillow(begin)
             elif refused.reason == "REFUSED_SHAPE":
                 raise ValueError(
-                    f"sample {index} comes out as {refused.numbers[:3]}, but the batch has room for "
-                    f"{_planes(pairs[refused.program][1].shape[1:])} each. Crop or resize to one size, and give "
-                    "all images one number of channels, as prepare=lambda image: "
+                    f"sample {index} comes out as {refused.numbers[:3]}, but the batch has room "
+                    f"for {_planes(out.shape[1:])} each. Crop or resize to one size, and give all "
+                    "images one number of channels, as prepare=lambda image: "
                     "image.convert('RGB') does."
                 ) from None
             else:
-                table = pairs[refused.program][0]._table
-                table.answer(refused, index, samples.shapes_B3[begin])
+                program._table.answer(refused, index, samples.shapes_B3[begin])
 
 
 def _repeat(shape: Shape | None, count: int) -> Int32s | None:

@@ -138,7 +138,7 @@ def read_warp(step: Any, state: State) -> tuple[tuple[int | str, ...], Fill]:
 
 
 def read_border(step: Any, state: State) -> tuple[tuple[str, str], Fill]:
-    """Mode and domain, and the fill; padding is done before a conversion, where that is the same."""
+    """Mode, domain and fill; padding is done before a conversion, where that is the same."""
     need_movable(state)
     domain = domain_of(step, state)
     mode = step.padding_mode
@@ -159,7 +159,7 @@ def read_borders(padding: Any) -> tuple[int, ...]:
 
 
 def _fill_of(step: Any, state: State) -> Any:
-    """What a step fills with: v2's look at ``_fill``, which they made of ``fill``, and never at that again."""
+    """What a step fills with: v2's look at ``_fill``, which they made of ``fill`` once."""
     return value_for(getattr(step, "_fill", step.fill), state, "fill values")
 
 

@@ -87,7 +87,7 @@ def recognise(step: Any, at: int, state: State) -> State:
 
 
 def _read_published(step: Any, at: int, state: State) -> Op:
-    """Read what people publish for PIL images: the op, the range of its number, and the probability."""
+    """Read what people publish for PIL images."""
     values = published(step)
     if values is None:
         raise UnknownStepError(_why_unknown(step))
