@@ -1,11 +1,11 @@
-"""What a prefetcher has of a device: which it is, pinned memory for it, and batch ops that end there.
+"""What a prefetcher has of a device: which it is, pinned memory, and batch ops that end there.
 
 What a batch is made of is sent as the uint8 that is served, drawn and cut by the compiled core, and
-becomes floats on the device. Where the samples lie there already (``storage="device"``), they are cut
-there too, if they are only cut, padded and mirrored; what differs between samples is where rows and
-columns come from, which the host draws. (Samples that are sent gain nothing by that: to draw for the
-device takes the host as long as to cut.) Nothing asks the device for a value, so the host never
-waits.
+becomes floats on the device. Where the samples lie there already (``storage="device"``), they are
+cut there too, if they are only cut, padded and mirrored; what differs between samples is where rows
+and columns come from, which the host draws. (Samples that are sent gain nothing by that: to draw
+for the device takes the host as long as to cut.) Nothing asks the device for a value, so the host
+never waits.
 
 Shape letters: N stored samples, B batch, C channels, H W size sent, h w size served, L h + w or one
 of them.
@@ -249,7 +249,7 @@ class DeviceOps:
             self.described += f", the conversion only{why}"
             if has_mirror:
                 self._warn_of_mirror(why)
-            if not program.converts:
+            if program.output[1] is torch.uint8:
                 self.described = f"on the CPU{why or ': they serve uint8, which is sent as it is'}"
                 return None, None
 
@@ -326,7 +326,7 @@ def _read(
 
 
 def _upload(store: Store, device: torch.device) -> torch.Tensor:
-    """Copy a dense uint8 store to (N, C, H, W) on the caller's current stream, which owns it; waits.
+    """Copy a dense uint8 store to (N, C, H, W) on the current stream, which owns it; waits.
 
     Raises:
         MemoryBudgetError: there is too little memory on the device.
@@ -397,7 +397,6 @@ class DeviceProgram:
         is_there: whether the store lies on the device.
 
     Attributes:
-        converts: whether the device makes floats.
         host_step: the step that keeps a store on the device from being read; empty if none does.
     """
 
@@ -417,7 +416,6 @@ class DeviceProgram:
         if ops and ops[-1].code == "OP_CAST":
             self._floats = _Floats(dtype, ops[-1].about)
             ops = ops[:-1]
-        self.converts = self._floats is not None
         served_dtype = self._floats.dtype if self._floats else torch.uint8
         self.output: tuple[Shape, torch.dtype] = served[0], served_dtype
         self.sent_shape: Shape = spec.shape
@@ -435,11 +433,12 @@ class DeviceProgram:
             self.sent_shape = sent[0]
         self._cuts = bool(ops) and self.host is None
 
-    # Windows: the core draws an OP_WINDOW for each op, or for several that it fuses. As core.h says,
-    # its ``n`` are the border that is added first (0 to 3: left, top, right, bottom), the window's
-    # first row and column in that (4, 5) and its size (6, 7), and whether it is mirrored (8: bit 0
-    # its columns, bit 1 its rows; from bit 8 on the border's mode). ``v`` from 8 on is the border's
-    # colour. All but the window's place, and whether it is mirrored, is the same for all samples.
+    # Windows: the core draws an OP_WINDOW for each op, or for several that it fuses. As core.h
+    # says, its ``n`` are the border that is added first (0 to 3: left, top, right, bottom), the
+    # window's first row and column in that (4, 5) and its size (6, 7), and whether it is mirrored
+    # (8: bit 0 its columns, bit 1 its rows; from bit 8 on the border's mode). ``v`` from 8 on is
+    # the border's colour. All but the window's place, and whether it is mirrored, is the same for all
+    # samples.
 
     def _plan_windows(self, ops: tuple[Op, ...]) -> Op | None:
         """Note the colour of borders; return the op, if any, that only the host can run."""

@@ -1,13 +1,13 @@
 """Batches on the device before the training loop asks for them.
 
-A thread reads the loader, and copies its batches on a stream of its own. For each it waits for leave
-before it takes memory on the device::
+A thread reads the loader, and copies its batches on a stream of its own. For each it waits for
+leave before it takes memory on the device::
 
     next(loader) -> pinned memory -> leave -> copy on the side stream -> event -> queue
 
-and the training loop's stream waits for the event, not its thread. Leave for a batch is given as the
-loop takes another: an event where its stream had left the one before. There are ``depth`` to begin
-with. Who may write to memory when:
+and the training loop's stream waits for the event, not its thread. Leave for a batch is given as
+the loop takes another: an event where its stream had left the one before. There are ``depth`` to
+begin with. Who may write to memory when:
 
     pinned host memory   held by the thread until the event after its copy is done
     device memory        made on the thread's stream; the training loop's stream waits for the copy
@@ -195,8 +195,8 @@ class CudaPrefetcher:
     loader draws from global generators while it is read is drawn in the thread; what it draws for
     its first batch, in order. A loader must not write again to a pinned tensor that it has yielded:
     it is read when the copy runs, and not before. Pinned memory goes back to torch's allocator,
-    which keeps it for the next one that asks, when the prefetcher is dropped, at the end of a ``with``
-    statement, or by ``close()``.
+    which keeps it for the next one that asks, when the prefetcher is dropped, at the end of a
+    ``with`` statement, or by ``close()``.
 
     Example:
         >>> loader = [torch.zeros(2, 3), torch.ones(2, 3)]
@@ -626,7 +626,7 @@ class Transfer:
                     tensors[k] = pinned.copy_(tensor)
                     staged_bytes += allocated_bytes(tensor.nbytes)
             self.copies.add(kind, tensor.nbytes)
-        # Of each batch in flight one, the next one, and one that torch has not found to be read yet.
+        # Of each batch in flight one, the next, and one that torch has not found to be read yet.
         need_bytes = (self.depth + 2) * staged_bytes
         self.pinned.copies_bytes = max(need_bytes, self.pinned.copies_bytes)
 

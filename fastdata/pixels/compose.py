@@ -45,7 +45,7 @@ _RANGES = {"GaussianBlur": "sigma", "JPEG": "quality", "RandomRotation": "degree
 
 
 class Views:
-    """Several transforms of one image: what each makes of it, in a list, as contrastive training takes it.
+    """Several transforms of one image: what each makes of it, in a list, for contrastive training.
 
     As ``transform=`` or the last step of one, batches are lists of one stacked tensor for each
     transform, whose shapes need not agree. All of them are made of the same prepared samples, by
@@ -188,8 +188,9 @@ _LIBRARIES = ("torchvision.transforms", "timm.data")
 
 
 def known_name(step: Any) -> str | None:
-    """Class name of torchvision's transforms, of timm's after ``"timm."``, name of ImageOps' functions; else None.
+    """Name of torchvision's or timm's transforms' class, or of ImageOps' functions; else None.
 
+    Timm's stand behind ``"timm."``.
     A step that was changed on the object itself is nobody's but the user's. A class that says
     ``__torchvision_equal__ = "RandomCrop"`` is taken at its word: same attributes, same pixels.
     """
@@ -213,7 +214,7 @@ def is_v2(step: Any) -> bool:
 
 
 def changed_part(step: Any) -> str:
-    """What an object has in the place of its class's, or what runs around it as a hook; else empty."""
+    """What an object has in the place of its class's, or what runs as a hook; else empty."""
     held: dict[str, Any] = getattr(step, "__dict__", {})
     if held.get("_forward_pre_hooks") or held.get("_forward_hooks"):
         return "forward hook"
@@ -375,7 +376,9 @@ def f(self, img):
     do_it = random.random() <= self.prob
     if not do_it:
         return img
-    return img.filter(ImageFilter.GaussianBlur(radius=random.uniform(self.radius_min, self.radius_max)))
+    return img.filter(
+        ImageFilter.GaussianBlur(radius=random.uniform(self.radius_min, self.radius_max))
+    )
 """: lambda step: ("OP_BOX_BLUR", step.radius_min, step.radius_max, step.prob),
     """
 def f(self, img):

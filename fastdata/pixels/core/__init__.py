@@ -1,4 +1,4 @@
-"""The door to the compiled core: its library, its records, and the calls that draw and serve a batch.
+"""The door to the compiled core: its library, its records, the calls that draw and serve a batch.
 
 The library is plain C without Python's C API, opened by ctypes, which lets go of the GIL for the
 whole call. Records and numbers are those of core.h, which is read for them and says what they mean;
@@ -209,7 +209,7 @@ class CoreError(Exception):
 
 
 def open_jpeg(path: str) -> Jpeg:
-    """Find libjpeg-turbo among what the library at ``path`` is linked to; OSError where it is not."""
+    """Find libjpeg-turbo among what the library at ``path`` is linked to; else OSError."""
     jpeg = Jpeg()
     jpeg.library = ctypes.CDLL(path)
     for field, name in _JPEG_NAMES.items():
@@ -228,7 +228,7 @@ def open_jpeg(path: str) -> Jpeg:
 def jpeg_headers(
     sources_B: npt.NDArray[np.int64], sizes_B: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """Channels, height and width (B, 3) of files as their pixels lie in them, and EXIF orientations (B,).
+    """Channels, height and width (B, 3) as pixels lie in files, and EXIF orientations (B,).
 
     0 channels: no JPEG file, or none that the core decodes. Orientation 0: not clear.
     """
@@ -260,7 +260,7 @@ def decode_jpeg(
 
 
 class Files(NamedTuple):
-    """Samples (B,) that are JPEG files: bytes of each, 0 of one that is pixels; EXIF orientations."""
+    """Samples (B,) that are JPEG files: bytes of each, 0 of pixels; EXIF orientations."""
 
     jpeg: Jpeg
     sizes: npt.NDArray[np.int64]
