@@ -567,17 +567,14 @@ class _Floats:
             # rounded inverse.
             scale = np.array([255.0])
         both = torch.tensor(np.stack(np.broadcast_arrays(scale, offset)), dtype=self._computed)
-        self._host_2C11 = both[:, :, None, None]
-        self._on: dict[torch.device, Tensor] = {}
+        self._both_2C11 = both[:, :, None, None]
 
     def convert(self, source_BChw: Tensor) -> Tensor:
         device = source_BChw.device
-        if device not in self._on:  # two threads at once may both make them
+        if self._both_2C11.device != device:
             # Pinned, the thread does not wait for the copy.
-            host = self._host_2C11
-            host = host.pin_memory() if device.type == "cuda" else host
-            self._on[device] = host.to(device, non_blocking=True)
-        scale, offset = self._on[device]
+            self._both_2C11 = self._both_2C11.pin_memory().to(device, non_blocking=True)
+        scale, offset = self._both_2C11
         out = None
         if self.dtype != self._computed:  # rounded on the way to memory
             shape = torch.broadcast_shapes(source_BChw.shape, scale.shape)
