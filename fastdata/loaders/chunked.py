@@ -169,13 +169,12 @@ class ChunkSampler(RankSampler):
             self.order_length = self._order.num_samples
             super().find_ranks()
 
-    def _indices(self) -> Iterator[int]:
-        indices = super()._indices()
+    def _indices(self, samples: Int64s, earlier: Int64s | None) -> Iterator[int]:
+        indices = super()._indices(samples, earlier)
         if self._hold is None:
             yield from indices
             return
-        own = slice(self.position + self.rank, None, self.num_replicas)
-        self.resident = resident = self._hold(self.order(self.epoch)[own])
+        self.resident = resident = self._hold(samples)
         for number, chunk in enumerate(resident.chunks):
             resident.will_need(number)
             yield from itertools.islice(indices, len(chunk))

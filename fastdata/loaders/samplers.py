@@ -472,21 +472,23 @@ class RankSampler(DistributedSampler[int]):
         self.position = begun["position"]
         self.has_begun = True
         self.find_ranks()
-        yield from self._indices()
+        yield from self._indices(*self._share())
 
-    def _indices(self) -> Iterator[int]:
+    def _share(self) -> tuple[Int64s, Int64s | None]:
+        """This rank's samples to come, and how often each came before where some come again."""
         order = self.order(self.epoch)
         count = self._share_of(len(order) - self.position, self.rank)
         end = self.position + count * self.num_replicas
         order = np.resize(order, max(end, len(order)))  # its first ones are repeated to pad it
         own = slice(self.position + self.rank, end, self.num_replicas)
-        shared = order[own]
-        earlier = None
-        if count and np.bincount(order).max() > 1:
-            earlier = count_earlier(np.zeros(self._order.length, np.uint32), order)[own]
-        for start in range(0, count, _LISTED_AT_ONCE):
+        if not count or np.bincount(order).max() == 1:
+            return order[own], None
+        return order[own], count_earlier(np.zeros(self._order.length, np.uint32), order)[own]
+
+    def _indices(self, samples: Int64s, earlier: Int64s | None) -> Iterator[int]:
+        for start in range(0, len(samples), _LISTED_AT_ONCE):
             some = slice(start, start + _LISTED_AT_ONCE)
-            indices = shared[some].tolist()
+            indices = samples[some].tolist()
             if earlier is None:
                 yield from indices
             else:
