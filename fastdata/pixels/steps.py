@@ -143,7 +143,8 @@ def _flip(step: Any, at: int, state: State) -> Op:
     need_movable(state)
     name = known_name(step)
     n = (name == "RandomVerticalFlip", name == "AlternatingFlip")
-    return Op("STEP_FLIP", at, n, (float(getattr(step, "p", 0)),))
+    p = getattr(step, "p", 0)  # which an AlternatingFlip has not
+    return Op("STEP_FLIP", at, n, (float(p),))
 
 
 def _pad(step: Any, at: int, state: State) -> Op:
@@ -155,6 +156,7 @@ def _random_crop(step: Any, at: int, state: State) -> State:
     need_movable(state)
     padding = step.padding
     if padding and is_v2(step):
+        # Which keeps them in the order of F.pad of torch.
         left, right, top, bottom = padding
         padding = [left, top, right, bottom]
     borders = read_borders(padding)
@@ -227,6 +229,7 @@ def _perspective(step: Any, at: int, state: State) -> Op:
 def _warp(code: str, step: Any, at: int, state: State, ranges: Iterable[float]) -> Op:
     n, fill = read_warp(step, state)
     center = getattr(step, "center", None) or ()
+    # Ten places for ranges, then the centre.
     v = [*ranges, *[0.0] * 10][:10]
     return Op(code, at, n, numbers_in([*v, *center]), fill)
 
@@ -266,6 +269,7 @@ def _color_jitter(step: Any, at: int, state: State) -> Op:
 
 
 def _photometric_distort(step: Any, at: int, state: State) -> State:
+    """Contrast comes before saturation and hue, or behind them; channels are permuted last."""
     brightness, contrast, *middle = (
         maybe(child(at, 10 + number), [jitter], step.p)
         for number, jitter in enumerate(_jitters(step, at, state))
@@ -316,6 +320,7 @@ def _noise(step: Any, at: int, state: State) -> Op:
 
 
 def _erasing(step: Any, at: int, state: State) -> Op:
+    # v1 calls normal numbers "random", and v2 None.
     is_random = step.value is None or isinstance(step.value, str)
     fill = () if is_random else numbers_in(several(step.value))
     ranges = numbers_in((step.p, *step.scale, *np.log(step.ratio)))
@@ -323,6 +328,7 @@ def _erasing(step: Any, at: int, state: State) -> Op:
 
 
 def _timm_erasing(step: Any, at: int, state: State) -> Op:
+    """With 0, or normal numbers, one for each pixel or one for each channel."""
     refuse(step.num_splits > 1, "erases only some splits of a batch")
     mode = 1 if step.per_pixel else 2 * bool(step.rand_color)
     area = step.probability, step.min_area, step.max_area
@@ -338,6 +344,7 @@ def _erase(
     if not state.floats:
         is_served = not mode and all(0 <= value <= 255 for value in fill)
         refuse(not is_served, "erases uint8 with random values, or with others than 0 to 255")
+    # Places 2 to 5 are those of the box, which is drawn.
     n = (*counts, 0, 0, 0, 0, mode, len(state.cast.normalizations))
     return Op("OP_ERASE", at, n, ranges, fill or (0.0,))
 
@@ -492,6 +499,7 @@ def _order(step: Any, at: int, state: State) -> Op:
 
 
 def _inner_each(step: Any, at: int, state: State) -> list[tuple[Op, ...]]:
+    """Ops of each step of a step."""
     parts = enumerate(step.transforms)
     return [_inner([part], child(at, number), state) for number, part in parts]
 
@@ -511,13 +519,18 @@ def _inner(steps: Iterable[Any], at: int, state: State) -> tuple[Op, ...]:
 
 def _sometimes(read: _OpReader) -> _Reader:
     """Read what a step with a probability ``p`` does."""
-    return lambda step, at, state: maybe(at, [read(step, child(at, 0), state)], step.p)
+
+    def reader(step: Any, at: int, state: State) -> Op:
+        return maybe(at, [read(step, child(at, 0), state)], step.p)
+
+    return reader
 
 
 # Forms and floats
 
 
 def _reform(step: Any, at: int, state: State) -> State:
+    """ToTensor, PILToTensor, ToImage, ToPureTensor, Identity, and those of timm."""
     name = (known_name(step) or "").removeprefix("timm.")
     if name == "ToImage":
         return replace(state, kind="image")
@@ -544,7 +557,7 @@ def _dtype(step: Any, at: int, state: State) -> Op | State:
         name = _name_of(dtype)
         refuse(state.floats or name not in _MASK_DTYPES, f"converts masks to {dtype}")
         return Cast(name).op(at)
-    if dtype is None or state.is_beside:
+    if dtype is None or state.is_beside:  # a dtype for all is for images only
         return state
     if state.kind == "pil":
         refuse(not is_to_dtype, "does not accept PIL images")
@@ -576,6 +589,7 @@ def _normalize(step: Any, at: int, state: State) -> State:
     mean, std = (values.tolist() for values in torch.broadcast_tensors(mean, std))
     is_finite = all(map(math.isfinite, (*mean, *std)))
     refuse(not is_finite or 0 in std, f"has mean={step.mean} and std={step.std}")
+    # One channel becomes as many as there are means, where torch may broadcast.
     normalization = tuple(mean), tuple(std), is_v2(step) and not step.inplace
     cast = state.cast
     cast = replace(cast, normalizations=(*cast.normalizations, normalization))
