@@ -437,8 +437,8 @@ class DeviceProgram:
     # says, its ``n`` are the border that is added first (0 to 3: left, top, right, bottom), the
     # window's first row and column in that (4, 5) and its size (6, 7), and whether it is mirrored
     # (8: bit 0 its columns, bit 1 its rows; from bit 8 on the border's mode). ``v`` from 8 on is
-    # the border's colour. All but the window's place, and whether it is mirrored, is the same for all
-    # samples.
+    # the border's colour. All but the window's place, and whether it is mirrored, is the same for
+    # all samples.
 
     def _plan_windows(self, ops: tuple[Op, ...]) -> Op | None:
         """Note the colour of borders; return the op, if any, that only the host can run."""
