@@ -1,6 +1,6 @@
 """Serving from the cache of a dataset: found, or written, once among any number of processes.
 
-A cache is shards and a manifest that names them, renamed into its place last: a writer that is
+A cache is shards and an index that names them, renamed into its place last: a writer that is
 killed at any moment leaves it as it was, and the shards that it has completed. A build cuts the
 samples into shards by their files, and writes those that are not there: all of a new cache, those
 with changed files of an old one, the rest of one that was stopped. The process that called gathers
@@ -265,7 +265,7 @@ def _write(wanted: _Wanted) -> None:
 
 
 def sweep(place: Place, *, keep_complete: bool = False, dry_run: bool = False) -> dict[str, int]:
-    """Remove the files of a cache that its manifest does not name; gives their sizes.
+    """Remove the files of a cache that its index does not name; gives their sizes.
 
     None of a cache that cannot be read, maybe just now; none of another user or behind a link.
 

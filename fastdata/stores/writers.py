@@ -88,6 +88,7 @@ class WriterPlan:
         path: of the new file on disk; None for memory.
         first_bytes: about what samples take, unless they are a table.
         limit_bytes: the most that may be reserved.
+        known_shape: of every sample, where that is certain before one is prepared.
     """
 
     part: StoredPart
@@ -95,6 +96,7 @@ class WriterPlan:
     path: Path | None = None
     first_bytes: int = 1
     limit_bytes: int = NO_LIMIT
+    known_shape: tuple[int, ...] | None = None
 
 
 def write_any_shapes(
@@ -122,25 +124,17 @@ class Writer:
         plan: of the store.
         file: that is written to.
         index: of the store, as ``Store`` has it.
-        known_shape: of every sample, where that is certain before one is prepared.
     """
 
-    def __init__(
-        self,
-        plan: WriterPlan,
-        file: Block,
-        index: ArrayBlock,
-        known_shape: tuple[int, ...] | None = None,
-    ) -> None:
+    def __init__(self, plan: WriterPlan, file: Block, index: ArrayBlock) -> None:
         self.plan = plan
         self.part = plan.part
         self.is_table = plan.part.is_table
         self.file = file
         self.index = index
-        self._known_shape = known_shape
 
     @classmethod
-    def open(cls, plan: WriterPlan, length: int, known_shape: tuple[int, ...] | None) -> Writer:
+    def open(cls, plan: WriterPlan, length: int) -> Writer:
         """Of a new file with so many rows."""
         part = plan.part
         head = b""
@@ -163,7 +157,7 @@ class Writer:
         else:
             index["sums"] = np.zeros(length, np.uint64)
             file = DiskFile.reserve(plan.path, size_bytes)
-        writer = cls(plan, file, ArrayBlock(index, seal=False), known_shape)
+        writer = cls(plan, file, ArrayBlock(index, seal=False))
         file.write(0, np.frombuffer(head, np.uint8))
         return writer
 
@@ -199,7 +193,7 @@ class Writer:
         shape = sample.shape
         data = sample
         if isinstance(codec, SourceDecoder):
-            shape = self._known_shape or codec.sample(sample.data).shape
+            shape = self.plan.known_shape or codec.sample(sample.data).shape
         elif codec is not None:
             data = np.frombuffer(codec.encode(sample), np.uint8)
         self._check_shape(row, shape)
@@ -267,7 +261,7 @@ class Writer:
             self.file.path.unlink(missing_ok=True)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Writer, (self.plan, self.file, self.index, self._known_shape)
+        return Writer, (self.plan, self.file, self.index)
 
 
 class _Closes(Protocol):
@@ -315,7 +309,8 @@ class WritePath(NamedTuple):
     def open(cls, path: ReadPath, plans: Sequence[WriterPlan], indices: range) -> WritePath:
         """With a new writer for each part of these samples."""
         length = len(indices)
-        writers = open_all(Writer.open(plan, length, path.shape) for plan in plans)
+        plans = [replace(plan, known_shape=path.shape) for plan in plans]
+        writers = open_all(Writer.open(plan, length) for plan in plans)
         if any(isinstance(plan.coder, SourceDecoder) for plan in plans):
             assert isinstance(path.source, FileSource)
             path = ReadPath(path.source.as_bytes(), Steps(()))
