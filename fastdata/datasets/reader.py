@@ -80,14 +80,16 @@ def room(
 
     (B, C, h, w) may lie as (B, h, w, C).
     """
-    starts, size_bytes = [], 0
+    pieces, size_bytes = [], 0
     for shape, dtype in outputs:
-        starts.append(-(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES)
-        size_bytes = starts[-1] + count * math.prod(shape) * dtype.itemsize
+        start = -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
+        length = count * math.prod(shape)
+        pieces.append((dtype, length, start))
+        size_bytes = start + length * dtype.itemsize
     memory = take(size_bytes)
     arrays = []
-    for start, (shape, dtype) in zip(starts, outputs, strict=True):
-        values = np.frombuffer(memory, dtype, count * math.prod(shape), start)
+    for (shape, _), piece in zip(outputs, pieces, strict=True):
+        values = np.frombuffer(memory, *piece)
         if channels_last:
             channels, height, width = shape
             lying = values.reshape(count, height, width, channels).transpose(0, 3, 1, 2)
