@@ -370,10 +370,8 @@ def prepare_key(steps: Iterable[Step]) -> str:
     texts = []
     for step in steps:
         kind = type(step)
-        held = {
-            name: value for name, value in getattr(step, "__dict__", {}).items() if name[0] != "_"
-        }
-        held.pop("training", None)
+        held = dict(getattr(step, "__dict__", {}))
+        held = {name: held[name] for name in held if name[0] != "_" and name != "training"}
         text = f"{kind.__module__}.{kind.__qualname__} {held or repr(step)}"
         texts.append(describe(step, "") if " at 0x" in text else text)
     return " | ".join(texts)

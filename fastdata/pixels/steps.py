@@ -553,8 +553,8 @@ def _dtype(step: Any, at: int, state: State) -> Op | State:
     """ToDtype, or v1's ConvertImageDtype, which always scales."""
     is_to_dtype = known_name(step) == "ToDtype"
     dtype = value_for(step.dtype, state, "dtypes")
+    name = _name_of(dtype)
     if state.is_beside and dtype is not None and isinstance(step.dtype, dict):
-        name = _name_of(dtype)
         refuse(state.floats or name not in _MASK_DTYPES, f"converts masks to {dtype}")
         return Cast(name).op(at)
     if dtype is None or state.is_beside:  # a dtype for all is for images only
@@ -562,12 +562,13 @@ def _dtype(step: Any, at: int, state: State) -> Op | State:
     if state.kind == "pil":
         refuse(not is_to_dtype, "does not accept PIL images")
         return state  # ToDtype leaves everything but tensors as it is
-    if _name_of(dtype) == state.cast.dtype:
+    if name == state.cast.dtype:
         return state
     refuse(state.floats, f"converts {state.cast.dtype} to {dtype}")
+    scaling = "multiply" if is_v2(step) else "divide"
     if is_to_dtype and not step.scale:
-        return _cast(at, dtype, "none")
-    return _cast(at, dtype, "multiply" if is_v2(step) else "divide")
+        scaling = "none"
+    return _cast(at, dtype, scaling)
 
 
 def _cast(at: int, dtype: torch.dtype, scaling: str) -> Op:
