@@ -1014,6 +1014,14 @@ class MoCoBlur:
         return x  # noqa: RET504
 
 
+class DocumentedBlur(MoCoBlur):
+    def __call__(self, image: Any) -> Any:
+        """Blur an image."""
+        sigma = random.uniform(self.sigma[0], self.sigma[1])
+        image = image.filter(ImageFilter.GaussianBlur(radius=sigma))
+        return image  # noqa: RET504
+
+
 class VICRegBlur:
     def __init__(self, p: float) -> None:
         self.p = p
@@ -1051,7 +1059,14 @@ class DINOBlur:
 
 
 @pytest.mark.parametrize(
-    "step", [MoCoBlur((0.1, 2.0)), VICRegBlur(0.5), DINOBlur(0.5, 0.3, 1.7), Solarization(0.5)]
+    "step",
+    [
+        MoCoBlur((0.1, 2.0)),
+        DocumentedBlur((0.1, 2.0)),
+        VICRegBlur(0.5),
+        DINOBlur(0.5, 0.3, 1.7),
+        Solarization(0.5),
+    ],
 )
 def test_published_callables(step: Any) -> None:
     """What MoCo, VICReg and DINO write for themselves gives Pillow's pixels, by draws of their distributions."""

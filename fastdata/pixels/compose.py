@@ -413,8 +413,13 @@ def published(step: Any) -> Any:
     return read(step)
 
 
+@cache
 def _body(code: CodeType) -> tuple[Any, ...]:
-    return code.co_code, code.co_names, code.co_consts
+    """Its instructions and what they read, among which a docstring is not."""
+    return tuple(
+        (step.opname, step.arg if "_FAST" in step.opname else step.argval)
+        for step in dis.get_instructions(code)
+    )
 
 
 @cache
