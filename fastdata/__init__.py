@@ -1,4 +1,4 @@
-"""Feed the GPU from an image folder: prepare images once, keep them in shared memory, serve whole batches.
+"""Feed the GPU from an image folder: prepare images once, keep them in memory, serve batches.
 
 Swap two imports and keep the script::
 

@@ -11,8 +11,9 @@ by one, as those are that are kept nowhere. Steps that are not known run on each
 the core again on what they leave. One sample is a batch of one.
 
 Fresh memory is what makes batches slow: every page of it is faulted in and cleared before it is
-written. A ``BatchRing`` hands out the same few buffers again and again. Who owns a buffer is decided
-by references, never by counting batches: it comes back when the last tensor over it has died.
+written. A ``BatchRing`` hands out the same few buffers again and again. Who owns a buffer is
+decided by references, never by counting batches: it comes back when the last tensor over it has
+died.
 
 Shape letters: B batch, C channels, H W size sent, h w size served.
 """

@@ -149,10 +149,11 @@ class Tally(LoopCounts):
 def sample_count(batch: Any) -> int:
     """Length of the first tensor in a batch; 0 if it has none, or cannot tell; 1 of a scalar."""
     if type(batch) is list and batch and type(batch[0]) is torch.Tensor and batch[0].ndim:
-        return len(batch[0])  # most are
+        return batch[0].size(0)  # most are
     try:
         tensors = [it for it in flatten(batch)[0] if isinstance(it, torch.Tensor)]
-        return next((len(it) for it in tensors if it.ndim), len(tensors[:1]))
+        # nested ones have no len()
+        return next((it.size(0) for it in tensors if it.ndim), len(tensors[:1]))
     except Exception:  # noqa: BLE001  # users' types raise anything, and counting stops nobody
         return 0
 

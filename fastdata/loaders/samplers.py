@@ -218,8 +218,8 @@ def mixed(
 ) -> Order:
     """Samples of several datasets in fixed shares: the order of a ``ConcatDataset`` of them.
 
-    Each dataset is shuffled by itself, and shuffled again where its samples come round again. Shares
-    are exact, to a sample, in each epoch; which dataset comes when is random.
+    Each dataset is shuffled by itself, and again where its samples come round again. Shares are
+    exact, to a sample, in each epoch; which dataset comes when is random.
 
     Args:
         datasets: of the ``ConcatDataset``, in its order; or their lengths.

@@ -312,7 +312,7 @@ def choose_storage(
     *,
     only_lossless: bool = True,
 ) -> StoragePlan:
-    """Pick where prepared samples are kept; not asked for ``"disk"`` and ``"none"``, which are picked.
+    """Pick where prepared samples are kept; not asked where ``"disk"`` or ``"none"`` is given.
 
     ``"auto"`` keeps them raw where that fits, else by the lossless codec that decodes fastest among
     those that fit, else nowhere. A codec that loses something is used only when it is asked for by

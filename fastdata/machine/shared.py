@@ -96,7 +96,7 @@ class Block:
         return block.reserved(size_bytes)
 
     def reserved(self, size_bytes: int) -> Self:
-        """Itself, with so many bytes set aside: running out is an error here, no bus error later."""
+        """Itself, with so many bytes set aside: running out is no bus error later, but one here."""
         try:
             self._ask_for(size_bytes)
             if hasattr(os, "posix_fallocate"):

@@ -419,7 +419,7 @@ class OpenedImages(core.Samples):
         upright: bool = False,
         channels: int | None = 3,
     ) -> OpenedImages:
-        """Files, ``upright`` ones turned as their EXIF says; with ``channels`` None gray stays so."""
+        """Files, turned as their EXIF says if ``upright``; with ``channels`` None gray stays so."""
         arrays = [np.frombuffer(data, np.uint8) for data in files]
         opened = cls(arrays, np.zeros((len(files), 3), np.int32), by_pillow)
         is_open_B = np.zeros(len(files), np.bool_)

@@ -236,7 +236,7 @@ class Index:
 
     @cached_property
     def targets(self) -> Any:
-        """Of the samples that were kept: numbers in one array, else a list; zeros if a part has them."""
+        """Of the samples kept: numbers in one array, else a list; zeros if a part has them."""
         count = len(self.kept)
         if self.manifest.layout.target_is_part:
             return np.zeros(count, int)

@@ -145,7 +145,7 @@ class ReadPath(NamedTuple):
 
 
 def read_path(source: Source, steps: tuple[Callable[[Any], Any], ...]) -> ReadPath:
-    """How samples that are to be stored are read: image files by the core, where it knows all steps."""
+    """How samples to be stored are read: image files by the core, where it knows all steps."""
     as_written = ReadPath(source, Steps(steps))
     opening = source.opening
     if opening is None or (steps and opening.form == "tensor"):  # whose resize the core rounds

@@ -144,7 +144,7 @@ class BenchResult(Report):
         ratios = [recipe["ratio"] for recipe in self.recipes.values()]
         times = " to ".join(f"{ratio:.1f}" for ratio in sorted({min(ratios), max(ratios)}))
         what = f"{', '.join(self.recipes)}; {cpu_model()}, {usable_cores()} cores"
-        yield f"fastdata reads {times} times as many images a second as torchvision + torch ({what})"
+        yield f"fastdata reads {times} times as many images/s as torchvision + torch ({what})"
 
 
 def run_bench(options: argparse.Namespace) -> BenchResult:
