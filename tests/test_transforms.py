@@ -13,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 from torchvision import transforms as v1
+from torchvision import tv_tensors
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F  # noqa: N812
 
@@ -629,6 +630,17 @@ def test_half_floats_are_rounded_once(dtype: torch.dtype) -> None:
         )
         assert got.dtype == half[0][0].dtype == dtype
         assert torch.equal(got, want.to(dtype))
+
+
+def test_bfloat16_images_of_v2_are_told_as_such() -> None:
+    """Samples, and what an unknown step gets of them, are no integers that hold the bits."""
+    samples = [(tv_tensors.Image(torch.from_numpy(array)), 0) for array in images(2, EIGHTS)]
+    steps = [v2.RandomHorizontalFlip(), v2.ToDtype(torch.bfloat16, scale=True)]
+    for transform in (v2.Compose(steps), v2.Compose([*steps, v1.Lambda(lambda image: image * 1)])):
+        with CachedDataset(samples, transform=transform, seed=1) as dataset:
+            assert dataset[0][0].dtype == torch.bfloat16
+            assert next(iter(DataLoader(dataset, batch_size=2)))[0].dtype == torch.bfloat16
+            assert dataset[0][0].max() <= 1
 
 
 def test_what_comes_before_an_unknown_step_is_served_in_batches() -> None:

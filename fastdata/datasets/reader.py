@@ -55,6 +55,7 @@ from fastdata.pixels.images import (
     decoded_shape,
     present,
     shown_class,
+    tensor_class,
     without_exif,
 )
 from fastdata.pixels.program import Program
@@ -131,9 +132,13 @@ class Column(NamedTuple):
     def shown(self, served: Iterable[np.ndarray]) -> list[Any]:
         """Samples after the batch ops, as the rest of the transform wants them."""
         kind, program = self.plan.kind, self.program
-        if kind == "tensor" and program is not None:
-            return list(map(program.as_tensor, served))
-        return [present(sample, kind) for sample in served]
+        if program is None or kind in ("pil", "array"):
+            return [present(sample, kind) for sample in served]
+        tensors = map(program.as_tensor, served)
+        if kind == "tensor":
+            return list(tensors)
+        made = tensor_class(kind)
+        return [tensor.as_subclass(made) for tensor in tensors]
 
     def finished(self, samples: list[Any], batch: IndexBatch, take: Take) -> Any:
         """What unknown steps, and those behind them, make of samples: whole where that can be."""
