@@ -77,6 +77,14 @@ def test_tars_are_pairs_of_image_and_class(tars: Path, given: Any) -> None:
         assert [np.array_equal(dataset[i][0], pixels(i)) for i in range(3)] == [True] * 3
 
 
+def test_a_pattern_asks_for_nothing_but_what_it_matches(tars: Path) -> None:
+    """Other files beside the tars, or below, are not looked at, be they what they may."""
+    (tars / "loop").symlink_to("loop")
+    (tars / ".t-hidden.tar").write_bytes(b"")
+    with CachedDataset(str(tars.parent / f"{tars.name}*" / "t-*.tar")) as dataset:
+        assert list(dataset.targets) == [0, 10, 20]
+
+
 def test_tars_are_served_in_batches(tars: Path) -> None:
     """Two workers prepare them, and a loader gives what a list of the same pairs gives."""
     with CachedDataset(str(tars / "t-*.tar"), prepare_workers=2) as dataset:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from glob import glob
 from itertools import groupby
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -134,10 +135,14 @@ def _sized(file: File) -> File:
 
 
 def _match(place: Place, pattern: str) -> list[Entry]:
-    depth = pattern.count("/")
-    entries = [each for each in place.find(depth=depth + 1) if each.name.count("/") == depth]
-    alike = [entry for entry in entries if fnmatchcase(entry.name, pattern)]
-    return [entry for entry in alike if "/." not in f"/{entry.name}" and _kind_of(entry.name)]
+    if place.is_remote:
+        depth = pattern.count("/")
+        found = place.submit_find(depth=depth + 1).result()
+        alike = [each for each in found if fnmatchcase(each.name, pattern)]
+        entries = [entry for entry in alike if entry.name.count("/") == depth]
+    else:
+        entries = [Entry(name, -1, 0) for name in sorted(glob(pattern, root_dir=place.url))]
+    return [entry for entry in entries if _kind_of(entry.name)]
 
 
 def _list_folder(place: Place) -> list[Entry]:

@@ -184,6 +184,9 @@ class Place:
 
     __str__ = __repr__ = __fspath__
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "listed": {}}
+
     # Reading
 
     def read(self, name: str) -> bytes:
@@ -222,14 +225,13 @@ class Place:
         """Size and tag of a file; -1 where it is not there."""
         return self._submit("info", name, then=_facts, missing=(-1, -1))
 
-    def find(self, below: str = "", *, depth: int | None = None) -> list[Entry]:
-        """All files below a folder, sorted by name; none where it is not there.
-
-        ``depth``: of folders that are looked into; some file systems look into all.
-        """
-        return self.submit_find(below, depth=depth).result()
+    def find(self, below: str = "") -> list[Entry]:
+        """All files below a folder, sorted by name; none where it is not there."""
+        return self.submit_find(below).result()
 
     def submit_find(self, below: str = "", *, depth: int | None = None) -> Future[list[Entry]]:
+        """``find``; behind a URL it need not look further down than ``depth``."""
+
         def list_entries(files: Mapping[str, Any]) -> list[Entry]:
             above = len(self._path(self._client(), "")) + 1
             entries = [Entry(path[above:], *_facts(info)) for path, info in files.items()]
@@ -440,14 +442,9 @@ class _LocalFiles:
         return {"size": found.st_size, "mtime": found.st_mtime_ns}
 
     @classmethod
-    def find(
-        cls, top: str, *, detail: bool, maxdepth: int | None = None
-    ) -> dict[str, dict[str, int]]:
+    def find(cls, top: str, *, detail: bool) -> dict[str, dict[str, int]]:
         files = {}
-        # Links are followed where a depth bounds them.
-        for folder, folders, names in os.walk(top, followlinks=maxdepth is not None):
-            if maxdepth is not None and folder.count(os.sep) - top.count(os.sep) >= maxdepth - 1:
-                folders.clear()
+        for folder, _, names in os.walk(top):
             for name in names:
                 path = os.path.join(folder, name)
                 with contextlib.suppress(FileNotFoundError):
