@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import sys
+from collections import UserList
 from typing import Any
 
 import numpy as np
@@ -585,6 +586,25 @@ def test_kind_is_what_the_next_step_would_have_had() -> None:
     assert kind(v2.PILToTensor()) == "tensor"
     assert kind(v2.RandomHorizontalFlip()) == "pil"
     assert kind(v2.ToImage(), v2.ToPureTensor()) == "tensor"
+
+
+def test_sizes_may_be_the_lists_of_a_config() -> None:
+    """Any sequence counts, such as OmegaConf's, which torchvision keeps as it is."""
+    sides: Any = UserList([3, 4])
+    steps = [v1.RandomResizedCrop(sides), v1.CenterCrop(sides), v1.ToTensor()]
+    plain = [v1.RandomResizedCrop((3, 4)), v1.CenterCrop((3, 4)), v1.ToTensor()]
+    assert (
+        plan_transform(v1.Compose(steps)).batch_ops == plan_transform(v1.Compose(plain)).batch_ops
+    )
+    assert describe_steps([v1.Resize(sides)], is_pil=True) == "resize (3, 4) bilinear"
+
+
+def test_erasing_with_more_values_than_the_core_holds_runs_as_written() -> None:
+    """Images may have more channels than the core has room for values."""
+    step = v1.RandomErasing(value=(1.0, 2.0, 3.0, 4.0, 5.0))
+    plan = plan_transform(v1.Compose([step]), form="tensor", channels=5)
+    assert plan.per_sample == (step,)
+    assert "erases with 5 values" in (plan.obstacle or "")
 
 
 @pytest.mark.parametrize("version", [v1, v2])

@@ -22,7 +22,7 @@ from fastdata.pixels.compose import (
 from fastdata.pixels.describe import describe, name_of
 from fastdata.pixels.images import Form
 from fastdata.pixels.ops import Op
-from fastdata.pixels.state import State, UnknownStepError, interpolation_name, pair
+from fastdata.pixels.state import State, UnknownStepError, interpolation_name, pair, several
 from fastdata.pixels.steps import recognise
 
 Step = Callable[[Any], Any]
@@ -403,9 +403,8 @@ def _geometry_text(step: Any) -> str | None:
     smooth = interpolation_name(step.interpolation)
     if smooth not in ("bilinear", "bicubic"):
         return None
-    size = step.size
-    if isinstance(size, (list, tuple)):
-        size = size[0] if len(size) == 1 else pair(size)
+    sides = several(step.size)
+    size = sides[0] if len(sides) == 1 else pair(sides)
     return f"resize {size} {smooth}"
 
 

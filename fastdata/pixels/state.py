@@ -70,8 +70,9 @@ def need_movable(state: State) -> None:
 
 
 def several(value: Any) -> Sequence[Any]:
-    """An argument that may be one value or a list of them."""
-    return value if isinstance(value, (list, tuple)) else (value,)
+    """An argument that may be one value or several of them, in a list or the list of a config."""
+    is_one = isinstance(value, str) or not isinstance(value, Sequence)
+    return (value,) if is_one else value
 
 
 def numbers_in(values: Iterable[Any]) -> tuple[float, ...]:

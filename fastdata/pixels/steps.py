@@ -341,6 +341,7 @@ def _erase(
     at: int, state: State, ranges: Fill, counts: tuple[int, int], fill: Fill, mode: int
 ) -> Op:
     refuse(state.kind == "pil", "does not accept PIL images")
+    refuse(len(fill) > 4, f"erases with {len(fill)} values")
     if not state.floats:
         is_served = not mode and all(0 <= value <= 255 for value in fill)
         refuse(not is_served, "erases uint8 with random values, or with others than 0 to 255")
