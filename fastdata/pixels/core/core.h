@@ -347,14 +347,14 @@ typedef struct Batch {
     const int64_t *sizes_B; /* bytes of those that are JPEG files, 0 of pixels; NULL: all are pixels */
     const int32_t *turns_B; /* EXIF orientations that files are turned by, which their shapes follow; NULL: none is */
     const Jpeg *jpeg;
-    const int32_t *shapes_B3;       /* channels, height, width; NULL: all have `shape` */
+    const int32_t *shapes_B3;       /* channels, height, width of each */
     uint64_t seed;                  /* with the next two what is drawn from */
     const int64_t *visits_B, *indices_B;
     const double *solved_Bk8;       /* of perspectives, `solved` for each sample */
     const Table *table;
     uint8_t *out_B;        /* (B, C, h, w), or more rows; (B, h, w, C) in memory if `channels_last` */
     const int64_t *rows_B; /* which of them each sample is written to; NULL: its own number */
-    int32_t shape[3], solved, interleaved; /* whether sources are (H, W, C), not (C, H, W) */
+    int32_t solved, interleaved; /* whether sources are (H, W, C), not (C, H, W) */
     int32_t channels, height, width, channels_last;
     int32_t streams; /* whether values go past the caches: found when the batch is served */
     Values values;

@@ -599,7 +599,7 @@ static bool is_served_whole(const Batch *batch, int64_t b, const Drawn *drawn, c
 }
 
 static int serve_one(const Batch *batch, int64_t b, int64_t programs, Scratch *scratch, Refusal *refusal) {
-    const int32_t *shape = batch->shapes_B3 ? batch->shapes_B3 + 3 * b : batch->shape;
+    const int32_t *shape = batch->shapes_B3 + 3 * b;
     int64_t channels = shape[0], height = shape[1], width = shape[2], number = 0;
     if (channels < 1 || height < 1 || width < 1) return REFUSED_SHAPE;
     Drawn *drawn = take(scratch, SLOT_DRAWN, programs * (int64_t)sizeof(Drawn));
@@ -634,7 +634,7 @@ static int serve_one(const Batch *batch, int64_t b, int64_t programs, Scratch *s
 
 /* Have a small sample on its way to the cache while the one before it is served: a shuffled store's lies in neither. */
 static void expect(const Batch *batch, int64_t b) {
-    const int32_t *shape = batch->shapes_B3 ? batch->shapes_B3 + 3 * b : batch->shape;
+    const int32_t *shape = batch->shapes_B3 + 3 * b;
     const int64_t bytes = (int64_t)shape[0] * shape[1] * shape[2];
     if (bytes > EXPECTED_BYTES || (batch->sizes_B && batch->sizes_B[b])) return;
     for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(batch->sources_B[b] + at);
