@@ -178,6 +178,7 @@ def test_bench_measures_a_transform_of_ones_own(
     assert list(json.loads(Path("figures.json").read_text())["recipes"]) == ["own_steps:train"]
     for words, message in (
         ("own_steps", "--transform own_steps is not module:name"),
+        ("own_steps:", "--transform own_steps: is not module:name"),
         (
             "own_steps:test",
             "--transform own_steps:test: module 'own_steps' has no attribute 'test'",

@@ -100,7 +100,7 @@ def _declare_operators() -> torch.library.Library:
 
 def find_transform(words: str) -> Any:
     """The user's own transform, by ``MODULE:NAME``."""
-    if ":" not in words:
+    if not all(words.partition(":")):
         raise ValueError(
             f"--transform {words} is not module:name, as in --transform train:train_transform"
         )
