@@ -46,8 +46,13 @@ _FACTS: dict[type, list[str]] = {
 """The attributes that say all of a value of Python's own types that do not pickle."""
 _COMPUTING = {abs, bool, dict, divmod, float, int, len, list, max, min, round, str, tuple}
 _OF_DATASETS = [
-    *("_identity", "samples", "targets"),
-    *("transform", "target_transform", "transforms", "loader"),
+    "_identity",
+    "samples",
+    "targets",
+    "transform",
+    "target_transform",
+    "transforms",
+    "loader",
 ]
 """What tells a dataset from others of its class: lists, then what opens and changes samples."""
 _NOTES = {"_abc_impl", "__annotate__", "__annotate_func__"}

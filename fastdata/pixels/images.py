@@ -118,8 +118,9 @@ def to_stored(sample: Any, *, is_mask: bool = False) -> tuple[Array, Form]:
     try:
         return sample.detach().as_subclass(torch.Tensor).numpy(force=True), form
     except TypeError as unsupported:
-        why = f"a tensor of {sample.dtype} cannot be stored: {unsupported}"
-        raise TypeError(why) from unsupported
+        raise TypeError(
+            f"a tensor of {sample.dtype} cannot be stored: {unsupported}"
+        ) from unsupported
 
 
 def is_pil(value: Any) -> TypeGuard[Image.Image]:
@@ -163,8 +164,7 @@ def _pack_planes(image: Image.Image, out_CHW: Array) -> None:
 
 def mode_of(channels: int, dtype: str) -> str | None:
     """PIL's mode of images that are stored so; None where there is none."""
-    modes = {stored: mode for mode, stored in _MODES.items()}
-    return modes.get((channels, dtype))
+    return {stored: mode for mode, stored in _MODES.items()}.get((channels, dtype))
 
 
 def to_pil(array_CHW: Array) -> Image.Image:

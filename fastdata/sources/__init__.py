@@ -209,9 +209,10 @@ class FileSource:
 
     def columns_of(self, indices: Indices) -> dict[str, Any]:
         """What is known of these samples, for ``over`` in another process."""
-        facts = {}
-        for name, column in self.facts.items():
-            facts[name] = {index: int(column[index]) for index in indices}
+        facts = {
+            name: {index: int(column[index]) for index in indices}
+            for name, column in self.facts.items()
+        }
         paths = {index: self.paths[index] for index in indices}
         targets = {index: self.targets[index] for index in indices}
         return {"paths": paths, "targets": targets, "facts": facts}
@@ -655,7 +656,7 @@ def _read_labels(table: _Table, label: str) -> tuple[Any, list[str] | None]:
             "as names, such as 'class_7'."
         )
     classes = sorted(set(texts))
-    numbers = dict(zip(classes, range(len(classes)), strict=True))
+    numbers = {name: number for number, name in enumerate(classes)}
     return [numbers[name] for name in texts], classes
 
 

@@ -228,9 +228,8 @@ def _usual_space(dataset: Any) -> dict[str, Sequence[Any]]:
 
 def _prepared(dataset: Any) -> AbstractContextManager[Any]:
     """The dataset, or some of its samples, prepared, where it is still being prepared."""
-    if not isinstance(dataset, PreparedDataset) or dataset.storage == "none":
-        return nullcontext(dataset)
-    if dataset.filled_share() >= MOSTLY_PREPARED:
+    is_kept = isinstance(dataset, PreparedDataset) and dataset.storage != "none"
+    if not is_kept or dataset.filled_share() >= MOSTLY_PREPARED:
         return nullcontext(dataset)
     some = islice(shuffled(dataset), min(len(dataset), _SAMPLES_PREPARED))
     return prepared_anew(dataset, sorted(some))
