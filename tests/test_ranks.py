@@ -416,6 +416,18 @@ def files_in(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file()]
 
 
+@pytest.mark.parametrize("told", [b"12", b"12 0\n", b"12 0\n\x80\x05\x95"])
+def test_what_a_leader_had_not_told_whole_is_prepared_again(told: bytes, meeting: Path) -> None:
+    """One that was killed while it told is no error for those that come after it."""
+    leader = processes.lead_or_follow("run", "key", ())
+    assert isinstance(leader, processes.Leader)
+    [path] = files_in(meeting)
+    leader.close()
+    path.write_bytes(told)
+    with contextlib.closing(processes.lead_or_follow("run", "key", ())) as again:  # type: ignore[type-var]
+        assert isinstance(again, processes.Leader)
+
+
 def test_no_meeting_outlives_its_dataset(tmp_path: Path, meeting: Path) -> None:
     """Where ranks meet is gone when the dataset is closed, also while forked workers live; else the next removes it."""
     source = Numbered(40, tmp_path / "log")

@@ -266,7 +266,7 @@ def _is_there(path: Path, fd: int) -> bool:
 
 
 def _read_handles(path: Path, known: Sequence[Any]) -> Follower | None:
-    """None where nothing is told, or the process that told it has ended."""
+    """None where nothing is told, not all yet, or the process that told it has ended."""
     with path.open("rb") as file:
         told_by = file.readline().split()
         if not told_by:
@@ -275,7 +275,7 @@ def _read_handles(path: Path, known: Sequence[Any]) -> Follower | None:
         unpickler.known = known
         try:
             value = unpickler.load()
-        except StoreGoneError:
+        except (EOFError, pickle.UnpicklingError, StoreGoneError):
             return None
     pid, rank = map(int, told_by)
     return Follower(value, f"rank {rank} (process {pid})")
@@ -384,8 +384,9 @@ def _loss(children: Sequence[BaseProcess], tasks: Sequence[Any]) -> IngestError:
     """What is to be said of a worker that died, while about these were prepared."""
     ended = -signal.SIGTERM  # as the others are by the pool
     code = next((it.exitcode for it in children if it.exitcode not in (0, None, ended)), ended)
-    name = signal.Signals(-code).name if code < 0 else ""
-    how = f"was killed by {name}" if name else f"ended with exit code {code}"
+    names = {each.value: each.name for each in signal.Signals}  # but for real-time signals
+    name = names.get(-code, f"signal {-code}")
+    how = f"was killed by {name}" if code < 0 else f"ended with exit code {code}"
     text = f"a worker process {how} while these were prepared: {'; '.join(map(str, tasks))}."
     if code == -signal.SIGKILL:
         text += (
