@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import (
     Dataset,
     IterableDataset,
+    SequentialSampler,
     Subset,
     default_collate,
     default_convert,
@@ -540,6 +541,39 @@ def test_persistent_workers_keep_their_slots() -> None:
         report = loader.report()
         assert 0 < report.bytes_held <= 2 * (2 + 3) * 4096
         assert report.fresh_batches == 0
+
+
+class Told(SequentialSampler):
+    """Is told of epochs, as a DistributedSampler."""
+
+    def set_epoch(self, epoch: int) -> None: ...
+
+
+def test_workers_that_persist_go_on_after_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while they begin an epoch costs that one; the next is whole."""
+    torchs = _MultiProcessingDataLoaderIter._reset
+    interrupts = [KeyboardInterrupt, None]
+
+    def reset(*given: Any) -> None:
+        interrupt = interrupts.pop(0)
+        if interrupt is not None:
+            raise interrupt
+        torchs(*given)
+
+    dataset = Numbers(8)
+    loader = DataLoader(
+        dataset,
+        batch_size=2,
+        sampler=Told(dataset),
+        num_workers=1,
+        workers="process",
+        persistent_workers=True,
+    )
+    assert len(_epoch(loader)) == 4
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter, "_reset", reset)
+    with pytest.raises(KeyboardInterrupt):
+        iter(loader)
+    assert len(_epoch(loader)) == 4
 
 
 def test_slots_of_ended_workers_are_let_go() -> None:

@@ -245,9 +245,11 @@ class ProcessIter(Counted, torch_loader._MultiProcessingDataLoaderIter):
         ahead = self._prefetch_factor
         if _may_be_told(loader):
             self._prefetch_factor = 0
-        super()._reset(loader, first_iter)
-        self._put_later = (ahead - self._prefetch_factor) * self._num_workers
-        self._prefetch_factor = ahead
+        try:
+            super()._reset(loader, first_iter)
+            self._put_later = (ahead - self._prefetch_factor) * self._num_workers
+        finally:  # workers that persist begin again after Ctrl-C
+            self._prefetch_factor = ahead
 
     def _next_data(self) -> Any:
         while self._put_later:
