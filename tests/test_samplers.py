@@ -546,6 +546,36 @@ def test_a_state_after_a_set_epoch_is_the_next_one() -> None:
     ]
 
 
+def test_an_epoch_set_behind_a_broken_one_leaves_its_state() -> None:
+    """A state says how far the latest epoch came, in its own order, whatever epoch was set since."""
+    make = partial(_ranked, RANKED["shuffled"])
+    loader, again = (DataLoader(Numbers(), **make(4, 0, 1)) for _ in range(2))
+    list(itertools.islice(loader, 2))
+    loader.set_epoch(3)
+    again.load_state_dict(loader.state_dict())
+    order = RankSampler(COUNT, rank=0, world_size=1).order(0).tolist()
+    assert [index for batch in again for index in batch.tolist()] == order[8:]
+
+
+class OfOneRank(Sampler[int]):
+    """A sampler for ranks where there are none: it does not know its rank."""
+
+    rank = num_replicas = None
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(COUNT))
+
+    def __len__(self) -> int:
+        return COUNT
+
+
+def test_a_sampler_that_does_not_know_its_rank_is_one_of_one_rank() -> None:
+    """Its samples come in its order."""
+    with _images() as dataset:
+        batches = DataLoader(dataset, 4, sampler=OfOneRank())
+        assert [label for _, labels in batches for label in labels.tolist()] == [*range(COUNT)]
+
+
 def test_an_epoch_without_a_batch_left_is_passed_over(launched: Any) -> None:
     """Resumed with batches that are larger than what is left, and dropped, the next epoch comes, not an empty one."""
     launched(0, 1)

@@ -271,9 +271,11 @@ class Epochs:
         if ranked is None or size is None:
             is_over = is_over or handed == length_of(self.sampler)
         elif progress.start is not None:
+            begun = copy.copy(ranked)  # which may have been told of another epoch since
+            begun.load_state_dict(progress.start["samplers"][-1]["state"])
             batches = handed - progress.first
-            reached = ranked.state_dict(batches, size, drop_last=self.sampler.drop_last)
-            is_over = is_over or reached["epoch"] != ranked.epoch
+            reached = begun.state_dict(batches, size, drop_last=self.sampler.drop_last)
+            is_over = is_over or reached["epoch"] != begun.epoch
         if is_over:
             handed = 0
             progress = self._coming()
@@ -402,7 +404,8 @@ class _EpochIndices(Iterator[Any]):
         seed = None if served is None else served.seed
         self._seed = progress.base_seed or 0 if seed is None else seed
         self._last = length_of(epochs.sampler) if epochs.is_known else None
-        shares = (each for each in epochs.samplers if hasattr(each, "num_replicas"))
+        # Where there is one rank some have None.
+        shares = (each for each in epochs.samplers if getattr(each, "num_replicas", None))
         self._shared: Any = next(shares, None)
         # Not where each epoch draws a seed, whose draws count from 0, nor where the epoch of draws
         # was set alone.
