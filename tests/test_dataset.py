@@ -1073,6 +1073,8 @@ def test_a_closed_dataset_says_so() -> None:
         dataset[0]
     with pytest.raises(FastDataError, match="was closed"):
         pickle.dumps(dataset)
+    with pytest.raises(StoreGoneError, match="was closed"):
+        dataset.storage_report()
 
 
 def test_printing_tells_storage_and_transform() -> None:

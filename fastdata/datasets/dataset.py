@@ -522,7 +522,7 @@ class PreparedDataset(_Opened):
 
     def _warn_of_another_store(self) -> None:
         old = self._stored
-        if old.after and old.filled_share > 0 and (self._was_read or old.after[1]):
+        if old.after and old.filled_share() > 0 and (self._was_read or old.after[1]):
             first = ", ".join(map(repr, self.plan.prepare))
             log.warning(
                 "samples are prepared again: the new transform does not begin with %s", first
@@ -562,7 +562,7 @@ class PreparedDataset(_Opened):
         """
         self._handle()
         stored = self._stored
-        is_lazy = stored.kept is not None and stored.filled_share < 1
+        is_lazy = stored.kept is not None and stored.filled_share() < 1
         if self._is_waiting or is_lazy:
             self._stored = replace(stored, options=replace(stored.options, at_once=True))
             if self._is_waiting:
@@ -592,13 +592,14 @@ class PreparedDataset(_Opened):
 
     def filled_share(self, index: np.ndarray | None = None) -> float:
         """Share of the samples, or of those of ``index``, that are kept already."""
-        return self._reader.filled_share(index)
+        return self._stored.filled_share(index)
 
     def storage_report(self) -> StorageReport:
         """Try every codec on samples spread over the dataset; to be printed.
 
         Takes about a second: up to 25 samples are read, encoded and decoded.
         """
+        self._handle()  # which says that it was closed
         source = self._origin()
         stored = self._stored
         if source is stored.kept:

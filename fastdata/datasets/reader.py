@@ -60,7 +60,6 @@ from fastdata.pixels.images import (
 )
 from fastdata.pixels.program import Program
 from fastdata.sources import FileSource, ItemKeys
-from fastdata.stores.options import Options
 from fastdata.stores.readers import Store, UndecodableError
 from fastdata.stores.samples import KeptSamples, Steps, open_files
 
@@ -190,7 +189,7 @@ class Reader:
 
     Attributes:
         stored: the samples, and how they were prepared.
-        visits: of readers that no loader of ours tells theirs.
+        visits: of readers that no loader of ours tells theirs; None where nothing draws.
         target_transform: the user's.
         pair_transform: the user's, of sample and target together, where it runs on each sample.
         plan: of the transform.
@@ -225,10 +224,6 @@ class Reader:
     @cached_property
     def length(self) -> int:
         return len(self.stored.samples)
-
-    @property
-    def options(self) -> Options:
-        return self.stored.options
 
     @property
     def keys(self) -> ItemKeys | None:
@@ -303,10 +298,6 @@ class Reader:
             )
         ]
         return ", ".join(forms) + (f" in {self.keys}" if self.keys else "")
-
-    def filled_share(self, index: np.ndarray | None = None) -> float:
-        """Share of the samples, or of those of ``index``, that are kept already."""
-        return 0.0 if self.kept is None else self.kept.filled_share(index)
 
     # Batches and items
 
@@ -492,7 +483,7 @@ class Reader:
 
     def expect(self, batch: IndexBatch) -> None:
         """Have what is fetched for these samples fetched at once."""
-        if self.filled_share() < 1:
+        if self.stored.filled_share() < 1:
             self.stored.samples.expect(batch.positions.tolist())
 
     # What random draws are made from
@@ -515,8 +506,10 @@ class Reader:
             seed = base_seed
         else:
             reader = 0  # all draw from one seed
-        assert self.visits is not None
-        return IndexBatch.of(indices, index_B, self.visits.take(index_B, reader, indices), seed)
+        visit_B = np.zeros_like(index_B)
+        if self.visits is not None:
+            visit_B = self.visits.take(index_B, reader, indices)
+        return IndexBatch.of(indices, index_B, visit_B, seed)
 
 
 # Memory that is reused

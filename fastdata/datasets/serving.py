@@ -85,9 +85,9 @@ class Stored:
     def kept(self) -> KeptSamples | None:
         return self.samples if isinstance(self.samples, KeptSamples) else None
 
-    @property
-    def filled_share(self) -> float:
-        return 0.0 if self.kept is None else self.kept.filled_share()
+    def filled_share(self, index: np.ndarray | None = None) -> float:
+        """Share of the samples, or of those of ``index``, that are kept already."""
+        return 0.0 if self.kept is None else self.kept.filled_share(index)
 
     def emptied(self) -> Stored:
         """What is left once the dataset is closed."""
@@ -152,7 +152,7 @@ class Stored:
         if self.kept is not None and prepare_key(leading_steps(transform, count)) != key:
             return True
         # After other steps samples may fit, or take less.
-        may_gain = self.filled_share == 0 or (not key and not was_read)
+        may_gain = self.filled_share() == 0 or (not key and not was_read)
         if self.kept is None:
             may_gain = self.options.storage == "auto" and len(self.samples) > 0
         is_known = may_gain and self.source is not None
@@ -173,14 +173,13 @@ def compile_reader(
     Raises:
         ValueError: the transform does not begin with the steps that samples are stored after.
     """
-    beforehand, is_upright = stored.first_steps, stored.is_upright
-    steps = beforehand
-    decoding = None if pair_transform or stored.kept else _compile_files(stored, transform)
+    beforehand = steps = stored.first_steps
+    is_upright = stored.is_upright
     if pair_transform is not None:
         plan, columns = _compile_pairs(stored, pair_transform)
     elif stored.kept is not None:
         plan, columns = _compile_kept(stored, stored.kept, transform)
-    elif decoding is not None:
+    elif (decoding := _compile_files(stored, transform)) is not None:
         is_upright, plan, columns = decoding
         beforehand = ()
     else:
@@ -188,9 +187,10 @@ def compile_reader(
         plan = stored.split(transform, batch_ops=known, obstacle=core.obstacle())
         columns = tuple(map(_unread_column, plan.each))
         steps = (*steps, *plan.prepare)
+    may_draw = any(column.plan.batch_ops or column.last for column in columns)
     return Reader(
         stored=stored,
-        visits=visits,
+        visits=visits if may_draw else None,  # to count them costs 5 us
         target_transform=target_transform,
         pair_transform=pair_transform if plan.per_sample else None,
         plan=replace(plan, beforehand=beforehand),

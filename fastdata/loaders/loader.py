@@ -26,7 +26,7 @@ from torch.utils.data import (
 from torch.utils.data import dataloader as torch_loader
 
 from fastdata.datasets.batch import ChannelsLast, collate
-from fastdata.datasets.dataset import PreparedDataset, latest_reader, own_reader
+from fastdata.datasets.dataset import PreparedDataset
 from fastdata.datasets.reader import BatchRing
 from fastdata.datasets.ring import RingCollate
 from fastdata.errors import counted, kind_of
@@ -413,16 +413,6 @@ _SAID: weakref.WeakValueDictionary[int, PreparedDataset] = weakref.WeakValueDict
 """Datasets of which it was said what keeps them from being served in whole batches."""
 
 
-def _fallback_notice(dataset: PreparedDataset) -> str:
-    own = own_reader(dataset)
-    if own is None:
-        return fallback_notice(latest_reader(dataset))
-    return (
-        f"{type(dataset).__name__}.{own} is called for each sample. Write what it does as "
-        "transform= or target_transform= instead."
-    )
-
-
 def _warn(dataset: Any, sampler: Any, served: LoaderView | None, *, asks_processes: bool) -> None:
     """Warn of samples that every rank reads, and of what keeps batches from being whole."""
     ranks = find_rank().world_size
@@ -435,7 +425,7 @@ def _warn(dataset: Any, sampler: Any, served: LoaderView | None, *, asks_process
     if served is not None:
         new = [part for part in served.parts if id(part) not in _SAID]
         _SAID.update((id(part), part) for part in new)
-        notice = next(filter(None, map(_fallback_notice, new)), "")
+        notice = next(filter(None, map(fallback_notice, new)), "")
     else:
         notice = "" if isinstance(dataset, IterableDataset) else wrapped_notice(dataset)
     if notice and not asks_processes:

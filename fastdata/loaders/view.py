@@ -82,7 +82,7 @@ def _pieces(
     for number in np.unique(number_B).tolist():
         row_B = np.flatnonzero(number_B == number)
         position_B = batch.positions[row_B] - (ends[number - 1] if number else 0)
-        own_seed = readers[number].options.seed
+        own_seed = readers[number].stored.options.seed
         seed = batch.seed if own_seed is None else own_seed
         piece = IndexBatch.of(position_B.tolist(), position_B, batch.visits[row_B], seed)
         yield number, row_B, piece
@@ -166,7 +166,7 @@ class LoaderView:
     @property
     def seed(self) -> int | None:
         """As the user gave it to a dataset."""
-        seeds = (latest_reader(part).options.seed for part in self.parts)
+        seeds = (latest_reader(part).stored.options.seed for part in self.parts)
         return next((seed for seed in seeds if seed is not None), None)
 
     def reader(self) -> Reader | JoinedReader:
@@ -190,7 +190,7 @@ class LoaderView:
         """Share of the samples that will not be prepared and kept when they are read; the least."""
         index = None if len(self.parts) > 1 else self.subset
         readers = map(latest_reader, self.parts)
-        return min(1.0 if it.kept is None else it.filled_share(index) for it in readers)
+        return min(1.0 if it.kept is None else it.stored.filled_share(index) for it in readers)
 
     def fetched(self, dataset: Any) -> Any:
         """What is read in place of a loader's ``dataset``, so that batches keep their draws."""
@@ -245,11 +245,19 @@ class _WholeSubset(_Whole, Subset[Any]): ...
 class _WholeConcat(_Whole, ConcatDataset[Any]): ...
 
 
-def fallback_notice(reader: Reader) -> str:
+def fallback_notice(dataset: PreparedDataset) -> str:
     """Which code of the user's own runs on each sample unasked, and the cure; else empty."""
-    plan, kept = reader.plan, reader.kept
+    own = own_reader(dataset)
+    if own is not None:
+        return (
+            f"{type(dataset).__name__}.{own} is called for each sample. Write what it does as "
+            "transform= or target_transform= instead."
+        )
+    reader = latest_reader(dataset)
+    plan = reader.plan
+    kept = reader.kept
     unknown = plan.first_unknown
-    is_asked_for = not reader.options.batch_ops or reader.pair_transform is not None
+    is_asked_for = not reader.stored.options.batch_ops or reader.pair_transform is not None
     if is_asked_for or kept is None or kept.is_tuple or unknown is None:
         return ""
     cure = cure_for(unknown)
