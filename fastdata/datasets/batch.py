@@ -479,8 +479,11 @@ class SharedVisits:
 
     def __init__(self, length: int) -> None:
         latest_two = np.zeros((2, length), np.uint32)
-        columns: dict[str, np.ndarray] = {"readers": latest_two, "seen": latest_two}
-        columns["epoch"] = np.zeros(1, np.int64)
+        columns: dict[str, np.ndarray] = {
+            "epoch": np.zeros(1, np.int64),
+            "readers": latest_two,
+            "seen": latest_two,
+        }
         self._columns = ArrayBlock(columns, seal=False)
 
     def take(self, index_B: np.ndarray, reader: int, given: Any = ()) -> np.ndarray:

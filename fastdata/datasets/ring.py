@@ -148,10 +148,9 @@ class WorkerRing:
             self._begin()
         try:
             batch = self._collate(collate, samples)
-            sent = self._pack(batch)
-            if sent is not None:
-                return sent
-            return SentBatch(self._token, None, [], bytes(ForkingPickler.dumps(batch)))
+            return self._pack(batch) or SentBatch(
+                self._token, None, [], bytes(ForkingPickler.dumps(batch))
+            )
         finally:
             self._filled = self._lent = None
 
@@ -453,12 +452,8 @@ class BatchReceiver:
 
     @property
     def bytes_held(self) -> int:
-        return sum(memory.nbytes for memory in self.slots)
-
-    @property
-    def slots(self) -> list[np.ndarray]:
         self._drop_ended()
-        return [mapped.memory for mapped in list(self._mapped.values())]
+        return sum(mapped.memory.nbytes for mapped in list(self._mapped.values()))
 
     def receive(self, handle: SlotHandle, spans: list[tuple[int, int]], data: bytes) -> Any:
         key = handle.ring, handle.number

@@ -419,10 +419,10 @@ class ChunkedLoader:
         It compares how evenly batches are drawn from all over the data; reads no data.
         """
         sampler = self._sampler
-        if self.shuffle and sampler.identity["piece_samples"] == 1:
-            return 1.0
         if not self.shuffle:
             return 0.0
+        if sampler.identity["piece_samples"] == 1:
+            return 1.0
         own_n = sampler.order(epoch)[sampler.rank :: sampler.num_replicas]
         return shuffle_quality(own_n, len(self.dataset), self.batch_size)
 

@@ -258,8 +258,7 @@ class CudaPrefetcher:
 
     def set_epoch(self, epoch: int) -> None:
         for holder in (self.loader, getattr(self.loader, "batch_sampler", None)):
-            listeners: list[Any] = [holder, getattr(holder, "sampler", None)]
-            for listener in listeners:
+            for listener in (holder, getattr(holder, "sampler", None)):
                 if hasattr(listener, "set_epoch"):
                     listener.set_epoch(epoch)
 
