@@ -258,7 +258,8 @@ class CudaPrefetcher:
 
     def set_epoch(self, epoch: int) -> None:
         for holder in (self.loader, getattr(self.loader, "batch_sampler", None)):
-            for listener in (holder, getattr(holder, "sampler", None)):
+            listeners: list[Any] = [holder, getattr(holder, "sampler", None)]
+            for listener in listeners:
                 if hasattr(listener, "set_epoch"):
                     listener.set_epoch(epoch)
 

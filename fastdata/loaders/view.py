@@ -248,7 +248,7 @@ class _WholeConcat(_Whole, ConcatDataset[Any]): ...
 def fallback_notice(dataset: PreparedDataset) -> str:
     """Which code of the user's own runs on each sample unasked, and the cure; else empty."""
     own = own_reader(dataset)
-    if own is not None:
+    if own:
         return (
             f"{type(dataset).__name__}.{own} is called for each sample. Write what it does as "
             "transform= or target_transform= instead."
