@@ -1,8 +1,8 @@
 """Datasets: torch map-style datasets of samples, kept or read anew, and a compiled transform.
 
 What stands here is the face that torchvision's datasets have. How samples were prepared, and how
-they are served, are values: ``Stored`` and ``Reader``. Datasets of image files are in folder.py,
-any others prepared once in cached.py.
+they are served, are values: ``Stored`` and ``Reader``. The datasets that users make are in
+public.py.
 """
 
 from __future__ import annotations
