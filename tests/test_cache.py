@@ -769,6 +769,16 @@ def test_a_cache_deleted_while_in_use_goes_on(image_folder: Folder, prepared: An
             pickle.loads(sent)
 
 
+def test_a_cache_that_is_cut_while_in_use_is_not_opened(image_folder: Folder) -> None:
+    """A process that opens it now is told, before it reads behind the end."""
+    root = image_folder(size=(13, 11))
+    with cached(root) as dataset:
+        sent = pickle.dumps(dataset)
+        os.truncate(sample_file(root.parent / "cache"), 200)
+        with pytest.raises(StoreGoneError, match="deleted or changed while it was in use"):
+            pickle.loads(sent)
+
+
 def test_it_opens_in_another_process(tmp_path: Path) -> None:
     """A spawned process maps the same files."""
     data = [(torch.full((2, 3), i, dtype=torch.uint8), i) for i in range(4)]

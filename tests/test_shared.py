@@ -147,6 +147,15 @@ def test_a_handle_of_a_recycled_process_number_is_refused() -> None:
             function(pid, fd, inode + 1, *rest)
 
 
+def test_a_handle_of_a_file_that_was_cut_is_refused() -> None:
+    """Nothing is mapped of which a part is not there any more."""
+    with Block.create(4, portable=True) as block:
+        handle = pickle.dumps(block)
+        os.truncate(block.fileno(), 3)
+        with pytest.raises(StoreGoneError):
+            pickle.loads(handle)
+
+
 def test_too_large_a_block_is_an_error_and_leaves_nothing() -> None:
     """Memory that cannot be had is refused when it is reserved, not when it is written."""
     with pytest.raises(MemoryBudgetError, match="cannot be reserved"):

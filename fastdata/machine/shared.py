@@ -253,15 +253,17 @@ class Block:
             raise StoreGoneError(
                 "the dataset was closed; a closed dataset cannot be sent to another process"
             )
-        inode = os.fstat(self._fd).st_ino
-        return self.attach, (os.getpid(), self._fd, inode, self.path, self.is_sealed)
+        pid, inode = os.getpid(), os.fstat(self._fd).st_ino
+        return self.attach, (pid, self._fd, inode, self.size_bytes, self.path, self.is_sealed)
 
     @classmethod
-    def attach(cls, pid: int, fd: int, inode: int, path: Path | None, is_sealed: bool) -> Block:
+    def attach(
+        cls, pid: int, fd: int, inode: int, size_bytes: int, path: Path | None, is_sealed: bool
+    ) -> Block:
         """Open another process's block: ``/proc/PID/fd/FD``, or ``path`` where there is no memfd.
 
         ``inode`` guards against a recycled process number: a descriptor that leads to another file
-        is refused.
+        is refused, and so is one that was cut short.
         """
         flags = (os.O_RDONLY if is_sealed else os.O_RDWR) | OPEN_FLAGS
         try:
@@ -273,7 +275,7 @@ class Block:
                 "machine while that process lives. cache_dir= keeps samples."
             ) from None
         block = cls(fd, path, is_sealed=is_sealed)
-        if os.fstat(fd).st_ino != inode:
+        if os.fstat(fd).st_ino != inode or block.size_bytes < size_bytes:
             block.close()
             raise StoreGoneError(
                 f"process {pid}, which held the prepared samples, has ended and its number was "
