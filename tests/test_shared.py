@@ -319,6 +319,13 @@ def test_paths_and_pairs_behave_like_lists() -> None:
         hash(table.paths)
 
 
+def test_a_name_that_no_file_can_have_moves_no_other() -> None:
+    """One with a NUL in it, and one that is a ``Path``, are kept as they are, at their places."""
+    paths: list[Any] = ["/a/b\0c.jpg", Path("/a/d.jpg"), "/a/é.jpg"]
+    with contextlib.closing(SampleTable([0, 1, 2], paths=paths)) as table:
+        assert list(table.paths) == list(map(str, paths))
+
+
 def test_a_reduced_table_takes_the_place_of_the_whole() -> None:
     """Paths, targets and classes are those of the samples kept, and the whole table is closed."""
     whole = SampleTable([5, 6, 7], paths=["a", "b", "c"], class_to_idx={"x": 5})

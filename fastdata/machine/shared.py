@@ -425,9 +425,8 @@ class PackedPaths:
 
     @classmethod
     def of(cls, paths: Iterable[str]) -> PackedPaths:
-        text = np.frombuffer(os.fsencode("\0".join([*paths, ""])), np.uint8)
-        ends = np.flatnonzero(text == 0)
-        return cls(text[text != 0], ends - np.arange(len(ends)))
+        coding = sys.getfilesystemencoding(), sys.getfilesystemencodeerrors()
+        return cls(*_pack([os.fspath(path).encode(*coding) for path in paths]))
 
     def __len__(self) -> int:
         return len(self.ends)
