@@ -451,3 +451,17 @@ def test_an_error_lets_go(block: Block) -> None:
         raise ZeroDivisionError
     with block.hold(0):
         pass
+
+
+def test_two_blocks_are_held_at_once_on_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples that are prepared from those of another dataset, each on its first read."""
+    held = threading.Event()
+
+    def hold_both() -> None:
+        with one.hold(0), other.hold(0):
+            held.set()
+
+    with Block.create(1) as one, Block.create(1) as other:
+        monkeypatch.setattr(sys, "platform", "win32")
+        threading.Thread(target=hold_both, daemon=True).start()
+        assert held.wait(10)

@@ -52,7 +52,7 @@ _ALIGN_BYTES = 64
 _ASKED_FOR_BYTES = 1 << 20
 """From here on a reservation is held against what is free."""
 _FILE_PREFIX = "fastdata-block-"
-_THREADS = threading.Lock()
+_THREADS = threading.RLock()
 OPEN_FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 
 
