@@ -12,8 +12,10 @@ import pytest
 
 from fastdata import CachedDataset, ImageFolder
 from fastdata.errors import CacheError
+from fastdata.pixels.images import SampleSpec
 from fastdata.sources.remote import Place
 from fastdata.stores.cache import INDEX, Cache
+from fastdata.stores.writers import StoredPart
 
 Folder = Callable[..., Path]
 WRONG = [
@@ -121,3 +123,23 @@ def test_a_flipped_bit_of_an_index_is_damage_or_means_nothing(image_folder: Fold
         except CacheError:
             refused += 1
     assert refused > 20
+
+
+def test_a_column_that_hides_its_end_is_damage(tmp_path: Path) -> None:
+    """One flipped bit of its head makes labels of 8 numbers labels of none; the sum is over all."""
+    items = [(np.zeros((2, 3), np.uint8), np.arange(8)) for _ in range(600)]
+    CachedDataset(items, cache_dir=tmp_path, cache_key="k").close()
+    path = next(tmp_path.glob(f"*/{INDEX}"))
+    whole = path.read_bytes()
+    assert whole.count(b"(600, 8)") == 1
+    path.write_bytes(whole.replace(b"(600, 8)", b"(600, 0)"))
+    with pytest.raises(CacheError, match="its columns are longer than they say"):
+        CachedDataset.from_cache(path.parent)
+
+
+@pytest.mark.parametrize("dtype", ["str", "bytes", "void", "object"])
+def test_elements_without_bytes_are_no_samples(dtype: str) -> None:
+    """No manifest can make sizes of 0 fit any shape."""
+    spec = SampleSpec(shape=None, dtype=dtype, form="array")
+    with pytest.raises(ValueError, match="are not known"):
+        StoredPart(spec=spec, dimensions=3, codec={"name": "zstd"})

@@ -103,7 +103,7 @@ def bytes_of(array: Array) -> Bytes:
             f"an array of {array.dtype} holds Python objects, which no codec keeps; "
             "give a numeric dtype"
         )
-    return array.reshape(-1).view(np.uint8) if array.dtype.itemsize else np.empty(0, np.uint8)
+    return array.reshape(-1).view(np.uint8)
 
 
 def bytes_to_fill(out: Array) -> Bytes:

@@ -64,7 +64,7 @@ class StoredPart:
 
     def __post_init__(self) -> None:
         dtype = np.dtype(self.spec.dtype)
-        if dtype.hasobject or dtype.name != self.spec.dtype:
+        if dtype.hasobject or not dtype.itemsize or dtype.name != self.spec.dtype:
             raise ValueError(f"samples of {self.spec} are not known")
         if self.codec is not None and not isinstance(self.codec.get("name"), str):
             raise ValueError(f"codec {self.codec!r} has no name")
