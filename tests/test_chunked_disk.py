@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import mmap
+import multiprocessing
 import os
 import re
 import shutil
@@ -282,6 +283,31 @@ def test_nothing_is_mapped_around_a_sample_that_was_brought(
         store.read(50).sum()
         with chunked(dataset):  # it counts only what it cannot have back
             assert mapped_bytes(tmp_path) == 0
+
+
+def test_a_forked_process_does_not_wait_for_a_thread_of_its_parent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was forked while its parent brought samples, and brings some itself."""
+    data = [(torch.full((3, 50, 41), i, dtype=torch.uint8), i) for i in range(8)]
+    advise: Any = readers_module._advise
+    children: list[Any] = []
+
+    def forking(*advice: Any) -> None:
+        if not children and multiprocessing.parent_process() is None:
+            fork = multiprocessing.get_context("fork")
+            children.append(fork.Process(target=store.bring, args=(np.array([1]),), daemon=True))
+            children[0].start()
+            children[0].join(10)
+        advise(*advice)
+
+    with CachedDataset(data, cache_dir=tmp_path, cache_key="k") as dataset:
+        store: Any = dataset.reader().kept.images
+        monkeypatch.setattr(readers_module, "_advise", forking)
+        store.bring(np.array([0]))
+        children[0].kill()
+        children[0].join()
+        assert children[0].exitcode == 0
 
 
 @pytest.mark.parametrize("most", [0, 1])

@@ -330,9 +330,8 @@ class DiskFile(Block):
 
     def __init__(self, fd: int, path: Path, *, is_sealed: bool = False) -> None:
         super().__init__(fd, path, is_sealed=is_sealed)
-        self._lock = threading.Lock()
-        # The pages that brought pieces begin or end in, how often: two may share one.
-        self._borders: Counter[int] = Counter()
+        # By process: a forked one must not wait for a thread of its parent.
+        self._areas: dict[int, _Areas] = {}
 
     @classmethod
     def reserve(cls, path: Path, size_bytes: int) -> DiskFile:
@@ -406,12 +405,13 @@ class DiskFile(Block):
         if mapped is None or not size:
             return
         first, stop = _pages(start, size)
-        with self._lock:
-            if not self._borders:
+        areas = self._areas.setdefault(os.getpid(), _Areas())
+        with areas.lock:
+            if not areas.borders:
                 _advise(mapped, *_pages(0, len(mapped)), "MADV_NOHUGEPAGE")
-            if len(self._borders) < 2 * _MOST_AREAS:
+            if len(areas.borders) < 2 * _MOST_AREAS:
                 _advise(mapped, first, stop, "MADV_SEQUENTIAL", "MADV_HUGEPAGE")
-            self._borders.update({first, stop - 1})
+            areas.borders.update({first, stop - 1})
         _touch(np.frombuffer(mapped, np.uint8)[first * mmap.PAGESIZE : start + size])
 
     def drop(self, start: int, size: int, *, from_cache: bool) -> None:
@@ -424,13 +424,14 @@ class DiskFile(Block):
         if mapped is None or not size:
             return
         first, stop = _pages(start, size)
-        with self._lock:
+        areas = self._areas.setdefault(os.getpid(), _Areas())
+        with areas.lock:
             for border in {first, stop - 1}:
-                self._borders[border] -= 1
-                if self._borders[border] <= 0:
-                    del self._borders[border]
-            first += first in self._borders
-            stop -= stop - 1 in self._borders
+                areas.borders[border] -= 1
+                if areas.borders[border] <= 0:
+                    del areas.borders[border]
+            first += first in areas.borders
+            stop -= stop - 1 in areas.borders
             # unmapped last, when nobody can map again
             _advise(mapped, first, stop, "MADV_NOHUGEPAGE", "MADV_NORMAL", "MADV_DONTNEED")
         if from_cache and hasattr(os, "posix_fadvise"):
@@ -442,6 +443,14 @@ class DiskFile(Block):
     def release(self) -> None:
         if self._map is not None:
             _advise(self._map, *_pages(0, len(self._map)), "MADV_DONTNEED")
+
+
+class _Areas:
+    """The pages that brought pieces begin or end in, how often: two may share one."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.borders: Counter[int] = Counter()
 
 
 def _touch(data: Bytes) -> None:
