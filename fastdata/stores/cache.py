@@ -39,9 +39,9 @@ from fastdata.report import log
 from fastdata.sources.remote import Place
 from fastdata.stores.codecs import codec_of
 from fastdata.stores.mirror import Mirror, MirroredStore, in_segments
-from fastdata.stores.prepare import Layout, Prepared
+from fastdata.stores.prepare import Prepared
 from fastdata.stores.readers import Decoder, DiskFile, DiskStore, receipt_name
-from fastdata.stores.samples import SOURCE
+from fastdata.stores.samples import SOURCE, KeptSamples, Layout
 from fastdata.stores.writers import StoredPart, open_all
 
 INDEX = "fastdata.npz"
@@ -464,7 +464,7 @@ class Cache:
         codecs = "+".join(dict.fromkeys(store.codec for store in stores))
         reason = f"storage='disk': {format_bytes(index.size_bytes)} {codecs} in {self.place}"
         log.info("%s", reason)
-        kept = manifest.layout.keep(stores, table)
+        kept = KeptSamples(tuple(stores), table, **vars(manifest.layout))
         plan = StoragePlan("disk", reason, None if codecs == "raw" else codecs)
         return Prepared(storage_plan=plan, kept=kept, skipped=index.skipped)
 

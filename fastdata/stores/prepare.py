@@ -12,7 +12,7 @@ import hashlib
 import math
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -41,10 +41,17 @@ from fastdata.machine.shared import SampleTable
 from fastdata.pixels.describe import describe, describe_dataset, is_listed
 from fastdata.pixels.images import SampleSpec, SourceDecoder
 from fastdata.report import log, warn_user
-from fastdata.sources import DatasetSource, FileSource, ItemKeys
+from fastdata.sources import DatasetSource, FileSource
 from fastdata.stores.options import Options
 from fastdata.stores.readers import Decoder, Store
-from fastdata.stores.samples import SOURCE, KeptSamples, ReadPath, ReadSamples, read_samples
+from fastdata.stores.samples import (
+    SOURCE,
+    KeptSamples,
+    Layout,
+    ReadPath,
+    ReadSamples,
+    read_samples,
+)
 from fastdata.stores.writers import (
     ALIGN_BYTES,
     NO_LIMIT,
@@ -171,31 +178,6 @@ class Prepared:
     skipped: list[SampleError] = field(default_factory=list)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
-    """How samples are put together of their parts; see ``KeptSamples``."""
-
-    is_tuple: bool
-    target_is_part: bool
-    keys: ItemKeys | None
-    mask_places: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        keys = self.keys
-        if keys and (keys.image not in keys.names or len({*keys.names}) < len(keys.names)):
-            raise ValueError(f"its keys do not fit: {keys}")
-
-    def keep(self, stores: Iterable[Store], table: SampleTable) -> KeptSamples:
-        return KeptSamples(
-            tuple(stores),
-            table,
-            self.is_tuple,
-            self.target_is_part,
-            self.keys,
-            mask_places=self.mask_places,
-        )
-
-
 def prepare_storage(
     path: ReadPath, options: Options, table: SampleTable | None, by: Sequence[Any] = ()
 ) -> Prepared:
@@ -284,7 +266,7 @@ class _Preparation:
                 table = SampleTable(ingested.targets)
             elif skipped:
                 table = table.reduced_to(ingested.kept.tolist())
-        kept = expected.layout.keep(stores, table)
+        kept = KeptSamples(tuple(stores), table, **vars(expected.layout))
         return Prepared(storage_plan=plan, kept=kept, skipped=skipped)
 
     def _is_lazy(self, plan: StoragePlan) -> bool:

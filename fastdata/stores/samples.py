@@ -250,29 +250,44 @@ def _read_one(path: ReadPath, index: int) -> ReadSamples:
 # What is kept
 
 
-@dataclass(frozen=True, slots=True)
-class KeptSamples:
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How samples are put together of their parts.
+
+    Args:
+        is_tuple: whether they are tuples of parts.
+        target_is_part: whether targets are the last part.
+        keys: of items that are dicts.
+        mask_places: of targets that are tuples, the places of images, which are the last parts.
+    """
+
+    is_tuple: bool
+    target_is_part: bool
+    keys: ItemKeys | None
+    mask_places: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        keys = self.keys
+        if keys and (keys.image not in keys.names or len({*keys.names}) < len(keys.names)):
+            raise ValueError(f"its keys do not fit: {keys}")
+
+
+@dataclass(frozen=True)
+class KeptSamples(Layout):
     """The kept samples of a dataset, and their targets; a source of them, too.
 
     Args:
         stores: one for each part.
         table: of the targets that are no parts; or what has its ``has_paths``, ``path``,
             ``target``, ``collated_targets``, ``close`` and length.
-        is_tuple: whether samples are tuples of parts.
-        target_is_part: whether targets are the last part.
         shared_by: tells other ranks of the machine where they lie.
-        mask_places: of targets that are tuples, the places of images, which are the last parts.
     """
 
     stores: tuple[Store, ...]
     table: SampleTable | Any
-    is_tuple: bool = False
-    target_is_part: bool = False
-    keys: ItemKeys | None = None
     opening = None
     is_remote = False
     shared_by: Leader | None = None
-    mask_places: tuple[int, ...] = ()
 
     @property
     def images(self) -> Store:
