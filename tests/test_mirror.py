@@ -458,3 +458,13 @@ def test_an_epoch_is_resumed_on_another_machine(tmp_path: Path) -> None:
         second.load_state_dict(state)
         assert [targets.tolist() for _, targets in second] == rest
         assert np.concatenate(rest).size == SAMPLES - 28
+
+
+@pytest.mark.parametrize("last", [0, 2])
+def test_parts_without_elements_are_kept(tmp_path: Path, last: int) -> None:
+    """Boxes of images that mostly have none, or of which none has any."""
+    samples = [((value(k), np.ones((last if k == 3 else 0, 4), np.float32)), k) for k in range(4)]
+    options: dict[str, Any] = {"cache_dir": URL, "cache_key": "x", "local_cache": tmp_path}
+    with CachedDataset(samples, **options) as dataset:
+        assert [boxes.shape for (_, boxes), _ in dataset] == [(0, 4)] * 3 + [(last, 4)]
+        assert torch.equal(dataset[2][0][0], value(2))

@@ -126,6 +126,9 @@ class Mirror:
         missing = []
         for segment in segments:
             path = self.path(segment)
+            if not segment.size_bytes:  # of samples without elements: nothing can be mapped
+                mapped[segment] = np.zeros(0, np.uint8)
+                continue
             try:
                 os.utime(path)
                 mapped[segment] = _map(path, segment.size_bytes)

@@ -219,7 +219,7 @@ class Writer:
         ends = self.index[_ENDS]
         with self.index.block.hold(0):
             start: int = ends[0].item()
-            end = start + max(-(-size_bytes // align_bytes) * align_bytes, 1)
+            end = start + -(-max(size_bytes, 1) // align_bytes) * align_bytes
             if end > ends[1]:
                 self._grow(end)
             ends[0] = end
