@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +20,9 @@ from PIL import Image
 
 from fastdata import CachedDataset, ImageFolder
 from fastdata.errors import CacheError, IngestError, MemoryBudgetError, SampleError
+from fastdata.machine import memory
+from fastdata.pixels.images import SampleSpec
+from fastdata.stores.writers import StoredPart, Writer, WriterPlan
 
 PARENT = os.getpid()
 
@@ -330,3 +336,23 @@ def test_a_daemonic_process_prepares_with_threads() -> None:
 def _run(script: str, *, check: bool) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", textwrap.dedent(script)]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=check)
+
+
+@pytest.mark.parametrize("is_on_disk", [False, True])
+def test_room_that_another_process_has_reserved_is_not_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_on_disk: bool
+) -> None:
+    """Samples of 3 and 1.5 MiB, by two processes, do not need 5.5 MiB beside the 4 that are taken."""
+    spec = SampleSpec(shape=None, dtype="uint8", form="array")
+    part = StoredPart(spec=spec, dimensions=1, codec=None)
+    writer = Writer.open(WriterPlan(part=part, path=tmp_path / "0" if is_on_disk else None), 2)
+    with contextlib.closing(pickle.loads(pickle.dumps(writer)).file) as theirs:
+        other = Writer(writer.plan, theirs, writer.index)
+        other.write([0], np.ones((1, 3 << 20), np.uint8), "array")
+    free = {"bytes": 2 << 20}
+    monkeypatch.setattr(memory, "available_bytes", lambda: memory.Available(free["bytes"], "x"))
+    monkeypatch.setattr("fastdata.stores.readers.free_bytes", lambda folder: free["bytes"])
+    writer.write([1], np.full((1, 3 << 19), 2, np.uint8), "array")
+    free["bytes"] = 0
+    with contextlib.closing(writer.finish(np.arange(2))) as store:
+        assert [set(store.read(k).tolist()) for k in range(2)] == [{1}, {2}]

@@ -238,6 +238,8 @@ class Writer:
         # Of what is expected a sixteenth, so that little stays unused.
         more_bytes = min(max(plan.first_bytes // 16, 1 << 20), _CHUNK_BYTES)
         size_bytes = min(end + more_bytes, plan.limit_bytes)
+        # What other processes have reserved is there, and not asked for again.
+        self.file.size_bytes = self.index[_ENDS][1].item()
         self.file.grow(size_bytes)
         self.index[_ENDS][1] = size_bytes
 
@@ -246,7 +248,7 @@ class Writer:
         used_bytes, reserved_bytes = self.index.pop(_ENDS).tolist()
         self.index.pop("is_there", None)
         if not self.is_table:
-            self.file.grow(reserved_bytes)  # by other processes so far
+            self.file.size_bytes = reserved_bytes  # some by other processes
             self.file.trim(used_bytes)
         self.file.seal()
         index = ArrayBlock({name: column[rows] for name, column in self.index.items()})
