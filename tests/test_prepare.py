@@ -356,3 +356,12 @@ def test_room_that_another_process_has_reserved_is_not_asked_for_again(
     free["bytes"] = 0
     with contextlib.closing(writer.finish(np.arange(2))) as store:
         assert [set(store.read(k).tolist()) for k in range(2)] == [{1}, {2}]
+
+
+@pytest.mark.parametrize("storage", ["shared", "none"])
+def test_samples_of_the_other_byte_order_keep_their_values(storage: str) -> None:
+    """Those of FITS files, big-endian, on a machine that is not."""
+    swapped = np.dtype(np.int32).newbyteorder("S")
+    samples = [(np.arange(k, k + 3, dtype=swapped), k) for k in range(4)]
+    with cached(samples, storage=storage) as dataset:
+        assert [sample.tolist() for sample, _ in dataset] == [[k, k + 1, k + 2] for k in range(4)]

@@ -100,7 +100,7 @@ def to_stored(sample: Any, *, is_mask: bool = False) -> tuple[Array, Form]:
     if isinstance(sample, np.ndarray):
         if sample.dtype.hasobject:
             raise TypeError("an array of Python objects cannot be stored; give it a numeric dtype")
-        return sample, "array"
+        return sample.astype(sample.dtype.newbyteorder("="), copy=False), "array"
     if not isinstance(sample, torch.Tensor):
         raise TypeError(
             f"a sample of type {type(sample).__name__} cannot be stored; PIL images, tensors and "
