@@ -12,7 +12,7 @@ import io
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -266,11 +266,7 @@ class Writer:
         return Writer, (self.plan, self.file, self.index)
 
 
-class _Closes(Protocol):
-    def close(self) -> None: ...
-
-
-_Opened = TypeVar("_Opened", bound=_Closes)
+_Opened = TypeVar("_Opened", bound="Store | Writer | Block")
 
 
 def open_all(opening: Iterable[_Opened]) -> list[_Opened]:
@@ -319,7 +315,7 @@ class WritePath(NamedTuple):
         return cls(path, tuple(writers), indices[0])
 
     def write(self, indices: Sequence[int]) -> Written:
-        """Read, prepare and write samples, and finish what this thread has written."""
+        """Read, prepare and write samples."""
         rows = [index - self.first_index for index in indices]
         are_tables = all(writer.is_table for writer in self.writers)
         written = Written({}, {})
