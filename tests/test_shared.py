@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import resource
 import signal
 import subprocess
 import sys
@@ -160,6 +161,20 @@ def test_too_large_a_block_is_an_error_and_leaves_nothing() -> None:
     """Memory that cannot be had is refused when it is reserved, not when it is written."""
     with pytest.raises(MemoryBudgetError, match="cannot be reserved"):
         Block.create(1 << 62)
+
+
+@KINDS
+def test_a_block_that_may_not_grow_says_so_and_stays(portable: bool) -> None:
+    """A limit of the size of files (``ulimit -f``) is an error of memory, not of the sample that is written."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Block.create(4, portable=portable) as block:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+        try:
+            with pytest.raises(MemoryBudgetError, match=r"196 B .* cannot be reserved \(File too"):
+                block.grow(200)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert block.size_bytes == 4
 
 
 def test_a_file_left_by_a_killed_process_is_swept(

@@ -119,8 +119,12 @@ class Block:
         wait meanwhile.
         """
         if size_bytes > self.size_bytes:
-            self._ask_for(size_bytes - self.size_bytes)
-            os.ftruncate(self._fd, size_bytes)
+            more_bytes = size_bytes - self.size_bytes
+            self._ask_for(more_bytes)
+            try:
+                os.ftruncate(self._fd, size_bytes)
+            except OSError as problem:  # a limit of the size of files
+                raise self._named(problem, more_bytes) from None
             self.size_bytes = size_bytes
             self._map = None
 
