@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import threading
 import time
@@ -66,9 +67,23 @@ def wait_for_none(before: Holdings) -> list[str]:
         now = Holdings.now()
         for thread in now.threads - before.threads:
             thread.join(timeout=0.1)
-        psutil.wait_procs(now.children - before.children, timeout=0.1)
+        theirs = _join_children()
+        others = (each for each in now.children - before.children if each.pid not in theirs)
+        psutil.wait_procs(others, timeout=0.1)
         left = Holdings.now().left_since(before)
     return left
+
+
+def _join_children() -> set[int | None]:
+    """Join multiprocessing's children, and give those that go on.
+
+    It keeps the pipes of one that torch has terminated and not joined, as it does where one takes long to end, until
+    it is asked; for good, where somebody else has learnt of the end before.
+    """
+    children = multiprocessing.active_children()
+    for child in children:
+        child.join(timeout=0.1)
+    return {child.pid for child in children}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

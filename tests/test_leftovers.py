@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
@@ -70,4 +72,17 @@ def test_leftover_is_named(
     with leak():
         assert any(word in row for row in wait_for_none(before))
     monkeypatch.undo()
+    assert wait_for_none(before) == []
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="forks")
+def test_a_child_that_nobody_joined_is_joined() -> None:
+    """Its pipes are multiprocessing's until then: torch's loader only terminates a worker that takes long to end."""
+    before = Holdings.now()
+    context = multiprocessing.get_context("fork")
+    for _ in range(2):
+        child = context.Process(target=time.sleep, args=(60,))
+        child.start()
+        child.terminate()
+    del child
     assert wait_for_none(before) == []
