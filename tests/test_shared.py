@@ -177,6 +177,20 @@ def test_a_block_that_may_not_grow_says_so_and_stays(portable: bool) -> None:
         assert block.size_bytes == 4
 
 
+def test_a_block_that_cannot_be_mapped_says_so() -> None:
+    """A limit of address space (``ulimit -v``) is an error of memory, with need and cure."""
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    mapped_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    with Block.create(1 << 26) as block:
+        resource.setrlimit(resource.RLIMIT_AS, (mapped_bytes + (1 << 25), limits[1]))
+        try:
+            with pytest.raises(MemoryBudgetError, match=r"64\.0 MiB .*reserved \(Cannot allocate"):
+                block.array("uint8", (1 << 26,))
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, limits)
+        assert not block.array("uint8", (1 << 26,)).any()
+
+
 def test_a_file_left_by_a_killed_process_is_swept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -185,7 +185,10 @@ class Block:
         if self._map is None:
             if not self._close.alive:
                 raise StoreGoneError("the dataset was closed; create it again to read from it")
-            self._map = self._open_map()
+            try:
+                self._map = self._open_map()
+            except OSError as problem:  # a limit of address space
+                raise self._named(problem, self.size_bytes) from None
         return np.frombuffer(self._map, dtype, count, offset).reshape(shape)
 
     def _open_map(self) -> mmap.mmap:
