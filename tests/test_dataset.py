@@ -733,6 +733,15 @@ def _collate_items(items: list[dict[str, Any]]) -> dict[str, Any]:
     return {key: default_collate([item[key] for item in items]) for key in items[0]}
 
 
+def test_joint_transforms_stand_for_both_others() -> None:
+    """As in torchvision, one that is assigned beside them is not called."""
+    pairs = [(torch.zeros(3, 4, 4, dtype=torch.uint8), 7)]
+    for storage in ("shared", "none"):
+        with CachedDataset(pairs, transforms=lambda *pair: pair, storage=storage) as dataset:
+            dataset.target_transform = str
+            assert dataset[0][1] == 7
+
+
 def test_dicts_are_transformed() -> None:
     """Each transform gets the image, the target or both, and what it returns stands under their keys."""
     with cached(

@@ -427,7 +427,7 @@ class Reader:
         if self._numbers is not None:
             return list(self._numbers[batch.positions].tolist())
         targets = list(map(self.stored_target, batch.positions.tolist())) if read is None else read
-        if self.target_transform is not None:
+        if self.target_transform is not None and self.pair_transform is None:
             targets = list(map(self.target_transform, targets))
         return targets
 
