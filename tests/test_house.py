@@ -53,16 +53,16 @@ DOORS = {
 """Library -> the only wings that import it."""
 
 # No figure may grow. The goals: 100,000 nodes, 6.5 a line, 45 files, no class over 350 lines, no file over 700.
-MOST_NODES = 154_300
-MOST_NODES_PER_LINE = 6.75
-MOST_FILES = 60
-MOST_LINES = 26_707
-MOST_LINES_OF_A_CLASS = 390
+MOST_NODES = 143_300
+MOST_NODES_PER_LINE = 6.56
+MOST_FILES = 56
+MOST_LINES = 25_750
+MOST_LINES_OF_A_CLASS = 350
 MOST_LINES_OF_A_FILE = 700
 WALKS = {  # calls, files, moves; the goals: 900, 14, 120; 45, 6, 14; 60, 6
-    "root until the first batch": (2_000, 34, 1_200),
-    "one steady batch": (31, 7, 14),
-    "dataset[3]": (42, 9, 28),
+    "root until the first batch": (840, 31, 565),
+    "one steady batch": (26, 6, 12),
+    "dataset[3]": (30, 6, 24),
 }
 
 
