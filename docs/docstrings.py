@@ -27,8 +27,8 @@ class OwnSections(griffe.Extension):
         """Show every option of a dataset on its own page, with its default and meaning."""
         meanings = inspect.cleandoc(DatasetOptions.__doc__ or "").partition("Attributes:\n")[2]
         facts = pkg["stores.options.Options"].members
-        for name in ("cached.CachedDataset", "folder.ImageFolder", "folder.ImageManifest"):
-            dataset: Any = pkg[f"datasets.{name}"]
+        for name in ("CachedDataset", "ImageFolder", "ImageManifest"):
+            dataset: Any = pkg[f"datasets.public.{name}"]
             text = dataset.docstring.value
             dataset.docstring.value = text.replace(
                 "    options: see ``DatasetOptions``.", meanings.rstrip()
