@@ -385,8 +385,8 @@ def test_a_dataset_pickles_without_its_executor(image_folder: Folder) -> None:
     """It goes to a loader's workers, while the executor stays."""
     root = image_folder(per_class=2, size=(12, 10))
     with engine_of("threads") as threads, cached(root, engine=threads) as ours:
-        assert ours.reader().options.engine is threads
-        assert pickle.loads(pickle.dumps(ours)).reader().options.engine == "local"
+        assert ours.reader().stored.options.engine is threads
+        assert pickle.loads(pickle.dumps(ours)).reader().stored.options.engine == "local"
 
 
 @pytest.mark.parametrize(
