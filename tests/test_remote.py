@@ -166,8 +166,8 @@ def test_secrets_stay_here(monkeypatch: pytest.MonkeyPatch, bucket: tuple[str, P
 
     options = {"client_kwargs": {"tokens": [secret]}}
     with ImageFolder(bucket[0], storage="none", storage_options=options) as dataset:
-        options = dataset.reader().stored.options
-        assert secret not in repr(dataset) + repr(options) + str(vars(dataset))
+        chosen = dataset.reader().stored.options
+        assert secret not in repr(dataset) + repr(chosen) + str(vars(dataset))
         assert secret.encode() not in pickle.dumps(dataset)
         monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
         with pytest.raises(RemoteError, match=r"signature of \*\*\* does not match") as raised:
