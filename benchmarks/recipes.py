@@ -113,6 +113,8 @@ TARGETS = (15_000, 6_000, 5_000, 2_500, 5_000, 4_000)
 def ours(root: Path, steps: list[Any], **how: Any) -> tuple[Any, DataLoader[Any]]:
     """A prepared dataset, and a loader with its best number of workers."""
     dataset = ImageFolder(str(root), transforms.Compose(steps), **how)
+    if how.get("storage") != "none":
+        dataset.prepare()
     make = partial(DataLoader, dataset, batch_size=BATCH, shuffle=True)
     workers = find_workers(lambda count: make(num_workers=count), budget_s=1.0)
     return dataset, make(num_workers=workers, persistent_workers=workers > 0)
@@ -128,7 +130,7 @@ def recipe_rows(root: Path, name: str, target: int, rounds: int) -> list[Row]:
     steps = RECIPES[name]()
     if steps is None:
         return []
-    prepared, loader = ours(root, steps, storage="shared", resize=(256, 256)).prepare()
+    prepared, loader = ours(root, steps, storage="shared", resize=(256, 256))
     unkept, unkept_loader = ours(root, steps, storage="none")
     with prepared, unkept:
         print(f"{name}: {loader.report().path}; {unkept_loader.report().path}")
@@ -163,10 +165,10 @@ def form_rows(root: Path, rounds: int) -> list[Row]:
     rates: dict[str, Measure] = {}
     opened = []
     for name, (steps, _) in forms.items():
-        dataset, loader = ours(root, steps, storage="shared", resize=(256, 256)).prepare()
+        dataset, loader = ours(root, steps, storage="shared", resize=(256, 256))
         opened.append(dataset)
         rates[name] = epoch_rate(loader, ROUND_S)
-    dataset, loader = ours(root, forms["PIL steps, float32"][0], storage="shared").prepare()
+    dataset, loader = ours(root, forms["PIL steps, float32"][0], storage="shared")
     opened.append(dataset)
     rates["PIL steps, from images as decoded"] = epoch_rate(loader, ROUND_S)
     figures = in_turns(rates, rounds)
@@ -388,7 +390,7 @@ def peer_rows(root: Path, rounds: int) -> list[Row]:
         )
         if not peers:
             return []
-        prepared, loader = ours(root, steps, storage="shared", resize=(256, 256)).prepare()
+        prepared, loader = ours(root, steps, storage="shared", resize=(256, 256))
         unkept, unkept_loader = ours(root, steps, storage="none")
         for dataset in (prepared, unkept):
             opened.enter_context(dataset)
