@@ -7,6 +7,7 @@ torch's loader sends no more than the class and the traceback as text.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 
@@ -132,14 +133,22 @@ def refuse_remote(path: str | os.PathLike[str]) -> None:
 
 def sample_error(
     path: str | None, index: int, cause: BaseException, *, is_read: bool = False
-) -> SampleError:
+) -> SampleError | IngestError:
     """Say why one sample cannot be read, or prepared once it ``is_read``, and the cure.
 
     A sample's file is looked at again for its size and first bytes; ``path`` is None where it has
-    none.
+    none. Where the machine is at fault, it is an IngestError: to leave the sample out is no cure.
     """
     where = f"sample {index}" if path is None else f"sample {index}, {path},"
     name = type(cause).__name__
+    code = cause.errno if isinstance(cause, OSError) else None
+    if isinstance(cause, RuntimeError) and "Cannot allocate memory" in str(cause):  # torch's
+        code = errno.ENOMEM
+    if code in _CURES_OF_MACHINES:
+        return IngestError(
+            f"{where} cannot be read now: {name}: {str(cause).rstrip('.')}. The sample is not at "
+            f"fault, but this machine or a limit on it. {_CURES_OF_MACHINES[code]}."
+        )
     found = ""
     # What no content of a sample raises, but the code that reads it: leaving samples out would
     # leave out all of them.
@@ -162,6 +171,13 @@ def sample_error(
     return SampleError(message, index=index, path=path)
 
 
+_CURES_OF_MACHINES: dict[int | None, str] = {
+    errno.ENOMEM: "Free some memory, use fewer workers, or raise a limit of it (ulimit -v)",
+    errno.ENOSPC: "Free some space on the disk that is written to",
+    errno.EDQUOT: "Free some space of the quota on the disk that is written to",
+    errno.EMFILE: "Raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "Raise the limit of the system's open files (sysctl fs.file-max)",
+}
 _CURES_OF_SOUND_FILES = {
     "DecompressionBombError": (
         "The file may well be sound: if you trust it, set PIL.Image.MAX_IMAGE_PIXELS higher, or to "

@@ -11,6 +11,7 @@ import os
 import pickle
 import random
 import re
+import resource
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -28,7 +29,13 @@ from torchvision.transforms import v2
 from children import send_sample
 from conftest import save_image
 from fastdata import CachedDataset, DataLoader, FastDataWarning, ImageFolder, ImageManifest
-from fastdata.errors import CacheError, IngestError, SampleError, StoreGoneError
+from fastdata.errors import (
+    CacheError,
+    IngestError,
+    MemoryBudgetError,
+    SampleError,
+    StoreGoneError,
+)
 from fastdata.pixels import describe_steps
 from fastdata.pixels.images import CenterCrop, Resize, load_image
 from fastdata.sources.remote import Place
@@ -36,7 +43,7 @@ from fastdata.stores import readers as readers_module
 from fastdata.stores.build import locked
 from fastdata.stores.cache import INDEX, Cache
 from fastdata.stores.inspect import inspect_caches, prune_caches
-from fastdata.stores.readers import UndecodableError
+from fastdata.stores.readers import DiskFile, UndecodableError
 
 Folder = Callable[..., Path]
 TRANSFORM = v1.Compose([v1.Resize((7, 9)), v1.RandomHorizontalFlip(), v1.PILToTensor()])
@@ -707,6 +714,35 @@ def test_a_disk_that_fills_up_is_an_error(
     with pytest.raises(CacheError, match="too full for the cache"):
         cached(root, on_error=on_error, codec="zstd")
     assert files_of(root.parent / "cache") == set()
+
+
+@pytest.mark.parametrize("code", [errno.ENOMEM, errno.EIO])
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_a_cache_that_cannot_be_written_is_no_fault_of_a_sample(
+    image_folder: Folder, monkeypatch: pytest.MonkeyPatch, on_error: Any, code: int
+) -> None:
+    """No sample is left out for it."""
+    refuse_to_write(monkeypatch, code)
+    with pytest.raises(CacheError, match=rf"cannot be written \({os.strerror(code)}\)"):
+        cached(image_folder(per_class=6, size=(13, 11)), on_error=on_error, codec="zstd")
+
+
+def test_a_cache_that_cannot_be_mapped_says_so(tmp_path: Path) -> None:
+    """A limit of address space (``ulimit -v``) is an error of memory, with need and cure."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(1 << 26))
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    mapped_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    with DiskFile.open(path, 1 << 26) as file:
+        resource.setrlimit(resource.RLIMIT_AS, (mapped_bytes + (1 << 25), limits[1]))
+        try:
+            with pytest.raises(
+                MemoryBudgetError,
+                match=r"64\.0 MiB of .*file cannot be mapped \(Cannot.*\(ulimit -v\)",
+            ):
+                file.array("uint8", (1 << 26,))
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 def test_a_disk_without_room_for_raw_samples_gets_encoded_ones(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import os
 import pickle
 import shutil
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader as TorchLoader
 
@@ -89,6 +91,37 @@ def test_a_sample_error_needs_an_index() -> None:
     """Words that name no sample are refused without ``index=``."""
     with pytest.raises(TypeError, match="needs index="):
         SampleError("it is no image")
+
+
+MACHINE_ERRORS = [
+    OSError(errno.EMFILE, "Too many open files"),
+    OSError(errno.ENOMEM, "Cannot allocate memory"),
+    RuntimeError("can't allocate memory. Error code 12 (Cannot allocate memory)"),
+    MemoryError("no room"),
+]
+
+
+@pytest.mark.parametrize("cause", MACHINE_ERRORS, ids=repr)
+@pytest.mark.parametrize("prepare_workers", [1, 2])
+def test_what_a_machine_lacks_is_no_fault_of_a_sample(
+    image_folder: Any, cause: Exception, prepare_workers: int
+) -> None:
+    """No sample is left out for it, and no file is called damaged."""
+
+    def load(path: str) -> Image.Image:
+        if path.endswith("001.jpg"):
+            raise copy.copy(cause)
+        return Image.new("RGB", (8, 8))
+
+    kind = MemoryError if isinstance(cause, MemoryError) else errors.IngestError
+    with pytest.raises(kind) as caught:
+        ImageFolder(
+            image_folder(per_class=6),
+            loader=load,
+            on_error="skip",
+            prepare_workers=prepare_workers,
+        )
+    assert "Delete or replace" not in str(caught.value)
 
 
 @pytest.mark.parametrize("storage", ["shared", "none"])

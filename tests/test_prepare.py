@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import pickle
 import signal
@@ -174,6 +175,20 @@ def test_ragged_samples_beyond_the_budget_stop_the_fill() -> None:
         MemoryBudgetError, match=r"more than the 1\.0 MiB that is free.*Use storage='compressed'"
     ):
         cached(samples, memory_limit="1MiB")
+
+
+def test_memory_that_cannot_be_had_is_told_in_whole_sentences(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the block says and what would fit follow each other."""
+
+    def refuse(*_: int) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(MemoryBudgetError, match=r"free some memory\. Use [^.]") as caught:
+        cached(dense(10))
+    assert ".." not in str(caught.value)
 
 
 def test_a_killed_worker_is_named() -> None:

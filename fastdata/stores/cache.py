@@ -413,7 +413,7 @@ class Cache:
                 raise
             old = f"{place} was written by an older fastdata, which this one does not read"
             raise CacheError(old) from None
-        except (CacheError, RemoteError):
+        except (CacheError, RemoteError, MemoryError):
             raise
         except Exception as problem:  # bytes of others raise anything
             if mirror is not None:  # what is here may be of no use

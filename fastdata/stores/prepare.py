@@ -221,7 +221,8 @@ class _Preparation:
                 others = [trial for trial in self._tried() if trial.codec != plan.codec]
                 if self._options.storage != "auto":
                     cures = would_fit(others, self._budget)
-                    raise MemoryBudgetError(f"{error}. {cures}") from error
+                    said = str(error).rstrip(".")
+                    raise MemoryBudgetError(f"{said}. {cures}") from error
                 self._trials = others
                 log.info("%s; the next storage is tried", error)
             plan = self._choose(self._budget.bytes + 1)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from fastdata.errors import CacheError, StoreGoneError
+from fastdata.errors import CacheError, MemoryBudgetError, StoreGoneError
 from fastdata.machine.memory import format_bytes
 from fastdata.machine.shared import OPEN_FLAGS, ArrayBlock, Block
 from fastdata.pixels.images import SampleSpec, SourceDecoder, addresses_of, open_libjpeg
@@ -179,6 +179,8 @@ class Store:
         data = self.stored(index).data
         try:
             self._decoder.decode(data, out)
+        except MemoryError:
+            raise
         except Exception as cause:  # decoders raise anything; all of it is named and kept
             what = f"{len(data):,} bytes of codec {self.codec!r} cannot be decoded to "
             what += f"{out.dtype} {list(out.shape)}: {cause}"
@@ -382,7 +384,16 @@ class DiskFile(Block):
             raise _full(self.path.parent, f"it takes {format_bytes(size_bytes)}")
 
     def _named(self, problem: OSError, size_bytes: int) -> Exception:
-        return _named_full_disk(problem, self.path.parent)
+        if self.is_sealed:
+            return MemoryBudgetError(
+                f"the {format_bytes(size_bytes)} of {self.path} cannot be mapped "
+                f"({problem.strerror}), for which this process needs as much address space. Raise "
+                "that limit (ulimit -v), or give storage='none' or a smaller resize=."
+            )
+        named = _named_full_disk(problem, self.path.parent)
+        if named is problem and not isinstance(problem, CacheError):
+            return CacheError(f"{self.path} cannot be written ({problem.strerror})")
+        return named
 
     def seal(self) -> None:
         """See to it that all of it is on the disk."""

@@ -13,7 +13,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fastdata.errors import CacheError, ChannelsError, RemoteError, SampleError, sample_error
+from fastdata.errors import (
+    CacheError,
+    ChannelsError,
+    IngestError,
+    RemoteError,
+    SampleError,
+    sample_error,
+)
 from fastdata.machine.processes import Leader
 from fastdata.machine.shared import SampleTable, collate_targets
 from fastdata.pixels import core, plan_transform, split_upright
@@ -166,10 +173,13 @@ def read_path(source: Source, steps: tuple[Callable[[Any], Any], ...]) -> ReadPa
 
 @contextlib.contextmanager
 def naming_sample(source: Source, index: int, *, is_read: bool = False) -> Iterator[None]:
-    """Make what goes wrong with a sample a SampleError that names its path and index."""
+    """Make what goes wrong with a sample an error that names its path and index.
+
+    A SampleError, if it is the sample that is at fault.
+    """
     try:
         yield
-    except (MemoryError, SampleError, RemoteError, CacheError, ShapesDifferError):
+    except (MemoryError, SampleError, IngestError, RemoteError, CacheError, ShapesDifferError):
         raise
     except Exception as cause:  # user code and decoders raise anything; all of it is named and kept
         raise sample_error(source.path(index), index, cause, is_read=is_read) from cause
@@ -351,7 +361,7 @@ class KeptSamples(Layout):
             path = self.path(wrong.index)
             raise SampleError(wrong.reason, index=wrong.index, path=path) from wrong
 
-    def _sample_error(self, damaged: UndecodableError) -> SampleError:
+    def _sample_error(self, damaged: UndecodableError) -> SampleError | IngestError:
         path = self.path(damaged.index)
         # The decoder's own complaint of the file.
         if damaged.codec == SOURCE and damaged.__cause__ is not None:
