@@ -11,7 +11,6 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from html import escape
 from itertools import groupby
 from typing import Any, Literal
 
@@ -32,34 +31,17 @@ class _Bar(tqdm):  # type: ignore[type-arg]  # generic in the stubs only
     _lock = threading.RLock()
 
 
-class _Log(_Bar):
-    """Progress where nobody watches: a line for every tenth, where logging is set up for them."""
-
-    def update(self, n: float | None = 1) -> None:
-        total = self.total or 1
-        tenth = 10 * self.n // total
-        self.n += n or 0
-        if 10 * self.n // total > tenth:
-            share = 100 * self.n // total
-            log.info("%s: %d of %d (%d %%)", self.desc, self.n, total, share)
-
-
 def progress_bar(
     total: int, description: str, *, unit: str = "img", enabled: bool = True
 ) -> tqdm[Any]:
-    """A bar in a terminal or a notebook, elsewhere lines by ``logging``; nothing if not enabled."""
-    is_in_notebook = "tqdm.notebook" in {base.__module__ for base in _Bar.__mro__}
-    if enabled and not is_in_notebook and not sys.stderr.isatty():
-        bar = _Log(total=total, disable=True)
-        bar.desc = description
-        return bar
+    """A bar in a terminal or a notebook; nothing elsewhere, or if not enabled."""
+    options: dict[str, Any] = {}  # a terminal's bar heeds TQDM_DISABLE
+    if not enabled:
+        options["disable"] = True
+    elif not sys.stderr.isatty():
+        options["disable"] = None  # a notebook has one all the same
     return _Bar(
-        total=total,
-        desc=description,
-        unit=unit,
-        disable=not enabled,
-        dynamic_ncols=True,
-        mininterval=0.5,
+        total=total, desc=description, unit=unit, dynamic_ncols=True, mininterval=0.5, **options
     )
 
 
@@ -77,7 +59,7 @@ Line = str | tuple[str, ...]
 """Of a report: text, or a row of a table."""
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+def _aligned(rows: Sequence[Any]) -> list[str]:
     """Rows of a table as lines: figures to the right between a name and words at the end."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
@@ -88,32 +70,19 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 class Report(ABC):
-    """What shows itself as lines of text, and in a notebook as tables."""
+    """What shows itself as lines of text and tables."""
 
     __slots__ = ()
 
     @abstractmethod
     def _lines(self) -> Iterable[Line]: ...
 
-    def _blocks(self) -> Iterator[list[Line]]:
-        """Lines of text that follow one another, and rows that do."""
-        return (list(lines) for _, lines in groupby(self._lines(), type))
-
     def __repr__(self) -> str:
-        lines: list[str] = []
-        for block in self._blocks():
-            lines += map(str, block) if isinstance(block[0], str) else aligned(block)
+        lines: list[Any] = []
+        for kind, found in groupby(self._lines(), type):
+            block = list(found)
+            lines += block if kind is str else _aligned(block)
         return "\n".join(lines)
-
-    def _repr_html_(self) -> str:
-        parts = []
-        for block in self._blocks():
-            if isinstance(block[0], str):
-                parts.append("<br>".join(escape(str(line)) for line in block))
-                continue
-            rows = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in block)
-            parts.append(f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>")
-        return "".join(parts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)

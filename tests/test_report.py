@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import multiprocessing
+import os
 import signal
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -57,8 +59,6 @@ def test_a_report_reads_well() -> None:
         "held for batches      1.5 MiB  3 batches got new memory, as all was in use",
     ]
     assert repr(report) == str(report)
-    html = report._repr_html_()
-    assert html.startswith("whole batches, read by 2 threads<table><tr><td>batches</td><td>6</td>")
     figures = report.as_dict()
     assert (figures["batches"], figures["samples_per_s"], figures["wait_share"]) == (6, 1150, 0.25)
     assert "path" not in figures
@@ -145,29 +145,32 @@ def prepare_and_tell(count: int) -> None:
     ).prepare().close()
 
 
-def test_a_file_gets_a_line_for_every_tenth(
-    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Where standard error is no terminal there is no bar, but ten lines that name the task, by logging."""
-    with caplog.at_level(logging.INFO, "fastdata"):
-        prepare_and_tell(2000)
-    lines = [line for line in caplog.messages if line.startswith("preparing 2,000 images: ")]
-    assert len(lines) == 10
-    assert lines[-1] == "preparing 2,000 images: 2000 of 2000 (100 %)"
+def test_a_file_gets_no_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where standard error is no terminal nothing is written to it."""
+    prepare_and_tell(20)
     assert capsys.readouterr().err == ""
 
 
+def test_a_user_can_hide_bars() -> None:
+    """``TQDM_DISABLE=1`` is heeded in a terminal too."""
+    code = "import sys; sys.stderr.isatty = lambda: True\n"
+    code += "from fastdata.report import progress_bar; progress_bar(3, 'three').close()"
+    for variables in ({}, {"TQDM_DISABLE": "1"}):
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | variables,
+            capture_output=True,
+            check=True,
+        )
+        assert bool(done.stderr) == (not variables)
+
+
 def test_a_terminal_gets_a_bar(
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """There the bar has the same words, and nothing is logged for it."""
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    with caplog.at_level(logging.INFO, "fastdata"):
-        prepare_and_tell(20)
+    prepare_and_tell(20)
     assert "preparing 20 images: 100%" in capsys.readouterr().err
-    assert not [line for line in caplog.messages if line.startswith("preparing")]
 
 
 @pytest.mark.timeout(30)
