@@ -103,7 +103,6 @@ def test_what_the_user_got_wrong_is_one_line(
         (["tune", ".", "--batch-size", "some"], "invalid positive value: 'some'"),
         (["diagnose", "--batches", "0", "x.py"], "must be at least 1"),
         (["diagnose"], "SCRIPT"),
-        (["bench", "--json", "gone/x.json"], "--json: gone/x.json: there is no folder gone"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

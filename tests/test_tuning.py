@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import IterableDataset
 
 from fastdata import DataLoader, ImageFolder, tools
 from fastdata.machine.memory import Budget, usable_cores
@@ -323,32 +322,6 @@ def test_the_time_box_ends_the_search() -> None:
         TimeoutError, match=r"no probe ended within max_seconds: .*a sample takes 1\.\d\d s"
     ):
         quick(Samples(seconds=1.2), max_seconds=0.1, parameters={"num_workers": (0,)})
-
-
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(3))
-
-
-@pytest.mark.parametrize(
-    ("dataset", "options", "error", "words"),
-    [
-        (
-            Stream(),
-            {},
-            TypeError,
-            "reads samples by index, and Stream has no __getitem__ and __len__",
-        ),
-        ([], {}, ValueError, "the dataset is empty"),
-        (Samples(), {"max_seconds": 0}, ValueError, "max_seconds=0"),
-    ],
-)
-def test_bad_input_is_refused(
-    dataset: Any, options: Any, error: type[Exception], words: str
-) -> None:
-    """What cannot be tuned is said before anything is measured."""
-    with pytest.raises(error, match=words):
-        quick(dataset, **options)
 
 
 def test_an_unprepared_dataset_stays_so(image_folder: Callable[..., Path]) -> None:

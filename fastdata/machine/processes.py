@@ -437,6 +437,9 @@ def attempt(job: Callable[[Any], Any], task: Any) -> bytes:
         return pickle.dumps((job(task), None, ""), protocol=5)
     except Exception as error:  # noqa: BLE001  # whatever it is, the parent raises it
         text = traceback.format_exc()
-        with contextlib.suppress(Exception):  # an error that cannot be pickled travels as text
-            return pickle.dumps((None, error, text))
-        return pickle.dumps((None, IngestError(text), text))
+        with contextlib.suppress(Exception):
+            answer = pickle.dumps((None, error, text))
+            pickle.loads(answer)
+            return answer
+        # An error that cannot be pickled travels as text.
+        return pickle.dumps((None, IngestError(f"{type(error).__name__}: {error}"), text))

@@ -271,14 +271,6 @@ def jpeg_obstacle() -> str:
     return open_libjpeg()[1]
 
 
-def libjpeg_version() -> str | None:
-    """Of PIL's libjpeg-turbo; None if it has another libjpeg."""
-    from PIL import features
-
-    version: str | None = features.version_feature("libjpeg_turbo")
-    return version
-
-
 def load_image(path: str | os.PathLike[str]) -> Image.Image:
     """Open an image file as torchvision's default loader does: mode RGB."""
     with open(path, "rb") as stream:

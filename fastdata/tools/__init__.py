@@ -34,7 +34,7 @@ from torch.utils.data import RandomSampler
 from fastdata.errors import refuse_remote
 from fastdata.loaders.epochs import sample_count
 from fastdata.machine.memory import available_bytes, cpu_model, usable_cores
-from fastdata.machine.processes import end_with_parent
+from fastdata.machine.processes import attempt, end_with_parent
 
 _T = TypeVar("_T")
 _WARM_UP = 0.125
@@ -113,7 +113,7 @@ def apart(work: Callable[[], _T], *, limit_s: float | None) -> _T:
     try:
         if not receiving.poll(limit_s):
             raise TimeoutError(f"no answer within {limit_s:.1f} s")
-        error, result = receiving.recv()
+        result, error, _ = pickle.loads(receiving.recv_bytes())
     except EOFError:
         process.join()
         raise RuntimeError(
@@ -139,20 +139,10 @@ def _answer(work: Callable[[], Any], sending: Connection, parent_pid: int) -> No
     threading.Thread(target=watch, daemon=True).start()
     # What a library has started in threads of the parent is dead in the copy, OpenMP's pool among
     # it, which waits for its threads for ever; a thread that is new gets a pool of its own.
-    future = ThreadPoolExecutor(1, "fastdata-measure").submit(work)
-    error = future.exception()
-    answer = (None, future.result()) if error is None else (_sendable(error), None)
+    answer = ThreadPoolExecutor(1).submit(attempt, lambda _: work(), None).result()
     with contextlib.suppress(OSError):  # nobody waits for it any more
-        sending.send(answer)
+        sending.send_bytes(answer)
     os._exit(0)
-
-
-def _sendable(error: BaseException) -> BaseException:
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:  # noqa: BLE001  # whatever the pickling of a user's exception raises
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error
 
 
 # Arguments of commands, and the JSON that they write
@@ -160,16 +150,8 @@ def _sendable(error: BaseException) -> BaseException:
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--json", type=_new_file, metavar="FILE", help="keep every figure, with versions"
+        "--json", type=Path, metavar="FILE", help="keep every figure, with versions"
     )
-
-
-def _new_file(text: str) -> Path:
-    """Raises what would otherwise be raised after minutes of measuring."""
-    file = Path(text)
-    if not file.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{file}: there is no folder {file.parent}")
-    return file
 
 
 def keep(document: dict[str, Any], options: argparse.Namespace) -> None:

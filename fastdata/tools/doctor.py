@@ -11,7 +11,6 @@ import importlib
 import os
 import platform
 import shutil
-import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,7 +26,6 @@ from fastdata.report import Line, Report
 from fastdata.tools import versions
 
 NVIDIA = Path("/proc/driver/nvidia")
-SYSTEM = Path("/sys")
 DEVICES = Path("/dev")
 
 
@@ -62,21 +60,18 @@ class MachineReport(Report):
 
 def examine_machine() -> MachineReport:
     """Look at the machine as this process sees it; reads a few files and changes nothing."""
-    return MachineReport((*_cores(), *_memory(), *_libraries(), _torch(), *_numa()))
+    return MachineReport((*_cores(), *_memory(), *_libraries(), _torch()))
 
 
 def _cores() -> Iterator[Check]:
     cores = memory.usable_cores()
     machine = os.cpu_count() or cores
-    if cores >= machine:
-        yield Check("cores", f"{cores}, all that the machine has")
-    else:
-        problem = (
-            "loading and training take turns on one core: give the job more "
-            "(docker run --cpus, sbatch --cpus-per-task, taskset)"
-        )
-        found = f"{cores} of {machine} (CPU affinity or cgroup quota)"
-        yield Check("cores", found, problem="" if cores > 1 else problem)
+    problem = (
+        "loading and training take turns on one core: give the job more "
+        "(docker run --cpus, sbatch --cpus-per-task, taskset)"
+    )
+    found = f"{cores} of {machine}, by CPU affinity and cgroup quota"
+    yield Check("cores", found, problem=problem if cores == 1 < machine else "")
     # Torch counts the affinity's cores and knows nothing of a quota.
     threads = torch.get_num_threads()
     advice = f"export OMP_NUM_THREADS={cores}: more threads than usable cores wait for each other"
@@ -86,58 +81,46 @@ def _cores() -> Iterator[Check]:
 def _memory() -> Iterator[Check]:
     budget = memory.budget_bytes(memory.available_bytes())
     problem = "no image can be kept in memory: give the job more, or keep them on disk (cache_dir=)"
-    found = f"{budget}: {budget.bytes // (256 * 256 * 3):,} images of 256x256, raw"
-    yield Check("memory", found, problem="" if budget.bytes else problem)
-    if sys.platform == "linux":
+    yield Check("memory", str(budget), problem="" if budget.bytes else problem)
+    folder = Path("/dev/shm")
+    if folder.is_dir():
         # A batch of 256 float32 images of 224x224 is 147 MiB; torch keeps two there for a worker.
-        folder = Path("/dev/shm")
-        free = shutil.disk_usage(folder).free if folder.is_dir() else 0
+        free = shutil.disk_usage(folder).free
         advice = (
             "fastdata does not need it; for workers of torch's own loader: docker run --shm-size=8g"
         )
         yield Check("/dev/shm", f"{format_bytes(free)} free", "" if free >= 1 << 30 else advice)
-    found = "memfd" if hasattr(os, "memfd_create") else "temporary files"
-    problem = ""
     try:
         Block.create(1).close()
-    except MemoryError:  # which another check says
-        pass
-    except OSError as error:
-        found += f": {error}"
+        yield Check("shared memory", "can be had")
+    except (OSError, MemoryError) as error:
         problem = "allow memfd_create (a container's seccomp profile), or give TMPDIR room"
-    yield Check("shared memory", found, problem=problem)
+        yield Check("shared memory", str(error), problem=problem)
 
 
 def _libraries() -> Iterator[Check]:
     installed = versions()
-    shown = ("python", "fastdata", "numpy", "lz4", "zstandard")
-    yield Check("versions", ", ".join(f"{name} {installed[name] or '-'}" for name in shown))
+    yield Check("versions", ", ".join(f"{name} {it or '-'}" for name, it in installed.items()))
     obstacle = core.obstacle()
     problem = "install fastdata with pip; without its core every step runs per sample, in Python"
-    if obstacle:
-        yield Check("compiled core", obstacle, problem=problem)
-    else:
-        yield Check("compiled core", f"{Path(core.load()._name).stem} for {platform.machine()}")
+    found = obstacle or f"there, for {platform.machine()}"
+    yield Check("compiled core", found, problem=problem if obstacle else "")
     obstacle = images.jpeg_obstacle()
-    found = f"Pillow {installed['pillow']} with libjpeg-turbo {images.libjpeg_version() or '-'}; "
-    found += obstacle or "the compiled core decodes by it"
     advice = (
         "Pillow decodes whole images, which takes longer; its wheels for Linux and macOS "
         "bring what is needed: pip install --force-reinstall pillow"
     )
+    found = obstacle or "decoded in the core by Pillow's libjpeg-turbo"
     yield Check("JPEG", found, advice if obstacle else "")
-    found = installed["torchvision"] or "not installed; fastdata does not need it"
-    problem = ""
     if installed["torchvision"]:
+        found = "can be imported"
+        problem = ""
         try:
             importlib.import_module("torchvision")
         except (ImportError, OSError, RuntimeError) as error:
-            found += f" cannot be imported: {error}"
+            found = f"cannot be imported: {error}"
             problem = f"install the two that belong together; this torch is {torch.__version__}"
-    yield Check("torchvision", found, problem=problem)
-
-
-# Devices
+        yield Check("torchvision", found, problem=problem)
 
 
 def _torch() -> Check:
@@ -162,21 +145,6 @@ def _torch() -> Check:
         problem = "install a build of torch for CUDA: https://pytorch.org/get-started/locally"
     usual = "compare nvidia-smi and python -m torch.utils.collect_env"
     return Check("torch", found, problem=problem or usual)
-
-
-def _numa() -> Iterator[Check]:
-    """Memory of another socket than the GPU's is copied to it at half the speed, or worse."""
-    for gpu in NVIDIA.glob("gpus/*"):
-        files = SYSTEM / "bus/pci/devices" / gpu.name
-        node = int((files / "numa_node").read_text())
-        if node < 0:  # the machine has no nodes
-            continue
-        local_mask = int((files / "local_cpus").read_text().replace(",", ""), 16)
-        usable = os.sched_getaffinity(0)
-        near = sum(local_mask >> core & 1 for core in usable)
-        found = f"GPU {gpu.name} at node {node}, with {near} of {len(usable)} usable cores"
-        cure = f"numactl --cpunodebind={node}: copies from a far node's memory take twice as long"
-        yield Check("NUMA", found, "" if near else cure)
 
 
 # The command

@@ -17,8 +17,6 @@ from itertools import islice
 from statistics import fmean
 from typing import Any
 
-from torch.utils.data import IterableDataset
-
 from fastdata.datasets.batch import collate, flatten
 from fastdata.datasets.dataset import PreparedDataset, prepared_anew
 from fastdata.datasets.public import ImageFolder
@@ -142,10 +140,9 @@ def tune(
         shows all probes.
 
     Raises:
-        TypeError: the dataset cannot be read by index.
-        ValueError: the dataset is empty.
         TimeoutError: no probe ended within ``max_seconds``.
-        Exception: whatever the dataset raises with the settings to begin with.
+        Exception: whatever the dataset raises with the settings to begin with, as one that is
+            empty or cannot be read by index does.
 
     Example:
         >>> squares = [(float(i), i * i) for i in range(50)]
@@ -154,9 +151,6 @@ def tune(
         >>> len(DataLoader(squares, **result.best))
         10
     """
-    if max_seconds <= 0:
-        raise ValueError(f"max_seconds={max_seconds}: probes take time")
-    _check(dataset)
     space = parameters or _usual_space(dataset)
     usual = min(_WORKERS_PER_GPU, usable_cores())
     counts = space.get("num_workers", [usual])
@@ -166,8 +160,9 @@ def tune(
     began = time.perf_counter()
     bar = progress_bar(math.ceil(max_seconds), "tuning", unit="s", enabled=progress)
     with bar, _prepared(dataset) as probed:
-        judge = _Judge(probed, collate_fn or collate, max_seconds, bar)
-        judge.begin(start)
+        judge = _Judge(probed, collate_fn or collate, began + max_seconds, bar)
+        judge.probe(start)  # finds files and caches cold
+        judge.probe(start)
         best = ascend(space, start, judge.wins)
     return TuneResult(
         best=_arguments(best),
@@ -203,17 +198,6 @@ def ascend(
     no_worker = best | {"num_workers": 0}
     is_other = best["num_workers"] and 0 in space.get("num_workers", ())
     return no_worker if is_other and wins(no_worker, best) else best
-
-
-def _check(dataset: Any) -> None:
-    is_indexed = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-    if isinstance(dataset, IterableDataset) or not is_indexed:
-        raise TypeError(
-            f"tune() reads samples by index, and {type(dataset).__name__} has no __getitem__ and "
-            "__len__. Give a map-style dataset, such as the one that your DataLoader is made of."
-        )
-    if len(dataset) == 0:
-        raise ValueError("tune() has nothing to read: the dataset is empty")
 
 
 def _usual_space(dataset: Any) -> dict[str, Sequence[Any]]:
@@ -263,20 +247,15 @@ def _cost(settings: Settings) -> tuple[float, float]:
 class _Judge:
     """Measures settings, remembers what it found, and says which of two wins."""
 
-    def __init__(self, dataset: Any, collate_fn: Any, max_seconds: float, bar: Any) -> None:
+    def __init__(self, dataset: Any, collate_fn: Any, deadline: float, bar: Any) -> None:
         self.probes: list[Probe] = []
         self.is_over = False
         self._dataset = dataset
         self._collate_fn = collate_fn
         self._bar = bar
-        self._deadline = time.perf_counter() + max_seconds
-        self._probe_s = min(1.0, max(0.2, max_seconds / _PROBES))
-
-    def begin(self, start: Settings) -> None:
-        """Measure the settings to begin with, after a turn that finds files and caches cold."""
+        self._deadline = deadline
+        self._probe_s = min(1.0, max(0.2, (deadline - time.perf_counter()) / _PROBES))
         self._sample_s, self._sample_bytes = apart(self._look, limit_s=None)
-        self._probe(start)
-        self._probe(start)
 
     def _look(self) -> tuple[float, int]:
         """Seconds and bytes of a sample; what the dataset raises is the user's to see."""
@@ -291,21 +270,21 @@ class _Judge:
         if _arguments(challenger) == _arguments(best):
             return False
         if not _rates(self.probes, challenger):
-            self._probe(challenger)
-        if self.is_over:
-            return False
+            self.probe(challenger)
         least = 1 / _WORTH if _cost(challenger) < _cost(best) else _WORTH
-        gain = self._gain(challenger, best)
-        if least < gain < _CLEAR and len(_rates(self.probes, challenger)) == 1:
-            self._probe(best)
-            self._probe(challenger)
-            gain = self._gain(challenger, best)
-        return gain > least and not self.is_over
+        is_close = least < self._gain(challenger, best) < _CLEAR
+        if is_close and len(_rates(self.probes, challenger)) == 1:
+            self.probe(best)
+            self.probe(challenger)
+        return self._gain(challenger, best) > least
 
     def _gain(self, challenger: Settings, best: Settings) -> float:
+        """Of rates, over 1 where the challenger's is higher; 0 once the time is over."""
+        if self.is_over:
+            return 0.0
         return fmean(_rates(self.probes, challenger)) / fmean(_rates(self.probes, best))
 
-    def _probe(self, settings: Settings) -> None:
+    def probe(self, settings: Settings) -> None:
         """Measure, unless the time is over. What fails, or would not fit into memory, is noted."""
         began = time.perf_counter()
         left_s = self._deadline - began
