@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import os
 import pickle
 import signal
@@ -21,7 +22,7 @@ from torchvision import transforms as v1
 from children import Compose, PILToTensor
 from conftest import shown
 from fastdata import DataLoader, ImageFolder, ImageManifest
-from fastdata.errors import FastDataError, MemoryBudgetError, SampleError
+from fastdata.errors import FastDataError, IngestError, MemoryBudgetError, SampleError
 from fastdata.pixels.images import CenterCrop, Resize
 
 Folder = Callable[..., Path]
@@ -253,6 +254,32 @@ def test_too_little_memory_is_an_error_at_once(image_folder: Folder) -> None:
     """The block is reserved up front, so that a lazy store cannot run out of memory later."""
     with pytest.raises(MemoryBudgetError, match="storage='shared' needs"):
         ImageFolder(image_folder(), STEPS, storage="shared", memory_limit=99)
+
+
+def test_an_epoch_of_threads_ends_with_what_the_machine_lacks(
+    image_folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads read no further, and the error comes once; the state is of the batch that is missing."""
+    refused = 0
+
+    def refuse(*_: Any) -> Any:
+        nonlocal refused
+        refused += 1
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with ImageFolder(image_folder(per_class=9), STEPS) as dataset:
+        loader = DataLoader(dataset, batch_size=1, num_workers=1)
+        epoch = iter(loader)
+        next(epoch)
+        monkeypatch.setattr("fastdata.sources.FileSource.read_files", refuse)
+        with pytest.raises(IngestError, match=r"Too many open files.*ulimit -n"):
+            list(epoch)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"no more batches: .*IngestError: sample"):
+                next(epoch)
+        assert not [it for it in threading.enumerate() if "fastdata-loader" in it.name]
+        assert 1 <= loader.state_dict()["num_yielded"] == loader.report().batches
+    assert refused <= 2 * 3
 
 
 def test_a_closed_dataset_says_so(image_folder: Folder) -> None:

@@ -21,6 +21,7 @@ from torch.utils.data._utils.pin_memory import pin_memory as copy_to_pinned
 from fastdata.datasets.batch import BatchDraws, DrawKey, as_channels_last, collate, flatten
 from fastdata.datasets.reader import BatchRing, ReaderHandle
 from fastdata.datasets.ring import BatchReceiver, RingCollate
+from fastdata.errors import IngestError, MemoryBudgetError
 from fastdata.loaders.order import Progress
 from fastdata.loaders.view import JoinedHandle
 from fastdata.machine.memory import PinningPlan
@@ -319,16 +320,20 @@ class ThreadIter(Counted):
             raise StopIteration
         future = self._task_info[0]
         try:
-            # Only waits: the batch's own TimeoutError is returned.
-            future.exception(self._timeout or None)
+            # The batch's own TimeoutError is returned.
+            error = future.exception(self._timeout or None)
         except FutureTimeoutError:
             raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds") from None
-        self._task_info.popleft()
-        self._put_later = 1
         try:
+            if isinstance(error, (IngestError, MemoryBudgetError)):  # no batch comes after it
+                self.ended = f"the epoch ended with {type(error).__name__}: {error}"
+                self.stop()
+            else:
+                self._task_info.popleft()
+                self._put_later = 1
             return future.result()
         finally:
-            del future  # an exception would keep it, and it the exception
+            del future, error  # an exception would keep them, and they the exception
             self._submit(threads)
 
     def _submit(self, threads: ThreadPoolExecutor) -> None:
