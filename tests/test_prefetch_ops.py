@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import re
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -437,6 +439,29 @@ def test_a_store_on_the_device_is_sent_once(gpu: Sim, monkeypatch: pytest.Monkey
         assert dataset[3][0].shape == (3, 7, 5)
         assert batches.report().batch_ops == "on cuda:0, from a copy of the store there (3.2 KiB)"
         assert len(mirrors(gpu)) == 1
+
+
+def test_epochs_of_two_threads_share_a_store_on_the_device(
+    gpu: Sim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is sent once, whoever is the first to need it."""
+    both_need_it = threading.Barrier(2)
+    plain = prefetch_device.DeviceProgram.draw
+
+    def draw(*args: Any) -> Any:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both_need_it.wait(5)
+        return plain(*args)
+
+    monkeypatch.setattr(prefetch_device.DeviceProgram, "draw", draw)
+    monkeypatch.setattr(prefetch_device, "CHUNK_BYTES", STORED_BYTES)
+    with mirrored() as dataset, on_device(loader_of(dataset)) as batches:
+        threads = [threading.Thread(target=lambda: next(iter(batches))) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert gpu.sent.count(STORED_BYTES) == LENGTH
 
 
 def test_close_gives_the_device_memory_back(gpu: Sim) -> None:

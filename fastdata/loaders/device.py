@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -210,6 +211,7 @@ class DeviceOps:
         self._served = LoaderView.find(getattr(loader, "dataset", None))
         self._dtype = dtype
         self._mirror: torch.Tensor | None = None
+        self._uploading = threading.Lock()
         self._has_warned = False
 
     def begin(self) -> tuple[Callable[[Any, BatchRing], DeviceBatch] | None, Transform | None]:
@@ -282,9 +284,11 @@ class DeviceOps:
         if program.host is not None:
             images = program.run(batch.samples, None)
         else:
-            if self._mirror is None:
-                self._mirror = _upload(_store(handle), self._device)
-            images = program.run(self._mirror, batch.draws, batch.samples)
+            with self._uploading:  # a thread of another epoch may be the first, too
+                if self._mirror is None:
+                    self._mirror = _upload(_store(handle), self._device)
+                mirror = self._mirror
+            images = program.run(mirror, batch.draws, batch.samples)
         return stacked(images, batch.targets, batch.keys)
 
     def close(self) -> None:
