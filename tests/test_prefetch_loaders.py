@@ -186,9 +186,17 @@ def test_the_loaders_attributes_reach_through(dataset: CachedDataset) -> None:
 
 def test_set_epoch_reaches_loader_and_sampler(dataset: CachedDataset) -> None:
     """Each that can be told is told once; a loader that cannot is no error."""
-    sampler = DistributedSampler(dataset, num_replicas=2, rank=0)
+    told = []
+
+    class Sampler(DistributedSampler):
+        def set_epoch(self, epoch: int) -> None:
+            told.append(epoch)
+            super().set_epoch(epoch)
+
+    sampler = Sampler(dataset, num_replicas=2, rank=0)
     loader = DataLoader(dataset, batch_size=4, sampler=sampler)
     CudaPrefetcher(loader, device="cpu").set_epoch(7)
+    assert told == [7]
     assert sampler.epoch == 7
     iter(loader)
     assert loader.state_dict()["epoch"] == 7

@@ -257,11 +257,12 @@ class CudaPrefetcher:
         return own.get(name, value)
 
     def set_epoch(self, epoch: int) -> None:
-        for holder in (self.loader, getattr(self.loader, "batch_sampler", None)):
-            listeners: list[Any] = [holder, getattr(holder, "sampler", None)]
-            for listener in listeners:
-                if hasattr(listener, "set_epoch"):
-                    listener.set_epoch(epoch)
+        batches = getattr(self.loader, "batch_sampler", None)
+        samplers = [getattr(holder, "sampler", None) for holder in (self.loader, batches)]
+        listeners = {id(it): it for it in (self.loader, batches, *samplers)}  # once each
+        for listener in listeners.values():
+            if hasattr(listener, "set_epoch"):
+                listener.set_epoch(epoch)
 
     def _user_state(self) -> Any:
         seen = self._transfer.seen
