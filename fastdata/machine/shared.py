@@ -35,10 +35,9 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils.data import default_collate
 
-from fastdata.errors import MemoryBudgetError, StoreGoneError, counted
+from fastdata.errors import MemoryBudgetError, StoreGoneError
 from fastdata.machine import memory
 
 if TYPE_CHECKING:
@@ -176,12 +175,6 @@ class Block:
 
     def array(self, dtype: str, shape: tuple[int, ...], offset: int = 0) -> np.ndarray:
         """View memory from byte ``offset`` on: no copy; read-only once the block is sealed."""
-        count = math.prod(shape)
-        if offset < 0 or offset + count * np.dtype(dtype).itemsize > self.size_bytes:
-            raise ValueError(
-                f"{dtype}{list(shape)} at byte {offset} exceeds the block of {self.size_bytes} "
-                "bytes"
-            )
         if self._map is None:
             if not self._close.alive:
                 raise StoreGoneError("the dataset was closed; create it again to read from it")
@@ -189,7 +182,7 @@ class Block:
                 self._map = self._open_map()
             except OSError as problem:  # a limit of address space
                 raise self._named(problem, self.size_bytes) from None
-        return np.frombuffer(self._map, dtype, count, offset).reshape(shape)
+        return np.frombuffer(self._map, dtype, math.prod(shape), offset).reshape(shape)
 
     def _open_map(self) -> mmap.mmap:
         if not self.is_sealed:
@@ -360,7 +353,7 @@ _Place = tuple[str, str, tuple[int, ...], int]
 
 
 class ListView(Sequence[_T], Generic[_T]):
-    """A read-only list whose items are made when asked for; copies, slices and sums are real lists.
+    """A read-only list whose items are made when asked for; its slices are real lists.
 
     It is no ``list`` itself: C code reads a list's memory past its methods, and would find no item
     there. So ``json.dumps(view, default=list)``. ``item`` is a method of the table: a pickled view
@@ -375,43 +368,18 @@ class ListView(Sequence[_T], Generic[_T]):
         return self._length
 
     def __getitem__(self, index: int | slice) -> Any:
-        if isinstance(index, slice):
-            return list(map(self._item, range(self._length)[index]))
-        try:
-            return self._item(range(self._length)[index])
-        except IndexError:
-            there = counted(self._length, "sample")
-            raise IndexError(f"index {index} is out of range for {there}") from None
+        found = range(self._length)[index]
+        return list(map(self._item, found)) if isinstance(found, range) else self._item(found)
 
     def __iter__(self) -> Iterator[_T]:
         return map(self._item, range(self._length))
-
-    def chosen(self, indices: Iterable[int]) -> list[_T]:
-        """The items of these indices in [0, length)."""
-        return list(map(self._item, indices))
 
     @property
     def _identity(self) -> list[_T]:
         return list(self)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, (list, ListView)):
-            return NotImplemented
-        return list(self) == list(other)
-
-    def __add__(self, other: Iterable[_T]) -> list[_T]:
-        return [*self, *other]
-
-    def __radd__(self, other: Iterable[_T]) -> list[_T]:
-        return [*other, *self]
-
-    def __mul__(self, count: int) -> list[_T]:
-        return list(self) * count
-
-    __rmul__ = __mul__
-
-    def copy(self) -> list[_T]:
-        return list(self)
+        return list(self) == list(other) if isinstance(other, list | ListView) else NotImplemented
 
     def __repr__(self) -> str:
         if len(self) <= 6:
@@ -447,8 +415,8 @@ class PackedPaths:
 class SampleTable:
     """Paths (where samples are files), targets and class names of all samples; pickles as a handle.
 
-    Targets that are numbers, or arrays or tensors of one shape and dtype, become one array. Tuples
-    of one length become a table for each of their places; all others are pickled.
+    Targets that are numbers, or arrays or tensors of one shape and dtype, become one array; all
+    others are pickled.
     """
 
     def __init__(
@@ -459,9 +427,6 @@ class SampleTable:
         class_to_idx: Mapping[str, int] | None = None,
     ) -> None:
         columns, self.target_kind = _target_columns(targets)
-        is_tuple = self.target_kind == "tuple"
-        each = zip(*targets, strict=True) if is_tuple else ()
-        self.target_places = tuple(map(SampleTable, each))
         self.has_paths = paths is not None
         self._length = len(targets)
         self._prefix = b""
@@ -476,11 +441,9 @@ class SampleTable:
     def __len__(self) -> int:
         return self._length
 
-    def columns(self) -> Iterator[np.ndarray]:
+    def columns(self) -> Iterable[np.ndarray]:
         """All that it holds."""
-        yield from self._columns.values()
-        for place in self.target_places:
-            yield from place.columns()
+        return self._columns.values()
 
     @property
     def class_to_idx(self) -> dict[str, int] | None:
@@ -507,8 +470,6 @@ class SampleTable:
             ends = self._columns["object_ends"]
             start = ends[index - 1] if index else 0
             return pickle.loads(self._columns["object"][start : ends[index]].data)
-        if kind == "tuple":
-            return tuple(place.target(index) for place in self.target_places)
         row = np.array(self._columns["targets"][index])  # of no dimensions too
         return torch.from_numpy(row) if kind == "tensor" else row
 
@@ -531,8 +492,6 @@ class SampleTable:
 
     def collated_targets(self, index_B: np.ndarray) -> Any:
         """What ``default_collate`` makes of the targets of a batch."""
-        if self.target_places:
-            return [place.collated_targets(index_B) for place in self.target_places]
         array = self.target_array()
         if array is not None:
             return torch.from_numpy(array[index_B])
@@ -547,30 +506,14 @@ class SampleTable:
 
     def close(self) -> None:
         self._columns.close()
-        for place in self.target_places:
-            place.close()
 
 
 def collate_targets(targets: list[Any]) -> Any:
-    try:
-        return default_collate([(target,) for target in targets])[0]
-    except (OverflowError, RuntimeError, ValueError) as error:
-        wide = next((leaf for leaf in pytree.tree_leaves(targets) if is_wide(leaf)), None)
-        if wide is None:
-            raise
-        raise ValueError(
-            f"a target of {wide} cannot be in a batch: it is beyond int64, the widest whole "
-            "numbers that torch has. Give such numbers as text, str(...), or number them from 0."
-        ) from error
-
-
-def is_wide(value: Any) -> bool:
-    """Whether a value is a whole number beyond int64."""
-    return type(value) is int and not -(1 << 63) <= value < 1 << 63
+    return default_collate([(target,) for target in targets])[0]
 
 
 _KINDS: dict[type, str] = dict.fromkeys((int, bool, float), "number")
-_KINDS |= {torch.Tensor: "tensor", np.ndarray: "array", tuple: "tuple"}
+_KINDS |= {torch.Tensor: "tensor", np.ndarray: "array"}
 
 
 def _target_columns(
@@ -592,8 +535,6 @@ def _target_columns(
             rows = list(map(np.asarray, targets))
             if len({(row.shape, row.dtype) for row in rows}) == 1 and rows[0].dtype.kind in "iufb":
                 return {"targets": np.stack(rows)}, kind
-    if kind == "tuple" and targets[0] and len({*map(len, targets)}) == 1:
-        return {}, kind
     blob, ends = _pack([pickle.dumps(target, protocol=5) for target in targets])
     return {"object": blob, "object_ends": ends}, "object"
 

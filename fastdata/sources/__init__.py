@@ -19,7 +19,6 @@ import numpy as np
 import torch
 
 from fastdata.errors import is_url, kind_of
-from fastdata.machine.shared import ListView, is_wide
 from fastdata.pixels.images import Opening, decode_image, is_image, load_image, opening_of
 from fastdata.sources.remote import Place, Requests, fleeting_folder
 
@@ -182,15 +181,15 @@ class FileSource:
         return self.paths[index]
 
     def targets_of(self, indices: Indices) -> list[Any]:
-        return _chosen(self.targets, indices)
+        return [self.targets[index] for index in indices]
 
     def read_files(self, indices: Indices) -> list[bytes]:
         """The bytes of these files."""
         if self.is_remote:
             return [self._requests.take(index, self._submit).result() for index in indices]
         files = []
-        for path in _chosen(self.paths, indices):
-            with open(path, "rb") as stream:
+        for index in indices:
+            with open(self.paths[index], "rb") as stream:
                 files.append(stream.read())
         return files
 
@@ -242,12 +241,6 @@ class FileSource:
             submitted = [place.submit_facts(name) for place, name in located]
             facts = np.array([future.result() for future in submitted], np.int64).T
         return facts
-
-
-def _chosen(column: Any, indices: Indices) -> list[Any]:
-    if isinstance(column, ListView):
-        return column.chosen(indices)
-    return [column[index] for index in indices]
 
 
 class DatasetSource:
@@ -511,13 +504,6 @@ class _Table:
             return np.array(list(map(int, texts)), np.int64)
         except ValueError:
             return np.array(texts).astype(np.float64)
-        except OverflowError:
-            index = [is_wide(int(text)) for text in texts].index(True)
-            raise ValueError(
-                f"{self.where(index, column)}: {texts[index]} is beyond int64, the widest whole "
-                "numbers that torch has. Pass such numbers through as id=, or write names, such as "
-                f"'class_{texts[index]}'."
-            ) from None
 
 
 def read_manifest(

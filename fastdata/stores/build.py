@@ -381,7 +381,7 @@ def _fill(wanted: _Wanted, manifest: Manifest, plans: Sequence[WriterPlan]) -> N
     if wanted.table is None:
         columns |= pack_targets([target for each in shards for target in as_list(each.targets)])
     else:
-        columns |= pack_targets(wanted.table.targets.chosen(kept))
+        columns |= pack_targets(list(map(wanted.table.target, kept)))
     if wanted.listing is not None:
         paths = _paths_of(wanted.listing, wanted.root, kept)
         columns |= {"paths": paths.blob, "ends": paths.ends}

@@ -336,7 +336,7 @@ def _pack_targets(targets: Sequence[Any] | np.ndarray, columns: Columns) -> Any:
             name = f"targets.{len(columns)}"
             columns[name] = np.array(table.target_array())
             return {kind: name}
-    if kind == "tuple":
+    if {*map(type, targets)} == {tuple} and targets[0] and len({*map(len, targets)}) == 1:
         return [_pack_targets(place, columns) for place in zip(*targets, strict=True)]
     targets = list(targets)
     with contextlib.suppress(TypeError, ValueError):
