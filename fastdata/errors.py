@@ -141,12 +141,14 @@ def sample_error(
     """
     where = f"sample {index}" if path is None else f"sample {index}, {path},"
     name = type(cause).__name__
+    # Pillow names the stream that it was given, which is nothing of the user's.
+    said = re.sub(r" <_io\..*>", "", str(cause), flags=re.DOTALL).rstrip(".")
     code = cause.errno if isinstance(cause, OSError) else None
     if isinstance(cause, RuntimeError) and "Cannot allocate memory" in str(cause):  # torch's
         code = errno.ENOMEM
     if code in _CURES_OF_MACHINES:
         return IngestError(
-            f"{where} cannot be read now: {name}: {str(cause).rstrip('.')}. The sample is not at "
+            f"{where} cannot be read now: {name}: {said}. The sample is not at "
             f"fault, but this machine or a limit on it. {_CURES_OF_MACHINES[code]}."
         )
     found = ""
@@ -166,8 +168,7 @@ def sample_error(
         found = "" if is_url(path) else f"It is {_describe_file(path)}. "
     if not is_code:
         cure += ", or leave it out with on_error='skip'"
-    problem = f"{name}: {str(cause).rstrip('.')}"
-    message = f"{where} cannot be read: {problem}. {found}{cure}."
+    message = f"{where} cannot be read: {name}: {said}. {found}{cure}."
     return SampleError(message, index=index, path=path)
 
 

@@ -93,6 +93,21 @@ def test_a_sample_error_needs_an_index() -> None:
         SampleError("it is no image")
 
 
+@pytest.mark.parametrize("storage", ["shared", "none"])
+def test_a_file_that_is_no_image_is_named_once(image_folder: Any, storage: Any) -> None:
+    """By its path, and not by a stream that it was read from."""
+    root = image_folder()
+    path = root / "cat" / "001.jpg"
+    path.write_bytes(b"no image")
+    with (
+        ImageFolder(root, resize=(8, 8), storage=storage) as dataset,
+        pytest.raises(SampleError) as caught,
+    ):
+        dataset[1]
+    said = f"sample 1, {path}, cannot be read: UnidentifiedImageError: cannot identify image file. "
+    assert str(caught.value).startswith(said)
+
+
 MACHINE_ERRORS = [
     OSError(errno.EMFILE, "Too many open files"),
     OSError(errno.ENOMEM, "Cannot allocate memory"),
