@@ -336,6 +336,17 @@ def test_a_damaged_shard_is_written_anew(
     assert read[-4:] == ["008.jpg", "009.jpg", "010.jpg", "011.jpg"]
 
 
+def test_columns_of_others_in_a_receipt_are_not_used(image_folder: Folder) -> None:
+    """A shard that somebody has noted something beside is complete all the same."""
+    root = image_folder(classes=("a",), per_class=12, size=(12, 10))
+    stopped(root)
+    paths = sorted(root.parent.glob("cache/*/shard-*.npz"))
+    for k, path in enumerate(paths):
+        with np.load(path) as receipt:
+            np.savez(path, **receipt, note=np.zeros([k] * k))
+    assert len(read_again(root)) == 4
+
+
 def test_shards_of_files_that_have_changed_are_not_used(image_folder: Folder) -> None:
     """After a file was changed its shard is written, and the old one goes; the others stay."""
     root = image_folder(classes=("a",), per_class=12, size=(12, 10))

@@ -176,9 +176,11 @@ class Index:
     def join(cls, manifest: Manifest, indexes: Sequence[Index]) -> Index:
         """Of the shards of all; targets are for the caller to join."""
         joined: Columns = {"skipped.json": []}
-        for name, column in indexes[0].columns.items():
-            if isinstance(column, np.ndarray) and not name.startswith("targets"):
-                joined[name] = np.concatenate([each.columns[name] for each in indexes])
+        names = ["shards.names", "shards.rows", "shards.bytes", "kept"]  # others may be there
+        for number, located in enumerate(indexes[0].located):
+            names += [f"part{number}.{name}" for name in located if name != "files"]
+        for name in names:
+            joined[name] = np.concatenate([each.columns[name] for each in indexes])
         for each in indexes:
             joined["skipped.json"] += each.columns["skipped.json"]
         return cls(manifest=manifest, columns=joined)
