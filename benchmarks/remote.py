@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
@@ -198,8 +198,18 @@ def decode_sample(sample: tuple[bytes, int]) -> tuple[torch.Tensor, int]:
     ).contiguous(), sample[1]
 
 
-def contenders(kind: str) -> dict[str, Callable[[Place], Callable[[], Any]]]:
-    """By name; those called local read the files of this machine, as the local folder of a later epoch has them."""
+def contenders(
+    kind: str, only: Sequence[str] = ()
+) -> dict[str, Callable[[Place], Callable[[], Any]]]:
+    """By name, those that begin with one of ``only``, if there are some.
+
+    Those called local read the files of this machine, as the local folder of a later epoch has them.
+    """
+    found = _contenders(kind)
+    return {name: found[name] for name in found if name.startswith(tuple(only) or "")}
+
+
+def _contenders(kind: str) -> dict[str, Callable[[Place], Callable[[], Any]]]:
     if kind == "folder":
         return {
             "fastdata, local": folder,
@@ -221,8 +231,10 @@ def contenders(kind: str) -> dict[str, Callable[[Place], Callable[[], Any]]]:
 # Building
 
 
-def build(root: Path, bucket: Path, shard_bytes: int) -> int:
-    """Everything that is served; the number of images."""
+def build(
+    root: Path, bucket: Path, shard_bytes: int, kinds: Sequence[str], only: Sequence[str]
+) -> int:
+    """Everything that the contenders read; the number of images."""
     shutil.copytree(root, bucket / "train")
     for kind, codec in CODECS.items():
         transform = transforms.Compose(STEPS)
@@ -234,9 +246,12 @@ def build(root: Path, bucket: Path, shard_bytes: int) -> int:
     with ImageFolder(
         str(root), transforms.Compose(STEPS), cache_dir=bucket / "cache-raw"
     ) as photos:
-        for kind in CODECS:
-            write_litdata(kind, photos, bucket / f"lit-{kind}", shard_bytes)
-            write_mds(kind, photos, bucket / f"mds-{kind}", shard_bytes)
+        for kind in CODECS.keys() & {*kinds}:
+            names = " ".join(contenders(kind, only))
+            if "LitData" in names:
+                write_litdata(kind, photos, bucket / f"lit-{kind}", shard_bytes)
+            if "Mosaic" in names:
+                write_mds(kind, photos, bucket / f"mds-{kind}", shard_bytes)
         return len(photos)
 
 
@@ -411,7 +426,7 @@ def main() -> None:
     options.add_argument(
         "--kinds", nargs="+", choices=[*CODECS, "folder"], default=[*CODECS, "folder"]
     )
-    options.add_argument("--only", nargs="+", help="contenders whose names begin so")
+    options.add_argument("--only", nargs="+", default=[], help="contenders whose names begin so")
     options.add_argument("--latency-s", type=float, default=0.05, help="of each request")
     options.add_argument(
         "--bandwidth", type=float, default=100e6, help="bytes a second, of all answers together"
@@ -435,7 +450,8 @@ def main() -> None:
         tempfile.TemporaryDirectory(prefix="fastdata-remote-", dir=chosen.work) as work,
     ):
         (bucket := Path(work, "served", "bucket")).mkdir(parents=True)
-        count = build(root, bucket, int(chosen.shard_mib * MIB))
+        shard_bytes = int(chosen.shard_mib * MIB)
+        count = build(root, bucket, shard_bytes, chosen.kinds, chosen.only)
         with throttled_s3(
             bucket.parent, latency_s=chosen.latency_s, bandwidth=chosen.bandwidth
         ) as server:
@@ -448,9 +464,7 @@ def main() -> None:
                     below, threads = ("train", 64) if kind == "folder" else (f"cache-{kind}", 16)
                     download.append(download_s(server, bucket, below, threads))
                     server.set_faults(FaultPlan(rate=chosen.fault_rate, seed=seed))
-                    for name, contender in contenders(kind).items():
-                        if chosen.only and not name.startswith(tuple(chosen.only)):
-                            continue
+                    for name, contender in contenders(kind, chosen.only).items():
                         local = Path(tempfile.mkdtemp(prefix="local-", dir=work))
                         root_url = str(bucket) if "local" in name else f"s3://{bucket.name}"
                         place = Place(
@@ -487,8 +501,9 @@ def main() -> None:
             )
         },
         packages={
-            name: importlib.metadata.version(name)
-            for name in ("litdata", "mosaicml-streaming", "obstore", "s3fs")
+            found.name: found.version
+            for found in importlib.metadata.distributions()
+            if found.name in ("litdata", "mosaicml-streaming", "obstore", "s3fs")
         },
         outcomes=kept,
     )
