@@ -22,8 +22,10 @@ from PIL import Image, ImageDraw
 from _helper import Row, class_folders, in_turns, parser, print_rows, save_rows, transforms
 from fastdata.pixels.images import Scratch
 from fastdata.stores.codecs import (
+    ABOVE,
+    GREEN,
+    LEFT,
     Codec,
-    Filter,
     JpegCodec,
     Lz4Codec,
     ZstdCodec,
@@ -159,13 +161,13 @@ def sizes_and_rates(kind: str, samples: Samples, rounds: int) -> list[Row]:
 def undoing(samples: Samples, rounds: int) -> list[Row]:
     """The prediction undone in words, against bytes by ``np.cumsum`` along the row."""
     sample = samples[0]
-    layout, out, scratch = layout_of(sample.shape, sample.dtype), np.empty_like(sample), Scratch()
-    chosen = Filter.GREEN | Filter.ABOVE | Filter.LEFT
+    layout, out = layout_of(sample.shape, sample.dtype), np.empty_like(sample)
+    chosen = GREEN | ABOVE | LEFT
     filtered = apply_filter(sample.reshape(-1), layout, chosen).copy()
     left_CHW = np.diff(sample, axis=2, prepend=sample.dtype.type(0))
 
     def in_words(k: int) -> None:
-        undo_filter(filtered, layout, chosen, out.reshape(-1), scratch)
+        undo_filter(filtered, layout, chosen, out.reshape(-1))
 
     def in_bytes(k: int) -> None:
         np.add.accumulate(left_CHW, axis=2, out=out)

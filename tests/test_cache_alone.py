@@ -407,7 +407,7 @@ def test_a_codec_of_the_users_own_needs_its_dataset(tmp_path: Path) -> None:
     cache = build_of([(torch.zeros(1, 2, 2), 0)], tmp_path, codec=Plain())
     with pytest.raises(
         CacheError,
-        match=r"codec 'plain', which is none of fastdata's.* with cache_dir=.* and codec=",
+        match=r"codec 'plain', format None.* with cache_dir=.* and codec=",
     ):
         CachedDataset.from_cache(cache)
 

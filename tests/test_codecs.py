@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import pickle
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -17,11 +15,12 @@ import zstandard
 from conftest import shown
 from fastdata.errors import CodecError, FastDataError
 from fastdata.pixels import images
-from fastdata.pixels.images import SampleSpec, Scratch
 from fastdata.stores.codecs import (
+    ABOVE,
+    GREEN,
     KNOWN_CODECS,
+    LEFT,
     Codec,
-    Filter,
     JpegCodec,
     Lz4Codec,
     ZstdCodec,
@@ -86,9 +85,7 @@ def sample_of(shape: tuple[int, ...], dtype: str = "uint8") -> np.ndarray:
 
 def images_of(codec: Codec, shape: tuple[int, ...] = (3, 11, 14)) -> np.ndarray:
     """A sample that any codec keeps."""
-    smooth = np.linspace(0, 255, int(np.prod(shape))).astype(np.uint8).reshape(shape)
-    assert codec.obstacle(SampleSpec(shape=shape, dtype="uint8", form="array")) is None
-    return smooth
+    return np.linspace(0, 255, int(np.prod(shape))).astype(np.uint8).reshape(shape)
 
 
 def decoded(codec: Codec, data: bytes | memoryview, like: np.ndarray) -> np.ndarray:
@@ -151,10 +148,10 @@ def test_every_filter_is_undone(dtype: str, shape: tuple[int, ...]) -> None:
             0, 256, int(np.prod(shape)) * np.dtype(dtype).itemsize, np.uint8
         )
         filtered = np.zeros(layout.size, np.uint8)
-        filtered[...] = apply_filter(raw, layout, Filter(chosen))
+        filtered[...] = apply_filter(raw, layout, chosen)
         out = np.full(raw.size, 0xA5, np.uint8)
-        undo_filter(filtered, layout, Filter(chosen), out, Scratch())
-        assert np.array_equal(out, raw), Filter(chosen)
+        undo_filter(filtered, layout, chosen, out)
+        assert np.array_equal(out, raw), chosen
 
 
 def test_the_filters_are_the_documented_arithmetic() -> None:
@@ -179,7 +176,7 @@ def test_the_filters_are_the_documented_arithmetic() -> None:
         for row in plane
         for w in row
     )
-    assert apply_filter(sample.reshape(-1), layout, Filter.ABOVE | Filter.LEFT).tobytes() == wanted
+    assert apply_filter(sample.reshape(-1), layout, ABOVE | LEFT).tobytes() == wanted
 
 
 def test_photographs_shrink_by_prediction() -> None:
@@ -190,7 +187,7 @@ def test_photographs_shrink_by_prediction() -> None:
     )
     photo = np.stack([grey + 20, grey, grey - 30]).clip(0, 255).astype(np.uint8)
     codec = ZstdCodec()
-    assert codec.encode(photo)[0] == Filter.GREEN | Filter.ABOVE | Filter.LEFT
+    assert codec.encode(photo)[0] == GREEN | ABOVE | LEFT
     assert len(codec.encode(photo)) < 0.5 * photo.nbytes
     mask = (
         np.random.default_rng(0).integers(0, 3, (12, 12)).astype(np.uint8).repeat(8, 0).repeat(8, 1)
@@ -366,15 +363,11 @@ def test_another_size_raises(own: Codec, shape: tuple[int, ...]) -> None:
         decoded(own, data, np.empty(shape, np.uint8))
 
 
-def test_another_dtype_raises() -> None:
-    """Filtered data know whether elements have one byte or several."""
+def test_impossible_filters_raise() -> None:
+    """What no sample of this shape can have been filtered by is a CodecError."""
     sample = sample_of((16, 64))
-    data = bytes((Filter.ABOVE,)) + ZstdCodec().encode(sample)[1:]
-    with pytest.raises(
-        CodecError, match=r"filter 2, which samples of shape .16, 32. and uint16 cannot have"
-    ):
-        decoded(ZstdCodec(), data, np.empty((16, 32), np.uint16))
-    with pytest.raises(CodecError, match="filter 7"):
+    data = ZstdCodec().encode(sample)
+    with pytest.raises(CodecError, match=r"filter 7, which samples of shape .16, 64. and uint8"):
         decoded(ZstdCodec(), bytes((7,)) + data[1:], sample)
     with pytest.raises(CodecError, match="filter 200"):
         decoded(ZstdCodec(), bytes((200,)) + data[1:], sample)
@@ -419,59 +412,27 @@ def test_memory_that_cannot_be_filled_raises(own: Codec) -> None:
     data = memoryview(own.encode(sample))
     fixed = np.zeros_like(sample)
     fixed.flags.writeable = False
-    for out, words in (
-        (fixed, "read-only"),
-        (np.zeros((3, 11, 28), np.uint8)[..., ::2], "not C-contiguous"),
-    ):
-        with pytest.raises(ValueError, match=words) as raised:
+    for out in (fixed, np.zeros((3, 11, 28), np.uint8)[..., ::2]):
+        with pytest.raises(ValueError, match="writeable and C-contiguous") as raised:
             own.decode(data, out)
         assert not isinstance(raised.value, CodecError)
-    with pytest.raises(ValueError, match="not C-contiguous"):
-        own.encode(sample[..., ::-1])
 
 
 @pytest.mark.parametrize("codec", [Lz4Codec(), ZstdCodec()], ids=lambda codec: codec.name)
 def test_python_objects_are_refused(codec: Codec) -> None:
     """Pointers are never written out."""
-    with pytest.raises(ValueError, match="Python objects"):
+    with pytest.raises(TypeError, match="references"):
         codec.encode(np.array([{}, None]))
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype", "words"),
-    [
-        ((3, 8, 8), "uint16", "JPEG keeps 8 bits, not uint16"),
-        ((8, 8), "uint8", "a lossy codec would change labels"),
-        ((4, 8, 8), "uint8", "images of 1 or 3 planes"),
-        ((3, 0, 8), "uint8", "sides of 1 to 65,500 px, not 0 x 8"),
-        (None, "float32", "JPEG keeps 8 bits"),
-    ],
+    ("shape", "dtype"),
+    [((3, 8, 8), "uint16"), ((8, 8), "uint8"), ((4, 8, 8), "uint8"), ((3, 0, 8), "uint8")],
 )
-def test_jpeg_refuses_what_it_would_spoil(
-    shape: tuple[int, ...] | None, dtype: str, words: str
-) -> None:
-    """The reason is told of a spec beforehand, and raised for a sample, with the cure."""
-    reason = JpegCodec().obstacle(SampleSpec(shape=shape, dtype=dtype, form="array"))
-    assert reason is not None
-    assert words in reason
-    assert "codec='zstd'" in reason
-    if shape is not None:
-        with pytest.raises(ValueError, match="codec 'jpeg' cannot keep a sample of shape"):
-            JpegCodec().encode(np.zeros(shape, dtype))
-
-
-def test_huge_samples_are_refused_beforehand() -> None:
-    """More bytes than a format can count are an obstacle, any other shape and dtype none."""
-    for codec in (Lz4Codec(), ZstdCodec()):
-        huge = SampleSpec(shape=(5, 30_000, 30_000), dtype="uint8", form="array")
-        assert "4,500,000,000 bytes" in str(codec.obstacle(huge))
-        for shape, dtype in (((7,), "float64"), (None, "i8")):
-            assert codec.obstacle(SampleSpec(shape=shape, dtype=dtype, form="array")) is None
-
-
-def test_ragged_images_are_no_obstacle() -> None:
-    """Images that each have a size of their own may be JPEGs."""
-    assert JpegCodec().obstacle(SampleSpec(shape=None, dtype="uint8", form="pil")) is None
+def test_jpeg_refuses_what_it_would_spoil(shape: tuple[int, ...], dtype: str) -> None:
+    """Labels, depths and samples that are no images are a ValueError."""
+    with pytest.raises(ValueError, match=r"labels or depths would be changed|empty image"):
+        JpegCodec().encode(np.zeros(shape, dtype))
 
 
 def test_settings_rebuild_the_codec(own: Codec) -> None:
@@ -485,14 +446,12 @@ def test_foreign_settings_are_refused() -> None:
     """Another format, an unknown argument and an unknown codec each say what is known."""
     settings = ZstdCodec().settings()
     with pytest.raises(
-        ValueError, match="format 2 of codec 'zstd', but this version of fastdata knows format 1"
+        ValueError, match="codec 'zstd', format 2, and this fastdata knows format 1"
     ):
         codec_of({**settings, "format": 2})
-    with pytest.raises(ValueError, match="codec 'zstd' does not know the settings"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'dictionary'"):
         codec_of({**settings, "dictionary": "x"})
-    with pytest.raises(
-        ValueError, match=r"'Inverted', which is none of fastdata's .lz4, zstd, jpeg."
-    ):
+    with pytest.raises(ValueError, match=r"'Inverted', format None.* of lz4, zstd, jpeg"):
         codec_of(find_codec(Inverted()).settings())
 
 
@@ -506,68 +465,25 @@ def test_names_find_codecs() -> None:
 
 def test_wrong_codecs_are_explained() -> None:
     """Unknown names, incomplete objects, classes and wrong arguments each say what is needed."""
-    with pytest.raises(ValueError, match="codec='gzip' is not known; 'lz4', 'zstd', 'jpeg' are"):
-        find_codec("gzip")
-    with pytest.raises(
-        TypeError, match="of type int is no codec: it has no method encode and no decode"
-    ):
-        find_codec(5)
+    for wrong in ("gzip", 5):
+        with pytest.raises(
+            ValueError, match=f"codec={wrong!r} is not one of .*'lz4', 'zstd', 'jpeg'"
+        ):
+            find_codec(wrong)
     with pytest.raises(TypeError, match="codec=Inverted is a class; give an instance of it"):
         find_codec(Inverted)
-    for level in (23, -131_073):
-        with pytest.raises(ValueError, match=f"level of codec 'zstd' is {level}; it must be"):
-            ZstdCodec(level=level)
-    for arguments in ({"quality": 0}, {"quality": 96}, {"subsampling": "4:4:0"}):
-        with pytest.raises(ValueError, match="of codec 'jpeg' is"):
-            JpegCodec(**arguments)
 
 
 def test_users_objects_are_asked() -> None:
-    """A user's name, lossless and obstacle are used where there are any; encode is held to bytes."""
+    """A user's name and word on loss are used where there are any."""
     plain = find_codec(Inverted())
     assert (plain.name, plain.lossless) == ("Inverted", True)
-    assert plain.obstacle(SampleSpec(shape=None, dtype="uint8", form="pil")) is None
 
     class Rough(Inverted):
         name, lossless = "rough", False
 
-        def obstacle(self, spec: SampleSpec) -> str:
-            return f"no {spec.dtype}"
-
-        def encode(self, sample: np.ndarray) -> bytes:
-            return sample.tolist()  # type: ignore[return-value]
-
     rough = find_codec(Rough())
     assert (rough.name, rough.lossless) == ("rough", False)
-    assert rough.obstacle(SampleSpec(shape=None, dtype="uint8", form="pil")) == "no uint8"
-    with pytest.raises(TypeError, match="encode of codec 'rough' gave a list; it must give bytes"):
-        rough.encode(np.zeros(3))
-
-
-@pytest.mark.parametrize(("codec", "library"), [(Lz4Codec(), "lz4"), (ZstdCodec(), "zstandard")])
-def test_a_missing_library_is_an_obstacle_that_says_what_to_install(
-    codec: Codec, library: str
-) -> None:
-    """Where lz4 or zstandard cannot be had, their codec is refused with a cure, and all others work."""
-    code = f"""
-import sys
-sys.modules[{library!r}] = sys.modules[{library + ".block"!r}] = None
-import numpy as np
-from fastdata.stores.codecs import find_codec
-from fastdata.pixels.images import SampleSpec
-spec = SampleSpec(shape=(3, 4, 4), dtype="uint8", form="array")
-codecs = {{name: find_codec(name) for name in ("lz4", "zstd", "jpeg")}}
-print([name for name, codec in codecs.items() if codec.obstacle(spec)], codecs[{codec.name!r}].obstacle(spec))
-try:
-    codecs[{codec.name!r}].encode(np.zeros((3, 4, 4), np.uint8))
-except ImportError as error:
-    print(error)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    obstacle, error = done.stdout.splitlines()
-    cure = f"the codec needs the package {library}: pip install {library}, or use another codec"
-    assert obstacle == f"[{codec.name!r}] {cure}"
-    assert error.startswith(cure)
 
 
 def test_codec_errors_are_fastdatas() -> None:

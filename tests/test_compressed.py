@@ -160,13 +160,12 @@ class Half:
     lossless = False
 
     def encode(self, sample: np.ndarray) -> bytes:
+        if sample.dtype != np.uint8:
+            raise ValueError("it halves bytes")
         return (sample >> 4).tobytes()
 
     def decode(self, data: memoryview, out: np.ndarray) -> None:
         out[...] = np.frombuffer(data, np.uint8).reshape(out.shape) << 4
-
-    def obstacle(self, spec: Any) -> str | None:
-        return None if spec.dtype == "uint8" else "it halves bytes"
 
 
 def test_a_users_own_codec_is_used() -> None:
@@ -427,12 +426,12 @@ def test_lz4_batches_name_the_damaged_sample() -> None:
 @pytest.mark.parametrize(
     ("samples", "codec", "reason"),
     [
-        ([(np.zeros((3, 5, 6), np.float32), 0)], "jpeg", r"jpeg: .*8 bits"),
+        ([(np.zeros((3, 5, 6), np.float32), 0)], "jpeg", r"jpeg: .*images of uint8"),
         ([(np.zeros((5, 6), np.uint8), 0)], "jpeg", r"jpeg: .*labels"),
         (
             [(np.zeros((3, 5, 6), np.uint8), np.zeros((5, 6), np.uint8))],
             "jpeg",
-            r"codec=\('jpeg', 'zstd'\)",
+            r"jpeg: .*labels",
         ),
         ([(np.zeros((3, 5, 6), np.uint8), 0)], "source", r"source: the samples are no files"),
         ([(np.zeros((3, 5, 6), np.float32), 0)], Half(), r"half: it halves bytes"),
@@ -450,7 +449,7 @@ def test_a_codec_that_would_harm_is_refused_with_the_reason(
     ("codec", "problem"),
     [
         ("lzma", "codec='lzma' is not one of 'auto', 'source', 'lz4'"),
-        (7, "has no method encode"),
+        (7, "codec=7 is not one of"),
         (("lz4", "lz4"), "2 codecs, but .* 1 parts"),
     ],
 )
@@ -462,7 +461,7 @@ def test_a_wrong_codec_is_named(codec: Any, problem: str) -> None:
 
 def test_a_loader_of_ones_own_cannot_keep_files(image_folder: Folder) -> None:
     """codec='source' opens bytes itself, which a user's loader cannot."""
-    with pytest.raises(ValueError, match="files are opened by your own loader="):
+    with pytest.raises(ValueError, match="your own loader= opens them"):
         ImageFolder(
             image_folder(),
             loader=Image.open,
@@ -574,8 +573,10 @@ def test_a_report_tells_what_each_codec_makes_of_the_data(image_folder: Folder) 
     with CachedDataset(masks, codec=Half()) as cached:
         trials = {trial.codec: trial for trial in cached.storage_report().trials}
         assert trials["lz4"].ratio > 20
-        assert "8 bits" in str(trials["jpeg"].obstacle)
-        assert trials["source"].obstacle == "the samples are no files"
+        assert "images of uint8" in str(trials["jpeg"].obstacle)
+        assert (
+            trials["source"].obstacle == "the samples are no files, or your own loader= opens them"
+        )
         assert trials["half"].obstacle == "it halves bytes"
 
 
@@ -583,5 +584,5 @@ def test_a_forecast_of_pairs_counts_both_parts() -> None:
     """Bytes needed are those of images and masks together."""
     pairs = [(np.zeros((3, 4), np.uint8), np.zeros((4, 4), np.int32))] * 5
     expected = forecast(ReadPath(DatasetSource(pairs), Steps(())))
-    assert expected.part_bytes == (5 * 12, 5 * 64)
+    assert expected.part_bytes == [5 * 12, 5 * 64]
     assert (expected.first.is_tuple, expected.first.target_is_part) == (False, True)

@@ -201,7 +201,7 @@ def test_a_killed_worker_is_named() -> None:
 
     with pytest.raises(
         IngestError,
-        match=r"was killed by SIGKILL while these were prepared: .*samples 64 to 79.*Out of memory",
+        match=r"was killed by SIGKILL while these were prepared: .*range\(64, 80\).*Out of memory",
     ):
         cached(dense(100), prepare=prepare)
 
@@ -239,7 +239,7 @@ def test_an_error_that_is_no_samples_fault_comes_with_its_traceback(error: type[
     with pytest.raises((MemoryError, IngestError), match="no such thing") as caught:
         cached(dense(100), prepare=prepare)
     assert (caught.type is error) == (error is MemoryError)
-    assert "in a worker process, samples 64 to 79" in str(caught.value.__cause__)
+    assert "in a worker process, range(64, 80)" in str(caught.value.__cause__)
 
 
 def test_a_full_disk_is_no_samples_fault(tmp_path: Any) -> None:

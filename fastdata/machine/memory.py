@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from fastdata.errors import MemoryBudgetError
 from fastdata.report import Line, Report
@@ -258,6 +258,7 @@ class CodecTrial(NamedTuple):
     decode_per_s: float = 0.0  # samples that one core decodes in a second
     lossless: bool = True
     obstacle: str | None = None  # why the codec cannot be used here; the figures are 0 then
+    coders: tuple[Any, ...] = ()  # of each part
 
     @property
     def need_bytes(self) -> int:

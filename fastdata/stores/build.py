@@ -43,10 +43,9 @@ from fastdata.stores.options import Options
 from fastdata.stores.prepare import (
     Forecast,
     Prepared,
-    coders_by_name,
     forecast,
     look_longer,
-    try_all,
+    try_codecs,
     warn_of_skipped,
 )
 from fastdata.stores.readers import Decoder, free_bytes, naming_full_disk, receipts_in
@@ -350,13 +349,12 @@ def _plan_writers(wanted: _Wanted, expected: Forecast) -> list[WriterPlan]:
     # A bucket is never full.
     if free is not None and (wanted.place.is_remote or expected.need_bytes <= free):
         return expected.plan_writers()
-    trials = try_all(look_longer(wanted.path), codec)
+    trials = try_codecs(look_longer(wanted.path), codec)
     best = fastest_fitting(trials, free, only_lossless=is_free)
     if best is not None:
         need = format_bytes(expected.need_bytes)
         log.info("codec=%r on disk, where raw samples take %s", best.codec, need)
-        coders = coders_by_name(codec, expected)[best.codec]
-        return expected.plan_writers(coders, best.part_bytes)
+        return expected.plan_writers(best)
     if not is_free:
         raise ValueError(f"codec={codec!r} is not possible here: {trials[0].obstacle}")
     return expected.plan_writers()  # which says need, free and cure

@@ -486,7 +486,7 @@ def coder_of(place: Place, part: StoredPart, known: Sequence[Decoder]) -> Decode
         )
     try:
         return codec_of(part.codec)
-    except ValueError as unknown:
+    except (TypeError, ValueError) as unknown:
         raise CacheError(
             f"{place} cannot be opened on its own: {unknown}. A codec object of your own is known "
             f"to the dataset that the cache was made from: {its_dataset} and codec="

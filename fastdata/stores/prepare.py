@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from fastdata.machine.memory import (
 )
 from fastdata.machine.processes import (
     Follower,
+    Leader,
     cores_of_job,
     find_run,
     lead_or_follow,
@@ -70,7 +71,8 @@ Coders: TypeAlias = "tuple[Decoder | None, ...]"
 # A few samples
 
 
-class Forecast(NamedTuple):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Forecast:
     """What the stores of a source will look like, told from a few samples spread over it.
 
     ``specs`` are dense if all samples that were probed have one shape; ``part_bytes``, of each part
@@ -78,9 +80,9 @@ class Forecast(NamedTuple):
     """
 
     path: ReadPath
-    probed: tuple[ReadSamples, ...]
-    specs: tuple[SampleSpec, ...] = ()
-    part_bytes: tuple[int, ...] = ()
+    probed: list[ReadSamples]
+    specs: list[SampleSpec]
+    part_bytes: list[int]
 
     @property
     def first(self) -> ReadSamples:
@@ -105,39 +107,36 @@ class Forecast(NamedTuple):
         return [target for read in self.probed for target in read.targets]
 
     def samples(self, part: int) -> list[np.ndarray]:
-        return [sample for read in self.probed for sample in read.parts[part].array]
+        return _samples_of(self.probed, part)
 
     def plan_writers(
-        self,
-        coders: Coders | None = None,
-        part_bytes: Sequence[int] = (),
-        limit_bytes: int = NO_LIMIT,
+        self, trial: CodecTrial | None = None, limit_bytes: int = NO_LIMIT
     ) -> list[WriterPlan]:
-        """Of stores for all samples, which take about so many bytes; without coders raw ones."""
-        if coders is None:
-            coders = (None,) * len(self.specs)
-            part_bytes = self.part_bytes
+        """Of stores for all samples, encoded as was tried, else raw."""
+        coders = (None,) * len(self.specs) if trial is None else trial.coders
+        part_bytes = self.part_bytes if trial is None else trial.part_bytes
         spare_bytes = limit_bytes - sum(part_bytes)
-        each = zip(self.specs, self.first.parts, coders, part_bytes, strict=True)
-        return [
-            WriterPlan(
-                part=StoredPart(
-                    spec=spec,
-                    dimensions=part.array.ndim - 1,
-                    codec=None if coder is None else dict(coder.settings()),
-                ),
-                coder=coder,
-                first_bytes=first_bytes,
-                limit_bytes=max(spare_bytes + first_bytes, 1),
+        plans = []
+        for number, (coder, first_bytes) in enumerate(zip(coders, part_bytes, strict=True)):
+            part = StoredPart(
+                spec=self.specs[number],
+                dimensions=self.first.parts[number].array.ndim - 1,
+                codec=None if coder is None else dict(coder.settings()),
             )
-            for spec, part, coder, first_bytes in each
-        ]
+            limit = max(spare_bytes + first_bytes, 1)
+            plan = WriterPlan(part=part, coder=coder, first_bytes=first_bytes, limit_bytes=limit)
+            plans.append(plan)
+        return plans
+
+
+def _samples_of(probed: Sequence[ReadSamples], part: int) -> list[np.ndarray]:
+    return [sample for read in probed for sample in read.parts[part].array]
 
 
 def forecast(path: ReadPath, *, probes: int = 8) -> Forecast:
     """Prepare ``probes`` + 1 samples; the first one's error is raised if none of them can be."""
     count = len(path.source)
-    indices = _spread(count, probes)
+    indices = sorted({round(k * (count - 1) / probes) for k in range(probes + 1)})
     path.source.expect(indices)
     probed: list[ReadSamples] = []
     errors: list[SampleError] = []
@@ -148,22 +147,17 @@ def forecast(path: ReadPath, *, probes: int = 8) -> Forecast:
             probed.append(read.copied())
     if not probed:
         raise errors[0]
-    expected = Forecast(path, tuple(probed))
     specs: list[SampleSpec] = []
     part_bytes: list[int] = []
-    for number, (array, form) in enumerate(expected.first.parts):
-        samples = expected.samples(number)
+    for number, (array, form) in enumerate(probed[0].parts):
+        samples = _samples_of(probed, number)
         is_dense = len({sample.shape for sample in samples}) == 1
         step_bytes = 1 if is_dense else ALIGN_BYTES
         sizes = [-(-sample.nbytes // step_bytes) * step_bytes for sample in samples]
         shape = samples[0].shape if is_dense else None
         specs.append(SampleSpec(shape=shape, dtype=array.dtype.name, form=form))
         part_bytes.append(math.ceil(sum(sizes) / len(sizes) * count))
-    return expected._replace(specs=tuple(specs), part_bytes=tuple(part_bytes))
-
-
-def _spread(count: int, probes: int) -> list[int]:
-    return sorted({round(k * (count - 1) / probes) for k in range(probes + 1)})
+    return Forecast(path=path, probed=probed, specs=specs, part_bytes=part_bytes)
 
 
 # The choice of storage, acted out
@@ -186,177 +180,169 @@ def prepare_storage(
     ``table`` has paths and targets where they are known beforehand; else targets come from the
     source. ``by`` are the steps and the loader that samples are read and prepared by.
     """
-    if options.storage != "none" and len(path.source) > 0:
-        preparation = _Preparation(path, options, table)
-        return preparation.run() if options.alone else preparation.run_with_others(by)
-    if options.on_error == "skip":
-        warn_user(
-            "on_error='skip' leaves out what cannot be prepared; storage='none' finds out only "
-            "when it reads"
-        )
-    reason = "storage='none': samples are prepared on every read"
-    return Prepared(storage_plan=StoragePlan(storage="none", reason=reason))
-
-
-class _Preparation:
-    """One run of ``prepare_storage``; codecs are tried when it is first needed."""
-
-    def __init__(self, path: ReadPath, options: Options, table: SampleTable | None) -> None:
-        self._path = path
-        self._options = options
-        self._table = table
-        self._expected = forecast(path)
-        self._run = None if options.alone else find_run()
-        self._budget = _budget(options, self._run)
-        self._trials: list[CodecTrial] | None = None
-        self._cores: Collection[int] = ()
-
-    def run(self) -> Prepared:
-        plan = self._choose(self._expected.need_bytes)
-        while plan.storage != "none":
-            log.info("%s", plan.reason)
-            try:
-                return self._fill(plan)
-            except MemoryBudgetError as error:  # samples turned out larger than those looked at
-                others = [trial for trial in self._tried() if trial.codec != plan.codec]
-                if self._options.storage != "auto":
-                    cures = would_fit(others, self._budget)
-                    said = str(error).rstrip(".")
-                    raise MemoryBudgetError(f"{said}. {cures}") from error
-                self._trials = others
-                log.info("%s; the next storage is tried", error)
-            plan = self._choose(self._budget.bytes + 1)
-        cure = "Every epoch decodes again; cache_dir= or a smaller resize= may help."
-        warn_user(f"{plan.reason}. {cure}")
-        return Prepared(storage_plan=plan)
-
-    def _choose(self, raw_bytes: int) -> StoragePlan:
-        storage = self._options.storage
-        is_tried = storage == "compressed" or raw_bytes > self._budget.bytes
-        trials = self._tried() if is_tried else []
-        only_lossless = self._options.codec == "auto"
-        return choose_storage(storage, raw_bytes, self._budget, trials, only_lossless=only_lossless)
-
-    def _tried(self) -> list[CodecTrial]:
-        if self._trials is None:
-            self._trials = try_all(look_longer(self._path), self._options.codec)
-        return self._trials
-
-    def _fill(self, plan: StoragePlan) -> Prepared:
-        path = self._path
-        table = self._table
-        expected = self._expected
-        plans = expected.plan_writers(limit_bytes=self._budget.bytes)
-        if plan.codec is not None:
-            part_bytes = {it.codec: it.part_bytes for it in self._tried()}[plan.codec]
-            choices = coders_by_name(self._options.codec, expected)
-            plans = expected.plan_writers(choices[plan.codec], part_bytes, self._budget.bytes)
-        stores: tuple[Store, ...]
-        skipped: list[SampleError] = []
-        if table is not None and self._is_lazy(plan):
-            stores = (LazyStore.open(path, plans[0]),)
-        else:
-            indices = range(len(path.source))
-            ingested = write_any_shapes(
-                lambda plans: ingest(path, plans, indices, self._options, self._cores), plans
+    count = len(path.source)
+    if options.storage == "none" or not count:
+        if options.on_error == "skip":
+            warn_user(
+                "on_error='skip' leaves out what cannot be prepared; storage='none' finds out only "
+                "when it reads"
             )
-            stores = ingested.stores
-            skipped = ingested.skipped
-            warn_of_skipped(skipped, len(indices))
-            if table is None:
-                table = SampleTable(ingested.targets)
-            elif skipped:
-                table = table.reduced_to(ingested.kept.tolist())
-        kept = KeptSamples(tuple(stores), table, **vars(expected.layout))
-        return Prepared(storage_plan=plan, kept=kept, skipped=skipped)
-
-    def _is_lazy(self, plan: StoragePlan) -> bool:
-        """Whether samples wait for their first read: where what they take is certain."""
-        options, path = self._options, self._path
-        is_asked_for = options.on_error == "raise" and not options.at_once
-        # All of them are copied to a device at once.
-        is_raw = plan.codec is None and plan.storage != "device"
-        return is_asked_for and is_raw and path.by_core is not None and path.shape is not None
-
-    # With the other ranks of this machine that make the same dataset
-
-    def run_with_others(self, by: Sequence[Any]) -> Prepared:
-        """Prepare for them, or have it from the one that does."""
-        run = self._run or run_to_be()
-        if run is None:
-            return self.run()
-        known = self._known()
-        place = None
-        try:
-            place = lead_or_follow(run, self._key(by), known)
-        except ValueError as refused:
-            if self._run is not None:
-                warn_user(f"each rank prepares and holds samples of its own: {refused}")
-        if isinstance(place, Follower):
-            return self._attached(place.value, place.leader)
-        if place is None:
-            self._budget = _budget(self._options, None)
-            return self.run()
-        self._cores = cores_of_job()
-        with contextlib.ExitStack() as cleanup:
-            cleanup.callback(place.close)
-            prepared = self.run()
-            if prepared.kept is None:
-                return prepared
-            place.tell(prepared, known)
-            cleanup.pop_all()
-        return replace(prepared, kept=replace(prepared.kept, shared_by=place))
-
-    def _attached(self, prepared: Prepared, leader: str) -> Prepared:
-        if self._table is not None and prepared.kept is not None:
-            self._table.close()  # there is the leader's
-        warn_of_skipped(prepared.skipped, len(self._path.source))
-        plan = prepared.storage_plan
-        sharing = f"one copy for the ranks of this machine, prepared with {leader}"
-        plan = plan._replace(reason=f"{plan.reason}; {sharing}")
-        log.info("%s", plan.reason)
-        return replace(prepared, storage_plan=plan)
-
-    def _key(self, by: Sequence[Any]) -> str:
-        """What all have in common who have the same samples, and made as many such datasets before.
-
-        Raises:
-            ValueError: that cannot be told of something, and no ``cache_key`` stands for it.
-        """
-        from fastdata.stores.codecs import describe_codec
-
-        options = self._options
-        source = self._path.source
-        name = options.cache_key
-        words: list[Any] = [
-            options.storage,
-            options.at_once,
-            options.on_error,
-            options.memory_limit,
-            name,
-        ]
-        words += [describe_codec(options.codec, name), describe(list(by), name)]
-        words += [len(source), self._expected.specs]
-        if isinstance(source, DatasetSource):
-            words += [_describe(source.dataset, name), source.columns]
-        digest = hashlib.blake2b(repr(words).encode(), digest_size=16)
-        for column in self._table.columns() if self._table is not None else ():
-            digest.update(np.ascontiguousarray(column).data)
-        for read in self._expected.probed:
-            digest.update(repr((list(read.indices), list(read.targets))).encode())
-            for part in read.parts:
-                digest.update(part.array.tobytes())
-        key = digest.hexdigest()
-        _MADE[key] += 1
-        return f"{key} {_MADE[key]}"
-
-    def _known(self) -> list[Any]:
-        """The user's own objects, of which every rank has its own."""
-        path = self._path
-        codec = self._options.codec
-        codecs = codec if isinstance(codec, (tuple, list)) else [codec]
+        reason = "storage='none': samples are prepared on every read"
+        return Prepared(storage_plan=StoragePlan(storage="none", reason=reason))
+    expected = forecast(path)
+    place = None
+    if not options.alone:
+        codecs = options.codec if isinstance(options.codec, (tuple, list)) else [options.codec]
         own = [getattr(path.source, name, None) for name in ("loader", "dataset")]
-        return [*own, path.prepare, *codecs]
+        known = [*own, path.prepare, *codecs]  # of which every rank has its own
+        place = _meet(expected, options, table, by, known)
+    if isinstance(place, Follower):
+        prepared: Prepared = place.value
+        if table is not None and prepared.kept is not None:
+            table.close()  # there is the leader's
+        warn_of_skipped(prepared.skipped, count)
+        sharing = f"one copy for the ranks of this machine, prepared with {place.leader}"
+        reason = f"{prepared.storage_plan.reason}; {sharing}"
+        return replace(prepared, storage_plan=prepared.storage_plan._replace(reason=reason))
+    if place is None:
+        return _prepare(expected, options, table)
+    with contextlib.ExitStack() as cleanup:
+        cleanup.callback(place.close)
+        prepared = _prepare(expected, options, table, cores_of_job())
+        if prepared.kept is None:
+            return prepared
+        place.tell(prepared, known)
+        cleanup.pop_all()
+    return replace(prepared, kept=replace(prepared.kept, shared_by=place))
+
+
+def _prepare(
+    expected: Forecast,
+    options: Options,
+    table: SampleTable | None,
+    cores: Collection[int] = (),
+) -> Prepared:
+    """``cores``: those of a job, where this process prepares for all of it."""
+    budget = _budget(options, is_shared=bool(cores))
+    need_bytes = expected.need_bytes
+    trials: list[CodecTrial] | None = None
+    while True:
+        if trials is None and (options.storage == "compressed" or need_bytes > budget.bytes):
+            trials = try_codecs(look_longer(expected.path), options.codec)
+        plan = choose_storage(
+            options.storage,
+            need_bytes,
+            budget,
+            trials or (),
+            only_lossless=options.codec == "auto",
+        )
+        if plan.storage == "none":
+            cure = "Every epoch decodes again; cache_dir= or a smaller resize= may help."
+            warn_user(f"{plan.reason}. {cure}")
+            return Prepared(storage_plan=plan)
+        log.info("%s", plan.reason)
+        trial = next((it for it in trials or () if it.codec == plan.codec), None)
+        try:
+            plans = expected.plan_writers(trial, budget.bytes)
+            return _fill(expected, options, table, plan, plans, cores)
+        except MemoryBudgetError as error:  # samples turned out larger than those looked at
+            tried = trials or try_codecs(look_longer(expected.path), options.codec)
+            trials = [it for it in tried if it is not trial]
+            if options.storage != "auto":
+                said = str(error).rstrip(".")
+                raise MemoryBudgetError(f"{said}. {would_fit(trials, budget)}") from error
+            log.info("%s; the next storage is tried", error)
+            need_bytes = budget.bytes + 1
+
+
+def _fill(
+    expected: Forecast,
+    options: Options,
+    table: SampleTable | None,
+    plan: StoragePlan,
+    plans: list[WriterPlan],
+    cores: Collection[int],
+) -> Prepared:
+    path = expected.path
+    indices = range(len(path.source))
+    stores: list[Store]
+    skipped: list[SampleError] = []
+    # Samples wait for their first read where what they take is certain.
+    is_lazy = table is not None and options.on_error == "raise" and not options.at_once
+    is_lazy &= path.by_core is not None and path.shape is not None
+    # All of them are copied to a device at once.
+    if is_lazy and plan.codec is None and plan.storage != "device":
+        stores = [LazyStore.open(path, plans[0])]
+    else:
+        stores, written = write_any_shapes(
+            lambda plans: ingest(path, plans, indices, options, cores), plans
+        )
+        skipped = list(written.errors.values())
+        warn_of_skipped(skipped, len(indices))
+        if table is None:
+            table = SampleTable(list(written.targets.values()))
+        elif skipped:
+            table = table.reduced_to(list(written.targets))
+    kept = KeptSamples(tuple(stores), table, **vars(expected.layout))
+    return Prepared(storage_plan=plan, kept=kept, skipped=skipped)
+
+
+# With the other ranks of this machine that make the same dataset
+
+
+def _meet(
+    expected: Forecast,
+    options: Options,
+    table: SampleTable | None,
+    by: Sequence[Any],
+    known: Sequence[Any],
+) -> Leader | Follower | None:
+    """Prepare for them, or have it from the one that does; None: each on its own."""
+    run = find_run()
+    to_be = run or run_to_be()
+    if to_be is None:
+        return None
+    try:
+        return lead_or_follow(to_be, _key(expected, options, table, by), known)
+    except ValueError as refused:
+        if run is not None:
+            warn_user(f"each rank prepares and holds samples of its own: {refused}")
+        return None
+
+
+def _key(expected: Forecast, options: Options, table: SampleTable | None, by: Sequence[Any]) -> str:
+    """What all have in common who have the same samples, and made as many such datasets before.
+
+    Raises:
+        ValueError: that cannot be told of something, and no ``cache_key`` stands for it.
+    """
+    from fastdata.stores.codecs import describe_codec
+
+    source = expected.path.source
+    name = options.cache_key
+    words: list[Any] = [
+        options.storage,
+        options.at_once,
+        options.on_error,
+        options.memory_limit,
+        name,
+    ]
+    words += [describe_codec(options.codec, name), describe(list(by), name)]
+    words += [len(source), expected.specs]
+    if isinstance(source, DatasetSource):
+        words += [_describe(source.dataset, name), source.columns]
+    digest = hashlib.blake2b(digest_size=16)
+    columns = () if table is None else table.columns()
+    for column in columns:
+        digest.update(np.ascontiguousarray(column).data)
+    for read in expected.probed:
+        words += [*read.indices, *read.targets]
+        for part in read.parts:
+            digest.update(part.array.tobytes())
+    digest.update(repr(words).encode())
+    key = digest.hexdigest()
+    _MADE[key] += 1
+    return f"{key} {_MADE[key]}"
 
 
 _MADE: Counter[str] = Counter()
@@ -373,8 +359,8 @@ def _describe(dataset: Any, cache_key: str | None) -> str:
         return describe_dataset(dataset, cache_key="")  # by what it lists
 
 
-def _budget(options: Options, run: str | None) -> Budget:
-    ranks = local_ranks() if run is None else 1
+def _budget(options: Options, *, is_shared: bool) -> Budget:
+    ranks = 1 if is_shared else local_ranks()
     return budget_bytes(memory.available_bytes(), options.memory_limit, ranks=ranks)
 
 
@@ -388,8 +374,7 @@ def warn_of_skipped(skipped: Sequence[SampleError], count: int) -> None:
 # Codecs, tried on a few samples: how small they make them, and how fast they give them back
 
 _TRIAL_SAMPLES = 24
-_ROUNDS = 3
-_FILE_SIZES = 256
+_ROUNDS = 2
 
 
 def look_longer(path: ReadPath) -> Forecast:
@@ -399,113 +384,84 @@ def look_longer(path: ReadPath) -> Forecast:
 
 def report_storage(path: ReadPath, options: Options) -> StorageReport:
     expected = look_longer(path)
+    is_shared = not options.alone and find_run() is not None
     return StorageReport(
         raw_bytes=expected.need_bytes,
-        budget=_budget(options, None if options.alone else find_run()),
-        trials=tuple(try_all(expected, "auto", options.codec)),
+        budget=_budget(options, is_shared=is_shared),
+        trials=tuple(try_codecs(expected, "auto", options.codec)),
         looked_at=len(expected.targets),
     )
 
 
-def coders_by_name(codec: Any, expected: Forecast) -> dict[str, Coders]:
-    """What ``codec=`` leaves open: what encodes each part; None where files cannot be kept."""
-    from fastdata.stores.codecs import find_codec
-
-    parts = len(expected.specs)
-    choices: dict[str, Coders] = {}
-    if codec in ("auto", SOURCE):
-        choices[SOURCE] = (expected.path.decoder,)
-    if isinstance(codec, (tuple, list)):
-        if len(codec) != parts:
-            what = f"codec= has {len(codec)} codecs, but samples have {parts} parts"
-            raise ValueError(f"{what}; give one for each")
-        found = [list(map(find_codec, codec))]
-    elif codec == "auto":
-        others = [find_codec("zstd")] * (parts - 1)
-        found = [[find_codec(name), *others] for name in ("lz4", "zstd", "jpeg")]
-    else:
-        found = [] if codec == SOURCE else [[find_codec(codec)] * parts]
-    for coders in found:
-        choices["+".join(dict.fromkeys(coder.name for coder in coders))] = tuple(coders)
-    return choices
-
-
-def try_all(expected: Forecast, *codecs: Any) -> list[CodecTrial]:
+def try_codecs(expected: Forecast, *codecs: Any) -> list[CodecTrial]:
     """Encode and decode the samples probed, on one core, by all that ``codec=`` leaves open."""
     choices: dict[str, Coders] = {}
     for codec in codecs:
-        choices = coders_by_name(codec, expected) | choices
+        choices = _coders_by_name(codec, expected) | choices
     return [_try(name, coders, expected) for name, coders in choices.items()]
 
 
+def _coders_by_name(codec: Any, expected: Forecast) -> dict[str, Coders]:
+    """What ``codec=`` leaves open: what encodes each part; None where files cannot be kept."""
+    from fastdata.stores.codecs import KNOWN_CODECS, find_codec
+
+    parts = len(expected.specs)
+    if codec == SOURCE:
+        return {SOURCE: (expected.path.decoder,)}
+    if codec == "auto":
+        choices = _coders_by_name(SOURCE, expected)
+        for name in KNOWN_CODECS:
+            choices |= _coders_by_name((name, *["zstd"] * (parts - 1)), expected)
+        return choices
+    each = codec if isinstance(codec, (tuple, list)) else [codec] * parts
+    if len(each) != parts:
+        what = f"codec= has {len(each)} codecs, but samples have {parts} parts"
+        raise ValueError(f"{what}; give one for each")
+    coders = tuple(map(find_codec, each))
+    return {"+".join(dict.fromkeys(coder.name for coder in coders)): coders}
+
+
 def _try(name: str, coders: Coders, expected: Forecast) -> CodecTrial:
-    obstacle = _obstacle(coders, expected)
     lossless = all(coder is None or coder.lossless for coder in coders)
-    if obstacle is not None:
-        return CodecTrial(codec=name, obstacle=obstacle, lossless=lossless)
-    part_bytes = []
+    try:
+        encoded = [_encode(coder, expected, part) for part, coder in enumerate(coders)]
+    except ValueError as obstacle:
+        return CodecTrial(codec=name, obstacle=str(obstacle), lossless=lossless)
+    count = len(expected.targets)
+    encoded_bytes = [sum(map(len, encodings)) for encodings in encoded]
     raw_bytes = 0
-    encoded_bytes = 0
     seconds = 0.0
-    for part, coder in enumerate(coders):
-        samples = [np.ascontiguousarray(array) for array in expected.samples(part)]
-        if isinstance(coder, SourceDecoder):
-            encodings, mean_bytes = _files(expected)
-        else:
-            assert coder is not None
-            encodings = [memoryview(coder.encode(sample)) for sample in samples]
-            mean_bytes = sum(map(len, encodings)) / len(encodings)
-        part_bytes.append(math.ceil(mean_bytes * len(expected.path.source)))
-        raw_bytes += sum(sample.nbytes for sample in samples)
-        encoded_bytes += sum(map(len, encodings))
-        seconds += _decode_s(coder, encodings, samples)
+    for part, encodings in enumerate(encoded):
+        coder = coders[part]
+        assert coder is not None
+        outs = list(map(np.empty_like, expected.samples(part)))
+        raw_bytes += sum(out.nbytes for out in outs)
+        for number in range(_ROUNDS):
+            begun = time.perf_counter()
+            for encoding, out in zip(encodings, outs, strict=True):
+                coder.decode(encoding, out)
+            if number:  # the first one warms up
+                seconds += time.perf_counter() - begun
+    per_sample = len(expected.path.source) / count
     return CodecTrial(
         codec=name,
-        part_bytes=tuple(part_bytes),
-        ratio=raw_bytes / max(encoded_bytes, 1),
-        decode_per_s=len(expected.targets) / seconds,
+        coders=coders,
+        part_bytes=tuple(math.ceil(size_bytes * per_sample) for size_bytes in encoded_bytes),
+        ratio=raw_bytes / max(sum(encoded_bytes), 1),
+        decode_per_s=count / max(seconds, 1e-9),
         lossless=lossless,
     )
 
 
-def _obstacle(coders: Coders, expected: Forecast) -> str | None:
-    for part, coder in enumerate(coders):
-        if coder is None or isinstance(coder, SourceDecoder):
-            if len(expected.specs) > 1:
-                return "samples have several parts"
-            if not isinstance(expected.path.source, FileSource):
-                return "the samples are no files"
-            return "files are opened by your own loader=" if coder is None else None
-        for shape in dict.fromkeys(array.shape for array in expected.samples(part)):
-            obstacle = coder.obstacle(replace(expected.specs[part], shape=shape))
-            if obstacle is not None and part:
-                names = (getattr(coders[0], "name", ""), *["zstd"] * (len(coders) - 1))
-                each = f"one codec for each part: codec={names}"
-                obstacle += f" (part {part + 1} of each sample; {each})"
-            if obstacle is not None:
-                return obstacle
-    return None
-
-
-def _files(expected: Forecast) -> tuple[list[memoryview], float]:
-    """The files of the samples probed, and the mean size of more of them."""
+def _encode(coder: Decoder | None, expected: Forecast, part: int) -> list[memoryview]:
+    """A part of the samples probed; a ValueError says why it cannot be encoded."""
     source = expected.path.source
+    if coder is None:
+        raise ValueError("the samples are no files, or your own loader= opens them")
+    if not isinstance(coder, SourceDecoder):
+        return [memoryview(coder.encode(sample)) for sample in expected.samples(part)]
+    if len(expected.specs) > 1:
+        raise ValueError("samples have several parts")
     assert isinstance(source, FileSource)
     files = source.as_bytes()
-    sizes = [files.size_bytes(index) for index in _spread(len(files), _FILE_SIZES)]
-    indices = [index for read in expected.probed for index in read.indices]
-    encodings = [files.read(index)[0].data for index in indices]
-    return encodings, sum(sizes) / len(sizes)
-
-
-def _decode_s(
-    decoder: Decoder, encodings: Sequence[memoryview], samples: Sequence[np.ndarray]
-) -> float:
-    outs = list(map(np.zeros_like, samples))
-    times = []
-    for _ in range(1 if isinstance(decoder, SourceDecoder) else _ROUNDS):
-        begun = time.perf_counter()
-        for encoding, out in zip(encodings, outs, strict=True):
-            decoder.decode(encoding, out)
-        times.append(time.perf_counter() - begun)
-    return max(min(times), 1e-9)
+    return [memoryview(files.read(it)[0]) for read in expected.probed for it in read.indices]

@@ -220,18 +220,18 @@ class ShardWriter:
             plans = [
                 replace(plan, path=folder / f"{attempt}.{k}") for k, plan in enumerate(self.plans)
             ]
-            ingested = ingest(path, plans, task.positions, self.options)
+            stores, written = ingest(path, plans, task.positions, self.options)
             kept = np.zeros(len(task.positions), bool)
-            kept[ingested.kept] = True
+            kept[list(written.targets)] = True
             columns: Columns = {
                 "shards.names": np.array([task.name], "S16"),
                 "shards.rows": np.array([len(kept)]),
-                "shards.bytes": np.array([[store.size_bytes for store in ingested.stores]]),
+                "shards.bytes": np.array([[store.size_bytes for store in stores]]),
                 "kept": kept,
-                "skipped.json": [[error.path, str(error)] for error in ingested.skipped],
-                **pack_targets(ingested.targets),
+                "skipped.json": [[error.path, str(error)] for error in written.errors.values()],
+                **pack_targets(list(written.targets.values())),
             }
-            for number, store in enumerate(ingested.stores):
+            for number, store in enumerate(stores):
                 cleanup.callback(store.close)
                 columns |= {f"part{number}.{name}": it for name, it in store.index.items()}
             index = Index(manifest=self.manifest, columns=columns)

@@ -360,30 +360,14 @@ def needs_processes(path: ReadPath, plans: Sequence[WriterPlan]) -> bool:
 # All now
 
 
-class Ingested(NamedTuple):
-    """Filled, sealed stores, one for each part."""
-
-    stores: tuple[Store, ...]
-    kept: np.ndarray  # int64, rows that samples were written to
-    targets: list[Any]  # of those kept, as the source gave them
-    skipped: list[SampleError]  # one for each of the others
-
-
-class _Task(NamedTuple):
-    indices: range
-
-    def __str__(self) -> str:
-        return f"samples {self.indices[0]} to {self.indices[-1]}"
-
-
 def ingest(
     path: ReadPath,
     plans: Sequence[WriterPlan],
     indices: range,
     options: Options,
     cores: Collection[int] = (),
-) -> Ingested:
-    """Fill stores with samples of a source, each read once.
+) -> tuple[list[Store], Written]:
+    """Fill stores with samples of a source, each read once: sealed ones, one for each part.
 
     Args:
         path: that samples are read by.
@@ -399,7 +383,7 @@ def ingest(
         ShapesDifferError: a sample has another shape than planned; see ``write_any_shapes``.
     """
     size = _FETCHED_AT_ONCE if path.source.is_remote else AT_ONCE
-    tasks = [_Task(indices[first : first + size]) for first in range(0, len(indices), size)]
+    tasks = [indices[first : first + size] for first in range(0, len(indices), size)]
     workers = min(ingest_workers(options, cores), len(tasks))
     forks = needs_processes(path, plans)
     all_written = Written({}, {})
@@ -407,9 +391,9 @@ def ingest(
         to_write = WritePath.open(path, plans, indices)
         cleanup.callback(to_write.close)
 
-        def write(task: _Task) -> Written:
-            to_write.path.source.expect(task.indices)
-            return to_write.write(task.indices)
+        def write(task: range) -> Written:
+            to_write.path.source.expect(task)
+            return to_write.write(task)
 
         done = run_tasks(write, tasks, workers if workers > 1 else 0, forks=forks, cores=cores)
         bar = progress_bar(len(indices), f"preparing {len(indices):,} images")
@@ -423,10 +407,9 @@ def ingest(
                 all_written.targets.update(targets)
                 bar.update(len(targets) + len(errors))
         kept = np.array(list(all_written.targets), np.int64)
-        stores = tuple(writer.finish(kept) for writer in to_write.writers)
+        stores = [writer.finish(kept) for writer in to_write.writers]
         cleanup.pop_all()
-    targets, errors = all_written
-    return Ingested(stores, kept, list(targets.values()), list(errors.values()))
+    return stores, all_written
 
 
 def ingest_workers(options: Options, cores: Collection[int] = ()) -> int:
