@@ -36,7 +36,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from fastdata import CachedDataset, CudaPrefetcher, DataLoader, SampleBatch, collate
 from fastdata.datasets import ring as rings
 from fastdata.datasets.ring import BatchReceiver, RingCollate
-from fastdata.errors import MemoryBudgetError
+from fastdata.errors import MemoryBudgetError, StoreGoneError
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "memfd_create"), reason="blocks without a name need Linux"
@@ -147,7 +147,6 @@ PLAIN = {
     "channels-last": lambda: torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
     "transposed": lambda: torch.arange(6).view(2, 3).t(),
     "sliced": lambda: torch.arange(24).view(4, 6)[1:3, ::2],
-    "small part of a large storage": lambda: torch.arange(1000)[10:13],
     "expanded": lambda: torch.arange(3).view(3, 1).expand(3, 4),
 }
 
@@ -172,6 +171,7 @@ ODD = {
     "parameter": lambda: torch.nn.Parameter(torch.ones(2)),
     "subclass": lambda: torch.ones(2).as_subclass(Marked),
     "conjugate": lambda: torch.tensor([1 + 2j]).conj(),
+    "small part of a large storage": lambda: torch.arange(1000)[10:13],
 }
 
 
@@ -183,11 +183,6 @@ def test_other_tensors_arrive_as_through_torchs_queue(make: Callable[[], Any]) -
     assert type(ours["odd"]) is type(theirs["odd"])
     assert repr(ours) == repr(theirs)
     assert ours["odd"].layout == theirs["odd"].layout
-
-
-def _swapped(array: np.ndarray) -> np.ndarray:
-    """Of the byte order that this machine has not."""
-    return array.astype(array.dtype.newbyteorder("S"))
 
 
 def _read_only(array: np.ndarray) -> np.ndarray:
@@ -213,10 +208,6 @@ STRUCTURES = {
         np.arange(8)[::2],
     ],
     "empty arrays": lambda: [np.zeros((0, 2)), np.zeros(0, np.int16)],
-    "arrays of the other byte order": lambda: [
-        _swapped(np.arange(6).reshape(2, 3)),
-        _swapped(np.array(["a", "bc"])),
-    ],
     "read-only arrays": lambda: [
         np.frombuffer(b"abcd", np.uint8),
         _read_only(np.asfortranarray(np.eye(2, 3))),
@@ -296,6 +287,7 @@ def test_a_fastdata_dataset_writes_into_the_memory_that_arrives() -> None:
             came = images_of(_arrive(ring.send(collate_samples, samples)))
             came.view(-1)[0] = 77
             assert samples[0][0].view(-1)[0] == 77
+            del came, samples
         assert collate_fn.receiver.fresh_count == 0
 
 
@@ -583,7 +575,7 @@ def test_slots_of_ended_workers_are_let_go() -> None:
     for _ in range(4):
         assert len(_epoch(loader)) == 12
         assert collate_fn.receiver.bytes_held <= 2 * 8 * 4096
-        assert len({mapped.handle.ring for mapped in collate_fn.receiver._mapped.values()}) <= 2
+        assert len({mapped.handle.key[1] for mapped in collate_fn.receiver._mapped.values()}) <= 2
 
 
 def test_an_iterator_dropped_midway_leaves_nothing() -> None:
@@ -761,16 +753,12 @@ def test_a_killed_worker_of_an_untouched_loader_is_an_error() -> None:
 
 
 def test_a_batch_whose_worker_is_gone_is_an_error() -> None:
-    """A batch that arrives after its worker died unpickles as an error for the loader to raise."""
+    """A batch that arrives after its worker died cannot be unpickled, and leaves nothing."""
     collate_fn = RingCollate(first)
     sent = ForkingPickler.dumps(_ring(collate_fn).send(first, [torch.ones(3)]))
     collate_fn._ring = None
-    came = pickle.loads(sent)
-    with pytest.raises(
-        RuntimeError,
-        match=rf"DataLoader worker \(pid {os.getpid()}\) has ended, and this batch with it",
-    ):
-        came.reraise()
+    with pytest.raises(StoreGoneError, match=f"process {os.getpid()}.* cannot be reached"):
+        pickle.loads(sent)
     assert collate_fn.receiver.bytes_held == 0
 
 

@@ -14,7 +14,6 @@ the kernel collects with its last mapping.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import io
 import operator
@@ -31,7 +30,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch._utils import ExceptionWrapper
 from torch.utils.data import Subset, get_worker_info
 from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils import fetch as torch_fetch
@@ -39,15 +37,15 @@ from torch.utils.data._utils.worker import _worker_loop
 
 from fastdata.datasets.batch import collate as default_collate
 from fastdata.datasets.reader import ALIGN_BYTES, Loan, fresh
-from fastdata.errors import MemoryBudgetError, StoreGoneError
+from fastdata.errors import MemoryBudgetError
+from fastdata.machine.memory import is_running
 from fastdata.machine.shared import Block
 
 _FREE, _LENT = 0, 1
 _PAGE_BYTES = 4096
 _STATE_BYTES = ALIGN_BYTES  # the first byte of a slot has a cache line of its own before the data
-# A tensor travels with its whole storage, as in torch, up to so many times its own extent.
+# A tensor travels with its whole storage, as in torch, up to so many times its own bytes.
 _WHOLE_STORAGE = 4
-_UNCOUNTED = ""  # token of a batch that holds nothing that could travel through a ring
 
 
 class RingCollate:
@@ -121,7 +119,7 @@ def _fetch_of_worker_loop() -> FrameType | None:
 
 
 class WorkerRing:
-    """The slots of one worker, shared blocks: one at a time is filled, from front to back."""
+    """The slots of one worker, of which one at a time is filled."""
 
     def __init__(self, token: str, slot_limit: int, dataset: Any = None) -> None:
         self.pid = os.getpid()
@@ -129,10 +127,7 @@ class WorkerRing:
         self._token = token
         self._slot_limit = slot_limit
         self._slots: list[_Slot] = []
-        self._largest_bytes = 0
         self._filled: _Slot | None = None
-        self._lent: np.ndarray | None = None  # its memory, while a batch is brought into it
-        self._end = 0
         dataset = getattr(dataset, "behind", dataset)
         while isinstance(dataset, Subset):
             dataset = dataset.dataset
@@ -148,43 +143,35 @@ class WorkerRing:
             self._begin()
         try:
             batch = self._collate(collate, samples)
-            return self._pack(batch) or SentBatch(
-                self._token, None, [], bytes(ForkingPickler.dumps(batch))
-            )
+            sent = None if self._filled is None else self._pack(self._filled, batch)
+            return sent or SentBatch(self._token, None, [], bytes(ForkingPickler.dumps(batch)))
         finally:
-            self._filled = self._lent = None
+            self._end()
 
     def _begin(self) -> None:
-        """Choose a free slot to fill; none if all are lent or no memory is left."""
-        self._lent = None  # what was taken for a batch that never came
+        """Choose a free slot to fill; none if all are lent."""
+        self._end()  # of a batch that never came
         slot = next((slot for slot in self._slots if slot.is_free), None)
         if slot is None and len(self._slots) < self._slot_limit:
-            with contextlib.suppress(MemoryBudgetError):
-                slot = _Slot(self._name, len(self._slots), self._largest_bytes)
-                self._slots.append(slot)
+            slot = _Slot()
+            self._slots.append(slot)
         self._filled = slot
-        self._fill(slot)
+        if slot is not None:
+            slot.lend()
 
-    def _fill(self, slot: _Slot | None) -> None:
-        """Begin at the front of a slot."""
-        self._lent = None if slot is None else slot.lend()
-        self._end = _STATE_BYTES
+    def _end(self) -> None:
+        if self._filled is not None:
+            self._filled.lent = None
+            self._filled = None
 
     def _reserve(self, size_bytes: int) -> memoryview | None:
-        """The next bytes in the slot, or None if there is none, or it is full."""
-        start = self._end
-        if self._lent is None or start + size_bytes > self._lent.nbytes:
-            return None
-        self._end = _aligned(start + size_bytes)
-        return self._lent.data[start : start + size_bytes]
+        return None if self._filled is None else self._filled.reserve(size_bytes)
 
     def _collate(self, collate: Callable[[Any], Any], samples: Any) -> Any:
         """Collate; torch's ``default_collate`` stacks tensors straight into the slot."""
         functions: Any = torch_collate.default_collate_fn_map
-        # Or the user has set their own.
-        is_torchs = functions.get(torch.Tensor) is torch_collate.collate_tensor_fn
-        if self._filled is None or not is_torchs:
-            return collate(samples)
+        if functions.get(torch.Tensor) is not torch_collate.collate_tensor_fn:
+            return collate(samples)  # the user has set their own
         functions[torch.Tensor] = self._stack
         try:
             return collate(samples)
@@ -193,54 +180,28 @@ class WorkerRing:
 
     def _stack(self, batch: Any, *, collate_fn_map: Any = None) -> Any:
         first = batch[0]
-        count = len(batch) * first.numel()
-        are_plain = all(type(sample) is torch.Tensor and is_plain(sample) for sample in batch)
-        if not are_plain or not count:
-            return torch_collate.collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
-        memory = self._reserve(count * first.itemsize)
-        out = torch.frombuffer(memory, dtype=first.dtype) if memory else first.new_empty(count)
-        return torch.stack(tuple(batch), 0, out=out.view(len(batch), *first.shape))
+        if all(type(sample) is torch.Tensor and is_plain(sample) for sample in batch):
+            memory = self._reserve(len(batch) * first.nbytes)
+            if memory:
+                out = torch.frombuffer(memory, dtype=first.dtype)
+                return torch.stack(tuple(batch), 0, out=out.view(len(batch), *first.shape))
+        return torch_collate.collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
 
-    def _pack(self, batch: Any) -> SentBatch | None:
-        """Bring every part of the batch into the slot; None where it has to go torch's way."""
-        slot = self._filled
-        if slot is None:
-            return None
-        packer = _Packer(slot.memory)
-        try:
-            packer.dump(batch)
-            spans = self._lay_out(packer.parts)
-            if spans is None:
-                needed = _STATE_BYTES + sum(_aligned(part.nbytes) for part in packer.parts)
-                is_first = slot.handle.block_number < 0
-                # Batches differ in size: leave room.
-                slot.replace(needed if is_first else needed + needed // 8)
-                self._fill(slot)
-                spans = self._lay_out(packer.parts)
-        except (MemoryBudgetError, _StorageSharedError):
-            return None
+    def _pack(self, slot: _Slot, batch: Any) -> SentBatch | None:
+        """Bring every part of the batch into the slot; None where there is no memory for it."""
+        packer = _Packer(slot)
+        packer.dump(batch)
+        spans = slot.lay_out(packer.parts)
+        if spans is None:
+            try:
+                slot.grow(sum(_aligned(part.nbytes) for part in packer.parts))
+            except MemoryBudgetError:
+                return None
+            spans = slot.lay_out(packer.parts)
         assert spans is not None
-        data = packer.file.getvalue()
-        if not any(size_bytes for _, size_bytes in spans):
-            return SentBatch(_UNCOUNTED, None, spans, data)
-        self._largest_bytes = max(self._largest_bytes, *map(sum, spans))
         slot.memory[0] = _LENT
-        return SentBatch(self._token, slot.handle, spans, data)
-
-    def _lay_out(self, parts: list[np.ndarray]) -> list[tuple[int, int]] | None:
-        """Copy what is not in the slot; return (offset, bytes) of all, None if it is full."""
-        assert self._filled is not None
-        spans = []
-        for part in parts:
-            start = _offset_in(self._filled.memory, part)
-            if start is None:
-                start = self._end
-                memory = self._reserve(part.nbytes)
-                if memory is None:
-                    return None
-                memory[:] = part.data
-            spans.append((start, part.nbytes))
-        return spans
+        key = self.pid, self._name, self._slots.index(slot)
+        return SentBatch(self._token, SlotHandle(key, slot.handle), spans, packer.file.getvalue())
 
 
 _worker_rings: weakref.WeakValueDictionary[int, WorkerRing] = weakref.WeakValueDictionary()
@@ -253,28 +214,63 @@ def ring_of(dataset: Any) -> WorkerRing | None:
 
 
 class _Slot:
-    """A shared block of this worker, and whether anything over it may still live."""
+    """A shared block of this worker, filled from front to back.
 
-    def __init__(self, ring: str, number: int, size_bytes: int) -> None:
-        self.handle = SlotHandle(ring, number, -1, "", b"")
+    Attributes:
+        memory: of the block; only a state before the first batch.
+        handle: the pickled block.
+        lent: the memory, while a batch is brought into it: an array that lives as long as anything
+            over it in this process.
+    """
+
+    def __init__(self) -> None:
         self.memory = np.zeros(_STATE_BYTES, np.uint8)
-        self._latest: Callable[[], np.ndarray | None] = lambda: None
+        self.handle = b""
+        self.lent: np.ndarray | None = None
         self._block: Block | None = None
-        if size_bytes:
-            self.replace(size_bytes)
 
     @property
     def is_free(self) -> bool:
-        return self.memory[0] == _FREE and self._latest() is None
+        return self.memory[0] == _FREE and (not self._block or self._latest() is None)
 
-    def lend(self) -> np.ndarray:
-        """The memory, as an array that lives as long as anything over it in this process."""
-        lent = self.memory[:]
-        self._latest = weakref.ref(lent)
-        return lent
+    def lend(self) -> None:
+        self.lent = self.memory[:]
+        self._latest = weakref.ref(self.lent)
+        self._end = _STATE_BYTES
 
-    def replace(self, size_bytes: int) -> None:
+    def reserve(self, size_bytes: int) -> memoryview | None:
+        """The next bytes, or None if it is full."""
+        start = self._end
+        if self.lent is None or start + size_bytes > self.lent.nbytes:
+            return None
+        self._end = _aligned(start + size_bytes)
+        return self.lent.data[start : start + size_bytes]
+
+    def offset_of(self, part: np.ndarray) -> int | None:
+        """Where a part lies that was made here; None of any other."""
+        offset = part.ctypes.data - self.memory.ctypes.data
+        return offset if 0 <= offset <= self.memory.nbytes - part.nbytes else None
+
+    def lay_out(self, parts: list[np.ndarray]) -> list[tuple[int, int]] | None:
+        """Copy what is not here; return (offset, bytes) of all, None if it is full."""
+        if self._block is None:
+            return None
+        spans = []
+        for part in parts:
+            start = self.offset_of(part)
+            if start is None:
+                start = self._end
+                memory = self.reserve(part.nbytes)
+                if memory is None:
+                    return None
+                memory[:] = part.data
+            spans.append((start, part.nbytes))
+        return spans
+
+    def grow(self, size_bytes: int) -> None:
         """Take a larger block, or raise and stay; the old one stays valid for those who see it."""
+        # Batches differ in size: leave room from the second on.
+        size_bytes += _STATE_BYTES + (size_bytes // 8 if self._block else 0)
         # Without /proc the parent could not find a block that has no name.
         nameless = hasattr(os, "memfd_create") and os.path.exists("/proc/self/fd")
         block = Block.create(-(-size_bytes // _PAGE_BYTES) * _PAGE_BYTES, portable=not nameless)
@@ -282,17 +278,8 @@ class _Slot:
             self._block.close()
         self._block = block
         self.memory = block.array("uint8", (block.size_bytes,))
-        self.handle = self.handle._replace(
-            block_number=self.handle.block_number + 1,
-            descriptor=f"/proc/{os.getpid()}/fd/{block.fileno()}",
-            block=pickle.dumps(block),
-        )
-
-
-def _offset_in(memory: np.ndarray, part: np.ndarray) -> int | None:
-    """Where in it a part lies that was made there; None of any other."""
-    offset = part.ctypes.data - memory.ctypes.data
-    return offset if 0 <= offset <= memory.nbytes - part.nbytes else None
+        self.handle = pickle.dumps(block)
+        self.lend()
 
 
 def _aligned(offset: int) -> int:
@@ -317,18 +304,15 @@ def is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
-class _StorageSharedError(Exception):
-    """Two tensors are small parts of one large storage: in torch's way they stay so."""
-
-
 class _Packer(pickle.Pickler):
     """Pickles a batch; the memory of tensors and arrays goes to ``parts``, views without a copy.
 
-    Storages in the slot need not be copied to travel, and always travel whole.
+    A tensor brings its whole storage, which others may share; where that is much larger than the
+    tensor and not in the slot, torch's way does.
     """
 
-    def __init__(self, memory: np.ndarray) -> None:
-        self._memory = memory
+    def __init__(self, slot: _Slot) -> None:
+        self._slot = slot
         self.file = io.BytesIO()
         self.parts: list[np.ndarray] = []
         parts = self.parts
@@ -341,49 +325,32 @@ class _Packer(pickle.Pickler):
         )
         # Torch's way for all other tensors.
         self.dispatch_table = ForkingPickler(io.BytesIO()).dispatch_table
-        self._storages: dict[int, np.ndarray | None] = {}  # None: only a part of it was sent
+        self._storages: dict[int, np.ndarray] = {}
 
     def reducer_override(self, value: Any) -> Any:
-        if type(value) is np.ndarray and (
-            not value.flags.writeable or value.dtype.byteorder in "<>"
-        ):
-            dtype = value.dtype if value.dtype.byteorder == "|" else value.dtype.newbyteorder("=")
-            # Through torch's queue it is native and may be written to.
-            return value.astype(dtype).__reduce_ex__(5)
-        if type(value) is not torch.Tensor or not is_plain(value):
+        if type(value) is np.ndarray and not value.flags.writeable:
+            return value.copy("K").__reduce_ex__(5)  # through torch's queue it may be written to
+        if type(value) is not torch.Tensor or not is_plain(value) or not value.numel():
             return NotImplemented
-        size = tuple(value.shape)
-        strides = value.stride()
-        dtype = value.dtype
-        if not value.numel():
-            return _tensor, (None, dtype, 0, size, strides)
-        offset = value.storage_offset()
         storage = value.untyped_storage()
-        key = storage.data_ptr()
-        if key not in self._storages:
+        octets = self._storages.get(storage.data_ptr())
+        if octets is None:
             octets = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
-            steps = zip(size, strides, strict=True)
-            extent = 1 + sum((length - 1) * stride for length, stride in steps)
-            is_small = octets.nbytes > _WHOLE_STORAGE * extent * value.itemsize
-            if is_small and _offset_in(self._memory, octets) is None:
-                self._storages[key] = None
-                part = octets[offset * value.itemsize :][: extent * value.itemsize]
-                return _tensor, (part, dtype, 0, size, strides)
-            self._storages[key] = octets
-        if self._storages[key] is None:
-            raise _StorageSharedError
-        return _tensor, (self._storages[key], dtype, offset, size, strides)
+            is_small = octets.nbytes > _WHOLE_STORAGE * value.nbytes
+            if is_small and self._slot.offset_of(octets) is None:
+                return NotImplemented
+            self._storages[storage.data_ptr()] = octets
+        offset, size, strides = value.storage_offset(), tuple(value.shape), value.stride()
+        return _tensor, (octets, value.dtype, offset, size, strides)
 
 
 def _tensor(
-    octets: np.ndarray | None,
+    octets: np.ndarray,
     dtype: torch.dtype,
     offset: int,
     size: tuple[int, ...],
     strides: tuple[int, ...],
 ) -> torch.Tensor:
-    if octets is None:  # a tensor without elements
-        return torch.empty_strided(size, strides, dtype=dtype)
     storage = torch.frombuffer(octets, dtype=torch.uint8).untyped_storage()
     return torch.empty(0, dtype=dtype).set_(storage, offset, size, strides)
 
@@ -392,12 +359,9 @@ def _tensor(
 
 
 class SlotHandle(NamedTuple):
-    """Where the parent finds a slot: the worker's ring, its number, the pickled block."""
+    """Where the parent finds a slot: the worker's process, its ring and number; the pickled block."""
 
-    ring: str
-    number: int
-    block_number: int
-    descriptor: str
+    key: tuple[int, str, int]
     block: bytes
 
 
@@ -420,8 +384,15 @@ class SentBatch(NamedTuple):
         return _receive, tuple(self)
 
 
-class LostBatchError(StoreGoneError):
-    """A batch arrived after the process that holds its memory had ended."""
+def _receive(
+    token: str, handle: SlotHandle | None, spans: list[tuple[int, int]], data: bytes
+) -> Any:
+    receiver = BatchReceiver.of(token)
+    if handle is None:
+        receiver.fresh_count += 1
+        return pickle.loads(data)
+    whole = receiver.borrow(handle)  # its slices keep it lent, and so does all that is made of them
+    return pickle.loads(data, buffers=[whole[start : start + size] for start, size in spans])
 
 
 class _Mapped(NamedTuple):
@@ -436,9 +407,8 @@ class BatchReceiver:
     """The slots of workers that this process has mapped; those of ended workers are dropped."""
 
     def __init__(self) -> None:
-        # Batches that came in torch's way, because all slots were lent or for what they hold.
-        self.fresh_count = 0
-        self._mapped: dict[tuple[str, int], _Mapped] = {}  # by ring and slot
+        self.fresh_count = 0  # batches that came in torch's way, because all slots were lent
+        self._mapped: dict[tuple[int, str, int], _Mapped] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy has mapped nothing yet."""
@@ -455,10 +425,10 @@ class BatchReceiver:
         self._drop_ended()
         return sum(mapped.memory.nbytes for mapped in list(self._mapped.values()))
 
-    def receive(self, handle: SlotHandle, spans: list[tuple[int, int]], data: bytes) -> Any:
-        key = handle.ring, handle.number
-        mapped = self._mapped.get(key)
-        if mapped is not None and mapped.handle.block_number == handle.block_number:
+    def borrow(self, handle: SlotHandle) -> memoryview:
+        """The memory of a slot, which is given back when the last that is made of it dies."""
+        mapped = self._mapped.get(handle.key)
+        if mapped is not None and mapped.handle == handle:
             memory = mapped.memory
         else:
             self._drop_ended()
@@ -467,16 +437,13 @@ class BatchReceiver:
         lent = memory[:]
         loan = Loan(lent, _GIVE_BACK)
         loan.set_state = memory[:1].fill
-        self._mapped[key] = _Mapped(handle, memory, loan)
-        whole = lent.data  # its slices keep it lent, and so does all that is made of them
-        return pickle.loads(data, buffers=[whole[start : start + size] for start, size in spans])
+        self._mapped[handle.key] = _Mapped(handle, memory, loan)
+        return lent.data
 
     def _drop_ended(self) -> None:
         """Forget the slots of workers that have ended."""
-        if not os.path.exists("/proc/self/fd"):
-            return
-        for key, mapped in list(self._mapped.items()):
-            if not os.path.lexists(mapped.handle.descriptor):
+        for key in list(self._mapped):
+            if not is_running(key[0]):
                 self._mapped.pop(key, None)
 
 
@@ -494,22 +461,3 @@ def _forget_loans_in_children() -> None:
 def _forget_loans() -> None:
     for receiver in list(_receivers.values()):
         receiver._mapped.clear()
-
-
-def _receive(
-    token: str, handle: SlotHandle | None, spans: list[tuple[int, int]], data: bytes
-) -> Any:
-    """Unpickle what was sent: the batch, or the loader's error where its worker has died."""
-    receiver = BatchReceiver.of(token)
-    if handle is None:
-        receiver.fresh_count += token != _UNCOUNTED
-        # Of parts without bytes, if any.
-        return pickle.loads(data, buffers=[bytearray() for _ in spans])
-    try:
-        return receiver.receive(handle, spans, data)
-    except StoreGoneError:
-        pid = handle.descriptor.split("/")[2]
-        lost = LostBatchError(
-            f"the DataLoader worker (pid {pid}) has ended, and this batch with it."
-        )
-        return ExceptionWrapper((type(lost), lost, None), "when a batch was received")
