@@ -35,6 +35,7 @@ from fastdata import (
     Views,
     collate,
 )
+from fastdata.datasets.batch import IndexBatch
 from fastdata.errors import SampleError, StoreGoneError
 from fastdata.stores.options import DatasetOptions, Options
 from leftovers import open_descriptors
@@ -1204,7 +1205,9 @@ def test_a_reader_serves_what_the_dataset_was() -> None:
         later = dataset.reader()
         dataset.transform = v2.RandomCrop(1)
         for each, side in ((reader, 2), (later, 3), (dataset.reader(), 1)):
-            images, targets = each(each.visit([3, 1]))
+            images, targets = each(
+                IndexBatch.of([3, 1], np.array([3, 1]), np.zeros(2, np.int64), 0)
+            )
             assert images.shape == (2, 1, side, side)
             assert targets.tolist() == images[:, 0, 0, 0].tolist() == [3, 1]
         del reader, later, each

@@ -108,7 +108,7 @@ def test_it_is_generic_as_torchs() -> None:
 
 
 def test_worker_processes_and_threads_serve_the_same(images: CachedDataset) -> None:
-    """Threads, processes and torch's own loader with processes give equal epochs, draws included."""
+    """Threads, processes and torch's own loader with processes give equal epochs, draws of set epochs included."""
     epochs = []
     for make, options in (
         (DataLoader, {"workers": "thread"}),
@@ -118,7 +118,11 @@ def test_worker_processes_and_threads_serve_the_same(images: CachedDataset) -> N
     ):
         with _images() as dataset:
             loader = make(dataset, batch_size=4, num_workers=2, **options)
-            epochs.append([(x.clone(), y.clone()) for _ in range(2) for x, y in loader])
+            served = []
+            for epoch in range(2):
+                dataset.set_epoch(epoch)
+                served += [(x.clone(), y.clone()) for x, y in loader]
+            epochs.append(served)
             del loader
     for other in epochs[1:]:
         assert _equal(other, epochs[0])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict, UserDict, defaultdict
-from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -248,39 +247,3 @@ def test_a_device_number_too_high_is_an_error(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(DeviceError, match=r"device='cuda:5'.*torch sees 2 CUDA devices"):
         CudaPrefetcher([], device="cuda:5")
-
-
-class Held(MutableMapping[str, Any]):
-    """A mapping whose copies share its items."""
-
-    def __init__(self, items: dict[str, Any]) -> None:
-        self.items_held = items
-
-    def __getitem__(self, key: str) -> Any:
-        return self.items_held[key]
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        self.items_held[key] = value
-
-    def __delitem__(self, key: str) -> None:
-        del self.items_held[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.items_held)
-
-    def __len__(self) -> int:
-        return len(self.items_held)
-
-
-class Frozen(dict[str, Any]):
-    def clear(self) -> None:
-        raise TypeError("frozen")
-
-
-@pytest.mark.parametrize("kind", [Held, Frozen])
-def test_a_mapping_that_cannot_be_copied_comes_as_a_dict(gpu: Sim, kind: Any) -> None:
-    """Its values arrive, and the user's own keeps them."""
-    batch = kind({"x": torch.ones(2), "name": "n"})
-    arrived = moved(batch)[0]
-    assert (type(arrived), arrived["x"].tolist(), arrived["name"]) == (dict, [1, 1], "n")
-    assert batch["x"].tolist() == [1, 1]

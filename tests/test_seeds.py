@@ -32,6 +32,7 @@ ENGINES: dict[str, tuple[Any, dict[str, Any]]] = {
     "torch, persistent processes": (TorchLoader, PERSIST),
 }
 EVERY_ENGINE = pytest.mark.parametrize("engine", ENGINES)
+OURS = [name for name, (loader_class, _) in ENGINES.items() if loader_class is DataLoader]
 
 Epoch = list[Any]
 
@@ -93,9 +94,9 @@ def test_the_loaders_generator_decides_the_draws(images: CachedDataset, engine: 
 
 
 def test_every_engine_draws_alike(images: CachedDataset) -> None:
-    """For one manual_seed all engines serve equal epochs; those whose workers persist draw a base seed only once."""
+    """For one manual_seed all engines of ours serve equal epochs; where workers persist a base seed is drawn once."""
     outcome = {}
-    for engine in ENGINES:
+    for engine in OURS:
         torch.manual_seed(1)
         outcome[engine] = _epochs(Subset(images, range(20)), engine, count=3)
     inline, persistent = outcome["inline"], outcome["persistent threads"]
@@ -103,6 +104,19 @@ def test_every_engine_draws_alike(images: CachedDataset) -> None:
         assert epochs == (persistent if "persistent" in engine else inline), engine
     assert persistent[0] == inline[0]
     assert persistent[1] != inline[1]
+
+
+@pytest.mark.parametrize("engine", ["torch, processes", "torch, persistent processes"])
+def test_torchs_workers_draw_anew(images: CachedDataset, engine: str) -> None:
+    """Under torch's own loader a sample has neither the draws of the epoch before nor those of all others."""
+    same = torch.zeros(23, 3, 9, 8, dtype=torch.uint8) + PIXELS[:1]
+    with CachedDataset([(image, 0) for image in same], transform=CROP, seed=5) as dataset:
+        epochs = [
+            [image for images, _ in epoch for image in images]
+            for epoch in _epochs(dataset, engine, 4)
+        ]
+    assert all(len({json.dumps(epoch[i]) for epoch in epochs}) > 1 for i in range(23))
+    assert len({json.dumps(image) for image in epochs[0]}) > 5
 
 
 def test_an_epoch_is_repeated_by_its_seed(images: CachedDataset) -> None:
@@ -140,7 +154,7 @@ def test_loaders_that_take_turns_draw_anew(images: CachedDataset) -> None:
     assert len({json.dumps(epoch) for epoch in epochs}) == 6
 
 
-@EVERY_ENGINE
+@pytest.mark.parametrize("engine", OURS)
 def test_a_number_fixes_the_draws(engine: str) -> None:
     """With a number torch's seeds do not matter; loaders over new datasets begin alike, and epochs differ."""
     outcome = []
@@ -193,9 +207,7 @@ def test_single_samples_follow_torchs_seed(images: CachedDataset) -> None:
 
 @pytest.mark.parametrize("seen", [2, 5], ids=["within", "after"])
 @pytest.mark.parametrize("epochs", [1, 3])
-@pytest.mark.parametrize(
-    "engine", [name for name, (loader_class, _) in ENGINES.items() if loader_class is DataLoader]
-)
+@pytest.mark.parametrize("engine", OURS)
 def test_a_resume_keeps_the_draws(engine: str, epochs: int, seen: int) -> None:
     """In a process seeded otherwise the rest of an epoch has its draws, and so have the epochs after it."""
     generator = torch.Generator().manual_seed(1)

@@ -627,6 +627,7 @@ def test_views_are_whole_batches_of_their_own(loader_of: Callable[..., Any], sto
     """Each view is one tensor of its own shape and dtype, a sample's own at that, whatever reads it; all draw anew."""
     with cached(storage=storage).with_transform(VIEWS) as dataset:
         assert dataset.reader().obstacle is None
+        dataset.set_epoch(0)
         views = views_of(loader_of(dataset))
         assert [(view.shape, view.dtype) for view in views] == [
             ((LENGTH, 3, 7, 5), torch.uint8),
@@ -878,6 +879,7 @@ def test_image_and_mask_share_their_draws(steps: list[Any], loader_of: Callable[
         for _, mask in pairs("tensor", length=LENGTH)
     ]
     with paired(shown, *steps) as dataset:
+        dataset.set_epoch(0)
         images, masks = epoch_of(loader_of(dataset))
         assert torch.equal(images, masks[:, None].expand(-1, 3, -1, -1))
         assert not torch.equal(masks, torch.stack([mask for _, mask in shown]))

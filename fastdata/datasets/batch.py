@@ -7,8 +7,8 @@ import dataclasses
 import operator
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from contextvars import ContextVar
 from functools import cache, partial
 from itertools import chain
@@ -22,7 +22,7 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from fastdata.errors import counted
-from fastdata.machine.shared import ArrayBlock, collate_targets
+from fastdata.machine.shared import collate_targets
 from fastdata.pixels.draws import sample_keys
 from fastdata.sources import ItemKeys
 
@@ -188,7 +188,6 @@ class SampleBatch(list[Any]):
         super().__init__(
             map(Sample, pairs) if keys is None else (_marked(keys.join(*pair)) for pair in pairs)
         )
-        self._items = list(self)
         self._consisted_of = self._objects()
         for kind in (Sample, SampleDict):
             # Torch's own way to say how a class is collated.
@@ -197,18 +196,21 @@ class SampleBatch(list[Any]):
     @property
     def is_intact(self) -> bool:
         """Whether list and samples still consist of the very objects that they were made of."""
-        return are_same(self, self._items) and are_same(self._objects(), self._consisted_of)
+        objects, others = self._objects(), self._consisted_of
+        return len(objects) == len(others) and all(map(operator.is_, objects, others))
 
     def _objects(self) -> list[Any]:
-        """What may be put in place of another: keys and values of dicts, and views in a list."""
-        has_lists = isinstance(self._parts[0], list) and self._parts[-1] is list
-        are_dicts = bool(self) and isinstance(self[0], SampleDict)
-        if not are_dicts and not has_lists:
-            return []
-        objects = list(chain.from_iterable(self))
-        if are_dicts:
-            objects += chain.from_iterable(map(dict.values, self))
-        return objects + [view for each in objects if type(each) is list for view in each]
+        """The samples, and what in them may be put in place of another: of dicts and of views."""
+        images, *_, keys, made = self._parts
+        objects = list(self)
+        if keys is not None:
+            objects += chain.from_iterable(
+                (*it, *it.values()) for it in self if type(it) is SampleDict
+            )
+        if isinstance(images, list) and made is list:
+            views = chain.from_iterable(self if keys is None else map(dict.values, self))
+            objects += chain.from_iterable(each for each in views if type(each) is list)
+        return objects
 
     @property
     def stacked(self) -> Any:
@@ -247,10 +249,6 @@ def rows_of(images: torch.Tensor, kind: type) -> Sequence[Any]:
         return [arrays[row, ...] for row in range(len(arrays))]
     rows = images.unbind(0)
     return rows if kind is torch.Tensor else [row.as_subclass(kind) for row in rows]
-
-
-def are_same(objects: list[Any], others: list[Any]) -> bool:
-    return len(objects) == len(others) and all(map(operator.is_, objects, others))
 
 
 class Padded(NamedTuple):
@@ -330,36 +328,27 @@ def _image_key(sample: Mapping[Any, Any]) -> Any:
 
 def _pad(images: list[Any], value: float) -> Padded:
     for image in images:
-        if isinstance(image, torch.Tensor) and image.ndim == 3:
-            continue
         is_tensor = isinstance(image, torch.Tensor)
-        found = f"one of shape {tuple(image.shape)}" if is_tensor else type(image).__name__
-        raise TypeError(
-            f"pad= needs images that are tensors (C, H, W), not {found}; end the transform with "
-            "a step that makes tensors, such as ToTensor or PILToTensor."
-        )
-    kinds = {(image.dtype, image.shape[0]) for image in images}
+        if not is_tensor or image.ndim != 3:
+            found = f"one of shape {tuple(image.shape)}" if is_tensor else type(image).__name__
+            raise TypeError(
+                f"pad= needs images that are tensors (C, H, W), not {found}; end the transform "
+                "with a step that makes tensors, such as ToTensor or PILToTensor."
+            )
+    kinds = {f"{image.dtype} of {image.shape[0]} channels" for image in images}
     if len(kinds) > 1:
-        found = " and ".join(sorted(f"{dtype} of {channels} channels" for dtype, channels in kinds))
         raise TypeError(
-            f"the images of one batch are {found}: pad= makes height and width alike, "
-            "and nothing else"
+            f"the images of one batch are {' and '.join(sorted(kinds))}: pad= makes height and "
+            "width alike, and nothing else"
         )
     dtype = images[0].dtype
-    if not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool):
-        limits = torch.iinfo(dtype)
-        if not limits.min <= value <= limits.max or value != int(value):
-            raise ValueError(
-                f"pad={value} does not fit images of {dtype}, "
-                f"whole numbers from {limits.min} to {limits.max}"
-            )
+    if not dtype.is_floating_point and torch.full((), value, dtype=dtype).item() != value:
+        raise ValueError(f"pad={value} does not fit images of {dtype}")
     sizes = torch.tensor([image.shape[-2:] for image in images])
-    batch = images[0].new_full(
-        (len(images), images[0].shape[0], *sizes.amax(dim=0).tolist()), value
-    )
-    batch = batch.as_subclass(torch.Tensor)  # as torch stacks images that are tv_tensors
+    shape = len(images), images[0].shape[0], *sizes.amax(dim=0).tolist()
+    batch = torch.full(shape, value, dtype=dtype, device=images[0].device)
     for row, image in zip(batch, images, strict=True):
-        row[:, : image.shape[1], : image.shape[2]] = image.as_subclass(torch.Tensor)
+        row[:, : image.shape[1], : image.shape[2]] = image
     return Padded(batch, sizes)
 
 
@@ -468,47 +457,6 @@ def occurrences(given: Any) -> list[tuple[int, int]]:
     ]
 
 
-class SharedVisits:
-    """Visits per sample in shared memory, for readers told no epoch, such as torch's loader.
-
-    They are counted for each reader, such as an iterator with its workers: from 0 for a new one, on
-    for one that persists. Reading each sample once per epoch gives each epoch's number, whatever
-    process reads it. A sample knows its two latest readers, so that loaders may take turns and the
-    visits of one that persists do not begin again.
-    """
-
-    def __init__(self, length: int) -> None:
-        latest_two = np.zeros((2, length), np.uint32)
-        columns: dict[str, np.ndarray] = {
-            "epoch": np.zeros(1, np.int64),
-            "readers": latest_two,
-            "seen": latest_two,
-        }
-        self._columns = ArrayBlock(columns, seal=False)
-
-    def take(self, index_B: np.ndarray, reader: int, given: Any = ()) -> np.ndarray:
-        """Return the visits (int64, B) of a reader to some samples and count them.
-
-        Those of a RepeatedIndex lie apart, as other ranks may have the same sample.
-        """
-        number = np.uint32(reader & 0xFFFFFFFF)
-        readers, seen = self._columns["readers"], self._columns["seen"]
-        others = index_B[readers[0, index_B] != number]
-        if len(others):
-            others = np.unique(others)
-            known = np.where(readers[1, others] == number, seen[1, others], 0)
-            readers[1, others], seen[1, others] = readers[0, others], seen[0, others]
-            readers[0, others], seen[0, others] = number, known
-        visits_B: np.ndarray = self._columns["epoch"] + count_earlier(seen[0], index_B)
-        for k, occurrence in occurrences(given):
-            visits_B[k] += occurrence << REPEAT_SHIFT
-        return visits_B
-
-    def restart(self, epoch: int) -> None:
-        self._columns["epoch"][:] = epoch
-        self._columns["seen"][:] = 0
-
-
 def count_earlier(seen: np.ndarray, index_B: np.ndarray) -> np.ndarray:
     """Return how often each index came before, also in this batch; count it in ``seen``."""
     before_B: np.ndarray = seen[index_B].astype(np.int64)
@@ -551,13 +499,10 @@ def flatten(batch: Any) -> tuple[list[Any], Build]:
 def as_channels_last(batch: Any) -> Any:
     """The batch with its tensors of four dimensions in ``torch.channels_last``."""
     tensors, build = flatten(batch)
-    converted = [
-        tensor.contiguous(memory_format=torch.channels_last)
-        if isinstance(tensor, torch.Tensor) and tensor.ndim == 4
-        else tensor
-        for tensor in tensors
-    ]
-    return batch if are_same(tensors, converted) else build(converted)
+    for number, tensor in enumerate(tensors):
+        if isinstance(tensor, torch.Tensor) and tensor.ndim == 4:
+            tensors[number] = tensor.contiguous(memory_format=torch.channels_last)
+    return build(tensors)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -587,51 +532,31 @@ def _flatten(value: Any, numbered: dict[int, tuple[int, Any]]) -> Build | None:
 def _taken_apart(value: Any) -> tuple[dict[Any, Any], Callable[[dict[Any, Any]], Any]]:
     """The values in a container, and what makes the like of others."""
     if isinstance(value, SampleBatch) and value.is_intact and value._parts[3] is not np.ndarray:
-        return dict(enumerate(value._parts)), partial(_make_sequence, SampleBatch)
+        return dict(enumerate(value._parts)), lambda parts: SampleBatch(*parts.values())
     if isinstance(value, (list, tuple)):
         # A ``SampleBatch`` that was changed is a list.
-        kind = list if type(value) is SampleBatch else type(value)
-        return dict(enumerate(value)), partial(_make_sequence, kind)
+        kind: Any = list if type(value) is SampleBatch else type(value)
+        make = getattr(kind, "_make", kind)
+        return dict(enumerate(value)), lambda parts: make(parts.values())
+    if type(value) is dict:
+        return value, dict
     if isinstance(value, Mapping):
-        return dict(value), _refill(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-        parts = {name: getattr(value, name) for name in names}
-        return parts, partial(_fill, _fill(value, dict.fromkeys(names)))
-    return {}, dict
-
-
-def _refill(value: Mapping[Any, Any]) -> Callable[[dict[Any, Any]], Any]:
-    """What fills an empty copy, as its class may refuse None; a dict where it has no copies."""
-    if type(value) is dict or not isinstance(value, MutableMapping):
-        return dict
-    parts = dict(value)
-    with suppress(Exception):
-        shell = copy.copy(value)
-        shell.clear()
-        if len(value) == len(parts):
-            return partial(_fill, shell)
-        value.update(parts)  # what a copy shares with it
-    return dict
-
-
-def _make_sequence(kind: Any, parts: dict[int, Any]) -> Any:
-    if hasattr(kind, "_fields") or kind is SampleBatch:
-        return kind(*parts.values())
-    try:
-        return kind(parts.values())
-    except TypeError:  # a subclass that is made otherwise
-        return tuple(parts.values()) if issubclass(kind, tuple) else list(parts.values())
+        parts = dict(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    else:
+        return {}, dict
+    return parts, partial(_fill, _fill(value, dict.fromkeys(parts)))
 
 
 def _fill(old: Any, parts: dict[Any, Any]) -> Any:
     """Copy a mapping or dataclass with other values; it keeps the rest, as a default factory."""
     new = copy.copy(old)
-    for key, part in parts.items():
-        if isinstance(new, MutableMapping):
-            new[key] = part
-        else:
-            object.__setattr__(new, key, part)  # a frozen one too: nobody else sees the copy yet
+    if isinstance(new, Mapping):
+        new.update(parts)  # type: ignore[attr-defined]
+    else:
+        for name, part in parts.items():
+            object.__setattr__(new, name, part)  # a frozen one too: nobody else sees the copy yet
     return new
 
 

@@ -8,6 +8,7 @@ public.py.
 from __future__ import annotations
 
 import inspect
+import os
 import pickle
 import threading
 import weakref
@@ -18,14 +19,17 @@ from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import torch
 from torch.utils.data import Dataset, Subset, get_worker_info
 
 from fastdata.datasets.batch import (
     OWN_ITEM,
+    REPEAT_SHIFT,
     IndexBatch,
     OwnItem,
-    SharedVisits,
     as_numbers,
+    count_earlier,
+    occurrences,
     positions,
 )
 from fastdata.datasets.reader import Reader, ReaderHandle, Watch, fresh
@@ -86,7 +90,11 @@ class _Opened(Dataset[Any]):
     _views: weakref.WeakSet[_Opened]
     """The datasets over the same kept samples; the last one to be closed gives their memory
     back."""
-    _visits: SharedVisits
+    _seen: np.ndarray
+    """How often this process has read each sample: what draws are made from where no loader of
+    ours says it."""
+    _seen_in = 0
+    """The process that has; 0 where none has."""
     _writing: tuple[Any, Any] = ("local", None)
     """Engine and size of shards of a cache."""
     _was_read = False
@@ -122,7 +130,7 @@ class _Opened(Dataset[Any]):
         """Make random draws those of ``epoch``, until it is set again."""
         self._epoch = epoch
         self._handle()
-        self._visits.restart(epoch)
+        self._seen_in = 0
 
     def close(self) -> None:
         """Give the memory back, unless other views are open; idempotent.
@@ -138,7 +146,6 @@ class _Opened(Dataset[Any]):
             handle.reader = None  # the memory goes with the last batch that is being read from it
         self._stored = self._stored.emptied()
         self._reader = self._reader.emptied(self._stored)
-        self.__dict__.pop("_visits", None)
 
     def __enter__(self) -> Self:
         return self
@@ -159,13 +166,13 @@ class _Opened(Dataset[Any]):
         # An executor stays with the process that has it.
         options = replace(stored.options, engine="local", shard_bytes=None)
         opened: Any = {"_stored": replace(stored, options=options, source=None, skipped=())}
-        opened["_visits"] = self._visits
         if get_spawning_popen() is not None:
             # An error while a process starts would end it, and nobody would be told why: it is
             # raised when it reads.
             opened = bytes(ForkingPickler.dumps(opened))
         derived = {"_reader", "_handle", "_handles", "_views", "_watch", "_writing"}
-        state = vars(self).keys() - derived - {"_stored", "_visits"}
+        derived |= {"_seen", "_seen_in"}  # in this process
+        state = vars(self).keys() - derived - {"_stored"}
         return {
             # Unpickling it imports what samples are.
             "_imported": [tensor_class(store.spec.form) for store in stores],
@@ -292,7 +299,7 @@ class _Opened(Dataset[Any]):
 
     def _serve(self, stored: Stored) -> None:
         self._stored = stored
-        self._visits = SharedVisits(len(stored.samples))
+        self._seen_in = 0
         self._views = weakref.WeakSet([self])
         self._handles = weakref.WeakSet()
         if self._pair_transform is None:
@@ -306,7 +313,6 @@ class _Opened(Dataset[Any]):
             transform=self._transform,
             target_transform=self.target_transform,
             pair_transform=self._pair_transform,
-            visits=self._visits,
             own=f"{type(self).__name__} has a {own} of its own" if own else "",
         )
         unknown = (step for view in reader.plan.each for step in view.per_sample)
@@ -423,7 +429,7 @@ class PreparedDataset(_Opened):
             self._refresh()
         reader = self._handle.reader or self._handle()
         if item is None:
-            return reader.item(reader.visit([index]))
+            return reader.item(self._drawing([index], reader))
         [position] = positions(as_numbers([index]), reader.length).tolist()
         return reader.item(item.batch_of(position, id(self), self._stored.options.seed))
 
@@ -436,7 +442,8 @@ class PreparedDataset(_Opened):
         if own_reader(self) != "__getitem__":
             reader = self._handle()
             ring = ring_of(self)
-            return reader.items(reader.visit(indices), fresh if ring is None else ring.take)
+            batch = self._drawing(indices, reader)
+            return reader.items(batch, fresh if ring is None else ring.take)
         if batch is None:
             return [self[index] for index in indices]
         items = []
@@ -447,6 +454,31 @@ class PreparedDataset(_Opened):
             finally:
                 OWN_ITEM.reset(token)
         return items
+
+    def _drawing(self, indices: Sequence[int], reader: Reader) -> IndexBatch:
+        """The batch of these indices, with what its draws are made from where no loader says it.
+
+        In worker processes of torch's that is their seed, which differs in every one and epoch,
+        elsewhere the dataset's or torch's; and how often this process has read the sample.
+        """
+        index_B = positions(as_numbers(indices), reader.length)
+        if isinstance(indices, IndexBatch) and np.array_equal(index_B, indices.positions):
+            return indices  # as it was given, and not changed since
+        visit_B = np.full(len(index_B), self._epoch or 0, np.int64)
+        if reader.may_draw:
+            if self._seen_in != os.getpid():
+                self._seen = np.zeros(reader.length, np.uint32)
+                self._seen_in = os.getpid()
+            visit_B += count_earlier(self._seen, index_B)
+            for row, occurrence in occurrences(indices):  # other ranks may have the same sample
+                visit_B[row] += occurrence << REPEAT_SHIFT
+        worker = get_worker_info()
+        seed = self._stored.options.seed
+        if worker is not None and self._epoch is None:
+            seed = worker.seed
+        elif seed is None:
+            seed = torch.initial_seed()
+        return IndexBatch.of(indices, index_B, visit_B, seed)
 
     def reader(self) -> Reader:
         """What a coming epoch is served by: frozen, and it holds the memory of the samples.
@@ -511,7 +543,7 @@ class PreparedDataset(_Opened):
         """
         self._handle()
         other = self._copied()
-        other._visits = SharedVisits(len(self._stored.samples))
+        other._seen_in = 0
         other._was_read = True  # by the first view, maybe
         self._views.add(other)
         other.transform = transform

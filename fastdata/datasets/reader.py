@@ -23,26 +23,20 @@ from __future__ import annotations
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property, partial
-from multiprocessing import current_process
 from operator import is_not, ne
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
-from torch.utils.data import get_worker_info
 
 from fastdata.datasets.batch import (
     IndexBatch,
     SampleBatch,
-    SharedVisits,
-    are_same,
-    as_numbers,
-    positions,
     rows_of,
     stacked,
 )
@@ -189,7 +183,6 @@ class Reader:
 
     Attributes:
         stored: the samples, and how they were prepared.
-        visits: of readers that no loader of ours tells theirs; None where nothing draws.
         target_transform: the user's.
         pair_transform: the user's, of sample and target together, where it runs on each sample.
         plan: of the transform.
@@ -200,7 +193,6 @@ class Reader:
     """
 
     stored: Stored
-    visits: SharedVisits | None
     target_transform: Callable[[Any], Any] | None
     pair_transform: Callable[[Any, Any], Any] | None
     plan: TransformPlan
@@ -212,7 +204,7 @@ class Reader:
     def emptied(self, stored: Stored) -> Reader:
         """What is left of it once there is nothing to read any more: how it was read."""
         columns = tuple(column._replace(store=None) for column in self.columns)
-        return replace(self, stored=stored, columns=columns, visits=None)
+        return replace(self, stored=stored, columns=columns)
 
     # What follows from these
 
@@ -255,6 +247,10 @@ class Reader:
         """Of every column; empty where samples differ in one."""
         outputs = [column.output for column in self.columns if column.output is not None]
         return outputs if len(outputs) == len(self.columns) else []
+
+    @cached_property
+    def may_draw(self) -> bool:
+        return any(column.plan.batch_ops or column.last for column in self.columns)
 
     @cached_property
     def _are_ragged(self) -> bool:
@@ -486,31 +482,6 @@ class Reader:
         if self.stored.filled_share() < 1:
             self.stored.samples.expect(batch.positions.tolist())
 
-    # What random draws are made from
-
-    def visit(self, indices: Sequence[int]) -> IndexBatch:
-        """The batch of these indices, for readers that no loader of ours tells their visits."""
-        index_B = positions(as_numbers(indices), self.length)
-        if isinstance(indices, IndexBatch) and np.array_equal(index_B, indices.positions):
-            return indices  # as it was given, and not changed since
-        # The base seed of the iterator of torch's that reads in this process, and a number that
-        # tells it from others: torch starts an iterator's workers one after the other, and
-        # multiprocessing numbers processes as they are made.
-        worker = get_worker_info()
-        base_seed = reader = torch.initial_seed()
-        if worker is not None:
-            base_seed = worker.seed - worker.id
-            reader = worker.id - getattr(current_process(), "_identity", (0,))[-1]
-        seed = self.stored.options.seed
-        if seed is None:
-            seed = base_seed
-        else:
-            reader = 0  # all draw from one seed
-        visit_B = np.zeros_like(index_B)
-        if self.visits is not None:
-            visit_B = self.visits.take(index_B, reader, indices)
-        return IndexBatch.of(indices, index_B, visit_B, seed)
-
 
 # Memory that is reused
 
@@ -591,11 +562,7 @@ class Watch:
         met = {id(step): step for step in unknown}
         # One of theirs may become one that is known.
         theirs = [vars(s) for s in met.values() if type(s).__module__.startswith(_THEIRS)]
-        held = [*theirs, *_held_by(calls, met)]
-        steps = _leaves(calls)
-        behind_code = _held_by(steps, met)
-        self._steps = steps if behind_code else None
-        held += behind_code
+        held = [*theirs, *_held_by((*calls, *_leaves(calls)), met)]
         self._parts = [part for part in held if isinstance(part, (dict, list))]
         self._copies = [part.copy() for part in self._parts]  # with the same objects in them
         self._arrays = [array for array in held if isinstance(array, _ARRAYS)]
@@ -610,9 +577,7 @@ class Watch:
                 return True
         except (TypeError, ValueError, RuntimeError):  # arrays cannot be compared so
             return True
-        if self._arrays and list(map(_octets, self._arrays)) != self._octets:
-            return True
-        return self._steps is not None and not are_same(_leaves(calls), self._steps)
+        return bool(self._arrays) and list(map(_octets, self._arrays)) != self._octets
 
 
 def _held_by(values: Iterable[Any], met: dict[int, Any]) -> list[Any]:

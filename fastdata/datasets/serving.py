@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fastdata.datasets.batch import SharedVisits
 from fastdata.datasets.reader import Column, Reader
 from fastdata.errors import SampleError
 from fastdata.machine.memory import StoragePlan
@@ -165,7 +164,6 @@ def compile_reader(
     transform: Any,
     target_transform: Callable[[Any], Any] | None,
     pair_transform: Callable[[Any, Any], Any] | None,
-    visits: SharedVisits,
     own: str,
 ) -> Reader:
     """Compile the user's transforms for samples as they are stored.
@@ -187,10 +185,8 @@ def compile_reader(
         plan = stored.split(transform, batch_ops=known, obstacle=core.obstacle())
         columns = tuple(map(_unread_column, plan.each))
         steps = (*steps, *plan.prepare)
-    may_draw = any(column.plan.batch_ops or column.last for column in columns)
     return Reader(
         stored=stored,
-        visits=visits if may_draw else None,  # to count them costs 5 us
         target_transform=target_transform,
         pair_transform=pair_transform if plan.per_sample else None,
         plan=replace(plan, beforehand=beforehand),

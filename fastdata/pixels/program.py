@@ -119,7 +119,7 @@ class Program:
         All of it is filled. A batch is read from a store, or from images that were opened but are
         not stored, one for each index. Memory is C-contiguous, or where
         ``can_write_channels_last`` as torch's channels_last. Draws are made from the seed and
-        ``visits_B``, as of ``SharedVisits``: one for all samples, or one for each. With ``rows_B``
+        ``visits_B``, as of an ``IndexBatch``: one for all samples, or one for each. With ``rows_B``
         samples are written to these rows of memory for more, and no others. ``others`` serve the
         same samples into memory of their own, and none is decoded again for them.
 
