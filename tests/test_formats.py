@@ -81,7 +81,7 @@ def test_a_pattern_asks_for_nothing_but_what_it_matches(tars: Path) -> None:
     """Other files beside the tars, or below, are not looked at, be they what they may."""
     (tars / "loop").symlink_to("loop")
     (tars / ".t-hidden.tar").write_bytes(b"")
-    with CachedDataset(str(tars.parent / f"{tars.name}*" / "t-*.tar")) as dataset:
+    with CachedDataset(str(tars / "t-*.tar")) as dataset:
         assert list(dataset.targets) == [0, 10, 20]
 
 
@@ -107,7 +107,6 @@ def test_a_tar_gives_the_files_that_columns_name(tmp_path: Path) -> None:
         "x/1.npy": stream.getvalue(),
         "x/1.bin": b"\0",
         "x/README": b"",
-        "__meta__/x.txt": b"",
     }
     path = write_tar(tmp_path / "x.tar", files)
     names = ["jpg", "seg.png", "json", "txt", "npy", "bin", "__key__"]
@@ -161,14 +160,8 @@ def test_damaged_tars_are_errors(
         open_dataset(path)
 
 
-def test_tars_are_refused_that_run_code_or_cannot_be_sought(tmp_path: Path) -> None:
-    """Pickles, files twice in a sample and compressed tars are named with the reason."""
-    for ending in ("pyd", "pickle", "pth", "seg.pyd"):
-        path = write_tar(tmp_path / "x.tar", {f"1.{ending}": pickle.dumps(1)})
-        with pytest.raises(
-            ValueError, match=rf"x.tar cannot be read: ValueError: its file 1.{ending} is pickled"
-        ):
-            open_dataset(path)
+def test_tars_are_refused_that_cannot_be_sought(tmp_path: Path) -> None:
+    """Files twice in a sample and compressed tars are named with the reason."""
     with pytest.raises(ValueError, match=r"it holds 1.PNG twice"):
         open_dataset(write_tar(tmp_path / "x.tar", {"1.png": b"", "1.PNG": b""}))
     for name in ("x.tar.gz", "x.tgz"):

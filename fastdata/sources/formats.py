@@ -18,20 +18,28 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from functools import partial
 from glob import glob
 from itertools import groupby
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fastdata.errors import RemoteError, is_url
 from fastdata.pixels.images import IMAGE_EXTENSIONS, decode_image
-from fastdata.sources.remote import Entry, Place, Requests
+from fastdata.sources.remote import Place, Requests
 
 _KINDS = {".tar": "tar", ".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow"}
 _SPLIT = re.compile(r"(?:^|[/_.-])(train|val|valid|validation|test)(?=[/_.-])")
 _LISTING_THREADS = 16
+_OTHERS = {
+    "shards": (
+        "MDS shards of mosaicml-streaming",
+        "streaming.StreamingDataset({where}={url!r}, batch_size=1)",
+    ),
+    "chunks": ("chunks of litdata", "litdata.StreamingDataset({url!r})"),
+}
+"""By a key of ``index.json``: what lies there, and the call that reads it."""
 
 
 class File(NamedTuple):
@@ -55,8 +63,8 @@ def open_dataset(
     """The map-style dataset of files; None where they are of no known kind.
 
     Args:
-        paths: a path or URL of a folder or file, or a list of these; ``{000..009}``, ``*`` and
-            ``?`` stand for several.
+        paths: a path or URL of a folder or file, or a list of these; ``{000..009}``, and ``*`` and
+            ``?`` in the name of a file, stand for several.
         storage_options: for the file system of URLs.
         columns: that items shall have.
 
@@ -67,8 +75,7 @@ def open_dataset(
         ImportError: pyarrow or the URL's file system is not installed.
     """
     files: list[File] = []
-    given = paths if isinstance(paths, list) else [paths]
-    for path in given:
+    for path in paths if isinstance(paths, list) else [paths]:
         for text in _expand_braces(os.path.expanduser(os.fsdecode(path))):
             files += _find_files(text, storage_options)
     kinds = sorted({_kind_of(file.name) for file in files})
@@ -83,7 +90,7 @@ def open_dataset(
 
 
 def _kind_of(name: str) -> str:
-    if re.search(r"\.(tgz|tar\.(gz|bz2|xz|zst|lz4))$", name):
+    if re.search(r"\.(tgz|tar\.\w+)$", name):
         raise ValueError(
             f"{name} is compressed as a whole, so that no sample in it can be read alone. "
             "Decompress it to a .tar; images and the like hardly grow."
@@ -107,77 +114,58 @@ def _expand_braces(text: str) -> Iterator[str]:
 
 
 def _find_files(text: str, storage_options: Mapping[str, Any] | None) -> list[File]:
-    if re.search(r"[*?]", text) and (is_url(text) or not os.path.exists(text)):
-        folder, slash, _ = re.split(r"[*?]", text)[0].rpartition("/")
-        place = Place(folder or slash or ".", storage_options)
-        entries = _match(place, text[len(folder + slash) :])
-        if not entries:
-            raise FileNotFoundError(f"no .tar, .parquet, .arrow or .feather file is like {text}")
-    elif _kind_of(text):
-        place, name = Place(text, storage_options).apart()
-        entries = [Entry(name, -1, 0)]
+    folder, name = os.path.split(text)
+    is_pattern = re.search(r"[*?]", name) and not os.path.exists(text)
+    if is_pattern or _kind_of(name):
+        place = Place(folder or ".", storage_options)
+        names = _match(place, name) if is_pattern else [name]
     elif is_url(text) or os.path.isdir(text):
         place = Place(text, storage_options)
-        entries = _list_folder(place)
+        names = _list_folder(place)
     else:
         return []
-    return [_sized(File(place, *entry)) for entry in entries]
+    facts = [place.submit_facts(name) for name in names]
+    files = [File(place, name, *fact.result()) for name, fact in zip(names, facts, strict=True)]
+    for file in files:
+        if file.size_bytes < 0:
+            raise FileNotFoundError(f"{file} is not there")
+    return files
 
 
-def _sized(file: File) -> File:
-    """With its size, which not all file systems list."""
-    if file.size_bytes >= 0:
-        return file
-    size_bytes, tag = file.place.submit_facts(file.name).result()
-    if size_bytes < 0:
-        raise FileNotFoundError(f"{file} is not there")
-    return File(file.place, file.name, size_bytes, tag)
-
-
-def _match(place: Place, pattern: str) -> list[Entry]:
+def _match(place: Place, pattern: str) -> list[str]:
     if place.is_remote:
-        depth = pattern.count("/")
-        found = place.submit_find(depth=depth + 1).result()
-        alike = [each for each in found if fnmatchcase(each.name, pattern)]
-        entries = [entry for entry in alike if entry.name.count("/") == depth]
+        found = [entry.name for entry in place.submit_find(depth=1).result()]
+        names = [name for name in found if fnmatchcase(name, pattern)]
     else:
-        entries = [Entry(name, -1, 0) for name in sorted(glob(pattern, root_dir=place.url))]
-    return [entry for entry in entries if _kind_of(entry.name)]
+        names = sorted(glob(pattern, root_dir=place.url))
+    names = list(filter(_kind_of, names))
+    if not names:
+        raise FileNotFoundError(
+            f"no .tar, .parquet, .arrow or .feather file is like {place.at(pattern)}"
+        )
+    return names
 
 
-def _list_folder(place: Place) -> list[Entry]:
+def _list_folder(place: Place) -> list[str]:
+    names = [entry.name for entry in place.find()]
+    if "index.json" in names:
+        index = json.loads(place.read("index.json"))
+        where = "remote" if place.is_remote else "local"
+        for what, call in (_OTHERS[key] for key in _OTHERS if key in index):
+            raise ValueError(
+                f"{place} holds {what}, which its own package reads, as a map-style dataset. "
+                f"Install it, and give CachedDataset({call.format(where=where, url=place.url)})"
+            )
     # Hugging Face keeps what it has computed in cache-*.arrow, beside the rows of a dataset.
-    entries = [entry for entry in place.find() if not entry.name.startswith((".", "cache-"))]
-    if any(entry.name == "index.json" for entry in entries):
-        _refuse_index(place)
-    chosen = [entry for entry in entries if entry.name.endswith(tuple(_KINDS))]
-    chosen = chosen or [entry for entry in entries if _kind_of(entry.name)]
-    splits = sorted({match[1] for entry in chosen for match in _SPLIT.finditer(entry.name)})
+    chosen = [name for name in names if name.endswith(tuple(_KINDS))]
+    chosen = [name for name in chosen if not name.startswith((".", "cache-"))]
+    splits = sorted({match[1] for name in chosen for match in _SPLIT.finditer(name)})
     if len(splits) > 1:
         raise ValueError(
             f"{place} holds the splits {', '.join(splits)}; give the files of one by a pattern, "
             f"such as {place}/{splits[0]}-*"
         )
     return chosen
-
-
-def _refuse_index(place: Place) -> None:
-    index = json.loads(place.read("index.json"))
-    if "shards" in index:
-        what = "MDS shards of mosaicml-streaming"
-        package = "streaming"
-        options = f"{'remote' if place.is_remote else 'local'}={place.url!r}, batch_size=1"
-    elif "chunks" in index:
-        what = "chunks of litdata"
-        package = "litdata"
-        options = repr(place.url)
-    else:
-        return
-    raise ValueError(
-        f"{place} holds {what}, which its own package reads, as a map-style dataset. Install it, "
-        f"and give that: from {package} import StreamingDataset; "
-        f"CachedDataset(StreamingDataset({options}))"
-    )
 
 
 # Samples that lie in files
@@ -197,35 +185,45 @@ def _naming(what: str) -> Iterator[None]:
 class _Samples:
     """Samples that lie in files, one after the other; pickles, and is safe from several threads."""
 
-    def __init__(
-        self, files: Sequence[File], counts: Sequence[int], columns: Collection[str] | None
-    ) -> None:
+    def __init__(self, files: Sequence[File], columns: Collection[str] | None) -> None:
         self._files = files
-        self._file_of = np.repeat(np.arange(len(counts)), np.array(counts, np.int64))
-        self._firsts = np.cumsum([0, *counts])
         self._columns = columns
         self.is_remote = files[0].place.is_remote
         facts = repr(sorted({(file.name, file.size_bytes, file.tag) for file in files}))
         digest = hashlib.blake2b(facts.encode(), digest_size=8).hexdigest()
         self._identity = f"{len(files)} files {digest}"
         """The same in every run, until a file is another: a cache is known by it."""
+        with ThreadPoolExecutor(_LISTING_THREADS) as pool:
+            listed = list(pool.map(self._list_named, files))
+        self._ends = np.cumsum(list(map(len, listed)))
+        self._where = np.array([where for each in listed for where in each], np.int64)
 
-    def __len__(self) -> int:
-        return len(self._file_of)
+    def _list_named(self, file: File) -> list[tuple[int, int]]:
+        with _naming(f"{file} cannot be read"):
+            return self._list(file)
 
-    def __getitem__(self, index: int) -> Any:
-        index = range(len(self))[index]
-        number = int(self._file_of[index])
-        row = index - int(self._firsts[number])
-        with _naming(f"number {row} of {self._files[number]}"):
-            return self._read(index, number, row)
+    def _list(self, file: File) -> list[tuple[int, int]]:
+        """Of each sample in a file two numbers, by which ``_read`` finds it."""
+        raise NotImplementedError
 
-    def _read(self, index: int, number: int, row: int) -> Any:
-        """A sample; which it is in the file of that number."""
+    def _read(self, index: int, file: File) -> Any:
         raise NotImplementedError
 
     def expect(self, indices: Sequence[int]) -> None:
         """Fetch these samples in the background, where that can be done."""
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+    def __getitem__(self, index: int) -> Any:
+        index = range(len(self))[index]
+        number = self._file_of(index)
+        row = index - (int(self._ends[number - 1]) if number else 0)
+        with _naming(f"number {row} of {self._files[number]}"):
+            return self._read(index, self._files[number])
+
+    def _file_of(self, index: int) -> int:
+        return int(np.searchsorted(self._ends, index, side="right"))
 
     def _choose(self, names: list[str]) -> list[str]:
         """The columns to read, of those that there are."""
@@ -240,25 +238,16 @@ class _Samples:
 
 # WebDataset
 
-_PICKLED = ("pyd", "pickle", "pkl", "pth", "pt")
 _DECODERS: dict[str, Callable[[bytes], Any]] = {
     **{ending.removeprefix("."): decode_image for ending in IMAGE_EXTENSIONS},
-    **dict.fromkeys(("cls", "cls2", "class", "count", "index", "inx", "id"), int),
-    **dict.fromkeys(("txt", "text", "transcript"), bytes.decode),
-    **dict.fromkeys(("json", "jsn"), json.loads),
+    "cls": int,
+    "txt": bytes.decode,
+    "json": json.loads,
     "npy": lambda data: np.lib.format.read_array(io.BytesIO(data), allow_pickle=False),
 }
 """By the last ending of a file; others stay bytes."""
 _TARGETS = ("cls", "json", "txt")
 _KEY = "__key__"
-
-
-class _Member(NamedTuple):
-    """A file of a sample."""
-
-    key: str
-    suffix: str
-    info: tarfile.TarInfo
 
 
 class TarSamples(_Samples):
@@ -269,10 +258,7 @@ class TarSamples(_Samples):
     """
 
     def __init__(self, files: Sequence[File], columns: Collection[str] | None) -> None:
-        with ThreadPoolExecutor(_LISTING_THREADS if files[0].place.is_remote else 1) as pool:
-            spans = list(pool.map(_list_tar, files))
-        super().__init__(files, list(map(len, spans)), columns)
-        self._spans = np.concatenate(spans)
+        super().__init__(files, columns)
         self._requests = Requests()
 
     def expect(self, indices: Sequence[int]) -> None:
@@ -280,78 +266,68 @@ class TarSamples(_Samples):
             self._requests.expect(indices, self._submit)
 
     def _submit(self, index: int) -> Future[bytes]:
-        file: File = self._files[self._file_of[index]]
-        return file.place.submit(file.name, *self._spans[index].tolist())
+        file: File = self._files[self._file_of(index)]
+        return file.place.submit(file.name, *self._where[index].tolist())
 
-    def _read(self, index: int, number: int, row: int) -> Any:
+    def _list(self, file: File) -> list[tuple[int, int]]:
+        """The first byte of a sample, of a header, and the one behind its last.
+
+        What lies between is a tar of its own, but for its end.
+        """
+        spans = []
+        with file.place.open(file.name) as stream:
+            with tarfile.open(fileobj=stream, mode="r:") as tar:
+                for _, members in groupby(_members(tar), lambda member: member[0]):
+                    suffixes: set[str] = set()
+                    infos = []
+                    for _, suffix, info in members:
+                        if info.issparse() or info.offset_data + info.size > file.size_bytes:
+                            raise ValueError(f"its file {info.name} does not lie within it")
+                        if suffix in suffixes:
+                            raise ValueError(f"it holds {info.name} twice")
+                        suffixes.add(suffix)
+                        infos.append(info)
+                    blocks = -(-infos[-1].size // tarfile.BLOCKSIZE)
+                    end = infos[-1].offset_data + blocks * tarfile.BLOCKSIZE
+                    spans.append((infos[0].offset, end))
+                stream.seek(tar.offset)
+            if stream.read(512) != bytes(512):
+                raise ValueError("it is cut off, or damaged: it does not end as a tar does")
+        return spans
+
+    def _read(self, index: int, file: File) -> Any:
         data = self._requests.take(index, self._submit).result()
         with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:
-            members = {member.suffix: member for member in _members(tar)}
-        values: dict[str, Any] = {}
-        for suffix in self._chosen(list(members)):
-            if suffix == _KEY:
-                values[_KEY] = next(iter(members.values())).key
-                continue
-            info = members[suffix].info
-            content = data[info.offset_data : info.offset_data + info.size]
-            values[suffix] = _decoder_of(suffix)(content)
+            contents = {}
+            for key, suffix, info in _members(tar):  # noqa: B007  # all have one key
+                contents[suffix] = data[info.offset_data : info.offset_data + info.size]
+            contents[_KEY] = key.encode()
+        values = {}
+        for suffix in self._choose(list(contents)):
+            decode = bytes.decode if suffix == _KEY else _decoder_of(suffix)
+            values[suffix] = decode(contents[suffix])
         return tuple(values.values()) if self._columns is None else values
 
-    def _chosen(self, suffixes: list[str]) -> list[str]:
-        """The files that are asked for, of those that a sample has."""
+    def _choose(self, names: list[str]) -> list[str]:
         if self._columns is not None:
-            return self._choose([*suffixes, _KEY])
-        images = [suffix for suffix in suffixes if _decoder_of(suffix) is decode_image]
-        targets = [suffix for suffix in _TARGETS if suffix in suffixes]
+            return super()._choose(names)
+        images = [name for name in names if _decoder_of(name) is decode_image]
+        targets = [name for name in _TARGETS if name in names]
         if len(images) != 1 or not targets:
             raise ValueError(
-                f"it has the files {', '.join(suffixes)}, and not one image with one of "
+                f"it has the files {', '.join(names[:-1])}, and not one image with one of "
                 f"{', '.join(_TARGETS)}. Say which are meant: columns={{'sample': 'jpg', 'target': "
                 "'npy'}, or the like"
             )
         return [images[0], targets[0]]
 
 
-def _list_tar(file: File) -> np.ndarray:
-    """Of each sample the first byte, of a header, and the one behind the last: int64 (N, 2).
-
-    What lies between is a tar of its own, but for its end.
-    """
-    spans = []
-    with _naming(f"{file} cannot be read"), file.place.open(file.name) as stream:
-        with tarfile.open(fileobj=stream, mode="r:") as tar:
-            for _, members in groupby(_members(tar), attrgetter("key")):
-                suffixes: set[str] = set()
-                infos = []
-                for member in members:
-                    _check_member(member, suffixes, file.size_bytes)
-                    suffixes.add(member.suffix)
-                    infos.append(member.info)
-                blocks = -(-infos[-1].size // tarfile.BLOCKSIZE)
-                spans.append((infos[0].offset, infos[-1].offset_data + blocks * tarfile.BLOCKSIZE))
-            stream.seek(tar.offset)
-        if stream.read(512) != bytes(512):
-            raise ValueError("it is cut off, or damaged: it does not end as a tar does")
-    return np.array(spans, np.int64).reshape(-1, 2)
-
-
-def _members(tar: tarfile.TarFile) -> Iterator[_Member]:
+def _members(tar: tarfile.TarFile) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
+    """The files of samples: key, ending, and what the tar says of each."""
     for info in tar:
-        tar.members = []  # type: ignore[attr-defined]  # which would grow
         name = re.fullmatch(r"((?:.*/)?[^./]+)\.([^/]+)", info.name)
-        is_meta = re.search(r"(?:^|/)__[^/]*__(?:$|/|\.)", info.name)
-        if info.isreg() and name is not None and not is_meta:
-            yield _Member(name[1], name[2].lower(), info)
-
-
-def _check_member(member: _Member, suffixes: Collection[str], size_bytes: int) -> None:
-    name = member.info.name
-    if member.info.issparse() or member.info.offset_data + member.info.size > size_bytes:
-        raise ValueError(f"its file {name} does not lie within it")
-    if member.suffix.rpartition(".")[2] in _PICKLED:
-        raise ValueError(f"its file {name} is pickled, and what is not trusted is not unpickled")
-    if member.suffix in suffixes:
-        raise ValueError(f"it holds {name} twice")
+        if info.isreg() and name is not None:
+            yield name[1], name[2].lower(), info
 
 
 def _decoder_of(suffix: str) -> Callable[[bytes], Any]:
@@ -360,7 +336,7 @@ def _decoder_of(suffix: str) -> Callable[[bytes], Any]:
 
 # Parquet and Arrow
 
-_IMAGE_STARTS = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF8", b"BM", b"II*\0", b"MM\0*")
+_IMAGE_START = re.compile(rb"\xff\xd8\xff|\x89PNG|GIF8|BM|II\*\0|MM\0\*|.{8}WEBP", re.DOTALL)
 
 
 class _Table(NamedTuple):
@@ -368,7 +344,7 @@ class _Table(NamedTuple):
 
     columns: list[str]
     counts: list[int]
-    read: Callable[[int, list[str]], Any]
+    read: Callable[..., Any]
 
 
 class _Latest(threading.local):
@@ -376,7 +352,7 @@ class _Latest(threading.local):
 
     file: File | None = None
     table: Any = None
-    number: int = -1
+    group: int | None = None
     rows: Any = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -390,30 +366,25 @@ class ArrowRows(_Samples):
     """
 
     def __init__(self, files: Sequence[File], columns: Collection[str] | None) -> None:
-        owners = []
-        counts = []
-        self._groups: list[int] = []
-        for file in files:
-            with _naming(f"{file} cannot be read"):
-                found = _open_table(file).counts
-            counts += found
-            owners += [file] * len(found)
-            self._groups += range(len(found))
-        super().__init__(owners or files, counts, columns)
+        super().__init__(files, columns)
         self._latest = _Latest()
 
-    def _read(self, index: int, number: int, row: int) -> Any:
+    def _list(self, file: File) -> list[tuple[int, int]]:
+        groups = enumerate(_open_table(file).counts)
+        return [(group, row) for group, count in groups for row in range(count)]
+
+    def _read(self, index: int, file: File) -> Any:
+        group, row = self._where[index].tolist()
         latest = self._latest
-        if latest.number != number:
-            file = self._files[number]
-            latest.number = -1
-            latest.rows = None  # before there are others
-            if latest.file is not file:
-                latest.table = _open_table(file)
-                latest.file = file
+        if latest.file is not file:
+            latest.table = _open_table(file)
+            latest.file = file
+            latest.group = None
+        if latest.group != group:
+            latest.group = latest.rows = None  # before there are others
             table = latest.table
-            latest.rows = table.read(self._groups[number], self._choose(table.columns))
-            latest.number = number
+            latest.rows = table.read(group, columns=self._choose(table.columns))
+            latest.group = group
         (item,) = latest.rows.slice(row, 1).to_pylist()
         return {name: _decode_value(value) for name, value in item.items()}
 
@@ -431,21 +402,14 @@ def _open_table(file: File) -> _Table:
     data = file.place.open(file.name) if is_remote else pyarrow.memory_map(str(file))
     if _kind_of(file.name) == "parquet":
         parquet = pyarrow.parquet.ParquetFile(data)
-        facts = parquet.metadata
-        counts = [facts.row_group(group).num_rows for group in range(facts.num_row_groups)]
-
-        def read_group(group: int, columns: list[str]) -> Any:
-            return parquet.read_row_group(group, columns=columns, use_threads=False)
-
-        return _Table(parquet.schema_arrow.names, counts, read_group)
-    is_stream = data.read(6) != b"ARROW1"
+        groups = map(parquet.metadata.row_group, range(parquet.num_row_groups))
+        counts = [group.num_rows for group in groups]
+        read = partial(parquet.read_row_group, use_threads=False)
+        return _Table(parquet.schema_arrow.names, counts, read)
+    is_file = data.read(6) == b"ARROW1"
     data.seek(0)
-    if is_stream:
-        reader = pyarrow.ipc.open_stream(data)
-        batches = list(reader)
-    else:
-        reader = pyarrow.ipc.open_file(data)
-        batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
+    reader = pyarrow.ipc.open_file(data) if is_file else pyarrow.ipc.open_stream(data)
+    batches = reader.read_all().to_batches()
 
     def read_batch(group: int, columns: list[str]) -> Any:
         batches[group].validate(full=True)
@@ -459,7 +423,5 @@ def _decode_value(value: Any) -> Any:
         if value["bytes"] is None:
             raise ValueError(f"it holds the path of an image, {value['path']!r}, and not its bytes")
         return decode_image(value["bytes"])
-    if not isinstance(value, bytes):
-        return value
-    is_image = value.startswith(_IMAGE_STARTS) or value[8:12] == b"WEBP"
+    is_image = isinstance(value, bytes) and _IMAGE_START.match(value)
     return decode_image(value) if is_image else value

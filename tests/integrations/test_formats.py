@@ -113,7 +113,7 @@ def test_litdatas_dataset_is_prepared(tmp_path: Path) -> None:
     )
     assert done.stdout.splitlines() == [f"{list(range(COUNT))} {pixels(COUNT - 1).sum()}"] * 2
     with pytest.raises(
-        ValueError, match=r"holds chunks of litdata, .*CachedDataset\(StreamingDataset\("
+        ValueError, match=r"holds chunks of litdata, .*CachedDataset\(litdata\.StreamingDataset\("
     ):
         CachedDataset(tmp_path)
 
