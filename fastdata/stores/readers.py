@@ -176,9 +176,12 @@ class Store:
             out[...] = self.read(index)
             return
         self.ensure(np.array([index]))
+        self._decode_into(self._decoder, index, out)
+
+    def _decode_into(self, decoder: Decoder, index: int, out: np.ndarray) -> None:
         data = self.stored(index).data
         try:
-            self._decoder.decode(data, out)
+            decoder.decode(data, out)
         except MemoryError:
             raise
         except Exception as cause:  # decoders raise anything; all of it is named and kept
@@ -191,11 +194,11 @@ class Store:
 
         In one call where one table has them.
         """
+        self.ensure(index_B)
         if self._decoder is not None:
             for index, out in zip(index_B.tolist(), out_B, strict=True):
-                self.read_into(index, out)
+                self._decode_into(self._decoder, index, out)
             return
-        self.ensure(index_B)
         numbers = self._file_of[index_B].tolist()
         starts_B = self._offsets[index_B]
         dtype = self.spec.dtype
