@@ -68,6 +68,8 @@ class ResidentChunks:
         locate: the stores that samples lie in, and their positions there.
         chunk_batches: batches of each chunk but the last.
         batch_size: samples in a batch.
+        is_remote: a chunk that comes over a network comes batch by batch, and each is waited for
+            where it is read. One on a disk is read in the order of its files, and waited for whole.
         from_cache: whether the system's page cache lets go of samples, too.
     """
 
@@ -78,10 +80,13 @@ class ResidentChunks:
         locate: Callable[[Int64s], Located],
         chunk_batches: int,
         batch_size: int,
+        is_remote: bool,
         from_cache: bool,
     ) -> None:
-        size = chunk_batches * batch_size
-        self.chunks = np.split(samples, range(size, len(samples), size))
+        self._chunk_runs = chunk_batches if is_remote else 1
+        self._is_remote = is_remote
+        size = chunk_batches * batch_size // self._chunk_runs
+        self.runs = np.split(samples, range(size, len(samples), size))
         self._locate = locate
         self._chunk_batches = chunk_batches
         self._from_cache = from_cache
@@ -93,17 +98,18 @@ class ResidentChunks:
         for chunk in range(CHUNKS_HELD):
             self._begin(chunk)
 
-    def will_need(self, chunk: int) -> None:
-        """Wait for a chunk: its thread reads in sequence, faster than batches would."""
-        if chunk in self._coming:
-            self._coming[chunk].result()
+    def will_need(self, run: int) -> None:
+        """Wait for a run: its thread reads in sequence, faster than batches would."""
+        if run in self._coming and not self._is_remote:
+            self._coming[run].result()
 
     def passed(self) -> None:
         """As the sampler's; the last batch of a chunk makes room."""
         self._handed += 1
         chunk, batches = divmod(self._handed, self._chunk_batches)
         if not batches:
-            self._release(chunk - 1)
+            for run in self._runs_of(chunk - 1):
+                self._release(run)
             self._begin(chunk - 1 + CHUNKS_HELD)
 
     def close(self) -> None:
@@ -112,12 +118,16 @@ class ResidentChunks:
             return
         self._is_closed = True
         self._thread.shutdown(cancel_futures=True)
-        for chunk in list(self._coming):
-            self._release(chunk)
+        for run in list(self._coming):
+            self._release(run)
+
+    def _runs_of(self, chunk: int) -> range:
+        first = chunk * self._chunk_runs
+        return range(first, min(first + self._chunk_runs, len(self.runs)))
 
     def _begin(self, chunk: int) -> None:
-        if chunk < len(self.chunks):
-            self._coming[chunk] = self._thread.submit(self._bring, np.sort(self.chunks[chunk]))
+        for run in self._runs_of(chunk):
+            self._coming[run] = self._thread.submit(self._bring, np.sort(self.runs[run]))
 
     def _bring(self, samples: Int64s) -> list[tuple[DiskStore, Int64s]]:
         brought: list[tuple[DiskStore, Int64s]] = []
@@ -132,15 +142,15 @@ class ResidentChunks:
                     brought.append((store, some))
         return brought
 
-    def _release(self, chunk: int) -> None:
-        future = self._coming.pop(chunk)
+    def _release(self, run: int) -> None:
+        future = self._coming.pop(run)
         brought = [] if future.cancel() else future.result()
         for store, positions in brought:
             store.drop(positions, from_cache=self._from_cache)
 
 
 class ChunkSampler(RankSampler):
-    """A rank's samples in an order of chunks; waits for each chunk before it gives samples of it.
+    """A rank's samples in an order of chunks; waits until they are there before it gives them.
 
     Args:
         make: an order of chunks for a ``world_size``.
@@ -175,9 +185,9 @@ class ChunkSampler(RankSampler):
             yield from indices
             return
         self.resident = resident = self._hold(samples)
-        for number, chunk in enumerate(resident.chunks):
+        for number, run in enumerate(resident.runs):
             resident.will_need(number)
-            yield from itertools.islice(indices, len(chunk))
+            yield from itertools.islice(indices, len(run))
 
     def passed(self) -> None:
         """Note that one more batch was handed over."""
@@ -302,6 +312,7 @@ class ChunkedLoader:
                 locate=self._locate,
                 chunk_batches=size // batch_size,
                 batch_size=batch_size,
+                is_remote=any(isinstance(store, MirroredStore) for store in self._stores),
                 from_cache=self._empties_cache,
             )
         if self._is_mixed:

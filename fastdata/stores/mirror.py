@@ -14,6 +14,7 @@ import glob
 import hashlib
 import json
 import os
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -90,6 +91,7 @@ class Mirror:
             ) from problem
         self.limit_bytes = parse_bytes(limit, of=free_bytes(local_cache) + used_bytes)
         self._spare_bytes = 0
+        self._turn = os.getpid(), threading.Lock()
 
     def whole(self, name: str) -> Segment:
         """All of a file."""
@@ -99,8 +101,17 @@ class Mirror:
     def map(self, segments: Iterable[Segment]) -> dict[Segment, Bytes]:
         """The bytes of segments, read-only; what is not here is fetched.
 
-        Two processes never fetch the same segment: the second waits for the first.
+        Two threads or processes never fetch the same segment: the second waits for the first.
         """
+        mapped, missing = self._map_local(segments)
+        if not missing:
+            return mapped
+        if self._turn[0] != os.getpid():  # a forked process never gets its parent's turn
+            self._turn = os.getpid(), threading.Lock()
+        with self._turn[1]:
+            return mapped | self._fetch_all(missing)
+
+    def _fetch_all(self, segments: Sequence[Segment]) -> dict[Segment, Bytes]:
         mapped, missing = self._map_local(segments)
         largest_bytes = max((segment.size_bytes for segment in missing), default=1)
         at_once = max(FETCH_BYTES // largest_bytes, 1)
