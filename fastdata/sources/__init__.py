@@ -141,10 +141,6 @@ class FileSource:
         place: Place | None = None,
         facts: Mapping[str, np.ndarray] | None = None,
     ) -> None:
-        if len(paths) != len(targets):
-            raise ValueError(
-                f"{len(paths)} paths but {len(targets)} targets; each sample needs both"
-            )
         self.paths = paths
         self.targets = targets
         self.loader = loader
@@ -257,25 +253,28 @@ class DatasetSource:
         self.columns = columns
         self.keys: ItemKeys | None = None
         self.is_remote: bool = getattr(dataset, "is_remote", False)  # of formats.py
-        self._kind: str | None = None  # of the items read so far
+        self._form: tuple[str, ...] = ()  # of the items read so far
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def read(self, index: int) -> Pair:
         item = self.dataset[index]
-        which = f"item {index} of {type(self.dataset).__name__}"
         if isinstance(item, Mapping):
             item = {name: _opened(value) for name, value in item.items()}
         if self.columns is not None:
-            _check_columns_of(item, self.columns, which)
             return self.columns.split(item)
-        kind = _kind_of(item)
-        if self._kind is None:
-            self.keys = _keys_of(item, which)
-            self._kind = kind
-        if kind != self._kind:
-            raise TypeError(f"{which} is {kind}, others are {self._kind}. Give all items one form.")
+        which = f"item {index} of {type(self.dataset).__name__}"
+        keys = _keys_of(item, which)
+        form = ("pair",) if keys is None else (keys.kind, *sorted(keys.names))
+        if not self._form:
+            self.keys = keys
+            self._form = form
+        if form != self._form:
+            raise TypeError(
+                f"{which} is of the form {'/'.join(form)}, others are {'/'.join(self._form)}. Give "
+                "all items one form."
+            )
         if self.keys is not None:
             return self.keys.split(item)
         sample, target = item
@@ -291,11 +290,11 @@ class DatasetSource:
         As torchvision's do; also through subsets of subsets.
         """
         dataset = self.dataset
-        while getattr(dataset, "indices", None) is not None and hasattr(dataset, "dataset"):
+        while hasattr(dataset, "indices") and hasattr(dataset, "dataset"):
             index = int(dataset.indices[index])
             dataset = dataset.dataset
         samples = getattr(dataset, "samples", None)
-        if not isinstance(samples, Sequence) or isinstance(samples, str) or index >= len(samples):
+        if not isinstance(samples, Sequence) or index >= len(samples):
             return None
         sample = samples[index]
         if isinstance(sample, tuple | list) and sample:
@@ -308,12 +307,6 @@ def _check_dataset(dataset: Any) -> None:
         raise TypeError(
             f"{dataset!r} is a path, not a dataset. Give fastdata.ImageFolder the folder of class "
             "folders, fastdata.ImageManifest the CSV file, or CachedDataset.from_cache the cache."
-        )
-    if isinstance(dataset, np.ndarray | torch.Tensor):
-        raise TypeError(
-            f"{kind_of(dataset)} of shape {tuple(dataset.shape)} has no targets. Give both: "
-            "TensorDataset(images, targets) of torch.utils.data for tensors, "
-            "list(zip(images, targets)) for arrays."
         )
     if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise TypeError(
@@ -330,23 +323,6 @@ def _opened(value: Any) -> Any:
     if value["bytes"] is None:
         return load_image(value["path"])
     return decode_image(value["bytes"])
-
-
-def _check_columns_of(item: Any, columns: ItemKeys, which: str) -> None:
-    if not isinstance(item, Mapping):
-        raise TypeError(f"{which} is {kind_of(item)}, and columns= chooses of a dict; leave it out")
-    missing = [name for name in columns.names if name not in item]
-    if missing:
-        there = ", ".join(map(repr, item))
-        raise KeyError(f"{which} has no {missing[0]!r} of columns=; there are {there}")
-
-
-def _kind_of(item: Any) -> str:
-    if isinstance(item, dict):
-        return f"a dict of {', '.join(sorted(map(str, item)))}"
-    if isinstance(item, tuple | list):
-        return f"a tuple of length {len(item)}"
-    return "an image alone" if _is_alone(item) else kind_of(item)
 
 
 def _is_alone(item: Any) -> bool:
@@ -477,8 +453,7 @@ class Manifest(NamedTuple):
     classes: list[str] | None
 
 
-@dataclass(frozen=True)
-class _Table:
+class _Table(NamedTuple):
     """Columns by name. Messages call it ``title``, its rows ``row`` and a number: ``line 3``."""
 
     title: str
@@ -498,13 +473,6 @@ class _Table:
             texts.append(text)
         return texts
 
-    def parse_numbers(self, column: str, texts: list[str]) -> np.ndarray:
-        """Texts of numbers: int64 where all are whole, else float64."""
-        try:
-            return np.array(list(map(int, texts)), np.int64)
-        except ValueError:
-            return np.array(texts).astype(np.float64)
-
 
 def read_manifest(
     manifest: Any,
@@ -519,8 +487,7 @@ def read_manifest(
     names = list(dict.fromkeys(name for name in (file, *labels, id) if name is not None))
     table, folder = _read_table(manifest, names, storage_options)
     if not table.numbers:
-        below = " below its header line" if table.row == "line" else ""
-        raise ValueError(f"{table.title} lists no samples{below}")
+        raise ValueError(f"{table.title} lists no samples")
     if root is not None:
         folder = Place(root).url if is_url(root) else os.path.expanduser(root)
     paths = [
@@ -558,34 +525,30 @@ def _read_table(
     else:
         title = os.path.expanduser(os.fsdecode(manifest))
         data = Path(title).read_bytes()
-    lines = io.TextIOWrapper(io.BytesIO(data), encoding="utf-8-sig", newline="")
-    return _read_csv(title, lines, names), os.path.dirname(title)
+    return _read_csv(title, data.decode("utf-8-sig"), names), os.path.dirname(title)
 
 
-def _read_csv(title: str, lines: Iterable[str], names: list[str]) -> _Table:
-    reader = csv.reader(lines)
-    columns: dict[str, list[Any]] = {name: [] for name in names}
+def _read_csv(title: str, text: str, names: list[str]) -> _Table:
+    rows = csv.reader(io.StringIO(text, newline=""))
+    header = next(rows, [])
+    _check_columns(title, header, names)
+    positions = list(map(header.index, names))
     numbers = []
-    try:
-        header = next(reader, [])
-        _check_columns(title, header, names)
-        positions = {name: header.index(name) for name in names}
-        for row in filter(None, reader):
-            numbers.append(reader.line_num)
-            if len(row) > len(header):
-                raise ValueError(
-                    f"{title}, line {numbers[-1]}: {len(row)} values for {len(header)} columns. "
-                    'Put quotes around a value that holds a comma: "a,b.jpg".'
-                )
-            for name, position in positions.items():
-                columns[name].append(row[position].strip() if position < len(row) else "")
-    except csv.Error as broken:
-        raise ValueError(f"{title}, line {reader.line_num}: {broken}") from broken
-    except UnicodeDecodeError as broken:
-        raise ValueError(
-            f"{title} is not UTF-8 text after line {reader.line_num}; save it as UTF-8"
-        ) from broken
-    return _Table(title, "line", numbers, columns)
+    chosen = []
+    for row in filter(None, rows):
+        if len(row) > len(header):
+            raise ValueError(
+                f"{title}, line {rows.line_num}: {len(row)} values for {len(header)} columns. "
+                'Put quotes around a value that holds a comma: "a,b.jpg".'
+            )
+        row += [""] * (len(header) - len(row))
+        numbers.append(rows.line_num)
+        chosen.append([row[position].strip() for position in positions])
+    return _Table(title, "line", numbers, _columns_of(chosen, names))
+
+
+def _columns_of(rows: Sequence[Sequence[Any]], names: list[str]) -> dict[str, list[Any]]:
+    return {name: [row[place] for row in rows] for place, name in enumerate(names)}
 
 
 def _check_columns(title: str, there: list[str], names: list[str]) -> None:
@@ -613,8 +576,7 @@ def _read_list(samples: Iterable[Any], names: list[str]) -> _Table:
                 "order. Leave out what there is not by label=None and id=None, or give a frame or "
                 "the path of a CSV file."
             )
-    columns = {name: [row[position] for row in rows] for position, name in enumerate(names)}
-    return _Table("the list", "item", range(len(rows)), columns)
+    return _Table("the list", "item", range(len(rows)), _columns_of(rows, names))
 
 
 def _read_labels(table: _Table, label: str) -> tuple[Any, list[str] | None]:
@@ -622,17 +584,14 @@ def _read_labels(table: _Table, label: str) -> tuple[Any, list[str] | None]:
     values = [
         value.tolist() if hasattr(value, "tolist") else value for value in table.columns[label]
     ]
-    table.columns[label] = values
     if isinstance(values[0], tuple | list):
-        try:
-            vectors = torch.tensor(values)
-        except (ValueError, TypeError, RuntimeError) as problem:
-            raise ValueError(f"{table.title}, column {label!r}: {problem}") from problem
+        vectors = torch.tensor(values)
         return (vectors.long() if vectors.dtype == torch.bool else vectors), None
+    table.columns[label] = values
     texts = table.texts(label)
     is_number = [_NUMBER.fullmatch(text) is not None for text in texts]
     if all(is_number):
-        return table.parse_numbers(label, texts).tolist(), None
+        return _parse_numbers(texts).tolist(), None
     if any(is_number):
         name = is_number.index(False)
         number = is_number.index(True)
@@ -657,6 +616,14 @@ def _read_vectors(table: _Table, names: Sequence[str]) -> torch.Tensor:
                     f"{table.where(index, name)}: {text!r} is no number, and several labels are a "
                     "vector of numbers. Write numbers, or name one column of class names."
                 )
-        columns.append(table.parse_numbers(name, texts))
+        columns.append(_parse_numbers(texts))
     values = torch.from_numpy(np.stack(columns, axis=1))
     return values.float() if values.is_floating_point() else values
+
+
+def _parse_numbers(texts: list[str]) -> np.ndarray:
+    """int64 where all are whole, else float64."""
+    try:
+        return np.array(list(map(int, texts)), np.int64)
+    except ValueError:
+        return np.array(texts).astype(np.float64)
