@@ -106,9 +106,8 @@ class _Wanted:
     @property
     def coders(self) -> list[Decoder]:
         """Those that a cache's own words may not be enough to make."""
-        codec = self.options.codec
-        given = codec if isinstance(codec, (tuple, list)) else [codec]
-        coders: list[Decoder] = [find_codec(it) for it in given if it not in ("auto", SOURCE)]
+        given = [codec for codec in self.options.codecs if codec not in ("auto", SOURCE)]
+        coders: list[Decoder] = list(map(find_codec, given))
         return coders if self.path.decoder is None else [*coders, self.path.decoder]
 
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from difflib import get_close_matches
 from numbers import Integral
 from typing import Any, Literal, TypedDict, TypeVar, get_args, get_origin, get_type_hints
 
-from fastdata.machine.memory import parse_bytes
 from fastdata.pixels.images import Bound
-from fastdata.report import warn_user
 from fastdata.sources.remote import StorageOptions
 from fastdata.stores.samples import SOURCE
 
@@ -54,21 +52,13 @@ class Options:
             if get_origin(kind) is Literal and value not in get_args(kind):
                 choices = ", ".join(map(repr, get_args(kind)))
                 raise ValueError(f"{name}={value!r} is not one of {choices}")
-        for name in ("prepare_workers", "seed"):
-            number = getattr(self, name)
-            if number is not None and not isinstance(number, Integral):
-                raise TypeError(f"{name}={number!r} is no whole number")
-        if self.prepare_workers is not None and self.prepare_workers < 0:
-            raise ValueError(f"prepare_workers={self.prepare_workers} is below 0")
-        if not isinstance(self.batch_ops, bool):
-            raise TypeError(f"batch_ops={self.batch_ops!r} is neither True nor False")
-        if isinstance(self.codec, str) and self.codec not in ("auto", SOURCE):
-            from fastdata.stores.codecs import KNOWN_CODECS
+            if not isinstance(value, _PLAIN.get(kind, object)):
+                raise TypeError(f"{name}={value!r} is not of type {kind}")
+        for codec in self.codecs:
+            if codec not in ("auto", SOURCE):
+                from fastdata.stores.codecs import find_codec
 
-            if self.codec not in KNOWN_CODECS:
-                known = ", ".join(map(repr, ("auto", SOURCE, *KNOWN_CODECS)))
-                what = f"codec={self.codec!r} is not one of {known}"
-                raise ValueError(f"{what}, nor an object with encode and decode")
+                find_codec(codec)
         if self.cache_dir is None and self.storage == "disk":
             raise ValueError("storage='disk' keeps samples in a folder; name it with cache_dir=")
         if self.cache_dir is not None and self.storage not in ("auto", "disk"):
@@ -81,12 +71,17 @@ class Options:
             raise ValueError(
                 f"engine={self.engine!r} is not 'local', 'ray', or a concurrent.futures.Executor"
             )
-        # A share of nothing is no size.
-        if self.shard_bytes is not None and parse_bytes(self.shard_bytes, of=0) < 1:
-            what = f"shard_bytes={self.shard_bytes!r} is no size"
-            raise ValueError(f"{what}: give bytes as an int, or text as '256MiB'")
         if self.cache_dir is None and (self.engine != "local" or self.shard_bytes is not None):
             raise ValueError("build_cache() writes a cache; name its folder with cache_dir=")
+
+    @property
+    def codecs(self) -> Sequence[Any]:
+        """The one of all parts of samples, or those of each."""
+        return self.codec if isinstance(self.codec, (tuple, list)) else (self.codec,)
+
+
+_PLAIN: dict[Any, Any] = {bool: bool, int | None: Integral | None}
+"""Types of options that are looked at here -> of which their values must be."""
 
 
 class DatasetOptions(TypedDict, total=False):
@@ -165,28 +160,13 @@ def with_options(dataset: type[_Dataset]) -> type[_Dataset]:
     return dataset
 
 
-_RETIRED = {
-    "progress": "set TQDM_DISABLE=1 to hide progress bars",
-    "fill": "dataset.prepare() prepares all samples at once",
-    "share": "the ranks of a machine always share their samples",
-}
-"""Options of earlier versions that scripts still give -> what stands for them."""
-
-
 def read_options(made: type, given: Mapping[str, Any], writing: tuple[Any, Any]) -> Options:
     """The options that a constructor was given; a TypeError for a name it has no argument of."""
-    at_once = given.get("fill") == "eager"
-    for name in _RETIRED.keys() & given.keys():
-        warn_user(f"{name}={given[name]!r} is no option any more: {_RETIRED[name]}")
-    chosen = {name: value for name, value in given.items() if name not in _RETIRED}
-    for name in chosen:
-        if name not in DatasetOptions.__annotations__:
-            close = get_close_matches(name, inspect.signature(made).parameters, n=1)
-            advice = (
-                f"Did you mean {close[0]}=?"
-                if close
-                else f"help({made.__name__}) lists those it has."
-            )
-            raise TypeError(f"{made.__name__}() has no argument {name}=. {advice}")
+    for name in given.keys() - DatasetOptions.__annotations__.keys():
+        close = get_close_matches(name, inspect.signature(made).parameters, n=1)
+        advice = f"help({made.__name__}) lists those it has."
+        if close:
+            advice = f"Did you mean {close[0]}=?"
+        raise TypeError(f"{made.__name__}() has no argument {name}=. {advice}")
     engine, shard_bytes = writing
-    return Options(**chosen, engine=engine, shard_bytes=shard_bytes, at_once=at_once)
+    return Options(**given, engine=engine, shard_bytes=shard_bytes)

@@ -192,9 +192,8 @@ def prepare_storage(
     expected = forecast(path)
     place = None
     if not options.alone:
-        codecs = options.codec if isinstance(options.codec, (tuple, list)) else [options.codec]
         own = [getattr(path.source, name, None) for name in ("loader", "dataset")]
-        known = [*own, path.prepare, *codecs]  # of which every rank has its own
+        known = [*own, path.prepare, *options.codecs]  # of which every rank has its own
         place = _meet(expected, options, table, by, known)
     if isinstance(place, Follower):
         prepared: Prepared = place.value
