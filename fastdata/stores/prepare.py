@@ -50,7 +50,7 @@ from fastdata.stores.samples import (
     KeptSamples,
     Layout,
     ReadPath,
-    ReadSamples,
+    ReadSample,
     read_samples,
 )
 from fastdata.stores.writers import (
@@ -80,23 +80,13 @@ class Forecast:
     """
 
     path: ReadPath
-    probed: list[ReadSamples]
+    probed: list[ReadSample]
     specs: list[SampleSpec]
     part_bytes: list[int]
 
     @property
-    def first(self) -> ReadSamples:
-        return self.probed[0]
-
-    @property
     def layout(self) -> Layout:
-        first = self.first
-        return Layout(
-            is_tuple=first.is_tuple,
-            target_is_part=first.target_is_part,
-            keys=self.path.source.keys,
-            mask_places=first.mask_places,
-        )
+        return replace(self.probed[0].layout, keys=self.path.source.keys)
 
     @property
     def need_bytes(self) -> int:
@@ -104,10 +94,10 @@ class Forecast:
 
     @property
     def targets(self) -> list[Any]:
-        return [target for read in self.probed for target in read.targets]
+        return [read.target for read in self.probed]
 
     def samples(self, part: int) -> list[np.ndarray]:
-        return _samples_of(self.probed, part)
+        return [read.parts[part][0] for read in self.probed]
 
     def plan_writers(
         self, trial: CodecTrial | None = None, limit_bytes: int = NO_LIMIT
@@ -120,7 +110,7 @@ class Forecast:
         for number, (coder, first_bytes) in enumerate(zip(coders, part_bytes, strict=True)):
             part = StoredPart(
                 spec=self.specs[number],
-                dimensions=self.first.parts[number].array.ndim - 1,
+                dimensions=self.samples(number)[0].ndim,
                 codec=None if coder is None else dict(coder.settings()),
             )
             limit = max(spare_bytes + first_bytes, 1)
@@ -129,28 +119,25 @@ class Forecast:
         return plans
 
 
-def _samples_of(probed: Sequence[ReadSamples], part: int) -> list[np.ndarray]:
-    return [sample for read in probed for sample in read.parts[part].array]
-
-
 def forecast(path: ReadPath, *, probes: int = 8) -> Forecast:
     """Prepare ``probes`` + 1 samples; the first one's error is raised if none of them can be."""
     count = len(path.source)
     indices = sorted({round(k * (count - 1) / probes) for k in range(probes + 1)})
     path.source.expect(indices)
-    probed: list[ReadSamples] = []
+    probed: list[ReadSample] = []
     errors: list[SampleError] = []
     for read in read_samples(path, indices):
         if isinstance(read, SampleError):
             errors.append(read)
         elif not probed or len(read.parts) == len(probed[0].parts):
-            probed.append(read.copied())
+            parts = [(array.copy(), form) for array, form in read.parts]
+            probed.append(replace(read, parts=parts))
     if not probed:
         raise errors[0]
     specs: list[SampleSpec] = []
     part_bytes: list[int] = []
     for number, (array, form) in enumerate(probed[0].parts):
-        samples = _samples_of(probed, number)
+        samples = [read.parts[number][0] for read in probed]
         is_dense = len({sample.shape for sample in samples}) == 1
         step_bytes = 1 if is_dense else ALIGN_BYTES
         sizes = [-(-sample.nbytes // step_bytes) * step_bytes for sample in samples]
@@ -335,9 +322,9 @@ def _key(expected: Forecast, options: Options, table: SampleTable | None, by: Se
     for column in columns:
         digest.update(np.ascontiguousarray(column).data)
     for read in expected.probed:
-        words += [*read.indices, *read.targets]
-        for part in read.parts:
-            digest.update(part.array.tobytes())
+        words += [read.index, read.target]
+        for array, _ in read.parts:
+            digest.update(array.tobytes())
     digest.update(repr(words).encode())
     key = digest.hexdigest()
     _MADE[key] += 1
@@ -463,4 +450,4 @@ def _encode(coder: Decoder | None, expected: Forecast, part: int) -> list[memory
         raise ValueError("samples have several parts")
     assert isinstance(source, FileSource)
     files = source.as_bytes()
-    return [memoryview(files.read(it)[0]) for read in expected.probed for it in read.indices]
+    return [memoryview(files.read(read.index)[0]) for read in expected.probed]

@@ -7,8 +7,9 @@ behind these the targets that are images themselves.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,51 +47,55 @@ AT_ONCE = 16
 """Samples that are read together."""
 
 
-_PLAIN = {int, float, bool, str, bytes, type(None)}
-"""Types of targets that hold no images."""
+Part = tuple[np.ndarray, Form]
+"""Of a sample: its values, and what it was."""
 
 
-class Part(NamedTuple):
-    """One part of samples of one shape: (n, *shape)."""
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How samples are put together of their parts.
 
-    array: np.ndarray
-    form: Form
+    Args:
+        is_tuple: whether they are tuples of parts.
+        target_is_part: whether targets are the last part.
+        keys: of items that are dicts.
+        mask_places: of targets that are tuples, the places of images, which are the last parts.
+    """
+
+    is_tuple: bool = False
+    target_is_part: bool = False
+    keys: ItemKeys | None = None
+    mask_places: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        keys = self.keys
+        if keys and (keys.image not in keys.names or len({*keys.names}) < len(keys.names)):
+            raise ValueError(f"its keys do not fit: {keys}")
 
 
 @dataclass(frozen=True, slots=True)
-class ReadSamples:
-    """Prepared samples of one shape, taken apart."""
+class ReadSample:
+    """A prepared sample, taken apart; its target has None where that is a part."""
 
-    indices: Sequence[int]
-    parts: tuple[Part, ...]
-    targets: Sequence[Any]
-    """None where they are the last part."""
-    is_tuple: bool = False
-    target_is_part: bool = False
-    mask_places: tuple[int, ...] = ()
-    """Of targets that are tuples, the places of images: they are the last parts."""
-
-    def copied(self) -> ReadSamples:
-        """In memory of their own."""
-        parts = tuple([Part(array.copy(), form) for array, form in self.parts])
-        return replace(self, parts=parts)
+    index: int
+    parts: Sequence[Part]
+    target: Any
+    layout: Layout
 
 
-def take_apart(
-    index: int, stored: list[tuple[np.ndarray, Form]], target: Any, *, is_tuple: bool = False
-) -> ReadSamples:
-    """The parts of a sample, which are ``to_stored``, with those of its target behind them."""
+def take_apart(index: int, parts: list[Part], target: Any, *, is_tuple: bool = False) -> ReadSample:
+    """A sample of these parts, with those of its target behind them."""
     target_is_part = is_image(target)
     places: tuple[int, ...] = ()
     if target_is_part:
-        stored.append(to_stored(target, is_mask=True))
+        parts.append(to_stored(target, is_mask=True))
         target = None
     elif type(target) is tuple:
         places = tuple(k for k, value in enumerate(target) if is_pil(value))
-        stored += [to_stored(target[k], is_mask=True) for k in places]
+        parts += [to_stored(target[k], is_mask=True) for k in places]
         target = tuple(None if k in places else value for k, value in enumerate(target))
-    parts = tuple([Part(array[None], form) for array, form in stored])
-    return ReadSamples([index], parts, [target], is_tuple, target_is_part, places)
+    layout = Layout(is_tuple=is_tuple, target_is_part=target_is_part, mask_places=places)
+    return ReadSample(index, parts, target, layout)
 
 
 # Reading
@@ -205,22 +210,21 @@ def open_files(source: FileSource, indices: Sequence[int], *, upright: bool) -> 
     return OpenedImages.of_files(files, by_pillow, upright=upright, channels=opening.channels)
 
 
-def read_samples(
-    path: ReadPath, indices: Sequence[int], *, together: bool = True
-) -> Iterator[ReadSamples | SampleError]:
+def read_samples(path: ReadPath, indices: Sequence[int]) -> Iterator[ReadSample | SampleError]:
     """Read and prepare samples, in order, or say what is wrong with one.
 
-    Those of one shape may come ``together``; and each time they may lie over those before.
+    Each may lie over those before.
     """
     for first in range(0, len(indices), AT_ONCE):
         group = indices[first : first + AT_ONCE]
+        done = 0
         if path.by_core is not None:
             # One after the other tells whose an error is.
             with contextlib.suppress(SampleError, ValueError):
-                for found in _read_together(path, path.by_core, group, together):
-                    group = group[len(found.indices) :]
-                    yield found
-        for index in group:
+                for read in _read_together(path, path.by_core, group):
+                    done += 1
+                    yield read
+        for index in group[done:]:
             try:
                 yield _read_one(path, index)
             except SampleError as error:
@@ -228,58 +232,28 @@ def read_samples(
 
 
 def _read_together(
-    path: ReadPath, by_core: FilePreparer, indices: Sequence[int], together: bool
-) -> Iterator[ReadSamples]:
+    path: ReadPath, by_core: FilePreparer, indices: Sequence[int]
+) -> Iterator[ReadSample]:
     source = path.source
     assert isinstance(source, FileSource)
     images = open_files(source, indices, upright=by_core.upright)
     targets = source.targets_of(indices)
-    together = together and _PLAIN.issuperset(map(type, targets))
-    first = 0
-    for pixels in by_core.prepare(images):
-        last = first + len(pixels)
-        part = Part(pixels, by_core.opening.form)
-        if together:
-            yield ReadSamples(indices[first:last], (part,), targets[first:last])
-        else:
-            for b in range(first, last):
-                yield take_apart(indices[b], [(pixels[b - first], part.form)], targets[b])
-        first = last
+    each = itertools.chain.from_iterable(by_core.prepare(images))
+    for index, pixels, target in zip(indices, each, targets, strict=True):
+        yield take_apart(index, [(pixels, by_core.opening.form)], target)
 
 
-def _read_one(path: ReadPath, index: int) -> ReadSamples:
+def _read_one(path: ReadPath, index: int) -> ReadSample:
     with naming_sample(path.source, index):
         sample, target = path.source.read(index)
     with naming_sample(path.source, index, is_read=True):
         prepared = path.prepare(sample)
         is_tuple = isinstance(prepared, (tuple, list))
-        stored = list(map(to_stored, prepared if is_tuple else [prepared]))
-        return take_apart(index, stored, target, is_tuple=is_tuple)
+        parts = list(map(to_stored, prepared if is_tuple else [prepared]))
+        return take_apart(index, parts, target, is_tuple=is_tuple)
 
 
 # What is kept
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """How samples are put together of their parts.
-
-    Args:
-        is_tuple: whether they are tuples of parts.
-        target_is_part: whether targets are the last part.
-        keys: of items that are dicts.
-        mask_places: of targets that are tuples, the places of images, which are the last parts.
-    """
-
-    is_tuple: bool
-    target_is_part: bool
-    keys: ItemKeys | None
-    mask_places: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        keys = self.keys
-        if keys and (keys.image not in keys.names or len({*keys.names}) < len(keys.names)):
-            raise ValueError(f"its keys do not fit: {keys}")
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,13 @@ from fastdata.machine import memory
 from fastdata.machine.memory import format_bytes
 from fastdata.machine.processes import run_tasks
 from fastdata.machine.shared import ArrayBlock, Block
-from fastdata.pixels.images import Form, SampleSpec, SourceDecoder
+from fastdata.pixels.images import SampleSpec, SourceDecoder
 from fastdata.report import log, progress_bar
 from fastdata.sources import FileSource
 from fastdata.stores.readers import DiskFile, ShapesDifferError, Store, checksum
 from fastdata.stores.samples import (
     AT_ONCE,
+    Part,
     ReadPath,
     Steps,
     naming_sample,
@@ -88,7 +89,6 @@ class WriterPlan:
         path: of the new file on disk; None for memory.
         first_bytes: about what samples take, unless they are a table.
         limit_bytes: the most that may be reserved.
-        known_shape: of every sample, where that is certain before one is prepared.
     """
 
     part: StoredPart
@@ -96,7 +96,6 @@ class WriterPlan:
     path: Path | None = None
     first_bytes: int = 1
     limit_bytes: int = NO_LIMIT
-    known_shape: tuple[int, ...] | None = None
 
 
 def write_any_shapes(
@@ -114,6 +113,7 @@ def write_any_shapes(
     return write_any_shapes(write, any_shapes)
 
 
+@dataclass(frozen=True, slots=True)
 class Writer:
     """Puts samples into a file, from any thread, or process that has it.
 
@@ -126,12 +126,9 @@ class Writer:
         index: of the store, as ``Store`` has it.
     """
 
-    def __init__(self, plan: WriterPlan, file: Block, index: ArrayBlock) -> None:
-        self.plan = plan
-        self.part = plan.part
-        self.is_table = plan.part.is_table
-        self.file = file
-        self.index = index
+    plan: WriterPlan
+    file: Block
+    index: ArrayBlock
 
     @classmethod
     def open(cls, plan: WriterPlan, length: int) -> Writer:
@@ -161,57 +158,30 @@ class Writer:
         file.write(0, np.frombuffer(head, np.uint8))
         return writer
 
-    def write(self, rows: Sequence[int], samples: np.ndarray, form: Form) -> None:
-        """Store samples (n, *shape), encoded if they are to be, in these rows, which ascend.
+    def write(self, row: int, data: np.ndarray, shape: tuple[int, ...]) -> None:
+        """Store a sample of this shape, as it is or encoded.
 
         Raises:
-            TypeError: they are not of the type that is stored.
             MemoryBudgetError: there is no room left within the limit.
-            ShapesDifferError: they are not of the common shape, or have more or fewer dimensions
-                than the others.
+            ShapesDifferError: it is not of the common shape, or has more or fewer dimensions than
+                the others.
             CacheError: the disk is full.
-            Exception: one cannot be encoded; or a file was opened and is damaged.
         """
-        spec = self.part.spec
-        is_file = isinstance(self.plan.coder, SourceDecoder)
-        if not is_file and (samples.dtype.name, form) != (spec.dtype, spec.form):
-            others = f"the others are of {spec.dtype} {spec.form}"
-            cure = "give all samples one type in prepare="
-            raise TypeError(f"it is of {samples.dtype} {form}, {others}; {cure}")
-        data = np.ascontiguousarray(samples)
-        is_one_run = rows[-1] - rows[0] < len(rows)
-        if is_one_run and self.is_table and self.plan.path is None:
-            self._check_shape(rows[0], samples.shape[1:])
-            self.file.write(self.index["offsets"][rows[0]].item(), data)
-            return
-        for k, row in enumerate(rows):
-            self._write_one(row, data[k, ...])
-
-    def _write_one(self, row: int, sample: np.ndarray) -> None:
-        codec = self.plan.coder
+        part = self.plan.part
+        if part.spec.shape not in (None, shape):
+            found = f"shape {shape}, those before it {part.spec.shape}"
+            raise ShapesDifferError(f"sample {row} has {found}")
+        if len(shape) != part.dimensions:
+            found = f"{len(shape)} dimensions, those before it {part.dimensions}"
+            raise ShapesDifferError(f"sample {row} has {found}")
         index = self.index
-        shape = sample.shape
-        data = sample
-        if isinstance(codec, SourceDecoder):
-            shape = self.plan.known_shape or codec.sample(sample.data).shape
-        elif codec is not None:
-            data = np.frombuffer(codec.encode(sample), np.uint8)
-        self._check_shape(row, shape)
-        if not self.is_table:
+        if not part.is_table:
             index["offsets"][row] = self._take(data.nbytes)
             index["sizes"][row] = data.nbytes
             index["shapes"][row] = shape
         self.file.write(index["offsets"][row].item(), data)
         if "sums" in index:
             index["sums"][row] = checksum(data.reshape(-1).view(np.uint8))
-
-    def _check_shape(self, row: int, shape: tuple[int, ...]) -> None:
-        common = self.part.spec.shape
-        if common not in (None, shape):
-            raise ShapesDifferError(f"sample {row} has shape {shape}, those before it {common}")
-        if len(shape) != self.part.dimensions:
-            counts = f"{len(shape)} dimensions, those before it {self.part.dimensions}"
-            raise ShapesDifferError(f"sample {row} has {counts}")
 
     def _take(self, size_bytes: int) -> int:
         """The first byte of so many that are nobody else's."""
@@ -247,13 +217,14 @@ class Writer:
         """Seal the file, and give the samples in these rows, all that were written, as a store."""
         used_bytes, reserved_bytes = self.index.pop(_ENDS).tolist()
         self.index.pop("is_there", None)
-        if not self.is_table:
+        part = self.plan.part
+        if not part.is_table:
             self.file.size_bytes = reserved_bytes  # some by other processes
             self.file.trim(used_bytes)
         self.file.seal()
         index = ArrayBlock({name: column[rows] for name, column in self.index.items()})
         self.index.close()
-        return Store((self.file,), self.part.spec, index, self.plan.coder)
+        return Store((self.file,), part.spec, index, self.plan.coder)
 
     def close(self) -> None:
         """Give up what was written, a file on disk included. Idempotent."""
@@ -261,9 +232,6 @@ class Writer:
         self.index.close()
         if isinstance(self.file, DiskFile):
             self.file.path.unlink(missing_ok=True)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return Writer, (self.plan, self.file, self.index)
 
 
 _Opened = TypeVar("_Opened", bound="Store | Writer | Block")
@@ -300,45 +268,51 @@ class WritePath(NamedTuple):
     """
 
     path: ReadPath
-    writers: tuple[Writer, ...]
+    writers: list[Writer]
     first_index: int = 0
 
     @classmethod
     def open(cls, path: ReadPath, plans: Sequence[WriterPlan], indices: range) -> WritePath:
         """With a new writer for each part of these samples."""
-        length = len(indices)
-        plans = [replace(plan, known_shape=path.shape) for plan in plans]
-        writers = open_all(Writer.open(plan, length) for plan in plans)
+        writers = open_all(Writer.open(plan, len(indices)) for plan in plans)
         if any(isinstance(plan.coder, SourceDecoder) for plan in plans):
             assert isinstance(path.source, FileSource)
-            path = ReadPath(path.source.as_bytes(), Steps(()))
-        return cls(path, tuple(writers), indices[0])
+            path = ReadPath(path.source.as_bytes(), Steps(()), path.shape)
+        return cls(path, writers, indices[0])
 
     def write(self, indices: Sequence[int]) -> Written:
         """Read, prepare and write samples."""
-        rows = [index - self.first_index for index in indices]
-        are_tables = all(writer.is_table for writer in self.writers)
         written = Written({}, {})
-        for read in read_samples(self.path, indices, together=are_tables):
-            done = len(written.targets) + len(written.errors)
-            if isinstance(read, SampleError):
-                written.errors[rows[done]] = read
-                continue
-            some = rows[done : done + len(read.indices)]
+        for index, read in zip(indices, read_samples(self.path, indices), strict=True):
+            row = index - self.first_index
             try:
-                with naming_sample(self.path.source, read.indices[0]):
-                    self._write(some, read.parts)
-                written.targets.update(zip(some, read.targets, strict=True))
+                if isinstance(read, SampleError):
+                    raise read
+                with naming_sample(self.path.source, index):
+                    self._write(row, read.parts)
+                written.targets[row] = read.target
             except SampleError as error:
-                written.errors.update(dict.fromkeys(some, error))
+                written.errors[row] = error
         return written
 
-    def _write(self, rows: Sequence[int], parts: Sequence[tuple[np.ndarray, Form]]) -> None:
+    def _write(self, row: int, parts: Sequence[Part]) -> None:
         if len(parts) != len(self.writers):
             problem = f"it has {len(parts)} parts among samples of {len(self.writers)}"
             raise TypeError(f"{problem}; give all samples one type in prepare=")
         for writer, (array, form) in zip(self.writers, parts, strict=True):
-            writer.write(rows, array, form)
+            coder = writer.plan.coder
+            spec = writer.plan.part.spec
+            shape = array.shape
+            data = np.ascontiguousarray(array).reshape(shape)  # which makes one axis of none
+            if isinstance(coder, SourceDecoder):
+                shape = self.path.shape or coder.sample(data.data).shape
+            elif data.dtype != spec.dtype or form != spec.form:
+                others = f"the others are of {spec.dtype} {spec.form}"
+                cure = "give all samples one type in prepare="
+                raise TypeError(f"it is of {data.dtype} {form}, {others}; {cure}")
+            elif coder is not None:
+                data = np.frombuffer(coder.encode(data), np.uint8)
+            writer.write(row, data, shape)
 
     def close(self) -> None:
         for writer in self.writers:
@@ -455,7 +429,7 @@ class LazyStore(Store):
 
     def __init__(self, to_write: WritePath) -> None:
         [writer] = to_write.writers
-        super().__init__((writer.file,), writer.part.spec, writer.index)
+        super().__init__((writer.file,), writer.plan.part.spec, writer.index)
         self._to_write = to_write
         self._is_there = writer.index["is_there"]  # (N,), for every process to see
         self._is_full = False
