@@ -32,7 +32,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import torch
 
-from fastdata.errors import CacheError, RemoteError, SampleError
+from fastdata.errors import CacheError, MemoryBudgetError, RemoteError, SampleError
 from fastdata.machine.memory import StoragePlan, format_bytes, user_cache
 from fastdata.machine.shared import ArrayBlock, SampleTable
 from fastdata.report import log
@@ -315,6 +315,7 @@ _KINDS: dict[str, Callable[[np.ndarray], Any]] = {
     "number": lambda column: column,
     "tensor": lambda column: list(torch.from_numpy(column)),
     "array": list,
+    "scalar": list,
 }
 """Of targets that are a column of numbers: what it stands for."""
 
@@ -415,7 +416,7 @@ class Cache:
                 raise
             old = f"{place} was written by an older fastdata, which this one does not read"
             raise CacheError(old) from None
-        except (CacheError, RemoteError, MemoryError):
+        except (CacheError, RemoteError, MemoryBudgetError):
             raise
         except Exception as problem:  # bytes of others raise anything
             if mirror is not None:  # what is here may be of no use
