@@ -586,3 +586,12 @@ def test_a_forecast_of_pairs_counts_both_parts() -> None:
     expected = forecast(ReadPath(DatasetSource(pairs), Steps(())))
     assert expected.part_bytes == [5 * 12, 5 * 64]
     assert (expected.layout.is_tuple, expected.layout.target_is_part) == (False, True)
+
+
+@pytest.mark.parametrize("storage", ["shared", "compressed"])
+def test_samples_without_dimensions_are_read(storage: Any) -> None:
+    """A sample that is one number, in batches and alone."""
+    data = [(torch.tensor(i), i) for i in range(9)]
+    with CachedDataset(data, storage=storage) as dataset:
+        assert [sample.item() for sample, _ in dataset] == list(range(9))
+        assert dataset.__getitems__([5, 7]).stacked[0].tolist() == [5, 7]

@@ -196,15 +196,16 @@ class Store:
         """
         self.ensure(index_B)
         if self._decoder is not None:
-            for index, out in zip(index_B.tolist(), out_B, strict=True):
-                self._decode_into(self._decoder, index, out)
+            for b, index in enumerate(index_B.tolist()):
+                self._decode_into(self._decoder, index, out_B[b, ...])  # of no dimensions too
             return
         numbers = self._file_of[index_B].tolist()
         starts_B = self._offsets[index_B]
         dtype = self.spec.dtype
         if not self._row_bytes or len(set(numbers)) != 1:
-            for number, start, out in zip(numbers, starts_B.tolist(), out_B, strict=True):
-                out[...] = np.ndarray(out.shape, dtype, self._bytes[number].data, start)
+            for b, (number, start) in enumerate(zip(numbers, starts_B.tolist(), strict=True)):
+                data = self._bytes[number].data
+                out_B[b] = np.ndarray(out_B.shape[1:], dtype, data, start)
             return
         first = int(starts_B[0]) % self._row_bytes
         data = self._bytes[numbers[0]].data
