@@ -179,6 +179,8 @@ def test_masks_are_kept_beside_images(tmp_path: Path, codec: Any) -> None:
     [
         [5, 6, 7],
         [0.5, 1.5, 2.5],
+        [np.int64(5), np.int64(6), np.int64(7)],
+        [(np.float32(0.1), 1), (np.float32(0.2), 2), (np.float32(0.3), 3)],
         ["a", "ö", "c"],
         [{"x": [1, 2]}, {"x": []}, {}],
         [torch.tensor([1, 2]), torch.tensor([3, 4]), torch.tensor([5, 6])],

@@ -242,6 +242,11 @@ def test_an_array_block_gives_back_its_arrays() -> None:
         [(0.5, (1, [2])), (1.5, (3, []))],
         [(), ()],
         [2**40, -1],
+        [np.int64(3), np.int64(-1)],
+        [np.float32(0.1), np.float32(2)],
+        [np.bool_(True), np.bool_(False)],
+        [np.int64(3), np.int32(4)],
+        [np.str_("a"), np.str_("b")],
         [],
     ],
     ids=repr,
@@ -270,6 +275,8 @@ def test_array_targets_come_back_as_copies(make: Any) -> None:
     [
         [1, 2, 3],
         [0.5, 1.5, 2.5],
+        [np.int32(1), np.int32(2), np.int32(3)],
+        [np.float32(0.1), np.float32(0.2), np.float32(0.3)],
         ["a", "b", "c"],
         [torch.tensor([i, 1.5]) for i in range(3)],
         [np.array([i, 1]) for i in range(3)],
@@ -301,6 +308,14 @@ def test_targets_without_dimensions_stay_tensors_and_arrays(make: Any) -> None:
     for targets in ([make(3), make(4)], [(make(3), 1), (make(4), 2)]):
         with contextlib.closing(SampleTable(targets)) as table:
             assert repr(list(table.targets)) == repr(targets)
+
+
+def test_scalars_of_numpy_are_kept_as_numbers() -> None:
+    """A label out of an array, as most datasets of one's own give them, costs its bytes, and no pickle."""
+    with contextlib.closing(SampleTable([np.int64(3), np.int64(4)])) as table:
+        array = table.target_array()
+        assert array is not None
+        assert array.tolist() == [3, 4]
 
 
 def test_ragged_array_targets_are_kept_as_objects() -> None:

@@ -415,8 +415,8 @@ class PackedPaths:
 class SampleTable:
     """Paths (where samples are files), targets and class names of all samples; pickles as a handle.
 
-    Targets that are numbers, or arrays or tensors of one shape and dtype, become one array; all
-    others are pickled.
+    Targets that are numbers, or arrays, scalars or tensors of one shape and dtype, become one
+    array; all others are pickled.
     """
 
     def __init__(
@@ -470,6 +470,8 @@ class SampleTable:
             ends = self._columns["object_ends"]
             start = ends[index - 1] if index else 0
             return pickle.loads(self._columns["object"][start : ends[index]].data)
+        if kind == "scalar":
+            return self._columns["targets"][index]
         row = np.array(self._columns["targets"][index])  # of no dimensions too
         return torch.from_numpy(row) if kind == "tensor" else row
 
@@ -525,13 +527,14 @@ def _target_columns(
     if isinstance(targets, np.ndarray) and targets.ndim == 1:
         return {"targets": targets}, "number"
     types = {*map(type, targets)} or {int}
-    kind = _KINDS.get(types.pop(), "object") if len(types) == 1 else "object"
+    only = types.pop() if len(types) == 1 else object
+    kind = "scalar" if issubclass(only, np.generic) else _KINDS.get(only, "object")
     # Numbers beyond int64; bfloat16, gradients, other devices: what NumPy does not know.
     with contextlib.suppress(OverflowError, TypeError, RuntimeError):
         if kind == "number":
             is_whole = len(targets) == 0 or type(targets[0]) is int
             return {"targets": np.array(targets, np.int64 if is_whole else None)}, kind
-        if kind in ("tensor", "array"):
+        if kind != "object":
             rows = list(map(np.asarray, targets))
             if len({(row.shape, row.dtype) for row in rows}) == 1 and rows[0].dtype.kind in "iufb":
                 return {"targets": np.stack(rows)}, kind
