@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from conftest import shown
-from fastdata import sources
-from fastdata.sources import DatasetSource, FileSource, find_classes, read_manifest, scan_folder
+from fastdata.sources import DatasetSource, FileSource, folders, read_manifest
+from fastdata.sources.folders import find_classes, scan_folder
 
 folder = pytest.importorskip(
     "torchvision.datasets.folder", reason="the reference is torchvision's own scan"
@@ -85,7 +85,7 @@ def test_scan_gives_what_torchvision_gives(
     tree: Path, options: dict[str, Any], patience_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Samples, their order, and errors with type and text equal torchvision's, in one thread and in several."""
-    monkeypatch.setattr(sources, "SCAN_PATIENCE_S", patience_s)
+    monkeypatch.setattr(folders, "SCAN_PATIENCE_S", patience_s)
     assert outcome(scan_folder, tree, **options) == outcome(folder.make_dataset, tree, **options)
 
 
@@ -112,6 +112,48 @@ def test_scan_survives_a_link_to_its_own_parent(tmp_path: Path) -> None:
     assert scan_folder(tmp_path, extensions=ENDINGS) == folder.make_dataset(
         tmp_path, extensions=ENDINGS
     )
+
+
+def test_a_listing_that_had_to_wait_is_kept(
+    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is used until a file comes or goes; not where a folder changed lately, or where it is switched off."""
+    monkeypatch.setattr(folders, "KEEP_PATIENCE_S", float("-inf"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    walks: list[str] = []
+    walk = os.walk
+    monkeypatch.setattr(os, "walk", lambda top, **rest: walks.append(top) or walk(top, **rest))
+
+    def listed_anew() -> bool:
+        walks.clear()
+        found = scan_folder(tree, extensions=ENDINGS)
+        is_anew = bool(walks)
+        assert found == folder.make_dataset(tree, extensions=ENDINGS)
+        return is_anew
+
+    def settle() -> None:
+        for path, _, _ in walk(tree, followlinks=True):
+            os.utime(path, (1, 1 + settle.count))
+        settle.count += 1
+
+    settle.count = 0
+    assert listed_anew()
+    assert listed_anew()  # the folders have just been made
+    settle()
+    assert listed_anew()
+    assert not listed_anew()
+    first = scan_folder(tree, extensions=ENDINGS)[0][0]
+    os.unlink(first)
+    assert listed_anew()
+    settle()
+    assert listed_anew()
+    assert not listed_anew()
+    [kept] = (tmp_path / "cache").rglob("folders/*")
+    kept.write_bytes(kept.read_bytes()[:40])
+    assert listed_anew()
+    assert not listed_anew()
+    monkeypatch.setenv("FASTDATA_LISTINGS", "off")
+    assert listed_anew()
 
 
 def test_is_valid_file_runs_in_the_calling_thread_in_order(tree: Path) -> None:

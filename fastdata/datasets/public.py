@@ -29,10 +29,9 @@ from fastdata.sources import (
     FileSource,
     Source,
     chosen_keys,
-    find_classes,
     read_manifest,
-    scan_folder,
 )
+from fastdata.sources.folders import find_classes, scan_folder
 from fastdata.sources.remote import Place
 from fastdata.stores.options import DatasetOptions, Options, read_options, with_options
 

@@ -7,11 +7,9 @@ import csv
 import io
 import os
 import re
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
@@ -25,21 +23,11 @@ from fastdata.sources.remote import Place, Requests, fleeting_folder
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-SCAN_THREADS = 16
-"""Folders listed at once where listing waits, as on a network file system."""
-SCAN_PATIENCE_S = 0.02
-"""Wait beyond the work done that makes threads worth it. Without a wait they only pass the GIL
-around: 50,000 files in 100 folders of a local disk take 37 ms in one thread, 61 ms in eight, and
-torchvision 65 ms."""
-
-
 Indices = Sequence[int]
 Pair = tuple[Any, Any]
 """Sample and target."""
 Loader = Callable[[str], Any]
 StorageChoice = Mapping[str, Any] | None
-AnyPath = str | os.PathLike[str]
-Endings = str | tuple[str, ...]
 
 
 # What items are
@@ -353,90 +341,6 @@ def _keys_of(item: Any, which: str) -> ItemKeys | None:
     )
 
 
-# Folders of class folders
-
-
-def find_classes(directory: AnyPath) -> tuple[list[str], dict[str, int]]:
-    """List the class folders in ``directory``, sorted, with their indices, as torchvision does."""
-    place = directory if isinstance(directory, Place) else Place(directory)
-    classes = place.folders()
-    if not classes:
-        raise FileNotFoundError(f"Couldn't find any class folder in {directory}.")
-    return classes, {name: index for index, name in enumerate(classes)}
-
-
-def scan_folder(
-    root: AnyPath,
-    class_to_idx: dict[str, int] | None = None,
-    extensions: Endings | None = None,
-    is_valid_file: Callable[[str], bool] | None = None,
-    allow_empty: bool = False,
-) -> list[tuple[str, int]]:
-    """List the samples below class folders: torchvision's ``make_dataset``, but faster.
-
-    Order and errors are torchvision's. Links are followed. Folders that are slow to list, as over a
-    network, are listed in parallel threads; ``is_valid_file`` runs in the calling thread, in order.
-    """
-    if class_to_idx is None:
-        _, class_to_idx = find_classes(root)
-    elif not class_to_idx:
-        raise ValueError("'class_to_index' must have at least one entry to collect any samples.")
-    if (extensions is None) == (is_valid_file is None):
-        raise ValueError(
-            "Both extensions and is_valid_file cannot be None or not None at the same time"
-        )
-    endings = extensions or ""  # which every name ends in
-    if not isinstance(endings, str):
-        endings = tuple(endings)
-    samples: list[tuple[str, int]] = []
-    empty: list[str] = []
-    names = sorted(class_to_idx)
-    for name, paths in zip(names, _list_classes(root, names, endings), strict=True):
-        valid = list(filter(is_valid_file, paths))
-        samples += zip(valid, repeat(class_to_idx[name]), strict=False)
-        if not valid:
-            empty.append(name)
-    if empty and not allow_empty:
-        message = f"Found no valid file for the classes {', '.join(empty)}. "
-        if extensions is not None:
-            listed = extensions if isinstance(extensions, str) else ", ".join(extensions)
-            message += f"Supported extensions are: {listed}"
-        raise FileNotFoundError(message)
-    return samples
-
-
-def _list_classes(root: AnyPath, names: list[str], endings: Endings) -> Iterator[list[str]]:
-    """List folders in turn, the rest in threads once listing has waited more than it worked."""
-    if isinstance(root, Place) and root.is_remote:
-        # In the order of _list_files, all folders at once.
-        for found in [root.submit_find(name) for name in names]:
-            files = sorted([entry.name for entry in found.result()], key=os.path.split)
-            yield [root.at(name) for name in files if name.lower().endswith(endings)]
-        return
-    tops = [os.path.join(os.path.expanduser(root), name) for name in names]
-    waited_s = _clock_of_waits()
-    for number, top in enumerate(tops, start=1):
-        yield _list_files(top, endings)
-        if _clock_of_waits() - waited_s > SCAN_PATIENCE_S:
-            with ThreadPoolExecutor(SCAN_THREADS) as threads:
-                yield from threads.map(_list_files, tops[number:], repeat(endings))
-            return
-
-
-def _clock_of_waits() -> float:
-    """Goes on while this thread waits, and back while it works."""
-    return time.perf_counter() - 2 * time.thread_time()
-
-
-def _list_files(top: str, endings: Endings) -> list[str]:
-    """Paths of the files below ``top`` that end in one of ``endings``, in torchvision's order."""
-    paths: list[str] = []
-    for folder, _, names in sorted(os.walk(top, followlinks=True)):
-        prefix = os.path.join(folder, "")
-        paths += [prefix + name for name in sorted(names) if name.lower().endswith(endings)]
-    return paths
-
-
 # Manifests: CSV files, frames, lists
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
@@ -476,7 +380,7 @@ class _Table(NamedTuple):
 
 def read_manifest(
     manifest: Any,
-    root: AnyPath | None = None,
+    root: str | os.PathLike[str] | None = None,
     file: str = "file",
     label: str | Sequence[str] | None = "label",
     id: str | None = None,
