@@ -1,7 +1,7 @@
 """``fastdata.diagnose``: where a training loop's time goes, and what would make it shorter.
 
-Measured are the loop as it is, the loader without a model, and what one sample costs in its parts;
-all but the first in forked processes.
+Measured are the loop as it is, the loader without a model, what one sample costs in its parts, and
+the loader over samples that are kept in memory; all but the first in forked processes.
 ``Diagnosis`` makes words of the figures.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import math
 import sys
 import time
 import traceback
@@ -29,21 +30,31 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, Subset
 
 from fastdata.datasets.dataset import PreparedDataset
+from fastdata.datasets.public import CachedDataset
 from fastdata.errors import counted
 from fastdata.loaders.epochs import sample_count
 from fastdata.loaders.loader import DataLoader
 from fastdata.loaders.prefetch import CudaPrefetcher
-from fastdata.machine.memory import thread_clock, usable_cores
+from fastdata.machine.memory import (
+    available_bytes,
+    budget_bytes,
+    format_bytes,
+    thread_clock,
+    usable_cores,
+)
 from fastdata.pixels.compose import flatten
 from fastdata.report import Line, Report
-from fastdata.tools import apart, measure, positive
+from fastdata.tools import apart, measure, positive, shuffled
 
 _RATE_S = 1.0
 _SAMPLES_S = 1.5
 _PATIENCE_S = 30.0
 _SAMPLES = 32
+_MOST_KEPT = 256
 _HARDLY = 0.1
 """A loop that waits less is as fast as its model."""
+_CLEAR = 1.15
+"""Keeping samples must gain so much to be worth a change of the script."""
 
 LIMITS = {
     "model": ("the model", "no faster loader would help: make the step faster"),
@@ -76,7 +87,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Diagnosis(Report):
-    """Where a training loop's time goes; shown as one line, the table behind it, and what to do.
+    """Where a training loop's time goes; shown as one line, the table behind it, and advice.
 
     Args:
         batches: that the times are means of; the first one is left out.
@@ -88,6 +99,9 @@ class Diagnosis(Report):
         is_prefetched: whether a CudaPrefetcher moves batches.
         loader_per_s: samples a second of an empty loop over the loader.
         parts: of making a sample.
+        kept_per_s: samples a second of the loader if samples were kept in memory, where that is
+            clearly faster.
+        kept: what that would take.
         imports: from fastdata in place of torchvision's and torch's, where the loader is theirs.
         note: what could not be measured, and why.
     """
@@ -101,6 +115,8 @@ class Diagnosis(Report):
     is_prefetched: bool = False
     loader_per_s: float | None = None
     parts: Sequence[Part] = ()
+    kept_per_s: float | None = None
+    kept: str = ""
     imports: str = ""
     note: str = ""
 
@@ -145,8 +161,12 @@ class Diagnosis(Report):
         )
 
     @property
-    def advice(self) -> str:
-        return LIMITS[self.limit][1]
+    def advice(self) -> tuple[str, ...]:
+        """What to do, with the figures that say so."""
+        cure = LIMITS[self.limit][1]
+        if self.limit == "model" or self.kept_per_s is None:
+            return (cure,)
+        return cure, f"samples in memory: {self.kept_per_s:,.0f} samples/s, tried; {self.kept}"
 
     def _lines(self) -> Iterator[Line]:
         yield from (self.line, "")
@@ -162,12 +182,22 @@ class Diagnosis(Report):
         for part in self.parts:
             waits = f"CPU {_ms(part.cpu_s)}" if part.limit == "disk" else ""
             yield f"  {part.kind}: {part.name}", _ms(part.seconds), waits
-        yield from ("", f"- {self.advice}")
+        yield ""
+        yield from (f"- {line}" for line in self.advice)
         if self.note:
             yield f"({self.note})"
-        if self.imports and self.limit != "model":
-            yield from ("", "change the imports, and keep the script:")
-            yield f"    from fastdata import {self.imports}"
+        if not self.imports or self.kept_per_s is None or self.limit == "model":
+            return
+        limit = "model" if self.model_per_s < self.kept_per_s else "loader"
+        loop = min(self.model_per_s, self.kept_per_s)
+        yield ""
+        yield "change the imports, and keep the script:"
+        yield f"    from fastdata import {self.imports}"
+        yield (
+            f"which would bring the loader from {self.loader_per_s:,.0f} to "
+            f"{self.kept_per_s:,.0f} samples/s, and the loop from {self.loop_per_s:,.0f} to "
+            f"about {loop:,.0f}: the {limit} is the limit then"
+        )
 
 
 def _percent(share: float) -> str:
@@ -288,10 +318,14 @@ def _examine(loop: TimedLoop) -> Diagnosis:
     )
     if not is_torchs:
         return found
-    works = {"the loader alone": _loader_alone, "what a sample costs": _parts}
-    for what, work in works.items():
+    works = (
+        ("the loader alone", _loader_alone),
+        ("what a sample costs", _parts),
+        ("keeping samples in memory", _when_kept),
+    )
+    for what, work in works:
         try:
-            figures = apart(partial(work, loader), limit_s=_PATIENCE_S)
+            figures = apart(partial(work, loader, found), limit_s=_PATIENCE_S)
         except Exception as error:  # noqa: BLE001  # of the user's code, under settings of ours
             reason = shorten(f"{type(error).__name__}: {error}", 160, placeholder=" ...")
             return replace(found, note=f"not measured: {what}: {reason}")
@@ -299,21 +333,47 @@ def _examine(loop: TimedLoop) -> Diagnosis:
     return found
 
 
-def _loader_alone(loader: Any) -> dict[str, Any]:
+def _loader_alone(loader: Any, found: Diagnosis) -> dict[str, Any]:
     """The rate of a loader like the user's, which leaves its workers alone."""
     other = copy.copy(loader)
     other.__dict__ |= {"_iterator": None, "pin_memory": False, "persistent_workers": False}
     return {"loader_per_s": measure(other, seconds=_RATE_S, limit_s=6 * _RATE_S)}
 
 
-def _parts(loader: Any) -> dict[str, Any]:
+def _when_kept(loader: Any, found: Diagnosis) -> dict[str, Any]:
+    """The rate if fastdata kept the samples in memory, where that is clearly faster."""
+    dataset = loader.dataset
+    base = _in_subsets(dataset)
+    is_stream = isinstance(dataset, IterableDataset)
+    if found.limit == "model" or _is_kept(base) or is_stream or loader.batch_size is None:
+        return {}
+    if type(getattr(base, "transforms", None)).__name__ not in ("NoneType", "StandardTransform"):
+        raise ValueError("its transform takes the target too")
+    some = range(0, len(dataset), math.ceil(len(dataset) / _MOST_KEPT))
+    transform = getattr(base, "transform", None)
+    with _transform_instead(base, None):
+        kept = CachedDataset(Subset(dataset, some), transform=transform, storage="shared")
+        other = DataLoader(
+            kept,
+            loader.batch_size,
+            sampler=shuffled(kept),
+            num_workers=min(loader.num_workers, usable_cores()),
+            collate_fn=loader.collate_fn,
+        )
+        rate = measure(other, seconds=_RATE_S, limit_s=6 * _RATE_S)
+        need = format_bytes(kept.storage_report().raw_bytes * len(dataset) // len(some))
+    if rate < _CLEAR * (found.loader_per_s or 0):
+        return {}
+    budget = budget_bytes(available_bytes())
+    return {"kept_per_s": rate, "kept": f"all {len(dataset):,} need {need}, and {budget}"}
+
+
+def _parts(loader: Any, found: Diagnosis) -> dict[str, Any]:
     """What the parts of a sample cost, in the calling thread."""
     if loader.num_workers:
         torch.set_num_threads(1)  # as workers do
     dataset = loader.dataset
-    base = dataset
-    while type(base) is Subset:
-        base = base.dataset
+    base = _in_subsets(dataset)
     is_ours = isinstance(base, PreparedDataset)
     steps = () if is_ours else flatten(getattr(base, "transform", None))
     step_costs = np.zeros((len(steps), 2))
@@ -337,11 +397,13 @@ def _parts(loader: Any) -> dict[str, Any]:
             if (_clock() - began)[0] > _SAMPLES_S:
                 break
         spent = _clock() - began - step_costs.sum(axis=0)
-    kind = "transform" if is_ours and base.storage != "none" else "read"
+    kind = "transform" if _is_kept(base) else "read"
     costs = [(kind, type(dataset).__name__, spent / len(read))]
     for step, cost in zip(steps, step_costs, strict=True):
         costs.append(("transform", shorten(repr(step), 44, placeholder=" ..."), cost / len(read)))
-    joined = read[0] if loader.batch_sampler is None else read[: loader.batch_size]
+    joined = read[0]
+    if loader.batch_sampler is not None:
+        joined = read[: loader.batch_size]
     began = _clock()
     loader.collate_fn(joined)
     name = getattr(loader.collate_fn, "__name__", "collate_fn")
@@ -352,6 +414,16 @@ def _parts(loader: Any) -> dict[str, Any]:
 def _clock() -> np.ndarray:
     """Seconds of one core, waiting for others than a core included; and CPU seconds."""
     return np.array(thread_clock())
+
+
+def _in_subsets(dataset: Any) -> Any:
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return dataset
+
+
+def _is_kept(dataset: Any) -> bool:
+    return isinstance(dataset, PreparedDataset) and dataset.storage != "none"
 
 
 @contextlib.contextmanager
