@@ -206,20 +206,6 @@ def test_a_killed_worker_is_named() -> None:
         cached(dense(100), prepare=prepare)
 
 
-@pytest.mark.skipif(not hasattr(signal, "SIGRTMIN"), reason="no real-time signals here")
-def test_a_worker_killed_by_a_signal_without_a_name_is_named() -> None:
-    """Of a real-time signal the error has the number."""
-    number = int(signal.SIGRTMIN) + 1
-
-    def prepare(sample: Any) -> Any:
-        if os.getpid() != PARENT:
-            os.kill(os.getpid(), number)
-        return sample
-
-    with pytest.raises(IngestError, match=f"was killed by signal {number} while"):
-        cached(dense(100), prepare=prepare)
-
-
 class OddError(MemoryError):
     """Cannot be pickled."""
 

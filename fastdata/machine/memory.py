@@ -44,7 +44,7 @@ def usable_cores(
     if cores is None:
         has_affinity = hasattr(os, "sched_getaffinity")
         cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    for folder in cgroup_folders(root, _read(table), "cpu"):
+    for folder in cgroup_folders(root, _read(table)):
         text = _read(folder / "cpu.max", folder / "cpu.cfs_quota_us", folder / "cpu.cfs_period_us")
         limit = re.fullmatch(r"(\d+)\s+(\d+)\s*", text)
         if limit is not None and int(limit[2]):
@@ -72,7 +72,7 @@ def available_bytes(*, root: Path = CGROUP_ROOT, table: Path = CGROUP_TABLE) -> 
     import psutil  # 7 ms, which only those functions take that ask it
 
     available = Available(bytes=int(psutil.virtual_memory().available), limited_by="system memory")
-    for folder in cgroup_folders(root, _read(table), "memory"):
+    for folder in cgroup_folders(root, _read(table)):
         # Of version 2, or of version 1.
         used = re.match(r"\d+", _read(folder / "memory.current", folder / "memory.usage_in_bytes"))
         if used is None:
@@ -99,24 +99,19 @@ def tree_pss_bytes(pid: int | None = None) -> int:
     """
     import psutil
 
-    try:
-        root = psutil.Process(pid)
-        tree = [root, *root.children(recursive=True)]
-    except psutil.NoSuchProcess as gone:
-        raise ProcessLookupError(f"no process with id {pid}") from gone
+    root = psutil.Process(pid)
     total_bytes = 0
-    for process in tree:
+    for process in [root, *root.children(recursive=True)]:
         with contextlib.suppress(psutil.NoSuchProcess):
             try:
-                found = process.memory_full_info()
-                total_bytes += getattr(found, "pss", found.rss)
-            except (psutil.AccessDenied, OSError):
+                total_bytes += process.memory_full_info().pss
+            except (psutil.AccessDenied, AttributeError):
                 total_bytes += process.memory_info().rss
     return total_bytes
 
 
-def cgroup_folders(root: Path, table_text: str, controller: str) -> list[Path]:
-    """The folders whose limits on "cpu" or "memory" bind this process, innermost first.
+def cgroup_folders(root: Path, table_text: str) -> list[Path]:
+    """The folders whose limits bind this process, innermost first.
 
     The table has lines of ``id:controllers:path``, where no controllers means version 2. Inside a
     container the path may be the host's, which is not there; then the mount's root, walked to last,
@@ -124,11 +119,7 @@ def cgroup_folders(root: Path, table_text: str, controller: str) -> list[Path]:
     """
     folders: list[Path] = []
     for controllers, path in re.findall(r"^\d+:([^:]*):/*(.*)$", table_text, re.M):
-        mounts: list[str] = []
-        if not controllers:
-            mounts = ["", "unified"]
-        elif controller in controllers.split(","):
-            mounts = [controllers, controller]
+        mounts = [controllers, *controllers.split(",")] if controllers else ["", "unified"]
         inside = Path(os.path.normpath(f"/{path}")[1:])
         for mount in dict.fromkeys(mounts):
             folders += [root / mount / each for each in (inside, *inside.parents)]
@@ -152,10 +143,8 @@ def is_running(pid: int) -> bool:
     # Without an import: a process that is forked while another thread imports has half a module.
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
+    except OSError as error:
+        return isinstance(error, PermissionError)
     return True
 
 
@@ -288,21 +277,18 @@ class StorageReport(Report):
     looked_at: int  # how many samples were encoded and decoded for it
 
     def _lines(self) -> Iterator[Line]:
-        free_bytes = self.budget.bytes
+        raw = CodecTrial("(raw)", (self.raw_bytes,), 1.0, math.inf)
         yield "codec", "bytes", "ratio", "decode/s per core", "lossless", "fits"
-        fits = "yes" if self.raw_bytes <= free_bytes else "no"
-        yield "(raw)", format_bytes(self.raw_bytes), "1.00", "-", "yes", fits
-        for trial in self.trials:
+        for trial in (raw, *self.trials):
             if trial.obstacle is not None:
                 yield trial.codec, *"----", f"no: {trial.obstacle}"
-            else:
-                size = format_bytes(trial.need_bytes)
-                rate = f"{trial.decode_per_s:,.0f}"
-                lossless = "yes" if trial.lossless else "no"
-                fits = "yes" if trial.fits(free_bytes) else "no"
-                yield trial.codec, size, f"{trial.ratio:.2f}", rate, lossless, fits
-        free = f"{format_bytes(free_bytes)} free ({self.budget.limited_by})"
-        yield f"{free}; figures from {self.looked_at} samples"
+                continue
+            size = format_bytes(trial.need_bytes)
+            rate = f"{trial.decode_per_s:,.0f}"
+            lossless = "yes" if trial.lossless else "no"
+            fits = "yes" if trial.fits(self.budget.bytes) else "no"
+            yield trial.codec, size, f"{trial.ratio:.2f}", rate, lossless, fits
+        yield f"{self.budget}; figures from {self.looked_at} samples"
 
 
 def choose_storage(
@@ -329,30 +315,27 @@ def choose_storage(
         >>> print(choose_storage("auto", 3 << 30, budget).reason)
         storage='shared': 3.0 GiB of 20.0 GiB free
     """
-    raw = format_bytes(raw_bytes)
+    need = format_bytes(raw_bytes)
     free = format_bytes(budget.bytes)
     kept: Storage = "device" if storage == "device" else "shared"
     if storage != "compressed" and raw_bytes <= budget.bytes:
-        return StoragePlan(storage=kept, reason=f"storage={kept!r}: {raw} of {free} free")
-    need = f"needs {raw}"
+        return StoragePlan(storage=kept, reason=f"storage={kept!r}: {need} of {free} free")
     if storage != kept:
-        best = fastest_fitting(trials, budget.bytes, only_lossless=only_lossless)
-        if best is not None:
-            what = f"storage='compressed', codec={best.codec!r}{'' if best.lossless else ', lossy'}"
-            instead = f"; raw needs {raw}" if storage == "auto" else ""
-            reason = f"{what}: about {format_bytes(best.need_bytes)} of {free} free{instead}"
-            return StoragePlan(storage="compressed", codec=best.codec, reason=reason)
         usable = [trial for trial in trials if trial.fits(None, only_lossless=only_lossless)]
+        best = fastest_fitting(usable, budget.bytes, only_lossless=only_lossless)
+        if best is not None:
+            lossy = "" if best.lossless else ", lossy"
+            taken = f"about {format_bytes(best.need_bytes)} of {free} free; raw needs {need}"
+            reason = f"storage='compressed', codec={best.codec!r}{lossy}: {taken}"
+            return StoragePlan(storage="compressed", codec=best.codec, reason=reason)
+        need = format_bytes(min((trial.need_bytes for trial in usable), default=raw_bytes))
         if storage == "auto":
-            least = format_bytes(min([raw_bytes, *(trial.need_bytes for trial in usable)]))
-            reason = f"storage='none': {least} needed, but {budget}"
-            return StoragePlan(storage="none", reason=reason)
+            return StoragePlan(storage="none", reason=f"storage='none': needs {need} but {budget}")
         if not usable:
             reasons = "; ".join(f"{trial.codec}: {trial.obstacle}" for trial in trials)
             raise ValueError(f"storage='compressed' is not possible here: {reasons}.")
-        smallest = min(usable, key=lambda trial: trial.need_bytes)
-        need = f"with codec={smallest.codec!r} needs {format_bytes(smallest.need_bytes)}"
-    raise MemoryBudgetError(f"storage={storage!r} {need} but {budget}. {would_fit(trials, budget)}")
+    cures = would_fit(trials, budget)
+    raise MemoryBudgetError(f"storage={storage!r} needs {need} but {budget}. {cures}")
 
 
 def fastest_fitting(

@@ -384,9 +384,11 @@ def _loss(children: Sequence[BaseProcess], tasks: Sequence[Any]) -> IngestError:
     """What is to be said of a worker that died, while about these were prepared."""
     ended = -signal.SIGTERM  # as the others are by the pool
     code = next((it.exitcode for it in children if it.exitcode not in (0, None, ended)), ended)
-    # Real-time signals have no names.
-    name = next((it.name for it in signal.Signals if it == -code), f"signal {-code}")
-    how = f"was killed by {name}" if code < 0 else f"ended with exit code {code}"
+    how = (
+        f"was killed by {signal.Signals(-code).name}"
+        if code < 0
+        else f"ended with exit code {code}"
+    )
     text = f"a worker process {how} while these were prepared: {'; '.join(map(str, tasks))}."
     if code == -signal.SIGKILL:
         text += (
