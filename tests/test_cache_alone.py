@@ -24,7 +24,7 @@ from conftest import save_image
 from fastdata import CachedDataset, CudaPrefetcher, DataLoader, ImageFolder, ImageManifest
 from fastdata.errors import CacheError, SampleError, StoreGoneError
 from fastdata.sources.remote import Place
-from fastdata.stores.cache import INDEX, Cache, Index
+from fastdata.stores.cache import INDEX, Cache
 from fastdata.stores.inspect import find_cache
 from fastdata.tools.__main__ import main
 from simcuda import Sim
@@ -71,12 +71,12 @@ def images_of(root: Path) -> list[np.ndarray]:
 
 
 def columns_of(home: Path) -> Any:
-    return Cache.read(Place(home)).index.columns
+    return Cache.read(Place(home)).columns
 
 
 def rewrite(home: Path, columns: dict[str, Any] | None = None, **changed: Any) -> None:
     """Change columns of a cache, or fields of its manifest; its checksums fit."""
-    index = Cache.read(Place(home)).index
+    index = Cache.read(Place(home))
     for name, value in changed.items():
         object.__setattr__(index.manifest, name, value)
     for name, column in (columns or {}).items():
@@ -327,16 +327,16 @@ def test_an_update_meanwhile_is_read_again(
     root = image_folder(classes=("all",), per_class=3, size=(13, 11))
     rows = [("all/000.jpg", "cat"), ("all/001.jpg", "dog")]
     cache = build_csv(root, rows)
-    plain, calls = Index.unpack, []
+    plain, calls = Cache.unpack, []
 
-    def updating(data: bytes) -> Index:
+    def updating(place: Place, data: bytes) -> Cache:
         if not calls:
             calls.append(None)
             build_csv(root, [*rows, ("all/002.jpg", "cat")])
             caplog.clear()
-        return plain(data)
+        return plain(place, data)
 
-    monkeypatch.setattr(Index, "unpack", updating)
+    monkeypatch.setattr(Cache, "unpack", updating)
     if not is_alone:
         build_csv(root, rows)
         build_csv(root, [*rows, ("all/002.jpg", "cat")])
@@ -352,7 +352,7 @@ def test_an_update_meanwhile_is_read_again(
 
 
 def test_one_cache_must_be_meant(image_folder: Folder, tmp_path: Path) -> None:
-    """None is a FileNotFoundError, several are listed with what they were made from, one readable one is taken."""
+    """None is a FileNotFoundError, several are listed with what they were made from."""
     with pytest.raises(FileNotFoundError, match="is no cache and holds none"):
         CachedDataset.from_cache(tmp_path / "missing")
     root = image_folder(size=(13, 11))
@@ -365,17 +365,9 @@ def test_one_cache_must_be_meant(image_folder: Folder, tmp_path: Path) -> None:
         ValueError, match="holds 2 caches; give the folder of the one that you mean"
     ) as several:
         CachedDataset.from_cache(cache)
-    text = f"{home}: 6 samples of {root}, prepared: resize (7, 9) bilinear, codec: auto"
-    assert text in str(several.value)
-    assert str(other) in str(several.value)
-    (other / INDEX).write_text("{}")
-    CachedDataset.from_cache(cache).close()
+    for text in (f"{home}\n  samples    6, ", str(root), "resize (7, 9) bilinear", str(other)):
+        assert text in str(several.value)
     (home / INDEX).write_text("{}")
-    with pytest.raises(
-        CacheError,
-        match=r"no cache that can be read; build it again:\n.*cannot be read: .*cannot be read",
-    ):
-        CachedDataset.from_cache(cache)
     with pytest.raises(CacheError, match="cannot be read: ValueError"):
         CachedDataset.from_cache(home)
 

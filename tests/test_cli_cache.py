@@ -70,7 +70,7 @@ def test_inspect_tells_what_is_damaged(
     assert main(["inspect", str(cache), "--verify"]) == 0
     out = capsys.readouterr().out
     assert "samples    6, 0 left out" in out
-    assert "classes    2" in out
+    assert f"made from  {root}, 2 classes" in out
     assert "resize 7 bilinear" in out
     assert "every sample is as it was written" in out
     (shard,) = cache.glob("*/part0-*.npy")
@@ -87,7 +87,7 @@ def test_inspect_tells_what_is_damaged(
     shard.write_bytes(data[:-5])
     capsys.readouterr()
     assert main(["inspect", str(cache)]) == 1
-    assert "cannot be read" in capsys.readouterr().out
+    assert "bytes where" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -185,10 +185,7 @@ def test_a_folder_that_cannot_be_is_named(
 ) -> None:
     """Not by the number of an error alone, whether it is to be made or to be looked through."""
     assert main(["prune", "/nosuch"]) == 2
-    assert (
-        capsys.readouterr().err
-        == "fastdata: /nosuch is no folder: give the one that keeps caches\n"
-    )
+    assert "No such file or directory: '/nosuch'" in capsys.readouterr().err
     assert main(["build", str(image_folder()), "/proc/x", "--prepare-workers", "1"]) == 2
     said = capsys.readouterr().err
     assert said.startswith(

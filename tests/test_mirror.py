@@ -20,11 +20,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fastdata import CachedDataset, ChunkedLoader, DataLoader
 from fastdata.errors import CacheError, RemoteError, SampleError
 from fastdata.sources import remote
-from fastdata.sources.remote import Entry, Place
-from fastdata.stores import cache as cache_module
+from fastdata.sources.remote import Place
 from fastdata.stores import mirror as mirror_module
 from fastdata.stores.inspect import find_cache
-from fastdata.stores.mirror import Mirror, Segment
+from fastdata.stores.mirror import MirroredStore
 
 URL = "memory://bucket/caches"
 SHAPE = 3, 40, 60
@@ -53,13 +52,13 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return upload(tmp_path, "auto" if request.param == "raw" else request.param)
 
 
-def upload(tmp_path: Path, codec: str = "auto") -> str:
+def upload(tmp_path: Path, codec: str = "auto", url: str = URL) -> str:
     samples = [(value(index), index) for index in range(SAMPLES)]
     CachedDataset(samples, cache_dir=tmp_path / "built", cache_key="x", codec=codec).close()
     for path in (tmp_path / "built").rglob("*"):
         if path.is_file() and not path.name.startswith("."):
-            Place(URL).upload(str(path.relative_to(tmp_path / "built")), path)
-    return URL
+            Place(url).upload(str(path.relative_to(tmp_path / "built")), path)
+    return url
 
 
 @pytest.fixture
@@ -149,7 +148,7 @@ def test_the_local_folder_keeps_its_limit(
 ) -> None:
     """ChunkedLoader serves a cache that is larger than the folder, each sample once an epoch, at most twice fetched."""
     limit_bytes, folder = part_bytes() // 2 + 16 * BLOCK_BYTES, tmp_path / "local"
-    monkeypatch.setattr(cache_module, "_MIRRORED_SHARE", limit_bytes)
+    monkeypatch.setattr(mirror_module, "_SHARE", limit_bytes)
     with (
         CachedDataset.from_cache(url, as_tensors=True, local_cache=folder) as cached,
         ChunkedLoader(cached, 4, memory_limit="3GiB", chunk_samples=16, mix_chunks=2) as loader,
@@ -184,7 +183,7 @@ def test_what_fits_is_fetched_once(url: str, tmp_path: Path, fetched: Callable[[
 
 def test_too_small_a_folder_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What all is needed at once and has no room is an error that says the limit and the cure; the rest is read."""
-    monkeypatch.setattr(cache_module, "_MIRRORED_SHARE", 30 * BLOCK_BYTES)
+    monkeypatch.setattr(mirror_module, "_SHARE", 30 * BLOCK_BYTES)
     folder = tmp_path / "local"
     with CachedDataset.from_cache(upload(tmp_path), local_cache=folder) as dataset:
         check(dataset, range(3))
@@ -196,30 +195,30 @@ def test_too_small_a_folder_is_an_error(tmp_path: Path, monkeypatch: pytest.Monk
         check(dataset, range(3))
 
 
-def segments(count: int, name: str = "a") -> list[Segment]:
-    return [Segment(name, k * BLOCK_BYTES, (k + 1) * BLOCK_BYTES) for k in range(count)]
-
-
-def there(mirror: Mirror) -> list[int]:
-    starts = [int(path.suffix[1:].partition("-")[0]) for path in mirror.folder.glob("*")]
-    return sorted(start // BLOCK_BYTES for start in starts)
-
-
-def test_what_was_needed_longest_ago_leaves_first(tmp_path: Path) -> None:
-    """Room is made of segments of whatever cache, those first that were needed longest ago."""
-    place, folder = Place("memory://bucket"), tmp_path / "local"
-    for name in "ab":
-        place.write(name, bytes(8 * BLOCK_BYTES))
-    one, two = (
-        Mirror(place, [Entry(name, 8 * BLOCK_BYTES, 0)], folder, 12 * BLOCK_BYTES) for name in "ab"
-    )
-    one.map(segments(8))
-    for number, segment in enumerate(segments(8)):
-        os.utime(one.path(segment), (number, number))
-    one.map(segments(1))  # needed again
-    two.map(segments(8, "b"))
-    assert there(two) == list(range(8))
-    assert there(one) == [0, 5, 6, 7]
+def test_what_was_needed_longest_ago_leaves_first(
+    tmp_path: Path, fetched: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room is made of samples of whatever cache, those first that were needed longest ago."""
+    monkeypatch.setattr(mirror_module, "_SHARE", SAMPLES * SAMPLE_BYTES * 3 // 2)
+    options: dict[str, Any] = {"local_cache": tmp_path / "local"}
+    one, two = (upload(tmp_path, url=f"{URL}/{name}") for name in ("one", "two"))
+    with CachedDataset.from_cache(one, **options) as dataset:
+        check(dataset)
+    for path in (tmp_path / "local").glob("mirror-*/*"):
+        number = int(path.suffix[1:].partition("-")[0])
+        os.utime(path, (number, number))
+    with CachedDataset.from_cache(one, **options) as dataset:
+        check(dataset, [0])  # needed again
+    with CachedDataset.from_cache(two, **options) as dataset:
+        check(dataset)
+    fetched()
+    with CachedDataset.from_cache(two, **options) as dataset:
+        check(dataset)
+    with CachedDataset.from_cache(one, **options) as dataset:
+        check(dataset, [0, SAMPLES - 1])
+        assert fetched() == 0
+        check(dataset, [1])
+        assert fetched() == SAMPLE_BYTES
 
 
 def test_a_deleted_segment_is_readable_where_it_is_mapped(
@@ -316,7 +315,7 @@ def test_a_file_that_is_replaced_while_it_is_read(
         "chunk_samples": 16,
         "mix_chunks": 2,
     }
-    monkeypatch.setattr(cache_module, "_MIRRORED_SHARE", part_bytes() // 2)
+    monkeypatch.setattr(mirror_module, "_SHARE", part_bytes() // 2)
     with (
         CachedDataset.from_cache(url, as_tensors=True, local_cache=tmp_path / "local") as cached,
         ChunkedLoader(cached, 4, memory_limit="3GiB", **options) as loader,
@@ -383,29 +382,27 @@ def test_a_break_ends_fetching(url: str, tmp_path: Path) -> None:
         assert sum(len(targets) for _, targets in loader) == SAMPLES
 
 
-def fetch_and_die(mirror: Mirror) -> None:
-    def keep(segment: Segment, data: bytes) -> None:
-        path = mirror.path(segment)
+def fetch_and_die(dataset: Any) -> None:
+    def keep(store: MirroredStore, path: Path, data: bytes) -> None:
+        path.parent.mkdir(exist_ok=True)
         path.with_name(f"{path.name}.part").write_bytes(data[:4])
         os.kill(os.getpid(), 9)
 
-    mirror._keep = keep  # type: ignore[method-assign,assignment]
-    mirror.map(segments(BLOCKS))
+    MirroredStore._keep = keep  # type: ignore[method-assign,assignment]
+    check(dataset)
 
 
 def test_a_killed_reader_leaves_no_lock(tmp_path: Path) -> None:
-    """A segment that a process fetched when it was killed is fetched by the next one, and nothing else is there."""
-    place, size_bytes = Place("memory://bucket"), BLOCKS * BLOCK_BYTES
-    place.write("a", bytes(size_bytes))
-    mirror = Mirror(place, [Entry("a", size_bytes, 0)], tmp_path / "local", 2 * size_bytes)
-    child = get_context("fork").Process(target=fetch_and_die, args=(mirror,))
-    child.start()
-    child.join()
-    assert child.exitcode == -9
-    child.close()
-    for data in mirror.map(segments(BLOCKS)).values():
-        assert data.tobytes() == bytes(BLOCK_BYTES)
-    assert there(mirror) == list(range(BLOCKS))
+    """What a process fetched when it was killed is fetched by the next one, and nothing else is there."""
+    with CachedDataset.from_cache(upload(tmp_path), local_cache=tmp_path / "local") as dataset:
+        child = get_context("fork").Process(target=fetch_and_die, args=(dataset,))
+        child.start()
+        child.join()
+        assert child.exitcode == -9
+        child.close()
+        check(dataset)
+    assert not list((tmp_path / "local").glob("mirror-*/*.part"))
+    assert len(list((tmp_path / "local").glob("mirror-*/*"))) == SAMPLES
 
 
 def test_a_pickled_cache_is_opened_again(tmp_path: Path) -> None:

@@ -357,7 +357,7 @@ class ChunkedLoader:
             if isinstance(store, MirroredStore):
                 fixed_bytes += CHUNKS_HELD * FETCH_BYTES
                 # Of what the mirror may take, one share is what others' blocks waste.
-                room_bytes = store.mirror.limit_bytes // (local_ranks() * (CHUNKS_HELD + 1))
+                room_bytes = store.limit_bytes // (local_ranks() * (CHUNKS_HELD + 1))
                 most_bytes = min(most_bytes, _MOST_FETCHED_BYTES, room_bytes)
         edges_bytes = 2 * mmap.PAGESIZE * len(stores)  # pages of a piece that others' samples share
         fixed_bytes += CHUNKS_HELD * pieces * edges_bytes

@@ -2,27 +2,25 @@
 
 A cache is shards and an index that names them, renamed into its place last: a writer that is
 killed at any moment leaves it as it was, and the shards that it has completed. A build cuts the
-samples into shards by their files, and writes those that are not there: all of a new cache, those
-with changed files of an old one, the rest of one that was stopped. The process that called gathers
-their receipts, and it alone makes them a cache.
+samples into shards, and writes those that are not there: all of a new cache, those with changed
+files of an old one, the rest of one that was stopped. The process that called gathers their
+receipts, and it alone makes them a cache.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import errno
 import json
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import numpy as np
 from filelock import FileLock, Timeout
 
-from fastdata.errors import CacheError, FastDataError, IngestError, is_url
+from fastdata.errors import CacheError, is_url
 from fastdata.machine.memory import fastest_fitting, format_bytes
 from fastdata.machine.shared import PackedPaths, SampleTable
 from fastdata.report import log
@@ -30,10 +28,9 @@ from fastdata.sources.remote import Place, made_by_this_user
 from fastdata.stores.cache import (
     INDEX,
     Cache,
-    Index,
+    Columns,
     Manifest,
     as_list,
-    coder_of,
     mirror_folder,
     pack_targets,
     read_cache,
@@ -49,9 +46,8 @@ from fastdata.stores.prepare import (
     warn_of_skipped,
 )
 from fastdata.stores.readers import Decoder, free_bytes, naming_full_disk, receipts_in
-from fastdata.stores.samples import SOURCE, ReadPath
+from fastdata.stores.samples import ReadPath
 from fastdata.stores.shards import (
-    MOST_SHARDS,
     Listing,
     ShardWriter,
     fingerprint,
@@ -62,7 +58,6 @@ from fastdata.stores.shards import (
 )
 from fastdata.stores.writers import WriterPlan, write_any_shapes
 
-REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 _SPARE_BYTES = 256 << 20
 """Left on the disk where the choice is ours."""
 _CACHE_CHARACTERS = 12
@@ -85,6 +80,7 @@ class _Wanted:
         key: what they depend on besides their files.
         root: folder of the files; empty where there is none.
         place: of the cache.
+        home: the same here; of a cache behind a URL what its lock on this machine is named after.
     """
 
     path: ReadPath
@@ -95,20 +91,7 @@ class _Wanted:
     key: dict[str, str]
     root: str
     place: Place
-
-    @property
-    def home(self) -> Path:
-        """Of a cache behind a URL only what its lock on this machine is named after."""
-        if self.place.is_remote:
-            return mirror_folder(self.options.local_cache) / self.place.url.rpartition("/")[2]
-        return Path(self.place.url)
-
-    @property
-    def coders(self) -> list[Decoder]:
-        """Those that a cache's own words may not be enough to make."""
-        given = [codec for codec in self.options.codecs if codec not in ("auto", SOURCE)]
-        coders: list[Decoder] = list(map(find_codec, given))
-        return coders if self.path.decoder is None else [*coders, self.path.decoder]
+    home: Path
 
 
 def prepare_on_disk(
@@ -145,6 +128,7 @@ def prepare_on_disk(
         content = fingerprint(*paths, listing.sizes, listing.times)
         names += [fingerprint(*paths)] * is_own_list
     name = "-".join([stem, *(each[:_CACHE_CHARACTERS] for each in names)])
+    place = Place(options.cache_dir, options.storage_options).below(name)
     wanted = _Wanted(
         path=path,
         options=options,
@@ -153,45 +137,83 @@ def prepare_on_disk(
         content=content,
         key=key,
         root=root,
-        place=Place(options.cache_dir, options.storage_options).below(name),
+        place=place,
+        home=mirror_folder(options.local_cache) / name if place.is_remote else Path(place.url),
     )
-    prepared, damage = _open(wanted)
-    if prepared is not None:
-        return prepared
-    needed = damage or "it holds no cache of these samples that is up to date"
-    with _writable(wanted.home.parent, needed), locked(wanted.home):
-        prepared, damage = _open(wanted)  # another process may have written it meanwhile
-        if prepared is None:
-            if damage:
-                log.warning("the cache is written anew: %s", damage)
-            _write(wanted)
-            prepared, damage = _open(wanted)
-    if prepared is None:
-        why = damage or "files changed meanwhile"
-        raise CacheError(f"{wanted.place} was written but cannot be read: {why}")
-    warn_of_skipped(prepared.skipped, len(path.source))
+    reason = ""
+    try:
+        prepared = _open(wanted)
+    except (FileNotFoundError, CacheError) as obstacle:
+        reason = str(obstacle)
+    if reason:
+        with _lock_to_write(wanted.home, reason):
+            prepared = _open_or_write(wanted)
+        warn_of_skipped(prepared.skipped, len(path.source))
     return prepared
 
 
-def _open(wanted: _Wanted) -> tuple[Prepared | None, str]:
-    """What a cache serves that is up to date, or else how it is damaged, if it is."""
+def _open(wanted: _Wanted) -> Prepared:
+    """Serve from the cache; FileNotFoundError where none is up to date, CacheError of damage."""
+    options = wanted.options
+    own = [codec for codec in options.codecs if not isinstance(codec, str)]
+    coders: list[Decoder] = list(map(find_codec, own))
+    if wanted.path.decoder is not None:
+        coders.append(wanted.path.decoder)
 
-    def serve_current(cache: Cache) -> Prepared | None:
-        index = cache.index
+    def serve_current(cache: Cache) -> Prepared:
+        manifest = cache.manifest
         is_stale = (
-            (index.manifest.key, index.manifest.content) != (wanted.key, wanted.content)
-            or (index.skipped and wanted.options.on_error == "raise")
+            (manifest.key, manifest.content) != (wanted.key, wanted.content)
+            or (cache.skipped and options.on_error == "raise")
             # Somebody has found a shard damaged.
-            or not (wanted.place.is_remote or index.receipts() <= receipts_in(wanted.home))
+            or not (wanted.place.is_remote or cache.receipts() <= receipts_in(wanted.home))
         )
-        return None if is_stale else cache.serve(wanted.coders, wanted.table)
+        if is_stale:
+            raise FileNotFoundError
+        return cache.serve(coders, wanted.table, options.local_cache)
 
     try:
-        return read_cache(wanted.place, serve_current, wanted.options.local_cache), ""
+        return read_cache(wanted.place, serve_current)
     except FileNotFoundError:
-        return None, ""
-    except CacheError as damaged:
-        return None, str(damaged)
+        needed = "it holds no cache of these samples that is up to date"
+        raise FileNotFoundError(needed) from None
+
+
+def _open_or_write(wanted: _Wanted) -> Prepared:
+    try:
+        return _open(wanted)  # another process may have written it meanwhile
+    except FileNotFoundError:
+        pass
+    except CacheError as damage:
+        log.warning("the cache is written anew: %s", str(damage))
+    home = wanted.home
+    try:
+        with naming_full_disk(home):
+            if not wanted.place.is_remote:
+                home.mkdir(exist_ok=True)
+            _write(wanted)
+    finally:
+        with contextlib.suppress(OSError):
+            home.rmdir()  # where nothing is in it
+    with contextlib.suppress(OSError):
+        sweep(wanted.place)
+    return _open(wanted)
+
+
+@contextlib.contextmanager
+def _lock_to_write(home: Path, reason: str) -> Iterator[None]:
+    """Hold the lock of a cache; a CacheError says why it has to be written where it cannot be."""
+    with contextlib.ExitStack() as cleanup:
+        try:
+            home.parent.mkdir(parents=True, exist_ok=True)
+            cleanup.enter_context(locked(home))
+        except OSError as problem:
+            raise CacheError(
+                f"cache_dir={str(home.parent)!r} cannot be written ({problem.strerror}), and "
+                f"{reason}. Name a folder that can be written, or run `fastdata build` where it "
+                "can."
+            ) from problem
+        yield
 
 
 def lock_file(home: Path) -> Path:
@@ -218,79 +240,24 @@ def locked(home: Path, *, wait: bool = True) -> Iterator[None]:
         lock.release()
 
 
-@contextlib.contextmanager
-def _writable(cache_dir: Path, why: str) -> Iterator[None]:
-    """Make a folder; a CacheError says of one that cannot be written why it has to be."""
-    try:
-        with naming_full_disk(cache_dir / "any"):
-            cache_dir.mkdir(parents=True, exist_ok=True)
-            yield
-    except OSError as problem:
-        is_refused = problem.errno in REFUSED
-        if isinstance(problem, FastDataError) or not (is_refused or problem.filename):
-            raise
-        shown = f"cache_dir={str(cache_dir)!r}"
-        if problem.errno in (errno.ENOTDIR, errno.EEXIST):
-            raise CacheError(
-                f"{shown} is no folder: {problem.filename} is a file. Name another one."
-            ) from problem
-        raise CacheError(
-            f"{shown} cannot be written ({problem.strerror}), and {why}. Name a folder that can be "
-            "written, or run `fastdata build` where it can."
-        ) from problem
-
-
-def _write(wanted: _Wanted) -> None:
-    """Bring the cache up to date. Under the lock."""
-    home = wanted.home
-    is_here = not wanted.place.is_remote
-    if is_here:
-        home.mkdir(parents=True, exist_ok=True)
-        for path in [] if home.is_symlink() else home.glob("*.*"):
-            with contextlib.suppress(OSError):
-                path.rmdir()  # a file may have to take its place
-    is_done = False
-    try:
-        _fill(wanted, *(_continue(wanted) or _begin(wanted)))
-        is_done = True
-    finally:
-        # What went out of use, or what an error or Ctrl-C left half done.
-        with contextlib.suppress(OSError):
-            if is_done or is_here:  # elsewhere another machine may be writing
-                sweep(wanted.place, keep_complete=not is_done)
-            if is_here:
-                home.rmdir()  # where nothing is in it
-
-
-def sweep(place: Place, *, keep_complete: bool = False, dry_run: bool = False) -> dict[str, int]:
+def sweep(place: Place, *, dry_run: bool = False) -> dict[str, int]:
     """Remove the files of a cache that its index does not name; gives their sizes.
 
     None of a cache that cannot be read, maybe just now; none of another user or behind a link.
-
-    Args:
-        place: of the cache.
-        keep_complete: leave shards that are complete, of a build that is not.
-        dry_run: only look.
     """
     sizes = sizes_in(place)
-    names = set(sizes)
     try:
-        names -= Cache.read(place).index.file_names()
-    except FileNotFoundError:
-        pass
+        named = Cache.read(place).file_names()
     except CacheError:
         return {}
-    if keep_complete:
-        complete = {_shard_of(name) for name in sizes if name.startswith("shard-")}
-        names = {name for name in names if _shard_of(name) not in complete}
-    orphans = {name: sizes[name] for name in sorted(names) if _is_removable(place, name)}
+    orphans = {
+        name: size_bytes
+        for name, size_bytes in sizes.items()
+        if name not in named and _is_removable(place, name)
+    }
     if not dry_run:
         place.remove(*orphans)
     return orphans
-
-
-def _shard_of(name: str) -> str:
-    return name.partition("-")[2].partition(".")[0]
 
 
 def _is_removable(place: Place, name: str) -> bool:
@@ -302,52 +269,74 @@ def _is_removable(place: Place, name: str) -> bool:
 # What is to be written
 
 
-def _continue(wanted: _Wanted) -> tuple[Manifest, list[WriterPlan]] | None:
-    """As ``_begin``, another cache like the one that is there; None where it is none or grew."""
-    try:
-        index = Cache.read(wanted.place, wanted.options.local_cache).index
-        manifest = index.manifest
-        plans = [
-            WriterPlan(
-                part=part,
-                coder=coder_of(wanted.place, part, wanted.coders),
-                first_bytes=sum(files.values()),
-            )
-            for part, files in zip(manifest.parts, index.files(), strict=True)
-        ]
-    except (FileNotFoundError, CacheError):
-        return None
-    most = manifest.shard_rows * MOST_SHARDS * 2
-    is_alike = manifest.key == wanted.key and 0 < len(wanted.path.source) <= most
-    return (manifest, plans) if is_alike else None
-
-
-def _begin(wanted: _Wanted) -> tuple[Manifest, list[WriterPlan]]:
-    """The manifest of a new cache, and how its parts are written."""
-    expected = forecast(wanted.path)
+def _write(wanted: _Wanted) -> None:
+    """Write the shards that are not there, and let the cache hold all from now on."""
+    path, options = wanted.path, wanted.options
+    count = len(path.source)
+    expected = forecast(path)
     if not expected.layout.target_is_part:  # an error now, if they cannot be kept
         pack_targets(expected.targets)
-    plans = _plan_writers(wanted, expected)
-    need_bytes = sum(plan.first_bytes for plan in plans)
-    shard_bytes = wanted.options.shard_bytes
-    manifest = Manifest(
-        key=wanted.key,
-        root=wanted.root,
-        parts=tuple(plan.part for plan in plans),
-        shard_rows=samples_per_shard(len(wanted.path.source), need_bytes, shard_bytes),
-        layout=expected.layout,
+    planned = _plan_writers(wanted, expected)
+    need_bytes = sum(plan.first_bytes for plan in planned)
+    shard_rows = samples_per_shard(count, need_bytes, options.shard_bytes)
+    if options.on_error == "skip":
+        path = path._replace(shape=None)  # files are opened, to leave some out
+
+    def write(plans: Sequence[WriterPlan]) -> list[Cache]:
+        parts = tuple(plan.part for plan in plans)
+        content = wanted.content if wanted.listing is None else ""
+        words = [wanted.key, content, *map(asdict, parts)]
+        tasks = make_tasks(count, shard_rows, words, wanted.listing)
+        writer = ShardWriter(
+            path=path,
+            plans=[replace(plan, first_bytes=plan.first_bytes // len(tasks)) for plan in plans],
+            manifest=Manifest(
+                key=wanted.key, root=wanted.root, parts=parts, layout=expected.layout
+            ),
+            place=wanted.place,
+            options=Options(on_error=options.on_error, prepare_workers=1),
+        )
+        return write_shards(writer, tasks, options)
+
+    shards = write_any_shapes(write, planned)
+    columns: Columns = {"skipped.json": []}
+    names = ["shards.names", "shards.rows", "shards.bytes", "kept"]  # others may be there
+    for number, located in enumerate(shards[0].located):
+        names += [f"part{number}.{name}" for name in located if name != "files"]
+    for name in names:
+        columns[name] = np.concatenate([shard.columns[name] for shard in shards])
+    for shard in shards:
+        columns["skipped.json"] += shard.columns["skipped.json"]
+    manifest = replace(
+        shards[0].manifest,
+        content=wanted.content,
+        classes=None if wanted.table is None else wanted.table.class_to_idx,
     )
-    return manifest, plans
+    cache = Cache(place=wanted.place, manifest=manifest, columns=columns)
+    kept = cache.kept.tolist()
+    if wanted.table is None:
+        targets = [target for shard in shards for target in as_list(shard.targets)]
+    else:
+        targets = list(map(wanted.table.target, kept))
+    columns |= pack_targets(targets)
+    if wanted.listing is not None:
+        paths = _paths_of(wanted.listing, wanted.root, kept)
+        columns |= {"paths": paths.blob, "ends": paths.ends}
+    wanted.place.write(INDEX, cache.pack())
 
 
 def _plan_writers(wanted: _Wanted, expected: Forecast) -> list[WriterPlan]:
     """Keep samples raw where the disk has room, else by a lossless codec, or as the user says."""
     codec = wanted.options.codec
     is_free = codec == "auto"
-    free = max(free_bytes(wanted.home) - _SPARE_BYTES, 0) if is_free else None
-    # A bucket is never full.
-    if free is not None and (wanted.place.is_remote or expected.need_bytes <= free):
+    if is_free and wanted.place.is_remote:  # a bucket is never full
         return expected.plan_writers()
+    free = None
+    if is_free:
+        there_bytes = sum(sizes_in(wanted.place).values())
+        free = max(free_bytes(wanted.home) + there_bytes - _SPARE_BYTES, 0)
+        if expected.need_bytes <= free:
+            return expected.plan_writers()
     trials = try_codecs(look_longer(wanted.path), codec)
     best = fastest_fitting(trials, free, only_lossless=is_free)
     if best is not None:
@@ -359,33 +348,6 @@ def _plan_writers(wanted: _Wanted, expected: Forecast) -> list[WriterPlan]:
     return expected.plan_writers()  # which says need, free and cure
 
 
-def _fill(wanted: _Wanted, manifest: Manifest, plans: Sequence[WriterPlan]) -> None:
-    """Write the shards that are not there, and let the cache hold all from now on."""
-    shards = write_any_shapes(partial(_write_missing, wanted, manifest), plans)
-    manifest = replace(
-        shards[0].manifest,
-        content=wanted.content,
-        classes=None if wanted.table is None else wanted.table.class_to_idx,
-    )
-    index = Index.join(manifest, shards)
-    kept = index.kept.tolist()
-    if not kept:
-        first = index.skipped[0]
-        raise IngestError(
-            f"none of the {len(index.skipped)} samples can be prepared; the first: {first}"
-        )
-    columns = index.columns
-    if wanted.table is None:
-        columns |= pack_targets([target for each in shards for target in as_list(each.targets)])
-    else:
-        columns |= pack_targets(list(map(wanted.table.target, kept)))
-    if wanted.listing is not None:
-        paths = _paths_of(wanted.listing, wanted.root, kept)
-        columns |= {"paths": paths.blob, "ends": paths.ends}
-    with naming_full_disk(wanted.home):
-        wanted.place.write(INDEX, index.pack())
-
-
 def _paths_of(listing: Listing, root: str, kept: Sequence[int]) -> PackedPaths:
     """Names relative to the root; or absolute ones, if one of them is that of a file elsewhere."""
     names = listing.paths.names()
@@ -393,20 +355,3 @@ def _paths_of(listing: Listing, root: str, kept: Sequence[int]) -> PackedPaths:
     if any(map(os.path.isabs, paths)):
         paths = [os.path.join(root, path) for path in paths]
     return PackedPaths.of(paths)
-
-
-def _write_missing(wanted: _Wanted, manifest: Manifest, plans: Sequence[WriterPlan]) -> list[Index]:
-    path = wanted.path
-    if wanted.options.on_error == "skip":
-        path = path._replace(shape=None)  # files are opened, to leave some out
-    manifest = replace(manifest, parts=tuple(plan.part for plan in plans))
-    words = [manifest.key, *map(dataclasses.asdict, manifest.parts)]
-    tasks = make_tasks(len(path.source), manifest.shard_rows, words, wanted.listing)
-    writer = ShardWriter(
-        path=path,
-        plans=[replace(plan, first_bytes=plan.first_bytes // len(tasks)) for plan in plans],
-        manifest=manifest,
-        place=wanted.place,
-        options=Options(on_error=wanted.options.on_error, prepare_workers=1),
-    )
-    return write_shards(writer, tasks, wanted.options)

@@ -4,7 +4,7 @@ A cache is a folder of
 
 * shards: of each a file for each part of the samples, ``part0-<shard>.npy`` (raw samples of one
   shape, an ordinary NumPy file (n, *shape)) or ``part0-<shard>.bin`` (all others, end to end), and
-  its receipt ``shard-<shard>.npz``, the ``Index`` of its samples;
+  its receipt ``shard-<shard>.npz``, the index of its samples;
 * ``fastdata.npz``, the index of all samples, written last.
 
 Nothing is ever unpickled. A shard is named after what its samples are made from, so that its files
@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -38,23 +38,18 @@ from fastdata.machine.shared import ArrayBlock, SampleTable
 from fastdata.report import log
 from fastdata.sources.remote import Place
 from fastdata.stores.codecs import codec_of
-from fastdata.stores.mirror import Mirror, MirroredStore, in_segments
+from fastdata.stores.mirror import MirroredStore
 from fastdata.stores.prepare import Prepared
 from fastdata.stores.readers import Decoder, DiskFile, DiskStore, receipt_name
 from fastdata.stores.samples import SOURCE, KeptSamples, Layout
 from fastdata.stores.writers import StoredPart, open_all
 
 INDEX = "fastdata.npz"
-OLD_INDEX = "fastdata.json"
-"""Of versions before 7."""
 VERSION = 7
 _MOST_SAMPLE_BYTES = 1 << 36
-_MOST = 1 << 62
-_MIRRORED_SHARE = 0.5
-"""Of what is free on the disk, for mirrors."""
 
 Columns = dict[str, Any]
-"""Those of an index by name: arrays; of JSON what it says."""
+"""Of an index by name: arrays; of JSON what it says."""
 LocalCache = str | os.PathLike[str] | None
 _Made = TypeVar("_Made")
 
@@ -70,7 +65,6 @@ class Manifest:
         content: a fingerprint of the files, or the number of samples where these are none.
         classes: number of each class, where classes have names.
         parts: of the samples.
-        shard_rows: about how many samples a shard has.
         layout: how samples are put together of these.
     """
 
@@ -80,7 +74,6 @@ class Manifest:
     content: str = ""
     classes: dict[str, int] | None = None
     parts: tuple[StoredPart, ...]
-    shard_rows: int
     layout: Layout
 
     def __post_init__(self) -> None:
@@ -94,25 +87,25 @@ def _typed(kind: Any, value: Any) -> Any:
     """A value of JSON as this type, dataclasses included; some error for any other."""
     origin = typing.get_origin(kind)
     arguments = typing.get_args(kind)
-    if kind is Any or (origin is Literal and value in arguments):
+    if kind is Any or value in arguments:  # of a Literal
         return value
     if types.NoneType in arguments:
         return None if value is None else _typed(arguments[0], value)
-    if origin is tuple and isinstance(value, list):
+    if origin is tuple:
         return tuple(_typed(arguments[0], item) for item in value)
-    if origin is dict and isinstance(value, dict):
+    if origin is dict:
         return {name: _typed(arguments[1], item) for name, item in value.items()}
-    if dataclasses.is_dataclass(kind) and isinstance(value, dict):
-        hints = typing.get_type_hints(kind)
-        fields = {name: _typed(hints[name], item) for name, item in value.items()}
+    if dataclasses.is_dataclass(kind):
+        known = typing.get_type_hints(kind)
+        fields = {name: _typed(known[name], value[name]) for name in value.keys() & known.keys()}
         return typing.cast(Any, kind)(**fields)
-    if type(value) is not kind or (kind is int and abs(value) >= _MOST):
+    if type(value) is not kind:
         raise ValueError(f"{value!r} is in the place of {getattr(kind, '__name__', kind)}")
     return value
 
 
 @dataclass(frozen=True, kw_only=True)
-class Index:
+class Cache:
     """What is known of the samples of a cache, or of one of its shards: an ``.npz`` file.
 
     Rows are the samples of the source, in its order. The columns are
@@ -128,62 +121,49 @@ class Index:
     * the targets of these samples, see ``pack_targets``.
     """
 
+    place: Place
     manifest: Manifest
     columns: Columns
 
     @classmethod
-    def unpack(cls, data: bytes) -> Index:
-        """Read all columns, and check types, sizes and offsets, whatever they are used for.
+    def read(cls, place: Place) -> Cache:
+        """Read all but the samples.
+
+        Raises:
+            FileNotFoundError: there is none.
+            CacheError: it is damaged, or of another version.
+            RemoteError: it cannot be fetched.
+        """
+        try:
+            return cls.unpack(place, place.read(INDEX))
+        except (FileNotFoundError, RemoteError, MemoryBudgetError):
+            raise
+        except Exception as problem:  # bytes of others raise anything
+            what = f"{type(problem).__name__}: {problem}"
+            raise CacheError(f"{place.at(INDEX)} cannot be read: {what}") from problem
+
+    @classmethod
+    def unpack(cls, place: Place, data: bytes) -> Cache:
+        """All columns, whose types, sizes and offsets are checked, whatever they are used for.
 
         Whatever error there is for what is none.
         """
-        columns = _unpack_columns(data)
+        with np.load(io.BytesIO(data), allow_pickle=False) as stored:
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in stored.zip.infolist()):
+                raise ValueError("its columns are compressed, to whatever size")
+            columns: Columns = dict(stored.items())
+            if stored.zip.testzip():  # which reads what lies behind a column, too
+                raise ValueError("its columns are longer than they say")
+        for name, column in columns.items():
+            if name.endswith(".json"):
+                columns[name] = json.loads(column.tobytes())
         document = columns.pop("manifest.json")
         if document["version"] != VERSION:
             found = f"it has version {document['version']!r}"
             raise ValueError(f"{found}; this fastdata reads {VERSION}")
-        index = cls(manifest=_typed(Manifest, document), columns=columns)
-        index._check()
-        return index
-
-    def _check(self) -> None:
-        columns, parts = self.columns, self.manifest.parts
-        shards = len(columns["shards.names"])
-        names = _column(columns, "shards.names", "S16", shards).tolist()
-        rows = _column(columns, "shards.rows", "int64", shards)
-        sizes = _column(columns, "shards.bytes", "int64", shards, len(parts))
-        if not all(re.fullmatch(rb"[0-9a-f]{16}", name) for name in {*names}):
-            raise ValueError(f"{names} are no names of shards")
-        kept = _column(columns, "kept", "bool", int(rows.sum()))
-        are_few = rows.min(initial=0) >= 0 and rows.max(initial=0) <= len(kept)
-        if len({*names}) < shards or not are_few or sizes.min(initial=0) < 0:
-            raise ValueError("its shards do not fit")
-        for path, message in columns["skipped.json"]:
-            if not isinstance(message, str) or not isinstance(path, str | None):
-                raise ValueError(f"{path!r} and {message!r} are nothing that was left out")
-        count = int(np.count_nonzero(kept))
-        if count + len(columns["skipped.json"]) != len(kept):
-            raise ValueError("it lacks what was left out")
-        if "paths" in columns:
-            ends = _column(columns, "ends", "int64", count)
-            _column(columns, "paths", "uint8", int(ends[-1]))
-            if (np.diff(ends, prepend=0) < 0).any():
-                raise ValueError("file names overlap")
-        for name in ("located", "targets"):
-            getattr(self, name)  # which checks them
-
-    @classmethod
-    def join(cls, manifest: Manifest, indexes: Sequence[Index]) -> Index:
-        """Of the shards of all; targets are for the caller to join."""
-        joined: Columns = {"skipped.json": []}
-        names = ["shards.names", "shards.rows", "shards.bytes", "kept"]  # others may be there
-        for number, located in enumerate(indexes[0].located):
-            names += [f"part{number}.{name}" for name in located if name != "files"]
-        for name in names:
-            joined[name] = np.concatenate([each.columns[name] for each in indexes])
-        for each in indexes:
-            joined["skipped.json"] += each.columns["skipped.json"]
-        return cls(manifest=manifest, columns=joined)
+        cache = cls(place=place, manifest=_typed(Manifest, document), columns=columns)
+        cache._check()
+        return cache
 
     def pack(self) -> bytes:
         """Arrays as they are, without pickle; what is none as JSON."""
@@ -211,15 +191,6 @@ class Index:
     def size_bytes(self) -> int:
         return int(self.columns["shards.bytes"].sum())
 
-    @property
-    def skipped(self) -> list[SampleError]:
-        """What is wrong with the samples that were left out."""
-        rows = np.flatnonzero(~self.columns["kept"]).tolist()
-        return [
-            SampleError(message, index=row, path=path)
-            for row, (path, message) in zip(rows, self.columns["skipped.json"], strict=True)
-        ]
-
     def files(self) -> list[dict[str, int]]:
         """Of each part the file in each shard, and how many bytes it has."""
         files = []
@@ -236,6 +207,48 @@ class Index:
     def file_names(self) -> set[str]:
         return {INDEX}.union(self.receipts(), *self.files())
 
+    # Checked when it is read; ValueError, or any other, where something cannot be
+
+    def _check(self) -> None:
+        shards = len(self.columns["shards.names"])
+        names = self._column("shards.names", "S16", shards).tolist()
+        rows = self._column("shards.rows", "int64", shards)
+        sizes = self._column("shards.bytes", "int64", shards, len(self.manifest.parts))
+        kept = self._column("kept", "bool", int(rows.sum()))
+        if not all(re.fullmatch(rb"[0-9a-f]{16}", name) for name in names):
+            raise ValueError(f"{names} are no names of shards")
+        is_negative = min(rows.min(initial=0), sizes.min(initial=0)) < 0
+        if is_negative or rows.max(initial=0) > len(kept) or len({*names}) < shards:
+            raise ValueError("its shards do not fit")
+        if "paths" in self.columns:
+            ends = self._column("ends", "int64", len(self.kept))
+            self._column("paths", "uint8", int(ends[-1]))
+            if (np.diff(ends, prepend=0) < 0).any():
+                raise ValueError("file names overlap")
+        for name in ("skipped", "targets", "located"):
+            getattr(self, name)  # which checks them
+
+    def _column(self, name: str, dtype: str, *shape: int) -> np.ndarray:
+        """A column, which has this type and shape."""
+        if name not in self.columns:
+            raise ValueError(f"it lacks the {name} of its samples")
+        column: np.ndarray = self.columns[name]
+        if column.dtype != np.dtype(dtype) or column.shape != shape:
+            found = f"{column.dtype}{list(column.shape)}"
+            raise ValueError(f"{name} are {found} where {dtype}{list(shape)} are needed")
+        return column
+
+    @cached_property
+    def skipped(self) -> list[SampleError]:
+        """What is wrong with the samples that were left out."""
+        rows = np.flatnonzero(~self.columns["kept"]).tolist()
+        errors = []
+        for row, (path, message) in zip(rows, self.columns["skipped.json"], strict=True):
+            if not isinstance(message, str) or not isinstance(path, str | None):
+                raise ValueError(f"{path!r} and {message!r} are nothing that was left out")
+            errors.append(SampleError(message, index=row, path=path))
+        return errors
+
     @cached_property
     def targets(self) -> Any:
         """Of the samples kept: numbers in one array, else a list; zeros if a part has them."""
@@ -248,7 +261,7 @@ class Index:
 
     @cached_property
     def located(self) -> list[Columns]:
-        """Where the samples of each part lie, for ``Store``; ValueError where that cannot be."""
+        """Where the samples of each part lie, for ``Store``."""
         return [self._locate(number) for number in range(len(self.manifest.parts))]
 
     def _locate(self, number: int) -> Columns:
@@ -257,17 +270,18 @@ class Index:
         name = f"part{number}"
         shards = np.repeat(np.arange(len(self.shard_names)), self.columns["shards.rows"])[self.kept]
         count = len(shards)
+        offsets = self._column(f"{name}.offsets", "int64", count)
         index: Columns = {
-            "sums": _column(self.columns, f"{name}.sums", "uint64", count),
-            "offsets": _column(self.columns, f"{name}.offsets", "int64", count),
+            "sums": self._column(f"{name}.sums", "uint64", count),
+            "offsets": offsets,
             "files": shards.astype(np.int32),
         }
         if part.is_table:
             shapes = np.broadcast_to(np.array(shape), (count, len(shape or ())))
             sizes = np.full(count, part.spec.sample_bytes)
         else:
-            shapes = _column(self.columns, f"{name}.shapes", "int32", count, part.dimensions)
-            sizes = _column(self.columns, f"{name}.sizes", "int64", count)
+            shapes = self._column(f"{name}.shapes", "int32", count, part.dimensions)
+            sizes = self._column(f"{name}.sizes", "int64", count)
             index |= {"sizes": sizes, "shapes": shapes}
         if shape is not None and (shapes != shape).any():
             raise ValueError(f"samples have other shapes than {list(shape)}")
@@ -275,7 +289,6 @@ class Index:
         sample_bytes = shapes.astype(np.float64).prod(axis=1) * item_bytes
         if sample_bytes.max(initial=0) > _MOST_SAMPLE_BYTES:
             raise ValueError(f"a sample has {sample_bytes.max():,.0f} bytes, as none has")
-        offsets = index["offsets"]
         room = self.columns["shards.bytes"][shards, number]
         is_wrong = (offsets < 0) | (sizes < 0) | (offsets > room - sizes) | (shapes < 0).any(axis=1)
         if part.codec is None:
@@ -286,30 +299,92 @@ class Index:
             )
         return index
 
+    # Serving
 
-def _unpack_columns(data: bytes) -> Columns:
-    with np.load(io.BytesIO(data), allow_pickle=False) as stored:
-        if any(entry.compress_type != zipfile.ZIP_STORED for entry in stored.zip.infolist()):
-            raise ValueError("its columns are compressed, to whatever size")
-        columns: Columns = dict(stored.items())
-        if stored.zip.testzip():  # which reads what lies behind a column, too
-            raise ValueError("its columns are longer than they say")
-    for name, column in columns.items():
-        if name.endswith(".json"):
-            columns[name] = json.loads(column.tobytes())
-    return columns
+    def open_part(
+        self, number: int, decoder: Decoder | None, local_cache: LocalCache = None
+    ) -> DiskStore:
+        """Map the files of a part; CacheError where one is missing or has another size."""
+        spec = self.manifest.parts[number].spec
+        sizes = self.files()[number]
+        located = self.located[number]
+        if self.place.is_remote:
+            folder = mirror_folder(local_cache)
+            return MirroredStore.open(self.place, sizes, spec, located, decoder, folder)
+        home = Path(self.place.url)
+        files = open_all(DiskFile.open(home / name, size) for name, size in sizes.items())
+        checked = np.zeros(len(self.kept), np.uint8)
+        return DiskStore(
+            files, spec, ArrayBlock({**located, "checked": checked}, seal=False), decoder
+        )
+
+    def serve(
+        self,
+        known: Sequence[Decoder],
+        table: SampleTable | None,
+        local_cache: LocalCache = None,
+    ) -> Prepared:
+        """Map all samples.
+
+        Args:
+            known: what may decode a part, beside fastdata's own codecs.
+            table: of the samples of the source; None makes one of the targets that the cache has.
+            local_cache: folder that holds what is needed of a cache behind a URL.
+        """
+        layout = self.manifest.layout
+        if not len(self.kept):
+            raise CacheError(f"{self.place} holds no sample")
+        stores = open_all(
+            self.open_part(number, coder_of(self.place, part, known), local_cache)
+            for number, part in enumerate(self.manifest.parts)
+        )
+        if table is None:
+            table = SampleTable(self.targets)
+        elif len(self.kept) < len(table):
+            table = table.reduced_to(self.kept.tolist())
+        codecs = "+".join(dict.fromkeys(store.codec for store in stores))
+        reason = f"storage='disk': {format_bytes(self.size_bytes)} {codecs} in {self.place}"
+        log.info("%s", reason)
+        kept = KeptSamples(tuple(stores), table, **vars(layout))
+        plan = StoragePlan("disk", reason, None if codecs == "raw" else codecs)
+        return Prepared(storage_plan=plan, kept=kept, skipped=self.skipped)
 
 
-def _column(columns: Columns, name: str, dtype: str, *shape: int) -> np.ndarray:
-    """A column of this type and shape; ValueError for another one."""
-    if name not in columns:
-        raise ValueError(f"it lacks the {name} of its samples")
-    column: np.ndarray = columns[name]
-    if column.dtype != np.dtype(dtype) or column.shape != shape:
-        found = f"{column.dtype}{list(column.shape)}"
-        raise ValueError(f"{name} are {found} where {dtype}{list(shape)} are needed")
-    return column
+def coder_of(place: Place, part: StoredPart, known: Sequence[Decoder]) -> Decoder | None:
+    """What encodes and decodes a part; None where it is raw."""
+    if part.codec is None:
+        return None
+    for coder in known:
+        if coder.settings() == part.codec:
+            return coder
+    its_dataset = f"open that, with cache_dir={place.url.rpartition('/')[0]!r}"
+    if part.codec["name"] == SOURCE:
+        raise CacheError(
+            f"{place} holds image files as they are, and what prepares them on every read is known "
+            f"to their dataset alone; {its_dataset}, or build a cache with another codec"
+        )
+    try:
+        return codec_of(part.codec)
+    except (TypeError, ValueError) as unknown:
+        raise CacheError(
+            f"{place} cannot be opened on its own: {unknown}. A codec object of your own is known "
+            f"to the dataset that the cache was made from: {its_dataset} and codec="
+        ) from unknown
 
+
+def mirror_folder(local_cache: LocalCache) -> Path:
+    """Where caches behind URLs are kept: by default in the user's cache folder."""
+    return Path(local_cache or user_cache() / "remote").expanduser().absolute()
+
+
+def read_cache(place: Place, use: Callable[[Cache], _Made]) -> _Made:
+    """Make something of a cache; once more where that fails, as another process may replace it."""
+    with contextlib.suppress(CacheError):
+        return use(Cache.read(place))
+    return use(Cache.read(place))
+
+
+# Targets as columns
 
 _KINDS: dict[str, Callable[[np.ndarray], Any]] = {
     "number": lambda column: column,
@@ -374,135 +449,3 @@ def _unpack_targets(packed: Any, columns: Columns, count: int) -> Any:
 
 def as_list(targets: Any) -> list[Any]:
     return list(targets.tolist() if isinstance(targets, np.ndarray) else targets)
-
-
-# An open cache
-
-
-@dataclass(frozen=True, slots=True)
-class Cache:
-    """A cache, read and found to fit.
-
-    ``mirror``: of one behind a URL, where its files are opened.
-    """
-
-    place: Place
-    index: Index
-    mirror: Mirror | None = None
-
-    @classmethod
-    def read(cls, place: Place, local_cache: LocalCache = None) -> Cache:
-        """Read all but the samples.
-
-        Raises:
-            FileNotFoundError: there is none.
-            CacheError: it is damaged, or of another version.
-            RemoteError: it cannot be fetched.
-        """
-        mirror = None
-        try:
-            if place.is_remote:
-                files = [entry for entry in place.find() if not entry.name.startswith("shard-")]
-                if INDEX not in {entry.name for entry in files}:
-                    raise FileNotFoundError(f"{place.at(INDEX)} is not there")
-                mirror = Mirror(place, files, mirror_folder(local_cache), _MIRRORED_SHARE)
-                index = mirror.whole(INDEX)
-                data = mirror.map([index])[index].tobytes()
-            else:
-                data = place.read(INDEX)
-            return cls(place, Index.unpack(data), mirror)
-        except FileNotFoundError:
-            if place.submit_facts(OLD_INDEX).result()[0] < 0:
-                raise
-            old = f"{place} was written by an older fastdata, which this one does not read"
-            raise CacheError(old) from None
-        except (CacheError, RemoteError, MemoryBudgetError):
-            raise
-        except Exception as problem:  # bytes of others raise anything
-            if mirror is not None:  # what is here may be of no use
-                mirror.forget(mirror.whole(INDEX))
-            what = f"{type(problem).__name__}: {problem}"
-            raise CacheError(f"{place.at(INDEX)} cannot be read: {what}") from problem
-
-    def open_part(self, number: int, decoder: Decoder | None) -> DiskStore:
-        """Map the files of a part; CacheError where one is missing or has another size."""
-        spec = self.index.manifest.parts[number].spec
-        sizes = self.index.files()[number]
-        located = self.index.located[number]
-        if self.mirror is None:
-            home = Path(self.place.url)
-            files = open_all(DiskFile.open(home / name, size) for name, size in sizes.items())
-            located["checked"] = np.zeros(len(located["sums"]), np.uint8)
-            return DiskStore(files, spec, ArrayBlock(located, seal=False), decoder)
-        there = {file.name: file.size_bytes for file in self.mirror.files}
-        for name, size in sizes.items():
-            found = there.get(name, 0)
-            if found != size:
-                raise CacheError(
-                    f"{self.place.at(name)} has {found:,} bytes where {size:,} were written"
-                )
-        segments = ArrayBlock(in_segments(located, spec, self.mirror))
-        return MirroredStore(list(sizes), spec, segments, decoder, self.mirror)
-
-    def serve(self, known: Sequence[Decoder], table: SampleTable | None) -> Prepared:
-        """Map all samples.
-
-        Args:
-            known: what may decode a part, beside fastdata's own codecs.
-            table: of the samples of the source; None makes one of the targets that the cache has.
-        """
-        index = self.index
-        manifest = index.manifest
-        kept_rows = index.kept
-        if not len(kept_rows):
-            raise CacheError(f"{self.place} holds no sample")
-        stores = open_all(
-            self.open_part(number, coder_of(self.place, part, known))
-            for number, part in enumerate(manifest.parts)
-        )
-        if table is None:
-            table = SampleTable(index.targets)
-        elif len(kept_rows) < len(table):
-            table = table.reduced_to(kept_rows.tolist())
-        codecs = "+".join(dict.fromkeys(store.codec for store in stores))
-        reason = f"storage='disk': {format_bytes(index.size_bytes)} {codecs} in {self.place}"
-        log.info("%s", reason)
-        kept = KeptSamples(tuple(stores), table, **vars(manifest.layout))
-        plan = StoragePlan("disk", reason, None if codecs == "raw" else codecs)
-        return Prepared(storage_plan=plan, kept=kept, skipped=index.skipped)
-
-
-def coder_of(place: Place, part: StoredPart, known: Sequence[Decoder]) -> Decoder | None:
-    """What encodes and decodes a part; None where it is raw."""
-    if part.codec is None:
-        return None
-    for coder in known:
-        if coder.settings() == part.codec:
-            return coder
-    its_dataset = f"open that, with cache_dir={place.url.rpartition('/')[0]!r}"
-    if part.codec["name"] == SOURCE:
-        raise CacheError(
-            f"{place} holds image files as they are, and what prepares them on every read is known "
-            f"to their dataset alone; {its_dataset}, or build a cache with another codec"
-        )
-    try:
-        return codec_of(part.codec)
-    except (TypeError, ValueError) as unknown:
-        raise CacheError(
-            f"{place} cannot be opened on its own: {unknown}. A codec object of your own is known "
-            f"to the dataset that the cache was made from: {its_dataset} and codec="
-        ) from unknown
-
-
-def mirror_folder(local_cache: LocalCache) -> Path:
-    """Where mirrors are: by default in the user's cache folder."""
-    return Path(local_cache or user_cache() / "remote").expanduser().absolute()
-
-
-def read_cache(
-    place: Place, use: Callable[[Cache], _Made], local_cache: LocalCache = None
-) -> _Made:
-    """Make something of a cache; once more where that fails, as another process may replace it."""
-    with contextlib.suppress(CacheError):
-        return use(Cache.read(place, local_cache))
-    return use(Cache.read(place, local_cache))

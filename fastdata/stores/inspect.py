@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from filelock import Timeout
@@ -18,8 +18,8 @@ from fastdata.errors import CacheError, counted, is_url, refuse_remote
 from fastdata.machine.memory import format_bytes
 from fastdata.machine.shared import PackedPaths, SampleTable
 from fastdata.sources.remote import Place
-from fastdata.stores.build import REFUSED, lock_file, locked, sweep
-from fastdata.stores.cache import INDEX, OLD_INDEX, Cache, LocalCache, Manifest, read_cache
+from fastdata.stores.build import lock_file, locked, sweep
+from fastdata.stores.cache import INDEX, VERSION, Cache, LocalCache, Manifest, read_cache
 from fastdata.stores.prepare import Prepared
 from fastdata.stores.readers import UndecodableError, receipts_in
 
@@ -27,43 +27,35 @@ from fastdata.stores.readers import UndecodableError, receipts_in
 def find_cache(
     path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
 ) -> Place:
-    """The cache that a path or URL means: itself, or the only one in it that can be read.
+    """The cache that a path or URL means: itself, or the only one in it.
 
     Raises:
         FileNotFoundError: there is no cache.
-        CacheError: none of the caches there can be read.
         ValueError: there are several; says which.
         RemoteError: the place cannot be reached.
     """
-    home = Place(path, storage_options)
-    places = _cache_places(home)
-    if len(places) == 1:
-        return places[0]
-    found = [_look(place) for place in places]
-    readable = [place for place, each in zip(places, found, strict=True) if each.manifest]
-    if len(readable) == 1:
-        return readable[0]
-    lines = "".join(f"\n  {each.folder}: {each.summary}" for each in found)
-    if readable:
+    places = _cache_places(Place(path, storage_options))
+    if len(places) > 1:
+        found = "\n".join(map(str, map(_look, places)))
         raise ValueError(
-            f"{home} holds {len(readable)} caches; give the folder of the one that you mean:{lines}"
+            f"{path} holds {len(places)} caches; give the folder of the one that you mean:\n{found}"
         )
-    raise CacheError(f"{home} holds no cache that can be read; build it again:{lines}")
+    return places[0]
 
 
 def _cache_places(home: Place) -> list[Place]:
     """The place itself, if it is a cache, or else all caches in it."""
-    below: list[Place] = []
+    places = [home]
     with contextlib.suppress(FileNotFoundError):
-        below = [home.below(name) for name in home.folders()]
-    names = INDEX, OLD_INDEX
-    asked = [(place, [place.submit_facts(name) for name in names]) for place in [home, *below]]
-    places = [place for place, facts in asked if any(each.result()[0] >= 0 for each in facts)]
-    if not places:
+        places += [home.below(name) for name in home.folders()]
+    asked = [place.submit_facts(INDEX) for place in places]
+    found = [each for each, facts in zip(places, asked, strict=True) if facts.result()[0] >= 0]
+    if not found:
         raise FileNotFoundError(
-            f"{home} is no cache and holds none: there is no {INDEX} in it or one below it"
+            f"{home} is no cache and holds none: there is no {INDEX} in it or one below it, as "
+            f"caches of version {VERSION} have; older ones are to be built again"
         )
-    return [home] if home in places else places
+    return [home] if home in found else found
 
 
 def open_cache(
@@ -79,32 +71,32 @@ def open_cache(
     Raises:
         CacheError: it is damaged, or cannot be served without its dataset.
     """
-    return read_cache(place, partial(_serve_alone, as_tensors=as_tensors), local_cache)
 
+    def serve(cache: Cache) -> tuple[Prepared, Manifest]:
+        manifest = cache.manifest
+        has_masks = manifest.layout.target_is_part or manifest.layout.mask_places
+        paths = None if has_masks or "paths" not in cache.columns else _paths_of(cache)
+        table = SampleTable(cache.targets, paths=paths, class_to_idx=manifest.classes)
+        if as_tensors:
+            parts = []
+            for part in manifest.parts:
+                is_pil = part.spec.form == "pil"
+                spec = replace(part.spec, form="tensor") if is_pil else part.spec
+                parts.append(replace(part, spec=spec))
+            cache = replace(cache, manifest=replace(manifest, parts=tuple(parts)))
+        return cache.serve((), table, local_cache), manifest
 
-def _serve_alone(cache: Cache, *, as_tensors: bool) -> tuple[Prepared, Manifest]:
-    index = cache.index
-    manifest = index.manifest
-    has_masks = manifest.layout.target_is_part or manifest.layout.mask_places
-    paths = None if has_masks or "paths" not in index.columns else _paths_of(cache)
-    table = SampleTable(index.targets, paths=paths, class_to_idx=manifest.classes)
-    if as_tensors:
-        parts = tuple(
-            replace(part, spec=replace(part.spec, form="tensor"))
-            if part.spec.form == "pil"
-            else part
-            for part in manifest.parts
-        )
-        cache = replace(cache, index=replace(index, manifest=replace(manifest, parts=parts)))
-    return cache.serve((), table), manifest
+    return read_cache(place, serve)
 
 
 def _paths_of(cache: Cache) -> PackedPaths:
-    columns = cache.index.columns
-    paths = PackedPaths(columns["paths"], columns["ends"])
-    root = os.path.join(os.fsencode(cache.index.manifest.root), b"")
-    are_absolute = os.path.isabs(paths.blob[: int(paths.ends[0])].tobytes())
-    return paths if are_absolute else replace(paths, prefix=root)
+    paths = PackedPaths(cache.columns["paths"], cache.columns["ends"])
+    if os.path.isabs(paths.blob[: int(paths.ends[0])].tobytes()):
+        return paths
+    return replace(paths, prefix=os.path.join(os.fsencode(cache.manifest.root), b""))
+
+
+# Looked over
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,38 +123,21 @@ class Inspected:
     problem: str = ""
     damaged: list[str] | None = None
 
-    @property
-    def summary(self) -> str:
-        if self.manifest is None:
-            return f"cannot be read: {self.problem}"
-        key = self.manifest.key
-        made_from = f"{counted(self.samples, 'sample')} of {self.manifest.root or 'a dataset'}"
-        steps = key["prepare"] or "as they are"
-        return f"{made_from}, prepared: {steps}, codec: {key['codec']}"
-
     def __str__(self) -> str:
+        lines = [self.folder]
         manifest = self.manifest
-        if manifest is None:
-            return f"{self.folder}\n  {self.summary}; the next run writes it anew"
-        facts = {"samples": f"{self.samples - self.skipped:,}, {self.skipped:,} left out"}
-        if manifest.classes is not None:
-            facts["classes"] = f"{len(manifest.classes):,}"
-        facts["size"] = f"{format_bytes(self.size_bytes)} in {counted(self.shards, 'shard')}"
-        facts["made from"] = manifest.root or "(a dataset)"
-        facts["opened by"] = manifest.key["source"]
-        facts["prepared"] = manifest.key["prepare"] or "-"
-        for number, part in enumerate(manifest.parts):
-            shape = "of many shapes"
-            if part.spec.shape is not None:
-                shape = "x".join(map(str, part.spec.shape))
-            codec = " ".join(f"{name}={value}" for name, value in (part.codec or {}).items())
-            facts[f"part{number}"] = f"{part.spec.dtype} {shape}, {codec or 'raw'}"
+        if manifest is not None:
+            size = f"{format_bytes(self.size_bytes)} in {counted(self.shards, 'shard')}"
+            lines += [
+                f"samples    {self.samples - self.skipped:,}, {self.skipped:,} left out; {size}",
+                f"made from  {manifest.root or 'a dataset'}, {len(manifest.classes or ())} classes",
+                *(f"{name:10} {text or '-'}" for name, text in manifest.key.items()),
+            ]
         if self.problem:
-            facts["problem"] = self.problem
+            lines.append(f"problem    {self.problem}; the next run writes it anew")
         if self.damaged == []:
-            facts["verified"] = "every sample is as it was written"
-        lines = [f"{name:10} {fact}" for name, fact in facts.items()]
-        return "\n  ".join([self.folder, *lines, *(self.damaged or ())])
+            lines.append("verified   every sample is as it was written")
+        return "\n  ".join([*lines, *(self.damaged or ())])
 
 
 def inspect_caches(
@@ -193,35 +168,34 @@ def _look(place: Place, *, verify: bool = False) -> Inspected:
 
 
 def _inspect(cache: Cache, *, verify: bool) -> Inspected:
-    index = cache.index
-    kept = index.kept.tolist()
     damaged = []
-    for number in range(len(index.manifest.parts)):
+    for number in range(len(cache.manifest.parts)):
         with contextlib.closing(cache.open_part(number, None)) as store:
-            for k, row in enumerate(kept if verify else ()):
+            for k, row in enumerate(cache.kept.tolist() if verify else ()):
                 try:
                     store.ensure(np.array([k]))
                 except UndecodableError as wrong:
                     damaged.append(f"sample {row}, part{number}, is damaged: {wrong}")
     problem = ""
     if not cache.place.is_remote:
-        missing = index.receipts() - receipts_in(Path(cache.place.url))
-        shards = counted(len(missing), "shard")
-        problem = f"damaged: {shards}, which the next run writes anew" if missing else ""
+        missing = cache.receipts() - receipts_in(Path(cache.place.url))
+        problem = f"{counted(len(missing), 'shard')} damaged" if missing else ""
     return Inspected(
         folder=str(cache.place),
-        manifest=index.manifest,
-        samples=len(index.columns["kept"]),
-        skipped=len(index.skipped),
-        shards=len(index.shard_names),
-        size_bytes=index.size_bytes,
+        manifest=cache.manifest,
+        samples=len(cache.columns["kept"]),
+        skipped=len(cache.skipped),
+        shards=len(cache.shard_names),
+        size_bytes=cache.size_bytes,
         problem=problem,
         damaged=damaged if verify else None,
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Removal:
+# Pruned
+
+
+class Removal(NamedTuple):
     """Something that was removed, or would be."""
 
     path: Path
@@ -240,53 +214,30 @@ def prune_caches(cache_dir: Path, *, gone: bool = False, dry_run: bool = False) 
         dry_run: only say what would go.
     """
     refuse_remote(cache_dir)
-    if not cache_dir.is_dir():
-        raise FileNotFoundError(f"{cache_dir} is no folder: give the one that keeps caches")
-    removals: list[Removal] = []
+    removals = []
     for folder in sorted(cache_dir.iterdir()):
-        is_ours = lock_file(folder).exists() or _is_cache(folder)
-        if folder.is_symlink() or not folder.is_dir() or not is_ours:
-            continue
-        try:
-            with locked(folder, wait=False):
-                removals += _prune(folder, gone=gone, dry_run=dry_run)
-        except Timeout:
-            continue
-        except OSError as problem:
-            if problem.errno not in REFUSED:
-                raise
-            if not dry_run:
-                raise CacheError(
-                    f"{folder} cannot be removed or changed ({problem.strerror}). Prune it where, "
-                    "and as who, it can be."
-                ) from problem
-            # Without a lock, which cannot be made there.
-            removals += _prune(folder, gone=gone, dry_run=True)
-    return removals
+        is_ours = (folder / INDEX).exists() or lock_file(folder).exists()
+        if is_ours and folder.is_dir() and not folder.is_symlink():
+            with contextlib.suppress(Timeout), locked(folder, wait=False):
+                removals.append(_prune(folder, gone=gone, dry_run=dry_run))
+    return [removal for removal in removals if removal.reason]
 
 
-def _is_cache(folder: Path) -> bool:
-    return (folder / INDEX).exists() or (folder / OLD_INDEX).exists()
-
-
-def _prune(folder: Path, *, gone: bool, dry_run: bool) -> list[Removal]:
+def _prune(folder: Path, *, gone: bool, dry_run: bool) -> Removal:
     place = Place(folder)
     found = _look(place)
     root = "" if found.manifest is None else found.manifest.root
-    reason = ""
-    if not _is_cache(folder):
+    if not (folder / INDEX).exists():
         reason = "left by a writer that died"
     elif found.manifest is None:
         reason = f"cannot be read: {found.problem}"
     elif gone and root and not is_url(root) and not os.path.isdir(root):
         reason = f"{root} is not there"
-    if reason:
-        size_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        if not dry_run:
-            shutil.rmtree(folder)
-        return [Removal(path=folder, reason=reason, size_bytes=size_bytes)]
-    orphans = sweep(place, dry_run=dry_run)
-    reason = f"{counted(len(orphans), 'file')} left by a writer that died"
-    return (
-        [Removal(path=folder, reason=reason, size_bytes=sum(orphans.values()))] if orphans else []
-    )
+    else:
+        orphans = sweep(place, dry_run=dry_run)
+        left = f"{counted(len(orphans), 'file')} left by a writer that died"
+        return Removal(folder, left if orphans else "", sum(orphans.values()))
+    size_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    if not dry_run:
+        shutil.rmtree(folder)
+    return Removal(folder, reason, size_bytes)

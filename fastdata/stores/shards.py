@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import json
 import math
 import multiprocessing
 import os
 import pickle
-import platform
 import uuid
-import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, as_completed, wait
 from dataclasses import dataclass, replace
@@ -28,20 +25,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fastdata.errors import CacheError, IngestError
+from fastdata.errors import IngestError
 from fastdata.machine.memory import parse_bytes, usable_cores
 from fastdata.machine.processes import attempt, run_tasks
 from fastdata.machine.shared import PackedPaths
 from fastdata.report import log, progress_bar
 from fastdata.sources import FileSource
 from fastdata.sources.remote import Place, fleeting_folder, options_travel
-from fastdata.stores.cache import VERSION, Columns, Index, Manifest, pack_targets
+from fastdata.stores.cache import VERSION, Cache, Columns, Manifest, pack_targets
 from fastdata.stores.options import Options
 from fastdata.stores.readers import receipt_name
 from fastdata.stores.samples import ReadPath
 from fastdata.stores.writers import WriterPlan, ingest, ingest_workers, needs_processes
 
-MOST_SHARDS = 200
+_MOST_SHARDS = 200
 """Every process keeps a descriptor open for each file, and 1,024 is a usual limit."""
 _LEAST_BYTES = 16 << 20
 """Of a shard: less is too little to hand out as a task."""
@@ -110,23 +107,13 @@ def fingerprint(*data: str | bytes | np.ndarray) -> str:
 
 
 def samples_per_shard(count: int, need_bytes: int, shard_bytes: int | str | None) -> int:
-    """How many of so many samples, which take about ``need_bytes``, a shard has on average."""
+    """How many of so many samples, which take about ``need_bytes``, a shard has."""
     if shard_bytes is None:
         size_bytes = min(max(need_bytes / _GOOD_SHARDS, _LEAST_BYTES), _GOOD_BYTES)
-        shards = min(math.ceil(need_bytes / size_bytes), MOST_SHARDS)
     else:
-        shards = min(math.ceil(need_bytes / parse_bytes(shard_bytes, of=0)), count)
-        if shards > MOST_SHARDS:
-            raise ValueError(
-                f"shard_bytes={shard_bytes!r} makes {shards:,} files of each part, which every "
-                f"process that reads the cache opens; {MOST_SHARDS} are possible. Give more bytes, "
-                "or leave it out."
-            )
-    return math.ceil(count / max(min(shards, count), 1))
-
-
-def sizes_in(place: Place) -> dict[str, int]:
-    return {entry.name: entry.size_bytes for entry in place.find() if "/" not in entry.name}
+        size_bytes = parse_bytes(shard_bytes, of=0)
+    shards = min(math.ceil(need_bytes / size_bytes), _MOST_SHARDS, count)
+    return math.ceil(count / max(shards, 1))
 
 
 class Task(NamedTuple):
@@ -153,39 +140,24 @@ def make_tasks(count: int, size: int, words: Sequence[Any], listing: Listing | N
 
     Args:
         count: samples.
-        size: of a run; of files the mean size.
+        size: of a run.
         words: plain values that all samples depend on besides their files.
         listing: the files, where samples are files.
     """
-    basis = json.dumps([VERSION, count if listing is None else 0, *words], sort_keys=True)
+    basis = json.dumps([VERSION, *words], sort_keys=True)
     paths = [] if listing is None else listing.paths.names()
-    stops = [*range(size, count, size), count] if listing is None else _cut(paths, size)
-    tasks: dict[str, Task] = {}
-    for start, stop in itertools.pairwise([0, *stops]):
-        name = fingerprint(basis, b"\0".join(paths[start:stop]))
+    tasks = []
+    for number, first in enumerate(range(0, count, size)):
+        run = slice(first, min(first + size, count))
+        name = fingerprint(basis, str(run), b"\0".join(paths[run]))
         if listing is not None:
-            name = fingerprint(name, listing.sizes[start:stop], listing.times[start:stop])
-        if listing is None or name in tasks:  # of a list that has the same files twice
-            name = fingerprint(name, f"{start} {stop}")
-        tasks[name] = Task(len(tasks), name[:_SHARD_CHARACTERS], range(start, stop))
-    return list(tasks.values())
+            name = fingerprint(name, listing.sizes[run], listing.times[run])
+        tasks.append(Task(number, name[:_SHARD_CHARACTERS], range(count)[run]))
+    return tasks
 
 
-def _cut(names: Sequence[bytes], size: int) -> list[int]:
-    """Where runs of files end, of ``size`` on average: before the name of the lowest hash in reach.
-
-    So the cuts depend on the files around them alone, and a file that comes or goes changes the run
-    that it is in, while those behind it begin and end where they did.
-    """
-    hashes = np.array([zlib.crc32(name) for name in names], np.uint32)
-    least = max(size // 2, 1)
-    stops = []
-    start = 0
-    while len(names) - start > least + size:
-        reach = hashes[start + least : start + least + size]
-        start += least + int(reach.argmin())
-        stops.append(start)
-    return [*stops, len(names)]
+def sizes_in(place: Place) -> dict[str, int]:
+    return {entry.name: entry.size_bytes for entry in place.find() if "/" not in entry.name}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -209,17 +181,21 @@ class ShardWriter:
     def __call__(self, task: Task) -> Task:
         """Write the files of a shard, and then its receipt."""
         path = self.path
+        is_remote = self.place.is_remote
         if multiprocessing.parent_process() is not None:
             # There is a process for each core; and a forked OpenMP pool would hang.
             torch.set_num_threads(1)
         if isinstance(path.source, FileSource) and task.columns is not None:
             path = path._replace(source=path.source.over(task.columns))
-        attempt = uuid.uuid4().hex  # there may be several of one shard
         with contextlib.ExitStack() as cleanup:
-            folder = self._folder(cleanup)
-            plans = [
-                replace(plan, path=folder / f"{attempt}.{k}") for k, plan in enumerate(self.plans)
-            ]
+            folder = Path(self.place.url)
+            if is_remote:
+                folder = cleanup.enter_context(fleeting_folder())
+            attempt = folder / uuid.uuid4().hex  # there may be several of one shard
+            parts = [attempt.with_suffix(f".{number}") for number in range(len(self.plans))]
+            for part in parts:
+                cleanup.callback(part.unlink, missing_ok=True)
+            plans = [replace(plan, path=part) for plan, part in zip(self.plans, parts, strict=True)]
             stores, written = ingest(path, plans, task.positions, self.options)
             kept = np.zeros(len(task.positions), bool)
             kept[list(written.targets)] = True
@@ -234,48 +210,34 @@ class ShardWriter:
             for number, store in enumerate(stores):
                 cleanup.callback(store.close)
                 columns |= {f"part{number}.{name}": it for name, it in store.index.items()}
-            index = Index(manifest=self.manifest, columns=columns)
-            for number, plan in enumerate(plans):
-                assert plan.path is not None
-                cleanup.callback(plan.path.unlink, missing_ok=True)
-                [name] = index.files()[number]
-                if self.place.is_remote:
-                    self.place.upload(name, plan.path)
+            shard = Cache(place=self.place, manifest=self.manifest, columns=columns)
+            receipt = shard.pack()
+            for part, [name] in zip(parts, shard.files(), strict=True):
+                if is_remote:
+                    self.place.upload(name, part)
                 else:
-                    os.replace(plan.path, folder / name)
-            self.place.write(receipt_name(task.name), index.pack())
+                    os.replace(part, folder / name)
+            self.place.write(receipt_name(task.name), receipt)
         return task
 
-    def _folder(self, cleanup: contextlib.ExitStack) -> Path:
-        if self.place.is_remote:
-            return cleanup.enter_context(fleeting_folder())
-        folder = Path(self.place.url)
-        if not folder.is_dir():
-            raise CacheError(
-                f"{folder} is not there on {platform.node()}: the machines of engine= must share "
-                "cache_dir=, or it must be a URL"
-            )
-        return folder
 
-    def find_complete(self, tasks: Sequence[Task], *, with_skipped: bool) -> dict[int, Index]:
-        """The shards that are there, by number."""
-        sizes = sizes_in(self.place)
-        begun = [task for task in tasks if receipt_name(task.name) in sizes]
-        receipts = [self.place.submit(receipt_name(task.name)) for task in begun]
-        complete = {}
-        for task, receipt in zip(begun, receipts, strict=True):
-            with contextlib.suppress(Exception):  # bytes of others raise anything
-                index = Index.unpack(receipt.result())
-                is_its_own = index.shard_names == [task.name]
-                is_its_own &= index.manifest.parts == self.manifest.parts
-                is_its_own &= len(index.columns["kept"]) == len(task.positions)
-                is_whole = all(files.items() <= sizes.items() for files in index.files())
-                if is_its_own and is_whole and (with_skipped or not index.skipped):
-                    complete[task.number] = index
-        return complete
+def _find_complete(place: Place, tasks: Sequence[Task], *, with_skipped: bool) -> dict[Task, Cache]:
+    """The shards that are there."""
+    sizes = sizes_in(place)
+    begun = [task for task in tasks if receipt_name(task.name) in sizes]
+    receipts = [place.submit(receipt_name(task.name)) for task in begun]
+    complete = {}
+    for task, receipt in zip(begun, receipts, strict=True):
+        with contextlib.suppress(Exception):  # bytes of others raise anything
+            shard = Cache.unpack(place, receipt.result())
+            is_whole = all(files.items() <= sizes.items() for files in shard.files())
+            is_its_own = shard.shard_names == [task.name]
+            if is_whole and is_its_own and (with_skipped or not shard.skipped):
+                complete[task] = shard
+    return complete
 
 
-def write_shards(writer: ShardWriter, tasks: Sequence[Task], options: Options) -> list[Index]:
+def write_shards(writer: ShardWriter, tasks: Sequence[Task], options: Options) -> list[Cache]:
     """Write all shards that are not complete.
 
     Raises:
@@ -285,11 +247,11 @@ def write_shards(writer: ShardWriter, tasks: Sequence[Task], options: Options) -
         ValueError: what prepares samples cannot be pickled.
     """
     with_skipped = options.on_error == "skip"
-    done = set(writer.find_complete(tasks, with_skipped=with_skipped))
-    left = [task for task in tasks if task.number not in done]
+    complete = _find_complete(writer.place, tasks, with_skipped=with_skipped)
+    left = [task for task in tasks if task not in complete]
     missing = sum(len(task.positions) for task in left)
     count = tasks[-1].positions.stop
-    if done:
+    if complete:
         log.warning(
             "%d of %d samples are prepared: those of new or changed files, of damaged shards, or "
             "that a build that was stopped has left",
@@ -303,24 +265,17 @@ def write_shards(writer: ShardWriter, tasks: Sequence[Task], options: Options) -
         bar.update(count - missing)
         try:
             for task in written:
-                done.add(task.number)
                 bar.update(len(task.positions))
         except IngestError as lost:
-            if not done:
-                raise
-            numbers = ", ".join(map(str, sorted(done)))
-            raise IngestError(
-                f"{str(lost).rstrip('.')}. {len(done)} of {len(tasks)} shards are done ({numbers}) "
-                "and stay; run again to go on"
-            ) from lost
-    complete = writer.find_complete(tasks, with_skipped=with_skipped)
+            raise IngestError(f"{lost} Shards that are done stay; run again to go on.") from lost
+    complete = _find_complete(writer.place, tasks, with_skipped=with_skipped)
     for task in tasks:
-        if task.number not in complete:
+        if task not in complete:
             raise IngestError(
                 f"{task} was written but is not in {writer.place}: the machines of engine= must "
                 "share cache_dir=, or it must be a URL; and one process at a time may build a cache"
             )
-    return [complete[task.number] for task in tasks]
+    return [complete[task] for task in tasks]
 
 
 def _run(
@@ -330,6 +285,8 @@ def _run(
     workers = ingest_workers(options)
     engine = options.engine
     source = writer.path.source
+    if not tasks:
+        return
     if engine == "local":
         if 1 < workers <= len(tasks):
             forks = needs_processes(writer.path, writer.plans)
@@ -344,7 +301,7 @@ def _run(
         writer = replace(writer, path=writer.path._replace(source=sent))
     if not isinstance(engine, str):
         yield from _run_in(engine, _pickled(writer), tasks)
-    elif tasks:
+    else:
         with _Ray() as ray:
             yield from _run_in(ray, ray.put(writer), tasks)
 
