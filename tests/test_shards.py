@@ -436,13 +436,12 @@ def test_the_size_of_shards_does_not_depend_on_who_writes_them() -> None:
 def test_progress_counts_what_is_there(
     image_folder: Folder, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A build that goes on says what it prepares, and its progress begins with the others."""
+    """A build that goes on says what it prepares."""
     root = image_folder(classes=("a",), per_class=12, size=(12, 10))
     stopped(root)
     with caplog.at_level(logging.INFO, "fastdata"):
         cached(root).close()
     assert "4 of 12 samples are prepared: those of new or changed files" in caplog.text
-    assert "preparing 12 images: 12 of 12 (100 %)" in caplog.text
 
 
 def test_the_command_writes_shards(
