@@ -187,7 +187,7 @@ def test_own_methods_behind_a_subset_draw_as_the_dataset_without_them(
             assert torch.equal(255 - epochs[1][0], epochs[0][0])
             assert torch.equal(epochs[2][0], epochs[1][0]) == (seed == 0)
             assert epochs[1][1].tolist() == [-5, -2, -10, -5]
-            assert epochs[1][2].tolist() == chosen
+            assert epochs[1][2].tolist() == [5, 2, LENGTH - 1, 5]
 
 
 def test_a_batch_that_an_own_method_changes_is_read_as_changed() -> None:

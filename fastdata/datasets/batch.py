@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
 from functools import cache, partial
-from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
@@ -35,7 +35,7 @@ def as_numbers(indices: Any) -> np.ndarray:
     """
     if isinstance(indices, (np.ndarray, torch.Tensor)):
         found = np.asarray(indices)
-        if found.ndim == 1 and found.dtype.kind in "iu" and np.can_cast(found.dtype, np.int64):
+        if found.ndim == 1 and found.dtype.kind in "iu":
             return found.astype(np.int64, copy=False)
     try:
         return np.asarray(array("q", indices))
@@ -45,9 +45,8 @@ def as_numbers(indices: Any) -> np.ndarray:
 
 def positions(index_B: np.ndarray, length: int) -> np.ndarray:
     """Indices (int64, B) of [-length, length), negative ones counted from the end."""
-    if not (
-        index_B.view(np.uint64) >= length
-    ).any():  # as unsigned numbers, negative ones are too large as well
+    # As unsigned numbers, negative ones are too large as well.
+    if not (index_B.view(np.uint64) >= length).any():
         return index_B
     wrong = index_B[(index_B < -length) | (index_B >= length)]
     if len(wrong):
@@ -102,19 +101,19 @@ class OwnItem:
     whoever reads them.
     """
 
-    def __init__(self, batch: IndexBatch, k: int) -> None:
-        self._batch = batch
-        self._rows = slice(k, k + 1)
+    def __init__(self, batch: IndexBatch, row: int) -> None:
+        self._item_1 = batch.positions[row : row + 1]
+        self._visit_1 = batch.visits[row : row + 1]
+        self._seed = batch.seed
         self._reads: Counter[int] = Counter()
 
     def batch_of(self, position: int, reader: int, own_seed: int | None) -> IndexBatch:
         """Of a read by the dataset of this id and, where the user gave it one, this seed."""
-        item_1, visit_1 = self._batch.positions[self._rows], self._batch.visits[self._rows]
-        read = self._reads[reader]
+        visit_1, read = self._visit_1, self._reads[reader]
         self._reads[reader] += 1
-        if read or position != item_1[0]:
-            visit_1 = sample_keys(read, visit_1, item_1).view(np.int64)
-        seed = self._batch.seed if own_seed is None else own_seed
+        if read or position != self._item_1[0]:
+            visit_1 = sample_keys(read, visit_1, self._item_1).view(np.int64)
+        seed = self._seed if own_seed is None else own_seed
         return IndexBatch.of([position], np.array([position]), visit_1, seed)
 
 
@@ -158,59 +157,40 @@ class SampleBatch(list[Any]):
     as any.
 
     Args:
-        images: (B, C, h, w); sample i is a view of ``images[i]``. Or a list of such tensors,
-            several views of it.
+        images: (B, C, h, w); sample i is a view of ``images[i]``.
         targets: what ``default_collate`` makes of the targets: int64 (B,) for class numbers. None:
             it is made when it is asked for, if it can be.
         each_target: one Python object per sample.
         image_class: of the images in the list, such as ``tv_tensors.Image`` or ``np.ndarray``.
         keys: of samples that are dicts; None where they are tuples.
-        made: of what type a sample's views are.
     """
 
     def __init__(
         self,
-        images: torch.Tensor | list[torch.Tensor],
+        images: torch.Tensor,
         targets: Any,
         each_target: Iterable[Any],
         image_class: type[torch.Tensor] | type[np.ndarray] = torch.Tensor,
         keys: ItemKeys | None = None,
-        made: type = list,
     ) -> None:
         each_target = list(each_target)
-        self._parts = images, targets, each_target, image_class, keys, made
-        if isinstance(images, list):
-            views = [rows_of(each, image_class) for each in images]
-            each_image: Iterable[Any] = map(made, zip(*views, strict=True))
-        else:
-            each_image = rows_of(images, image_class)
-        pairs = zip(each_image, each_target, strict=True)
+        self._parts = images, targets, each_target, image_class, keys
+        pairs = zip(rows_of(images, image_class), each_target, strict=True)
         super().__init__(
             map(Sample, pairs) if keys is None else (_marked(keys.join(*pair)) for pair in pairs)
         )
-        self._consisted_of = self._objects()
+        self._made_of = [dict(item) if isinstance(item, dict) else item for item in self]
         for kind in (Sample, SampleDict):
             # Torch's own way to say how a class is collated.
             default_collate_fn_map.setdefault(kind, _collate_samples)
 
     @property
     def is_intact(self) -> bool:
-        """Whether list and samples still consist of the very objects that they were made of."""
-        objects, others = self._objects(), self._consisted_of
-        return len(objects) == len(others) and all(map(operator.is_, objects, others))
-
-    def _objects(self) -> list[Any]:
-        """The samples, and what in them may be put in place of another: of dicts and of views."""
-        images, *_, keys, made = self._parts
-        objects = list(self)
-        if keys is not None:
-            objects += chain.from_iterable(
-                (*it, *it.values()) for it in self if type(it) is SampleDict
-            )
-        if isinstance(images, list) and made is list:
-            views = chain.from_iterable(self if keys is None else map(dict.values, self))
-            objects += chain.from_iterable(each for each in views if type(each) is list)
-        return objects
+        """Whether list and samples still consist of what they were made of."""
+        try:
+            return self == self._made_of  # quick: all are the same objects
+        except (RuntimeError, ValueError):  # other tensors cannot be compared so
+            return False
 
     @property
     def stacked(self) -> Any:
@@ -221,14 +201,13 @@ class SampleBatch(list[Any]):
         return self._with(self._parts[0]) if self.is_intact else None
 
     def padded(self) -> Any:
-        """As ``stacked``, with ``Padded`` images; None also where there are several views."""
+        """As ``stacked``, with ``Padded`` images."""
         images = self._parts[0]
-        if isinstance(images, list) or not self.is_intact:
-            return None
-        return self._with(Padded(images, torch.tensor(images.shape[-2:]).repeat(len(images), 1)))
+        sizes = torch.tensor(images.shape[-2:]).repeat(len(images), 1)
+        return self._with(Padded(images, sizes)) if self.is_intact else None
 
     def _with(self, images: Any) -> Any:
-        _, targets, each_target, _, keys, _ = self._parts
+        _, targets, each_target, _, keys = self._parts
         return stacked(images, collate_targets(each_target) if targets is None else targets, keys)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -397,14 +376,13 @@ class BatchDraws(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        given = pytree.tree_leaves((args, kwargs))
+        is_seeded = any(isinstance(it, torch.Generator) for it in given)
+        devices = [getattr(it, "device", it) for it in given]
+        is_on_cpu = all(it.type == "cpu" for it in devices if isinstance(it, torch.device))
         kwargs = kwargs or {}
-        if not _can_be_seeded(function):
-            return function(*args, **kwargs)
-        given = *args, *kwargs.values()
-        if not any(isinstance(it, torch.Generator) for it in given):
-            devices = [it.device if isinstance(it, torch.Tensor) else it for it in given]
-            if all(it.type == "cpu" for it in devices if isinstance(it, torch.device)):
-                return function.overloadpacket(*args, **kwargs | {"generator": self._generator})
+        if _can_be_seeded(function) and is_on_cpu and not is_seeded:
+            return function.overloadpacket(*args, **kwargs, generator=self._generator)
         return function(*args, **kwargs)
 
 
@@ -460,17 +438,12 @@ def occurrences(given: Any) -> list[tuple[int, int]]:
 def count_earlier(seen: np.ndarray, index_B: np.ndarray) -> np.ndarray:
     """Return how often each index came before, also in this batch; count it in ``seen``."""
     before_B: np.ndarray = seen[index_B].astype(np.int64)
-    order = np.argsort(index_B, kind="stable")
-    sorted_B = index_B[order]
-    is_repeat_B = sorted_B[1:] == sorted_B[:-1]
-    if not is_repeat_B.any():
-        seen[index_B] += 1
-        return before_B
-    starts = np.flatnonzero(np.concatenate(([True], ~is_repeat_B)))
-    lengths = np.diff(np.append(starts, len(order)))
-    before_B[order] += np.arange(len(order)) - np.repeat(starts, lengths)
     # Counts repetitions; a plain 1 takes fifty times as long.
     np.add.at(seen, index_B, seen.dtype.type(1))
+    order = np.argsort(index_B, kind="stable")
+    is_other_B = np.diff(index_B[order], prepend=-1) != 0
+    row_B = np.arange(len(order))
+    before_B[order] += row_B - np.maximum.accumulate(row_B * is_other_B)
     return before_B
 
 

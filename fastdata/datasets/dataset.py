@@ -7,15 +7,11 @@ public.py.
 
 from __future__ import annotations
 
-import inspect
 import os
-import pickle
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from multiprocessing.context import get_spawning_popen
-from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -35,7 +31,7 @@ from fastdata.datasets.batch import (
 from fastdata.datasets.reader import Reader, ReaderHandle, Watch, fresh
 from fastdata.datasets.ring import ring_of
 from fastdata.datasets.serving import Stored, compile_reader
-from fastdata.errors import SampleError, StoreGoneError, kind_of
+from fastdata.errors import SampleError, kind_of
 from fastdata.machine.memory import StoragePlan, StorageReport
 from fastdata.machine.shared import ListView, SampleTable
 from fastdata.pixels import (
@@ -63,11 +59,8 @@ _ENDING = threading.RLock()
 """Held where a dataset's first read has it prepared: by one of several threads."""
 
 
-def _is_saved_by_torch() -> bool:
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__") != "torch.serialization":
-        frame = frame.f_back
-    return frame is not None
+_DERIVED = {"_reader", "_handle", "_handles", "_views", "_watch", "_writing", "_seen", "_seen_in"}
+"""What copies in other processes have of their own."""
 
 
 class _Opened(Dataset[Any]):
@@ -154,46 +147,24 @@ class _Opened(Dataset[Any]):
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        if get_spawning_popen() is None and _is_saved_by_torch():
-            raise TypeError(
-                f"this {type(self).__name__} cannot be saved: it is a handle to samples in this "
-                "process's memory. Give cache_dir= to keep them on disk, from where the next run "
-                "serves them at once, and make it anew there."
-            )
         self._refresh()  # what a copy cannot serve is said here, not where it is opened
         stored = self._stored
         stores = stored.kept.stores if stored.kept else ()
         # An executor stays with the process that has it.
         options = replace(stored.options, engine="local", shard_bytes=None)
-        opened: Any = {"_stored": replace(stored, options=options, source=None, skipped=())}
-        if get_spawning_popen() is not None:
-            # An error while a process starts would end it, and nobody would be told why: it is
-            # raised when it reads.
-            opened = bytes(ForkingPickler.dumps(opened))
-        derived = {"_reader", "_handle", "_handles", "_views", "_watch", "_writing"}
-        derived |= {"_seen", "_seen_in"}  # in this process
-        state = vars(self).keys() - derived - {"_stored"}
         return {
             # Unpickling it imports what samples are.
             "_imported": [tensor_class(store.spec.form) for store in stores],
-            "_opened": opened,
-            **{name: vars(self)[name] for name in state},
+            **{name: value for name, value in vars(self).items() if name not in _DERIVED},
+            "_stored": replace(stored, options=options, source=None, skipped=()),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         del state["_imported"]
-        opened = state.pop("_opened")
-        is_sent = isinstance(opened, bytes)
         self.__dict__.update(state)
         self._views = weakref.WeakSet([self])
         self._handles = weakref.WeakSet()
-        try:
-            self.__dict__.update(pickle.loads(opened) if is_sent else opened)
-            self._compile()
-        except StoreGoneError as gone:
-            if not is_sent:
-                raise
-            self._handle = ReaderHandle(None, str(gone))
+        self._compile()
 
     def _copied(self) -> Self:
         other = type(self).__new__(type(self))
@@ -237,14 +208,10 @@ class _Opened(Dataset[Any]):
         else:
             self._serve(self._stored)
 
-    @property
-    def _is_waiting(self) -> bool:
-        """Whether samples are to be prepared once one is read, or there is a transform."""
-        return self._stored.after is None
-
     def _end_waiting(self) -> None:
+        """Prepare samples now that one is read, or there is a transform."""
         with _ENDING:
-            if not self._is_waiting:  # another thread was first
+            if self._stored.after is not None:  # another thread was first
                 return
             if get_worker_info() is None:
                 self._prepare(self._origin(), self._stored.table)
@@ -500,16 +467,8 @@ class PreparedDataset(_Opened):
         self._handle()
         before = self._transform
         self._transform = transform
-        if self._is_waiting and transform is None:
-            return
         try:
-            if self._is_waiting:
-                self._end_waiting()
-            elif self._stored.is_to_prepare_again(transform, was_read=self._was_read):
-                self._warn_of_another_store()
-                self._prepare_again()
-            else:
-                self._compile()
+            self._bring_up()
         except BaseException:
             self._transform = before
             raise
@@ -552,18 +511,28 @@ class PreparedDataset(_Opened):
     def __copy__(self) -> Self:
         return self.with_transform(self._transform)
 
-    def _warn_of_another_store(self) -> None:
-        old = self._stored
-        if old.after and old.filled_share() > 0 and (self._was_read or old.after[1]):
-            first = ", ".join(map(repr, self.plan.prepare))
-            log.warning(
-                "samples are prepared again: the new transform does not begin with %s", first
-            )
+    def _bring_up(self, *, again: bool = False) -> None:
+        """Serve what the transform says, from samples that are prepared after its first steps."""
+        after = self._stored.after
+        if after is None:
+            if again or self._transform is not None:
+                self._end_waiting()
+        elif again:
+            self._prepare_again()
+        elif self._stored.is_to_prepare_again(self._transform, was_read=self._was_read):
+            if self.filled_share() > 0 and (self._was_read or after[1]):
+                first = self._stored.after_text or "no step"
+                log.warning(
+                    "samples are prepared again: the new transform does not begin with %s", first
+                )
+            self._prepare_again()
+        else:
+            self._compile()
 
     def _prepare_again(self) -> None:
         old = self._stored
         source = self._origin()
-        if source is old.kept or old.after is None:
+        if source is old.kept:
             self._compile()  # which says what is wrong
             return
         table = old.table if isinstance(source, FileSource) else None
@@ -595,12 +564,10 @@ class PreparedDataset(_Opened):
         self._handle()
         stored = self._stored
         is_lazy = stored.kept is not None and stored.filled_share() < 1
-        if self._is_waiting or is_lazy:
+        if is_lazy or stored.after is None:
             self._stored = replace(stored, options=replace(stored.options, at_once=True))
-            if self._is_waiting:
-                self._end_waiting()
-            else:
-                self._prepare_again()
+            del stored  # whose memory is given back before more is asked for
+            self._bring_up(again=True)
         return self
 
     # What is kept, and why
@@ -654,10 +621,9 @@ class PreparedDataset(_Opened):
 
     def __repr__(self) -> str:
         stored = self._stored
-        share = self.filled_share()
         kept = stored.storage_plan.reason.replace("; ", "\n")
-        if stored.kept is not None and share < 1:
-            kept += f"\n{share:.0%} prepared so far, the rest on first read"
+        if stored.kept is not None and stored.filled_share() < 1:
+            kept += f"\n{stored.filled_share():.0%} prepared so far, the rest on first read"
         shown = {
             "Storage": kept if self._handle.reader is not None else "closed",
             "Transform": self._transform,

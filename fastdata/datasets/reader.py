@@ -158,6 +158,11 @@ class Column(NamedTuple):
         return last.as_tensor(out)
 
 
+def _class_of(column: Column) -> type:
+    """Of what a column serves, in lists of samples."""
+    return shown_class(column.plan.end_kind or "tensor")
+
+
 class ReaderHandle:
     """A reader, for as long as the dataset that it is of is open; then None."""
 
@@ -253,28 +258,13 @@ class Reader:
         return any(column.plan.batch_ops or column.last for column in self.columns)
 
     @cached_property
-    def _are_ragged(self) -> bool:
-        """Whether kept samples may differ in shape, even where batches of them do not."""
-        stores = [] if self.kept is None else self.kept.stores
-        return bool(stores) and not (self.outputs and all(store.spec.is_dense for store in stores))
-
-    @cached_property
-    def _programs(self) -> list[Program]:
+    def programs(self) -> list[Program]:
+        """Of every column; empty where samples are read one by one."""
         return [column.program for column in self.columns if column.program is not None]
 
     @cached_property
-    def dtypes(self) -> list[torch.dtype]:
-        pairs = zip(self._programs, self.outputs, strict=True)
-        return [program.as_tensor(np.empty(0, dtype)).dtype for program, (_, dtype) in pairs]
-
-    @cached_property
-    def _classes(self) -> list[type]:
-        """Of what each column serves, in lists of samples."""
-        return [shown_class(column.plan.end_kind or "tensor") for column in self.columns]
-
-    @cached_property
     def can_write_channels_last(self) -> bool:
-        pairs = zip(self._programs, self.outputs, strict=False)
+        pairs = zip(self.programs, self.outputs, strict=False)
         return all(program.can_write_channels_last(shape) for program, (shape, _) in pairs)
 
     @property
@@ -287,12 +277,12 @@ class Reader:
     @property
     def image_form(self) -> str:
         """Shape and type of each image in a whole batch."""
-        forms = [
-            f"{shown_class(column.plan.kind).__name__}{shape} of {str(dtype)[6:]}"
-            for column, (shape, _), dtype in zip(
-                self.columns, self.outputs, self.dtypes, strict=True
-            )
-        ]
+        forms = []
+        for column, program, (shape, dtype) in zip(
+            self.columns, self.programs, self.outputs, strict=True
+        ):
+            served = program.as_tensor(np.empty(0, dtype)).dtype
+            forms.append(f"{shown_class(column.plan.kind).__name__}{shape} of {str(served)[6:]}")
         return ", ".join(forms) + (f" in {self.keys}" if self.keys else "")
 
     # Batches and items
@@ -302,7 +292,7 @@ class Reader:
 
         Memory is what ``take`` gives.
         """
-        tensors = self._tensors(batch, take)
+        tensors = self._whole(batch, take)
         return self.joined(tensors, None if self.plan.mask else self.targets(batch))
 
     def joined(self, tensors: list[torch.Tensor], targets: Any) -> Any:
@@ -315,32 +305,38 @@ class Reader:
     def items(self, batch: IndexBatch, take: Take = fresh) -> list[Any]:
         """A ``SampleBatch`` where all images are of one shape, else a list of samples."""
         columns, targets = self._columns(batch, take, is_alone=not self.outputs)
-        plan, kind = self.plan, self._classes[0]
-        if not all(isinstance(column, torch.Tensor) for column in columns):
+        are_whole = all(isinstance(column, torch.Tensor) for column in columns)
+        if self.plan.views or not are_whole:
             return self._listed(columns, targets)
-        if plan.mask is not None:
-            masks = rows_of(columns[1], self._classes[1])
+        kind, *of_mask = map(_class_of, self.columns)
+        if targets is None:
+            masks = rows_of(columns[1], of_mask[0])
             return SampleBatch(columns[0], columns[1], masks, kind, self.keys)
-        images = columns if plan.views else columns[0]
-        return SampleBatch(images, None, targets or [], kind, self.keys, plan.made)
+        return SampleBatch(columns[0], None, targets, kind, self.keys)
 
     def item(self, batch: IndexBatch) -> Any:
         """Sample and target of a batch of one, in whatever shape it has."""
-        return self._listed(*self._columns(batch, fresh, is_alone=self._are_ragged))[0]
+        stores = [] if self.kept is None else self.kept.stores
+        # One that differs from all others may be served alone, though not in a batch.
+        are_alike = self.outputs and all(store.spec.is_dense for store in stores)
+        is_alone = bool(stores) and not are_alike
+        return self._listed(*self._columns(batch, fresh, is_alone=is_alone))[0]
 
     def _listed(self, columns: list[Any], targets: list[Any] | None) -> list[Any]:
         """The items of a batch."""
         each = [
-            rows_of(column, kind) if isinstance(column, torch.Tensor) else column
-            for column, kind in zip(columns, self._classes, strict=True)
+            rows_of(made, _class_of(column)) if isinstance(made, torch.Tensor) else made
+            for column, made in zip(self.columns, columns, strict=True)
         ]
-        targets = list(each.pop()) if targets is None else targets
-        pairs: Iterable[Any] = zip(each[0], targets, strict=True)
+        if targets is None:
+            targets = list(each.pop())
+        images: Iterable[Any] = each[0]
         if self.plan.views:
-            pairs = zip(map(self.plan.made, zip(*each, strict=True)), targets, strict=True)
-        elif self.pair_transform is not None:
-            pairs = map(self.pair_transform, each[0], targets)
-        keys = self.stored.samples.keys
+            images = map(self.plan.made, zip(*each, strict=True))
+        pairs: Iterable[Any] = zip(images, targets, strict=True)
+        if self.pair_transform is not None:
+            pairs = map(self.pair_transform, images, targets)
+        keys = self.keys
         return list(pairs) if keys is None else [keys.join(*pair) for pair in pairs]
 
     def _columns(
@@ -348,7 +344,8 @@ class Reader:
     ) -> tuple[list[Any], list[Any] | None]:
         """What is made of a batch's samples; and their targets, where no column is of masks."""
         if self.obstacle is None and not is_alone:
-            return self._tensors(batch, take), None if self.plan.mask else self.targets_of(batch)
+            whole = self._whole(batch, take)
+            return whole, None if self.plan.mask else self.targets_of(batch)
         read, targets = self._read(batch, is_alone=is_alone)
         if self.plan.mask:
             return read, None
@@ -362,13 +359,12 @@ class Reader:
     def _read(self, batch: IndexBatch, *, is_alone: bool) -> tuple[list[Any], list[Any] | None]:
         """Each column's samples before unknown steps; and targets, where reading told them."""
         kept, targets = self.kept, None
-        if not self._programs:
+        if not self.programs:
             if self.stored.is_remote:
                 self.expect(batch)
             read = self._from_source if kept is None else kept.read
-            pairs = list(map(read, batch.positions.tolist()))
-            targets = [target for _, target in pairs]
-            columns = [[sample for sample, _ in pairs]] * len(self.columns)
+            samples, targets = map(list, zip(*map(read, batch.positions.tolist()), strict=True))
+            columns = [samples] * len(self.columns)
         elif is_alone and kept is not None:
             if self.plan.mask:
                 self._refuse_other_sizes(batch.positions)
@@ -433,12 +429,11 @@ class Reader:
 
     # Whole columns
 
-    def _tensors(self, batch: IndexBatch, take: Take) -> list[torch.Tensor]:
+    def _whole(self, batch: IndexBatch, take: Take) -> list[torch.Tensor]:
         is_last = batch.channels_last and self.can_write_channels_last
         outs = room(len(batch), self.outputs, take, channels_last=is_last)
         self.read_into(outs, batch)
-        # NumPy has no bfloat16, and holds its bits.
-        return list(map(torch.Tensor.view, map(torch.from_numpy, outs), self.dtypes))
+        return [program.as_tensor(out) for program, out in zip(self.programs, outs, strict=True)]
 
     def read_into(
         self, outs: list[np.ndarray], batch: IndexBatch, rows_B: np.ndarray | None = None
@@ -448,7 +443,7 @@ class Reader:
             self.expect(batch)
         index_B = batch.positions
         drawn_by = batch.visits, batch.seed
-        (program, out), *others = zip(self._programs, outs, strict=True)
+        (program, out), *others = zip(self.programs, outs, strict=True)
         kept = self.kept
         if kept is None:
             files = cast("FileSource", self.stored.samples)

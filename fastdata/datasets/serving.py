@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -30,23 +30,13 @@ from fastdata.pixels.compose import known_name
 from fastdata.pixels.images import SampleSpec
 from fastdata.pixels.program import Program
 from fastdata.report import warn_user
-from fastdata.sources import ItemKeys, Source
+from fastdata.sources import Source
 from fastdata.stores.options import Options
 from fastdata.stores.prepare import Prepared
 from fastdata.stores.readers import Store
 from fastdata.stores.samples import KeptSamples, Steps
 
 _DECODED = SampleSpec(shape=None, dtype="uint8", form="pil")
-
-
-class _GoneSamples(NamedTuple):
-    """What is left of samples once their dataset is closed."""
-
-    length: int
-    keys: ItemKeys | None
-
-    def __len__(self) -> int:
-        return self.length
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +80,7 @@ class Stored:
 
     def emptied(self) -> Stored:
         """What is left once the dataset is closed."""
-        gone: Any = _GoneSamples(len(self.samples), self.samples.keys)
+        gone: Any = range(len(self.samples))
         return replace(self, samples=gone, table=None, source=None)
 
     def split(self, transform: Any, **facts: Any) -> TransformPlan:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from fastdata.datasets.batch import IndexBatch, as_numbers
@@ -59,46 +58,37 @@ class JoinedReader:
         readers, first = self._readers, self._readers[0]
         is_last = batch.channels_last and all(each.can_write_channels_last for each in readers)
         outs = room(len(batch), first.outputs, take, channels_last=is_last)
-        for number, row_B, piece in _pieces(batch, self._ends, readers):
+        for number, row_B, piece in self._pieces(batch):
             readers[number].read_into(outs, piece, row_B)
         targets = None
         if first.plan.mask is None:
-            targets = collate_targets(
-                _in_order(batch, self._ends, readers, lambda k, piece: readers[k].targets_of(piece))
-            )
-        tensors = list(map(torch.Tensor.view, map(torch.from_numpy, outs), first.dtypes))
-        return first.joined(tensors, targets)
+            of_each = self.in_order(batch, lambda k, piece: readers[k].targets_of(piece))
+            targets = collate_targets(of_each)
+        pairs = zip(first.programs, outs, strict=True)
+        return first.joined([program.as_tensor(out) for program, out in pairs], targets)
 
     def items(self, batch: IndexBatch, take: Take = fresh) -> list[Any]:
-        readers = self._readers
-        return _in_order(batch, self._ends, readers, lambda k, piece: readers[k].items(piece))
+        return self.in_order(batch, lambda k, piece: self._readers[k].items(piece))
 
+    def in_order(
+        self, batch: IndexBatch, read: Callable[[int, IndexBatch], list[Any]]
+    ) -> list[Any]:
+        """What is read of each sample by the number of its dataset, in the order of the batch."""
+        found: dict[int, Any] = {}
+        for number, row_B, piece in self._pieces(batch):
+            found |= zip(row_B.tolist(), read(number, piece), strict=True)
+        return [found[row] for row in range(len(found))]
 
-def _pieces(
-    batch: IndexBatch, ends: np.ndarray, readers: Sequence[Reader]
-) -> Iterator[tuple[int, np.ndarray, IndexBatch]]:
-    """The number of each dataset with indices in a batch, their rows, and its own batch."""
-    number_B = np.searchsorted(ends, batch.positions, side="right")
-    for number in np.unique(number_B).tolist():
-        row_B = np.flatnonzero(number_B == number)
-        position_B = batch.positions[row_B] - (ends[number - 1] if number else 0)
-        own_seed = readers[number].stored.options.seed
-        seed = batch.seed if own_seed is None else own_seed
-        piece = IndexBatch.of(position_B.tolist(), position_B, batch.visits[row_B], seed)
-        yield number, row_B, piece
-
-
-def _in_order(
-    batch: IndexBatch,
-    ends: np.ndarray,
-    readers: Sequence[Reader],
-    read: Callable[[int, IndexBatch], list[Any]],
-) -> list[Any]:
-    """What is read of each sample by the number of its dataset, in the order of the batch."""
-    found: dict[int, Any] = {}
-    for number, row_B, piece in _pieces(batch, ends, readers):
-        found |= zip(row_B.tolist(), read(number, piece), strict=True)
-    return [found[row] for row in range(len(found))]
+    def _pieces(self, batch: IndexBatch) -> Iterator[tuple[int, np.ndarray, IndexBatch]]:
+        """The number of each dataset with indices in a batch, their rows, and its own batch."""
+        number_B = np.searchsorted(self._ends, batch.positions, side="right")
+        for number in np.unique(number_B).tolist():
+            row_B = np.flatnonzero(number_B == number)
+            position_B = batch.positions[row_B] - (self._ends[number - 1] if number else 0)
+            own_seed = self._readers[number].stored.options.seed
+            seed = batch.seed if own_seed is None else own_seed
+            piece = IndexBatch.of(position_B.tolist(), position_B, batch.visits[row_B], seed)
+            yield number, row_B, piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,31 +112,19 @@ class LoaderView:
     @classmethod
     def find(cls, dataset: Any) -> LoaderView | None:
         """Look behind any ``Subset`` and ``ConcatDataset``; None if anything else is there."""
-        subsets: list[Any] = []
-        while type(dataset) is Subset:
-            subsets.append(dataset.indices)
-            dataset = dataset.dataset
         parts: list[PreparedDataset] = []
-        subset: np.ndarray | None = None
         if isinstance(dataset, PreparedDataset):
             parts.append(dataset)
+            subset = None
         else:
             subset = _joined(dataset, parts)
             if subset is None:
                 return None
-        for chosen in reversed(subsets):
-            try:
-                indices = as_numbers(chosen)
-            except TypeError:
-                if len(parts) > 1 or own_reader(parts[0]) is None:
-                    raise
-                return None  # only a subclass's own methods know what these mean
-            subset = indices if subset is None else subset[indices]
         return cls(parts, subset, np.cumsum([index_count(part) for part in parts]))
 
     def __getitems__(self, batch: IndexBatch) -> list[Any]:
-        parts, readers = self.parts, list(map(latest_reader, self.parts))
-        return _in_order(batch, self.ends, readers, lambda k, piece: parts[k].__getitems__(piece))
+        joined = JoinedReader(list(map(latest_reader, self.parts)), self.ends)
+        return joined.in_order(batch, lambda k, piece: self.parts[k].__getitems__(piece))
 
     @property
     def has_own(self) -> bool:
@@ -156,7 +134,7 @@ class LoaderView:
     @property
     def index_count(self) -> int:
         """Indices from 0 to this, exclusive, may be asked for."""
-        return sum(map(index_count, self.parts))
+        return int(self.ends[-1])
 
     @property
     def epoch(self) -> int | None:
@@ -215,16 +193,15 @@ def _joined(dataset: Any, parts: list[PreparedDataset]) -> np.ndarray | None:
         return np.arange(len(dataset)) + sum(map(index_count, parts[:number]))
     if type(dataset) is Subset:
         whole = _joined(dataset.dataset, parts)
-        return None if whole is None else whole[as_numbers(dataset.indices)]
+        try:
+            return None if whole is None else whole[as_numbers(dataset.indices)]
+        except TypeError:  # only a subclass's own methods know what these mean
+            return None
     if type(dataset) is not ConcatDataset:
         return None
-    pieces: list[np.ndarray] = []
-    for each in dataset.datasets:
-        indices = _joined(each, parts)
-        if indices is None:
-            return None
-        pieces.append(indices)
-    return np.concatenate(pieces)
+    pieces = [_joined(each, parts) for each in dataset.datasets]
+    known = [piece for piece in pieces if piece is not None]
+    return np.concatenate(known) if len(known) == len(pieces) else None
 
 
 class _Whole(Dataset[Any]):
@@ -275,18 +252,12 @@ def wrapped_notice(dataset: Any) -> str:
     """How to have whole batches where a fastdata dataset is asked for sample after sample."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
-    if type(dataset) is ConcatDataset:
-        views = [LoaderView.find(part) for part in dataset.datasets]
-        if not any(views):
-            return ""
-        other = type(dataset.datasets[views.index(None)]) if None in views else ConcatDataset
-        name = f"{other.__module__}.{other.__qualname__}"
-        return f"{name} in the ConcatDataset is no fastdata dataset. Make a CachedDataset of it."
-    for value in getattr(dataset, "__dict__", {}).values():
-        if isinstance(value, Dataset) and LoaderView.find(value) is not None:
-            name = type(value).__name__
+    for inner in (*getattr(dataset, "datasets", ()), *getattr(dataset, "__dict__", {}).values()):
+        if isinstance(inner, Dataset) and LoaderView.find(inner) is not None:
+            name = type(inner).__name__
             return (
                 f"{type(dataset).__name__} asks its {name} for each sample. Give the loader the "
-                f"{name} itself: what is done to its items can be transform= or target_transform=."
+                f"{name} itself: what is done to its items can be transform= or target_transform=. "
+                "Beside it in a ConcatDataset, make a CachedDataset of any other."
             )
     return ""
