@@ -145,17 +145,19 @@ class FileSource:
         return opening_of(self.loader)
 
     def read(self, index: int) -> Pair:
+        path = self.paths[index]
+        target = self.targets[index]
         if self.loader is not None and not self.is_remote:
-            return self.loader(self.paths[index]), self.targets[index]
+            return self.loader(path), target
         [data] = self.read_files([index])
         if self.loader is None:
-            return np.frombuffer(data, np.uint8), self.targets[index]
+            return np.frombuffer(data, np.uint8), target
         if self.opening is not None:
-            return self.opening.decode(data), self.targets[index]
+            return self.opening.decode(data), target
         with fleeting_folder() as folder:
-            copied = folder / f"sample{os.path.splitext(self.paths[index])[1]}"
+            copied = folder / f"sample{os.path.splitext(path)[1]}"
             copied.write_bytes(data)
-            return self.loader(str(copied)), self.targets[index]
+            return self.loader(str(copied)), target
 
     def expect(self, indices: Indices) -> None:
         if self.is_remote:
