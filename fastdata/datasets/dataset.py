@@ -607,7 +607,7 @@ class PreparedDataset(_Opened):
         return report_storage(read_path(source, steps), stored.options)
 
     @property
-    def _identity(self) -> Any:
+    def _fastdata_identity(self) -> Any:
         """What stands for this dataset where another one is made of it."""
         source = self._origin()
         kind = type(self)

@@ -13,12 +13,10 @@ import copyreg
 import dis
 import functools
 import hashlib
-import importlib.util
-import inspect
+import importlib
 import itertools
 import pickle
 import sys
-import threading
 import types
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -29,32 +27,16 @@ import torch
 
 _BY_NAME = {"PIL", "fastdata", "numpy", "timm", "torch", "torchvision", *sys.stdlib_module_names}
 _ATOMS = {type(None), bool, int, float, str, bytes}
-_CODE = (types.FunctionType, classmethod, staticmethod, property)
+_DESCRIPTORS = (classmethod, staticmethod, property)
 _CODE_FACTS = [
     *("co_code", "co_consts", "co_names", "co_varnames", "co_freevars", "co_cellvars", "co_flags"),
     *("co_argcount", "co_posonlyargcount", "co_kwonlyargcount", "co_exceptiontable"),
 ]
-_FACTS: dict[type, list[str]] = {
-    types.CodeType: _CODE_FACTS,
-    types.MethodType: ["__func__", "__self__"],
-    property: ["fget", "fset", "fdel"],
-    classmethod: ["__func__"],
-    staticmethod: ["__func__"],
-    type(threading.Lock()): [],
-    type(threading.RLock()): [],
-}
-"""The attributes that say all of a value of Python's own types that do not pickle."""
-_COMPUTING = {abs, bool, dict, divmod, float, int, len, list, max, min, round, str, tuple}
-_OF_DATASETS = [
-    "_identity",
-    "samples",
-    "targets",
-    "transform",
-    "target_transform",
-    "transforms",
-    "loader",
-]
-"""What tells a dataset from others of its class: lists, then what opens and changes samples."""
+_COMPUTING = (abs, bool, dict, divmod, float, int, len, list, max, min, round, str, tuple)
+_LISTS = ["_fastdata_identity", "samples", "targets"]
+"""Attributes that tell a dataset from others of its class."""
+_CHANGES = ["transform", "target_transform", "transforms", "loader"]
+"""What opens and changes its samples."""
 _NOTES = {"_abc_impl", "__annotate__", "__annotate_func__"}
 _HEAP_TYPE = 1 << 9
 """The flag that classes of Python code have in Python's C code (Py_TPFLAGS_HEAPTYPE)."""
@@ -65,7 +47,7 @@ def describe(value: Any, cache_key: str | None = None) -> str:
 
     Raises:
         ValueError: something in it cannot be seen, as what only C code knows, and there is no
-            ``cache_key``; names it.
+            ``cache_key``; names its type.
 
     Example:
         >>> describe([1, 2]) == describe([1, 2]), describe([1, 2]) == describe([1.0, 2])
@@ -87,25 +69,24 @@ def draws_nothing(call: Any) -> bool:
         >>> draws_nothing(lambda label: table[label]), draws_nothing(lambda label: torch.rand(()))
         (True, False)
     """
-    if call is None or any(call is each for each in _COMPUTING):
-        return True
     if not isinstance(call, types.FunctionType):
         owner = getattr(call, "__self__", None)  # of table.get, table.__getitem__
-        return owner is not None and _is_data(owner)
-    named = inspect.getclosurevars(call)
-    held = [*named.nonlocals.values(), *named.globals.values(), *(call.__defaults__ or ())]
-    is_alone = len(list(_nested(call.__code__))) == 1
-    is_computing = is_alone and _COMPUTING.issuperset(named.builtins.values())
-    return is_computing and not named.unbound and all(map(_is_data, held))
+        return call is None or _is_calm(call) or (owner is not None and _is_calm(owner))
+    code = call.__code__
+    known = {computing.__name__: computing for computing in _COMPUTING} | call.__globals__
+    closed = [cell.cell_contents for cell in call.__closure__ or ()]
+    # Of an attribute's name nothing is known, unless a global has it, too.
+    named = [known.get(name, object) for name in code.co_names]
+    return all(map(_is_calm, (*named, *closed, *code.co_consts, *(call.__defaults__ or ()))))
 
 
-def _is_data(value: Any) -> bool:
-    kind = type(value)
-    if kind is dict:
-        value = [*value, *value.values()]
-    if kind in (dict, list, tuple):
-        return _is_plain(value)
-    return kind in {*_ATOMS, np.ndarray, torch.Tensor}
+def _is_calm(value: Any) -> bool:
+    """Whether it is data, or computes."""
+    if isinstance(value, dict):
+        value = [*value.items()]
+    is_data = isinstance(value, (np.ndarray, torch.Tensor)) or type(value) in _ATOMS
+    is_list = type(value) in (list, tuple) and _is_plain(value)
+    return is_data or is_list or any(value is computing for computing in _COMPUTING)
 
 
 def describe_dataset(dataset: Any, cache_key: str | None = None) -> str:
@@ -115,14 +96,14 @@ def describe_dataset(dataset: Any, cache_key: str | None = None) -> str:
     if cache_key is None:
         return f"{kind} {describe(dataset)}"
     listed: list[Any] = [(type(subset), list(subset.indices)) for subset in subsets]
-    listed += [cache_key, [(name, getattr(inner, name, None)) for name in _OF_DATASETS]]
-    return f"{kind} {describe(listed, cache_key)}"
+    listed += [getattr(inner, name, None) for name in _LISTS + _CHANGES]
+    return f"{kind} {describe([*listed, cache_key], cache_key)}"
 
 
 def is_listed(dataset: Any) -> bool:
     """Whether a list of samples or targets tells a dataset from others of its class."""
     *_, inner = unwrapped(dataset)
-    return any(hasattr(inner, name) for name in _OF_DATASETS[:3])
+    return any(hasattr(inner, name) for name in _LISTS)
 
 
 def unwrapped(dataset: Any) -> Iterator[Any]:
@@ -156,10 +137,7 @@ def _origin(module: str) -> str | None:
     package = module.partition(".")[0]
     if package in _BY_NAME:
         return module
-    if module in sys.modules:
-        path = getattr(sys.modules[module], "__file__", None)
-    else:
-        path = getattr(importlib.util.find_spec(package), "origin", None)
+    path = getattr(sys.modules.get(module), "__file__", None)
     if path is None:
         return None
     # A module of C, and what lies among installed packages, changes only with its file.
@@ -167,7 +145,7 @@ def _origin(module: str) -> str | None:
     if path.endswith(".py") and not is_installed:
         return None
     version = getattr(sys.modules.get(package), "__version__", "")
-    return f"{module} {version} {_hash_of_file(path)}"
+    return f"{module} {version} {_hash_of(Path(path).read_bytes())}"
 
 
 class _Describer(pickle.Pickler):
@@ -192,61 +170,50 @@ class _Describer(pickle.Pickler):
         if hasattr(value, "__dict__"):  # may lead back to itself
             self._met[id(value)] = len(self._met), value  # which stays alive, and its id its own
         try:
-            return self._stand_in(value)
+            return name_of(value) or (kind.__name__, *self._parts(value))
         except Exception as unseen:  # what pickles a value may raise anything
             if self._cache_key is not None:
                 return kind.__qualname__, self._cache_key
-            why = _refusal(self._whole, value, str(unseen), self._owner(value))
-            raise ValueError(why) from unseen
+            raise ValueError(_refusal(self._whole, value, str(unseen))) from unseen
 
-    def _stand_in(self, value: Any) -> Any:
-        """What is pickled in place of a value; what that consists of is asked for in turn."""
+    def _parts(self, value: Any) -> tuple[Any, ...]:
+        """What a value consists of, which is asked for in turn."""
         kind = type(value)
-        name = name_of(value)
-        if name is not None:
-            return name
-        if kind in _FACTS:
-            return kind.__name__, [getattr(value, fact, b"") for fact in _FACTS[kind]]
-        if kind is set or kind is frozenset:
-            # In an order that no seed of hashes changes.
-            return kind.__name__, sorted(describe(each, self._cache_key) for each in value)
-        if kind is types.MappingProxyType:
-            return kind.__name__, dict(value)
+        if kind is types.CodeType:
+            return tuple(getattr(value, fact, b"") for fact in _CODE_FACTS)
         if kind is types.FunctionType:
             return _parts_of_function(value)
+        if isinstance(value, _DESCRIPTORS):
+            return tuple(getattr(value, part, None) for part in ("__func__", "fget", "fset"))
+        if kind in (set, frozenset):
+            # In an order that no seed of hashes changes.
+            return tuple(sorted(describe(each, self._cache_key) for each in value))
         if isinstance(value, type):
-            return "class", kind, value.__qualname__, value.__bases__, _contents_of(value)
+            return kind, value.__qualname__, value.__bases__, _contents_of(value)
         if isinstance(value, torch.Tensor):
             # As bytes, because NumPy has no bfloat16.
             raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             return kind, str(value.dtype), list(value.shape), raw.numpy(), vars(value)
         if kind in (np.ndarray, np.memmap) and not value.dtype.hasobject:
             octets = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
-            return "array", repr(value.dtype), list(value.shape), _hash_of(octets)
-        if isinstance(value, types.ModuleType):
-            return "module", _origin(value.__name__) or _hash_of_file(value.__file__)
-        is_ours = any(base.__module__.startswith("fastdata.") for base in kind.__mro__)
-        if is_ours and hasattr(value, "_identity"):
-            return kind, value._identity
-        return kind, *_reduced(value), _hidden_in(value)
-
-    def _owner(self, value: Any) -> str:
-        """What of all that was met has this value, and under which name."""
-        for _, owner in reversed(self._met.values()):
-            for name, held in {**getattr(owner, "__globals__", {}), **vars(owner)}.items():
-                if held is value:
-                    return f"{name!r} of {getattr(owner, '__qualname__', type(owner).__qualname__)}"
-        return ""
+            return repr(value.dtype), list(value.shape), _hash_of(octets)
+        if kind is types.ModuleType:
+            return (_origin(value.__name__) or _hash_of(Path(str(value.__file__)).read_bytes()),)
+        if hasattr(value, "_fastdata_identity"):
+            return kind, value._fastdata_identity
+        if kind.__module__ == "_thread":  # a lock does nothing
+            return ()
+        return kind, *_reduced(value)
 
 
-def _refusal(whole: Any, value: Any, why: str, owner: str = "") -> str:
+def _refusal(whole: Any, value: Any, why: str) -> str:
     name = getattr(whole, "__qualname__", type(whole).__qualname__)
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    unseen = "it" if value is whole else f"{owner or 'something in it'}, of type {kind},"
     return (
-        f"{name} cannot be told from others: {unseen} cannot be described exactly ({why}), "
-        "and the next run, or another rank, must know whether samples are still prepared in the "
-        "same way. Give cache_key='a name' to stand for it, and change it whenever that changes."
+        f"{name} cannot be told from others: what is of type {kind} cannot be described exactly "
+        f"({why}), and the next run, or another rank, must know whether samples are still prepared "
+        "in the same way. Give cache_key='a name' to stand for it, and change it whenever that "
+        "changes."
     )
 
 
@@ -262,48 +229,37 @@ def _hash_of(data: Any) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
-def _hash_of_file(path: str | None) -> str:
-    return _hash_of(Path(str(path)).read_bytes())
-
-
 def _parts_of_function(function: types.FunctionType) -> tuple[Any, ...]:
     code = function.__code__
     empty = types.CellType()
     closed = [cell.cell_contents for cell in function.__closure__ or () if cell != empty]
     defaults = (function.__defaults__, function.__kwdefaults__)
-    named = _globals_of(code, function.__globals__)
-    return "function", code, defaults, closed, vars(function), named
+    return code, defaults, closed, vars(function), _globals_of(code, function.__globals__)
 
 
 def _contents_of(kind: type) -> list[tuple[str, Any]]:
     """A class's own methods and values; what Python notes beside them does nothing."""
+    code = (types.FunctionType, *_DESCRIPTORS)
     return [
         (name, value)
         for name, value in sorted(vars(kind).items())
-        if name not in _NOTES and (isinstance(value, _CODE) or not name.startswith("__"))
+        if name not in _NOTES and (isinstance(value, code) or not name.startswith("__"))
     ]
 
 
-def _reduced(value: Any) -> tuple[Any, ...]:
-    """What pickle would call to make it again, with its iterators as lists."""
-    # As pickle does: what is registered for a class counts before its methods.
-    reduce = copyreg.dispatch_table.get(type(value))
-    reduced: Any = reduce(value) if reduce else value.__reduce_ex__(4)
-    if isinstance(reduced, str):
-        return (reduced,)
-    return *reduced[:3], *(list(part or ()) for part in reduced[3:5])
-
-
-def _hidden_in(value: Any) -> Any:
-    """What a pickle may leave out: attributes where a class says how, and wrapped functions."""
+def _reduced(value: Any) -> Iterator[Any]:
+    """What pickle would call to make it again, and what that may leave out."""
     kind = type(value)
+    # As pickle does: what is registered for a class counts before its methods.
+    reduce = copyreg.dispatch_table.get(kind)
+    reduced = reduce(value) if reduce else value.__reduce_ex__(4)
+    for part in reduced:
+        yield list(part) if isinstance(part, Iterator) else part
     hidden = getattr(value, "__dict__", {})
     if _origin(kind.__module__) is not None:
-        return hidden.get("__wrapped__")
-    for name in ("__reduce_ex__", "__reduce__", "__getstate__"):
-        if getattr(kind, name, None) is not getattr(object, name, None):
-            return hidden
-    return None
+        yield hidden.get("__wrapped__")
+    elif all(part is not hidden for part in reduced):  # the class itself says how it pickles
+        yield hidden
 
 
 def _globals_of(code: types.CodeType, namespace: Mapping[str, Any]) -> dict[str, Any]:
@@ -315,7 +271,7 @@ def _globals_of(code: types.CodeType, namespace: Mapping[str, Any]) -> dict[str,
     for step in itertools.chain(*map(dis.get_instructions, codes)):
         name = step.argval
         if step.opname == "IMPORT_NAME":
-            held[f"import {name}"] = _used_of(_imported(name), names)
+            held[f"import {name}"] = _used_of(importlib.import_module(name), names)
         elif name in namespace and ("GLOBAL" in step.opname or step.opname == "LOAD_NAME"):
             held[name] = _used_of(namespace[name], names)
     return held
@@ -326,15 +282,6 @@ def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
     for value in code.co_consts:
         if isinstance(value, types.CodeType):
             yield from _nested(value)
-
-
-def _imported(name: str) -> Any:
-    module = sys.modules.get(name) or (_origin(name) if name else None)
-    if module is None:
-        raise TypeError(
-            f"it imports {name}, which is not there yet: import it where its module begins"
-        )
-    return module
 
 
 def _used_of(value: Any, names: frozenset[str]) -> Any:

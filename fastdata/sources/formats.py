@@ -191,7 +191,7 @@ class _Samples:
         self.is_remote = files[0].place.is_remote
         facts = repr(sorted({(file.name, file.size_bytes, file.tag) for file in files}))
         digest = hashlib.blake2b(facts.encode(), digest_size=8).hexdigest()
-        self._identity = f"{len(files)} files {digest}"
+        self._fastdata_identity = f"{len(files)} files {digest}"
         """The same in every run, until a file is another: a cache is known by it."""
         with ThreadPoolExecutor(_LISTING_THREADS) as pool:
             listed = list(pool.map(self._list_named, files))
