@@ -41,7 +41,6 @@ NOT_DRAWN = (
 )
 CHILD_OF = {
     "OP_RESIZE": "STEP_LENGTH",
-    "OP_CAST": "STEP_NORMALIZE",
     "STEP_AUGMENT": "STEP_MAGNITUDE",
     "STEP_POLICIES": "STEP_MAGNITUDE",
     "STEP_AUG_MIX": "STEP_MAGNITUDE",
@@ -51,15 +50,8 @@ CHILD_OF = {
 DEPTH = 3
 MOST_PIXELS = 1 << 20
 LEVELS = 40
-DTYPES = {
-    "uint8": np.uint8,
-    "float32": np.float32,
-    "float64": np.float64,
-    "float16": np.float16,
-    "bfloat16": np.uint16,
-    "int32": np.int32,
-    "int64": np.int64,
-}
+DTYPES = (np.uint8, np.float32, np.float64, np.float16, np.uint16, np.int32, np.int64)
+"""As core.h numbers them."""
 
 
 class Fuzz:
@@ -116,6 +108,8 @@ class Fuzz:
             n[4:6] = self.pick(0, 1, 2, 3), domain
             if code in ("OP_AFFINE", "OP_PERSPECTIVE"):
                 n[1] = self.pick(*filters)
+            if code == "OP_CAST":
+                n[:4] = [int(self.rng.integers(most)) for most in (7, 3, 4, 2)]
             if code in ("STEP_MAGNITUDE", "STEP_TIMM_OP"):
                 n[0] = core.constants()[self.pick(*self.codes, *NOT_DRAWN[-5:])]
                 n[1:4], n[7:12] = (
@@ -148,15 +142,15 @@ def run_once(seed: int) -> str:
         "resizes_fast": True,
         "chooses_order": fuzz.pick(True, False),
     }
-    known: list[tuple[Any, ...]] = []
+    known: dict[tuple[int, int, int], Any] = {}
     while True:
-        table = core.make_table(steps, np.array(known, core.LEVELS), **facts)
+        table = core.make_table(steps, known, **facts)
         try:
             return _serve(fuzz, table, image)
         except core.CoreError as refused:
             if refused.reason != "NEEDS_LEVELS" or len(known) > LEVELS:
                 return refused.reason
-            known.append((refused.step, *refused.numbers[:2], LEVELS, levels.ctypes.data))
+            known[refused.step, refused.numbers[0], refused.numbers[1]] = levels
 
 
 def _serve(fuzz: Fuzz, table: core.Table, image: np.ndarray) -> str:
@@ -169,24 +163,15 @@ def _serve(fuzz: Fuzz, table: core.Table, image: np.ndarray) -> str:
         _pixels(op) > MOST_PIXELS for op in ops[0]
     ):
         return "large"
-    dtype = fuzz.pick(*DTYPES)
-    out = np.empty((1, channels, height, width), DTYPES[dtype])
-    channels_last = bool(fuzz.pick(False, True))
-    solved = np.ones((1, ops.shape[1], 8)) if ops.shape[1] else None
-    normalizations = [([0.5], [2.0], True)] * fuzz.pick(0, 1, 2)
-    values = core.make_values(dtype, "none", normalizations, channels)
+    out = np.empty((1, channels, height, width), DTYPES[table.values.dtype])
     batch = core.Batch(
         table=ctypes.addressof(table),
-        values=values,
         out_B=out.ctypes.data,
         channels=channels,
         height=height,
         width=width,
-        channels_last=channels_last,
+        channels_last=bool(fuzz.pick(False, True)),
     )
-    if solved is not None:
-        batch.solved_Bk8 = solved.ctypes.data
-        batch.solved = solved.shape[1]
     source = np.array([image.ctypes.data], np.int64)
     core.serve(core.Samples(source, shape), keys, [batch])
     return "served"

@@ -28,7 +28,7 @@ def table_of(*rows: tuple[str, int, int]) -> core.Table:
     steps["fills"] = 1
     for step, (code, first, count) in zip(steps, rows, strict=True):
         step["code"], step["first"], step["count"] = core.constants()[code], first, count
-    return core.make_table(steps, np.zeros(0, core.LEVELS), **MACHINE)
+    return core.make_table(steps, {}, **MACHINE)
 
 
 def reason_of(table: core.Table) -> str:
@@ -67,7 +67,7 @@ def test_deep_tables_do_not_overflow_the_stack() -> None:
     steps["fills"], steps["code"] = 1, core.constants()["STEP_SEQUENCE"]
     steps["first"], steps["count"] = np.arange(1, count + 1), 1
     steps["first"][-1] = steps["count"][-1] = 0
-    assert reason_of(core.make_table(steps, np.zeros(0, core.LEVELS), **MACHINE)) == "REFUSED_TABLE"
+    assert reason_of(core.make_table(steps, {}, **MACHINE)) == "REFUSED_TABLE"
 
 
 def test_more_ops_than_there_is_room_for_are_refused() -> None:

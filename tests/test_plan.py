@@ -381,18 +381,6 @@ def test_what_does_more_than_to_call_steps_stays_as_it_is(transform: Any) -> Non
     assert not plan_transform(transform).is_batched
 
 
-def test_a_hidden_step_is_named() -> None:
-    """The reason names the attribute that may hold what is wanted."""
-
-    class Prints(Reference):
-        def __call__(self, image: Any) -> Any:
-            return self.transforms(image) * 1
-
-    assert "does more than to call its 'transforms'; give that itself" in (
-        plan_transform(Prints()).obstacle or ""
-    )
-
-
 def test_the_transform_of_weights_is_seen_through() -> None:
     """weights.transforms() gives the pixels of torchvision's, in batches, and the same steps each time."""
     preset = ImageClassification(crop_size=4, resize_size=6)
@@ -413,7 +401,8 @@ def test_the_transform_of_weights_is_seen_through() -> None:
         ([lambda x: +x], "is not a known batch op"),
         ([MyFlip()], "is not a known batch op"),
         ([v2.ToImage(), v2.ToDtype({tv_tensors.Mask: torch.int64})], "dict of dtypes"),
-        ([v2.ToImage(), v2.ToDtype(torch.int32)], "converts to torch.int32"),
+        ([v2.ToImage(), v2.ToDtype(torch.int32)], "converts uint8 to torch.int32"),
+        ([v1.ToTensor(), *[v1.Normalize((0.5,), (0.5,))] * 2], "after another Normalize"),
         ([v1.ToTensor(), v1.ConvertImageDtype(torch.float16)], "converts float32 to torch.float16"),
         ([v1.ConvertImageDtype(torch.float32)], "does not accept PIL images"),
         ([v1.Normalize(*NORM)], "does not accept PIL images"),

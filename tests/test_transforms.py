@@ -346,10 +346,9 @@ def test_conversions_are_bit_equal(steps: list[Any], size: tuple[int, int]) -> N
 
 @pytest.mark.parametrize("size", [ODD, EIGHTS, LARGE], ids=shown)
 def test_normalize(size: tuple[int, int]) -> None:
-    """Normalised floats are within 1e-6 of torchvision's, twice too, and without a conversion to 0..1."""
+    """Normalised floats are within 1e-6 of torchvision's, and without a conversion to 0..1."""
     store = ArrayStore(images(70 if size != LARGE else 3, size))
     check([v1.RandomHorizontalFlip(), v1.ToTensor(), v1.Normalize(*NORM)], store, atol=1e-6)
-    check([v1.ToTensor(), v1.Normalize(*NORM), v1.Normalize((0.1,), (1.5,))], store, atol=1e-6)
     check(
         [v2.ToImage(), v2.ToDtype(torch.float32), v2.Normalize((127.0,), (64.0,))], store, atol=1e-6
     )

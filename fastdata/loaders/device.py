@@ -34,7 +34,7 @@ from fastdata.loaders.view import JoinedReader, LoaderView
 from fastdata.machine import memory as host_memory
 from fastdata.machine.memory import budget_bytes, check_device_room, choose_pinning, format_bytes
 from fastdata.pixels.images import SampleSpec
-from fastdata.pixels.ops import MODES, Cast, Int64s, Op, step_number
+from fastdata.pixels.ops import MAX_MEANS, MODES, Int64s, Op, step_number
 from fastdata.pixels.plan import TransformPlan
 from fastdata.pixels.program import Program
 from fastdata.report import log, warn_user
@@ -418,7 +418,7 @@ class DeviceProgram:
         assert served is not None
         self._floats: _Floats | None = None
         if ops and ops[-1].code == "OP_CAST":
-            self._floats = _Floats(dtype, ops[-1].about)
+            self._floats = _Floats(dtype, ops[-1])
             ops = ops[:-1]
         served_dtype = self._floats.dtype if self._floats else torch.uint8
         self.output: tuple[Shape, torch.dtype] = served[0], served_dtype
@@ -556,16 +556,18 @@ def _mode_of(window_9: Sequence[int]) -> Literal["constant", "edge", "reflect", 
 class _Floats:
     """Conversion to floats and normalisation in one pass over the pixels."""
 
-    def __init__(self, asked: torch.dtype | None, cast: Cast) -> None:
-        served: torch.dtype = getattr(torch, cast.dtype)
+    def __init__(self, asked: torch.dtype | None, cast: Op) -> None:
+        served: torch.dtype = getattr(torch, str(cast.n[0]).lower())
         self._computed = torch.float64 if served == torch.float64 else torch.float32
         self.dtype = asked or served
-        scale = np.array([1.0 if cast.scaling == "none" else 1 / 255])
+        scaling = cast.n[1]
+        scale = np.array([1.0 if scaling == "SCALE_NONE" else 1 / 255])
         offset = np.zeros(1)
-        for mean, std, _ in cast.normalizations:
-            scale = scale / np.array(std)
-            offset = (offset - np.array(mean)) / np.array(std)
-        self._divides = cast.scaling == "divide" and not cast.normalizations
+        if cast.v:  # means, then as many standard deviations
+            std = np.array(cast.v[MAX_MEANS:])
+            scale = scale / std
+            offset = -np.array(cast.v[: len(std)]) / std
+        self._divides = scaling == "SCALE_DIVIDE" and not cast.v
         if self._divides:
             # A divisor that lies on the device: by a number of the host, CUDA multiplies with its
             # rounded inverse.

@@ -217,19 +217,19 @@ def _plan(
     only_last: bool,
 ) -> TransformPlan:
     """Plan steps of which so many are prepared; a reason says why none is a batch op."""
-    at = first + prepared
     rest = steps[prepared:]
     for step in steps[:prepared]:
         with suppress(UnknownStepError):  # which are of ImageOps, or change nothing of such samples
-            state = replace(state, kind=recognise(step, 0, State(kind=state.kind)).kind)
+            state = replace(state, kind=recognise(step, State(kind=state.kind)).kind)
+    state = replace(state, at=first + prepared)
     known = 0
     last = None
     if not reason:
         if only_last:
             reason = "gets samples that are read one by one"
         else:
-            known, state, reason = _read(rest, at, state)
-        last = _read_last(rest, known + (not only_last), at, state)
+            known, state, reason = _read(rest, state)
+        last = _read_last(rest, known + (not only_last), first + prepared, state)
     return TransformPlan(
         prepare=steps[:prepared],
         batch_ops=state.all_ops,
@@ -241,11 +241,11 @@ def _plan(
     )
 
 
-def _read(steps: Sequence[Step], at: int, state: State) -> tuple[int, State, str]:
+def _read(steps: Sequence[Step], state: State) -> tuple[int, State, str]:
     """How many steps are known, the state after these, and why the next one is not."""
     for number, step in enumerate(steps):
         try:
-            state = recognise(step, at + number, state)
+            state = recognise(step, state)
         except UnknownStepError as unknown:
             return number, state, str(unknown)
     return len(steps), state, ""
@@ -253,9 +253,9 @@ def _read(steps: Sequence[Step], at: int, state: State) -> tuple[int, State, str
 
 def _read_last(steps: Sequence[Step], skipped: int, at: int, before: State) -> TransformPlan | None:
     """Plan the steps that are known again behind one that is not, if that keeps PIL images."""
-    nothing = State(kind="pil", channels=before.channels)
     for start in range(skipped, len(steps)) if before.kind == "pil" else ():
-        _, state, reason = _read(steps[start:], at + start, nothing)
+        nothing = State(kind="pil", channels=before.channels, at=at + start)
+        _, state, reason = _read(steps[start:], nothing)
         if not reason and state.kind != "pil":
             texts = tuple(map(_text, steps[start:]))
             return TransformPlan(kind=state.kind, batch_ops=state.all_ops, batch_texts=texts)
@@ -335,8 +335,8 @@ def plan_pairs(
         obstacle: why it runs as written in any case.
     """
     steps = joint_steps(transforms)
-    image = _read(steps, 0, State(kind=form, channels=channels))
-    mask = _read(steps, 0, State(kind="mask", channels=1, is_beside=True))
+    image = _read(steps, State(kind=form, channels=channels))
+    mask = _read(steps, State(kind="mask", channels=1, is_beside=True))
     known, _, reason = min(image, mask, key=lambda read: read[0])
     kind = image[1].kind
     if obstacle:

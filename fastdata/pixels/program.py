@@ -18,7 +18,16 @@ import torch
 
 from fastdata.pixels import core
 from fastdata.pixels.images import OpenedImages, SampleSpec, Scratch, addresses_of
-from fastdata.pixels.ops import Cast, Int32s, Int64s, Op, Table
+from fastdata.pixels.ops import (
+    Int32s,
+    Int64s,
+    Levels,
+    Op,
+    compiled,
+    flattened,
+    refusal_of,
+    solve_perspectives,
+)
 
 Array = npt.NDArray[Any]
 Shape = tuple[int, ...]
@@ -27,6 +36,8 @@ _AHEAD = 4
 """Encoded samples that are decoded before the core takes them."""
 _PREPARED_BYTES = 4 << 20
 """Of images of one size that are prepared by one call."""
+_MOST_LEVELS = 1000
+"""Sizes of images whose magnitudes are kept."""
 _FLOAT16S = {"float16": "float16", "bfloat16": "uint16"}
 
 
@@ -64,17 +75,20 @@ class Program:
             )
         self._ops = ops
         self._spec = spec
-        cast = next((op.about for op in ops if op.code == "OP_CAST"), Cast(spec.dtype))
-        self._served_dtype = cast.dtype
-        self._dtype = np.dtype(_FLOAT16S.get(cast.dtype, cast.dtype))
-        how = cast.dtype, cast.scaling, cast.normalizations
-        self._values = functools.cache(functools.partial(core.make_values, *how))
+        cast = next((str(op.n[0]).lower() for op in ops if op.code == "OP_CAST"), spec.dtype)
+        self._served_dtype = cast
+        self._dtype = np.dtype(_FLOAT16S.get(cast, cast))
         self._dense_shapes = functools.cache(functools.partial(_repeat, stored))
         self._scratch = Scratch()
 
     @functools.cached_property
-    def _table(self) -> Table:
-        return Table(self._ops)
+    def _every(self) -> list[Op]:
+        return flattened(self._ops)
+
+    @functools.cached_property
+    def _table(self) -> core.Table:
+        self._levels: Levels = {}
+        return compiled(self._every, self._levels)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Program, (self._ops, self._spec)
@@ -96,7 +110,7 @@ class Program:
             height, width = (0, 0) if shape is None else shape[-2:]
             zero = np.zeros(1, np.int64)
             probe = np.array([(_planes(sample_shape)[0], height, width)], np.int32)
-            _, [after] = self._table.draw(core.Keys(0, zero, zero), probe, is_probe=True)
+            _, [after] = self._draw(core.Keys(0, zero, zero), probe, is_probe=True)
             shape = tuple(after[-len(sample_shape) :].tolist()) if after[1] else None
         return None if shape is None else (shape, self._dtype)
 
@@ -156,7 +170,7 @@ class Program:
             return np.array(source.read(index))
         index_1 = np.array([index], np.int64)
         shapes_13 = np.array([_planes(shape)], np.int32)
-        _, [after] = self._table.draw(_keys(seed, visit, index_1), shapes_13)
+        _, [after] = self._draw(_keys(seed, visit, index_1), shapes_13)
         out_1Chw = np.empty((1, *after.tolist()), self._dtype)
         self.run(source, index_1, visit, seed, out_1Chw)
         served: Array = out_1Chw[0]
@@ -169,7 +183,7 @@ class Program:
         """
         numbers_B = np.arange(len(images.shapes_B3))
         keys = _keys(0, 0, numbers_B)
-        _, shapes_after_B3 = self._table.draw(keys, images.shapes_B3)
+        _, shapes_after_B3 = self._draw(keys, images.shapes_B3)
         first = 0
         for shape, alike in itertools.groupby(map(tuple, shapes_after_B3.tolist())):
             end = first + len(list(alike))
@@ -182,7 +196,31 @@ class Program:
 
     def draw(self, index_B: Int64s, visits_B: int | Int64s, seed: int, shapes_B3: Int32s) -> Array:
         """What is done to samples of these shapes (C, H, W), ``core.OP`` (B, S)."""
-        return self._table.draw(_keys(seed, visits_B, index_B), shapes_B3)[0]
+        return self._draw(_keys(seed, visits_B, index_B), shapes_B3)[0]
+
+    def _draw(
+        self, keys: core.Keys, shapes_B3: Int32s, *, is_probe: bool = False
+    ) -> tuple[Array, Int32s]:
+        while True:
+            try:
+                return core.draw(self._table, keys, shapes_B3, is_probe=is_probe)
+            except core.CoreError as refused:
+                self._answer(refused, keys, shapes_B3)
+
+    def _answer(self, refused: core.CoreError, keys: core.Keys, shapes_B3: Int32s) -> None:
+        """Give what the core lacked, magnitudes for a size, so that it can be called again.
+
+        Raises:
+            ValueError: it refused a sample.
+        """
+        op = self._every[refused.step]
+        if refused.reason != "NEEDS_LEVELS" or op.levels is None:
+            b = refused.place
+            raise refusal_of(op, refused, int(keys.indices[b]), shapes_B3[b]) from None
+        height, width = refused.numbers[:2]
+        known = self._levels if len(self._levels) < _MOST_LEVELS else {}
+        self._levels = {**known, (refused.step, height, width): op.levels(height, width)}
+        self._table = compiled(self._every, self._levels)  # calls that run have the one before
 
     def as_tensor(self, served: Array) -> torch.Tensor:
         """A tensor over the same memory; NumPy has no bfloat16, and holds its bits."""
@@ -216,29 +254,27 @@ class Program:
                 store.read_into(indices[b], decoded[b])
             _serve(pairs, samples, keys, rows_B, first, last)
 
-    def _served(self, out: Array, samples: core.Samples, keys: core.Keys) -> core.Batch:
+    def _served(self, out: Array, keys: core.Keys, shapes_B3: Int32s) -> core.Batch:
         """What the core fills ``out`` by."""
         is_last = not out.flags.c_contiguous
         if is_last and not (out.ndim == 4 and out.transpose(0, 2, 3, 1).flags.c_contiguous):
             raise ValueError("the memory for a batch must be C-contiguous or channels_last")
-        channels, height, width = out.shape[1:] if out.ndim == 4 else (1, *out.shape[1:])
+        channels, height, width = _planes(out.shape[1:])
         table = self._table
-        record = table.record
-        values = self._values(channels)
         batch = core.Batch(
-            table=ctypes.addressof(record),
-            values=values,
+            table=ctypes.addressof(table),
             out_B=out.ctypes.data,
             channels=channels,
             height=height,
             width=width,
             channels_last=is_last,
         )
-        solved = table.solve(keys, samples.shapes_B3) if table.has_perspectives else None
-        if solved is not None:
-            batch.solved_Bk8 = solved.ctypes.data
-            batch.solved = solved.shape[1]
-        batch.kept = record, values, solved
+        batch.kept = table, None
+        if any(op.code == "OP_PERSPECTIVE" for op in self._every):
+            solved_BS8 = solve_perspectives(self._draw(keys, shapes_B3)[0])
+            batch.solved_BS8 = solved_BS8.ctypes.data
+            batch.solved = solved_BS8.shape[1]
+            batch.kept = table, solved_BS8
         return batch
 
 
@@ -262,27 +298,18 @@ def _serve(
     last: int | None = None,
 ) -> None:
     """Serve samples [first, last) by several programs in one call of the core."""
-    begin = first
     while True:
-        served = [program._served(out, samples, keys) for program, out in pairs]
+        served = [program._served(out, keys, samples.shapes_B3) for program, out in pairs]
         try:
-            core.serve(samples, keys, served, rows=rows_B, first=begin, last=last)
+            core.serve(samples, keys, served, rows=rows_B, first=first, last=last)
             break
         except core.CoreError as refused:
-            begin = refused.place
-            index = int(keys.indices[begin])
-            program, out = pairs[refused.program]
+            first = refused.place
             if isinstance(samples, OpenedImages) and refused.reason == "REFUSED_FILE":
-                samples.leave_to_pillow(begin)
-            elif refused.reason == "REFUSED_SHAPE":
-                raise ValueError(
-                    f"sample {index} comes out as {refused.numbers[:3]}, but the batch has room "
-                    f"for {_planes(out.shape[1:])} each. Crop or resize to one size, and give all "
-                    "images one number of channels, as prepare=lambda image: "
-                    "image.convert('RGB') does."
-                ) from None
+                samples.leave_to_pillow(first)
             else:
-                program._table.answer(refused, index, samples.shapes_B3[begin])
+                program, _ = pairs[refused.program]
+                program._answer(refused, keys, samples.shapes_B3)
 
 
 def _repeat(shape: Shape | None, count: int) -> Int32s | None:

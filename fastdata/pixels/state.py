@@ -8,7 +8,7 @@ from typing import Any
 
 from fastdata.pixels.compose import is_v2
 from fastdata.pixels.images import Form, tensor_class
-from fastdata.pixels.ops import MODES, Cast, Fill, Op
+from fastdata.pixels.ops import MODES, Fill, Op, child
 
 _PIL_INTERPOLATIONS = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
 _TENSOR_INTERPOLATIONS = ("nearest", "nearest-exact", "bilinear", "bicubic")
@@ -24,10 +24,12 @@ class State:
 
     kind: Form
     channels: int | None = None
+    at: int = 0
+    """The number that the step's draws have."""
     ops: tuple[Op, ...] = ()
     """On uint8."""
     floats: tuple[Op, ...] = ()
-    """The conversion to floats, with all normalisations, and the erasing and noise behind it."""
+    """The conversion to floats, normalised or not, and the erasing and noise behind it."""
     is_beside: bool = False
     """Whether it is the mask of an image, that v2 takes the same steps with."""
 
@@ -36,8 +38,12 @@ class State:
         return (*self.ops, *self.floats)
 
     @property
-    def cast(self) -> Cast:
-        return self.floats[0].about if self.floats else Cast("uint8")
+    def dtype(self) -> str:
+        return str(self.floats[0].n[0]).lower() if self.floats else "uint8"
+
+    @property
+    def is_normalized(self) -> bool:
+        return bool(self.floats and self.floats[0].v)
 
     def add(self, op: Op) -> State:
         if op.code == "OP_CAST" or (self.floats and op.code in ("OP_ERASE", "OP_NOISE")):
@@ -46,6 +52,21 @@ class State:
         # nothing else.
         return replace(self, ops=(*self.ops, op))
 
+    def op(
+        self,
+        code: str,
+        n: Iterable[int | str] = (),
+        v: Iterable[float] = (),
+        fill: Fill = (0,),
+        children: Iterable[Op] = (),
+    ) -> Op:
+        """The op of a step."""
+        return Op(code, self.at, tuple(n), tuple(map(float, v)), fill, tuple(children))
+
+    def inner(self, number: int = 0) -> State:
+        """The same for what a step does within itself, whose draws have numbers of their own."""
+        return replace(self, at=child(self.at, number))
+
 
 def refuse(wrong: Any, reason: str) -> None:
     if wrong:
@@ -53,7 +74,7 @@ def refuse(wrong: Any, reason: str) -> None:
 
 
 def need_uint8(state: State) -> None:
-    refuse(state.floats, f"comes after the conversion to {state.cast.dtype}")
+    refuse(state.floats, f"comes after the conversion to {state.dtype}")
 
 
 def need_colours(state: State) -> None:
@@ -73,10 +94,6 @@ def several(value: Any) -> Sequence[Any]:
     """An argument that may be one value or several of them, in a list or the list of a config."""
     is_one = isinstance(value, str) or not isinstance(value, Sequence)
     return (value,) if is_one else value
-
-
-def numbers_in(values: Iterable[Any]) -> tuple[float, ...]:
-    return tuple(map(float, values))
 
 
 def pair(size: Any) -> tuple[int, int]:
@@ -131,7 +148,7 @@ def read_warp(step: Any, state: State) -> tuple[tuple[int | str, ...], Fill]:
     name = "nearest" if state.is_beside else interpolation_name(step.interpolation)
     served = ("nearest", "bilinear", "bicubic") if state.kind == "pil" else ("nearest", "bilinear")
     refuse(name not in served, f"has interpolation={name!r}")
-    is_filled = _fill_of(step, state) is not None
+    is_filled = value_for(getattr(step, "_fill", step.fill), state, "fill values") is not None
     fill = _read_fill(step, state, "PIL_DOMAIN", "constant")
     has_center = bool(getattr(step, "center", None))
     how = (domain_of(step, state), is_v2(step), is_filled, has_center)
@@ -146,7 +163,7 @@ def read_border(step: Any, state: State) -> tuple[tuple[str, str], Fill]:
     refuse(mode not in MODES, f"has padding_mode={mode!r}")
     fill = _read_fill(step, state, domain, mode)
     if state.floats and mode == "constant":
-        refuse(state.cast.normalizations, "pads with a constant after Normalize")
+        refuse(state.is_normalized, "pads with a constant after Normalize")
         refuse(any(fill), "pads with a constant after the conversion to float")
     return (f"PAD_{mode.upper()}", domain), fill
 
@@ -159,21 +176,16 @@ def read_borders(padding: Any) -> tuple[int, ...]:
     return tuple(values) * (4 // len(values))
 
 
-def _fill_of(step: Any, state: State) -> Any:
-    """What a step fills with: v2's look at ``_fill``, which they made of ``fill`` once."""
-    return value_for(getattr(step, "_fill", step.fill), state, "fill values")
-
-
 def _read_fill(step: Any, state: State, domain: str, mode: str) -> Fill:
-    fill = _fill_of(step, state)
-    is_sequence = isinstance(fill, (list, tuple))
-    refuse(is_sequence and state.is_beside, f"has fill={step.fill!r} for masks")
-    is_long = is_sequence and mode != "constant" and len(fill) > 1
-    for_tensors = (is_sequence and domain == "V1_DOMAIN") or (is_long and domain == "V2_DOMAIN")
-    refuse(for_tensors, f"has fill={step.fill!r} for tensors")
+    """What a step fills with: v2's look at ``_fill``, which they made of ``fill`` once."""
+    fill = value_for(getattr(step, "_fill", step.fill), state, "fill values")
+    values = several(0 if fill is None else fill)
+    is_one = mode != "constant" and len(values) > 1 and domain == "V2_DOMAIN"
+    is_number = state.is_beside or is_one or domain == "V1_DOMAIN"
+    refuse(is_number and values is fill, f"has fill={step.fill!r} for tensors")
     if mode != "constant":
         return (0,)
-    values = tuple(map(int, several(0 if fill is None else fill)))
-    is_known = 1 <= len(values) <= 4 and all(0 <= value <= 255 for value in values)
+    levels = tuple(map(int, values))
+    is_known = 1 <= len(levels) <= 4 and all(0 <= level <= 255 for level in levels)
     refuse(not is_known, f"has fill={step.fill!r}, outside of 0 to 255")
-    return values
+    return levels

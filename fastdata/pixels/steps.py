@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, starmap
@@ -19,7 +19,6 @@ import torch
 
 from fastdata.pixels.compose import (
     Views,
-    changed_part,
     flatten,
     is_v2,
     joint_steps,
@@ -27,16 +26,7 @@ from fastdata.pixels.compose import (
     names_in,
     published,
 )
-from fastdata.pixels.ops import (
-    Cast,
-    Fill,
-    Float64s,
-    Op,
-    child,
-    choice,
-    in_order,
-    maybe,
-)
+from fastdata.pixels.ops import MAX_MEANS, Float64s, Op, choice, in_order, maybe
 from fastdata.pixels.state import (
     State,
     UnknownStepError,
@@ -45,7 +35,6 @@ from fastdata.pixels.state import (
     need_colours,
     need_movable,
     need_uint8,
-    numbers_in,
     pair,
     read_border,
     read_borders,
@@ -56,57 +45,43 @@ from fastdata.pixels.state import (
     value_for,
 )
 
-_MASK_DTYPES = ("int64", "int32", "float32", "uint8")
-_FLOATS = ("float32", "float64", "float16", "bfloat16")
-_Reader = Callable[[Any, int, State], Op | State]
-_OpReader = Callable[[Any, int, State], Op]
+_MASK_DTYPES = (torch.int64, torch.int32, torch.float32, torch.uint8)
+_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_Reader = Callable[[Any, State], Op | State]
+_OpReader = Callable[[Any, State], Op]
 
 
-def recognise(step: Any, at: int, state: State) -> State:
-    """Read one of the user's objects: the state after it, with its ops, whose draws ``at`` numbers.
+def recognise(step: Any, state: State) -> State:
+    """Read one of the user's objects: the state after it, with its ops.
 
     Raises:
         UnknownStepError: it has to run as it is.
     """
-    if type(step) is Views:
-        raise UnknownStepError("gives several views, which only the last step may")
     name = known_name(step) or ""
+    read = READERS.get(name, _read_published)
+    refuse(type(step) is Views, "gives several views, which only the last step may")
     try:
-        read: Op | State
-        if name not in READERS:
-            read = _read_published(step, at, state)
-        elif state.is_beside:
-            read = _read_beside(step, at, state, name)
+        if state.is_beside and name in READERS:
+            read = _read_beside
         elif state.kind in ("array", "mask", "video"):
             raise UnknownStepError(f"gets {state.kind}s, which are no images to batch ops")
-        else:
-            read = READERS[name](step, at, state)
-    except (AttributeError, TypeError, ValueError, RuntimeError) as unread:
+        found = read(step, state)
+    except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as unread:
         raise UnknownStepError(f"has arguments that are not served: {unread}") from unread
-    return state.add(read) if isinstance(read, Op) else read
+    after = state.add(found) if isinstance(found, Op) else found
+    return replace(after, at=state.at + 1)
 
 
-def _read_published(step: Any, at: int, state: State) -> Op:
+def _read_published(step: Any, state: State) -> Op:
     """Read what people publish for PIL images."""
     values = published(step)
     if values is None:
-        raise UnknownStepError(_why_unknown(step))
+        raise UnknownStepError("is not a known batch op")
     code, low, high, p = values
     need_colours(state)
     refuse(state.kind != "pil" or state.is_beside, "takes PIL images only")
     refuse(not 0 <= low <= high, f"blurs by {low} to {high} px")
-    return maybe(at, [_number(code, child(at, 0), "PIL_DOMAIN", low, high)], p)
-
-
-def _why_unknown(step: Any) -> str:
-    changed = changed_part(step)
-    if changed and type(step).__module__.startswith(("torchvision.", "timm.")):
-        return f"has a {changed} of its own, which fastdata does not see through"
-    for name in ("transforms", "transform"):
-        if hasattr(step, name):
-            does = f"does more than to call its {name!r}; give that itself"
-            return f"is not a known batch op, and {does}"
-    return "is not a known batch op"
+    return maybe(state.at, [_number(code, state.inner(), "PIL_DOMAIN", low, high)], p)
 
 
 _POLICIES = names_in("AugMix AutoAugment RandAugment TrivialAugmentWide")
@@ -118,14 +93,15 @@ _MOVING = names_in(
 """What v2 does to masks as well, drawn once for both; others leave these as they are."""
 
 
-def _read_beside(step: Any, at: int, state: State, name: str) -> Op | State:
+def _read_beside(step: Any, state: State) -> Op | State:
     """Read what v2 does to a mask beside its image."""
+    name = known_name(step) or ""
     refuse(not is_v2(step), "is not of torchvision.transforms.v2, and takes no masks")
     refuse(name in _POLICIES, "does not accept masks")
     if name == "ToPureTensor":
         return replace(state, kind="tensor")
     is_moved = name in _MOVING and state.kind == "mask"
-    return READERS[name](step, at, state) if is_moved else state
+    return READERS[name](step, state) if is_moved else state
 
 
 # Geometry
@@ -133,26 +109,25 @@ def _read_beside(step: Any, at: int, state: State, name: str) -> Op | State:
 _NO_BORDER = ("PAD_CONSTANT", "PIL_DOMAIN")
 
 
-def _center_crop(step: Any, at: int, state: State) -> Op:
-    refuse(state.cast.normalizations, "may pad with 0 after Normalize")
+def _center_crop(step: Any, state: State) -> Op:
+    refuse(state.is_normalized, "may pad with 0 after Normalize")
     need_movable(state)
-    return Op("STEP_CENTER_CROP", at, (0, 0, 0, 0, *_NO_BORDER, *pair(step.size)))
+    return state.op("STEP_CENTER_CROP", (0, 0, 0, 0, *_NO_BORDER, *pair(step.size)))
 
 
-def _flip(step: Any, at: int, state: State) -> Op:
+def _flip(step: Any, state: State) -> Op:
     need_movable(state)
     name = known_name(step)
     n = (name == "RandomVerticalFlip", name == "AlternatingFlip")
-    p = getattr(step, "p", 0)  # which an AlternatingFlip has not
-    return Op("STEP_FLIP", at, n, (float(p),))
+    return state.op("STEP_FLIP", n, [getattr(step, "p", 0)])  # an AlternatingFlip has none
 
 
-def _pad(step: Any, at: int, state: State) -> Op:
+def _pad(step: Any, state: State) -> Op:
     border, fill = read_border(step, state)
-    return Op("STEP_PAD", at, (*read_borders(step.padding), *border), fill=fill)
+    return state.op("STEP_PAD", (*read_borders(step.padding), *border), fill=fill)
 
 
-def _random_crop(step: Any, at: int, state: State) -> State:
+def _random_crop(step: Any, state: State) -> State:
     need_movable(state)
     padding = step.padding
     if padding and is_v2(step):
@@ -164,30 +139,29 @@ def _random_crop(step: Any, at: int, state: State) -> State:
     border, fill = read_border(step, state) if pads else (_NO_BORDER, (0,))
     if step.pad_if_needed and any(borders) and not is_v2(step):
         # v1 pads the padded image again, v2 once by the sum.
-        state = state.add(Op("STEP_PAD", at, (*borders, *border), fill=fill))
+        state = state.add(state.op("STEP_PAD", (*borders, *border), fill=fill))
         borders = (0, 0, 0, 0)
     n = (*borders, *border, *pair(step.size), step.pad_if_needed)
-    return state.add(Op("STEP_CROP", at, n, fill=fill))
+    return state.add(state.op("STEP_CROP", n, fill=fill))
 
 
-def _resized_crop(step: Any, at: int, state: State) -> Op:
-    ratio = numbers_in(step.ratio)
-    refuse(ratio[0] <= 0, f"has ratio={ratio}")
-    ranges = numbers_in((*step.scale, *ratio, *np.log(ratio)))
+def _resized_crop(step: Any, state: State) -> Op:
+    refuse(step.ratio[0] <= 0, f"has ratio={step.ratio}")
+    ranges = (*step.scale, *step.ratio, *np.log(step.ratio))
     crops = []
     for name in several(step.interpolation):  # timm draws one of two
         n = (*pair(step.size), 0, 0, *read_filters(step, state, name))
-        crops.append(Op("STEP_RESIZED_CROP", at, n, ranges))
+        crops.append(state.op("STEP_RESIZED_CROP", n, ranges))
     if len(crops) == 1:
         return crops[0]
-    return choice(child(at, 0), [[crop] for crop in crops])
+    return choice(state.inner().at, [[crop] for crop in crops])
 
 
 _BOUNDS = {"RandomShortestSize": 1, "short": 2, "long": 3}
 """What OP_RESIZE of core.h calls its n[3], of a step and of fastdata's own sizes."""
 
 
-def _resize(step: Any, at: int, state: State) -> Op:
+def _resize(step: Any, state: State) -> Op:
     filters = read_filters(step, state, step.interpolation)
     name = known_name(step) or ""
     longest = getattr(step, "max_size", None) or 0
@@ -202,143 +176,140 @@ def _resize(step: Any, at: int, state: State) -> Op:
     else:
         sides = several(step.size or ())
         if len(sides) == 2:
-            return Op("OP_RESIZE", at, (*pair(sides), 0, 0, *filters))
+            return state.op("OP_RESIZE", (*pair(sides), 0, 0, *filters))
         refuse(len(sides) != 1, f"has size={step.size!r}")
-    lengths = tuple(Op("STEP_LENGTH", n=(int(side),)) for side in sides)
+    lengths = [Op("STEP_LENGTH", n=(int(side),)) for side in sides]
     n = (0, 0, longest, _BOUNDS.get(name, 0), *filters)
-    return Op("OP_RESIZE", at, n, children=lengths)
+    return state.op("OP_RESIZE", n, children=lengths)
 
 
-def _rotation(step: Any, at: int, state: State) -> Op:
+def _rotation(step: Any, state: State) -> Op:
     refuse(step.expand and state.kind != "pil", "expands tensors")
-    return _warp("STEP_ROTATION", step, at, state, step.degrees)
+    return _warp("STEP_ROTATION", step, state, step.degrees)
 
 
-def _affine(step: Any, at: int, state: State) -> Op:
+def _affine(step: Any, state: State) -> Op:
     translate = step.translate or (0, 0)
     scale = step.scale or (1, 1)
-    shear = step.shear or ()
-    ranges = (*step.degrees, *translate, *scale, *shear)
-    return _warp("OP_AFFINE", step, at, state, ranges)
+    ranges = (*step.degrees, *translate, *scale, *(step.shear or ()))
+    return _warp("OP_AFFINE", step, state, ranges)
 
 
-def _perspective(step: Any, at: int, state: State) -> Op:
-    return _warp("OP_PERSPECTIVE", step, at, state, [step.distortion_scale])
+def _perspective(step: Any, state: State) -> Op:
+    return _warp("OP_PERSPECTIVE", step, state, [step.distortion_scale])
 
 
-def _warp(code: str, step: Any, at: int, state: State, ranges: Iterable[float]) -> Op:
+def _warp(code: str, step: Any, state: State, ranges: Iterable[float]) -> Op:
     n, fill = read_warp(step, state)
     center = getattr(step, "center", None) or ()
     # Ten places for ranges, then the centre.
     v = [*ranges, *[0.0] * 10][:10]
-    return Op(code, at, n, numbers_in([*v, *center]), fill)
+    return state.op(code, n, [*v, *center], fill)
 
 
 # Values
 
 
-def _number(code: str, at: int, domain: str, low: float, high: float) -> Op:
+def _number(code: str, state: State, domain: str, low: float, high: float) -> Op:
     """An op with one number, uniform between two."""
-    return Op(code, at, (0, domain), (float(low), float(high)))
+    return state.op(code, (0, domain), (low, high))
 
 
 def _value(code: str, attribute: str = "") -> _OpReader:
     """Read a step that has one number."""
 
-    def reader(step: Any, at: int, state: State) -> Op:
+    def reader(step: Any, state: State) -> Op:
         need_colours(state)
         number = getattr(step, attribute, 0)
-        return _number(code, at, domain_of(step, state), number, number)
+        return _number(code, state, domain_of(step, state), number, number)
 
     return reader
 
 
-def _jitters(step: Any, at: int, state: State) -> list[Op]:
+def _jitters(step: Any, state: State) -> list[Op]:
     """Brightness, contrast, saturation and hue of a step, but for those that it leaves."""
     need_colours(state)
     domain = domain_of(step, state)
     return [
-        _number(f"OP_{name.upper()}", child(at, number), domain, *getattr(step, name))
+        _number(f"OP_{name.upper()}", state.inner(number), domain, *getattr(step, name))
         for number, name in enumerate(("brightness", "contrast", "saturation", "hue"))
         if getattr(step, name)
     ]
 
 
-def _color_jitter(step: Any, at: int, state: State) -> Op:
-    return in_order(at, [[jitter] for jitter in _jitters(step, at, state)])
+def _color_jitter(step: Any, state: State) -> Op:
+    return in_order(state.at, [[jitter] for jitter in _jitters(step, state)])
 
 
-def _photometric_distort(step: Any, at: int, state: State) -> State:
+def _photometric_distort(step: Any, state: State) -> State:
     """Contrast comes before saturation and hue, or behind them; channels are permuted last."""
     brightness, contrast, *middle = (
-        maybe(child(at, 10 + number), [jitter], step.p)
-        for number, jitter in enumerate(_jitters(step, at, state))
+        maybe(state.inner(10 + number).at, [jitter], step.p)
+        for number, jitter in enumerate(_jitters(step, state))
     )
-    orders = choice(child(at, 20), [[contrast, *middle], [*middle, contrast]])
-    permuted = maybe(child(at, 22), [Op("OP_PERMUTE", child(at, 21))], step.p)
+    orders = choice(state.inner(20).at, [[contrast, *middle], [*middle, contrast]])
+    permuted = maybe(state.inner(22).at, [state.inner(21).op("OP_PERMUTE")], step.p)
     return state.add(brightness).add(orders).add(permuted)
 
 
-def _grey(step: Any, at: int, state: State, channels: int = 0) -> Op:
+def _grey(step: Any, state: State, channels: int = 0) -> Op:
     need_colours(state)
-    return Op("OP_GRAYSCALE", at, (channels, domain_of(step, state)))
+    return state.op("OP_GRAYSCALE", (channels, domain_of(step, state)))
 
 
-def _grayscale(step: Any, at: int, state: State) -> State:
+def _grayscale(step: Any, state: State) -> State:
     channels = step.num_output_channels
     refuse(channels not in (1, 3), f"has num_output_channels={channels!r}")
-    grey = state.add(_grey(step, at, state, channels))
+    grey = state.add(_grey(step, state, channels))
     keeps_one = state.channels == 1 and domain_of(step, state) == "V1_DOMAIN"
     return grey if keeps_one else replace(grey, channels=channels)
 
 
-def _rgb(step: Any, at: int, state: State) -> State:
+def _rgb(step: Any, state: State) -> State:
     refuse(state.channels not in (1, 3), "makes RGB of images whose mode is not known")
     if state.channels == 3:
         return state
-    return replace(state.add(_grey(step, at, state, 3)), channels=3)
+    return replace(state.add(_grey(step, state, 3)), channels=3)
 
 
-def _permute(step: Any, at: int, state: State) -> Op:
+def _permute(step: Any, state: State) -> Op:
     refuse((state.channels or 3) > 4, f"permutes {state.channels} channels")
     need_uint8(state)
-    return Op("OP_PERMUTE", at)
+    return state.op("OP_PERMUTE")
 
 
-def _blur(step: Any, at: int, state: State) -> Op:
+def _blur(step: Any, state: State) -> Op:
     need_colours(state)
-    return Op("OP_BLUR", at, tuple(step.kernel_size), numbers_in(step.sigma))
+    return state.op("OP_BLUR", step.kernel_size, step.sigma)
 
 
-def _noise(step: Any, at: int, state: State) -> Op:
+def _noise(step: Any, state: State) -> Op:
     refuse(state.kind == "pil", "does not accept PIL images")
     is_erased = any(op.code == "OP_ERASE" for op in state.floats)
-    refuse(state.cast.normalizations or is_erased, "comes after Normalize or erasing")
+    refuse(state.is_normalized or is_erased, "comes after Normalize or erasing")
     if not state.floats:
         need_colours(state)
-    return Op("OP_NOISE", at, (step.clip,), (step.mean, step.sigma))
+    return state.op("OP_NOISE", (step.clip,), (step.mean, step.sigma))
 
 
-def _erasing(step: Any, at: int, state: State) -> Op:
+def _erasing(step: Any, state: State) -> Op:
     # v1 calls normal numbers "random", and v2 None.
     is_random = step.value is None or isinstance(step.value, str)
-    fill = () if is_random else numbers_in(several(step.value))
-    ranges = numbers_in((step.p, *step.scale, *np.log(step.ratio)))
-    return _erase(at, state, ranges, (1, 1), fill, int(is_random))
+    fill = () if is_random else several(step.value)
+    ranges = (step.p, *step.scale, *np.log(step.ratio))
+    return _erase(state, ranges, (1, 1), fill, int(is_random))
 
 
-def _timm_erasing(step: Any, at: int, state: State) -> Op:
+def _timm_erasing(step: Any, state: State) -> Op:
     """With 0, or normal numbers, one for each pixel or one for each channel."""
     refuse(step.num_splits > 1, "erases only some splits of a batch")
     mode = 1 if step.per_pixel else 2 * bool(step.rand_color)
-    area = step.probability, step.min_area, step.max_area
-    ranges = numbers_in((*area, *step.log_aspect_ratio))
-    counts = step.min_count, step.max_count
-    return _erase(at, state, ranges, counts, () if mode else (0.0,), mode)
+    ranges = (step.probability, step.min_area, step.max_area, *step.log_aspect_ratio)
+    return _erase(state, ranges, (step.min_count, step.max_count), () if mode else (0,), mode)
 
 
 def _erase(
-    at: int, state: State, ranges: Fill, counts: tuple[int, int], fill: Fill, mode: int
+    state: State, ranges: Iterable[float], counts: tuple[int, int], fill: Sequence[Any], mode: int
 ) -> Op:
     refuse(state.kind == "pil", "does not accept PIL images")
     refuse(len(fill) > 4, f"erases with {len(fill)} values")
@@ -346,8 +317,8 @@ def _erase(
         is_served = not mode and all(0 <= value <= 255 for value in fill)
         refuse(not is_served, "erases uint8 with random values, or with others than 0 to 255")
     # Places 2 to 5 are those of the box, which is drawn.
-    n = (*counts, 0, 0, 0, 0, mode, len(state.cast.normalizations))
-    return Op("OP_ERASE", at, n, ranges, fill or (0.0,))
+    n = (*counts, 0, 0, 0, 0, mode, state.is_normalized)
+    return state.op("OP_ERASE", n, ranges, tuple(map(float, fill)) or (0.0,))
 
 
 # Automatic augmentation
@@ -382,26 +353,17 @@ _TIMM_FLAGS = {
     "Rel": "TIMM_RELATIVE",
 }
 """What is special about an op of timm's, by its name or that name's ending."""
-_AUTO_BINS = 10
-_ANY_PX = 1
 
 
-def _code_of(name: str) -> str:
-    if name not in _CODES:
-        raise ValueError(f"the op {name!r} is not known")
-    return _CODES[name]
-
-
-def _auto_augment(step: Any, at: int, state: State) -> Op:
+def _auto_augment(step: Any, state: State) -> Op:
     """RandAugment, TrivialAugmentWide, AutoAugment or AugMix."""
     mixes = known_name(step) == "AugMix"  # which makes tensors of PIL images
     warp, fill = read_warp(step, replace(state, kind="tensor") if mixes else state)
-    space = _augmentation_space(step, _ANY_PX, _ANY_PX)
+    space = _augmentation_space(step, 1, 1)
     rows = {name: row for row, name in enumerate(space)}
 
     def magnitude(name: str, p: float = 1.0, bin: int | None = None) -> Op:
-        _, is_signed = space[name]
-        n = (_code_of(name), is_signed, bin or 0, rows[name])
+        n = (_CODES[name], space[name][1], bin or 0, rows[name])
         return Op("STEP_MAGNITUDE", n=n, v=(float(p),))
 
     code = "STEP_AUGMENT"
@@ -417,13 +379,13 @@ def _auto_augment(step: Any, at: int, state: State) -> Op:
         counts = [step.mixture_width, _bins_of(step), step.severity]
         depth = max(0, step.chain_depth)
     is_share = hasattr(step, "_AUGMENTATION_SPACE")  # thresholds, of v2
-    n = (*warp, *counts, is_share, depth)
-    v = (float(getattr(step, "alpha", 1)),)
-    return Op(code, at, n, v, fill, tuple(children), partial(_levels, step))
+    alpha = getattr(step, "alpha", 1)
+    op = state.op(code, (*warp, *counts, is_share, depth), [alpha], fill, children)
+    return replace(op, levels=partial(_levels, step))
 
 
 def _bins_of(step: Any) -> int:
-    bins: int = getattr(step, "num_magnitude_bins", _AUTO_BINS)
+    bins: int = getattr(step, "num_magnitude_bins", 10)
     return bins
 
 
@@ -452,17 +414,17 @@ def _levels(step: Any, height: int, width: int) -> Float64s:
     return levels
 
 
-def _timm_policies(step: Any, at: int, state: State) -> Op | State:
+def _timm_policies(step: Any, state: State) -> Op | State:
     need_colours(state)
     refuse(state.kind != "pil", "does not accept tensors")
     if known_name(step) == "timm.AutoAugment":
         policies = [list(map(_timm_op, policy)) for policy in step.policy]
-        return choice(at, policies, code="STEP_TIMM")
+        return choice(state.at, policies, code="STEP_TIMM")
     weights = step.choice_weights
     refuse(weights is not None and step.num_layers > 1, "chooses without replacement")
     ops = [[_timm_op(op)] for op in step.ops]
     for layer in range(step.num_layers):
-        state = state.add(choice(child(at, layer), ops, weights, "STEP_TIMM"))
+        state = state.add(choice(state.inner(layer).at, ops, weights, "STEP_TIMM"))
     return state
 
 
@@ -478,51 +440,50 @@ def _timm_op(op: Any) -> Op:
         most = op.hparams.get("translate_pct", 0.45)
     return Op(
         "STEP_TIMM_OP",
-        n=(_code_of(name), 0, "PIL_DOMAIN", 0, 1, 0, flag, len(filters), *filters),
-        v=numbers_in((op.prob, op.magnitude, op.magnitude_std, most_level, most)),
-        fill=numbers_in(several(op.kwargs["fillcolor"])),
+        n=(_CODES[name], 0, "PIL_DOMAIN", 0, 1, 0, flag, len(filters), *filters),
+        v=tuple(map(float, (op.prob, op.magnitude, op.magnitude_std, most_level, most))),
+        fill=tuple(map(float, several(op.kwargs["fillcolor"]))),
     )
 
 
 # Steps of steps
 
 
-def _apply(step: Any, at: int, state: State) -> Op:
-    return maybe(at, _inner(step.transforms, child(at, 0), state), step.p)
+def _apply(step: Any, state: State) -> Op:
+    return maybe(state.at, _inner(step.transforms, state.inner()), step.p)
 
 
-def _choice(step: Any, at: int, state: State) -> Op:
-    return choice(at, _inner_each(step, at, state), step.p)
+def _choice(step: Any, state: State) -> Op:
+    return choice(state.at, _inner_each(step, state), step.p)
 
 
-def _order(step: Any, at: int, state: State) -> Op:
-    return in_order(at, _inner_each(step, at, state))
+def _order(step: Any, state: State) -> Op:
+    return in_order(state.at, _inner_each(step, state))
 
 
-def _inner_each(step: Any, at: int, state: State) -> list[tuple[Op, ...]]:
+def _inner_each(step: Any, state: State) -> list[tuple[Op, ...]]:
     """Ops of each step of a step."""
-    parts = enumerate(step.transforms)
-    return [_inner([part], child(at, number), state) for number, part in parts]
+    return [_inner([part], state.inner(number)) for number, part in enumerate(step.transforms)]
 
 
-def _inner(steps: Iterable[Any], at: int, state: State) -> tuple[Op, ...]:
+def _inner(steps: Iterable[Any], state: State) -> tuple[Op, ...]:
     """Ops of steps that only some samples take, and so leave what a sample is as it was."""
-    before = after = replace(state, ops=())
+    before = after = replace(state.inner(), ops=())
     steps_of = joint_steps if state.is_beside else flatten
-    for number, step in enumerate(chain.from_iterable(map(steps_of, steps))):
+    for step in chain.from_iterable(map(steps_of, steps)):
         try:
-            after = recognise(step, child(at, number), after)
+            after = recognise(step, after)
         except UnknownStepError as unknown:
             raise UnknownStepError(f"contains {type(step).__name__}, which {unknown}") from unknown
-    refuse(replace(after, ops=()) != before, "changes what only some samples are")
+    refuse(replace(after, ops=(), at=before.at) != before, "changes what only some samples are")
     return after.ops
 
 
 def _sometimes(read: _OpReader) -> _Reader:
     """Read what a step with a probability ``p`` does."""
 
-    def reader(step: Any, at: int, state: State) -> Op:
-        return maybe(at, [read(step, child(at, 0), state)], step.p)
+    def reader(step: Any, state: State) -> Op:
+        return maybe(state.at, [read(step, state.inner())], step.p)
 
     return reader
 
@@ -530,7 +491,7 @@ def _sometimes(read: _OpReader) -> _Reader:
 # Forms and floats
 
 
-def _reform(step: Any, at: int, state: State) -> State:
+def _reform(step: Any, state: State) -> State:
     """ToTensor, PILToTensor, ToImage, ToPureTensor, Identity, and those of timm."""
     name = (known_name(step) or "").removeprefix("timm.")
     if name == "ToImage":
@@ -547,56 +508,49 @@ def _reform(step: Any, at: int, state: State) -> State:
     state = replace(state, kind="tensor")
     if name.endswith("PILToTensor"):
         return state
-    return state.add(_cast(at, torch.get_default_dtype(), "divide"))
+    return state.add(_cast(state, torch.get_default_dtype(), "DIVIDE"))
 
 
-def _dtype(step: Any, at: int, state: State) -> Op | State:
+def _dtype(step: Any, state: State) -> Op | State:
     """ToDtype, or v1's ConvertImageDtype, which always scales."""
     is_to_dtype = known_name(step) == "ToDtype"
     dtype = value_for(step.dtype, state, "dtypes")
-    name = _name_of(dtype)
     if state.is_beside and dtype is not None and isinstance(step.dtype, dict):
-        refuse(state.floats or name not in _MASK_DTYPES, f"converts masks to {dtype}")
-        return Cast(name).op(at)
+        is_known = dtype in _MASK_DTYPES and not state.floats
+        refuse(not is_known, f"converts masks to {dtype}")
+        return _cast(state, dtype, "NONE")
     if dtype is None or state.is_beside:  # a dtype for all is for images only
         return state
     if state.kind == "pil":
         refuse(not is_to_dtype, "does not accept PIL images")
         return state  # ToDtype leaves everything but tensors as it is
-    if name == state.cast.dtype:
+    if dtype == getattr(torch, state.dtype):
         return state
-    refuse(state.floats, f"converts {state.cast.dtype} to {dtype}")
-    scaling = "multiply" if is_v2(step) else "divide"
+    refuse(state.floats or dtype not in _FLOATS, f"converts {state.dtype} to {dtype}")
     if is_to_dtype and not step.scale:
-        scaling = "none"
-    return _cast(at, dtype, scaling)
+        return _cast(state, dtype, "NONE")
+    return _cast(state, dtype, "MULTIPLY" if is_v2(step) else "DIVIDE")
 
 
-def _cast(at: int, dtype: torch.dtype, scaling: str) -> Op:
-    name = _name_of(dtype)
-    refuse(name not in _FLOATS, f"converts to {dtype}")
-    return Cast(name, scaling).op(at)
+def _cast(state: State, dtype: torch.dtype, scaling: str) -> Op:
+    name = str(dtype).removeprefix("torch.").upper()
+    return state.op("OP_CAST", (name, f"SCALE_{scaling}"))
 
 
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _normalize(step: Any, at: int, state: State) -> State:
+def _normalize(step: Any, state: State) -> State:
     refuse(state.kind == "pil", "does not accept PIL images")
     refuse(not state.floats, "does not accept uint8")
-    dtype = getattr(torch, state.cast.dtype)
-    mean = torch.as_tensor(step.mean, dtype=dtype).flatten()
-    std = torch.as_tensor(step.std, dtype=dtype).flatten()
-    mean, std = (values.tolist() for values in torch.broadcast_tensors(mean, std))
-    is_finite = all(map(math.isfinite, (*mean, *std)))
-    refuse(not is_finite or 0 in std, f"has mean={step.mean} and std={step.std}")
+    refuse(state.is_normalized, "comes after another Normalize")
+    dtype = getattr(torch, state.dtype)
+    given = (torch.as_tensor(values, dtype=dtype).flatten() for values in (step.mean, step.std))
+    mean, std = (values.tolist() for values in torch.broadcast_tensors(*given))
+    is_known = 1 <= len(mean) <= MAX_MEANS and all(map(math.isfinite, (*mean, *std)))
+    refuse(not is_known or 0 in std, f"has mean={step.mean} and std={step.std}")
     # One channel becomes as many as there are means, where torch may broadcast.
-    normalization = tuple(mean), tuple(std), is_v2(step) and not step.inplace
-    cast = state.cast
-    cast = replace(cast, normalizations=(*cast.normalizations, normalization))
-    first, *others = state.floats
-    return replace(state, floats=(cast.op(first.at), *others))
+    widens = is_v2(step) and not step.inplace
+    cast, *others = state.floats
+    v = (*mean, *[0.0] * (MAX_MEANS - len(mean)), *std)
+    return replace(state, floats=(replace(cast, n=(*cast.n, len(mean), widens), v=v), *others))
 
 
 READERS: dict[str, _Reader] = {

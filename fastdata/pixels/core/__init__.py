@@ -5,8 +5,7 @@ whole call. Records and numbers are those of core.h, which is read for them and 
 serve.c says how a batch is served. hatch_build.py makes one library for each level of instruction
 set and puts it beside the C files; no library is opened on import.
 
-Shape letters: B batch, S ops of a sample, C channels, H W size before, h w size served, k
-perspectives of a sample.
+Shape letters: B batch, S ops of a sample, C channels, H W size before, h w size served.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import platform
 import re
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -89,10 +88,16 @@ def _array_of(record: str) -> np.dtype[Any]:
     return np.dtype(type(record, (ctypes.Structure,), {"_fields_": _fields_of(record)}))
 
 
+class Values(ctypes.Structure):
+    """How uint8 becomes what is served."""
+
+    _fields_ = _fields_of("Values")
+
+
 class Table(ctypes.Structure):
     """A transform; ``kept`` are the arrays that it points to."""
 
-    _fields_ = _fields_of("Table")
+    _fields_ = _fields_of("Table", Values=Values)
     kept: tuple[Any, ...]
 
 
@@ -102,22 +107,14 @@ class Refusal(ctypes.Structure):
     _fields_ = _fields_of("Refusal")
 
 
-class Values(ctypes.Structure):
-    """How uint8 becomes what is served; ``kept`` are the arrays that it points to."""
-
-    _fields_ = _fields_of("Values")
-    kept: list[Any]
-
-
 class Batch(ctypes.Structure):
-    """What samples are served as: table and values, and room for (B, channels, height, width).
+    """What samples are served as: a table, and room for (B, channels, height, width).
 
-    ``solved`` are its perspectives for each sample, whose coefficients are float64 (B, k, 8), one
-    at least. ``channels_last``: it lies as (B, h, w, C), and has MAX_CHANNELS at most. ``kept`` is
-    what it points to; the rest ``serve`` fills.
+    ``solved_BS8`` is told of what draws perspectives. ``channels_last``: it lies as (B, h, w, C),
+    and has MAX_CHANNELS at most. ``kept`` is what it points to; the rest ``serve`` fills.
     """
 
-    _fields_ = _fields_of("Batch", Values=Values)
+    _fields_ = _fields_of("Batch")
     kept: tuple[Any, ...]
 
 
@@ -291,47 +288,16 @@ class Keys(NamedTuple):
 
 def make_table(
     steps: npt.NDArray[Any],
-    levels: npt.NDArray[Any],
-    *,
-    fuses: bool,
-    resizes_fast: bool,
-    chooses_order: bool,
+    levels: Mapping[tuple[int, int, int], npt.NDArray[np.float64]],
+    **facts: bool,
 ) -> Table:
-    """A table of steps, whose levels lie in memory that stays; the facts are this machine's."""
-    facts = fuses, resizes_fast, chooses_order
-    table = Table(steps.ctypes.data, levels.ctypes.data, len(steps), len(levels), *facts)
-    table.kept = (steps, levels)
+    """A table of steps, with magnitudes by step, height and width; the facts are this machine's."""
+    sizes = [(*of, values.size, values.ctypes.data) for of, values in levels.items()]
+    records = np.array(sizes, LEVELS)
+    table = Table(steps.ctypes.data, records.ctypes.data, len(steps), len(records), **facts)
+    table.kept = (steps, records, levels)
+    load().fastdata_values(ctypes.byref(table))
     return table
-
-
-def make_values(
-    dtype: str,
-    scaling: str,
-    normalizations: Sequence[tuple[Sequence[float], Sequence[float], bool]],
-    channels: int,
-) -> Values:
-    """How uint8 becomes values of a dtype: scaled, then normalised by each mean and std.
-
-    Of each is also told whether one channel may become several.
-    """
-    normalizations = normalizations or [([0], [1], False)]
-    # Where there are more of them than channels, the core refuses the samples.
-    pairs = [
-        [np.resize(mean, channels), np.resize(std, channels)] for mean, std, _ in normalizations
-    ]
-    normals_N2C = np.array(pairs, np.float64)
-    table_C256 = np.empty((channels, 256))
-    values = Values(
-        dtype=constants()[dtype.upper()],
-        scaling=constants()[f"SCALE_{scaling.upper()}"],
-        widens=any(widens for *_, widens in normalizations),
-        count=len(pairs),
-        normals_N2C=normals_N2C.ctypes.data,
-        table_C256=table_C256.ctypes.data,
-    )
-    values.kept = [normals_N2C, table_C256]
-    load().fastdata_values(ctypes.byref(values), channels)
-    return values
 
 
 def draw(
@@ -343,8 +309,8 @@ def draw(
 ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32]]:
     """Draw samples of these channels, heights and widths.
 
-    Perspectives have their corners where ``serve`` needs their coefficients. A probe gives no ops
-    and refuses no size. Of it 0 x 0 is a size that is not known, or not the same for all draws.
+    Perspectives have their corners. A probe gives no ops and refuses no size. Of it 0 x 0 is a size
+    that is not known, or not the same for all draws.
 
     Returns:
         what is done to each sample, ``OP`` (B, S), rows filled up with OP_NOTHING; and shapes
@@ -376,6 +342,13 @@ def draw(
         if is_probe or most <= room:
             return ops_BS[:, :most], after_B3
         room = most
+
+
+def equations(ops_P: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """What the coefficients of perspectives solve, eight by nine numbers for each."""
+    equations_P89 = np.empty((len(ops_P), 8, 9))
+    load().fastdata_equations(ops_P.ctypes, len(ops_P), equations_P89.ctypes)
+    return equations_P89
 
 
 def serve(

@@ -104,7 +104,8 @@ enum {
                      v[6..9] shear in degrees along x, y; v[10..11] centre x, y */
     OP_PERSPECTIVE, /* the same with v[0..7], the coefficients of PERSPECTIVE and of _perspective_grid. Before these are
                      solved, which Python does: the x and y of the corners at the top left, top right, bottom right, bottom
-                     left. table: warp; v[0] share of half a side that corners move by */
+                     left.
+                     table: warp; v[0] share of half a side that corners move by */
     OP_TURN,      /* n[0] quarter turns counterclockwise: 1, 2, 3 */
     /* Values that become a table of 256 entries for each channel once the image is known.
      * table, for all with v[0] alone, and POSTERIZE: v[0..1] its range, n[1] domain */
@@ -128,8 +129,8 @@ enum {
     OP_NOISE,      /* v[0] mean, v[1] sigma in [0, 1] units, n[0] whether clipped; n[4], n[5] low and high half of the
                       key. table: the same, no key */
     OP_ERASE,      /* n[0..3] top, left, height, width; n[6] 0: fill, 1: normal values for each pixel and channel, 2: one
-                      normal value for each channel; n[4], n[5] low and high half of the key; n[7] how many
-                      normalisations there were before
+                      normal value for each channel; n[4], n[5] low and high half of the key; n[7] whether
+                      values are normalised before
                       table: n[0..1] fewest and most rectangles, which share the area, n[6..7]; v[0] probability,
                       v[1..2] scale, v[3..4] logarithm of height / width */
     /* AugMix: keeps the image, adds weighted versions of it */
@@ -137,8 +138,9 @@ enum {
     OP_MIX_ADD,   /* v[0] weight of the current image; the kept one is current again */
     OP_MIX_END,   /* the sum, truncated, is current */
     /* Values to the batch */
-    OP_CAST,      /* what follows works on the floats served, as far as these are normalised before it
-                     table: its children are STEP_NORMALIZE */
+    OP_CAST,      /* what follows works on the values served, normalised or not
+                     table: n[0] dtype, n[1] scaling; n[2] how many means there are, n[3] whether one channel becomes as
+                     many; v[0..5] means, v[6..11] standard deviations */
     LAST_OP = OP_CAST,
     /* In tables only */
     STEP_PAD,         /* n[0..3] borders left, top, right, bottom; n[4] mode, n[5] domain */
@@ -148,7 +150,6 @@ enum {
     STEP_RESIZED_CROP, /* n[0..1] height, width, n[4] interpolation, n[5] domain; v[0..1] scale, v[2..3] width / height,
                          v[4..5] logarithm of that */
     STEP_ROTATION,    /* warp; n[0] whether it expands; v[0..1] degrees; v[10..11] centre x, y */
-    STEP_NORMALIZE,   /* n[0] channels wanted, n[1] whether one becomes as many */
     STEP_SEQUENCE,    /* its children, one after the other */
     STEP_CHOICE,      /* one of its children, or none; of each v[0]: where in [0, 1) its probability ends */
     STEP_ORDER,       /* its children, in random order */
@@ -173,6 +174,20 @@ typedef struct {
     const double *levels;
 } Levels;
 
+enum { UINT8, FLOAT32, FLOAT64, FLOAT16, BFLOAT16, INT32, INT64 };
+enum { SCALE_NONE, SCALE_DIVIDE, SCALE_MULTIPLY }; /* how 255 becomes 1 */
+enum { MAX_MEANS = 6 };
+
+/* How uint8 becomes what is served: by fastdata_values from OP_CAST. Channel c is that of c % channels. */
+typedef struct {
+    int32_t dtype, scaling, normalizes, widens, channels;
+    int32_t by_formula; /* floats are (x / factor - mean) / std, or with x * factor, where that gives the very values of the
+                           table; else these */
+    float factor;
+    double mean[6], std[6];
+    double table_C256[1536]; /* what 0 to 255 become */
+} Values;
+
 /* A transform. Steps begin with the one that all others are children of. */
 typedef struct {
     const Step *steps;
@@ -180,6 +195,7 @@ typedef struct {
     int32_t count, levels_count;
     int32_t fuses, resizes_fast, chooses_order; /* torch fuses products; its v2 has fast bilinear kernels; so does Pillow
                                                    choose which side to resize first */
+    Values values;
 } Table;
 
 /* Why a sample was refused, by which program of a batch and which step in its table; numbers stand beside each reason. */
@@ -194,14 +210,13 @@ enum {
     REFUSED_TABLE,    /* the table itself is not in order, or asks for more than MAX_OPS */
     REFUSED_OUTSIDE,  /* no pixel would be left */
     REFUSED_OP,       /* an op is not for so many channels */
-    REFUSED_SHAPE,    /* n[0..2] channels, height, width that it has */
+    REFUSED_SHAPE,    /* n[0..2] channels, height, width that it has; n[3..5] that there is room for */
     REFUSED_FILE,     /* the decoder leaves it to Pillow */
     REFUSED_CHANNELS, /* n[0] channels that it has */
     REFUSED_CROP,     /* n[0..1] height, width of the window; n[2..3] of the image */
     REFUSED_BORDER,   /* n[0..3] borders; n[4..5] height, width of the image */
     REFUSED_BLUR,     /* n[0..1] height, width of the image */
     NEEDS_LEVELS,     /* n[0..1] height, width: there are none for them */
-    NEEDS_SOLVING,    /* a perspective */
 };
 
 /* A sample while its steps are drawn. A probe refuses no size and follows every choice; is_known: whether all samples have
@@ -210,11 +225,11 @@ typedef struct {
     const Table *table;
     uint64_t key, turn;   /* of sample_key and turn_of */
     int64_t height, width;
-    int32_t channels, count, depth, solved_count;
-    bool is_probe, is_known, is_cast, wants_corners;
+    int32_t channels, count, depth;
+    bool is_probe, is_known, is_cast;
     Op *ops;              /* `count` so far, of MAX_OPS */
-    const double *solved; /* coefficients of its perspectives, 8 each; NULL: there are none */
-    int32_t solved_room;  /* how many these are */
+    const double *solved; /* 8 for each op, of which perspectives take theirs; NULL: their corners stay */
+    int32_t solved_room;  /* of how many ops */
     Refusal *refusal;
 } Drawing;
 
@@ -254,7 +269,6 @@ bool draw_blur(Drawing *d, const Step *step);
 bool draw_permute(Drawing *d, const Step *step);
 bool draw_noise(Drawing *d, const Step *step);
 bool draw_erase(Drawing *d, const Step *step);
-bool draw_normalize(Drawing *d, const Step *step);
 bool draw_augment(Drawing *d, const Step *step);
 bool draw_policies(Drawing *d, const Step *step);
 bool draw_aug_mix(Drawing *d, const Step *step);
@@ -295,8 +309,6 @@ INLINE bool is_inside(const Op *op, int32_t height, int32_t width) {
            n[1] + (int64_t)n[3] <= width;
 }
 
-enum { UINT8, FLOAT32, FLOAT64, FLOAT16, BFLOAT16, INT32, INT64 };
-enum { SCALE_NONE, SCALE_DIVIDE, SCALE_MULTIPLY }; /* how 255 becomes 1 */
 extern const int64_t ITEM_BYTES[]; /* noise.c */
 enum { CHUNK = 512 };              /* values between two passes */
 void store(int32_t dtype, const float *restrict in, int64_t count, uint8_t *out); /* floats to values of a batch */
@@ -327,17 +339,6 @@ typedef struct {
     int32_t version;
 } Jpeg;
 
-/* How uint8 becomes what is served: by fastdata_values from dtype, scaling and normalisations, one or more. */
-typedef struct {
-    int32_t dtype, scaling, widens, count; /* whether one channel may become several; how many normalisations there are */
-    const double *normals_N2C;             /* mean and std of each */
-    double *table_C256;                    /* what 0 to 255 become */
-    const double *mean_C, *std_C;          /* of the last one */
-    int32_t by_formula; /* floats are (x / factor - mean) / std, or with x * factor, where that gives the very values of the
-                           table; else these */
-    float factor;
-} Values;
-
 /* OP_ERASE and OP_NOISE on a packed image of the floats served, of uint8 if that is NULL; gives OK, or why not. */
 int rewrite(const Op *op, const Image *image, const Values *served);
 
@@ -350,16 +351,15 @@ typedef struct Batch {
     const int32_t *shapes_B3;       /* channels, height, width of each */
     uint64_t seed;                  /* with the next two what is drawn from */
     const int64_t *visits_B, *indices_B;
-    const double *solved_Bk8;       /* of perspectives, `solved` for each sample */
+    const double *solved_BS8;       /* of perspectives, for `solved` ops of each sample; NULL: there are none */
     const Table *table;
     uint8_t *out_B;        /* (B, C, h, w), or more rows; (B, h, w, C) in memory if `channels_last` */
     const int64_t *rows_B; /* which of them each sample is written to; NULL: its own number */
     int32_t solved, interleaved; /* whether sources are (H, W, C), not (C, H, W) */
     int32_t channels, height, width, channels_last;
     int32_t streams; /* whether values go past the caches: found when the batch is served */
-    Values values;
     struct Batch *next; /* what else the same samples are served as; of that are read table, perspectives, out, its size
-                           and layout, and values */
+                           and layout */
 } Batch;
 
 /* Decode the box from (top, left) on that `out` has the size of, packed or (H, W, C), of a file of height x width. False

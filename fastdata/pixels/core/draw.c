@@ -143,17 +143,13 @@ static bool draw_order(Drawing *d, const Step *step) {
     return true;
 }
 
-bool draw_normalize(Drawing *d, const Step *step) {
-    const int64_t channels = d->channels;
-    if (step->n[0] == 1 || step->n[0] == channels) return true;
-    if (channels != 1 || !step->n[1] || step->n[0] < 1) return deny(d, step, REFUSED_CHANNELS, &channels, 1);
-    d->channels = step->n[0];
-    return true;
-}
-
 static bool draw_cast(Drawing *d, const Step *step) {
+    const int64_t channels = d->channels, means = step->n[2];
+    const bool widens = channels == 1 && step->n[3];
     d->is_cast = true;
-    return draw_steps(d, d->table, step->first, step->count) && add(d, step, OP_CAST, 0);
+    if (means > 1 && means != channels && !widens) return deny(d, step, REFUSED_CHANNELS, &channels, 1);
+    if (means > 1) d->channels = (int32_t)means;
+    return add(d, step, OP_CAST, 0) != NULL;
 }
 
 static bool draw_step(Drawing *d, const Step *step) {
@@ -176,7 +172,6 @@ static bool draw_step(Drawing *d, const Step *step) {
     case OP_NOISE: return draw_noise(d, step);
     case OP_ERASE: return draw_erase(d, step);
     case OP_CAST: return draw_cast(d, step);
-    case STEP_NORMALIZE: return draw_normalize(d, step);
     case STEP_SEQUENCE: return draw_steps(d, d->table, step->first, step->count);
     case STEP_CHOICE: return draw_choice(d, step);
     case STEP_ORDER: return draw_order(d, step);
@@ -217,12 +212,18 @@ static bool is_tree(const Table *table) {
     return table->count > 0 && next == table->count;
 }
 
+static bool is_sound_cast(const Step *step) {
+    const int32_t *n = step->n;
+    return n[0] >= UINT8 && n[0] <= INT64 && n[1] >= SCALE_NONE && n[1] <= SCALE_MULTIPLY && n[2] >= 0 && n[2] <= MAX_MEANS;
+}
+
 bool is_sound(const Table *table) {
     if (!is_tree(table)) return false;
     for (int32_t k = 0; k < table->count; k++) {
         const Step *step = table->steps + k;
         if (step->fills < 1 || step->fills > 4 || step->at <= -CHILDREN || step->at >= (int64_t)NUMBERS)
             return false; /* steps before the user's have negative numbers */
+        if (step->code == OP_CAST && !is_sound_cast(step)) return false;
         for (int place = 0; place < 12; place++)
             if (step->v[place] != step->v[place]) return false;
     }
@@ -230,7 +231,7 @@ bool is_sound(const Table *table) {
 }
 
 bool resolve(Drawing *d) {
-    d->count = d->depth = d->solved_count = 0;
+    d->count = d->depth = 0;
     d->is_cast = false;
     return draw_step(d, d->table->steps);
 }
@@ -250,7 +251,7 @@ EXPORT int64_t fastdata_draw(const Table *table, uint64_t seed, const int64_t *v
         Drawing d = {.table = table, .channels = shape[0], .ops = ops, .refusal = refusal};
         d.key = sample_key(seed, visits_B[b], indices_B[b]), d.turn = turn_of(visits_B[b], indices_B[b]);
         d.height = is_known ? shape[1] : ANY_PX, d.width = is_known ? shape[2] : ANY_PX, d.is_known = is_known;
-        d.is_probe = is_probe, d.wants_corners = true;
+        d.is_probe = is_probe;
         if (!can_draw) deny(&d, table->steps, REFUSED_TABLE, NULL, 0);
         if (!can_draw || !resolve(&d)) return -1 - b;
         if (d.count > most) most = d.count;

@@ -145,11 +145,11 @@ static void move_values(const uint8_t *in, int64_t from, int64_t count, int64_t 
     for (int64_t i = 0; i < count; i++) memcpy(out + i * to * bytes, in + i * from * bytes, (size_t)bytes);
 }
 
-/* OP_ERASE and OP_NOISE on a packed image of uint8 or, behind the conversion, on the floats served, in the units of all
- * normalisations: torchvision's RandomErasing and gaussian_noise_image (v2/functional/_misc.py), timm's RandomErasing. */
+/* OP_ERASE and OP_NOISE on a packed image of uint8 or, behind the conversion, on the floats served, normalised
+ * or not: torchvision's RandomErasing and gaussian_noise_image (v2/functional/_misc.py), timm's RandomErasing. */
 int rewrite(const Op *op, const Image *image, const Values *served) {
     const bool erases = op->code == OP_ERASE;
-    const int32_t dtype = served ? served->dtype : UINT8, first = op->n[7] > 0 ? op->n[7] : 0;
+    const int32_t dtype = served ? served->dtype : UINT8;
     const int32_t whole[] = {0, 0, image->height, image->width}, *box = erases ? op->n : whole;
     const int32_t mode = erases ? op->n[6] : 1;
     const int64_t width = box[3], ahead = width < 1 || width > CHUNK ? 1 : CHUNK / width; /* rows drawn at a time */
@@ -161,9 +161,9 @@ int rewrite(const Op *op, const Image *image, const Values *served) {
     for (int64_t k = 0; k < (int64_t)image->channels * box[2]; k++) {
         const int64_t c = k / box[2], y = box[0] + k % box[2], channel = c < 4 ? c : 3;
         double unit = served ? 1 : 255, zero = 0, filled = op->v[8 + channel];
-        for (int32_t n = first; served && n < served->count; n++) {
-            const double *mean = served->normals_N2C + 2 * n * image->channels + c, std = mean[image->channels];
-            unit /= std, zero = (zero - *mean) / std, filled = (filled - *mean) / std;
+        if (served && served->normalizes && !op->n[7]) {
+            const double mean = served->mean[c % served->channels], std = served->std[c % served->channels];
+            unit /= std, zero = (zero - mean) / std, filled = (filled - mean) / std;
         }
         const float scale = (float)unit, low = (float)zero, high = low + scale;
         if (mode == 2) draw_normal(key, c, 1, drawn);

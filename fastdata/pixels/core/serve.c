@@ -253,12 +253,13 @@ static inline float divide(float a, Divisor b) {
 /* ToTensor / ToDtype, then Normalize: torchvision's transforms/_functional_tensor.py and v2/functional/_misc.py. */
 INLINE void convert(const Values *v, int32_t c, const uint8_t *restrict in, int64_t count, float *restrict out,
                     bool divides) {
-    const float factor = v->factor, mean = (float)v->mean_C[c];
-    const Divisor whole = divisor_of(factor), std = divisor_of((float)v->std_C[c]);
+    const float factor = v->factor, mean = (float)v->mean[c];
+    const Divisor whole = divisor_of(factor), std = divisor_of((float)v->std[c]);
     for (int64_t i = 0; i < count; i++) out[i] = divide((divides ? divide(in[i], whole) : in[i] * factor) - mean, std);
 }
 
 static void to_floats(const Values *v, int32_t c, const uint8_t *restrict in, int64_t count, float *restrict out) {
+    c %= v->channels;
     if (!v->by_formula)
         for (int64_t i = 0; i < count; i++) out[i] = (float)v->table_C256[256 * c + in[i]];
     else
@@ -266,11 +267,11 @@ static void to_floats(const Values *v, int32_t c, const uint8_t *restrict in, in
 }
 
 /* Whether the formula gives what the table has. */
-static bool agrees(const Values *v, int32_t channels) {
+static bool agrees(const Values *v) {
     uint8_t every[256];
     float values[256];
     for (int x = 0; x < 256; x++) every[x] = (uint8_t)x;
-    for (int32_t c = 0; c < channels; c++) {
+    for (int32_t c = 0; c < v->channels; c++) {
         to_floats(v, c, every, 256, values);
         for (int x = 0; x < 256; x++)
             if (values[x] != (float)v->table_C256[256 * c + x]) return false;
@@ -278,24 +279,30 @@ static bool agrees(const Values *v, int32_t channels) {
     return true;
 }
 
-/* Fill the table by torchvision's own arithmetic, of doubles for FLOAT64, else of floats. */
-EXPORT void fastdata_values(Values *v, int32_t channels) {
+/* How a table's values are served, by torchvision's own arithmetic, of doubles for FLOAT64, else of floats. */
+EXPORT void fastdata_values(Table *table) {
+    Values *v = &table->values;
+    const Step *cast = table->steps;
+    v->channels = 1;
+    if (!is_sound(table)) return;
+    while (cast < table->steps + table->count && cast->code != OP_CAST) cast++;
+    if (cast == table->steps + table->count) return;
+    v->dtype = cast->n[0], v->scaling = cast->n[1], v->normalizes = cast->n[2] > 0, v->widens = cast->n[3];
+    v->channels = v->normalizes ? cast->n[2] : 1;
     const bool divides = v->scaling == SCALE_DIVIDE;
     const double factor = divides ? 255 : v->scaling == SCALE_MULTIPLY ? 1 / 255.0 : 1;
     v->factor = (float)factor;
-    for (int32_t c = 0; c < channels; c++)
+    for (int32_t c = 0; c < v->channels; c++) {
+        const double mean = v->normalizes ? cast->v[c] : 0, std = v->normalizes ? cast->v[MAX_MEANS + c] : 1;
+        v->mean[c] = mean, v->std[c] = std;
         for (int x = 0; x < 256; x++) {
-            double wide = divides ? x / factor : x * factor;
-            float value = divides ? (float)x / v->factor : (float)x * v->factor;
-            for (int32_t n = 0; n < v->count; n++) {
-                v->mean_C = v->normals_N2C + 2 * n * channels, v->std_C = v->mean_C + channels;
-                wide = (wide - v->mean_C[c]) / v->std_C[c];
-                value = (value - (float)v->mean_C[c]) / (float)v->std_C[c];
-            }
-            v->table_C256[256 * c + x] = v->dtype == FLOAT64 ? wide : value;
+            const double wide = (divides ? x / factor : x * factor) - mean;
+            const float value = (divides ? (float)x / v->factor : (float)x * v->factor) - (float)mean;
+            v->table_C256[256 * c + x] = v->dtype == FLOAT64 ? wide / std : value / (float)std;
         }
+    }
     v->by_formula = true;
-    v->by_formula = v->dtype != FLOAT64 && agrees(v, channels);
+    v->by_formula = v->dtype != FLOAT64 && agrees(v);
 }
 
 /* Whether values for `out` may go past the caches: memory that is written so need not be read first. */
@@ -341,7 +348,7 @@ static void write_values(const Values *v, int32_t c, const uint8_t *in, int64_t 
     streams = streams && may_stream(out);
     const bool in_chunks = is_half(v) || (v->dtype == FLOAT32 && streams);
     if (v->dtype == FLOAT32 && !streams) to_floats(v, c, in, count, (float *)out);
-    const double *table = v->table_C256 + 256 * c;
+    const double *table = v->table_C256 + 256 * (c % v->channels);
     for (int64_t i = 0; i < count && v->dtype == FLOAT64; i++) ((double *)out)[i] = table[in[i]];
     for (int64_t i = 0; i < count && v->dtype == INT32; i++) ((int32_t *)out)[i] = (int32_t)table[in[i]];
     for (int64_t i = 0; i < count && v->dtype == INT64; i++) ((int64_t *)out)[i] = (int64_t)table[in[i]];
@@ -353,7 +360,7 @@ static void write_values(const Values *v, int32_t c, const uint8_t *in, int64_t 
 }
 
 static void write_plane(const Batch *batch, const Image *image, int32_t c, uint8_t *out, uint8_t *buffer, bool streams) {
-    const Values *v = &batch->values;
+    const Values *v = &batch->table->values;
     int64_t bytes = ITEM_BYTES[v->dtype], width = image->width, height = image->height, rows;
     out += c * height * width * bytes;
     const uint8_t *row = image->data + (image->channels == 1 ? 0 : c) * image->plane;
@@ -391,9 +398,9 @@ typedef struct {
 
 static void repeat(const Values *v, int64_t channels, Pattern *pattern) {
     for (int64_t c = 0; c < channels; c++) {
-        const Divisor std = divisor_of((float)v->std_C[c]);
+        const Divisor std = divisor_of((float)v->std[c % v->channels]);
         for (int64_t k = c; k < PERIOD; k += channels)
-            pattern->mean[k] = (float)v->mean_C[c], pattern->value[k] = std.value, pattern->high[k] = std.high, pattern->low[k] = std.low;
+            pattern->mean[k] = (float)v->mean[c % v->channels], pattern->value[k] = std.value, pattern->high[k] = std.high, pattern->low[k] = std.low;
     }
 }
 
@@ -428,13 +435,13 @@ static void write_pixels(const Values *v, const Pattern *pattern, int64_t channe
         const int64_t part = count - from < step ? count - from : step;
         float *to = in_chunks ? floats : (float *)out;
         if (v->dtype == FLOAT64)
-            for (int64_t i = 0; i < part; i++) ((double *)out)[i] = v->table_C256[256 * (i % channels) + in[i]];
+            for (int64_t i = 0; i < part; i++) ((double *)out)[i] = v->table_C256[256 * (i % channels % v->channels) + in[i]];
         else if (v->dtype == INT32)
-            for (int64_t i = 0; i < part; i++) ((int32_t *)out)[i] = (int32_t)v->table_C256[256 * (i % channels) + in[i]];
+            for (int64_t i = 0; i < part; i++) ((int32_t *)out)[i] = (int32_t)v->table_C256[256 * (i % channels % v->channels) + in[i]];
         else if (v->dtype == INT64)
-            for (int64_t i = 0; i < part; i++) ((int64_t *)out)[i] = (int64_t)v->table_C256[256 * (i % channels) + in[i]];
+            for (int64_t i = 0; i < part; i++) ((int64_t *)out)[i] = (int64_t)v->table_C256[256 * (i % channels % v->channels) + in[i]];
         else if (!pattern)
-            for (int64_t i = 0; i < part; i++) to[i] = (float)v->table_C256[256 * (i % channels) + in[i]];
+            for (int64_t i = 0; i < part; i++) to[i] = (float)v->table_C256[256 * (i % channels % v->channels) + in[i]];
         else v->scaling == SCALE_DIVIDE ? convert_pixels(v, pattern, in, part, to, true) : convert_pixels(v, pattern, in, part, to, false);
         if (in_chunks) hand_over(v, floats, part, out + from * ITEM_BYTES[v->dtype], streams);
     }
@@ -442,7 +449,7 @@ static void write_pixels(const Values *v, const Pattern *pattern, int64_t channe
 
 /* `buffer` has room for BUFFER values. */
 static void write_channels_last(const Batch *batch, const Image *image, uint8_t *out, uint8_t *buffer, bool streams) {
-    const Values *v = &batch->values;
+    const Values *v = &batch->table->values;
     const int64_t channels = batch->channels, width = image->width, most = BUFFER / channels;
     const bool by_formula = v->by_formula && PERIOD % channels == 0;
     Pattern pattern;
@@ -555,9 +562,10 @@ static int serve_image(const Batch *batch, int64_t b, Drawn *drawn, const Image 
         if (problem) return problem;
     }
     const Image *image = &sample.image;
-    const bool widens = image->channels == 1 && batch->values.widens, is_room = image->channels == batch->channels || widens;
+    const bool widens = image->channels == 1 && batch->table->values.widens, is_room = image->channels == batch->channels || widens;
     if (image->height != batch->height || image->width != batch->width || !is_room) {
-        const int64_t found[3] = {widens ? batch->channels : image->channels, image->height, image->width};
+        const int64_t found[6] = {widens ? batch->channels : image->channels, image->height, image->width,
+                                  batch->channels, batch->height, batch->width};
         memcpy(refusal->n, found, sizeof found);
         return REFUSED_SHAPE;
     }
@@ -565,7 +573,7 @@ static int serve_image(const Batch *batch, int64_t b, Drawn *drawn, const Image 
     uint8_t *buffer = take(scratch, SLOT_WORK, image->width + BUFFER);
     if (!buffer) return NO_MEMORY;
     int64_t row = batch->rows_B ? batch->rows_B[b] : b;
-    uint8_t *out = batch->out_B + row * batch->channels * batch->height * batch->width * ITEM_BYTES[batch->values.dtype];
+    uint8_t *out = batch->out_B + row * batch->channels * batch->height * batch->width * ITEM_BYTES[batch->table->values.dtype];
     Image served = {.channels = batch->channels, .height = batch->height, .width = batch->width};
     pack(&served, out);
     const bool streams = batch->streams && end - op < 2; /* ops on what was written read it again */
@@ -575,7 +583,7 @@ static int serve_image(const Batch *batch, int64_t b, Drawn *drawn, const Image 
     } else
         for (int32_t c = 0; c < batch->channels; c++) write_plane(batch, image, c, out, buffer, streams);
     for (; op < end; op++) {
-        int problem = op->code == OP_CAST ? OK : rewrite(op, &served, &batch->values);
+        int problem = op->code == OP_CAST ? OK : rewrite(op, &served, &batch->table->values);
         if (problem) return problem;
     }
     return OK;
@@ -585,7 +593,7 @@ static bool draw_sample(const Batch *batch, int64_t b, const int32_t shape[3], u
                         Refusal *refusal) {
     Drawing d = {.table = batch->table, .key = key, .turn = turn, .channels = shape[0], .height = shape[1], .width = shape[2]};
     d.ops = drawn->ops, d.refusal = refusal;
-    d.solved_room = batch->solved, d.solved = batch->solved_Bk8 + 8 * b * batch->solved;
+    if (batch->solved_BS8) d.solved_room = batch->solved, d.solved = batch->solved_BS8 + 8 * b * batch->solved;
     const bool is_drawn = resolve(&d);
     drawn->count = d.count;
     return is_drawn;
@@ -595,7 +603,7 @@ static bool draw_sample(const Batch *batch, int64_t b, const int32_t shape[3], u
 static bool is_served_whole(const Batch *batch, int64_t b, const Drawn *drawn, const Image *image) {
     const bool is_alike = image->channels == batch->channels && image->height == batch->height && image->width == batch->width;
     const bool is_turned = batch->turns_B && batch->turns_B[b] != 1;
-    return is_alike && !is_turned && !batch->next && !drawn->count && batch->values.dtype == UINT8;
+    return is_alike && !is_turned && !batch->next && !drawn->count && batch->table->values.dtype == UINT8;
 }
 
 static int serve_one(const Batch *batch, int64_t b, int64_t programs, Scratch *scratch, Refusal *refusal) {
@@ -645,7 +653,7 @@ EXPORT int64_t fastdata_serve(Batch *batch, int64_t first, int64_t last, Refusal
     int64_t programs = 0;
     for (Batch *each = batch; each; each = each->next, programs++) {
         const int64_t values = (last - first) * each->channels * each->height * each->width;
-        each->streams = values * ITEM_BYTES[each->values.dtype] > STREAMED_BYTES;
+        each->streams = values * ITEM_BYTES[each->table->values.dtype] > STREAMED_BYTES;
         refusal->program = programs, refusal->reason = REFUSED_TABLE;
         if (!is_sound(each->table)) return first;
     }

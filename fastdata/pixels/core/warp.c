@@ -445,8 +445,25 @@ bool draw_perspective(Drawing *d, const Step *step) {
         op->v[2 * corner] = (double)(integer(d, step->at, 2 * corner, reach_h) + is_right * (d->width - reach_h));
         op->v[2 * corner + 1] = (double)(integer(d, step->at, 2 * corner + 1, reach_v) + is_bottom * (d->height - reach_v));
     }
-    if (d->wants_corners) return true;
-    if (d->solved_count >= d->solved_room) return deny(d, step, NEEDS_SOLVING, NULL, 0);
-    memcpy(op->v, d->solved + 8 * d->solved_count++, 8 * sizeof *op->v);
+    const int32_t number = (int32_t)(op - d->ops);
+    if (!d->solved) return true;
+    if (number >= d->solved_room) return deny(d, step, REFUSED_TABLE, NULL, 0);
+    memcpy(op->v, d->solved + 8 * number, 8 * sizeof *op->v);
     return true;
+}
+
+/* _get_perspective_coeffs of transforms/functional.py: of corners that were drawn (P), two equations of eight numbers and a
+ * ninth for each corner, of x and of y. */
+EXPORT void fastdata_equations(const Op *ops_P, int64_t count, double *out_P89) {
+    for (int64_t p = 0; p < count; p++, ops_P++) {
+        const double right = ops_P->n[1] - 1.0, bottom = ops_P->n[0] - 1.0;
+        const double ends[8] = {0, 0, right, 0, right, bottom, 0, bottom};
+        for (int k = 0; k < 8; k++, out_P89 += 9) {
+            const double *drawn = ops_P->v + k / 2 * 2;
+            double *own = out_P89 + k % 2 * 3;
+            memset(out_P89, 0, 9 * sizeof *out_P89);
+            own[0] = drawn[0], own[1] = drawn[1], own[2] = 1;
+            out_P89[6] = -ends[k] * drawn[0], out_P89[7] = -ends[k] * drawn[1], out_P89[8] = ends[k];
+        }
+    }
 }
