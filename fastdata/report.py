@@ -11,6 +11,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from html import escape
 from itertools import groupby
 from typing import Any, Literal
 
@@ -70,7 +71,7 @@ def _aligned(rows: Sequence[Any]) -> list[str]:
 
 
 class Report(ABC):
-    """What shows itself as lines of text and tables."""
+    """What shows itself as lines of text and tables, and in a notebook as one table."""
 
     __slots__ = ()
 
@@ -83,6 +84,15 @@ class Report(ABC):
             block = list(found)
             lines += block if kind is str else _aligned(block)
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        rows = ""
+        for line in self._lines():
+            if isinstance(line, str):
+                rows += f"<tr><td colspan=9>{escape(line)}</td></tr>"
+            else:
+                rows += f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in line)}</tr>"
+        return f"<table>{rows}</table>"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)

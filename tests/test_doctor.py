@@ -30,7 +30,7 @@ def test_each_side_of_the_machine_has_its_line() -> None:
     names = ["cores", "torch threads", "memory", "/dev/shm", "shared memory", "versions"]
     names += ["compiled core", "JPEG", "torchvision", "torch"]
     checks = examine_machine().checks
-    assert [check.name for check in checks] == names
+    assert [check.name for check in checks if check.name != "NUMA"] == names
     assert all(check.found for check in checks)
     assert examined("compiled core").problem == examined("shared memory").problem == ""
 
@@ -140,6 +140,29 @@ def test_a_gpu_that_torch_does_not_see(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     check = examined("torch")
     assert advice in (check.problem if is_problem else check.advice)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no CPU affinities")
+@pytest.mark.parametrize(("near", "advice"), [(1, ""), (0, "numactl --cpunodebind=1: ")])
+def test_a_far_gpu_is_told(
+    near: int, advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no usable core lies at the node of a GPU, copies cross the sockets."""
+    (tmp_path / "nvidia/gpus/0000:17:00.0").mkdir(parents=True)
+    (tmp_path / "sys/bus/pci/devices/0000:17:00.0").mkdir(parents=True)
+    device = tmp_path / "sys/bus/pci/devices/0000:17:00.0"
+    (device / "numa_node").write_text("1\n")
+    usable = sum(1 << core for core in os.sched_getaffinity(0))
+    local_mask = usable if near else 1 << 40
+    (device / "local_cpus").write_text(f"{local_mask >> 32:08x},{local_mask & 0xFFFFFFFF:08x}\n")
+    monkeypatch.setattr(doctor, "NVIDIA", tmp_path / "nvidia")
+    monkeypatch.setattr(doctor, "SYSTEM", tmp_path / "sys")
+    check = examined("NUMA")
+    count = len(os.sched_getaffinity(0))
+    words = f"at node 1, with {near * count} of {count} usable cores"
+    assert check.found == f"GPU 0000:17:00.0 {words}"
+    assert check.advice.startswith(advice)
+    assert bool(check.advice) == bool(advice)
 
 
 def test_a_report_is_aligned() -> None:

@@ -326,13 +326,20 @@ def test_ragged_array_targets_are_kept_as_objects() -> None:
 
 
 def test_paths_and_pairs_behave_like_lists() -> None:
-    """Negative indices, slices, iteration, equality and errors are a list's."""
+    """Negative indices, slices, iteration, equality, sums, copies and errors are a list's."""
     paths = ["/a/é.jpg", "/a/b.jpg", "/c\udcff.jpg"]
     table = SampleTable([0, 0, 1], paths=paths, class_to_idx={"x": 0, "y": 1})
     assert table.paths == paths
     assert list(table.paths) == paths
     assert table.paths[-1] == paths[-1]
     assert table.paths[:2] == paths[:2]
+    more = ["z"]
+    assert table.paths + more == [*paths, "z"]
+    assert more + table.paths == ["z", *paths]
+    assert table.paths + table.paths == paths * 2
+    copy = table.paths.copy()
+    copy.append("z")
+    assert copy == [*paths, "z"]
     assert json.loads(json.dumps({"targets": table.targets}, default=list)) == {
         "targets": [0, 0, 1]
     }

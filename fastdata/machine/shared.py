@@ -353,7 +353,7 @@ _Place = tuple[str, str, tuple[int, ...], int]
 
 
 class ListView(Sequence[_T], Generic[_T]):
-    """A read-only list whose items are made when asked for; its slices are real lists.
+    """A read-only list whose items are made when asked for; slices, sums and copies are real lists.
 
     It is no ``list`` itself: C code reads a list's memory past its methods, and would find no item
     there. So ``json.dumps(view, default=list)``. ``item`` is a method of the table: a pickled view
@@ -380,6 +380,15 @@ class ListView(Sequence[_T], Generic[_T]):
 
     def __eq__(self, other: object) -> bool:
         return list(self) == list(other) if isinstance(other, list | ListView) else NotImplemented
+
+    def __add__(self, other: Iterable[_T]) -> list[_T]:
+        return [*self, *other]
+
+    def __radd__(self, other: Iterable[_T]) -> list[_T]:
+        return [*other, *self]
+
+    def copy(self) -> list[_T]:
+        return list(self)
 
     def __repr__(self) -> str:
         if len(self) <= 6:

@@ -26,6 +26,7 @@ from fastdata.report import Line, Report
 from fastdata.tools import versions
 
 NVIDIA = Path("/proc/driver/nvidia")
+SYSTEM = Path("/sys")
 DEVICES = Path("/dev")
 
 
@@ -60,7 +61,7 @@ class MachineReport(Report):
 
 def examine_machine() -> MachineReport:
     """Look at the machine as this process sees it; reads a few files and changes nothing."""
-    return MachineReport((*_cores(), *_memory(), *_libraries(), _torch()))
+    return MachineReport((*_cores(), *_memory(), *_libraries(), _torch(), *_numa()))
 
 
 def _cores() -> Iterator[Check]:
@@ -145,6 +146,19 @@ def _torch() -> Check:
         problem = "install a build of torch for CUDA: https://pytorch.org/get-started/locally"
     usual = "compare nvidia-smi and python -m torch.utils.collect_env"
     return Check("torch", found, problem=problem or usual)
+
+
+def _numa() -> Iterator[Check]:
+    """Memory of another socket than the GPU's is copied to it at half the speed, or worse."""
+    for gpu in NVIDIA.glob("gpus/*"):
+        files = SYSTEM / "bus/pci/devices" / gpu.name
+        node = int((files / "numa_node").read_text())
+        local_mask = int((files / "local_cpus").read_text().replace(",", ""), 16)
+        usable = os.sched_getaffinity(0)
+        near = sum(local_mask >> core & 1 for core in usable)
+        found = f"GPU {gpu.name} at node {node}, with {near} of {len(usable)} usable cores"
+        cure = f"numactl --cpunodebind={node}: copies from a far node's memory take twice as long"
+        yield Check("NUMA", found, "" if near or node < 0 else cure)
 
 
 # The command
