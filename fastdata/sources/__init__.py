@@ -431,7 +431,11 @@ def _read_table(
     else:
         title = os.path.expanduser(os.fsdecode(manifest))
         data = Path(title).read_bytes()
-    return _read_csv(title, data.decode("utf-8-sig"), names), os.path.dirname(title)
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as problem:
+        raise ValueError(f"{title} is no text in UTF-8 ({problem}). Save it as such.") from problem
+    return _read_csv(title, text, names), os.path.dirname(title)
 
 
 def _read_csv(title: str, text: str, names: list[str]) -> _Table:
@@ -497,7 +501,7 @@ def _read_labels(table: _Table, label: str) -> tuple[Any, list[str] | None]:
     texts = table.texts(label)
     is_number = [_NUMBER.fullmatch(text) is not None for text in texts]
     if all(is_number):
-        return _parse_numbers(texts).tolist(), None
+        return _parse_numbers(table.title, texts).tolist(), None
     if any(is_number):
         name = is_number.index(False)
         number = is_number.index(True)
@@ -522,14 +526,19 @@ def _read_vectors(table: _Table, names: Sequence[str]) -> torch.Tensor:
                     f"{table.where(index, name)}: {text!r} is no number, and several labels are a "
                     "vector of numbers. Write numbers, or name one column of class names."
                 )
-        columns.append(_parse_numbers(texts))
+        columns.append(_parse_numbers(table.title, texts))
     values = torch.from_numpy(np.stack(columns, axis=1))
     return values.float() if values.is_floating_point() else values
 
 
-def _parse_numbers(texts: list[str]) -> np.ndarray:
+def _parse_numbers(title: str, texts: list[str]) -> np.ndarray:
     """int64 where all are whole, else float64."""
     try:
         return np.array(list(map(int, texts)), np.int64)
+    except OverflowError:
+        raise ValueError(
+            f"{title}: the label {max(texts, key=len)} has more than 64 bits. Write all labels as "
+            "names, such as 'class_7'."
+        ) from None
     except ValueError:
         return np.array(texts).astype(np.float64)
