@@ -419,7 +419,7 @@ def test_a_damaged_sample_is_named(image_folder: FolderMaker, codec: str, worker
     ):
         batches = iter(loader)
         with pytest.raises(
-            SampleError, match=r"sample 0, .*cat.000\.jpg, cannot be read .* next run"
+            SampleError, match=r"sample 0, .*cat.000\.jpg, cannot be read: .* next run"
         ) as caught:
             next(batches)
         assert caught.value.index == 0

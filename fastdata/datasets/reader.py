@@ -40,7 +40,7 @@ from fastdata.datasets.batch import (
     rows_of,
     stacked,
 )
-from fastdata.errors import ChannelsError, RemoteError, StoreGoneError, sample_error
+from fastdata.errors import ChannelsError, RemoteError, SampleError, StoreGoneError, sample_error
 from fastdata.machine.shared import SampleTable, collate_targets
 from fastdata.pixels import TransformPlan, Views
 from fastdata.pixels.compose import flatten
@@ -54,7 +54,7 @@ from fastdata.pixels.images import (
 )
 from fastdata.pixels.program import Program
 from fastdata.sources import FileSource, ItemKeys
-from fastdata.stores.readers import Store, UndecodableError
+from fastdata.stores.readers import Store
 from fastdata.stores.samples import KeptSamples, Steps, open_files
 
 if TYPE_CHECKING:
@@ -456,7 +456,7 @@ class Reader:
                 self._refuse_other_sizes(index_B)
                 mask_program.run(kept.stores[1], index_B, *drawn_by, masks, rows_B)
             program.run(kept.stores[0], index_B, *drawn_by, out, rows_B, others)
-        except (UndecodableError, ChannelsError):
+        except (SampleError, ChannelsError):
             with kept.naming_damage():
                 raise
 

@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from filelock import Timeout
 
-from fastdata.errors import CacheError, counted, is_url, refuse_remote
+from fastdata.errors import CacheError, SampleError, counted, is_url, refuse_remote
 from fastdata.machine.memory import format_bytes
 from fastdata.machine.shared import PackedPaths, SampleTable
 from fastdata.sources.remote import Place
 from fastdata.stores.build import lock_file, locked, sweep
 from fastdata.stores.cache import INDEX, VERSION, Cache, LocalCache, Manifest, read_cache
 from fastdata.stores.prepare import Prepared
-from fastdata.stores.readers import UndecodableError, receipts_in
+from fastdata.stores.readers import receipts_in
 
 
 def find_cache(
@@ -174,7 +174,7 @@ def _inspect(cache: Cache, *, verify: bool) -> Inspected:
             for k, row in enumerate(cache.kept.tolist() if verify else ()):
                 try:
                     store.ensure(np.array([k]))
-                except UndecodableError as wrong:
+                except SampleError as wrong:
                     damaged.append(f"sample {row}, part{number}, is damaged: {wrong}")
     problem = ""
     if not cache.place.is_remote:

@@ -111,8 +111,8 @@ class DatasetOptions(TypedDict, total=False):
         batch_ops: run known random transforms on whole batches, with fastdata's own draws; False
             runs them per sample exactly as written. Default: True.
         on_error: ``"raise"`` (default), or ``"skip"`` to leave out samples that cannot be prepared,
-            with one warning. More than 1 % of the samples (and more than 10), or 100 in a row, is
-            an error all the same.
+            with one warning. More than 1 % of the samples (and more than 10) is an error all the
+            same.
         prepare_workers: threads that prepare, or processes where code of your own reads or prepares
             samples; default: all usable cores.
         cache_dir: folder that keeps prepared samples for the next run (default: none does), which

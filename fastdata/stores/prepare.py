@@ -352,7 +352,7 @@ def _budget(options: Options, *, is_shared: bool) -> Budget:
 
 def warn_of_skipped(skipped: Sequence[SampleError], count: int) -> None:
     if skipped:
-        check_skipped({error.index: error for error in skipped}, count)
+        check_skipped(skipped, count)
         left_out = f"{len(skipped)} of {count} samples cannot be prepared and were left out"
         warn_user(f"{left_out}; dataset.skipped lists them. The first: {skipped[0]}")
 

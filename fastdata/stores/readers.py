@@ -22,7 +22,13 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from fastdata.errors import CacheError, MemoryBudgetError, StoreGoneError
+from fastdata.errors import (
+    CacheError,
+    FastDataError,
+    MemoryBudgetError,
+    SampleError,
+    StoreGoneError,
+)
 from fastdata.machine.memory import format_bytes
 from fastdata.machine.shared import OPEN_FLAGS, ArrayBlock, Block
 from fastdata.pixels.images import SampleSpec, SourceDecoder, addresses_of, open_libjpeg
@@ -47,23 +53,8 @@ _MOST_AREAS = 8192
 needs."""
 
 
-class ShapesDifferError(Exception):
+class ShapesDifferError(FastDataError, ValueError):
     """A sample does not have the shape that the others have."""
-
-
-class UndecodableError(Exception):
-    """A sample's bytes cannot be decoded; its cause is what the codec raised.
-
-    Attributes:
-        index: of the sample.
-        codec: name of the codec; None where the bytes are other ones than were written to disk,
-            and the message says how that is mended.
-    """
-
-    def __init__(self, message: str, *, index: int, codec: str | None = None) -> None:
-        super().__init__(message)
-        self.index = index
-        self.codec = codec
 
 
 class Store:
@@ -71,8 +62,8 @@ class Store:
 
     They are raw, of one shape or each of its own, or the bytes of a codec for each. Sealed, so safe
     from any number of threads and processes. Indices are positions in [0, N); they are checked by
-    the dataset, not here. What reads encoded samples raises UndecodableError for one that is
-    damaged; the others can still be read.
+    the dataset, not here. What reads samples raises a SampleError, without a path, for one
+    that is damaged; the others can still be read.
 
     Args:
         files: sealed, unless samples are still to come.
@@ -130,7 +121,7 @@ class Store:
         """See to it that samples are there and are those that were written, before they are read.
 
         Raises:
-            UndecodableError: one is not.
+            SampleError: one is not.
         """
         return
 
@@ -185,9 +176,8 @@ class Store:
         except MemoryError:
             raise
         except Exception as cause:  # decoders raise anything; all of it is named and kept
-            what = f"{len(data):,} bytes of codec {self.codec!r} cannot be decoded to "
-            what += f"{out.dtype} {list(out.shape)}: {cause}"
-            raise UndecodableError(what, index=index, codec=self.codec) from cause
+            what = f"{len(data):,} bytes of codec {self.codec!r} in the store: {cause}"
+            raise SampleError(what, index=index) from cause
 
     def gather_into(self, index_B: np.ndarray, out_B: np.ndarray) -> None:
         """Put samples of one shape into ``out_B`` (B, *shape), C-contiguous.
@@ -250,7 +240,7 @@ class DiskStore(Store):
 
     def _check(self, index: int) -> None:
         if not self._is_sound(index):
-            raise UndecodableError(self._note_damage(index), index=index)
+            raise SampleError(self._note_damage(index), index=index)
 
     def _is_sound(self, index: int) -> bool:
         return checksum(self.stored(index)) == int(self.index["sums"][index])
@@ -357,10 +347,7 @@ class DiskFile(Block):
             refuse_special(path)
             file = cls(os.open(path, os.O_RDONLY | OPEN_FLAGS), path, is_sealed=True)
         except OSError as problem:
-            what = f"{path} cannot be opened ({problem.strerror or problem})"
-            if problem.errno == errno.EMFILE:
-                what += "; raise the limit of open files (ulimit -n)"
-            raise CacheError(what) from problem
+            raise CacheError(f"{path} cannot be opened ({problem})") from problem
         if file.size_bytes != size_bytes:
             file.close()
             raise CacheError(
@@ -510,11 +497,6 @@ def naming_full_disk(folder: Path) -> Iterator[None]:
 
 
 def _named_full_disk(problem: OSError, folder: Path) -> Exception:
-    if problem.errno == errno.EFBIG:
-        return CacheError(
-            f"a file of the cache in {folder.parent} would be larger than this process may write. "
-            "Raise the limit (ulimit -f), or give codec='zstd' or a smaller resize=."
-        )
     if problem.errno not in (errno.ENOSPC, errno.EDQUOT):
         return problem
     return _full(folder, f"it ran out of room ({problem.strerror})")

@@ -40,7 +40,7 @@ from fastdata.pixels.images import (
 from fastdata.pixels.program import Program
 from fastdata.report import log
 from fastdata.sources import FileSource, ItemKeys, Source
-from fastdata.stores.readers import ShapesDifferError, Store, UndecodableError
+from fastdata.stores.readers import ShapesDifferError, Store
 
 SOURCE = "source"
 AT_ONCE = 16
@@ -326,24 +326,22 @@ class KeptSamples(Layout):
 
     @contextlib.contextmanager
     def naming_damage(self) -> Iterator[None]:
-        """Raise a SampleError that says which sample is damaged, in place of a store's own."""
+        """Have a store's error of a damaged sample name its path."""
         try:
             yield
-        except UndecodableError as damaged:
-            raise self._sample_error(damaged) from damaged.__cause__ or damaged
+        except SampleError as damaged:
+            index = damaged.index
+            path = self.path(index)
+            if damaged.path == path:
+                raise
+            cause = damaged.__cause__
+            if cause is not None and self.images.codec == SOURCE:  # what is wrong with the file
+                raise sample_error(path, index, cause) from cause
+            what = str(damaged).partition("cannot be read: ")[2]
+            raise SampleError(what, index=index, path=path) from cause
         except ChannelsError as wrong:
             path = self.path(wrong.index)
             raise SampleError(wrong.reason, index=wrong.index, path=path) from wrong
-
-    def _sample_error(self, damaged: UndecodableError) -> SampleError | IngestError:
-        path = self.path(damaged.index)
-        # The decoder's own complaint of the file.
-        if damaged.codec == SOURCE and damaged.__cause__ is not None:
-            return sample_error(path, damaged.index, damaged.__cause__)
-        name = f"sample {damaged.index}" if path is None else f"sample {damaged.index}, {path},"
-        cure = "" if damaged.codec is None else "; make the dataset again to mend it"
-        text = f"{name} cannot be read from the store: {damaged}. The others can{cure}."
-        return SampleError(text, index=damaged.index, path=path)
 
     def modes(self) -> list[str]:
         """How many samples are of which of PIL's modes; empty where that is not known."""

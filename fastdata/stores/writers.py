@@ -67,10 +67,6 @@ class StoredPart:
         dtype = np.dtype(self.spec.dtype)
         if dtype.hasobject or not dtype.itemsize or dtype.name != self.spec.dtype:
             raise ValueError(f"samples of {self.spec} are not known")
-        if self.codec is not None and not isinstance(self.codec.get("name"), str):
-            raise ValueError(f"codec {self.codec!r} has no name")
-        if self.spec.shape is not None and len(self.spec.shape) != self.dimensions:
-            raise ValueError(f"{self.spec} has not {self.dimensions} dimensions")
 
     @property
     def is_table(self) -> bool:
@@ -105,12 +101,9 @@ def write_any_shapes(
     try:
         return write(plans)
     except ShapesDifferError as found:
-        if not any(plan.part.spec.is_dense for plan in plans):
-            raise IngestError(f"{found}; make them alike") from None
         log.info("%s; samples are stored one by one with their own shapes", found)
     parts = [replace(plan.part, spec=replace(plan.part.spec, shape=None)) for plan in plans]
-    any_shapes = [replace(plan, part=part) for plan, part in zip(plans, parts, strict=True)]
-    return write_any_shapes(write, any_shapes)
+    return write([replace(plan, part=part) for plan, part in zip(plans, parts, strict=True)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,12 +161,10 @@ class Writer:
             CacheError: the disk is full.
         """
         part = self.plan.part
-        if part.spec.shape not in (None, shape):
-            found = f"shape {shape}, those before it {part.spec.shape}"
-            raise ShapesDifferError(f"sample {row} has {found}")
-        if len(shape) != part.dimensions:
-            found = f"{len(shape)} dimensions, those before it {part.dimensions}"
-            raise ShapesDifferError(f"sample {row} has {found}")
+        if part.spec.shape not in (None, shape) or len(shape) != part.dimensions:
+            others = part.spec.shape or f"{part.dimensions} dimensions"
+            what = f"sample {row} has shape {shape}, those before it {others}"
+            raise ShapesDifferError(what)
         index = self.index
         if not part.is_table:
             index["offsets"][row] = self._take(data.nbytes)
@@ -199,9 +190,7 @@ class Writer:
         plan = self.plan
         if end > plan.limit_bytes:
             what = "prepared samples of many shapes"
-            if isinstance(plan.coder, SourceDecoder):
-                what = "the files' own bytes"
-            elif plan.coder is not None:
+            if plan.coder is not None:
                 what = f"samples encoded by codec={plan.coder.name!r}"
             limit = format_bytes(plan.limit_bytes)
             raise MemoryBudgetError(f"{what} need more than the {limit} that is free")
@@ -377,7 +366,7 @@ def ingest(
                     if options.on_error == "raise":
                         raise error
                     all_written.errors[row] = error
-                    check_skipped(all_written.errors, len(indices))
+                check_skipped(all_written.errors.values(), len(indices))
                 all_written.targets.update(targets)
                 bar.update(len(targets) + len(errors))
         kept = np.array(list(all_written.targets), np.int64)
@@ -394,28 +383,19 @@ def ingest_workers(options: Options, cores: Collection[int] = ()) -> int:
 
 _SKIPPED_AT_LEAST = 10
 """That may be left out of any dataset, however few samples it has."""
-_SKIPPED_IN_A_ROW = 100
 
 
-def check_skipped(errors: dict[int, SampleError], count: int) -> None:
+def check_skipped(errors: Collection[SampleError], count: int) -> None:
     """Raise IngestError where ``on_error="skip"`` would leave out more than single samples.
 
-    Args:
-        errors: by number of the sample, the latest one last.
-        count: of all samples.
+    ``count``: of all samples.
     """
-    latest = next(reversed(errors), 0)
-    in_a_row = range(latest, latest - _SKIPPED_IN_A_ROW, -1)
     if len(errors) > max(_SKIPPED_AT_LEAST, count // 100):
-        found = f"{len(errors):,} of {count:,} samples cannot be prepared, more than 1 %"
-    elif all(row in errors for row in in_a_row):
-        found = f"{_SKIPPED_IN_A_ROW} samples in a row, up to {latest}, cannot be prepared"
-    else:
-        return
-    first = errors[min(errors)]
-    raise IngestError(
-        f"on_error='skip' leaves out single damaged samples, but {found}. The first: {first}"
-    ) from first
+        first = next(iter(errors))
+        raise IngestError(
+            f"on_error='skip' leaves out single damaged samples, but {len(errors):,} of {count:,} "
+            f"samples cannot be prepared, more than 1 %. The first: {first}"
+        ) from first
 
 
 # Each on its first read
@@ -432,7 +412,6 @@ class LazyStore(Store):
         super().__init__((writer.file,), writer.plan.part.spec, writer.index)
         self._to_write = to_write
         self._is_there = writer.index["is_there"]  # (N,), for every process to see
-        self._is_full = False
 
     @classmethod
     def open(cls, path: ReadPath, plan: WriterPlan) -> LazyStore:
@@ -452,20 +431,18 @@ class LazyStore(Store):
         Raises:
             SampleError: one cannot be read or prepared; what is there of the others stays.
         """
-        if self._is_full:
+        missing_B = index_B[~self._is_there[index_B]]
+        if not len(missing_B):
             return
-        missing = np.unique(index_B[~self._is_there[index_B]]).tolist()
-        self._is_full = not missing and bool(self._is_there.all())
+        missing = np.unique(missing_B).tolist()
         for first in range(0, len(missing), AT_ONCE):
             group = missing[first : first + AT_ONCE]
             with self.index.block.hold(*group):
-                self._fill([index for index in group if not self._is_there[index]])
-
-    def _fill(self, indices: Sequence[int]) -> None:
-        targets, errors = self._to_write.write(indices)
-        self._is_there[list(targets)] = True
-        for error in errors.values():
-            raise error
+                left = [index for index in group if not self._is_there[index]]
+                written = self._to_write.write(left)
+                self._is_there[list(written.targets)] = True
+                for error in written.errors.values():
+                    raise error
 
     def close(self) -> None:
         super().close()
