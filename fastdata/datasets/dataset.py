@@ -138,7 +138,7 @@ class _Opened(Dataset[Any]):
         for handle in {*self._handles, self._handle}:
             handle.reader = None  # the memory goes with the last batch that is being read from it
         self._stored = self._stored.emptied()
-        self._reader = self._reader.emptied(self._stored)
+        self._reader = replace(self._reader, stored=self._stored)
 
     def __enter__(self) -> Self:
         return self
@@ -546,7 +546,7 @@ class PreparedDataset(_Opened):
         self._handle = ReaderHandle(
             None, "the dataset could not be prepared again for another transform; create it anew"
         )
-        self._reader = self._reader.emptied(old.emptied())
+        self._reader = replace(self._reader, stored=old.emptied())
         del old
         self._prepare(self._origin(), table)
 

@@ -69,13 +69,18 @@ class _ImageFiles(PreparedDataset):
         self._loader = loader or load_image
         table = SampleTable(targets, paths=paths, class_to_idx=class_to_idx)
         if self._place is not None:
-            listed = self._place.listed
-            names = [self._place.locate(path)[1] for path in paths]
-            known = [listed[name][1:] if name in listed else (-1, -1) for name in names]
-            sizes, tags = np.array(known, np.int64).reshape(-1, 2).T
-            self._facts = ArrayBlock({"sizes": sizes, "tags": tags})
-            self._place.listed = {}
+            self._facts = self._facts_of(paths)
         self._build(self._files_of(table), options, transform, target_transform, table=table)
+
+    def _facts_of(self, paths: list[str]) -> ArrayBlock:
+        """What was listed of these files, which is then forgotten."""
+        assert self._place is not None
+        listed = self._place.listed
+        names = [self._place.locate(path)[1] for path in paths]
+        known = [listed.get(name, (0, -1, -1))[1:] for name in names]
+        self._place.listed = {}
+        sizes, tags = np.array(known, np.int64).reshape(-1, 2).T
+        return ArrayBlock({"sizes": sizes, "tags": tags})
 
     def _list_files(self, source: Source) -> tuple[Listing | None, str]:
         from fastdata.stores.shards import list_paths
@@ -98,8 +103,10 @@ class _ImageFiles(PreparedDataset):
         return self._stored.samples if table is None else self._files_of(table)
 
     def _narrow(self, index: Sequence[int]) -> Source:
-        table = self._files("samples")
+        table, facts = self._files("samples"), self._facts
         self._list(list(map(table.path, index)), list(map(table.target, index)))
+        if facts is not None:
+            self._facts = ArrayBlock({name: column[index] for name, column in facts.items()})
         return self._origin()
 
     def _relist(self, name: str, listed: Sequence[Any]) -> None:
@@ -124,11 +131,8 @@ class _ImageFiles(PreparedDataset):
     def _list(self, paths: list[str], targets: Sequence[Any]) -> None:
         """Have these files in place of those listed so far, with what is known of them."""
         before = self._files("samples")
-        if self._facts is not None:
-            rows = {path: row for row, path in enumerate(before.all_paths())}
-            index = np.array([rows.get(path, -1) for path in paths], np.int64)
-            facts = {name: np.append(column, -1)[index] for name, column in self._facts.items()}
-            self._facts = ArrayBlock(facts)
+        if self._place is not None:
+            self._facts = self._facts_of(paths)
         table = SampleTable(targets, paths=paths, class_to_idx=before.class_to_idx)
         files = self._files_of(table)
         self._stored = replace(self._stored, samples=files, source=files, table=table)
@@ -561,57 +565,46 @@ _USUAL_NAMES = ("transforms", "transform", "target_transform")
 
 def _refuse_frozen_draws(dataset: Any) -> None:
     """Refuse what a dataset, or one inside of it, draws at random: it would be kept."""
-    steps: dict[int, tuple[str, str, Any]] = {}
+    random: dict[str, None] = {}
+    unknown: dict[str, None] = {}
     for owner, name, step in _own_steps(dataset):
-        steps.setdefault(id(step), (owner, name, step))
-    texts = {True: "", None: ""}
-    for owner, name, step in steps.values():
-        # Under another name it may stay unused.
-        drawn = is_random(step) if name in _USUAL_NAMES else None
-        if drawn or (
-            drawn is None and name != "target_transform"
-        ):  # labels are renamed, not augmented
-            texts[drawn] += (
-                f"{', ' if texts[drawn] else ''}{' '.join(repr(step).split())} in {owner}.{name}"
-            )
-    if texts[True]:
+        text = f"{' '.join(repr(step).split())} in {owner}.{name}"
+        drawn = is_random(step)
+        if drawn and name in _USUAL_NAMES:
+            random[text] = None
+        # Under another name it may stay unused; labels are renamed, not augmented.
+        elif drawn or (drawn is None and name != "target_transform"):
+            unknown[text] = None
+    if random:
         raise ValueError(
-            f"{texts[True]}: random, but samples are kept as they are first read, so that every "
-            "epoch would see the same draws. Make the dataset without it, and give it to "
+            f"{', '.join(random)}: random, but samples are kept as they are first read, so that "
+            "every epoch would see the same draws. Make the dataset without it, and give it to "
             "CachedDataset as transform=, or as transforms= where it takes the target too; or use "
             "storage='none'."
         )
-    if texts[None]:
-        advice = (
-            f"{texts[None]}: what it does is not known to fastdata. If it draws at random, every "
-            "epoch sees the same draws, because samples are kept as they are first read. Make the "
-            "dataset without it, and give it to CachedDataset as transform= or transforms=; or as "
-            "prepare= if it does the same each time."
+    if unknown:
+        warn_user(
+            f"{', '.join(unknown)}: what it does is not known to fastdata. If it draws at random, "
+            "every epoch sees the same draws, because samples are kept as they are first read. "
+            "Make the dataset without it, and give it to CachedDataset as transform= or "
+            "transforms=; or as prepare= if it does the same each time."
         )
-        if any(name == "set_transform" for _, name, _ in steps.values()):
-            advice += " What set_transform calls takes a batch of items; these take one image."
-        warn_user(advice)
 
 
 def _own_steps(dataset: Any) -> Iterator[tuple[str, str, Any]]:
     """Of a dataset's transforms and of those inside it: whose, under which name, the step."""
-    owner, shown = type(dataset).__name__, getattr(dataset, "format", None)
-    if (
-        isinstance(shown, dict) and shown.get("type") == "custom"
-    ):  # Hugging Face's, by ``set_transform``
-        yield owner, "set_transform", shown.get("format_kwargs", {}).get("transform")
-    code = getattr(getattr(type(dataset), "__getitem__", None), "__code__", None)
-    for name in _USUAL_NAMES:
-        call: Any = getattr(dataset, name, None)
-        if type(call).__name__ != "StandardTransform":
-            yield from ((owner, name, step) for step in flatten(call))
-        elif "transforms" in getattr(
-            code, "co_names", ()
-        ):  # else it holds both, and its dataset asks for each
-            yield from ((owner, "transforms", step) for step in flatten(call.transform))
-            yield from (
-                (owner, "target_transform", step) for step in flatten(call.target_transform)
-            )
+    calls = {name: getattr(dataset, name, None) for name in _USUAL_NAMES}
+    both: Any = calls["transforms"]
+    if type(both).__name__ == "StandardTransform":
+        del calls["transforms"]
+        code = getattr(getattr(type(dataset), "__getitem__", None), "__code__", None)
+        if "transforms" in getattr(code, "co_names", ()):  # else its dataset asks for each
+            calls = {"transform": both.transform, "target_transform": both.target_transform}
+    shown = getattr(dataset, "format", None)
+    if isinstance(shown, dict) and shown.get("type") == "custom":  # Hugging Face's
+        calls["set_transform"] = shown.get("format_kwargs", {}).get("transform")
+    owner = type(dataset).__name__
+    yield from ((owner, name, step) for name, call in calls.items() for step in flatten(call))
     for name, call in getattr(dataset, "__dict__", {}).items():
         if name not in _USUAL_NAMES and callable(call):
             yield from ((owner, name, step) for step in flatten(call) if is_random(step))

@@ -24,7 +24,7 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property, partial
 from operator import is_not, ne
@@ -104,23 +104,20 @@ class Column(NamedTuple):
         plan: of the transform.
         program: reads samples and runs the batch ops; None where they are read one by one.
         output: shape and dtype of every sample served; None where they differ.
-        store: that samples are read from; None where none are stored.
         last: runs the ops behind steps that are not known.
     """
 
     plan: TransformPlan
     program: Program | None = None
     output: Output | None = None
-    store: Store | None = None
     last: Program | None = None
 
-    def read_alone(self, batch: IndexBatch) -> list[np.ndarray]:
+    def read_alone(self, batch: IndexBatch, store: Store) -> list[Any]:
         """What a whole column holds, of samples in whatever shape each has."""
-        program, store = self.program, self.store
-        assert program is not None
-        assert store is not None
+        assert self.program is not None
+        run_one = self.program.run_one
         pairs = zip(batch.positions.tolist(), batch.visits, strict=True)
-        return [program.run_one(store, index, visit, batch.seed) for index, visit in pairs]
+        return self.shown(run_one(store, index, visit, batch.seed) for index, visit in pairs)
 
     def shown(self, served: Iterable[np.ndarray]) -> list[Any]:
         """Samples after the batch ops, as the rest of the transform wants them."""
@@ -205,11 +202,6 @@ class Reader:
     prepare: Steps
     is_upright: bool
     own: str
-
-    def emptied(self, stored: Stored) -> Reader:
-        """What is left of it once there is nothing to read any more: how it was read."""
-        columns = tuple(column._replace(store=None) for column in self.columns)
-        return replace(self, stored=stored, columns=columns)
 
     # What follows from these
 
@@ -366,10 +358,12 @@ class Reader:
             samples, targets = map(list, zip(*map(read, batch.positions.tolist()), strict=True))
             columns = [samples] * len(self.columns)
         elif is_alone and kept is not None:
-            if self.plan.mask:
-                self._refuse_other_sizes(batch.positions)
+            stores = kept.stores if self.plan.mask else kept.stores[:1] * len(self.columns)
             with kept.naming_damage():
-                columns = [column.shown(column.read_alone(batch)) for column in self.columns]
+                columns = [
+                    column.read_alone(batch, store)
+                    for column, store in zip(self.columns, stores, strict=False)
+                ]
         else:
             outs = room(len(batch), self.outputs, fresh)
             self.read_into(outs, batch)
@@ -453,24 +447,11 @@ class Reader:
         try:
             if self.plan.mask:
                 mask_program, masks = others.pop()
-                self._refuse_other_sizes(index_B)
                 mask_program.run(kept.stores[1], index_B, *drawn_by, masks, rows_B)
             program.run(kept.stores[0], index_B, *drawn_by, out, rows_B, others)
         except (SampleError, ChannelsError):
             with kept.naming_damage():
                 raise
-
-    def _refuse_other_sizes(self, index_B: np.ndarray) -> None:
-        """Raise ValueError where a mask is not as large as its image, whose draws it takes."""
-        image, mask = (cast("Store", column.store) for column in self.columns)
-        are_dense = image.spec.is_dense and mask.spec.is_dense
-        for index in index_B[:1].tolist() if are_dense else index_B.tolist():
-            sizes = image.shape(index)[-2:], mask.shape(index)[-2:]
-            if sizes[0] != sizes[1]:
-                raise ValueError(
-                    f"sample {index} has an image of {sizes[0]} and a mask of {sizes[1]} (height, "
-                    "width); a transform of both needs one size."
-                )
 
     def expect(self, batch: IndexBatch) -> None:
         """Have what is fetched for these samples fetched at once."""

@@ -37,7 +37,7 @@ from torch.utils.data._utils.worker import _worker_loop
 
 from fastdata.datasets.batch import collate as default_collate
 from fastdata.datasets.reader import ALIGN_BYTES, Loan, fresh
-from fastdata.errors import MemoryBudgetError
+from fastdata.errors import MemoryBudgetError, StoreGoneError
 from fastdata.machine.memory import is_running
 from fastdata.machine.shared import Block
 
@@ -432,8 +432,13 @@ class BatchReceiver:
             memory = mapped.memory
         else:
             self._drop_ended()
-            with pickle.loads(handle.block) as block:
-                memory = block.array("uint8", (block.size_bytes,))
+            try:
+                with pickle.loads(handle.block) as block:
+                    memory = block.array("uint8", (block.size_bytes,))
+            except StoreGoneError:
+                raise StoreGoneError(
+                    f"the DataLoader worker (pid {handle.key[0]}) has ended, and this batch with it"
+                ) from None
         lent = memory[:]
         loan = Loan(lent, _GIVE_BACK)
         loan.set_state = memory[:1].fill

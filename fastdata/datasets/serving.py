@@ -192,12 +192,9 @@ def _unread_column(plan: TransformPlan) -> Column:
     return Column(plan, last=Program(plan.last.batch_ops, _DECODED) if plan.last else None)
 
 
-def _column(
-    plan: TransformPlan, spec: SampleSpec, shape: tuple[int, ...], store: Store | None = None
-) -> Column:
+def _column(plan: TransformPlan, spec: SampleSpec, shape: tuple[int, ...]) -> Column:
     program = Program(plan.batch_ops, spec)
-    output = program.output(shape)
-    return _unread_column(plan)._replace(program=program, output=output, store=store)
+    return _unread_column(plan)._replace(program=program, output=program.output(shape))
 
 
 def _compile_kept(
@@ -220,7 +217,7 @@ def _compile_kept(
     if kept.is_tuple or are_unread:
         return plan, tuple(map(_unread_column, plan.each))
     with kept.naming_damage():
-        return plan, tuple(_column(view, spec, shape, store) for view in plan.each)
+        return plan, tuple(_column(view, spec, shape) for view in plan.each)
 
 
 def _compile_files(
@@ -256,18 +253,30 @@ def _compile_pairs(
     if kept is None or not kept.target_is_part:
         plan = plan_pairs(transforms, obstacle="only images with a tv_tensors.Mask are served")
         return plan, (Column(plan),)
-    image, mask = kept.images, kept.stores[1]
+    image, mask = kept.stores[0], kept.stores[1]
     shapes = image.shape(0), mask.shape(0)
     if (image.spec.dtype, mask.spec.dtype, mask.spec.form) != ("uint8", "uint8", "mask"):
         obstacle = "only uint8 images with a uint8 tv_tensors.Mask are served"
     if obstacle is None and (len(shapes[0]) != 3 or shapes[1][:-2] not in ((), (1,))):
         obstacle = f"images of shape {shapes[0]} and masks of {shapes[1]} are not served"
+    obstacle = obstacle or _size_obstacle(image, mask)
     channels = _channels_of(image)
     plan = plan_pairs(transforms, form=image.spec.form, channels=channels, obstacle=obstacle)
     if plan.mask is None:
         return plan, (Column(plan),)
-    image_column = _column(plan, image.spec, shapes[0], image)
-    return plan, (image_column, _column(plan.mask, mask.spec, shapes[1], mask))
+    stores = zip((plan, plan.mask), kept.stores, shapes, strict=False)
+    return plan, tuple(_column(each, store.spec, shape) for each, store, shape in stores)
+
+
+def _size_obstacle(image: Store, mask: Store) -> str | None:
+    """Which sample's mask is not as large as its image, whose draws it takes."""
+    are_other = (image.shapes[:, -2:] != mask.shapes[:, -2:]).any(axis=1)
+    wrong = np.flatnonzero(are_other).tolist()
+    if not wrong:
+        return None
+    index = wrong[0]
+    found = image.shape(index)[-2:], mask.shape(index)[-2:]
+    return f"sample {index} has an image of {found[0]} and a mask of {found[1]} (height, width)"
 
 
 def _channels_of(images: Store) -> int | None:
