@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -37,31 +37,16 @@ _Images = Iterator[tuple[int, bytes]]
 _FOLDER_NAME = re.compile(r"(?!\.)[^/\\\0]+")
 
 
-class Exported(NamedTuple):
-    """What ``export_cache`` has written.
-
-    Attributes:
-        folder: where it is.
-        samples: how many.
-        lossless: whether images have the very pixels of the cache.
-    """
-
-    folder: Path
-    samples: int
-    lossless: bool
-
-
 def export_cache(
     cache: str | os.PathLike[str],
     out: str | os.PathLike[str],
     *,
     to: Literal["webdataset", "folder"],
     image_format: ImageFormat = "png",
-    quality: int | None = None,
+    quality: int = 95,
     shard_size: int | str = "256MiB",
-    progress: bool = True,
     storage_options: Mapping[str, Any] | None = None,
-) -> Exported:
+) -> int:
     """Write the samples of a cache as files that others read, images at their prepared size.
 
     Args:
@@ -71,10 +56,12 @@ def export_cache(
             ``imagefolder`` read them. ``"webdataset"``: tars of images beside ``.cls``, or
             ``.json`` for targets that are no whole numbers; class names lie in ``classes.json``.
         image_format: ``"png"`` is lossless, ``"jpeg"`` is not.
-        quality: of JPEG, 1 to 100; by default 95.
+        quality: of JPEG, 1 to 100.
         shard_size: most bytes of image files in one tar.
-        progress: show a progress bar on standard error.
         storage_options: for a cache behind a URL; see ``fastdata.stores.options.DatasetOptions``.
+
+    Returns:
+        how many samples were written.
 
     Raises:
         FileExistsError: ``out`` is not empty.
@@ -87,17 +74,12 @@ def export_cache(
         ...     cache, tars = f"{root}/cache", f"{root}/tars"
         ...     options = {"cache_dir": cache, "cache_key": "squares"}
         ...     CachedDataset(squares, **options).close()
-        ...     export = export_cache(cache, tars, to="webdataset", progress=False)
-        ...     print(export.samples, export.lossless, sorted(os.listdir(export.folder)))
-        3 True ['shard-000000.tar']
+        ...     print(export_cache(cache, tars, to="webdataset"), os.listdir(tars))
+        3 ['shard-000000.tar']
     """
     refuse_remote(out)
     folder = Path(out).expanduser().absolute()
     limit_bytes = parse_bytes(shard_size, of=1 << 40)
-    if quality is not None and (image_format == "png" or not 1 <= quality <= 100):
-        raise ValueError(
-            f"quality={quality} is for image_format='jpeg', from 1 to 100; PNG is lossless"
-        )
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder} is there and not empty; give a folder that is to be made")
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -112,7 +94,7 @@ def export_cache(
         classes: list[str] = getattr(dataset, "classes", [])
         if not all(type(target) is int and 0 <= target < len(classes) for target in targets):
             classes = []
-        images = _encoded(dataset, image_format, quality or 95, progress=progress)
+        images = _encoded(dataset, image_format, quality)
         ending = _ENDINGS[image_format]
         if to == "folder":
             _write_folder(images, part, ending, targets, classes)
@@ -123,12 +105,11 @@ def export_cache(
         if folder.exists():
             folder.rmdir()
         part.rename(folder)
-    return Exported(folder, len(targets), image_format == "png")
+        return len(targets)
 
 
-def _encoded(dataset: CachedDataset, kind: str, quality: int, *, progress: bool) -> _Images:
+def _encoded(dataset: CachedDataset, kind: str, quality: int) -> _Images:
     """All images in their order, encoded by several threads, a few at a time."""
-    options = {} if kind == "png" else {"quality": quality}
 
     def encode(index: int) -> bytes:
         leaves = pytree.tree_leaves(dataset[index])
@@ -139,8 +120,13 @@ def _encoded(dataset: CachedDataset, kind: str, quality: int, *, progress: bool)
                 "masks or several views are read by from_cache instead"
             )
         image = images[0]
+        pixels = np.asarray(image)
+        if pixels.ndim == 2:
+            pixels = pixels[None]
+        elif not isinstance(image, torch.Tensor) and pixels.shape[-1] in (1, 3, 4):
+            pixels = pixels.transpose(2, 0, 1)  # of arrays channels may be last
         try:
-            return encode_image(_planes(image), kind, **options)
+            return encode_image(pixels, kind, quality=quality)
         except (TypeError, ValueError, OSError, LookupError) as cause:
             found = f"{image.dtype} of shape {tuple(image.shape)}".removeprefix("torch.")
             raise ValueError(
@@ -149,7 +135,7 @@ def _encoded(dataset: CachedDataset, kind: str, quality: int, *, progress: bool)
 
     count = len(dataset)
     at_once = 16 * usable_cores()
-    bar = progress_bar(count, f"exporting {count:,} images", enabled=progress)
+    bar = progress_bar(count, f"exporting {count:,} images")
     with bar, ThreadPoolExecutor(usable_cores()) as pool:
         for first in range(0, count, at_once):
             indices = range(first, min(first + at_once, count))
@@ -158,33 +144,20 @@ def _encoded(dataset: CachedDataset, kind: str, quality: int, *, progress: bool)
                 bar.update()
 
 
-def _planes(image: Any) -> np.ndarray:
-    """An image as planes; arrays may have their channels last."""
-    pixels: np.ndarray = np.asarray(image)
-    if pixels.ndim == 2:
-        return pixels[None]
-    is_last = not isinstance(image, torch.Tensor) and pixels.shape[-1] in (1, 3, 4)
-    return pixels.transpose(2, 0, 1) if is_last else pixels
-
-
 def _write_folder(
-    images: _Images,
-    folder: Path,
-    ending: str,
-    targets: list[Any],
-    classes: list[str],
+    images: _Images, folder: Path, ending: str, targets: list[Any], classes: list[str]
 ) -> None:
     if not all(type(target) is int and target >= 0 for target in targets):
         raise ValueError(
             "class folders keep class names, or whole numbers from 0 on, and some targets are "
             "others; use to='webdataset'"
         )
+    # Of so many digits, numbers sort as their names do.
+    digits = len(str(max(targets, default=0)))
     for name in classes:
         if not _FOLDER_NAME.fullmatch(name):
             raise ValueError(f"the class {name!r} cannot name a folder; use to='webdataset'")
         (folder / name).mkdir()
-    # Of so many digits, numbers sort as their names do.
-    digits = len(str(max(targets, default=0)))
     for index, image in images:
         target = targets[index]
         home = folder / (classes[target] if classes else f"{target:0{digits}}")
@@ -193,11 +166,7 @@ def _write_folder(
 
 
 def _write_tars(
-    images: _Images,
-    folder: Path,
-    ending: str,
-    targets: list[Any],
-    limit_bytes: int,
+    images: _Images, folder: Path, ending: str, targets: list[Any], limit_bytes: int
 ) -> None:
     target_ending = "cls" if all(type(target) is int for target in targets) else "json"
     number = 0
@@ -211,14 +180,11 @@ def _write_tars(
                 number += 1
                 filled_bytes = 0
             filled_bytes += len(image)
-            _add(tar, f"{index:08}.{ending}", image)
-            _add(tar, f"{index:08}.{target_ending}", json.dumps(targets[index]).encode())
-
-
-def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
-    info = tarfile.TarInfo(name)  # of no time and nobody: one cache gives one file
-    info.size = len(data)
-    tar.addfile(info, io.BytesIO(data))
+            target = json.dumps(targets[index]).encode()
+            for kind, data in ((ending, image), (target_ending, target)):
+                info = tarfile.TarInfo(f"{index:08}.{kind}")  # of no time and nobody: one cache
+                info.size = len(data)  # gives one file
+                tar.addfile(info, io.BytesIO(data))
 
 
 # The commands
@@ -336,7 +302,13 @@ def add_export(parser: argparse.ArgumentParser) -> None:
         default="png",
         help="default: %(default)s, which is lossless",
     )
-    add("--quality", type=positive, metavar="N", help="1 to 100, of JPEG; by default 95")
+    add(
+        "--quality",
+        type=positive,
+        default=95,
+        metavar="N",
+        help="1 to 100, of JPEG; default: %(default)s",
+    )
     add(
         "--shard-size",
         default="256MiB",
@@ -347,9 +319,10 @@ def add_export(parser: argparse.ArgumentParser) -> None:
 
 
 def export(options: argparse.Namespace) -> int:
-    done = export_cache(**vars(options))
-    pixels = "the pixels of the cache" if done.lossless else "pixels changed by lossy compression"
-    print(f"{done.folder}: {done.samples:,} samples as {options.image_format} files, {pixels}")
+    count = export_cache(**vars(options))
+    kind = options.image_format
+    pixels = "the pixels of the cache" if kind == "png" else "pixels changed by lossy compression"
+    print(f"{options.out}: {count:,} samples as {kind} files, {pixels}")
     return 0
 
 

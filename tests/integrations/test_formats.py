@@ -249,7 +249,7 @@ def test_hugging_faces_datasets(hugging: Any) -> None:
 
 def test_an_export_is_a_dataset_of_hugging_face(cache: Path, tmp_path: Path) -> None:
     """Its imagefolder opens class folders with images and class names."""
-    export_cache(cache, tmp_path / "out", to="folder", progress=False)
+    export_cache(cache, tmp_path / "out", to="folder")
     home = str(tmp_path / "home")
     theirs = datasets.load_dataset(
         "imagefolder", data_dir=str(tmp_path / "out"), split="train", cache_dir=home
@@ -267,11 +267,11 @@ def test_a_cache_behind_a_url_is_exported(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     shutil.copytree(cache, tmp_path / "s3" / "bucket" / "cache")
     options = {"storage_options": throttled.storage_options}
-    done = export_cache("s3://bucket/cache", tmp_path / "out", to="folder", **options)
+    count = export_cache("s3://bucket/cache", tmp_path / "out", to="folder", **options)
     with CachedDataset.from_cache(cache) as ours:
-        assert done.samples == len(ours)
+        assert count == len(ours)
         for path, (wanted, _) in zip(
-            sorted(done.folder.rglob("*.png")), (ours[i] for i in range(6)), strict=True
+            sorted((tmp_path / "out").rglob("*.png")), (ours[i] for i in range(6)), strict=True
         ):
             with Image.open(path) as found:
                 assert found.tobytes() == wanted.tobytes()
@@ -280,7 +280,7 @@ def test_a_cache_behind_a_url_is_exported(
 @LEFT_OPEN
 def test_webdataset_reads_an_export(cache: Path, tmp_path: Path) -> None:
     """Its own reader gives the pixels and classes of the cache, in order."""
-    export_cache(cache, tmp_path / "out", to="webdataset", shard_size=600, progress=False)
+    export_cache(cache, tmp_path / "out", to="webdataset", shard_size=600)
     shards = sorted(map(str, (tmp_path / "out").glob("*.tar")))
     theirs = list(
         webdataset.WebDataset(shards, shardshuffle=False).decode("pil").to_tuple("png", "cls")
