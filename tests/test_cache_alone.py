@@ -365,7 +365,7 @@ def test_one_cache_must_be_meant(image_folder: Folder, tmp_path: Path) -> None:
         ValueError, match="holds 2 caches; give the folder of the one that you mean"
     ) as several:
         CachedDataset.from_cache(cache)
-    for text in (f"{home}\n  samples    6, ", str(root), "resize (7, 9) bilinear", str(other)):
+    for text in (f"{home}\n  samples    6", str(root), "resize (7, 9) bilinear", str(other)):
         assert text in str(several.value)
     (home / INDEX).write_text("{}")
     with pytest.raises(CacheError, match="cannot be read: ValueError"):
@@ -376,7 +376,7 @@ def test_files_as_they_are_need_their_dataset(image_folder: Folder) -> None:
     """With codec source only the dataset knows what prepares them."""
     cache = build(image_folder(size=(13, 11)), codec="source")
     with pytest.raises(
-        CacheError, match=r"image files as they are.* open that, with cache_dir="
+        CacheError, match=r"Image files as they are.* open that, with cache_dir="
     ) as caught:
         CachedDataset.from_cache(cache)
     assert repr(str(cache)) in str(caught.value)

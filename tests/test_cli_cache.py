@@ -69,8 +69,8 @@ def test_inspect_tells_what_is_damaged(
     capsys.readouterr()
     assert main(["inspect", str(cache), "--verify"]) == 0
     out = capsys.readouterr().out
-    assert "samples    6, 0 left out" in out
-    assert f"made from  {root}, 2 classes" in out
+    assert "samples    6" in out
+    assert "classes    2" in out
     assert "resize 7 bilinear" in out
     assert "every sample is as it was written" in out
     (shard,) = cache.glob("*/part0-*.npy")

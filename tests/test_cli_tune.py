@@ -187,7 +187,7 @@ def test_inspect_keeps_what_it_found(
     main(["build", str(root), str(tmp_path / "cache"), "--resize", "7"])
     assert main(["inspect", str(tmp_path / "cache"), "--json", str(figures)]) == 0
     (found,) = json.loads(figures.read_text())["caches"]
-    assert (found["samples"], found["problem"], found["damaged"]) == (6, "", None)
+    assert (found["facts"]["samples"], found["problem"], found["damaged"]) == (6, "", None)
     (shard,) = (tmp_path / "cache").glob("*/part0-*.npy")
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1

@@ -41,7 +41,7 @@ from fastdata.stores.codecs import codec_of
 from fastdata.stores.mirror import MirroredStore
 from fastdata.stores.prepare import Prepared
 from fastdata.stores.readers import Decoder, DiskFile, DiskStore, receipt_name
-from fastdata.stores.samples import SOURCE, KeptSamples, Layout
+from fastdata.stores.samples import KeptSamples, Layout
 from fastdata.stores.writers import StoredPart, open_all
 
 INDEX = "fastdata.npz"
@@ -357,18 +357,13 @@ def coder_of(place: Place, part: StoredPart, known: Sequence[Decoder]) -> Decode
     for coder in known:
         if coder.settings() == part.codec:
             return coder
-    its_dataset = f"open that, with cache_dir={place.url.rpartition('/')[0]!r}"
-    if part.codec["name"] == SOURCE:
-        raise CacheError(
-            f"{place} holds image files as they are, and what prepares them on every read is known "
-            f"to their dataset alone; {its_dataset}, or build a cache with another codec"
-        )
     try:
         return codec_of(part.codec)
     except (TypeError, ValueError) as unknown:
         raise CacheError(
-            f"{place} cannot be opened on its own: {unknown}. A codec object of your own is known "
-            f"to the dataset that the cache was made from: {its_dataset} and codec="
+            f"{place} cannot be opened on its own: {unknown}. Image files as they are, and what a "
+            "codec object of your own has encoded, are read by the dataset that the cache was made "
+            f"from: open that, with cache_dir={place.url.rpartition('/')[0]!r} and codec="
         ) from unknown
 
 

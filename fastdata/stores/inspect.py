@@ -6,7 +6,7 @@ import contextlib
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -99,45 +99,28 @@ def _paths_of(cache: Cache) -> PackedPaths:
 # Looked over
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Inspected:
+class Inspected(NamedTuple):
     """A cache, or what is left of one.
 
-    Args:
+    Attributes:
         folder: where it is.
-        manifest: what its samples are; None if that cannot be read.
-        samples: of what it was made from.
-        skipped: those of them that were left out.
-        shards: that the others lie in.
-        size_bytes: of these.
-        problem: why it cannot be used, in one line; empty if nothing is known against it.
+        facts: what it holds and is made from; none of one that cannot be read.
+        problem: why it cannot be used; empty if nothing is known against it.
         damaged: samples whose bytes are not those that were written; None if nobody has looked.
     """
 
     folder: str
-    manifest: Manifest | None = None
-    samples: int = 0
-    skipped: int = 0
-    shards: int = 0
-    size_bytes: int = 0
-    problem: str = ""
-    damaged: list[str] | None = None
+    facts: dict[str, Any]
+    problem: str
+    damaged: list[str] | None
 
     def __str__(self) -> str:
-        lines = [self.folder]
-        manifest = self.manifest
-        if manifest is not None:
-            size = f"{format_bytes(self.size_bytes)} in {counted(self.shards, 'shard')}"
-            lines += [
-                f"samples    {self.samples - self.skipped:,}, {self.skipped:,} left out; {size}",
-                f"made from  {manifest.root or 'a dataset'}, {len(manifest.classes or ())} classes",
-                *(f"{name:10} {text or '-'}" for name, text in manifest.key.items()),
-            ]
+        lines = [f"{name:10} {fact}" for name, fact in self.facts.items()]
         if self.problem:
             lines.append(f"problem    {self.problem}; the next run writes it anew")
         if self.damaged == []:
             lines.append("verified   every sample is as it was written")
-        return "\n  ".join([*lines, *(self.damaged or ())])
+        return "\n  ".join([self.folder, *lines, *(self.damaged or ())])
 
 
 def inspect_caches(
@@ -164,12 +147,13 @@ def _look(place: Place, *, verify: bool = False) -> Inspected:
     try:
         return read_cache(place, partial(_inspect, verify=verify))
     except (CacheError, FileNotFoundError) as unreadable:
-        return Inspected(folder=str(place), problem=str(unreadable))
+        return Inspected(str(place), {}, str(unreadable), None)
 
 
 def _inspect(cache: Cache, *, verify: bool) -> Inspected:
+    manifest = cache.manifest
     damaged = []
-    for number in range(len(cache.manifest.parts)):
+    for number in range(len(manifest.parts)):
         with contextlib.closing(cache.open_part(number, None)) as store:
             for k, row in enumerate(cache.kept.tolist() if verify else ()):
                 try:
@@ -180,16 +164,16 @@ def _inspect(cache: Cache, *, verify: bool) -> Inspected:
     if not cache.place.is_remote:
         missing = cache.receipts() - receipts_in(Path(cache.place.url))
         problem = f"{counted(len(missing), 'shard')} damaged" if missing else ""
-    return Inspected(
-        folder=str(cache.place),
-        manifest=cache.manifest,
-        samples=len(cache.columns["kept"]),
-        skipped=len(cache.skipped),
-        shards=len(cache.shard_names),
-        size_bytes=cache.size_bytes,
-        problem=problem,
-        damaged=damaged if verify else None,
-    )
+    facts = {
+        "samples": len(cache.kept),
+        "left out": len(cache.skipped),
+        "classes": len(manifest.classes or ()),
+        "size": format_bytes(cache.size_bytes),
+        "shards": len(cache.shard_names),
+        "root": manifest.root,
+        **manifest.key,
+    }
+    return Inspected(str(cache.place), facts, problem, damaged if verify else None)
 
 
 # Pruned
@@ -226,10 +210,10 @@ def prune_caches(cache_dir: Path, *, gone: bool = False, dry_run: bool = False) 
 def _prune(folder: Path, *, gone: bool, dry_run: bool) -> Removal:
     place = Place(folder)
     found = _look(place)
-    root = "" if found.manifest is None else found.manifest.root
+    root = found.facts.get("root")
     if not (folder / INDEX).exists():
         reason = "left by a writer that died"
-    elif found.manifest is None:
+    elif not found.facts:
         reason = f"cannot be read: {found.problem}"
     elif gone and root and not is_url(root) and not os.path.isdir(root):
         reason = f"{root} is not there"

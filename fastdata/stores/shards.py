@@ -15,7 +15,7 @@ import multiprocessing
 import os
 import pickle
 import uuid
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Executor, Future, as_completed, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -123,13 +123,13 @@ class Task(NamedTuple):
         number: among those of a build.
         name: its fingerprint.
         positions: of its samples in the source.
-        columns: of these, on the way to a process that does not have the source.
+        source: of these, on the way to a process that does not have that of all.
     """
 
     number: int
     name: str
     positions: range
-    columns: Mapping[str, Any] | None = None
+    source: FileSource | None = None
 
     def __str__(self) -> str:
         return f"shard {self.number}, samples {self.positions[0]} to {self.positions[-1]}"
@@ -178,15 +178,15 @@ class ShardWriter:
     place: Place
     options: Options
 
-    def __call__(self, task: Task) -> Task:
-        """Write the files of a shard, and then its receipt."""
+    def __call__(self, task: Task) -> int:
+        """Write the files of a shard, and then its receipt; gives the number of its samples."""
         path = self.path
         is_remote = self.place.is_remote
         if multiprocessing.parent_process() is not None:
             # There is a process for each core; and a forked OpenMP pool would hang.
             torch.set_num_threads(1)
-        if isinstance(path.source, FileSource) and task.columns is not None:
-            path = path._replace(source=path.source.over(task.columns))
+        if task.source is not None:
+            path = path._replace(source=task.source)
         with contextlib.ExitStack() as cleanup:
             folder = Path(self.place.url)
             if is_remote:
@@ -218,7 +218,7 @@ class ShardWriter:
                 else:
                     os.replace(part, folder / name)
             self.place.write(receipt_name(task.name), receipt)
-        return task
+        return len(task.positions)
 
 
 def _find_complete(place: Place, tasks: Sequence[Task], *, with_skipped: bool) -> dict[Task, Cache]:
@@ -242,7 +242,8 @@ def write_shards(writer: ShardWriter, tasks: Sequence[Task], options: Options) -
 
     Raises:
         SampleError: a sample cannot be prepared; names its path and index.
-        IngestError: a worker was lost. What is done stays.
+        IngestError: a worker of this machine was lost; what is done stays. An executor raises
+            errors of its own.
         ShapesDifferError: a sample has another shape.
         ValueError: what prepares samples cannot be pickled.
     """
@@ -263,11 +264,8 @@ def write_shards(writer: ShardWriter, tasks: Sequence[Task], options: Options) -
         progress_bar(count, f"preparing {count:,} images") as bar,
     ):
         bar.update(count - missing)
-        try:
-            for task in written:
-                bar.update(len(task.positions))
-        except IngestError as lost:
-            raise IngestError(f"{lost} Shards that are done stay; run again to go on.") from lost
+        for samples in written:
+            bar.update(samples)
     complete = _find_complete(writer.place, tasks, with_skipped=with_skipped)
     for task in tasks:
         if task not in complete:
@@ -280,56 +278,52 @@ def write_shards(writer: ShardWriter, tasks: Sequence[Task], options: Options) -
 
 def _run(
     writer: ShardWriter, tasks: Sequence[Task], options: Options
-) -> Generator[Task, None, None]:
-    """Write shards, and yield each when it is written."""
+) -> Generator[int, None, None]:
+    """Write shards, and yield the number of samples of each when it is written."""
     workers = ingest_workers(options)
     engine = options.engine
+    if engine == "local" and 1 < workers <= len(tasks):
+        forks = needs_processes(writer.path, writer.plans)
+        yield from run_tasks(writer, tasks, workers, forks=forks)
+    elif engine == "local":  # too few to go round: all workers at one after the other
+        alone = replace(writer, options=replace(writer.options, prepare_workers=workers))
+        yield from map(alone, tasks)
+    else:
+        yield from _run_elsewhere(writer, tasks, engine)
+
+
+# Tasks of a build that run elsewhere
+
+
+def _run_elsewhere(
+    writer: ShardWriter, tasks: Sequence[Task], engine: str | Executor
+) -> Iterator[int]:
     source = writer.path.source
-    if not tasks:
-        return
-    if engine == "local":
-        if 1 < workers <= len(tasks):
-            forks = needs_processes(writer.path, writer.plans)
-            yield from run_tasks(writer, tasks, workers, forks=forks)
-        else:  # too few to go round: all workers at one after the other
-            alone = replace(writer, options=replace(writer.options, prepare_workers=workers))
-            yield from map(alone, tasks)
-        return
     if isinstance(source, FileSource):  # a task has the files of its own samples only
-        tasks = [task._replace(columns=source.columns_of(task.positions)) for task in tasks]
-        sent = source.over(source.columns_of(()))
-        writer = replace(writer, path=writer.path._replace(source=sent))
-    if not isinstance(engine, str):
+        tasks = [
+            task._replace(source=source.over(source.columns_of(task.positions))) for task in tasks
+        ]
+        no_files = source.over(source.columns_of(()))
+        writer = replace(writer, path=writer.path._replace(source=no_files))
+    if isinstance(engine, Executor):
         yield from _run_in(engine, _pickled(writer), tasks)
     else:
         with _Ray() as ray:
             yield from _run_in(ray, ray.put(writer), tasks)
 
 
-# Tasks of a build that run elsewhere
-
-
-def _run_in(executor: Executor, packed: Any, tasks: Sequence[Task]) -> Iterator[Task]:
-    running: dict[Future[bytes], Task] = {}
-    error = None
+def _run_in(executor: Executor, packed: Any, tasks: Sequence[Task]) -> Iterator[int]:
+    running: list[Future[bytes]] = []
     try:
-        for task in tasks:
-            running[executor.submit(_attempt, packed, task)] = task
+        running.extend(executor.submit(_attempt, packed, task) for task in tasks)
         for future in as_completed(running):
-            task = running[future]
-            _, error, text = pickle.loads(future.result())
+            samples, error, text = pickle.loads(future.result())
             if error is not None:
-                break
-            yield task
-    except Exception as lost:  # an executor raises anything
-        what = f"{type(lost).__name__}: {lost}".rstrip(". :")
-        name = type(executor).__name__.strip("_")
-        raise IngestError(f"{name} has lost {task} ({what})") from lost
+                raise error from IngestError(text)
+            yield samples
     finally:
         # What is being written now stays, too.
         wait([future for future in running if not future.cancel()])
-    if error is not None:
-        raise error from IngestError(f"in {task}:\n{text}")
 
 
 def _attempt(packed: bytes, task: Task) -> bytes:
@@ -337,10 +331,10 @@ def _attempt(packed: bytes, task: Task) -> bytes:
     return attempt(lambda task: pickle.loads(packed)(task), task)
 
 
-def _pickled(job: Callable[[Task], Any]) -> bytes:
+def _pickled(writer: ShardWriter) -> bytes:
     try:
         with options_travel():
-            return pickle.dumps(job)
+            return pickle.dumps(writer)
     except Exception as problem:  # pickling runs code of the user's
         raise ValueError(
             "engine= sends what reads and prepares samples to other processes, which cannot be "
@@ -369,10 +363,10 @@ class _Ray(Executor):
             ray.init(log_to_driver=False, logging_level="error")
         self._task = ray.remote(num_cpus=1, max_retries=_RAY_RETRIES)(_attempt)
 
-    def put(self, job: Callable[[Task], Any]) -> Any:
-        """A reference to the pickled job, which each node fetches once."""
+    def put(self, writer: ShardWriter) -> Any:
+        """A reference to the pickled writer, which each node fetches once."""
         with options_travel():
-            return self._ray.put(self._ray.cloudpickle.dumps(job))
+            return self._ray.put(self._ray.cloudpickle.dumps(writer))
 
     def submit(self, function: Any, /, *arguments: Any, **_: Any) -> Future[Any]:
         self._refs.append(self._task.remote(*arguments))

@@ -11,7 +11,6 @@ import tarfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -287,7 +286,7 @@ def inspect(options: argparse.Namespace) -> int:
     caches = inspect_caches(options.cache, options.storage_options, verify=options.verify)
     for found in caches:
         print(found)
-    keep({"caches": list(map(asdict, caches))}, options)
+    keep({"caches": [found._asdict() for found in caches]}, options)
     return int(any(found.problem or found.damaged for found in caches))
 
 
