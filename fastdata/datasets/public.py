@@ -69,18 +69,13 @@ class _ImageFiles(PreparedDataset):
         self._loader = loader or load_image
         table = SampleTable(targets, paths=paths, class_to_idx=class_to_idx)
         if self._place is not None:
-            self._facts = self._facts_of(paths)
+            listed = self._place.listed
+            names = [self._place.locate(path)[1] for path in paths]
+            known = [listed.get(name, (0, -1, -1))[1:] for name in names]
+            sizes, tags = np.array(known, np.int64).reshape(-1, 2).T
+            self._facts = ArrayBlock({"sizes": sizes, "tags": tags})
+            self._place.listed = {}
         self._build(self._files_of(table), options, transform, target_transform, table=table)
-
-    def _facts_of(self, paths: list[str]) -> ArrayBlock:
-        """What was listed of these files, which is then forgotten."""
-        assert self._place is not None
-        listed = self._place.listed
-        names = [self._place.locate(path)[1] for path in paths]
-        known = [listed.get(name, (0, -1, -1))[1:] for name in names]
-        self._place.listed = {}
-        sizes, tags = np.array(known, np.int64).reshape(-1, 2).T
-        return ArrayBlock({"sizes": sizes, "tags": tags})
 
     def _list_files(self, source: Source) -> tuple[Listing | None, str]:
         from fastdata.stores.shards import list_paths
@@ -103,10 +98,8 @@ class _ImageFiles(PreparedDataset):
         return self._stored.samples if table is None else self._files_of(table)
 
     def _narrow(self, index: Sequence[int]) -> Source:
-        table, facts = self._files("samples"), self._facts
+        table = self._files("samples")
         self._list(list(map(table.path, index)), list(map(table.target, index)))
-        if facts is not None:
-            self._facts = ArrayBlock({name: column[index] for name, column in facts.items()})
         return self._origin()
 
     def _relist(self, name: str, listed: Sequence[Any]) -> None:
@@ -131,8 +124,11 @@ class _ImageFiles(PreparedDataset):
     def _list(self, paths: list[str], targets: Sequence[Any]) -> None:
         """Have these files in place of those listed so far, with what is known of them."""
         before = self._files("samples")
-        if self._place is not None:
-            self._facts = self._facts_of(paths)
+        if self._facts is not None:
+            rows = {path: row for row, path in enumerate(before.all_paths())}
+            index = [rows.get(path, -1) for path in paths]
+            facts = {name: np.append(column, -1)[index] for name, column in self._facts.items()}
+            self._facts = ArrayBlock(facts)
         table = SampleTable(targets, paths=paths, class_to_idx=before.class_to_idx)
         files = self._files_of(table)
         self._stored = replace(self._stored, samples=files, source=files, table=table)
