@@ -133,7 +133,7 @@ def test_columns_choose_sample_and_target_of_a_tar(tmp_path: Path) -> None:
         CachedDataset(path)
     with pytest.raises(
         OSError,
-        match=r"number 0 of .*x.tar: ValueError: there is no column 'mask'; columns are 'jpg'",
+        match=r"number 0 of .*x.tar: KeyError: 'mask'",
     ):
         CachedDataset(path, columns={"sample": "jpg", "target": "mask"})
 

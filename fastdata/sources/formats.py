@@ -225,21 +225,12 @@ class _Samples:
     def _file_of(self, index: int) -> int:
         return int(np.searchsorted(self._ends, index, side="right"))
 
-    def _choose(self, names: list[str]) -> list[str]:
-        """The columns to read, of those that there are."""
-        if self._columns is None:
-            return names
-        missing = [repr(name) for name in self._columns if name not in names]
-        if missing:
-            there = ", ".join(map(repr, names))
-            raise ValueError(f"there is no column {', '.join(missing)}; columns are {there}")
-        return [name for name in names if name in self._columns]
-
 
 # WebDataset
 
+_IMAGES = tuple(ending.removeprefix(".") for ending in IMAGE_EXTENSIONS)
 _DECODERS: dict[str, Callable[[bytes], Any]] = {
-    **{ending.removeprefix("."): decode_image for ending in IMAGE_EXTENSIONS},
+    **dict.fromkeys(_IMAGES, decode_image),
     "cls": int,
     "txt": bytes.decode,
     "json": json.loads,
@@ -281,7 +272,7 @@ class TarSamples(_Samples):
                     suffixes: set[str] = set()
                     infos = []
                     for _, suffix, info in members:
-                        if info.issparse() or info.offset_data + info.size > file.size_bytes:
+                        if info.offset_data + info.size > file.size_bytes:
                             raise ValueError(f"its file {info.name} does not lie within it")
                         if suffix in suffixes:
                             raise ValueError(f"it holds {info.name} twice")
@@ -302,24 +293,23 @@ class TarSamples(_Samples):
             for key, suffix, info in _members(tar):  # noqa: B007  # all have one key
                 contents[suffix] = data[info.offset_data : info.offset_data + info.size]
             contents[_KEY] = key.encode()
-        values = {}
-        for suffix in self._choose(list(contents)):
-            decode = bytes.decode if suffix == _KEY else _decoder_of(suffix)
-            values[suffix] = decode(contents[suffix])
-        return tuple(values.values()) if self._columns is None else values
+        if self._columns is None:
+            names = _pair_of(list(contents))
+            return tuple(_decode_file(name, contents[name]) for name in names)
+        return {name: _decode_file(name, contents[name]) for name in self._columns}
 
-    def _choose(self, names: list[str]) -> list[str]:
-        if self._columns is not None:
-            return super()._choose(names)
-        images = [name for name in names if _decoder_of(name) is decode_image]
-        targets = [name for name in _TARGETS if name in names]
-        if len(images) != 1 or not targets:
-            raise ValueError(
-                f"it has the files {', '.join(names[:-1])}, and not one image with one of "
-                f"{', '.join(_TARGETS)}. Say which are meant: columns={{'sample': 'jpg', 'target': "
-                "'npy'}, or the like"
-            )
-        return [images[0], targets[0]]
+
+def _pair_of(names: list[str]) -> list[str]:
+    """The one image, and its target."""
+    images = [name for name in names if name.rpartition(".")[2] in _IMAGES]
+    targets = [name for name in _TARGETS if name in names]
+    if len(images) != 1 or not targets:
+        raise ValueError(
+            f"it has the files {', '.join(names[:-1])}, and not one image with one of "
+            f"{', '.join(_TARGETS)}. Say which are meant: columns={{'sample': 'jpg', 'target': "
+            "'npy'}, or the like"
+        )
+    return [images[0], targets[0]]
 
 
 def _members(tar: tarfile.TarFile) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
@@ -330,8 +320,9 @@ def _members(tar: tarfile.TarFile) -> Iterator[tuple[str, str, tarfile.TarInfo]]
             yield name[1], name[2].lower(), info
 
 
-def _decoder_of(suffix: str) -> Callable[[bytes], Any]:
-    return _DECODERS.get(suffix.rpartition(".")[2], bytes)
+def _decode_file(suffix: str, content: bytes) -> Any:
+    decode = bytes.decode if suffix == _KEY else _DECODERS.get(suffix.rpartition(".")[2], bytes)
+    return decode(content)
 
 
 # Parquet and Arrow
@@ -383,7 +374,8 @@ class ArrowRows(_Samples):
         if latest.group != group:
             latest.group = latest.rows = None  # before there are others
             table = latest.table
-            latest.rows = table.read(group, columns=self._choose(table.columns))
+            columns = table.columns if self._columns is None else list(self._columns)
+            latest.rows = table.read(group, columns=columns)
             latest.group = group
         (item,) = latest.rows.slice(row, 1).to_pylist()
         return {name: _decode_value(value) for name, value in item.items()}
