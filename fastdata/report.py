@@ -9,7 +9,7 @@ import sys
 import threading
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from html import escape
 from itertools import groupby
@@ -60,14 +60,19 @@ Line = str | tuple[str, ...]
 """Of a report: text, or a row of a table."""
 
 
-def _aligned(rows: Sequence[Any]) -> list[str]:
-    """Rows of a table as lines: figures to the right between a name and words at the end."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for name, *figures, words in rows:
-        cells = [name.ljust(widths[0]), *map(str.rjust, figures, widths[1:]), words]
-        lines.append("  ".join(cells).rstrip())
-    return lines
+def as_text(lines: Iterable[Line]) -> str:
+    """Lines, tables aligned: figures to the right between a name and words at the end."""
+    texts: list[Any] = []
+    for kind, found in groupby(lines, type):
+        rows: list[Any] = list(found)
+        if kind is str:
+            texts += rows
+            continue
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for name, *figures, words in rows:
+            cells = [name.ljust(widths[0]), *map(str.rjust, figures, widths[1:]), words]
+            texts.append("  ".join(cells).rstrip())
+    return "\n".join(texts)
 
 
 class Report(ABC):
@@ -79,11 +84,7 @@ class Report(ABC):
     def _lines(self) -> Iterable[Line]: ...
 
     def __repr__(self) -> str:
-        lines: list[Any] = []
-        for kind, found in groupby(self._lines(), type):
-            block = list(found)
-            lines += block if kind is str else _aligned(block)
-        return "\n".join(lines)
+        return as_text(self._lines())
 
     def _repr_html_(self) -> str:
         rows = ""

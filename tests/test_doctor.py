@@ -15,21 +15,22 @@ import pytest
 import torch
 
 from fastdata.machine.memory import Budget
+from fastdata.report import as_text
 from fastdata.tools import doctor
-from fastdata.tools.doctor import Check, MachineReport, examine_machine
+from fastdata.tools.doctor import Check, examine_machine, report_lines
 
 MIB = 1 << 20
 
 
 def examined(name: str) -> Check:
-    return next(check for check in examine_machine().checks if check.name == name)
+    return next(check for check in examine_machine() if check.name == name)
 
 
 def test_each_side_of_the_machine_has_its_line() -> None:
     """None of them is empty, and a machine as it should be has no advice."""
     names = ["cores", "torch threads", "memory", "/dev/shm", "shared memory", "versions"]
     names += ["compiled core", "JPEG", "torchvision", "torch"]
-    checks = examine_machine().checks
+    checks = examine_machine()
     assert [check.name for check in checks if check.name != "NUMA"] == names
     assert all(check.found for check in checks)
     assert examined("compiled core").problem == examined("shared memory").problem == ""
@@ -168,7 +169,7 @@ def test_a_far_gpu_is_told(
 def test_a_report_is_aligned() -> None:
     """All that was found begins in one column, problems are marked, advice stands below."""
     checks = (Check("cores", "1", problem="more"), Check("torch threads", "2"))
-    assert str(MachineReport(checks)) == (
+    assert as_text(report_lines(checks)) == (
         "! cores          1\n                 -> more\n  torch threads  2\n\nproblems: 1"
     )
 

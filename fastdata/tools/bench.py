@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
 from statistics import median
@@ -26,7 +25,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from fastdata.datasets.public import ImageFolder
 from fastdata.loaders.loader import DataLoader
 from fastdata.machine.memory import cpu_model, usable_cores
-from fastdata.report import Line, Report
+from fastdata.report import Line, as_text
 from fastdata.tools import add_json, apart, check_folder, keep, measure, positive, shuffled
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -116,38 +115,12 @@ def find_transform(words: str) -> Any:
 # Measuring
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class BenchResult(Report):
-    """The figures as text: a row for each recipe, and a line to quote.
-
-    Of a recipe these are the images a second of both in turns, the ratio of their medians, and the
-    seconds that fastdata took to prepare the images.
-    """
-
-    settings: dict[str, Any]
-    images: int
-    recipes: dict[str, dict[str, Any]]
-
-    def _lines(self) -> Iterator[Line]:
-        files = f"{self.images:,} images ({self.settings['folder'] or 'drawn for this run'})"
-        loader = "batch {batch_size}, num_workers={num_workers}".format_map(self.settings)
-        yield f"{files}; {self.settings['dtype']}, {loader}; medians of {_ROUNDS} rounds in turns"
-        yield ""
-        yield "images/s", "torchvision + torch", "fastdata", "ratio", "prepared once in"
-        for name, recipe in self.recipes.items():
-            rates = [f"{median(recipe[side]):,.0f}" for side in ("vanilla", "fastdata")]
-            yield name, *rates, f"{recipe['ratio']:.1f}", f"{recipe['prepare_s']:.2f} s"
-        yield ""
-        yield f"crop: Resize and CenterCrop {PREPARED_PX}, RandomCrop, flip. The other recipes:"
-        yield "RandomResizedCrop, flip, and what their name says. torchvision reads the files,"
-        yield f"fastdata squares of {PREPARED_PX} that are prepared once."
-        ratios = [recipe["ratio"] for recipe in self.recipes.values()]
-        times = " to ".join(f"{ratio:.1f}" for ratio in sorted({min(ratios), max(ratios)}))
-        what = f"{', '.join(self.recipes)}; {cpu_model()}, {usable_cores()} cores"
-        yield f"fastdata reads {times} times as many images/s as torchvision + torch ({what})"
+Figures = dict[str, Any]
+"""Of a recipe the images a second of both in turns, ``vanilla`` and ``fastdata``, the ``ratio`` of
+their medians, and the seconds that fastdata took to prepare the images, ``prepare_s``."""
 
 
-def run_bench(options: argparse.Namespace) -> BenchResult:
+def run(options: argparse.Namespace) -> int:
     names = options.recipe or ([] if options.transform else RECIPES)
     transforms = {name: make_recipe(name, options.dtype) for name in names}
     if options.transform:
@@ -165,7 +138,30 @@ def run_bench(options: argparse.Namespace) -> BenchResult:
         for name, transform in transforms.items():
             _say(f"measuring {name}")
             recipes[name] = _measure_recipe(folder, paths, name, transform, options)
-    return BenchResult(settings=vars(options), images=len(paths), recipes=recipes)
+    print(as_text(_report_lines(recipes, count, options)))
+    keep({"settings": vars(options), "images": count, "recipes": recipes}, options)
+    return 0
+
+
+def _report_lines(
+    recipes: dict[str, Figures], count: int, options: argparse.Namespace
+) -> Iterator[Line]:
+    """A row for each recipe, and a line to quote."""
+    loader = f"batch {options.batch_size}, num_workers={options.num_workers}"
+    yield f"{count:,} images ({options.folder or 'drawn for this run'}); {options.dtype}, {loader}"
+    yield ""
+    yield "images/s", "torchvision + torch", "fastdata", "ratio", "prepared once in"
+    for name, recipe in recipes.items():
+        rates = [f"{median(recipe[side]):,.0f}" for side in ("vanilla", "fastdata")]
+        yield name, *rates, f"{recipe['ratio']:.1f}", f"{recipe['prepare_s']:.2f} s"
+    yield ""
+    yield f"crop: Resize and CenterCrop {PREPARED_PX}, RandomCrop, flip. The other recipes:"
+    yield "RandomResizedCrop, flip, and what their name says. torchvision reads the files,"
+    yield f"fastdata squares of {PREPARED_PX} that are prepared once; medians of {_ROUNDS} rounds."
+    ratios = [recipe["ratio"] for recipe in recipes.values()]
+    times = " to ".join(f"{ratio:.1f}" for ratio in sorted({min(ratios), max(ratios)}))
+    what = f"{', '.join(recipes)}; {cpu_model()}, {usable_cores()} cores"
+    yield f"fastdata reads {times} times as many images/s as torchvision + torch ({what})"
 
 
 def _say(words: str) -> None:
@@ -174,7 +170,7 @@ def _say(words: str) -> None:
 
 def _measure_recipe(
     folder: str, paths: list[str], name: str, transform: Any, options: argparse.Namespace
-) -> dict[str, Any]:
+) -> Figures:
     is_square = name in ("crop", options.transform)  # by its own first steps
     resize = None if is_square else (PREPARED_PX, PREPARED_PX)
     chosen: dict[str, Any] = {"is_valid_file": frozenset(paths).__contains__, "allow_empty": True}
@@ -279,10 +275,3 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of both loaders; default: usable cores, %(default)s here",
     )
     add_json(parser)
-
-
-def run(options: argparse.Namespace) -> int:
-    result = run_bench(options)
-    print(result)
-    keep(asdict(result), options)
-    return 0

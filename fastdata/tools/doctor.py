@@ -12,7 +12,7 @@ import os
 import platform
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from fastdata.machine import memory
 from fastdata.machine.memory import format_bytes
 from fastdata.machine.shared import Block
 from fastdata.pixels import core, images
-from fastdata.report import Line, Report
+from fastdata.report import Line, as_text
 from fastdata.tools import versions
 
 NVIDIA = Path("/proc/driver/nvidia")
@@ -40,28 +40,9 @@ class Check:
     problem: str = ""
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class MachineReport(Report):
-    """What this machine gives to training; problems are marked with ``!``, advice with ``->``."""
-
-    checks: tuple[Check, ...]
-
-    @property
-    def problems(self) -> int:
-        return sum(bool(check.problem) for check in self.checks)
-
-    def _lines(self) -> Iterator[Line]:
-        for check in self.checks:
-            yield f"{'!' if check.problem else ' '} {check.name}", check.found
-            cure = check.problem or check.advice
-            if cure:
-                yield "", f"-> {cure}"
-        yield from ("", f"problems: {self.problems}")
-
-
-def examine_machine() -> MachineReport:
+def examine_machine() -> list[Check]:
     """Look at the machine as this process sees it; reads a few files and changes nothing."""
-    return MachineReport((*_cores(), *_memory(), *_libraries(), _torch(), *_numa()))
+    return [*_cores(), *_memory(), *_libraries(), _torch(), *_numa()]
 
 
 def _cores() -> Iterator[Check]:
@@ -169,6 +150,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    report = examine_machine()
-    print(report)
-    return 1 if report.problems else 0
+    checks = examine_machine()
+    print(as_text(report_lines(checks)))
+    return int(any(check.problem for check in checks))
+
+
+def report_lines(checks: Sequence[Check]) -> Iterator[Line]:
+    """Problems are marked with ``!``, advice with ``->``."""
+    for check in checks:
+        yield f"{'!' if check.problem else ' '} {check.name}", check.found
+        cure = check.problem or check.advice
+        if cure:
+            yield "", f"-> {cure}"
+    yield from ("", f"problems: {sum(bool(check.problem) for check in checks)}")
