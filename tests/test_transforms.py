@@ -375,7 +375,7 @@ def test_channels_that_normalize_does_not_fit() -> None:
         [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(*NORM)], gray, atol=1e-6
     )
     with pytest.raises(
-        ValueError, match=r"sample 0 .* it has 1 channel, but Normalize has 3 means"
+        ValueError, match=r"sample 0 .* it has 1 channel, but Normalize has 3 means. Give as many"
     ):
         served([v1.ToTensor(), v1.Normalize(*NORM)], gray, [0])
     with pytest.raises(

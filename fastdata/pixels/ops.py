@@ -145,7 +145,8 @@ _REFUSALS = {
     "REFUSED_SHAPE": (
         "sample {index} comes out as ({n[0]}, {n[1]}, {n[2]}), but the batch has room for "
         "({n[3]}, {n[4]}, {n[5]}) each. Crop or resize to one size, and give all images one number "
-        "of channels, as prepare=lambda image: image.convert('RGB') does."
+        "of channels: by Grayscale(3), or a CachedDataset's prepare=lambda image: "
+        "image.convert('RGB')."
     ),
     "REFUSED_OUTSIDE": _NOT_SERVED.format("a step would leave no pixel of it"),
     "REFUSED_OP": _NOT_SERVED.format("a step is not for its number of channels"),
@@ -163,8 +164,9 @@ def refusal_of(op: Op, refused: core.CoreError, index: int, shape: Sequence[int]
         elif op.code == "OP_ERASE":
             needs = f"erasing has {len(op.fill)} values"
         return ChannelsError(
-            f"it has {counted(n[0], 'channel')}, but {needs}. Give all images one number of "
-            "channels, as prepare=lambda image: image.convert('RGB') does.",
+            f"it has {counted(n[0], 'channel')}, but {needs}. Give as many as there are "
+            "channels, and all images one number of these: by Grayscale(3), or a CachedDataset's "
+            "prepare=lambda image: image.convert('RGB').",
             index,
         )
     mode = str(op.n[4]).removeprefix("PAD_").lower() if len(op.n) > 4 else ""
