@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Subset
 from torchvision import transforms as v1
 from torchvision.datasets import ImageFolder as TorchvisionFolder
-from torchvision.datasets import wrap_dataset_for_transforms_v2
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import v2
 
@@ -252,18 +251,6 @@ def test_samples_are_those_of_make_dataset(
                 kind.make_dataset(root, *arguments)
             errors.append((raised.type, str(raised.value)))
         assert errors[0] == errors[1]
-
-
-def test_wrapping_for_transforms_v2_leaves_it_as_it_is(image_folder: Folder) -> None:
-    """The dataset itself is what comes of torchvision's wrapper, which does nothing to image classification."""
-    root = image_folder()
-    transform = v2.Compose([v2.Resize((4, 5)), v2.RandomHorizontalFlip(), v2.PILToTensor()])
-    with ImageFolder(root, transform) as ours:
-        assert wrap_dataset_for_transforms_v2(ours) is ours
-        with pytest.raises(ValueError, match="target_keys"):
-            wrap_dataset_for_transforms_v2(ours, target_keys="all")
-        with pytest.raises(ValueError, match="target_keys"):
-            wrap_dataset_for_transforms_v2(TorchvisionFolder(root), target_keys="all")
 
 
 @pytest.mark.parametrize("given", ["a/path.jpg", None, {"image": 1}], ids=repr)

@@ -816,7 +816,6 @@ def test_images_are_padded_at_the_right_and_the_bottom(kind: str) -> None:
     assert padded.images.shape == (3, 2, 4, 5)
     assert padded.sizes.tolist() == [[3, 5], [4, 2], [1, 1]]
     assert padded.sizes.dtype == torch.int64
-    assert padded.padded_share == 1 - (15 + 8 + 1) / 60
     assert targets.tolist() == [0, 1, 2]
     for k, (image, _) in enumerate(_ragged()):
         height, width = image.shape[1:]
@@ -830,11 +829,7 @@ def test_a_whole_batch_is_padded_without_a_copy() -> None:
         samples = dataset.__getitems__([1, 2])
         padded, labels = collate(samples, pad=0)
         assert padded.images is samples.stacked[0]
-        assert (padded.sizes.tolist(), padded.padded_share, labels.tolist()) == (
-            [[4, 3]] * 2,
-            0.0,
-            [1, 2],
-        )
+        assert (padded.sizes.tolist(), labels.tolist()) == ([[4, 3]] * 2, [1, 2])
 
 
 @pytest.mark.parametrize("engine", [INLINE, PROCESSES], ids=["inline", "processes"])

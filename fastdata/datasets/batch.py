@@ -239,18 +239,12 @@ class Padded(NamedTuple):
 
     Example:
         >>> batch = collate([(torch.ones(3, 2, 4), 7), (torch.ones(3, 4, 2), 8)], pad=0)
-        >>> batch[0].images.shape, batch[0].sizes.tolist(), batch[0].padded_share, batch[1]
-        (torch.Size([2, 3, 4, 4]), [[2, 4], [4, 2]], 0.5, tensor([7, 8]))
+        >>> batch[0].images.shape, batch[0].sizes.tolist(), batch[1]
+        (torch.Size([2, 3, 4, 4]), [[2, 4], [4, 2]], tensor([7, 8]))
     """
 
     images: torch.Tensor
     sizes: torch.Tensor
-
-    @property
-    def padded_share(self) -> float:
-        """How many of the pixels are padded, in [0, 1)."""
-        count, _, height_px, width_px = self.images.shape
-        return 1 - int(self.sizes.prod(dim=1).sum()) / max(count * height_px * width_px, 1)
 
 
 def collate(samples: list[Any], *, pad: float | None = None) -> Any:
@@ -259,8 +253,8 @@ def collate(samples: list[Any], *, pad: float | None = None) -> Any:
     Args:
         samples: of one kind, as torch's.
         pad: where images differ in size, the value that fills the right and the bottom of smaller
-            ones. The images of the batch are then a ``Padded``, always: its ``images``, the
-            ``sizes`` before, and the ``padded_share``. Images are (C, H, W) tensors: the samples
+            ones. The images of the batch are then a ``Padded``, always: its ``images`` and
+            the ``sizes`` before. Images are (C, H, W) tensors: the samples
             themselves, the first value of a tuple, or the only such one in a dict. For a loader:
             ``collate_fn=functools.partial(collate, pad=0)``.
 

@@ -269,8 +269,6 @@ class _Opened(Dataset[Any]):
         self._seen_in = 0
         self._views = weakref.WeakSet([self])
         self._handles = weakref.WeakSet()
-        if self._pair_transform is None:
-            stored.warn_of_modes(self._transform)
         self._compile()
 
     def _compile(self) -> None:
@@ -543,9 +541,7 @@ class PreparedDataset(_Opened):
             )
         # Both let go of the store before room is looked for.
         self._stored = replace(old, samples=source, source=None, table=table, after=None)
-        self._handle = ReaderHandle(
-            None, "the dataset could not be prepared again for another transform; create it anew"
-        )
+        self._handle = ReaderHandle(None)
         self._reader = replace(self._reader, stored=old.emptied())
         del old
         self._prepare(self._origin(), table)

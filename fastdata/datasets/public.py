@@ -49,13 +49,6 @@ class _ImageFiles(PreparedDataset):
     """That remote files lie below; and ``_facts`` of them."""
     _facts: ArrayBlock | None = None
 
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        if any(base.__name__ == "VisionDatasetTVTensorWrapper" for base in cls.__bases__):
-            # torchvision's wrap_dataset_for_transforms_v2, which leaves image classification as it
-            # is
-            cls.__new__ = _unwrapped  # type: ignore[method-assign, assignment]
-
     def _build_files(
         self,
         paths: list[str],
@@ -153,16 +146,6 @@ class _ImageFiles(PreparedDataset):
 
     def _extra_repr(self) -> list[str]:
         return [f"Root location: {self.root}"]
-
-
-def _unwrapped(cls: type, dataset: _ImageFiles, target_keys: Any = None) -> _ImageFiles:
-    """Give the dataset itself in place of what ``wrap_dataset_for_transforms_v2`` makes of it."""
-    if target_keys is not None:
-        raise ValueError(
-            f"target_keys={target_keys!r} is for targets that are dicts, not "
-            f"{type(dataset).__name__}'s"
-        )
-    return dataset
 
 
 @with_options
@@ -595,7 +578,7 @@ def _own_steps(dataset: Any) -> Iterator[tuple[str, str, Any]]:
         del calls["transforms"]
         code = getattr(getattr(type(dataset), "__getitem__", None), "__code__", None)
         if "transforms" in getattr(code, "co_names", ()):  # else its dataset asks for each
-            calls = {"transform": both.transform, "target_transform": both.target_transform}
+            calls = {"transforms": both.transform, "target_transform": both.target_transform}
     shown = getattr(dataset, "format", None)
     if isinstance(shown, dict) and shown.get("type") == "custom":  # Hugging Face's
         calls["set_transform"] = shown.get("format_kwargs", {}).get("transform")

@@ -61,7 +61,6 @@ if TYPE_CHECKING:
     from fastdata.datasets.serving import Stored
 
 ALIGN_BYTES = 64
-CLOSED = "the dataset was closed; create it again to read from it"
 
 
 Output = tuple[tuple[int, ...], np.dtype[Any]]
@@ -163,9 +162,8 @@ def _class_of(column: Column) -> type:
 class ReaderHandle:
     """A reader, for as long as the dataset that it is of is open; then None."""
 
-    def __init__(self, reader: Reader | None, gone: str = CLOSED) -> None:
+    def __init__(self, reader: Reader | None) -> None:
         self.reader = reader
-        self._gone = gone
 
     def __call__(self) -> Reader:
         """What to read a batch by, which its memory stays valid with.
@@ -175,7 +173,7 @@ class ReaderHandle:
         """
         reader = self.reader
         if reader is None:
-            raise StoreGoneError(self._gone)
+            raise StoreGoneError("the dataset was closed; create it again to read from it")
         return reader
 
 

@@ -29,7 +29,6 @@ from fastdata.pixels import (
 from fastdata.pixels.compose import known_name
 from fastdata.pixels.images import SampleSpec
 from fastdata.pixels.program import Program
-from fastdata.report import warn_user
 from fastdata.sources import Source
 from fastdata.stores.options import Options
 from fastdata.stores.prepare import Prepared
@@ -98,14 +97,6 @@ class Stored:
                 "which prepares samples again."
             )
         return plan
-
-    def warn_of_modes(self, transform: Any) -> None:
-        modes = [] if self.kept is None else self.kept.modes()
-        if len(modes) > 1 and self.split(transform, form="pil").is_batched:
-            warn_user(
-                f"images are of several modes, {', '.join(modes)}, and a batch is of one. "
-                "Convert them before they are stored: prepare=lambda image: image.convert('RGB')."
-            )
 
     def filled(
         self,

@@ -33,7 +33,6 @@ from fastdata.pixels.images import (
     SourceDecoder,
     is_image,
     is_pil,
-    mode_of,
     present,
     to_stored,
 )
@@ -342,18 +341,6 @@ class KeptSamples(Layout):
         except ChannelsError as wrong:
             path = self.path(wrong.index)
             raise SampleError(wrong.reason, index=wrong.index, path=path) from wrong
-
-    def modes(self) -> list[str]:
-        """How many samples are of which of PIL's modes; empty where that is not known."""
-        store = self.images
-        if store.spec.form != "pil" or not len(store):
-            return []
-        said = []
-        found = np.unique(store.shapes[:, 0], return_index=True, return_counts=True)
-        for channels, first, count in zip(*map(np.ndarray.tolist, found), strict=True):
-            where = ", ".join(filter(None, [f"sample {first}", self.path(first)]))
-            said.append(f"{count:,} of mode {mode_of(channels, store.spec.dtype)} (first: {where})")
-        return said
 
     def end_sharing(self) -> None:
         if self.shared_by is not None:
