@@ -146,7 +146,7 @@ def prepare_on_disk(
     except (FileNotFoundError, CacheError) as obstacle:
         reason = str(obstacle)
     if reason:
-        with _lock_to_write(wanted.home, reason):
+        with locked(wanted.home, reason):
             prepared = _open_or_write(wanted)
         warn_of_skipped(prepared.skipped, len(path.source))
     return prepared
@@ -196,24 +196,8 @@ def _open_or_write(wanted: _Wanted) -> Prepared:
         with contextlib.suppress(OSError):
             home.rmdir()  # where nothing is in it
     with contextlib.suppress(OSError):
-        sweep(wanted.place)
+        _sweep(wanted.place)
     return _open(wanted)
-
-
-@contextlib.contextmanager
-def _lock_to_write(home: Path, reason: str) -> Iterator[None]:
-    """Hold the lock of a cache; a CacheError says why it has to be written where it cannot be."""
-    with contextlib.ExitStack() as cleanup:
-        try:
-            home.parent.mkdir(parents=True, exist_ok=True)
-            cleanup.enter_context(locked(home))
-        except OSError as problem:
-            raise CacheError(
-                f"cache_dir={str(home.parent)!r} cannot be written ({problem.strerror}), and "
-                f"{reason}. Name a folder that can be written, or run `fastdata build` where it "
-                "can."
-            ) from problem
-        yield
 
 
 def lock_file(home: Path) -> Path:
@@ -221,43 +205,34 @@ def lock_file(home: Path) -> Path:
 
 
 @contextlib.contextmanager
-def locked(home: Path, *, wait: bool = True) -> Iterator[None]:
-    """Hold the lock of a cache's writer; TimeoutError if not to wait.
+def locked(home: Path, reason: str) -> Iterator[None]:
+    """Hold the lock of a cache's writer, which the system frees when its holder dies.
 
-    The system frees it when its holder dies.
+    A CacheError says for what reason it has to be written where it cannot be.
     """
     lock = FileLock(lock_file(home))
     try:
+        home.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
     except Timeout:
-        if not wait:
-            raise
         log.warning("another process is writing %s; this one waits for it", home)
         lock.acquire()
+    except OSError as problem:
+        raise CacheError(
+            f"cache_dir={str(home.parent)!r} cannot be written ({problem.strerror}), and {reason}. "
+            "Name a folder that can be written, or run `fastdata build` where it can."
+        ) from problem
     try:
         yield
     finally:
         lock.release()
 
 
-def sweep(place: Place, *, dry_run: bool = False) -> dict[str, int]:
-    """Remove the files of a cache that its index does not name; gives their sizes.
-
-    None of a cache that cannot be read, maybe just now; none of another user or behind a link.
-    """
-    sizes = sizes_in(place)
-    try:
-        named = Cache.read(place).file_names()
-    except CacheError:
-        return {}
-    orphans = {
-        name: size_bytes
-        for name, size_bytes in sizes.items()
-        if name not in named and _is_removable(place, name)
-    }
-    if not dry_run:
-        place.remove(*orphans)
-    return orphans
+def _sweep(place: Place) -> None:
+    """Remove the files of a cache that its index does not name."""
+    named = Cache.read(place).file_names()
+    orphans = sizes_in(place).keys() - named
+    place.remove(*[name for name in orphans if _is_removable(place, name)])
 
 
 def _is_removable(place: Place, name: str) -> bool:
@@ -282,60 +257,67 @@ def _write(wanted: _Wanted) -> None:
     if options.on_error == "skip":
         path = path._replace(shape=None)  # files are opened, to leave some out
 
-    def write(plans: Sequence[WriterPlan]) -> list[Cache]:
-        parts = tuple(plan.part for plan in plans)
+    def write(plans: Sequence[WriterPlan]) -> None:
+        manifest = Manifest(
+            key=wanted.key,
+            root=wanted.root,
+            content=wanted.content,
+            classes=None if wanted.table is None else wanted.table.class_to_idx,
+            parts=tuple(plan.part for plan in plans),
+            layout=expected.layout,
+        )
         content = wanted.content if wanted.listing is None else ""
-        words = [wanted.key, content, *map(asdict, parts)]
+        words = [wanted.key, content, *map(asdict, manifest.parts)]
         tasks = make_tasks(count, shard_rows, words, wanted.listing)
         writer = ShardWriter(
             path=path,
             plans=[replace(plan, first_bytes=plan.first_bytes // len(tasks)) for plan in plans],
-            manifest=Manifest(
-                key=wanted.key, root=wanted.root, parts=parts, layout=expected.layout
-            ),
+            manifest=manifest,
             place=wanted.place,
             options=Options(on_error=options.on_error, prepare_workers=1),
         )
-        return write_shards(writer, tasks, options)
+        columns = _join(wanted, write_shards(writer, tasks, options))
+        cache = Cache(place=wanted.place, manifest=manifest, columns=columns)
+        wanted.place.write(INDEX, cache.pack())
 
-    shards = write_any_shapes(write, planned)
-    columns: Columns = {"skipped.json": []}
+    write_any_shapes(write, planned)
+
+
+def _join(wanted: _Wanted, shards: Sequence[Cache]) -> Columns:
+    """The columns of all shards, with what is known of their samples besides."""
+    columns: Columns = {
+        "skipped.json": [each for shard in shards for each in shard.columns["skipped.json"]]
+    }
     names = ["shards.names", "shards.rows", "shards.bytes", "kept"]  # others may be there
     for number, located in enumerate(shards[0].located):
         names += [f"part{number}.{name}" for name in located if name != "files"]
     for name in names:
         columns[name] = np.concatenate([shard.columns[name] for shard in shards])
-    for shard in shards:
-        columns["skipped.json"] += shard.columns["skipped.json"]
-    manifest = replace(
-        shards[0].manifest,
-        content=wanted.content,
-        classes=None if wanted.table is None else wanted.table.class_to_idx,
-    )
-    cache = Cache(place=wanted.place, manifest=manifest, columns=columns)
-    kept = cache.kept.tolist()
+    kept = np.flatnonzero(columns["kept"]).tolist()
     if wanted.table is None:
         targets = [target for shard in shards for target in as_list(shard.targets)]
     else:
         targets = list(map(wanted.table.target, kept))
     columns |= pack_targets(targets)
     if wanted.listing is not None:
-        paths = _paths_of(wanted.listing, wanted.root, kept)
-        columns |= {"paths": paths.blob, "ends": paths.ends}
-    wanted.place.write(INDEX, cache.pack())
+        listed = wanted.listing.paths.names()
+        paths = [os.fsdecode(listed[row]) for row in kept]
+        if any(map(os.path.isabs, paths)):  # of a file elsewhere
+            paths = [os.path.join(wanted.root, path) for path in paths]
+        packed = PackedPaths.of(paths)
+        columns |= {"paths": packed.blob, "ends": packed.ends}
+    return columns
 
 
 def _plan_writers(wanted: _Wanted, expected: Forecast) -> list[WriterPlan]:
     """Keep samples raw where the disk has room, else by a lossless codec, or as the user says."""
     codec = wanted.options.codec
     is_free = codec == "auto"
-    if is_free and wanted.place.is_remote:  # a bucket is never full
-        return expected.plan_writers()
     free = None
     if is_free:
-        there_bytes = sum(sizes_in(wanted.place).values())
-        free = max(free_bytes(wanted.home) + there_bytes - _SPARE_BYTES, 0)
-        if expected.need_bytes <= free:
+        free = free_bytes(wanted.home) + sum(sizes_in(wanted.place).values()) - _SPARE_BYTES
+        # A bucket is never full.
+        if wanted.place.is_remote or expected.need_bytes <= free:
             return expected.plan_writers()
     trials = try_codecs(look_longer(wanted.path), codec)
     best = fastest_fitting(trials, free, only_lossless=is_free)
@@ -346,12 +328,3 @@ def _plan_writers(wanted: _Wanted, expected: Forecast) -> list[WriterPlan]:
     if not is_free:
         raise ValueError(f"codec={codec!r} is not possible here: {trials[0].obstacle}")
     return expected.plan_writers()  # which says need, free and cure
-
-
-def _paths_of(listing: Listing, root: str, kept: Sequence[int]) -> PackedPaths:
-    """Names relative to the root; or absolute ones, if one of them is that of a file elsewhere."""
-    names = listing.paths.names()
-    paths = [os.fsdecode(names[row]) for row in kept]
-    if any(map(os.path.isabs, paths)):
-        paths = [os.path.join(root, path) for path in paths]
-    return PackedPaths.of(paths)

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from filelock import Timeout
+from filelock import FileLock, Timeout
 
 from fastdata.errors import CacheError, SampleError, counted, is_url, refuse_remote
 from fastdata.machine.memory import format_bytes
 from fastdata.machine.shared import PackedPaths, SampleTable
 from fastdata.sources.remote import Place
-from fastdata.stores.build import lock_file, locked, sweep
+from fastdata.stores.build import lock_file
 from fastdata.stores.cache import INDEX, VERSION, Cache, LocalCache, Manifest, read_cache
 from fastdata.stores.prepare import Prepared
 from fastdata.stores.readers import receipts_in
@@ -198,18 +198,17 @@ def prune_caches(cache_dir: Path, *, gone: bool = False, dry_run: bool = False) 
         dry_run: only say what would go.
     """
     refuse_remote(cache_dir)
-    removals = []
+    removals: list[Removal] = []
     for folder in sorted(cache_dir.iterdir()):
         is_ours = (folder / INDEX).exists() or lock_file(folder).exists()
         if is_ours and folder.is_dir() and not folder.is_symlink():
-            with contextlib.suppress(Timeout), locked(folder, wait=False):
-                removals.append(_prune(folder, gone=gone, dry_run=dry_run))
-    return [removal for removal in removals if removal.reason]
+            with contextlib.suppress(Timeout), FileLock(lock_file(folder), timeout=0):
+                removals += _prune(folder, gone=gone, dry_run=dry_run)
+    return removals
 
 
-def _prune(folder: Path, *, gone: bool, dry_run: bool) -> Removal:
-    place = Place(folder)
-    found = _look(place)
+def _prune(folder: Path, *, gone: bool, dry_run: bool) -> list[Removal]:
+    found = _look(Place(folder))
     root = found.facts.get("root")
     if not (folder / INDEX).exists():
         reason = "left by a writer that died"
@@ -218,10 +217,8 @@ def _prune(folder: Path, *, gone: bool, dry_run: bool) -> Removal:
     elif gone and root and not is_url(root) and not os.path.isdir(root):
         reason = f"{root} is not there"
     else:
-        orphans = sweep(place, dry_run=dry_run)
-        left = f"{counted(len(orphans), 'file')} left by a writer that died"
-        return Removal(folder, left if orphans else "", sum(orphans.values()))
+        return []
     size_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     if not dry_run:
         shutil.rmtree(folder)
-    return Removal(folder, reason, size_bytes)
+    return [Removal(folder, reason, size_bytes)]

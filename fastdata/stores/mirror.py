@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import glob
 import hashlib
 import os
 import threading
@@ -25,7 +24,6 @@ from fastdata.errors import CacheError
 from fastdata.machine.memory import format_bytes, parse_bytes
 from fastdata.machine.shared import ArrayBlock
 from fastdata.pixels.images import SampleSpec, addresses_of
-from fastdata.report import log
 from fastdata.sources.remote import Place
 from fastdata.stores.readers import Bytes, Decoder, DiskStore, free_bytes
 
@@ -41,6 +39,8 @@ _SLACK = 32
 """Room is made for a 32nd of the limit at once: to find what was needed longest ago is a look at
 every segment."""
 _FOLDER = "mirror-"
+_FILE_SHIFT = 40
+"""Of a file's number, in one number with that of a segment."""
 
 
 class MirroredStore(DiskStore):
@@ -52,10 +52,11 @@ class MirroredStore(DiskStore):
     Args:
         place: of the files.
         names: of the files.
+        spec: as ``Store`` has it, and ``decoder``.
         index: over segments, with ``segments``, int64 (S, 3): file, first byte, and the one after
             the last.
-        local_cache: folder that all stores of a machine share.
-        limit_bytes: the most that may lie there. What some have mapped and others have deleted
+        folder: of the segments, in the one that all stores of a machine share.
+        limit_bytes: the most that may lie in that. What some have mapped and others have deleted
             takes room beside it.
     """
 
@@ -66,16 +67,14 @@ class MirroredStore(DiskStore):
         spec: SampleSpec,
         index: ArrayBlock,
         decoder: Decoder | None,
-        local_cache: Path,
+        folder: Path,
         limit_bytes: int,
     ) -> None:
         super().__init__((), spec, index, decoder)
         self.limit_bytes = limit_bytes
         self._place = place
         self._names = names
-        self._local_cache = local_cache
-        digest = hashlib.sha256(place.url.encode()).hexdigest()
-        self._folder = local_cache / f"{_FOLDER}{digest[:16]}"
+        self._folder = folder
         self._segments = index["segments"]
         self._segment_bytes = self._segments[:, 2] - self._segments[:, 1]
         self.size_bytes = int(self._segment_bytes.sum())
@@ -118,7 +117,9 @@ class MirroredStore(DiskStore):
             ) from problem
         limit_bytes = parse_bytes(_SHARE, of=free_bytes(local_cache) + kept_bytes)
         segments = ArrayBlock(_in_segments(index, spec, sum(sizes.values())))
-        return cls(place, list(sizes), spec, segments, decoder, local_cache, limit_bytes)
+        digest = hashlib.sha256(place.url.encode()).hexdigest()
+        folder = local_cache / f"{_FOLDER}{digest[:16]}"
+        return cls(place, list(sizes), spec, segments, decoder, folder, limit_bytes)
 
     def ensure(self, index_B: np.ndarray) -> None:
         unchecked_B = index_B[self._checked[index_B] != self._drops[self._file_of[index_B]]]
@@ -130,7 +131,6 @@ class MirroredStore(DiskStore):
 
     def _check(self, index: int) -> None:
         if not self._is_sound(index):
-            log.info("sample %d of %s is damaged; it is fetched again", index, self._place)
             self._path(self._file_of[index]).unlink(missing_ok=True)
             self.drop(np.array([index]))
             super()._check(index)
@@ -158,15 +158,13 @@ class MirroredStore(DiskStore):
 
     def drop(self, index_B: np.ndarray, *, from_cache: bool = False) -> None:
         # What others have brought, too, is mapped again when it is read.
-        self._unmap(np.unique(self._file_of[index_B]))
-
-    def release(self) -> None:
-        self._unmap(np.arange(len(self._segments)))
-
-    def _unmap(self, numbers: np.ndarray) -> None:
+        numbers = np.unique(self._file_of[index_B])
         self._drops[numbers] += 1
         for number in numbers.tolist():
             self._bytes.pop(number, None)
+
+    def release(self) -> None:
+        self.drop(np.arange(len(self)))
 
     def _map(self, numbers: Sequence[int]) -> None:
         """Map segments; what is not here is fetched.
@@ -179,7 +177,7 @@ class MirroredStore(DiskStore):
         need_bytes = int(self._segment_bytes[[*self._bytes, *away]].sum())
         if need_bytes > self.limit_bytes:
             raise CacheError(
-                f"half of what is free in {self._local_cache}, {format_bytes(self.limit_bytes)}, "
+                f"half of what is free in {self._folder.parent}, {format_bytes(self.limit_bytes)}, "
                 f"is too small: this process needs {format_bytes(need_bytes)} at once. Free some, "
                 "or use ChunkedLoader with a smaller memory_limit= or chunk_samples=, which needs "
                 "two chunks at a time."
@@ -226,7 +224,7 @@ class MirroredStore(DiskStore):
         with contextlib.ExitStack() as cleanup:
             # In one order, or two would wait for each other.
             for lock in sorted({number % _LOCKS for number in numbers}):
-                cleanup.enter_context(FileLock(self._local_cache / ".locks" / str(lock)))
+                cleanup.enter_context(FileLock(self._folder.parent / ".locks" / str(lock)))
             # Whoever had the locks may have fetched some.
             missing = self._map_local(numbers)
             self._make_room(int(self._segment_bytes[missing].sum()))
@@ -249,8 +247,8 @@ class MirroredStore(DiskStore):
             if problem.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             raise CacheError(
-                f"the disk of local_cache={str(self._local_cache)!r} is full. Free some space, or "
-                "give a local_cache= on another one."
+                f"the disk of local_cache={str(self._folder.parent)!r} is full. Free some space, "
+                "or give a local_cache= on another one."
             ) from problem
         return mapped
 
@@ -258,21 +256,21 @@ class MirroredStore(DiskStore):
         """Delete what was needed longest ago, of whatever cache, where there is no room."""
         if self._spare_bytes < size_bytes:
             self._spare_bytes = max(size_bytes, self.limit_bytes // _SLACK)
-            with FileLock(self._local_cache / ".locks" / "room"):
-                segments = sorted(_list_segments(self._local_cache))
+            with FileLock(self._folder.parent / ".locks" / "room"):
+                segments = sorted(_list_segments(self._folder.parent))
                 too_many_bytes = sum(each_bytes for _, each_bytes, _ in segments)
                 too_many_bytes += self._spare_bytes - self.limit_bytes
                 for _, each_bytes, path in segments:
                     if too_many_bytes <= 0:
                         break
                     with contextlib.suppress(OSError):
-                        os.unlink(path)
+                        path.unlink()
                         too_many_bytes -= each_bytes
         self._spare_bytes -= size_bytes
 
     def __reduce__(self) -> tuple[object, ...]:
         files = self._place, self._names, self.spec, self.index, self._decoder
-        return MirroredStore, (*files, self._local_cache, self.limit_bytes)
+        return MirroredStore, (*files, self._folder, self.limit_bytes)
 
 
 class _Mapped(dict[int, Bytes]):
@@ -300,11 +298,11 @@ def _map_file(path: Path, size_bytes: int) -> Bytes:
     return data
 
 
-def _list_segments(local_cache: Path) -> Iterator[tuple[int, int, str]]:
+def _list_segments(local_cache: Path) -> Iterator[tuple[int, int, Path]]:
     """When each segment of any cache was needed, its bytes, its path."""
-    for path in glob.iglob(os.path.join(glob.escape(str(local_cache)), f"{_FOLDER}*", "*")):
+    for path in local_cache.glob(f"{_FOLDER}*/*"):
         with contextlib.suppress(FileNotFoundError):
-            facts = os.stat(path)
+            facts = path.stat()
             yield facts.st_mtime_ns, facts.st_size, path
 
 
@@ -314,16 +312,14 @@ def _in_segments(
     """The index of a ``MirroredStore``, made of one over files of so many bytes."""
     segment_bytes = max(_SEGMENT_BYTES, -(-size_bytes // _MOST_SEGMENTS))
     starts = index["offsets"]
-    sizes = index["sizes"] if spec.shape is None or "sizes" in index else spec.sample_bytes
-    stops = starts + sizes
-    order = np.lexsort((starts, index["files"]))
-    files = index["files"][order]
-    is_first = np.diff(files, prepend=-1) != 0
-    is_first |= np.diff(starts[order] // segment_bytes, prepend=-1) != 0
-    firsts = np.flatnonzero(is_first)
-    begins = starts[order][firsts]
-    ends = np.maximum.reduceat(stops[order], firsts)
-    numbers = np.empty(len(order), np.int32)
-    numbers[order] = np.cumsum(is_first) - 1
-    segments = np.stack([files[firsts], begins, ends], axis=1)
-    return {**index, "files": numbers, "offsets": starts - begins[numbers], "segments": segments}
+    sizes = index.get("sizes")
+    stops = starts + (spec.sample_bytes if sizes is None else sizes)
+    keys = (index["files"].astype(np.int64) << _FILE_SHIFT) + starts // segment_bytes
+    pieces, numbers = np.unique(keys, return_inverse=True)
+    begins = np.full(len(pieces), size_bytes)
+    ends = np.zeros(len(pieces), np.int64)
+    np.minimum.at(begins, numbers, starts)
+    np.maximum.at(ends, numbers, stops)
+    segments = np.stack([pieces >> _FILE_SHIFT, begins, ends], axis=1)
+    offsets = starts - begins[numbers]
+    return {**index, "files": numbers.astype(np.int32), "offsets": offsets, "segments": segments}
