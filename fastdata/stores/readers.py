@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import mmap
 import os
 import shutil
@@ -280,11 +279,11 @@ class DiskStore(Store):
         stops_B = starts_B + self._sizes[index_B]
         gaps = starts_B[1:] - stops_B[:-1]
         is_cut = (np.diff(numbers_B) != 0) | (gaps < 0) | (gaps > _GAP_BYTES)
-        cuts = (np.flatnonzero(is_cut) + 1).tolist()
-        edges = [0, *cuts, len(index_B)] if len(index_B) else []
-        for first, last in itertools.pairwise(edges):
-            start = int(starts_B[first])
-            yield self.files[numbers_B[first]], start, int(stops_B[last - 1]) - start
+        firsts = np.append(True, is_cut)
+        starts = starts_B[firsts].tolist()
+        stops = stops_B[np.append(is_cut, True)].tolist()
+        for number, start, stop in zip(numbers_B[firsts], starts, stops, strict=True):
+            yield self.files[number], start, stop - start
 
 
 def receipt_name(shard: str) -> str:
@@ -326,8 +325,9 @@ class DiskFile(Block):
 
     def __init__(self, fd: int, path: Path, *, is_sealed: bool = False) -> None:
         super().__init__(fd, path, is_sealed=is_sealed)
-        # By process: a forked one must not wait for a thread of its parent.
-        self._areas: dict[int, _Areas] = {}
+        # The pages that brought pieces begin or end in, how often: two may share one. By process: a
+        # forked one must not wait for a thread of its parent.
+        self._borders: dict[int, tuple[threading.Lock, Counter[int]]] = {}
 
     @classmethod
     def reserve(cls, path: Path, size_bytes: int) -> DiskFile:
@@ -381,10 +381,11 @@ class DiskFile(Block):
                 f"({problem.strerror}), for which this process needs as much address space. Raise "
                 "that limit (ulimit -v), or give storage='none' or a smaller resize=."
             )
-        named = _named_full_disk(problem, self.path.parent)
-        if named is problem and not isinstance(problem, CacheError):
-            return CacheError(f"{self.path} cannot be written ({problem.strerror})")
-        return named
+        if isinstance(problem, CacheError):
+            return problem
+        if problem.errno in _FULL:
+            return _full(self.path.parent, f"it ran out of room ({problem.strerror})")
+        return CacheError(f"{self.path} cannot be written ({problem.strerror})")
 
     def seal(self) -> None:
         """See to it that all of it is on the disk."""
@@ -407,13 +408,13 @@ class DiskFile(Block):
         if mapped is None or not size:
             return
         first, stop = _pages(start, size)
-        areas = self._areas.setdefault(os.getpid(), _Areas())
-        with areas.lock:
-            if not areas.borders:
+        lock, borders = self._borders_here()
+        with lock:
+            if not borders:
                 _advise(mapped, *_pages(0, len(mapped)), "MADV_NOHUGEPAGE")
-            if len(areas.borders) < 2 * _MOST_AREAS:
+            if len(borders) < 2 * _MOST_AREAS:
                 _advise(mapped, first, stop, "MADV_SEQUENTIAL", "MADV_HUGEPAGE")
-            areas.borders.update({first, stop - 1})
+            borders.update({first, stop - 1})
         _touch(np.frombuffer(mapped, np.uint8)[first * mmap.PAGESIZE : start + size])
 
     def drop(self, start: int, size: int, *, from_cache: bool) -> None:
@@ -426,14 +427,14 @@ class DiskFile(Block):
         if mapped is None or not size:
             return
         first, stop = _pages(start, size)
-        areas = self._areas.setdefault(os.getpid(), _Areas())
-        with areas.lock:
+        lock, borders = self._borders_here()
+        with lock:
             for border in {first, stop - 1}:
-                areas.borders[border] -= 1
-                if areas.borders[border] <= 0:
-                    del areas.borders[border]
-            first += first in areas.borders
-            stop -= stop - 1 in areas.borders
+                borders[border] -= 1
+                if borders[border] <= 0:
+                    del borders[border]
+            first += first in borders
+            stop -= stop - 1 in borders
             # unmapped last, when nobody can map again
             _advise(mapped, first, stop, "MADV_NOHUGEPAGE", "MADV_NORMAL", "MADV_DONTNEED")
         if from_cache and hasattr(os, "posix_fadvise"):
@@ -442,17 +443,12 @@ class DiskFile(Block):
             stop_byte = -(-(start + size) // _HUGE_BYTES) * _HUGE_BYTES
             os.posix_fadvise(self._fd, first_byte, stop_byte - first_byte, os.POSIX_FADV_DONTNEED)
 
+    def _borders_here(self) -> tuple[threading.Lock, Counter[int]]:
+        return self._borders.setdefault(os.getpid(), (threading.Lock(), Counter()))
+
     def release(self) -> None:
         if self._map is not None:
             _advise(self._map, *_pages(0, len(self._map)), "MADV_DONTNEED")
-
-
-class _Areas:
-    """The pages that brought pieces begin or end in, how often: two may share one."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.borders: Counter[int] = Counter()
 
 
 def _touch(data: Bytes) -> None:
@@ -490,16 +486,12 @@ def naming_full_disk(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as problem:
-        named = _named_full_disk(problem, folder)
-        if named is problem:  # which has a cause of its own
+        if problem.errno not in _FULL:
             raise
-        raise named from problem
+        raise _full(folder, f"it ran out of room ({problem.strerror})") from problem
 
 
-def _named_full_disk(problem: OSError, folder: Path) -> Exception:
-    if problem.errno not in (errno.ENOSPC, errno.EDQUOT):
-        return problem
-    return _full(folder, f"it ran out of room ({problem.strerror})")
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def _full(folder: Path, what: str) -> CacheError:
