@@ -75,13 +75,14 @@ Coders: TypeAlias = "tuple[Decoder | None, ...]"
 class Forecast:
     """What the stores of a source will look like, told from a few samples spread over it.
 
-    ``specs`` are dense if all samples that were probed have one shape; ``part_bytes``, of each part
-    of all samples as they are, is exact then, else the mean of those probed times N.
+    ``parts``, which are raw, are dense if all samples that were probed have one shape;
+    ``part_bytes``, of each part of all samples, is exact then, else the mean of those probed times
+    N.
     """
 
     path: ReadPath
     probed: list[ReadSample]
-    specs: list[SampleSpec]
+    parts: list[StoredPart]
     part_bytes: list[int]
 
     @property
@@ -103,16 +104,14 @@ class Forecast:
         self, trial: CodecTrial | None = None, limit_bytes: int = NO_LIMIT
     ) -> list[WriterPlan]:
         """Of stores for all samples, encoded as was tried, else raw."""
-        coders = (None,) * len(self.specs) if trial is None else trial.coders
         part_bytes = self.part_bytes if trial is None else trial.part_bytes
         spare_bytes = limit_bytes - sum(part_bytes)
         plans = []
-        for number, (coder, first_bytes) in enumerate(zip(coders, part_bytes, strict=True)):
-            part = StoredPart(
-                spec=self.specs[number],
-                dimensions=self.samples(number)[0].ndim,
-                codec=None if coder is None else dict(coder.settings()),
-            )
+        for number, part in enumerate(self.parts):
+            coder = None if trial is None else trial.coders[number]
+            if coder is not None:
+                part = replace(part, codec=dict(coder.settings()))
+            first_bytes = part_bytes[number]
             limit = max(spare_bytes + first_bytes, 1)
             plan = WriterPlan(part=part, coder=coder, first_bytes=first_bytes, limit_bytes=limit)
             plans.append(plan)
@@ -134,7 +133,7 @@ def forecast(path: ReadPath, *, probes: int = 8) -> Forecast:
             probed.append(replace(read, parts=parts))
     if not probed:
         raise errors[0]
-    specs: list[SampleSpec] = []
+    stored: list[StoredPart] = []
     part_bytes: list[int] = []
     for number, (array, form) in enumerate(probed[0].parts):
         samples = [read.parts[number][0] for read in probed]
@@ -142,9 +141,10 @@ def forecast(path: ReadPath, *, probes: int = 8) -> Forecast:
         step_bytes = 1 if is_dense else ALIGN_BYTES
         sizes = [-(-sample.nbytes // step_bytes) * step_bytes for sample in samples]
         shape = samples[0].shape if is_dense else None
-        specs.append(SampleSpec(shape=shape, dtype=array.dtype.name, form=form))
+        spec = SampleSpec(shape=shape, dtype=array.dtype.name, form=form)
+        stored.append(StoredPart(spec=spec, dimensions=array.ndim))
         part_bytes.append(math.ceil(sum(sizes) / len(sizes) * count))
-    return Forecast(path=path, probed=probed, specs=specs, part_bytes=part_bytes)
+    return Forecast(path=path, probed=probed, parts=stored, part_bytes=part_bytes)
 
 
 # The choice of storage, acted out
@@ -314,7 +314,7 @@ def _key(expected: Forecast, options: Options, table: SampleTable | None, by: Se
         name,
     ]
     words += [describe_codec(options.codec, name), describe(list(by), name)]
-    words += [len(source), expected.specs]
+    words += [len(source), expected.parts]
     if isinstance(source, DatasetSource):
         words += [_describe(source.dataset, name), source.columns]
     digest = hashlib.blake2b(digest_size=16)
@@ -360,7 +360,6 @@ def warn_of_skipped(skipped: Sequence[SampleError], count: int) -> None:
 # Codecs, tried on a few samples: how small they make them, and how fast they give them back
 
 _TRIAL_SAMPLES = 24
-_ROUNDS = 2
 
 
 def look_longer(path: ReadPath) -> Forecast:
@@ -391,7 +390,7 @@ def _coders_by_name(codec: Any, expected: Forecast) -> dict[str, Coders]:
     """What ``codec=`` leaves open: what encodes each part; None where files cannot be kept."""
     from fastdata.stores.codecs import KNOWN_CODECS, find_codec
 
-    parts = len(expected.specs)
+    parts = len(expected.parts)
     if codec == SOURCE:
         return {SOURCE: (expected.path.decoder,)}
     if codec == "auto":
@@ -414,26 +413,24 @@ def _try(name: str, coders: Coders, expected: Forecast) -> CodecTrial:
     except ValueError as obstacle:
         return CodecTrial(codec=name, obstacle=str(obstacle), lossless=lossless)
     count = len(expected.targets)
-    encoded_bytes = [sum(map(len, encodings)) for encodings in encoded]
-    raw_bytes = 0
+    part_bytes: list[int] = []
     seconds = 0.0
     for part, encodings in enumerate(encoded):
+        mean_bytes = sum(map(len, encodings)) / count
+        part_bytes.append(math.ceil(mean_bytes * len(expected.path.source)))
         coder = coders[part]
         assert coder is not None
         outs = list(map(np.empty_like, expected.samples(part)))
-        raw_bytes += sum(out.nbytes for out in outs)
-        for number in range(_ROUNDS):
-            begun = time.perf_counter()
-            for encoding, out in zip(encodings, outs, strict=True):
-                coder.decode(encoding, out)
-            if number:  # the first one warms up
-                seconds += time.perf_counter() - begun
-    per_sample = len(expected.path.source) / count
+        coder.decode(encodings[0], outs[0])  # which warms up
+        begun = time.perf_counter()
+        for encoding, out in zip(encodings, outs, strict=True):
+            coder.decode(encoding, out)
+        seconds += time.perf_counter() - begun
     return CodecTrial(
         codec=name,
         coders=coders,
-        part_bytes=tuple(math.ceil(size_bytes * per_sample) for size_bytes in encoded_bytes),
-        ratio=raw_bytes / max(sum(encoded_bytes), 1),
+        part_bytes=tuple(part_bytes),
+        ratio=expected.need_bytes / max(sum(part_bytes), 1),
         decode_per_s=count / max(seconds, 1e-9),
         lossless=lossless,
     )
@@ -446,7 +443,7 @@ def _encode(coder: Decoder | None, expected: Forecast, part: int) -> list[memory
         raise ValueError("the samples are no files, or your own loader= opens them")
     if not isinstance(coder, SourceDecoder):
         return [memoryview(coder.encode(sample)) for sample in expected.samples(part)]
-    if len(expected.specs) > 1:
+    if len(expected.parts) > 1:
         raise ValueError("samples have several parts")
     assert isinstance(source, FileSource)
     files = source.as_bytes()

@@ -61,7 +61,7 @@ class StoredPart:
 
     spec: SampleSpec
     dimensions: int
-    codec: dict[str, Any] | None
+    codec: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         dtype = np.dtype(self.spec.dtype)
@@ -362,12 +362,12 @@ def ingest(
         bar = progress_bar(len(indices), f"preparing {len(indices):,} images")
         with contextlib.closing(done), bar:
             for targets, errors in done:
-                for row, error in errors.items():
-                    if options.on_error == "raise":
+                if options.on_error == "raise":
+                    for error in errors.values():
                         raise error
-                    all_written.errors[row] = error
-                check_skipped(all_written.errors.values(), len(indices))
                 all_written.targets.update(targets)
+                all_written.errors.update(errors)
+                check_skipped(all_written.errors.values(), len(indices))
                 bar.update(len(targets) + len(errors))
         kept = np.array(list(all_written.targets), np.int64)
         stores = [writer.finish(kept) for writer in to_write.writers]
@@ -431,18 +431,15 @@ class LazyStore(Store):
         Raises:
             SampleError: one cannot be read or prepared; what is there of the others stays.
         """
-        missing_B = index_B[~self._is_there[index_B]]
-        if not len(missing_B):
+        missing = sorted({*index_B[~self._is_there[index_B]].tolist()})
+        if not missing:
             return
-        missing = np.unique(missing_B).tolist()
-        for first in range(0, len(missing), AT_ONCE):
-            group = missing[first : first + AT_ONCE]
-            with self.index.block.hold(*group):
-                left = [index for index in group if not self._is_there[index]]
-                written = self._to_write.write(left)
-                self._is_there[list(written.targets)] = True
-                for error in written.errors.values():
-                    raise error
+        with self.index.block.hold(*missing):
+            left = [index for index in missing if not self._is_there[index]]
+            written = self._to_write.write(left)
+            self._is_there[list(written.targets)] = True
+        for error in written.errors.values():
+            raise error
 
     def close(self) -> None:
         super().close()
