@@ -490,7 +490,7 @@ class _Named(torch.Tensor):
     [
         ([1, 2], r"sample of type list cannot be stored; PIL images, tensors and NumPy arrays can"),
         (np.array([None]), "array of Python objects cannot be stored"),
-        (torch.zeros(2, dtype=torch.bfloat16), r"tensor of torch.bfloat16 cannot be stored"),
+        (torch.zeros(2, dtype=torch.bfloat16), "unsupported ScalarType BFloat16"),
         (torch.zeros(2, device="meta"), r"tensor on meta cannot be stored; give .cpu\(\) of it"),
         (
             torch.zeros(2).as_subclass(_Named),

@@ -498,7 +498,6 @@ def test_each_view_is_split_by_itself() -> None:
     assert [len(view.per_sample) for view in plan.views] == [0, 3]
     assert plan.views[1].last is not None
     assert len(plan.views[1].last.batch_texts) == 2
-    assert plan.first_unknown is plan.views[1].per_sample[0]
     assert (plan.obstacle or "").startswith("in view 1 MyFlip")
     assert "after them, on whole batches:  RandomCrop" in str(plan)
     assert (

@@ -20,7 +20,6 @@ from fastdata.datasets.dataset import (
 )
 from fastdata.datasets.reader import Reader, ReaderHandle, Take, fresh, room
 from fastdata.machine.shared import collate_targets
-from fastdata.pixels.compose import cure_for
 
 MOSTLY_PREPARED = 0.9
 """Share of the samples from which on threads are worth it, although the rest are still to be
@@ -233,14 +232,12 @@ def fallback_notice(dataset: PreparedDataset) -> str:
     reader = latest_reader(dataset)
     plan = reader.plan
     kept = reader.kept
-    unknown = plan.first_unknown
+    is_known = not any(view.per_sample for view in plan.each)
     is_asked_for = not reader.stored.options.batch_ops or reader.pair_transform is not None
-    if is_asked_for or kept is None or kept.is_tuple or unknown is None:
+    if is_asked_for or kept is None or kept.is_tuple or is_known:
         return ""
-    cure = cure_for(unknown)
-    if not cure and plan.views:
-        cure = "Write steps that are served in its place: docs/served-steps.md."
-    elif not cure:
+    cure = "Write steps that are served in its place: docs/served-steps.md."
+    if not plan.views:
         cure = (
             "Give it as prepare= if it does the same each time, or as CudaPrefetcher(transform=) "
             "if it can take whole batches."

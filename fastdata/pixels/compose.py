@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import dis
 import sys
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from itertools import chain
 from types import CellType, CodeType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
@@ -125,14 +124,12 @@ def flatten(transform: Any) -> tuple[Any, ...]:
         kind = type(step)
         name = known_name(step)
         parts: Any = None
-        if kind is tuple or (kind is torch.nn.Sequential and not changed_part(step)):
+        if kind is tuple or (kind is torch.nn.Sequential and not is_changed(step)):
             parts = step
         elif name == "Compose":
             parts = step.transforms
         elif name == "ImageClassification" or kind.__module__.startswith("albumentations."):
-            if step not in _INSTEAD:
-                _INSTEAD[step] = _preset_steps(step) if name else (_Named(step),)
-            steps += _INSTEAD[step]
+            steps += _steps_of_preset(step) if name else [_Named(step)]
             continue
         elif name is None:
             parts = seen_through(step)
@@ -152,11 +149,8 @@ def joint_steps(transforms: Any) -> tuple[Any, ...]:
     return tuple(step for part in transforms.transforms for step in joint_steps(part))
 
 
-_INSTEAD: weakref.WeakKeyDictionary[Any, tuple[Any, ...]] = weakref.WeakKeyDictionary()
-"""Steps that stand for one of the user's; kept, so that they are the same at each call."""
-
-
-def _preset_steps(preset: Any) -> tuple[Any, ...]:
+@lru_cache(maxsize=16)  # so that they are the same at each call
+def _steps_of_preset(preset: Any) -> tuple[Any, ...]:
     """The steps of what ``weights.transforms()`` gives, torchvision's transforms/_presets.py."""
     theirs = sys.modules["torchvision.transforms"]  # which the preset is a part of
     options = {"interpolation": preset.interpolation, "antialias": preset.antialias}
@@ -196,10 +190,7 @@ def known_name(step: Any) -> str | None:
     """
     kind: Any = type(step)
     if kind.__module__.startswith(_LIBRARIES):
-        held: dict[str, Any] = getattr(step, "__dict__", {})
-        # As ``changed_part``, in place: steps are asked for their names often.
-        is_hooked = held.get("_forward_pre_hooks") or held.get("_forward_hooks")
-        if is_hooked or not _members(kind).isdisjoint(held):
+        if is_changed(step):
             return None
         return f"timm.{kind.__name__}" if kind.__module__.startswith("timm.") else kind.__name__
     if getattr(step, "__module__", None) == "PIL.ImageOps":
@@ -213,13 +204,11 @@ def is_v2(step: Any) -> bool:
     return type(step).__module__.startswith("torchvision.transforms.v2")
 
 
-def changed_part(step: Any) -> str:
-    """What an object has in the place of its class's, or what runs as a hook; else empty."""
+def is_changed(step: Any) -> bool:
+    """Whether an object has hooks, or something in the place of its class's."""
     held: dict[str, Any] = getattr(step, "__dict__", {})
-    if held.get("_forward_pre_hooks") or held.get("_forward_hooks"):
-        return "forward hook"
-    kind: Any = type(step)
-    return min(held.keys() & _members(kind), default="")
+    is_hooked = held.get("_forward_pre_hooks") or held.get("_forward_hooks")
+    return bool(is_hooked) or not _members(type(step)).isdisjoint(held)
 
 
 @cache
@@ -296,7 +285,7 @@ def _code_of(call: Any) -> tuple[Any, Any]:
     if kind.__getattribute__ is not object.__getattribute__ or not hasattr(call, "__dict__"):
         return None, None
     if kind.__call__ is torch.nn.Module.__call__:
-        return (None if changed_part(call) else kind.forward), call
+        return (None if is_changed(call) else kind.forward), call
     return kind.__call__, call
 
 
@@ -437,37 +426,3 @@ def _templates() -> dict[Any, Callable[[Any], Any]]:
                     if isinstance(code, CodeType):
                         found[_body(code)] = read
     return found
-
-
-# What would be served in place of the user's own
-
-_INSTEAD_OF = {
-    "gaussianblur": "GaussianBlur(23, (0.1, 2.0)), its kernel a tenth of the side,",
-    "solarization": "RandomSolarize(128, p)",
-    "solarize": "RandomSolarize(128, p)",
-    "equalize": "RandomEqualize(p)",
-}
-"""torchvision's own, for names of classes that people write."""
-
-
-def cure_for(step: Any) -> str:
-    """What to write in the place of a step that is not served, by its class's name."""
-    inner = (
-        step.transforms
-        if known_name(step) in ("RandomApply", "RandomChoice", "RandomOrder")
-        else ()
-    )
-    for part in (step, *flatten(tuple(inner))):
-        served = _INSTEAD_OF.get(type(part).__name__.lower())
-        if served:
-            return f"Write torchvision.transforms.{served} in its place, which is served."
-    held = {
-        name: value
-        for name, value in getattr(step, "__dict__", {}).items()
-        if known_name(value) == "Compose"
-    }
-    if not held or known_name(step) is not None:
-        return ""
-    each = ", ".join(f"its {name}" for name in held)
-    written = f"*[{each}] * 2" if len(held) == 1 else each
-    return f"If it makes views of an image, write fastdata.Views({written}) in its place."

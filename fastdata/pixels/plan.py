@@ -102,11 +102,6 @@ class TransformPlan:
         return self.views or (self,)
 
     @property
-    def first_unknown(self) -> Step | None:
-        """The first step that runs per sample, in any view; None where there is none."""
-        return next((view.per_sample[0] for view in self.each if view.per_sample), None)
-
-    @property
     def end_kind(self) -> Form | None:
         """What samples are after all steps, as far as that is known."""
         if self.views:
@@ -367,14 +362,7 @@ def split_upright(transform: Any) -> tuple[bool, tuple[Step, ...]]:
 
 def prepare_key(steps: Iterable[Step]) -> str:
     """Text that is equal, in any process, for leading steps that do the same; empty for none."""
-    texts = []
-    for step in steps:
-        kind = type(step)
-        held = dict(getattr(step, "__dict__", {}))
-        held = {name: held[name] for name in held if name[0] != "_" and name != "training"}
-        text = f"{kind.__module__}.{kind.__qualname__} {held or repr(step)}"
-        texts.append(describe(step, "") if " at 0x" in text else text)
-    return " | ".join(texts)
+    return describe_steps(steps, "")
 
 
 def describe_steps(
