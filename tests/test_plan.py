@@ -400,10 +400,10 @@ def test_the_transform_of_weights_is_seen_through() -> None:
     [
         ([lambda x: +x], "is not a known batch op"),
         ([MyFlip()], "is not a known batch op"),
-        ([v2.ToImage(), v2.ToDtype({tv_tensors.Mask: torch.int64})], "dict of dtypes"),
-        ([v2.ToImage(), v2.ToDtype(torch.int32)], "converts uint8 to torch.int32"),
+        ([v2.ToImage(), v2.ToDtype({tv_tensors.Mask: torch.int64})], "a dict with nothing"),
+        ([v2.ToImage(), v2.ToDtype(torch.int32)], "converts to a dtype"),
         ([v1.ToTensor(), *[v1.Normalize((0.5,), (0.5,))] * 2], "after another Normalize"),
-        ([v1.ToTensor(), v1.ConvertImageDtype(torch.float16)], "converts float32 to torch.float16"),
+        ([v1.ToTensor(), v1.ConvertImageDtype(torch.float16)], "converts to a dtype"),
         ([v1.ConvertImageDtype(torch.float32)], "does not accept PIL images"),
         ([v1.Normalize(*NORM)], "does not accept PIL images"),
         ([v1.PILToTensor(), v1.Normalize(*NORM)], "does not accept uint8"),
@@ -417,26 +417,26 @@ def test_the_transform_of_weights_is_seen_through() -> None:
             [v1.ToTensor(), v1.RandomCrop(3, padding=1, fill=1)],
             "pads with a constant after the conversion",
         ),
-        ([v1.ToTensor(), v1.RandomResizedCrop(3)], "comes after the conversion to float32"),
-        ([v1.ToTensor(), v1.Grayscale()], "comes after the conversion to float32"),
-        ([v2.RandomCrop(3, padding=1, fill={tv_tensors.Mask: 1})], "dict of fill values"),
-        ([v1.RandomCrop(3, padding=1, fill=300)], "fill=300"),
+        ([v1.ToTensor(), v1.RandomResizedCrop(3)], "comes after the conversion to floats"),
+        ([v1.ToTensor(), v1.Grayscale()], "comes after the conversion to floats"),
+        ([v2.RandomCrop(3, padding=1, fill={tv_tensors.Mask: 1})], "a dict with nothing"),
+        ([v1.RandomCrop(3, padding=1, fill=300)], "fill outside of 0 to 255"),
         (
             [v1.PILToTensor(), v1.RandomCrop(3, padding=1, fill=(1, 2, 3))],
-            "fill=(1, 2, 3) for tensors",
+            "fill for each channel of tensors",
         ),
-        ([v1.RandomCrop(3, padding=-1)], "padding=-1"),
-        ([v1.RandomVerticalFlip(), v1.Pad(1.5)], "padding=1.5"),
+        ([v1.RandomCrop(3, padding=-1)], "padding that is not served"),
+        ([v1.RandomVerticalFlip(), v1.Pad(1.5)], "padding that is not served"),
         (
             [v2.ToImage(), v2.RandomResizedCrop(3, interpolation="lanczos")],
-            "interpolation='lanczos'",
+            "interpolation that is not",
         ),
         (
             [v2.ToImage(), v2.RandomResizedCrop(3, antialias=False)],
             "resizes tensors without antialias",
         ),
-        ([v1.ToTensor(), v1.Normalize((0.5,), (0.0,))], "std=(0.0,)"),
-        ([v2.AugMix(interpolation=v1.InterpolationMode.BICUBIC)], "has interpolation='bicubic'"),
+        ([v1.ToTensor(), v1.Normalize((0.5,), (0.0,))], "mean or std that is not"),
+        ([v2.AugMix(interpolation=v1.InterpolationMode.BICUBIC)], "interpolation that is not"),
     ],
 )
 def test_unserved_steps_say_why(steps: list[Any], reason: str) -> None:
@@ -552,7 +552,7 @@ def test_forms_that_batch_ops_do_not_know() -> None:
     assert plan_transform(None, form="array").is_batched
     assert plan_transform(None, form="array").kind == "array"
     assert plan_transform(v2.RandomResizedCrop(3), form="mask").obstacle is not None
-    assert "gets masks, which are no images" in str(plan_transform(flip, form="mask"))
+    assert "gets what is no image" in str(plan_transform(v1.RandomHorizontalFlip(), form="mask"))
     assert not plan_transform(None, form="pil").is_batched
 
 
@@ -592,7 +592,7 @@ def test_erasing_with_more_values_than_the_core_holds_runs_as_written() -> None:
     step = v1.RandomErasing(value=(1.0, 2.0, 3.0, 4.0, 5.0))
     plan = plan_transform(v1.Compose([step]), form="tensor", channels=5)
     assert plan.per_sample == (step,)
-    assert "erases with 5 values" in (plan.obstacle or "")
+    assert "erases with more than 4 values" in (plan.obstacle or "")
 
 
 @pytest.mark.parametrize("version", [v1, v2])

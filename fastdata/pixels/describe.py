@@ -54,10 +54,8 @@ def describe(value: Any, cache_key: str | None = None) -> str:
         (True, False)
     """
     digest = hashlib.blake2b(digest_size=12)
-    try:
-        _Describer(types.SimpleNamespace(write=digest.update), value, cache_key).dump(value)
-    except RecursionError as deep:
-        raise ValueError(_refusal(value, value, "it is nested too deep")) from deep
+    name = getattr(value, "__qualname__", type(value).__qualname__)
+    _Describer(types.SimpleNamespace(write=digest.update), name, cache_key).dump(value)
     return digest.hexdigest()
 
 
@@ -151,11 +149,11 @@ def _origin(module: str) -> str | None:
 class _Describer(pickle.Pickler):
     """Pickles Python's own, and of all else what stands for it, as persistent ids; one way only."""
 
-    def __init__(self, file: Any, whole: Any, cache_key: str | None) -> None:
+    def __init__(self, file: Any, name: str, cache_key: str | None) -> None:
         super().__init__(file, protocol=4)
         # Without the memo, which would tell equal values from one that comes twice.
         self.fast = True
-        self._whole = whole
+        self._name = name
         self._cache_key = cache_key
         self._met: dict[int, tuple[int, Any]] = {}
 
@@ -174,7 +172,12 @@ class _Describer(pickle.Pickler):
         except Exception as unseen:  # what pickles a value may raise anything
             if self._cache_key is not None:
                 return kind.__qualname__, self._cache_key
-            raise ValueError(_refusal(self._whole, value, str(unseen))) from unseen
+            raise ValueError(
+                f"{self._name} cannot be told from others: what is of type {kind.__module__}."
+                f"{kind.__qualname__} cannot be described exactly ({unseen}), and the next run, or "
+                "another rank, must know whether samples are still prepared in the same way. Give "
+                "cache_key='a name' to stand for it, and change it whenever that changes."
+            ) from unseen
 
     def _parts(self, value: Any) -> tuple[Any, ...]:
         """What a value consists of, which is asked for in turn."""
@@ -204,17 +207,6 @@ class _Describer(pickle.Pickler):
         if kind.__module__ == "_thread":  # a lock does nothing
             return ()
         return kind, *_reduced(value)
-
-
-def _refusal(whole: Any, value: Any, why: str) -> str:
-    name = getattr(whole, "__qualname__", type(whole).__qualname__)
-    kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    return (
-        f"{name} cannot be told from others: what is of type {kind} cannot be described exactly "
-        f"({why}), and the next run, or another rank, must know whether samples are still prepared "
-        "in the same way. Give cache_key='a name' to stand for it, and change it whenever that "
-        "changes."
-    )
 
 
 def _is_plain(values: Collection[Any]) -> bool:

@@ -11,6 +11,7 @@ from fastdata.pixels.images import Form, tensor_class
 from fastdata.pixels.ops import MODES, Fill, Op, child
 
 _PIL_INTERPOLATIONS = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
+_INTERPOLATION = "has an interpolation that is not served"
 _TENSOR_INTERPOLATIONS = ("nearest", "nearest-exact", "bilinear", "bicubic")
 
 
@@ -74,11 +75,11 @@ def refuse(wrong: Any, reason: str) -> None:
 
 
 def need_uint8(state: State) -> None:
-    refuse(state.floats, f"comes after the conversion to {state.dtype}")
+    refuse(state.floats, "comes after the conversion to floats")
 
 
 def need_colours(state: State) -> None:
-    refuse(state.channels not in (None, 1, 3), f"gets images of {state.channels} channels")
+    refuse(state.channels not in (None, 1, 3), "gets images of other than 1 or 3 channels")
     need_uint8(state)
 
 
@@ -99,17 +100,17 @@ def several(value: Any) -> Sequence[Any]:
 def pair(size: Any) -> tuple[int, int]:
     values = several(size)
     is_known = len(values) in (1, 2) and all(isinstance(value, int) for value in values)
-    refuse(not is_known, f"has size={size!r}")
+    refuse(not is_known, "has a size that is not served")
     return values[0], values[-1]
 
 
 def interpolation_name(mode: Any) -> str:
     name = _PIL_INTERPOLATIONS[mode] if isinstance(mode, int) else str(getattr(mode, "value", mode))
-    refuse(name not in (*_PIL_INTERPOLATIONS, "nearest-exact"), f"has interpolation={mode!r}")
+    refuse(name not in (*_PIL_INTERPOLATIONS, "nearest-exact"), _INTERPOLATION)
     return name
 
 
-def value_for(value: Any, state: State, what: str) -> Any:
+def value_for(value: Any, state: State) -> Any:
     """What a step of v2 says of such a sample, where it has a dict by types."""
     if not isinstance(value, dict):
         return value
@@ -117,7 +118,7 @@ def value_for(value: Any, state: State, what: str) -> Any:
     for key, given in value.items():
         if kind in (key, getattr(key, "__module__", None)):
             return given
-    refuse("others" not in value, f"has a dict of {what} with none for such samples")
+    refuse("others" not in value, "has a dict with nothing for such samples")
     return value["others"]
 
 
@@ -136,7 +137,7 @@ def read_filters(step: Any, state: State, interpolation: Any) -> tuple[str, str]
     name = interpolation_name(interpolation)
     if state.kind != "pil":
         is_known = name in _TENSOR_INTERPOLATIONS
-        refuse(not is_known, f"resizes tensors with interpolation={name!r}")
+        refuse(not is_known, _INTERPOLATION)
         is_sharp = "nearest" in name or step.antialias
         refuse(not is_sharp, "resizes tensors without antialias")
     return name.upper().replace("-", "_"), domain_of(step, state)
@@ -147,8 +148,8 @@ def read_warp(step: Any, state: State) -> tuple[tuple[int | str, ...], Fill]:
     need_colours(state)
     name = "nearest" if state.is_beside else interpolation_name(step.interpolation)
     served = ("nearest", "bilinear", "bicubic") if state.kind == "pil" else ("nearest", "bilinear")
-    refuse(name not in served, f"has interpolation={name!r}")
-    is_filled = value_for(getattr(step, "_fill", step.fill), state, "fill values") is not None
+    refuse(name not in served, _INTERPOLATION)
+    is_filled = value_for(getattr(step, "_fill", step.fill), state) is not None
     fill = _read_fill(step, state, "PIL_DOMAIN", "constant")
     has_center = bool(getattr(step, "center", None))
     how = (domain_of(step, state), is_v2(step), is_filled, has_center)
@@ -160,7 +161,7 @@ def read_border(step: Any, state: State) -> tuple[tuple[str, str], Fill]:
     need_movable(state)
     domain = domain_of(step, state)
     mode = step.padding_mode
-    refuse(mode not in MODES, f"has padding_mode={mode!r}")
+    refuse(mode not in MODES, "has a padding_mode that is not served")
     fill = _read_fill(step, state, domain, mode)
     if state.floats and mode == "constant":
         refuse(state.is_normalized, "pads with a constant after Normalize")
@@ -172,20 +173,20 @@ def read_borders(padding: Any) -> tuple[int, ...]:
     """Left, top, right and bottom."""
     values = several(padding or 0)
     are_whole = all(isinstance(value, int) and value >= 0 for value in values)
-    refuse(len(values) not in (1, 2, 4) or not are_whole, f"has padding={padding!r}")
+    refuse(len(values) not in (1, 2, 4) or not are_whole, "has a padding that is not served")
     return tuple(values) * (4 // len(values))
 
 
 def _read_fill(step: Any, state: State, domain: str, mode: str) -> Fill:
     """What a step fills with: v2's look at ``_fill``, which they made of ``fill`` once."""
-    fill = value_for(getattr(step, "_fill", step.fill), state, "fill values")
+    fill = value_for(getattr(step, "_fill", step.fill), state)
     values = several(0 if fill is None else fill)
     is_one = mode != "constant" and len(values) > 1 and domain == "V2_DOMAIN"
     is_number = state.is_beside or is_one or domain == "V1_DOMAIN"
-    refuse(is_number and values is fill, f"has fill={step.fill!r} for tensors")
+    refuse(is_number and values is fill, "has a fill for each channel of tensors")
     if mode != "constant":
         return (0,)
     levels = tuple(map(int, values))
     is_known = 1 <= len(levels) <= 4 and all(0 <= level <= 255 for level in levels)
-    refuse(not is_known, f"has fill={step.fill!r}, outside of 0 to 255")
+    refuse(not is_known, "has a fill outside of 0 to 255")
     return levels

@@ -64,7 +64,7 @@ def recognise(step: Any, state: State) -> State:
         if state.is_beside and name in READERS:
             read = _read_beside
         elif state.kind in ("array", "mask", "video"):
-            raise UnknownStepError(f"gets {state.kind}s, which are no images to batch ops")
+            raise UnknownStepError("gets what is no image to batch ops")
         found = read(step, state)
     except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as unread:
         raise UnknownStepError(f"has arguments that are not served: {unread}") from unread
@@ -80,7 +80,7 @@ def _read_published(step: Any, state: State) -> Op:
     code, low, high, p = values
     need_colours(state)
     refuse(state.kind != "pil" or state.is_beside, "takes PIL images only")
-    refuse(not 0 <= low <= high, f"blurs by {low} to {high} px")
+    refuse(not 0 <= low <= high, "blurs by a radius that is not served")
     return maybe(state.at, [_number(code, state.inner(), "PIL_DOMAIN", low, high)], p)
 
 
@@ -146,7 +146,7 @@ def _random_crop(step: Any, state: State) -> State:
 
 
 def _resized_crop(step: Any, state: State) -> Op:
-    refuse(step.ratio[0] <= 0, f"has ratio={step.ratio}")
+    refuse(step.ratio[0] <= 0, "has a ratio that is not served")
     ranges = (*step.scale, *step.ratio, *np.log(step.ratio))
     crops = []
     for name in several(step.interpolation):  # timm draws one of two
@@ -177,7 +177,7 @@ def _resize(step: Any, state: State) -> Op:
         sides = several(step.size or ())
         if len(sides) == 2:
             return state.op("OP_RESIZE", (*pair(sides), 0, 0, *filters))
-        refuse(len(sides) != 1, f"has size={step.size!r}")
+        refuse(len(sides) != 1, "has a size that is not served")
     lengths = [Op("STEP_LENGTH", n=(int(side),)) for side in sides]
     n = (0, 0, longest, _BOUNDS.get(name, 0), *filters)
     return state.op("OP_RESIZE", n, children=lengths)
@@ -259,7 +259,7 @@ def _grey(step: Any, state: State, channels: int = 0) -> Op:
 
 def _grayscale(step: Any, state: State) -> State:
     channels = step.num_output_channels
-    refuse(channels not in (1, 3), f"has num_output_channels={channels!r}")
+    refuse(channels not in (1, 3), "makes other than 1 or 3 channels")
     grey = state.add(_grey(step, state, channels))
     keeps_one = state.channels == 1 and domain_of(step, state) == "V1_DOMAIN"
     return grey if keeps_one else replace(grey, channels=channels)
@@ -273,7 +273,7 @@ def _rgb(step: Any, state: State) -> State:
 
 
 def _permute(step: Any, state: State) -> Op:
-    refuse((state.channels or 3) > 4, f"permutes {state.channels} channels")
+    refuse((state.channels or 3) > 4, "permutes more than 4 channels")
     need_uint8(state)
     return state.op("OP_PERMUTE")
 
@@ -312,7 +312,7 @@ def _erase(
     state: State, ranges: Iterable[float], counts: tuple[int, int], fill: Sequence[Any], mode: int
 ) -> Op:
     refuse(state.kind == "pil", "does not accept PIL images")
-    refuse(len(fill) > 4, f"erases with {len(fill)} values")
+    refuse(len(fill) > 4, "erases with more than 4 values")
     if not state.floats:
         is_served = not mode and all(0 <= value <= 255 for value in fill)
         refuse(not is_served, "erases uint8 with random values, or with others than 0 to 255")
@@ -514,10 +514,10 @@ def _reform(step: Any, state: State) -> State:
 def _dtype(step: Any, state: State) -> Op | State:
     """ToDtype, or v1's ConvertImageDtype, which always scales."""
     is_to_dtype = known_name(step) == "ToDtype"
-    dtype = value_for(step.dtype, state, "dtypes")
+    dtype = value_for(step.dtype, state)
     if state.is_beside and dtype is not None and isinstance(step.dtype, dict):
         is_known = dtype in _MASK_DTYPES and not state.floats
-        refuse(not is_known, f"converts masks to {dtype}")
+        refuse(not is_known, "converts masks to a dtype that is not served")
         return _cast(state, dtype, "NONE")
     if dtype is None or state.is_beside:  # a dtype for all is for images only
         return state
@@ -526,7 +526,7 @@ def _dtype(step: Any, state: State) -> Op | State:
         return state  # ToDtype leaves everything but tensors as it is
     if dtype == getattr(torch, state.dtype):
         return state
-    refuse(state.floats or dtype not in _FLOATS, f"converts {state.dtype} to {dtype}")
+    refuse(state.floats or dtype not in _FLOATS, "converts to a dtype that is not served")
     if is_to_dtype and not step.scale:
         return _cast(state, dtype, "NONE")
     return _cast(state, dtype, "MULTIPLY" if is_v2(step) else "DIVIDE")
@@ -545,7 +545,7 @@ def _normalize(step: Any, state: State) -> State:
     given = (torch.as_tensor(values, dtype=dtype).flatten() for values in (step.mean, step.std))
     mean, std = (values.tolist() for values in torch.broadcast_tensors(*given))
     is_known = 1 <= len(mean) <= MAX_MEANS and all(map(math.isfinite, (*mean, *std)))
-    refuse(not is_known or 0 in std, f"has mean={step.mean} and std={step.std}")
+    refuse(not is_known or 0 in std, "has a mean or std that is not served")
     # One channel becomes as many as there are means, where torch may broadcast.
     widens = is_v2(step) and not step.inplace
     cast, *others = state.floats

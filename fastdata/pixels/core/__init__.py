@@ -27,18 +27,6 @@ import numpy.typing as npt
 ENDING = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 _MASK = (1 << 64) - 1
 _FEW_OPS = 8
-_JPEG_NAMES = {
-    "create": "CreateDecompress",
-    "read_header": "read_header",
-    "start": "start_decompress",
-    "crop": "crop_scanline",
-    "skip": "skip_scanlines",
-    "read": "read_scanlines",
-    "is_read": "input_complete",
-    "resync": "resync_to_restart",
-    "destroy": "destroy_decompress",
-}
-"""Field of ``Jpeg`` -> the function's name, without ``jpeg_``."""
 
 
 # What core.h says
@@ -209,13 +197,13 @@ def open_jpeg(path: str) -> Jpeg:
     """Find libjpeg-turbo among what the library at ``path`` is linked to; else OSError."""
     jpeg = Jpeg()
     jpeg.library = ctypes.CDLL(path)
-    for field, name in _JPEG_NAMES.items():
+    for name, _ in Jpeg._fields_[:-1]:
         function = getattr(jpeg.library, f"jpeg_{name}", None)
         if function is None:
             raise OSError(
                 f"{path} is not linked to a shared libjpeg-turbo: it knows no jpeg_{name}"
             )
-        setattr(jpeg, field, ctypes.cast(function, ctypes.c_void_p).value)
+        setattr(jpeg, name, ctypes.cast(function, ctypes.c_void_p).value)
     jpeg.version = load().fastdata_jpeg_version(ctypes.byref(jpeg))
     if not jpeg.version:
         raise OSError(f"the libjpeg of {path} has another binary interface than versions 62 and 80")
@@ -235,22 +223,13 @@ def jpeg_headers(
     return np.ascontiguousarray(headers_B4[:, :3]), np.ascontiguousarray(headers_B4[:, 3])
 
 
-def decode_jpeg(
-    jpeg: Jpeg,
-    source: int,
-    size_bytes: int,
-    out: npt.NDArray[np.uint8],
-    *,
-    interleaved: bool = False,
-) -> bool:
-    """Decode a file of the size of ``out``, (C, H, W) or interleaved.
+def decode_jpeg(jpeg: Jpeg, source: int, size_bytes: int, out: npt.NDArray[np.uint8]) -> bool:
+    """Decode a file of the size of ``out``, (C, H, W).
 
     3 channels come of any file, 1 of a grey one. False where its header or data are not in order.
     """
-    height, width, channels = out.shape if interleaved else (*out.shape[1:], out.shape[0])
-    size = channels, height, width, interleaved
     file = ctypes.byref(jpeg), source, size_bytes
-    return bool(load().fastdata_jpeg_decode(*file, *size, out.ctypes))
+    return bool(load().fastdata_jpeg_decode(*file, *out.shape, out.ctypes))
 
 
 # Batches

@@ -327,15 +327,15 @@ int window(Sample *sample, const Op *op); /* gives OK, or why not */
 
 /* Functions of libjpeg-turbo by their names without jpeg_, and the version of its ABI. */
 typedef struct {
-    void (*create)(void *, int version, size_t struct_bytes);
+    void (*CreateDecompress)(void *, int version, size_t struct_bytes);
     int (*read_header)(void *, int needs_image);
-    int (*start)(void *);
-    void (*crop)(void *, unsigned *left, unsigned *width);
-    unsigned (*skip)(void *, unsigned rows);
-    unsigned (*read)(void *, unsigned char **rows, unsigned count);
-    int (*is_read)(void *); /* jpeg_input_complete */
-    int (*resync)(void *, int desired);
-    void (*destroy)(void *);
+    int (*start_decompress)(void *);
+    void (*crop_scanline)(void *, unsigned *left, unsigned *width);
+    unsigned (*skip_scanlines)(void *, unsigned rows);
+    unsigned (*read_scanlines)(void *, unsigned char **rows, unsigned count);
+    int (*input_complete)(void *);
+    int (*resync_to_restart)(void *, int desired);
+    void (*destroy_decompress)(void *);
     int32_t version;
 } Jpeg;
 

@@ -113,7 +113,7 @@ static void prepare(Decoder *decoder, const Jpeg *jpeg) {
     decoder->errors.error_exit = refuse, decoder->errors.emit_message = refuse_warnings;
     decoder->errors.output_message = decoder->errors.reset = nothing;
     decoder->source.init = decoder->source.end = nothing;
-    decoder->source.fill = refuse_the_end, decoder->source.skip = skip, decoder->source.resync = jpeg->resync;
+    decoder->source.fill = refuse_the_end, decoder->source.skip = skip, decoder->source.resync = jpeg->resync_to_restart;
     decoder->head.errors = &decoder->errors;
 }
 
@@ -124,8 +124,8 @@ EXPORT int32_t fastdata_jpeg_version(const Jpeg *jpeg) {
     for (volatile int i = 0; i < 2; i++) {
         prepare(&decoder, jpeg);
         if (setjmp(decoder.refused)) continue;
-        jpeg->create(&decoder, versions[i], struct_bytes(versions[i]));
-        jpeg->destroy(&decoder);
+        jpeg->CreateDecompress(&decoder, versions[i], struct_bytes(versions[i]));
+        jpeg->destroy_decompress(&decoder);
         return versions[i];
     }
     return 0;
@@ -277,10 +277,10 @@ bool decode(const Jpeg *jpeg, const uint8_t *file, int64_t size, int32_t height,
     find_places(places);
     prepare(&decoder, jpeg);
     if (setjmp(decoder.refused)) {
-        jpeg->destroy(&decoder);
+        jpeg->destroy_decompress(&decoder);
         return false;
     }
-    jpeg->create(&decoder, jpeg->version, struct_bytes(jpeg->version));
+    jpeg->CreateDecompress(&decoder, jpeg->version, struct_bytes(jpeg->version));
     head->source = &decoder.source;
     decoder.source.next = file, decoder.source.bytes = (size_t)size;
     jpeg->read_header(&decoder, 1);
@@ -288,7 +288,7 @@ bool decode(const Jpeg *jpeg, const uint8_t *file, int64_t size, int32_t height,
     if (head->components > 3 || (out->channels == 1 && head->components != 1))
         refuse(&decoder);
     head->wanted_colours = out->channels == 1 ? GREY : RGB;
-    jpeg->start(&decoder);
+    jpeg->start_decompress(&decoder);
     unsigned first = 0, count = head->out_width;
     const bool in_parts = has_parts(head);
     if (in_parts && out->width < width) {
@@ -298,7 +298,7 @@ bool decode(const Jpeg *jpeg, const uint8_t *file, int64_t size, int32_t height,
         const int32_t latest = left ? left - 1 : 0, widest = right > LEAST_COLUMNS ? right - LEAST_COLUMNS : 0;
         first = (unsigned)(latest < widest ? latest : widest), count = (unsigned)right - first;
         if (count < LEAST_COLUMNS) count = width < LEAST_COLUMNS ? (unsigned)width : LEAST_COLUMNS;
-        jpeg->crop(&decoder, &first, &count);
+        jpeg->crop_scanline(&decoder, &first, &count);
     }
     const int64_t row_bytes = (int64_t)head->out_width * out->channels;
     /* Where a row is aligned, libjpeg-turbo writes it past the caches (movntdq), out of which it is read right after: not
@@ -307,28 +307,27 @@ bool decode(const Jpeg *jpeg, const uint8_t *file, int64_t size, int32_t height,
     uint8_t *memory = take(scratch, SLOT_WORK, ROWS * stride + SHIFT);
     if (!memory || head->out_components != out->channels) refuse(&decoder);
     for (int y = 0; y < ROWS; y++) rows[y] = memory + y * stride + SHIFT;
-    if (in_parts && top && jpeg->skip(&decoder, (unsigned)top) != (unsigned)top) refuse(&decoder);
+    if (in_parts && top && jpeg->skip_scanlines(&decoder, (unsigned)top) != (unsigned)top) refuse(&decoder);
     const int64_t end = (int64_t)top + out->height, before = (left - (int64_t)first) * out->channels;
     for (int64_t y = head->out_row, read; y < end; y += read) {
-        read = jpeg->read(&decoder, rows, (unsigned)(end - y < ROWS ? end - y : ROWS));
+        read = jpeg->read_scanlines(&decoder, rows, (unsigned)(end - y < ROWS ? end - y : ROWS));
         for (int64_t k = y < top ? top - y : 0; k < read; k++) spread(rows[k] + before, out, y + k - top, places);
         if (!read) refuse(&decoder);
     }
     /* The bits that were fetched last may have ended with the marker. */
-    if (!jpeg->is_read(&decoder) && !ends_well(decoder.source.next - 2, file + size)) refuse(&decoder);
-    jpeg->destroy(&decoder);
+    if (!jpeg->input_complete(&decoder) && !ends_well(decoder.source.next - 2, file + size)) refuse(&decoder);
+    jpeg->destroy_decompress(&decoder);
     return true;
 }
 
-/* Decode a file of a size that its header has to `out`, (H, W, C) or planar: three channels of whatever the file has, or
+/* Decode a file of a size that its header has to `out`, planar: three channels of whatever the file has, or
  * one of a grey one. False where Pillow is to judge. */
 EXPORT bool fastdata_jpeg_decode(const Jpeg *jpeg, const uint8_t *file, int64_t size, int32_t channels, int32_t height,
-                                 int32_t width, int32_t interleaved, uint8_t *out) {
+                                 int32_t width, uint8_t *out) {
     Scratch *scratch = borrow();
     if (!scratch) return false;
     Image image = {.data = out, .channels = channels, .height = height, .width = width};
-    image.pixel = interleaved ? channels : 1, image.row = image.pixel * image.width;
-    image.plane = interleaved ? 1 : (int64_t)image.height * image.width;
+    image.pixel = 1, image.row = width, image.plane = (int64_t)height * width;
     const bool is_decoded = decode(jpeg, file, size, height, width, 0, 0, &image, scratch);
     give_back(scratch);
     return is_decoded;
