@@ -923,12 +923,12 @@ class OwnStep(v2.Transform):
         (
             v2.Compose([v2.Pad(1, fill=(1, 2, 3)), *TO_PAIR]),
             pairs(),
-            "has fill=(1, 2, 3) for masks",
+            "has a fill for each channel of tensors",
         ),
         (
             v2.Compose([v2.Pad(1, fill={MASK: 1}), *TO_PAIR]),
             pairs(),
-            "a dict of fill values with none for such samples",
+            "a dict with nothing for such samples",
         ),
         (
             v2.RandomApply([v2.Lambda(v2.RandomVerticalFlip())]),

@@ -206,9 +206,10 @@ def is_v2(step: Any) -> bool:
 
 def is_changed(step: Any) -> bool:
     """Whether an object has hooks, or something in the place of its class's."""
+    kind: Any = type(step)
     held: dict[str, Any] = getattr(step, "__dict__", {})
     is_hooked = held.get("_forward_pre_hooks") or held.get("_forward_hooks")
-    return bool(is_hooked) or not _members(type(step)).isdisjoint(held)
+    return bool(is_hooked) or not _members(kind).isdisjoint(held)
 
 
 @cache

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
-Bools = npt.NDArray[np.bool_]
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 Buffer = bytes | memoryview
@@ -400,23 +399,26 @@ class OpenedImages(core.Samples):
         channels: int | None = 3,
     ) -> OpenedImages:
         """Files, turned as their EXIF says if ``upright``; with ``channels`` None gray stays so."""
+        from PIL import Image
+
         arrays = [np.frombuffer(data, np.uint8) for data in files]
         opened = cls(arrays, np.zeros((len(files), 3), np.int32), by_pillow)
         is_open_B = np.zeros(len(files), np.bool_)
         jpeg, _ = open_libjpeg()
         if jpeg is not None:
             sizes_B = np.array([data.size for data in arrays], np.int64)
-            shapes_B3, turns_B = core.jpeg_headers(opened.sources_B, sizes_B)
-            is_open_B = _may_open(shapes_B3)
+            opened.shapes_B3, turns_B = core.jpeg_headers(opened.sources_B, sizes_B)
+            opened.files = core.Files(jpeg, sizes_B, turns_B)
+            channels_B, sides_B2 = opened.shapes_B3[:, 0], opened.shapes_B3[:, 1:]
+            pixels_B = sides_B2.prod(axis=1, dtype=np.int64)
+            is_open_B = (channels_B > 0) & (pixels_B <= (Image.MAX_IMAGE_PIXELS or math.inf))
             if upright:
                 is_open_B &= turns_B > 0
-                shapes_B3[turns_B > 4, 1:] = shapes_B3[turns_B > 4, :0:-1]
+                sides_B2[turns_B > 4] = sides_B2[turns_B > 4, ::-1]
             else:
                 turns_B[:] = 1
             if channels is not None:
-                shapes_B3[:, 0] = channels
-            opened.shapes_B3 = shapes_B3
-            opened.files = core.Files(jpeg, sizes_B, turns_B)
+                channels_B[:] = channels
         for b in np.flatnonzero(~is_open_B).tolist():
             opened.leave_to_pillow(b)
         return opened
@@ -461,16 +463,6 @@ class OpenedImages(core.Samples):
         self.sources_B[b] = pixels.__array_interface__["data"][0]
         shape = pixels.shape
         self.shapes_B3[b] = (shape[2], *shape[:2]) if self.is_interleaved else shape
-
-
-def _may_open(shapes_B3: Int32s) -> Bools:
-    """Which files have a header that the core reads, and no more pixels than PIL takes."""
-    from PIL import Image
-
-    channels_B, height_B, width_B = shapes_B3.T.astype(np.int64)
-    most = math.inf if Image.MAX_IMAGE_PIXELS is None else Image.MAX_IMAGE_PIXELS
-    is_open_B: Bools = (channels_B > 0) & (height_B * width_B <= most)
-    return is_open_B
 
 
 def addresses_of(arrays: Sequence[Array]) -> Int64s:
@@ -653,10 +645,9 @@ def decode_planes_into(data: memoryview, out_CHW: Array) -> None:
     jpeg, _ = open_libjpeg()
     if jpeg is not None:
         source = np.frombuffer(data, np.uint8)
-        address = addresses_of([source])
-        shapes, _ = core.jpeg_headers(address, np.array([source.size], np.int64))
-        is_alike = shapes[0].tolist() == [channels, height, width]
-        if is_alike and core.decode_jpeg(jpeg, address[0].item(), source.size, out_CHW):
+        shapes, _ = core.jpeg_headers(addresses_of([source]), np.array([source.size], np.int64))
+        is_alike = tuple(shapes[0].tolist()) == out_CHW.shape
+        if is_alike and core.decode_jpeg(jpeg, source, out_CHW):
             return
     from PIL.JpegImagePlugin import JpegImageFile
 

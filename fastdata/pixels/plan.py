@@ -124,33 +124,25 @@ class TransformPlan:
         """Run the last steps as they are written, on a sample that ``last`` is not for."""
         return run_steps(self.per_sample[len(self._unknown) :], sample)
 
-    @property
-    def prepare_text(self) -> str:
-        """The prepare part as its steps show themselves now; empty if there is none."""
-        return ", ".join(map(repr, self.prepare))
-
     def __repr__(self) -> str:
         prepare = ", ".join(map(_text, (*self.beforehand, *self.prepare))) or "-"
         lines = [f"prepare, once per sample:     {prepare}"]
-        for number, view in enumerate(self.views):
-            lines += view._serving_lines(f"view {number}, on whole batches:     ")
-        lines += [] if self.views else self._serving_lines("batch ops, on whole batches:  ")
+        for number, view in enumerate(self.each):
+            first = f"view {number}, on whole batches:     "
+            if not self.views:
+                first = "batch ops, on whole batches:  "
+            unknown = ", ".join(map(_text, view._unknown)) or "-"
+            lines.append(f"{first}{', '.join(view.batch_texts) or '-'}")
+            lines.append(f"per sample, as written:       {unknown}")
+            if view.per_sample:
+                lines.append(f"    because {view.obstacle}")
+            elif view.obstacle:
+                lines.append(f"    served one by one, because {view.obstacle}")
+            if view.last:
+                lines.append(f"after them, on whole batches:  {', '.join(view.last.batch_texts)}")
         if self.mask:
             lines.append(f"    masks are moved along:        nearest, served as {self.mask.kind}")
         return "\n".join(lines)
-
-    def _serving_lines(self, first: str) -> list[str]:
-        lines = [
-            f"{first}{', '.join(self.batch_texts) or '-'}",
-            f"per sample, as written:       {', '.join(map(_text, self._unknown)) or '-'}",
-        ]
-        if self.per_sample:
-            lines.append(f"    because {self.obstacle}")
-            if self.last:
-                lines.append(f"after them, on whole batches:  {', '.join(self.last.batch_texts)}")
-        elif self.obstacle:
-            lines.append(f"    served one by one, because {self.obstacle}")
-        return lines
 
 
 def plan_transform(

@@ -78,7 +78,6 @@ class Program:
         cast = next((str(op.n[0]).lower() for op in ops if op.code == "OP_CAST"), spec.dtype)
         self._served_dtype = cast
         self._dtype = np.dtype(_FLOAT16S.get(cast, cast))
-        self._dense_shapes = functools.cache(functools.partial(_repeat, stored))
         self._scratch = Scratch()
 
     @functools.cached_property
@@ -231,9 +230,10 @@ class Program:
     ) -> None:
         index_B = keys.indices
         indices = index_B.tolist()
-        shapes_B3 = self._dense_shapes(len(indices))
-        if shapes_B3 is None:
+        if self._spec.shape is None:
             shapes_B3 = np.array([_planes(store.shape(index)) for index in indices], np.int32)
+        else:
+            shapes_B3 = np.full((len(indices), 3), _planes(self._spec.shape), np.int32)
         if store.gives_views:
             _serve(pairs, core.Samples(store.addresses(index_B), shapes_B3), keys, rows_B)
             return
@@ -283,10 +283,8 @@ _Pair = tuple[Program, Array]
 
 
 def _keys(seed: int, visits_B: int | Int64s, index_B: Int64s) -> core.Keys:
-    if isinstance(visits_B, int):
-        visits_B = np.full(len(index_B), visits_B)
-    visits_B = np.ascontiguousarray(visits_B, np.int64)
-    return core.Keys(seed, visits_B, np.ascontiguousarray(index_B, np.int64))
+    one_each_B = visits_B + np.zeros(len(index_B), np.int64)
+    return core.Keys(seed, one_each_B, np.ascontiguousarray(index_B, np.int64))
 
 
 def _serve(
@@ -310,10 +308,6 @@ def _serve(
             else:
                 program, _ = pairs[refused.program]
                 program._answer(refused, keys, samples.shapes_B3)
-
-
-def _repeat(shape: Shape | None, count: int) -> Int32s | None:
-    return None if shape is None else np.full((count, 3), _planes(shape), np.int32)
 
 
 def _planes(shape: Shape) -> Shape:

@@ -223,12 +223,12 @@ def jpeg_headers(
     return np.ascontiguousarray(headers_B4[:, :3]), np.ascontiguousarray(headers_B4[:, 3])
 
 
-def decode_jpeg(jpeg: Jpeg, source: int, size_bytes: int, out: npt.NDArray[np.uint8]) -> bool:
+def decode_jpeg(jpeg: Jpeg, source: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8]) -> bool:
     """Decode a file of the size of ``out``, (C, H, W).
 
     3 channels come of any file, 1 of a grey one. False where its header or data are not in order.
     """
-    file = ctypes.byref(jpeg), source, size_bytes
+    file = ctypes.byref(jpeg), source.ctypes, source.size
     return bool(load().fastdata_jpeg_decode(*file, *out.shape, out.ctypes))
 
 
