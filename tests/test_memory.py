@@ -295,47 +295,22 @@ BIG = Budget(bytes=16 * GIB, reserve_bytes=GIB, limited_by="system memory")
 
 
 @pytest.mark.parametrize(
-    ("has_accelerator", "batch_bytes", "pinned_bytes", "pin", "words"),
+    ("has_accelerator", "pinned_bytes", "pin", "words"),
     [
-        (True, 38 << 20, 76 << 20, True, "pinned: 76.0 MiB of 16.0 GiB free"),
-        (True, 1 * GIB, 2 * GIB, True, "pinned: 2.0 GiB"),
-        (
-            True,
-            1 * GIB,
-            2 * GIB + 1,
-            False,
-            "not pinned: 2.0 GiB needed, at most 12.5% of 16.0 GiB free",
-        ),
-        (True, 64 << 10, 128 << 10, False, "64.0 KiB a batch gain nothing"),
-        (True, (64 << 10) + 1, 128 << 10, True, "pinned: 128.0 KiB"),
-        (True, None, 0, False, "not known before one is read"),
-        (False, 38 << 20, 76 << 20, False, "no CUDA or XPU device"),
+        (True, 76 << 20, True, "pinned: 76.0 MiB of 16.0 GiB free"),
+        (True, 2 * GIB, True, "pinned: 2.0 GiB"),
+        (True, 2 * GIB + 1, False, "not pinned: 2.0 GiB needed, at most 12.5% of 16.0 GiB free"),
+        (True, None, False, "not known before one is read"),
+        (False, 76 << 20, False, "no CUDA or XPU device"),
     ],
 )
-def test_pinning_follows_device_batch_and_free_memory(
-    has_accelerator: bool,
-    batch_bytes: int | None,
-    pinned_bytes: int,
-    pin: bool,
-    words: str,
+def test_pinning_follows_device_and_free_memory(
+    has_accelerator: bool, pinned_bytes: int | None, pin: bool, words: str
 ) -> None:
-    """Pinned are batches worth it, for a device, up to an eighth of the free memory; else the reason says why not."""
-    plan = choose_pinning(
-        has_accelerator=has_accelerator,
-        batch_bytes=batch_bytes,
-        pinned_bytes=pinned_bytes,
-        budget=BIG,
-    )
+    """Pinned is, for a device, up to an eighth of the free memory; else the reason says why not."""
+    plan = choose_pinning(pinned_bytes, BIG, has_accelerator=has_accelerator)
     assert plan.pin == pin
     assert words in plan.reason
-
-
-def test_small_batches_are_pinned_where_a_copy_would_wait() -> None:
-    """The prefetcher's copies from pageable memory wait for their stream, however small they are."""
-    plan = choose_pinning(
-        has_accelerator=True, batch_bytes=100, pinned_bytes=200, budget=BIG, copies_wait=True
-    )
-    assert plan.pin
 
 
 @pytest.mark.parametrize(("free", "fits"), [(2 * GIB, True), (2 * GIB - 1, False)])

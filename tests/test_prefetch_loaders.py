@@ -334,15 +334,12 @@ def test_auto_pinning_without_a_device_is_off_in_silence(dataset: CachedDataset)
 def test_auto_pinning_with_a_device_goes_by_the_batch(
     dataset: CachedDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Batches of known size that are worth it are pinned; others are not."""
+    """Batches of known size are pinned; others are not."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(memory, "PINNING_FLOOR_BYTES", 0)
     assert DataLoader(dataset, batch_size=4, pin_memory="auto").pin_memory is True
     unknown = DataLoader(Numbers(), batch_size=4, pin_memory="auto")
     assert unknown.pin_memory is False
     assert "not known" in unknown.report().pinning
-    monkeypatch.setattr(memory, "PINNING_FLOOR_BYTES", 10**6)
-    assert DataLoader(dataset, batch_size=4, pin_memory="auto").pin_memory is False
 
 
 def test_a_wrong_pin_memory_is_refused(dataset: CachedDataset) -> None:

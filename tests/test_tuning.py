@@ -318,9 +318,7 @@ def test_the_time_box_ends_the_search() -> None:
     result = quick(Samples(seconds=0.05), max_seconds=1)
     assert not result.is_complete
     assert result.best["batch_size"] == 4
-    with pytest.raises(
-        TimeoutError, match=r"no probe ended within max_seconds: .*a sample takes 1\.\d\d s"
-    ):
+    with pytest.raises(TimeoutError, match="no answer within"):
         quick(Samples(seconds=1.2), max_seconds=0.1, parameters={"num_workers": (0,)})
 
 

@@ -133,13 +133,8 @@ class PinnedMemory:
         need_bytes = self.ring_slots * allocated_bytes(size_bytes)
         is_allowed = need_bytes <= self.ring_bytes
         if not is_allowed:
-            plan = choose_pinning(
-                has_accelerator=True,
-                batch_bytes=need_bytes,
-                pinned_bytes=need_bytes,
-                budget=budget_bytes(host_memory.available_bytes()),
-                copies_wait=True,
-            )
+            budget = budget_bytes(host_memory.available_bytes())
+            plan = choose_pinning(need_bytes, budget, has_accelerator=True)
             is_allowed = plan.pin
             self._ring = f"ring {plan.reason}"
         slot = self.pin(torch.empty(size_bytes, dtype=torch.uint8)) if is_allowed else None

@@ -397,16 +397,13 @@ class DataLoader(_TorchLoader[_T_co]):
         if asked != "auto":
             return PinningPlan(pin=asked)
         sample_bytes = self._served.latest().served_bytes if self._served else None
-        batch_bytes = None
+        pinned_bytes = None
         if sample_bytes is not None and self.batch_size is not None:
-            batch_bytes = sample_bytes * self.batch_size
-        under_way = max(1, self.num_workers * (self.prefetch_factor or 0)) + 1
-        return choose_pinning(
-            has_accelerator=torch.cuda.is_available() or torch.xpu.is_available(),
-            batch_bytes=batch_bytes,
-            pinned_bytes=(batch_bytes or 0) * under_way,
-            budget=budget_bytes(memory.available_bytes()),
-        )
+            under_way = max(1, self.num_workers * (self.prefetch_factor or 0)) + 1
+            pinned_bytes = sample_bytes * self.batch_size * under_way
+        has_accelerator = torch.cuda.is_available() or torch.xpu.is_available()
+        budget = budget_bytes(memory.available_bytes())
+        return choose_pinning(pinned_bytes, budget, has_accelerator=has_accelerator)
 
 
 _SAID: weakref.WeakValueDictionary[int, PreparedDataset] = weakref.WeakValueDictionary()

@@ -379,9 +379,6 @@ def check_device_room(need_bytes: int, free_bytes: int, device: str) -> None:
 
 # Pinning
 
-PINNING_FLOOR_BYTES = 64 << 10
-"""CUDA brings pageable memory up to this size to the device without waiting for it (CUDA C++
-Programming Guide, asynchronous concurrent execution): pinning gains nothing."""
 PINNING_SHARE = 1 / 8
 """Locked pages cannot be swapped or dropped: more than a small part of the free memory would starve
 the machine."""
@@ -395,36 +392,25 @@ class PinningPlan(NamedTuple):
 
 
 def choose_pinning(
-    *,
-    has_accelerator: bool,
-    batch_bytes: int | None,
-    pinned_bytes: int,
-    budget: Budget,
-    copies_wait: bool = False,
+    pinned_bytes: int | None, budget: Budget, *, has_accelerator: bool
 ) -> PinningPlan:
     """Decide whether memory for batches is pinned.
 
     Args:
-        has_accelerator: there is a device that copies from pinned memory by itself.
-        batch_bytes: None where it is not known before a batch is read.
-        pinned_bytes: in all.
+        pinned_bytes: in all; None where it is not known before a batch is read.
         budget: with what is pinned already.
-        copies_wait: a copy from memory that is not pinned waits for all that its stream has to do,
-            however small it is, as torch's ``copy_`` does; then small batches gain from it too.
+        has_accelerator: there is a device that copies from pinned memory by itself.
     """
-    need = format_bytes(pinned_bytes)
     free = format_bytes(budget.bytes)
     if not has_accelerator:
         refusal = "there is no CUDA or XPU device"
-    elif batch_bytes is None:
+    elif pinned_bytes is None:
         refusal = "how large batches are is not known before one is read"
-    elif batch_bytes <= PINNING_FLOOR_BYTES and not copies_wait:
-        refusal = f"{format_bytes(batch_bytes)} a batch gain nothing from it"
     elif pinned_bytes > budget.bytes * PINNING_SHARE:
         share = f"at most {PINNING_SHARE:.1%} of {free} free ({budget.limited_by}) is locked"
-        refusal = f"{need} needed, {share}"
+        refusal = f"{format_bytes(pinned_bytes)} needed, {share}"
     else:
-        return PinningPlan(pin=True, reason=f"pinned: {need} of {free} free")
+        return PinningPlan(pin=True, reason=f"pinned: {format_bytes(pinned_bytes)} of {free} free")
     return PinningPlan(pin=False, reason=f"not pinned: {refusal}")
 
 

@@ -45,7 +45,7 @@ from torch.utils.data import get_worker_info
 
 from fastdata.errors import IngestError, StoreGoneError
 from fastdata.machine.memory import is_running
-from fastdata.report import log, warn_user
+from fastdata.report import warn_user
 
 if sys.platform != "win32":
     import fcntl
@@ -113,15 +113,8 @@ def _known_rank() -> Rank | None:
 def local_ranks() -> int:
     """How many ranks share this machine, as the launcher says; 1 where none says so."""
     for *_, name in _LAUNCHERS:
-        text = os.environ.get(name)
-        if text is None:
-            continue
-        ranks = re.match(r"\d+", text)  # Slurm's "4(x2)": four on each of two nodes
-        if ranks is None or not int(ranks[0]):
-            raise ValueError(
-                f"{name}={text!r} is no number of ranks; unset it, or set it to 1 or more"
-            )
-        return int(ranks[0])
+        if name in os.environ:
+            return int(re.findall(r"\d+", os.environ[name])[0])  # Slurm's "4(x2)": on two nodes
     return 1
 
 
@@ -246,7 +239,6 @@ def _meet(path: Path, known: Sequence[Any]) -> Leader | Follower:
                 continue
             found = _read_handles(path, known)
             if found is not None:
-                log.info("process %d shares what %s has prepared", os.getpid(), found.leader)
                 return found
             os.ftruncate(fd, 0)
             leader = Leader(fd, path)

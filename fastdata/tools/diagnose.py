@@ -233,8 +233,6 @@ def diagnose(
         >>> diagnose(batches, lambda batch: [batch.exp() for _ in range(99)]).limit
         'model'
     """
-    if batches < 2:
-        raise ValueError(f"batches={batches}: at least 2 are needed, the first one is not counted")
     loop = TimedLoop(loader, batches)
     with contextlib.suppress(_EnoughError):
         for batch in loop:

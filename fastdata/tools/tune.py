@@ -88,7 +88,8 @@ class TuneResult(Report):
     def call(self) -> str:
         """The loader to paste into a script, shuffled as the probes were."""
         settings = {"batch_size": self.best["batch_size"], "shuffle": True} | self.best
-        return f"DataLoader(dataset, {_in_words(settings)})"
+        words = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+        return f"DataLoader(dataset, {words})"
 
     def _lines(self) -> Iterator[Line]:
         names = list(self.probes[0].settings)
@@ -234,10 +235,6 @@ def _rates(probes: Sequence[Probe], settings: Settings) -> list[float]:
     return [probe.samples_per_s for probe in probes[1:] if _arguments(probe.settings) == wanted]
 
 
-def _in_words(settings: Settings) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in settings.items())
-
-
 def _cost(settings: Settings) -> tuple[float, float]:
     """What settings take besides time, by which equally fast ones are told apart."""
     workers = settings["num_workers"] * (0.5 if settings.get("workers") == "thread" else 1)
@@ -302,12 +299,9 @@ class _Judge:
             )
         except TimeoutError:
             self.is_over = True
-            if is_begun:
-                return
-            raise TimeoutError(
-                f"no probe ended within max_seconds: {_in_words(settings)}, and a sample takes "
-                f"{self._sample_s:.2f} s. Give it more seconds, or a smaller batch_size."
-            ) from None
+            if not is_begun:
+                raise
+            return
         except Exception as error:  # a user's dataset raises anything
             if not is_begun:
                 raise
