@@ -59,7 +59,7 @@ _ENDING = threading.RLock()
 """Held where a dataset's first read has it prepared: by one of several threads."""
 
 
-_DERIVED = {"_reader", "_handle", "_handles", "_views", "_watch", "_writing", "_seen", "_seen_in"}
+_DERIVED = {"_reader", "_handle", "_handles", "_watch", "_writing", "_seen", "_seen_in"}
 """What copies in other processes have of their own."""
 
 
@@ -80,9 +80,6 @@ class _Opened(Dataset[Any]):
     """The reader, for those who read by it."""
     _handles: weakref.WeakSet[ReaderHandle]
     """It, and those that epochs began with before another transform came."""
-    _views: weakref.WeakSet[_Opened]
-    """The datasets over the same kept samples; the last one to be closed gives their memory
-    back."""
     _seen: np.ndarray
     """How often this process has read each sample: what draws are made from where no loader of
     ours says it."""
@@ -131,10 +128,6 @@ class _Opened(Dataset[Any]):
         Batches already served stay valid, and a batch that is being read is read to its end. An
         epoch that runs ends with StoreGoneError.
         """
-        self._views.discard(self)
-        kept = self._stored.kept
-        if kept is not None and not self._views:
-            kept.end_sharing()
         for handle in {*self._handles, self._handle}:
             handle.reader = None  # the memory goes with the last batch that is being read from it
         self._stored = self._stored.emptied()
@@ -162,7 +155,6 @@ class _Opened(Dataset[Any]):
     def __setstate__(self, state: dict[str, Any]) -> None:
         del state["_imported"]
         self.__dict__.update(state)
-        self._views = weakref.WeakSet([self])
         self._handles = weakref.WeakSet()
         self._compile()
 
@@ -241,13 +233,13 @@ class _Opened(Dataset[Any]):
             # 20 ms with filelock, which only caches take.
             from fastdata.stores.build import prepare_on_disk
 
-            listing, root = self._list_files(source)
+            opened, listing, root = self._describe(source)
             is_pil = source.opening is not None and source.opening.form == "pil"
             prepared = prepare_on_disk(
                 path,
                 options,
                 table,
-                opened=self._describe_source(source, listing),
+                opened=opened,
                 steps=describe_steps(steps, options.cache_key, is_pil=is_pil),
                 listing=listing,
                 root=root,
@@ -256,18 +248,16 @@ class _Opened(Dataset[Any]):
         self._was_read = False
         self._serve(old.filled(prepared, source, table, leading))
 
-    def _list_files(self, source: Source) -> tuple[Listing | None, str]:
-        """The files of a source and their folder, for a cache; none where samples are no files."""
-        return None, ""
+    def _describe(self, source: Source) -> tuple[str, Listing | None, str]:
+        """For a cache: text that is equal where one of the same samples is, their files and folder.
 
-    def _describe_source(self, source: Source, listing: Listing | None) -> str:
-        """Text that is equal where a cache of the same samples is."""
-        return self._stored.options.cache_key or ""
+        Of samples that are no files there are none.
+        """
+        raise NotImplementedError
 
     def _serve(self, stored: Stored) -> None:
         self._stored = stored
         self._seen_in = 0
-        self._views = weakref.WeakSet([self])
         self._handles = weakref.WeakSet()
         self._compile()
 
@@ -502,7 +492,6 @@ class PreparedDataset(_Opened):
         other = self._copied()
         other._seen_in = 0
         other._was_read = True  # by the first view, maybe
-        self._views.add(other)
         other.transform = transform
         return other
 
@@ -534,11 +523,6 @@ class PreparedDataset(_Opened):
             self._compile()  # which says what is wrong
             return
         table = old.table if isinstance(source, FileSource) else None
-        self._views.discard(self)
-        if table is not None and self._views:  # whose table it is too
-            table = SampleTable(
-                list(table.targets), paths=table.all_paths(), class_to_idx=table.class_to_idx
-            )
         # Both let go of the store before room is looked for.
         self._stored = replace(old, samples=source, source=None, table=table, after=None)
         self._handle = ReaderHandle(None)

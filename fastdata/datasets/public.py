@@ -70,17 +70,15 @@ class _ImageFiles(PreparedDataset):
             self._place.listed = {}
         self._build(self._files_of(table), options, transform, target_transform, table=table)
 
-    def _list_files(self, source: Source) -> tuple[Listing | None, str]:
+    def _describe(self, source: Source) -> tuple[str, Listing | None, str]:
         from fastdata.stores.shards import list_paths
 
         root, table = os.fspath(self.root), self._stored.table
         assert isinstance(source, FileSource)
         assert table is not None
-        return list_paths(table.all_paths(), root, source.listing()), root
-
-    def _describe_source(self, source: Source, listing: Listing | None) -> str:
         opened = describe_steps([self._loader], self._stored.options.cache_key)
-        return f"{opened}, {self._list_name}" if self._list_name else opened
+        opened = f"{opened}, {self._list_name}" if self._list_name else opened
+        return opened, list_paths(table.all_paths(), root, source.listing()), root
 
     def _files_of(self, table: SampleTable) -> FileSource:
         return FileSource(table.paths, table.targets, self._loader, self._place, self._facts)
@@ -97,7 +95,7 @@ class _ImageFiles(PreparedDataset):
 
     def _relist(self, name: str, listed: Sequence[Any]) -> None:
         self._handle()
-        if self._was_read or self.filled_share() > 0 or len(self._views) > 1:
+        if self._was_read or self.filled_share() > 0:
             super()._relist(name, listed)
         paths = self._files(name).all_paths()
         if name == "samples":
@@ -420,27 +418,12 @@ class CachedDataset(PreparedDataset):
             _refuse_frozen_draws(dataset)
         self._build(source, chosen, transform, target_transform, prepare=prepare)
 
-    def _list_files(self, source: Source) -> tuple[Listing | None, str]:
-        from fastdata.stores.shards import list_paths
-
-        found = [source.path(index) for index in range(len(source))]
-        paths = [path for path in found if path is not None]
-        if not paths or len(paths) < len(found):
-            return None, ""
-        root = ""
-        # Not of relative paths and others, or on several drives.
-        with contextlib.suppress(ValueError):
-            root = os.path.commonpath({os.path.dirname(path) for path in paths})
-        listing = list_paths(paths, root)
-        if (listing.sizes < 0).all():  # names of another kind, such as keys of an LMDB
-            return None, ""
-        return listing, root
-
-    def _describe_source(self, source: Source, listing: Listing | None) -> str:
+    def _describe(self, source: Source) -> tuple[str, Listing | None, str]:
         cache_key = self._stored.options.cache_key
         assert isinstance(source, DatasetSource)
+        listing, root = _list_files(source)
         *_, inner = unwrapped(source.dataset)
-        if cache_key is None and listing is None and not hasattr(inner, "_fastdata_identity"):
+        if cache_key is None and listing is None and not hasattr(inner, "_identity"):
             raise ValueError(
                 f"cache_dir= must know in the next run whether the samples of "
                 f"{type(inner).__name__} are still the same, but it does not list their files in "
@@ -448,7 +431,8 @@ class CachedDataset(PreparedDataset):
                 "change."
             )
         described = describe_dataset(source.dataset, cache_key)
-        return described if source.columns is None else f"{described} {source.columns}"
+        opened = described if source.columns is None else f"{described} {source.columns}"
+        return opened, listing, root
 
     @classmethod
     def from_cache(
@@ -523,6 +507,23 @@ class CachedDataset(PreparedDataset):
             )
         )
         return dataset
+
+
+def _list_files(source: Source) -> tuple[Listing | None, str]:
+    """The files of samples, and their folder; none where samples are no files."""
+    from fastdata.stores.shards import list_paths
+
+    found = [source.path(index) for index in range(len(source))]
+    paths = [path for path in found if path is not None]
+    if not paths or len(paths) < len(found):
+        return None, ""
+    root = ""
+    # Not of relative paths and others, or on several drives.
+    with contextlib.suppress(ValueError):
+        root = os.path.commonpath({os.path.dirname(path) for path in paths})
+    listing = list_paths(paths, root)
+    # Of names of another kind, such as keys of an LMDB, no size is known.
+    return (None, "") if (listing.sizes < 0).all() else (listing, root)
 
 
 def _checked(transforms: Any, transform: Any, target_transform: Any) -> Any:

@@ -74,16 +74,15 @@ def room(
 
     (B, C, h, w) may lie as (B, h, w, C).
     """
-    pieces, size_bytes = [], 0
-    for shape, dtype in outputs:
-        start = -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
-        length = count * math.prod(shape)
-        pieces.append((dtype, length, start))
-        size_bytes = start + length * dtype.itemsize
-    memory = take(size_bytes)
+    counts = [count * math.prod(shape) for shape, _ in outputs]
+    sizes = [n * dtype.itemsize for n, (_, dtype) in zip(counts, outputs, strict=True)]
+    starts = [0]
+    for size_bytes in sizes:
+        starts.append(-(-(starts[-1] + size_bytes) // ALIGN_BYTES) * ALIGN_BYTES)
+    memory = take(starts[-2] + sizes[-1])
     arrays = []
-    for (shape, _), piece in zip(outputs, pieces, strict=True):
-        values = np.frombuffer(memory, *piece)
+    for (shape, dtype), length, start in zip(outputs, counts, starts, strict=False):
+        values = np.frombuffer(memory, dtype, length, start)
         if channels_last:
             channels, height, width = shape
             lying = values.reshape(count, height, width, channels).transpose(0, 3, 1, 2)
@@ -524,7 +523,6 @@ class BatchRing:
 
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, type, FunctionType, ModuleType, Enum)
 _ARRAYS = (torch.Tensor, np.ndarray)
-_THEIRS = ("torchvision.", "timm.")
 
 
 class Watch:
@@ -534,9 +532,7 @@ class Watch:
         """Note what there is; not what is in unknown steps, which run as they are."""
         self._calls = calls
         met = {id(step): step for step in unknown}
-        # One of theirs may become one that is known.
-        theirs = [vars(s) for s in met.values() if type(s).__module__.startswith(_THEIRS)]
-        held = [*theirs, *_held_by((*calls, *_leaves(calls)), met)]
+        held = _held_by((*calls, *_leaves(calls)), met)
         self._parts = [part for part in held if isinstance(part, (dict, list))]
         self._copies = [part.copy() for part in self._parts]  # with the same objects in them
         self._arrays = [array for array in held if isinstance(array, _ARRAYS)]

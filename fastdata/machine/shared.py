@@ -509,11 +509,10 @@ class SampleTable:
         return collate_targets([self.target(index) for index in index_B.tolist()])
 
     def reduced_to(self, kept: Sequence[int]) -> SampleTable:
-        """The table of some samples; this one is closed."""
-        with contextlib.closing(self):
-            paths = [self.path(index) for index in kept]
-            targets = [self.target(index) for index in kept]
-            return SampleTable(targets, paths=paths, class_to_idx=self.class_to_idx)
+        """The table of some samples."""
+        paths = [self.path(index) for index in kept]
+        targets = [self.target(index) for index in kept]
+        return SampleTable(targets, paths=paths, class_to_idx=self.class_to_idx)
 
     def close(self) -> None:
         self._columns.close()

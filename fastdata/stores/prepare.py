@@ -184,8 +184,6 @@ def prepare_storage(
         place = _meet(expected, options, table, by, known)
     if isinstance(place, Follower):
         prepared: Prepared = place.value
-        if table is not None and prepared.kept is not None:
-            table.close()  # there is the leader's
         warn_of_skipped(prepared.skipped, count)
         sharing = f"one copy for the ranks of this machine, prepared with {place.leader}"
         reason = f"{prepared.storage_plan.reason}; {sharing}"

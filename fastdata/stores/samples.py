@@ -341,7 +341,3 @@ class KeptSamples(Layout):
         except ChannelsError as wrong:
             path = self.path(wrong.index)
             raise SampleError(wrong.reason, index=wrong.index, path=path) from wrong
-
-    def end_sharing(self) -> None:
-        if self.shared_by is not None:
-            self.shared_by.close()
