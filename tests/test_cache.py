@@ -43,8 +43,8 @@ from fastdata.sources.remote import Place
 from fastdata.stores import readers as readers_module
 from fastdata.stores.build import lock_file, locked
 from fastdata.stores.cache import INDEX, Cache
-from fastdata.stores.inspect import inspect_caches, prune_caches
 from fastdata.stores.readers import DiskFile
+from fastdata.tools.caches import inspect_caches, prune_caches
 
 Folder = Callable[..., Path]
 TRANSFORM = v1.Compose([v1.Resize((7, 9)), v1.RandomHorizontalFlip(), v1.PILToTensor()])

@@ -18,8 +18,8 @@ from torchvision import transforms as v1
 from conftest import save_image
 from fastdata import CachedDataset, ImageFolder, ImageManifest
 from fastdata.errors import CacheError, SampleError
-from fastdata.stores.inspect import inspect_caches, prune_caches
 from fastdata.stores.readers import DiskFile
+from fastdata.tools.caches import inspect_caches, prune_caches
 
 Folder = Callable[..., Path]
 

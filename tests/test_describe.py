@@ -29,7 +29,7 @@ from torchvision.transforms import v2
 from conftest import save_image
 from fastdata import CachedDataset, ImageFolder
 from fastdata.pixels.describe import describe, draws_nothing
-from fastdata.stores.inspect import inspect_caches
+from fastdata.tools.caches import inspect_caches
 
 Folder = Callable[..., Path]
 

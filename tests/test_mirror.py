@@ -22,7 +22,7 @@ from fastdata.errors import CacheError, RemoteError, SampleError
 from fastdata.sources import remote
 from fastdata.sources.remote import Place
 from fastdata.stores import mirror as mirror_module
-from fastdata.stores.inspect import find_cache
+from fastdata.stores.cache import find_cache
 from fastdata.stores.mirror import MirroredStore
 
 URL = "memory://bucket/caches"

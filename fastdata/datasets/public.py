@@ -485,7 +485,7 @@ class CachedDataset(PreparedDataset):
             ...         print(len(dataset), list(dataset.targets))
             5 [0, 1, 4, 9, 16]
         """
-        from fastdata.stores.inspect import find_cache, open_cache
+        from fastdata.stores.cache import find_cache, open_cache
 
         dataset = cls.__new__(cls)
         dataset._pair_transform = _checked(transforms, transform, target_transform)

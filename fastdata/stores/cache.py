@@ -23,8 +23,8 @@ import re
 import types
 import typing
 import zipfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,7 +34,7 @@ import torch
 
 from fastdata.errors import CacheError, MemoryBudgetError, RemoteError, SampleError
 from fastdata.machine.memory import StoragePlan, format_bytes, user_cache
-from fastdata.machine.shared import ArrayBlock, SampleTable
+from fastdata.machine.shared import ArrayBlock, PackedPaths, SampleTable
 from fastdata.report import log
 from fastdata.sources.remote import Place
 from fastdata.stores.codecs import codec_of
@@ -377,6 +377,82 @@ def read_cache(place: Place, use: Callable[[Cache], _Made]) -> _Made:
     with contextlib.suppress(CacheError):
         return use(Cache.read(place))
     return use(Cache.read(place))
+
+
+# Opened without the dataset that it was made from
+
+
+def find_cache(
+    path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
+) -> Place:
+    """The cache that a path or URL means: itself, or the only one in it.
+
+    Raises:
+        FileNotFoundError: there is no cache.
+        ValueError: there are several; says which.
+        RemoteError: the place cannot be reached.
+    """
+    places = cache_places(Place(path, storage_options))
+    if len(places) > 1:
+        found = "".join(f"\n  {place}" for place in places)
+        raise ValueError(
+            f"{path} holds {len(places)} caches; give the folder of the one that you mean, of "
+            f"those that `fastdata inspect` shows:{found}"
+        )
+    return places[0]
+
+
+def cache_places(home: Place) -> list[Place]:
+    """The place itself, if it is a cache, or else all caches in it."""
+    places = [home]
+    with contextlib.suppress(FileNotFoundError):
+        places += [home.below(name) for name in home.folders()]
+    asked = [place.submit_facts(INDEX) for place in places]
+    found = [each for each, facts in zip(places, asked, strict=True) if facts.result()[0] >= 0]
+    if not found:
+        raise FileNotFoundError(
+            f"{home} is no cache and holds none: there is no {INDEX} in it or one below it, as "
+            f"caches of version {VERSION} have; older ones are to be built again"
+        )
+    return [home] if home in found else found
+
+
+def open_cache(
+    place: Place, *, as_tensors: bool = False, local_cache: LocalCache = None
+) -> tuple[Prepared, Manifest]:
+    """Map a cache and all that it knows of its samples; also gives its manifest.
+
+    Args:
+        place: of the cache.
+        as_tensors: give images as tensors of their stored pixels, not as PIL images.
+        local_cache: folder that holds what is needed of one behind a URL.
+
+    Raises:
+        CacheError: it is damaged, or cannot be served without its dataset.
+    """
+
+    def serve(cache: Cache) -> tuple[Prepared, Manifest]:
+        manifest = cache.manifest
+        has_masks = manifest.layout.target_is_part or manifest.layout.mask_places
+        paths = None if has_masks or "paths" not in cache.columns else _paths_of(cache)
+        table = SampleTable(cache.targets, paths=paths, class_to_idx=manifest.classes)
+        if as_tensors:
+            parts = []
+            for part in manifest.parts:
+                is_pil = part.spec.form == "pil"
+                spec = replace(part.spec, form="tensor") if is_pil else part.spec
+                parts.append(replace(part, spec=spec))
+            cache = replace(cache, manifest=replace(manifest, parts=tuple(parts)))
+        return cache.serve((), table, local_cache), manifest
+
+    return read_cache(place, serve)
+
+
+def _paths_of(cache: Cache) -> PackedPaths:
+    paths = PackedPaths(cache.columns["paths"], cache.columns["ends"])
+    if os.path.isabs(paths.blob[: int(paths.ends[0])].tobytes()):
+        return paths
+    return replace(paths, prefix=os.path.join(os.fsencode(cache.manifest.root), b""))
 
 
 # Targets as columns

@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import json
 import os
 import re
+import shutil
 import tarfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from filelock import FileLock, Timeout
 from torch.utils import _pytree as pytree
 
 from fastdata.datasets.public import CachedDataset, ImageFolder
-from fastdata.errors import counted, is_url, refuse_remote
+from fastdata.errors import CacheError, SampleError, counted, is_url, refuse_remote
 from fastdata.machine.memory import format_bytes, parse_bytes, usable_cores
 from fastdata.pixels.images import CenterCrop, encode_image
 from fastdata.report import progress_bar
+from fastdata.sources.remote import Place
+from fastdata.stores.build import lock_file
+from fastdata.stores.cache import INDEX, Cache, cache_places, read_cache
 from fastdata.stores.codecs import KNOWN_CODECS
-from fastdata.stores.inspect import inspect_caches, prune_caches
+from fastdata.stores.readers import receipts_in
 from fastdata.tools import add_json, check_folder, keep, positive
 
 # Export
@@ -170,7 +176,7 @@ def _write_tars(
     target_ending = "cls" if all(type(target) is int for target in targets) else "json"
     number = 0
     filled_bytes = 0
-    with ExitStack() as opened:
+    with contextlib.ExitStack() as opened:
         for index, image in images:
             if not filled_bytes or filled_bytes + len(image) > limit_bytes:
                 opened.close()
@@ -184,6 +190,134 @@ def _write_tars(
                 info = tarfile.TarInfo(f"{index:08}.{kind}")  # of no time and nobody: one cache
                 info.size = len(data)  # gives one file
                 tar.addfile(info, io.BytesIO(data))
+
+
+# Inspect
+
+
+class Inspected(NamedTuple):
+    """A cache, or what is left of one.
+
+    Attributes:
+        folder: where it is.
+        facts: what it holds and is made from; none of one that cannot be read.
+        problem: why it cannot be used; empty if nothing is known against it.
+        damaged: samples whose bytes are not those that were written; None if nobody has looked.
+    """
+
+    folder: str
+    facts: dict[str, Any]
+    problem: str
+    damaged: list[str] | None
+
+    def __str__(self) -> str:
+        lines = [f"{name:10} {fact}" for name, fact in self.facts.items()]
+        if self.problem:
+            lines.append(f"problem    {self.problem}; the next run writes it anew")
+        if self.damaged == []:
+            lines.append("verified   every sample is as it was written")
+        return "\n  ".join([self.folder, *lines, *(self.damaged or ())])
+
+
+def inspect_caches(
+    path: str | os.PathLike[str],
+    storage_options: Mapping[str, Any] | None = None,
+    *,
+    verify: bool = False,
+) -> list[Inspected]:
+    """Read all but the samples of a cache, or of all caches in a ``cache_dir``.
+
+    Args:
+        path: a cache, or what holds caches.
+        storage_options: for a URL.
+        verify: read all samples, too. A shard that is damaged is written anew by the next run.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    places = cache_places(Place(path, storage_options))
+    return [_look(place, verify=verify) for place in places]
+
+
+def _look(place: Place, *, verify: bool = False) -> Inspected:
+    try:
+        return read_cache(place, partial(_inspect, verify=verify))
+    except (CacheError, FileNotFoundError) as unreadable:
+        return Inspected(str(place), {}, str(unreadable), None)
+
+
+def _inspect(cache: Cache, *, verify: bool) -> Inspected:
+    manifest = cache.manifest
+    damaged = []
+    for number in range(len(manifest.parts)):
+        with contextlib.closing(cache.open_part(number, None)) as store:
+            for k, row in enumerate(cache.kept.tolist() if verify else ()):
+                try:
+                    store.ensure(np.array([k]))
+                except SampleError as wrong:
+                    damaged.append(f"sample {row}, part{number}, is damaged: {wrong}")
+    problem = ""
+    if not cache.place.is_remote:
+        missing = cache.receipts() - receipts_in(Path(cache.place.url))
+        problem = f"{counted(len(missing), 'shard')} damaged" if missing else ""
+    facts = {
+        "samples": len(cache.kept),
+        "left out": len(cache.skipped),
+        "classes": len(manifest.classes or ()),
+        "size": format_bytes(cache.size_bytes),
+        "shards": len(cache.shard_names),
+        "root": manifest.root,
+        **manifest.key,
+    }
+    return Inspected(str(cache.place), facts, problem, damaged if verify else None)
+
+
+# Prune
+
+
+class Removal(NamedTuple):
+    """Something that was removed, or would be."""
+
+    path: Path
+    reason: str
+    size_bytes: int
+
+
+def prune_caches(cache_dir: Path, *, gone: bool = False, dry_run: bool = False) -> list[Removal]:
+    """Remove what no run can use: what writers left that died, and caches that cannot be read.
+
+    What another process is writing is left alone.
+
+    Args:
+        cache_dir: holds caches.
+        gone: also caches of folders that are not there now, which can only be opened on their own.
+        dry_run: only say what would go.
+    """
+    refuse_remote(cache_dir)
+    removals: list[Removal] = []
+    for folder in sorted(cache_dir.iterdir()):
+        is_ours = (folder / INDEX).exists() or lock_file(folder).exists()
+        if is_ours and folder.is_dir() and not folder.is_symlink():
+            with contextlib.suppress(Timeout), FileLock(lock_file(folder), timeout=0):
+                removals += _prune(folder, gone=gone, dry_run=dry_run)
+    return removals
+
+
+def _prune(folder: Path, *, gone: bool, dry_run: bool) -> list[Removal]:
+    found = _look(Place(folder))
+    root = found.facts.get("root")
+    if not (folder / INDEX).exists():
+        reason = "left by a writer that died"
+    elif not found.facts:
+        reason = f"cannot be read: {found.problem}"
+    elif gone and root and not is_url(root) and not os.path.isdir(root):
+        reason = f"{root} is not there"
+    else:
+        return []
+    size_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    if not dry_run:
+        shutil.rmtree(folder)
+    return [Removal(folder, reason, size_bytes)]
 
 
 # The commands
