@@ -501,7 +501,7 @@ def _read_labels(table: _Table, label: str) -> tuple[Any, list[str] | None]:
     texts = table.texts(label)
     is_number = [_NUMBER.fullmatch(text) is not None for text in texts]
     if all(is_number):
-        return _parse_numbers(table.title, texts).tolist(), None
+        return _parse_numbers(texts).tolist(), None
     if any(is_number):
         name = is_number.index(False)
         number = is_number.index(True)
@@ -526,19 +526,14 @@ def _read_vectors(table: _Table, names: Sequence[str]) -> torch.Tensor:
                     f"{table.where(index, name)}: {text!r} is no number, and several labels are a "
                     "vector of numbers. Write numbers, or name one column of class names."
                 )
-        columns.append(_parse_numbers(table.title, texts))
+        columns.append(_parse_numbers(texts))
     values = torch.from_numpy(np.stack(columns, axis=1))
     return values.float() if values.is_floating_point() else values
 
 
-def _parse_numbers(title: str, texts: list[str]) -> np.ndarray:
+def _parse_numbers(texts: list[str]) -> np.ndarray:
     """int64 where all are whole, else float64."""
     try:
         return np.array(list(map(int, texts)), np.int64)
-    except OverflowError:
-        raise ValueError(
-            f"{title}: the label {max(texts, key=len)} has more than 64 bits. Write all labels as "
-            "names, such as 'class_7'."
-        ) from None
     except ValueError:
         return np.array(texts).astype(np.float64)
