@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import pickle
 import warnings
@@ -756,3 +757,28 @@ def test_before_the_first_read_samples_and_targets_may_be_assigned(
                 setattr(ours, name, [])
     with pytest.raises(StoreGoneError):
         ours.targets = [1, 2, 3, 4]
+
+
+class Kinds:
+    """Folders of breeds that are of fewer classes, as a mixin of an ImageFolder."""
+
+    def find_classes(self, directory: Any) -> tuple[list[str], dict[str, int]]:
+        return ["animal"], {"cat": 0, "dog": 0}
+
+
+def test_classes_are_those_that_find_classes_gives(image_folder: Folder) -> None:
+    """As torchvision has them, whatever ``class_to_idx`` calls them; assigned ones travel with the dataset."""
+    root = str(image_folder())
+    theirs = type("Theirs", (Kinds, TorchvisionFolder), {})(root)
+    with type("Ours", (Kinds, ImageFolder), {})(root) as ours:
+        assert ours.classes == theirs.classes == ["animal"]
+        assert ours.class_to_idx == theirs.class_to_idx
+        assert ours.targets == theirs.targets
+    with ImageFolder(root) as dataset:
+        dataset.classes = ["Felis catus", "Canis familiaris"]
+        dataset.class_to_idx = {"Felis catus": 0}
+        for copied in (copy.copy(dataset), pickle.loads(pickle.dumps(dataset))):
+            assert copied.classes == ["Felis catus", "Canis familiaris"]
+            assert copied.class_to_idx == {"Felis catus": 0}
+            copied.close()
+        assert dataset.targets == [0, 0, 0, 1, 1, 1]

@@ -88,6 +88,9 @@ class _Opened(Dataset[Any]):
     _writing: tuple[Any, Any] = ("local", None)
     """Engine and size of shards of a cache."""
     _was_read = False
+    _classes: list[str] | None = None
+    """Other ones than ``class_to_idx`` of the samples has: assigned, or of ``find_classes``."""
+    _class_to_idx: dict[str, int] | None = None
     _list_name: str | None = ""
     """Of the file that lists the samples, which may change; empty where a folder does, None for a
     list made by code."""
@@ -341,13 +344,26 @@ class _Opened(Dataset[Any]):
 
     @property
     def classes(self) -> list[str]:
-        """Class names, sorted; only where samples are files. Empty if labels are plain numbers."""
-        return list(self._files("classes").class_to_idx or ())
+        """Class names, sorted; only where samples are files. Empty if labels are plain numbers.
+
+        They may be assigned, such as names to show; the samples stay as they are.
+        """
+        own = self._classes
+        return list(self._files("classes").class_to_idx or ()) if own is None else own
+
+    @classes.setter
+    def classes(self, classes: list[str]) -> None:
+        self._classes = classes
 
     @property
     def class_to_idx(self) -> dict[str, int]:
-        """Number of each class; only where samples are files."""
-        return self._files("class_to_idx").class_to_idx or {}
+        """Number of each class; only where samples are files. It may be assigned, too."""
+        own = self._class_to_idx
+        return self._files("class_to_idx").class_to_idx or {} if own is None else own
+
+    @class_to_idx.setter
+    def class_to_idx(self, class_to_idx: dict[str, int]) -> None:
+        self._class_to_idx = class_to_idx
 
     def _files(self, asked_for: str) -> SampleTable:
         self._handle()

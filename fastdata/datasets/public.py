@@ -207,7 +207,9 @@ class ImageFolder(_ImageFiles):
         usual, names = vars(ImageFolder), ("extensions", "find_classes", "make_dataset")
         is_usual = all(inspect.getattr_static(self, name) is usual[name] for name in names)
         self._list_name = "" if is_valid_file is None and is_usual else None
-        _, class_to_idx = self.find_classes(self._place or self.root)
+        classes, class_to_idx = self.find_classes(self._place or self.root)
+        if classes != list(class_to_idx or ()):
+            self.classes = classes
         samples = self.make_dataset(
             self._place or self.root,
             class_to_idx=class_to_idx,
