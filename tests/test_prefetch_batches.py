@@ -12,7 +12,6 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from fastdata import CudaPrefetcher, FastDataWarning, SampleBatch
 from fastdata.errors import DeviceError
-from fastdata.sources import ItemKeys
 from simcuda import Sim
 
 
@@ -68,17 +67,6 @@ def test_a_sample_batch_stays_one(gpu: Sim) -> None:
     assert arrived.stacked[1].tolist() == [4, 5]
     assert (arrived[1][0].tolist(), arrived[1][1]) == ([0, 0, 0], 5)
     assert arrived[1][0].block is arrived.stacked[0].block
-
-
-def test_a_sample_batch_of_dicts_stays_one(gpu: Sim) -> None:
-    """Its items are dicts whose images are views of those on the device."""
-    keys = ItemKeys(("label", "image"), "image")
-    arrived, _ = moved(
-        SampleBatch(torch.zeros(2, 3), torch.tensor([4, 5]), [4, 5], torch.Tensor, keys)
-    )
-    assert isinstance(arrived, SampleBatch)
-    assert (list(arrived.stacked), arrived[1]["label"]) == (["label", "image"], 5)
-    assert arrived[1]["image"].block is arrived.stacked["image"].block
 
 
 # On the way to a device

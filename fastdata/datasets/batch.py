@@ -129,15 +129,6 @@ class Sample(tuple[Any, ...]):
         return tuple, (tuple(self),)
 
 
-class SampleDict(dict[str, Any]):
-    """One item of a ``SampleBatch`` whose items are dicts; as ``Sample``."""
-
-    __slots__ = ()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self),)
-
-
 def stacked(
     images: torch.Tensor | list[torch.Tensor] | Padded, targets: Any, keys: ItemKeys | None
 ) -> Any:
@@ -149,7 +140,7 @@ def stacked(
 
 
 class SampleBatch(list[Any]):
-    """A list of (image, target) samples, or dicts of both, that are views of one stacked tensor.
+    """A list of (image, target) samples that are views of one stacked tensor.
 
     torch's ``default_collate`` and ``fastdata.collate`` take the stacked tensors as they are, so
     that a ``collate_fn`` that calls the former, as those of MixUp and CutMix do, copies nothing.
@@ -162,7 +153,6 @@ class SampleBatch(list[Any]):
             it is made when it is asked for, if it can be.
         each_target: one Python object per sample.
         image_class: of the images in the list, such as ``tv_tensors.Image`` or ``np.ndarray``.
-        keys: of samples that are dicts; None where they are tuples.
     """
 
     def __init__(
@@ -171,18 +161,14 @@ class SampleBatch(list[Any]):
         targets: Any,
         each_target: Iterable[Any],
         image_class: type[torch.Tensor] | type[np.ndarray] = torch.Tensor,
-        keys: ItemKeys | None = None,
     ) -> None:
         each_target = list(each_target)
-        self._parts = images, targets, each_target, image_class, keys
+        self._parts = images, targets, each_target, image_class
         pairs = zip(rows_of(images, image_class), each_target, strict=True)
-        super().__init__(
-            map(Sample, pairs) if keys is None else (_marked(keys.join(*pair)) for pair in pairs)
-        )
-        self._made_of = [dict(item) if isinstance(item, dict) else item for item in self]
-        for kind in (Sample, SampleDict):
-            # Torch's own way to say how a class is collated.
-            default_collate_fn_map.setdefault(kind, _collate_samples)
+        super().__init__(map(Sample, pairs))
+        self._made_of = list(self)
+        # Torch's own way to say how a class is collated.
+        default_collate_fn_map.setdefault(Sample, _collate_samples)
 
     @property
     def is_intact(self) -> bool:
@@ -194,7 +180,7 @@ class SampleBatch(list[Any]):
 
     @property
     def stacked(self) -> Any:
-        """``[images, targets]``, or a dict of the samples' keys; None once another object is in it.
+        """``[images, targets]``; None once another object is in it.
 
         Raises what ``default_collate`` raises of targets that it cannot collate.
         """
@@ -207,18 +193,11 @@ class SampleBatch(list[Any]):
         return self._with(Padded(images, sizes)) if self.is_intact else None
 
     def _with(self, images: Any) -> Any:
-        _, targets, each_target, _, keys = self._parts
-        return stacked(images, collate_targets(each_target) if targets is None else targets, keys)
+        _, targets, each_target, _ = self._parts
+        return [images, collate_targets(each_target) if targets is None else targets]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return list, (list(self),)
-
-
-def _marked(item: Any) -> Any:
-    """The item in a class that ``default_collate`` knows; a tensor alone as it is."""
-    if isinstance(item, dict):
-        return SampleDict(item)
-    return Sample(item) if isinstance(item, tuple) else item
 
 
 def rows_of(images: torch.Tensor, kind: type) -> Sequence[Any]:
@@ -328,9 +307,7 @@ def _pad(images: list[Any], value: float) -> Padded:
 def _collate_samples(samples: list[Any], *, collate_fn_map: Any = None) -> Any:
     if isinstance(samples, SampleBatch) and samples.is_intact:
         return samples.stacked
-    return default_collate(
-        [dict(sample) if isinstance(sample, dict) else tuple(sample) for sample in samples]
-    )
+    return default_collate(list(map(tuple, samples)))
 
 
 # What a batch's own draws are made from

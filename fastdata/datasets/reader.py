@@ -292,16 +292,16 @@ class Reader:
         return [images, targets] if keys is None else stacked(images, targets, keys)
 
     def items(self, batch: IndexBatch, take: Take = fresh) -> list[Any]:
-        """A ``SampleBatch`` where all images are of one shape, else a list of samples."""
+        """A ``SampleBatch`` where samples are pairs with images of one shape, else a list."""
         columns, targets = self._columns(batch, take, is_alone=not self.outputs)
         are_whole = all(isinstance(column, torch.Tensor) for column in columns)
-        if self.plan.views or not are_whole:
+        if self.plan.views or self.keys is not None or not are_whole:
             return self._listed(columns, targets)
         kind, *of_mask = map(_class_of, self.columns)
         if targets is None:
             masks = rows_of(columns[1], of_mask[0])
-            return SampleBatch(columns[0], columns[1], masks, kind, self.keys)
-        return SampleBatch(columns[0], None, targets, kind, self.keys)
+            return SampleBatch(columns[0], columns[1], masks, kind)
+        return SampleBatch(columns[0], None, targets, kind)
 
     def item(self, batch: IndexBatch) -> Any:
         """Sample and target of a batch of one, in whatever shape it has."""
