@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -41,6 +41,7 @@ from fastdata.pixels import (
     leading_steps,
 )
 from fastdata.pixels.images import Resize, tensor_class
+from fastdata.pixels.plan import PairStep, Step
 from fastdata.report import log, warn_user
 from fastdata.sources import DatasetSource, FileSource, Source
 from fastdata.stores.options import Options
@@ -66,11 +67,11 @@ _DERIVED = {"_reader", "_handle", "_handles", "_watch", "_writing", "_seen", "_s
 class _Opened(Dataset[Any]):
     """How samples are prepared, who holds them how long, and what goes to another process."""
 
-    target_transform: Callable[[Any], Any] | None
+    target_transform: Step | None
     _epoch: int | None = None
     """As set by ``set_epoch``; None where loaders count theirs."""
-    _transform: Callable[[Any], Any] | None
-    _pair_transform: Callable[[Any, Any], Any] | None = None
+    _transform: Step | None
+    _pair_transform: PairStep | None = None
     """Takes sample and target together, in place of the two transforms of one of them."""
     _stored: Stored
     """How samples were prepared; once the dataset is closed, how they were."""
@@ -173,10 +174,10 @@ class _Opened(Dataset[Any]):
         self,
         source: Source,
         options: Options,
-        transform: Callable[[Any], Any] | None,
-        target_transform: Callable[[Any], Any] | None,
+        transform: Step | None,
+        target_transform: Step | None,
         *,
-        prepare: Callable[[Any], Any] | None = None,
+        prepare: Step | None = None,
         table: SampleTable | None = None,
     ) -> None:
         """Choose the storage and fill it; ``table``: paths and targets, where known beforehand."""
@@ -463,11 +464,11 @@ class PreparedDataset(_Opened):
     # What torchvision's datasets show
 
     @property
-    def transform(self) -> Callable[[Any], Any] | None:
+    def transform(self) -> Step | None:
         return self._transform
 
     @transform.setter
-    def transform(self, transform: Callable[[Any], Any] | None) -> None:
+    def transform(self, transform: Step | None) -> None:
         self._handle()
         before = self._transform
         self._transform = transform
@@ -478,7 +479,7 @@ class PreparedDataset(_Opened):
             raise
 
     @property
-    def transforms(self) -> Callable[[Any, Any], Any] | None:
+    def transforms(self) -> PairStep | None:
         """Called with sample and target: the user's ``transforms=``, or both other transforms."""
         has_none = self._transform is None and self.target_transform is None
         if self._pair_transform is not None or has_none:
@@ -486,10 +487,10 @@ class PreparedDataset(_Opened):
         return StandardTransform(self._transform, self.target_transform)
 
     @transforms.setter
-    def transforms(self, transforms: Callable[[Any, Any], Any] | None) -> None:
+    def transforms(self, transforms: PairStep | None) -> None:
         self._pair_transform = transforms
 
-    def with_transform(self, transform: Callable[[Any], Any] | None) -> Self:
+    def with_transform(self, transform: Step | None) -> Self:
         """A second view of the same samples, under another transform, as for validation.
 
         A transform that begins with other steps than those that samples are stored after gets a

@@ -23,6 +23,7 @@ from fastdata.pixels import describe_steps
 from fastdata.pixels.compose import flatten, is_random
 from fastdata.pixels.describe import describe_dataset, unwrapped
 from fastdata.pixels.images import IMAGE_EXTENSIONS, load_image
+from fastdata.pixels.plan import PairStep, Step
 from fastdata.report import warn_user
 from fastdata.sources import (
     DatasetSource,
@@ -31,7 +32,7 @@ from fastdata.sources import (
     chosen_keys,
     read_manifest,
 )
-from fastdata.sources.folders import find_classes, scan_folder
+from fastdata.sources.folders import AnyPath, find_classes, scan_folder
 from fastdata.sources.remote import Place
 from fastdata.stores.options import DatasetOptions, Options, read_options, with_options
 
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 class _ImageFiles(PreparedDataset):
     """What datasets of image files have in common."""
 
-    root: str | os.PathLike[str]
+    root: AnyPath
     _place: Place | None = None
     """That remote files lie below; and ``_facts`` of them."""
     _facts: ArrayBlock | None = None
@@ -56,8 +57,8 @@ class _ImageFiles(PreparedDataset):
         class_to_idx: dict[str, int] | None,
         loader: Callable[[str], Any] | None,
         options: Options,
-        transform: Callable[[Any], Any] | None,
-        target_transform: Callable[[Any], Any] | None,
+        transform: Step | None,
+        target_transform: Step | None,
     ) -> None:
         self._loader = loader or load_image
         table = SampleTable(targets, paths=paths, class_to_idx=class_to_idx)
@@ -191,9 +192,9 @@ class ImageFolder(_ImageFiles):
 
     def __init__(
         self,
-        root: str | os.PathLike[str],
-        transform: Callable[[Any], Any] | None = None,
-        target_transform: Callable[[Any], Any] | None = None,
+        root: AnyPath,
+        transform: Step | None = None,
+        target_transform: Step | None = None,
         loader: Callable[[str], Any] | None = None,
         is_valid_file: Callable[[str], bool] | None = None,
         allow_empty: bool = False,
@@ -222,7 +223,7 @@ class ImageFolder(_ImageFiles):
 
     @staticmethod
     def make_dataset(
-        directory: str | os.PathLike[str],
+        directory: AnyPath,
         class_to_idx: dict[str, int],
         extensions: str | tuple[str, ...] | None = None,
         is_valid_file: Callable[[str], bool] | None = None,
@@ -239,7 +240,7 @@ class ImageFolder(_ImageFiles):
             raise ValueError("The class_to_idx parameter cannot be None.")
         return scan_folder(directory, class_to_idx, extensions, is_valid_file, allow_empty)
 
-    def find_classes(self, directory: str | os.PathLike[str]) -> tuple[list[str], dict[str, int]]:
+    def find_classes(self, directory: AnyPath) -> tuple[list[str], dict[str, int]]:
         """Class names and their numbers; override it to choose which folders are classes.
 
         Raises:
@@ -298,14 +299,14 @@ class ImageManifest(_ImageFiles):
 
     def __init__(
         self,
-        manifest: str | os.PathLike[str] | Any,
+        manifest: AnyPath | Any,
         *,
-        root: str | os.PathLike[str] | None = None,
+        root: AnyPath | None = None,
         file: str = "file",
         label: str | Sequence[str] | None = "label",
         id: str | None = None,
-        transform: Callable[[Any], Any] | None = None,
-        target_transform: Callable[[Any], Any] | None = None,
+        transform: Step | None = None,
+        target_transform: Step | None = None,
         loader: Callable[[str], Any] | None = None,
         **options: Unpack[DatasetOptions],
     ) -> None:
@@ -398,10 +399,10 @@ class CachedDataset(PreparedDataset):
         self,
         dataset: Any,
         *,
-        prepare: Callable[[Any], Any] | None = None,
-        transform: Callable[[Any], Any] | None = None,
-        target_transform: Callable[[Any], Any] | None = None,
-        transforms: Callable[[Any, Any], Any] | None = None,
+        prepare: Step | None = None,
+        transform: Step | None = None,
+        target_transform: Step | None = None,
+        transforms: PairStep | None = None,
         columns: Mapping[str, str | Sequence[str]] | None = None,
         **options: Unpack[DatasetOptions],
     ) -> None:
@@ -439,16 +440,16 @@ class CachedDataset(PreparedDataset):
     @classmethod
     def from_cache(
         cls,
-        path: str | os.PathLike[str],
+        path: AnyPath,
         *,
-        transform: Callable[[Any], Any] | None = None,
-        target_transform: Callable[[Any], Any] | None = None,
-        transforms: Callable[[Any, Any], Any] | None = None,
+        transform: Step | None = None,
+        target_transform: Step | None = None,
+        transforms: PairStep | None = None,
         as_tensors: bool = False,
         seed: int | None = None,
         batch_ops: bool = True,
         storage_options: Mapping[str, Any] | None = None,
-        local_cache: str | os.PathLike[str] | None = None,
+        local_cache: AnyPath | None = None,
     ) -> Self:
         """Open a cache on its own, without the dataset and the files that it was made from.
 

@@ -52,6 +52,7 @@ from fastdata.pixels.images import (
     tensor_class,
     without_exif,
 )
+from fastdata.pixels.plan import PairStep, Step
 from fastdata.pixels.program import Program
 from fastdata.sources import FileSource, ItemKeys
 from fastdata.stores.readers import Store
@@ -192,8 +193,8 @@ class Reader:
     """
 
     stored: Stored
-    target_transform: Callable[[Any], Any] | None
-    pair_transform: Callable[[Any, Any], Any] | None
+    target_transform: Step | None
+    pair_transform: PairStep | None
     plan: TransformPlan
     columns: tuple[Column, ...]
     prepare: Steps

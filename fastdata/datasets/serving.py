@@ -7,7 +7,6 @@ place, which ``Watch`` notices.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +27,7 @@ from fastdata.pixels import (
 )
 from fastdata.pixels.compose import known_name
 from fastdata.pixels.images import SampleSpec
+from fastdata.pixels.plan import PairStep, Step
 from fastdata.pixels.program import Program
 from fastdata.sources import Source
 from fastdata.stores.options import Options
@@ -62,7 +62,7 @@ class Stored:
     options: Options
     storage_plan: StoragePlan
     source: Source | None = None
-    first_steps: tuple[Callable[[Any], Any], ...] = ()
+    first_steps: tuple[Step, ...] = ()
     skipped: tuple[SampleError, ...] = ()
     after: tuple[int, str] | None = None
     after_text: str = ""
@@ -103,7 +103,7 @@ class Stored:
         prepared: Prepared,
         source: Source,
         table: SampleTable | None,
-        leading: tuple[Callable[[Any], Any], ...],
+        leading: tuple[Step, ...],
     ) -> Stored:
         """This once samples were prepared after ``leading`` steps of the transform."""
         kept = prepared.kept
@@ -143,8 +143,8 @@ def compile_reader(
     stored: Stored,
     *,
     transform: Any,
-    target_transform: Callable[[Any], Any] | None,
-    pair_transform: Callable[[Any, Any], Any] | None,
+    target_transform: Step | None,
+    pair_transform: PairStep | None,
     own: str,
 ) -> Reader:
     """Compile the user's transforms for samples as they are stored.
@@ -236,7 +236,7 @@ def _compile_files(
 
 
 def _compile_pairs(
-    stored: Stored, transforms: Callable[[Any, Any], Any]
+    stored: Stored, transforms: PairStep
 ) -> tuple[TransformPlan, tuple[Column, ...]]:
     """Of what takes sample and target: one column of images and one of masks."""
     kept = stored.kept

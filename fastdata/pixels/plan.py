@@ -26,6 +26,7 @@ from fastdata.pixels.state import State, UnknownStepError, interpolation_name, p
 from fastdata.pixels.steps import recognise
 
 Step = Callable[[Any], Any]
+PairStep = Callable[[Any, Any], Any]
 _SHOWN_LETTERS = 100
 """Of a step within a reason."""
 
