@@ -31,7 +31,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -85,8 +85,6 @@ class Block:
     @classmethod
     def create(cls, size_bytes: int, *, portable: bool = not hasattr(os, "memfd_create")) -> Block:
         """Reserve memory, which reads as zeros: a temporary file if ``portable``, else a memfd."""
-        if size_bytes < 1:
-            raise ValueError(f"a block needs at least 1 byte, got {size_bytes}")
         if portable:
             block = cls(*_open_temporary(), is_owner=True)
         else:
@@ -352,7 +350,7 @@ _Place = tuple[str, str, tuple[int, ...], int]
 """Name, dtype, shape and first byte of an array."""
 
 
-class ListView(Sequence[_T], Generic[_T]):
+class ListView(Sequence[_T]):
     """A read-only list whose items are made when asked for; slices, sums and copies are real lists.
 
     It is no ``list`` itself: C code reads a list's memory past its methods, and would find no item
@@ -476,18 +474,18 @@ class SampleTable:
         if kind == "number":
             return self._columns["targets"][index].item()
         if kind == "object":  # pickled by this process's family; nobody else can write there
-            ends = self._columns["object_ends"]
-            start = ends[index - 1] if index else 0
-            return pickle.loads(self._columns["object"][start : ends[index]].data)
+            return pickle.loads(self._packed("object", index).data)
         if kind == "scalar":
             return self._columns["targets"][index]
         row = np.array(self._columns["targets"][index])  # of no dimensions too
         return torch.from_numpy(row) if kind == "tensor" else row
 
     def path(self, index: int) -> str:
-        ends = self._columns["path_ends"]
-        start = ends[index - 1] if index else 0
-        return os.fsdecode(self._prefix + self._columns["path"][start : ends[index]].tobytes())
+        return os.fsdecode(self._prefix + self._packed("path", index).tobytes())
+
+    def _packed(self, name: str, index: int) -> np.ndarray:
+        ends = self._columns[f"{name}_ends"]
+        return self._columns[name][ends[index - 1] if index else 0 : ends[index]]
 
     def all_paths(self) -> list[str]:
         """All paths, four times as fast as one by one."""

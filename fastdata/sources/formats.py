@@ -196,11 +196,11 @@ class _Samples:
         with ThreadPoolExecutor(_LISTING_THREADS) as pool:
             listed = list(pool.map(self._list_named, files))
         self._ends = np.cumsum(list(map(len, listed)))
-        self._where = np.array([where for each in listed for where in each], np.int64)
+        self._where = np.concatenate(listed)
 
-    def _list_named(self, file: File) -> list[tuple[int, int]]:
+    def _list_named(self, file: File) -> np.ndarray:
         with _naming(f"{file} cannot be read"):
-            return self._list(file)
+            return np.array(self._list(file), np.int64).reshape(-1, 2)
 
     def _list(self, file: File) -> list[tuple[int, int]]:
         """Of each sample in a file two numbers, by which ``_read`` finds it."""
