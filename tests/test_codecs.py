@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import multiprocessing
 import pickle
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -484,6 +486,32 @@ def test_users_objects_are_asked() -> None:
 
     rough = find_codec(Rough())
     assert (rough.name, rough.lossless) == ("rough", False)
+
+
+@pytest.mark.parametrize(("name", "library"), [("lz4", "lz4"), ("zstd", "zstandard")])
+def test_a_missing_library_is_an_obstacle_that_says_what_to_install(
+    name: str, library: str
+) -> None:
+    """Where lz4 or zstandard cannot be had, their codec is refused with a cure, and all others work."""
+    code = f"""
+import sys
+sys.modules[{library!r}] = sys.modules[{library + ".block"!r}] = None
+import numpy as np
+from fastdata import CachedDataset
+samples = [(np.zeros((3, 4, 4), np.uint8), 0)] * 3
+with CachedDataset(samples, storage="shared") as dataset:
+    trials = dataset.storage_report().trials
+print([trial.codec for trial in trials if trial.obstacle is None])
+try:
+    CachedDataset(samples, storage="compressed", codec={name!r})
+except ValueError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    others, error = done.stdout.splitlines()
+    assert others == str([other for other in KNOWN_CODECS if other != name])
+    cure = f"the codec needs the package {library}: pip install {library}, or use another codec"
+    assert f"{name}: {cure}" in error
 
 
 def test_codec_errors_are_fastdatas() -> None:

@@ -26,16 +26,15 @@ Shape letters: P planes, R rows, K words of a row.
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Any, NamedTuple
 
-import lz4.block
 import numpy as np
-import zstandard
 
 from fastdata.errors import CodecError
 from fastdata.pixels.describe import describe
@@ -89,6 +88,17 @@ def _size_error(codec: Codec, problem: str, out: Array) -> CodecError:
     )
 
 
+@cache
+def _library(name: str) -> Any:
+    """Imported only for a codec that needs it: it is not built for every Python."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as missing:
+        package = name.partition(".")[0]
+        cure = f"pip install {package}, or use another codec"
+        raise ImportError(f"the codec needs the package {package}: {cure} ({missing})") from missing
+
+
 @dataclass(frozen=True)
 class Lz4Codec(Codec):
     """Lossless; photographs hardly shrink (ratio 1.06), masks, drawings and medical images do.
@@ -102,13 +112,16 @@ class Lz4Codec(Codec):
     name = "lz4"
 
     def encode(self, sample: Array) -> bytes:
-        return bytes(lz4.block.compress(sample.reshape(-1).view(np.uint8), store_size=False))
+        return bytes(
+            _library("lz4.block").compress(sample.reshape(-1).view(np.uint8), store_size=False)
+        )
 
     def decode(self, data: memoryview, out: Array) -> None:
         target = _bytes_to_fill(out)
+        block = _library("lz4.block")
         try:
-            raw = lz4.block.decompress(data, uncompressed_size=target.size)
-        except (lz4.block.LZ4BlockError, ValueError, OverflowError) as problem:
+            raw = block.decompress(data, uncompressed_size=target.size)
+        except (block.LZ4BlockError, ValueError, OverflowError) as problem:
             found = f"{len(data):,} bytes that are no block of at most that size"
             raise _size_error(self, found, out) from problem
         if len(raw) != target.size:
@@ -265,11 +278,25 @@ table for every 32 KiB. Ratio 2.18 and 130 us to decode 3 x 256 x 256, where lev
 
 
 class _Thread(Scratch):
-    """Each thread's own: zstandard's decompressors are not safe from several."""
+    """Each thread's own: what zstandard makes is not safe from several."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.decompressor = zstandard.ZstdDecompressor()
+        self._compressors: dict[int | None, Any] = {}
+
+    @cached_property
+    def decompressor(self) -> Any:
+        return _library("zstandard").ZstdDecompressor()
+
+    def compressor(self, level: int | None) -> Any:
+        """Without a level one for noise."""
+        if level not in self._compressors:
+            library = _library("zstandard")
+            options: dict[str, Any] = {"level": level}
+            if level is None:
+                options = {"compression_params": library.ZstdCompressionParameters(**_NOISE)}
+            self._compressors[level] = library.ZstdCompressor(**options)
+        return self._compressors[level]
 
 
 _thread = _Thread()
@@ -305,12 +332,10 @@ class ZstdCodec(Codec):
     def _frame(self, sample: Array, chosen: int) -> bytes:
         layout = layout_of(sample.shape, sample.dtype)
         filtered = apply_filter(sample.reshape(-1).view(np.uint8), layout, chosen)
-        if chosen & LEFT and not chosen & SPLIT:
-            parameters = zstandard.ZstdCompressionParameters(**_NOISE)
-            compressor = zstandard.ZstdCompressor(compression_params=parameters)
-        else:
-            compressor = zstandard.ZstdCompressor(level=self.level)
-        return compressor.compress(filtered.data)
+        is_noise = chosen & LEFT and not chosen & SPLIT
+        compressor = _thread.compressor(None if is_noise else self.level)
+        frame: bytes = compressor.compress(filtered)
+        return frame
 
     def decode(self, data: memoryview, out: Array) -> None:
         """Fill ``out``; what memory it takes besides the thread keeps, and none for whole words."""
@@ -339,13 +364,14 @@ class ZstdCodec(Codec):
 
     def _decompress(self, frame: memoryview, filtered: Bytes, out: Array) -> None:
         """Fill ``filtered``; the size that a frame claims is checked before it is decompressed."""
+        library = _library("zstandard")
         written = 0
         try:
-            size = zstandard.frame_content_size(frame)
+            size = library.frame_content_size(frame)
             # It holds as many bytes as fit, so zstd writes to `filtered` without a buffer.
             if 0 < size == filtered.size:
                 written = _thread.decompressor.stream_reader(frame).readinto(filtered)
-        except zstandard.ZstdError as problem:
+        except library.ZstdError as problem:
             raise _size_error(self, f"a damaged frame ({problem})", out) from problem
         if not written == size == filtered.size:
             claim = f"a frame of {size:,} bytes where {filtered.size:,} are due"

@@ -408,7 +408,7 @@ def _try(name: str, coders: Coders, expected: Forecast) -> CodecTrial:
     lossless = all(coder is None or coder.lossless for coder in coders)
     try:
         encoded = [_encode(coder, expected, part) for part, coder in enumerate(coders)]
-    except ValueError as obstacle:
+    except (ImportError, ValueError) as obstacle:
         return CodecTrial(codec=name, obstacle=str(obstacle), lossless=lossless)
     count = len(expected.targets)
     part_bytes: list[int] = []
