@@ -26,7 +26,6 @@ WRONG = [
     (["root"], None),
     (["parts", 0], []),
     (["parts", 0, "codec"], 0),
-    (["parts", 0, "dimensions"], 2),
     (["parts", 0, "spec", "dtype"], ["u1"]),
     (["parts", 0, "spec", "form"], "jpg"),
     (["layout", "is_tuple"], "yes"),

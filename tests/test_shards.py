@@ -350,18 +350,6 @@ def test_shards_of_another_size_are_not_used(image_folder: Folder) -> None:
     assert len(shards_of(root.parent / "cache")) == 1
 
 
-def test_machines_must_share_the_folder(
-    image_folder: Folder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Shards that were written where this process does not see them are an error that says so."""
-    root = image_folder(classes=("a",), per_class=4, size=(12, 10))
-    monkeypatch.setattr("fastdata.stores.shards.os.replace", lambda source, target: None)
-    with pytest.raises(
-        IngestError, match=r"shard 0, samples 0 to 3 was written but is not in .*must share"
-    ):
-        cached(root)
-
-
 # What is asked for
 
 

@@ -526,7 +526,7 @@ def _list_files(source: Source) -> tuple[Listing | None, str]:
         root = os.path.commonpath({os.path.dirname(path) for path in paths})
     listing = list_paths(paths, root)
     # Of names of another kind, such as keys of an LMDB, no size is known.
-    return (None, "") if (listing.sizes < 0).all() else (listing, root)
+    return (None, "") if (listing.facts[0] < 0).all() else (listing, root)
 
 
 def _checked(transforms: Any, transform: Any, target_transform: Any) -> Any:

@@ -125,7 +125,7 @@ def prepare_on_disk(
     content = str(len(path.source))
     if listing is not None:
         paths = listing.paths.ends, listing.paths.blob
-        content = fingerprint(*paths, listing.sizes, listing.times)
+        content = fingerprint(*paths, listing.facts)
         names += [fingerprint(*paths)] * is_own_list
     name = "-".join([stem, *(each[:_CACHE_CHARACTERS] for each in names)])
     place = Place(options.cache_dir, options.storage_options).below(name)

@@ -12,7 +12,6 @@ import contextlib
 import errno
 import hashlib
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -83,7 +82,6 @@ class MirroredStore(DiskStore):
         self._drops = np.zeros(len(self._segments), np.int32)
         self._checked = np.full(len(self), -1, np.int32)
         self._spare_bytes = 0
-        self._turn = os.getpid(), threading.Lock()
 
     @classmethod
     def open(
@@ -185,9 +183,7 @@ class MirroredStore(DiskStore):
         missing = self._map_local(away)
         if not missing:
             return
-        if self._turn[0] != os.getpid():  # a forked process never gets its parent's turn
-            self._turn = os.getpid(), threading.Lock()
-        with self._turn[1]:
+        with self.index.block.hold(os.getpid()):  # of the threads of a process one at a time
             largest_bytes = int(self._segment_bytes[missing].max(initial=1))
             at_once = max(FETCH_BYTES // largest_bytes, 1)
             for first in range(0, len(missing), at_once):

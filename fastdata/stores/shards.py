@@ -61,19 +61,18 @@ class Listing(NamedTuple):
 
     Args:
         paths: their names, relative to the root where they lie below it.
-        sizes: int64 (N,), -1 where there is no file.
-        times: int64 (N,), of the last change, or what else stands for their content.
+        facts: int64 (2, N), sizes, -1 where there is no file, and times of the last change, or what
+            else stands for their content.
     """
 
     paths: PackedPaths
-    sizes: np.ndarray
-    times: np.ndarray
+    facts: npt.NDArray[np.int64]
 
 
 def list_paths(
     paths: Sequence[str], root: str, facts: npt.NDArray[np.int64] | None = None
 ) -> Listing:
-    """List the files of a dataset. ``facts`` has sizes and times of remote ones, (2, N)."""
+    """List the files of a dataset; of remote ones ``facts`` are known."""
     prefix = os.path.join(os.path.expanduser(root), "") if root else ""
     packed = PackedPaths.of([os.fspath(path).removeprefix(prefix) for path in paths])
     if facts is None:  # 1,300,000 are a matter of seconds
@@ -81,7 +80,7 @@ def list_paths(
         workers = usable_cores() if len(tasks) > 4 else 0
         with contextlib.closing(run_tasks(_ask, tasks, workers)) as answers:
             facts = np.concatenate([np.zeros((2, 0), np.int64), *answers], axis=1)
-    return Listing(packed, *facts)
+    return Listing(packed, facts)
 
 
 def _ask(paths: Sequence[str]) -> npt.NDArray[np.int64]:
@@ -151,7 +150,7 @@ def make_tasks(count: int, size: int, words: Sequence[Any], listing: Listing | N
         run = slice(first, min(first + size, count))
         name = fingerprint(basis, str(run), b"\0".join(paths[run]))
         if listing is not None:
-            name = fingerprint(name, listing.sizes[run], listing.times[run])
+            name = fingerprint(name, listing.facts[:, run])
         tasks.append(Task(number, name[:_SHARD_CHARACTERS], range(count)[run]))
     return tasks
 
@@ -178,8 +177,8 @@ class ShardWriter:
     place: Place
     options: Options
 
-    def __call__(self, task: Task) -> int:
-        """Write the files of a shard, and then its receipt; gives the number of its samples."""
+    def __call__(self, task: Task) -> bytes:
+        """Write the files of a shard, and then its receipt, which it gives."""
         path = self.path
         is_remote = self.place.is_remote
         if multiprocessing.parent_process() is not None:
@@ -218,22 +217,21 @@ class ShardWriter:
                 else:
                     os.replace(part, folder / name)
             self.place.write(receipt_name(task.name), receipt)
-        return len(task.positions)
+        return receipt
 
 
-def _find_complete(place: Place, tasks: Sequence[Task], *, with_skipped: bool) -> dict[Task, Cache]:
-    """The shards that are there."""
+def _find_complete(place: Place, tasks: Sequence[Task], *, with_skipped: bool) -> dict[str, Cache]:
+    """The shards that are there, by name."""
     sizes = sizes_in(place)
-    begun = [task for task in tasks if receipt_name(task.name) in sizes]
-    receipts = [place.submit(receipt_name(task.name)) for task in begun]
+    begun = [task.name for task in tasks if receipt_name(task.name) in sizes]
+    receipts = [place.submit(receipt_name(name)) for name in begun]
     complete = {}
-    for task, receipt in zip(begun, receipts, strict=True):
+    for name, receipt in zip(begun, receipts, strict=True):
         with contextlib.suppress(Exception):  # bytes of others raise anything
             shard = Cache.unpack(place, receipt.result())
             is_whole = all(files.items() <= sizes.items() for files in shard.files())
-            is_its_own = shard.shard_names == [task.name]
-            if is_whole and is_its_own and (with_skipped or not shard.skipped):
-                complete[task] = shard
+            if is_whole and shard.shard_names == [name] and (with_skipped or not shard.skipped):
+                complete[name] = shard
     return complete
 
 
@@ -247,9 +245,8 @@ def write_shards(writer: ShardWriter, tasks: Sequence[Task], options: Options) -
         ShapesDifferError: a sample has another shape.
         ValueError: what prepares samples cannot be pickled.
     """
-    with_skipped = options.on_error == "skip"
-    complete = _find_complete(writer.place, tasks, with_skipped=with_skipped)
-    left = [task for task in tasks if task not in complete]
+    complete = _find_complete(writer.place, tasks, with_skipped=options.on_error == "skip")
+    left = [task for task in tasks if task.name not in complete]
     missing = sum(len(task.positions) for task in left)
     count = tasks[-1].positions.stop
     if complete:
@@ -260,26 +257,21 @@ def write_shards(writer: ShardWriter, tasks: Sequence[Task], options: Options) -
             count,
         )
     with (
-        contextlib.closing(_run(writer, left, options)) as written,
+        contextlib.closing(_run(writer, left, options)) as receipts,
         progress_bar(count, f"preparing {count:,} images") as bar,
     ):
         bar.update(count - missing)
-        for samples in written:
-            bar.update(samples)
-    complete = _find_complete(writer.place, tasks, with_skipped=with_skipped)
-    for task in tasks:
-        if task not in complete:
-            raise IngestError(
-                f"{task} was written but is not in {writer.place}: the machines of engine= must "
-                "share cache_dir=, or it must be a URL; and one process at a time may build a cache"
-            )
-    return [complete[task] for task in tasks]
+        for receipt in receipts:
+            shard = Cache.unpack(writer.place, receipt)
+            complete[shard.shard_names[0]] = shard
+            bar.update(len(shard.columns["kept"]))
+    return [complete[task.name] for task in tasks]
 
 
 def _run(
     writer: ShardWriter, tasks: Sequence[Task], options: Options
-) -> Generator[int, None, None]:
-    """Write shards, and yield the number of samples of each when it is written."""
+) -> Generator[bytes, None, None]:
+    """Write shards, and yield the receipt of each when it is written."""
     workers = ingest_workers(options)
     engine = options.engine
     if engine == "local" and 1 < workers <= len(tasks):
@@ -297,7 +289,7 @@ def _run(
 
 def _run_elsewhere(
     writer: ShardWriter, tasks: Sequence[Task], engine: str | Executor
-) -> Iterator[int]:
+) -> Iterator[bytes]:
     source = writer.path.source
     if isinstance(source, FileSource):  # a task has the files of its own samples only
         tasks = [
@@ -312,15 +304,15 @@ def _run_elsewhere(
             yield from _run_in(ray, ray.put(writer), tasks)
 
 
-def _run_in(executor: Executor, packed: Any, tasks: Sequence[Task]) -> Iterator[int]:
+def _run_in(executor: Executor, packed: Any, tasks: Sequence[Task]) -> Iterator[bytes]:
     running: list[Future[bytes]] = []
     try:
         running.extend(executor.submit(_attempt, packed, task) for task in tasks)
         for future in as_completed(running):
-            samples, error, text = pickle.loads(future.result())
+            receipt, error, text = pickle.loads(future.result())
             if error is not None:
                 raise error from IngestError(text)
-            yield samples
+            yield receipt
     finally:
         # What is being written now stays, too.
         wait([future for future in running if not future.cancel()])
