@@ -66,8 +66,7 @@ class _ImageFiles(PreparedDataset):
             listed = self._place.listed
             names = [self._place.locate(path)[1] for path in paths]
             known = [listed.get(name, (0, -1, -1))[1:] for name in names]
-            sizes, tags = np.array(known, np.int64).reshape(-1, 2).T
-            self._facts = ArrayBlock({"sizes": sizes, "tags": tags})
+            self._facts = ArrayBlock({"facts": np.array(known, np.int64).reshape(-1, 2)})
             self._place.listed = {}
         self._build(self._files_of(table), options, transform, target_transform, table=table)
 
@@ -82,7 +81,8 @@ class _ImageFiles(PreparedDataset):
         return opened, list_paths(table.all_paths(), root, source.listing()), root
 
     def _files_of(self, table: SampleTable) -> FileSource:
-        return FileSource(table.paths, table.targets, self._loader, self._place, self._facts)
+        facts = None if self._facts is None else self._facts["facts"]
+        return FileSource(table.paths, table.targets, self._loader, self._place, facts)
 
     def _origin(self) -> Source:
         """The files, which copies in other processes know too."""
@@ -119,8 +119,8 @@ class _ImageFiles(PreparedDataset):
         if self._facts is not None:
             rows = {path: row for row, path in enumerate(before.all_paths())}
             index = [rows.get(path, -1) for path in paths]
-            facts = {name: np.append(column, -1)[index] for name, column in self._facts.items()}
-            self._facts = ArrayBlock(facts)
+            facts = np.vstack([self._facts["facts"], [(-1, -1)]])[index]
+            self._facts = ArrayBlock({"facts": facts})
         table = SampleTable(targets, paths=paths, class_to_idx=before.class_to_idx)
         files = self._files_of(table)
         self._stored = replace(self._stored, samples=files, source=files, table=table)

@@ -115,8 +115,8 @@ class FileSource:
             file, one of the user's own gets the path of a temporary copy.
         place: that all or most remote files lie below. Those that are expected are fetched
             together, in the background.
-        facts: of remote files ``sizes`` and ``tags``, int64 (N,); -1 where they are not known. A
-            file that comes in another size was changed since it was listed, which is an error.
+        facts: of remote files size and tag, int64 (N, 2); -1 where they are not known. A file that
+            comes in another size was changed since it was listed, which is an error.
     """
 
     keys: ClassVar[ItemKeys | None] = None
@@ -127,14 +127,14 @@ class FileSource:
         targets: Sequence[Any],
         loader: Loader | None,
         place: Place | None = None,
-        facts: Mapping[str, np.ndarray] | None = None,
+        facts: np.ndarray | None = None,
     ) -> None:
         self.paths = paths
         self.targets = targets
         self.loader = loader
         self.place = place
         self.is_remote = place is not None
-        self.facts = facts or {}
+        self.facts: Any = facts
         self._requests = Requests()
 
     def __len__(self) -> int:
@@ -181,7 +181,7 @@ class FileSource:
 
     def _submit(self, index: int) -> Future[bytes]:
         place, name = self._locate(index)
-        size = int(self.facts["sizes"][index])
+        size = int(self.facts[index][0])
         return place.submit(name, size_bytes=None if size < 0 else size)
 
     def _locate(self, index: int) -> tuple[Place, str]:
@@ -194,13 +194,12 @@ class FileSource:
 
     def columns_of(self, indices: Indices) -> dict[str, Any]:
         """What is known of these samples, for ``over`` in another process."""
-        facts = {
-            name: {index: int(column[index]) for index in indices}
-            for name, column in self.facts.items()
+        columns = {"paths": self.paths, "targets": self.targets, "facts": self.facts}
+        return {
+            name: {index: column[index] for index in indices}
+            for name, column in columns.items()
+            if column is not None
         }
-        paths = {index: self.paths[index] for index in indices}
-        targets = {index: self.targets[index] for index in indices}
-        return {"paths": paths, "targets": targets, "facts": facts}
 
     def over(self, columns: Mapping[str, Any]) -> Self:
         """The same with other attributes; columns of samples are read by index only."""
@@ -211,7 +210,7 @@ class FileSource:
     def size_bytes(self, index: int) -> int:
         """Size of the file of sample ``index``; 0 where there is none, or it is not known."""
         if self.is_remote:
-            return max(int(self.facts["sizes"][index]), 0)
+            return max(int(self.facts[index][0]), 0)
         try:
             return os.path.getsize(self.paths[index])
         except OSError:
@@ -219,10 +218,8 @@ class FileSource:
 
     def listing(self) -> np.ndarray | None:
         """Sizes and tags, (2, samples), of remote files."""
-        if not self.is_remote:
-            return None
-        facts = np.stack([self.facts["sizes"], self.facts["tags"]])
-        if len(self) and facts[0].max() < 0:  # nobody has listed them
+        facts: np.ndarray | None = None if self.facts is None else self.facts.T
+        if facts is not None and len(self) and facts[0].max() < 0:  # nobody has listed them
             located = map(self._locate, range(len(self)))
             submitted = [place.submit_facts(name) for place, name in located]
             facts = np.array([future.result() for future in submitted], np.int64).T
@@ -280,7 +277,7 @@ class DatasetSource:
         As torchvision's do; also through subsets of subsets.
         """
         dataset = self.dataset
-        while hasattr(dataset, "indices") and hasattr(dataset, "dataset"):
+        while getattr(dataset, "indices", None) is not None and hasattr(dataset, "dataset"):
             index = int(dataset.indices[index])
             dataset = dataset.dataset
         samples = getattr(dataset, "samples", None)
