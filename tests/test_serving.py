@@ -321,27 +321,6 @@ def _tenfold(target: int) -> int:
     return 10 * target
 
 
-def test_a_loader_set_later_is_obeyed_or_refused(image_folder: FolderMaker) -> None:
-    """Where nothing is kept the new loader opens the files of the next epoch; elsewhere it is an error."""
-    root = image_folder()
-
-    def black(path: str) -> Any:
-        return Image.new("RGB", (12, 10))
-
-    with ImageFolder(root, v1.PILToTensor(), storage="none") as unkept:
-        loader = DataLoader(unkept, batch_size=4, num_workers=2)
-        assert epoch_of(loader)[0].any()
-        with chunked(unkept) as chunks:
-            unkept.loader = black
-            assert unkept.loader is black
-            assert not epoch_of(loader)[0].any()
-            assert not epoch_of(chunks)[0].any()
-    with ImageFolder(root, v1.PILToTensor()) as kept:
-        with pytest.raises(ValueError, match=r"kept as the loader .*storage='none'"):
-            kept.loader = black
-        assert epoch_of(DataLoader(kept, batch_size=4))[0].any()
-
-
 # Changes in place
 
 

@@ -469,7 +469,7 @@ def test_memory_that_cannot_be_reserved_leaves_torchs_road(
 ) -> None:
     """Where there is no memory for a slot the batch still arrives, and is counted."""
 
-    def refuse(size_bytes: int, *, portable: bool) -> Any:
+    def refuse(size_bytes: int) -> Any:
         raise MemoryBudgetError(f"{size_bytes} bytes are too many")
 
     monkeypatch.setattr(rings.Block, "create", refuse)
@@ -481,9 +481,7 @@ def test_memory_that_cannot_be_reserved_leaves_torchs_road(
 def test_a_block_with_a_name_serves_where_proc_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through temporary files, as on systems without memfd, batches arrive just so, and no file is left."""
     create = rings.Block.create
-    monkeypatch.setattr(
-        rings.Block, "create", lambda size_bytes, *, portable: create(size_bytes, portable=True)
-    )
+    monkeypatch.setattr(rings.Block, "create", lambda size_bytes: create(size_bytes, portable=True))
     folder = Path(tempfile.gettempdir())
     before = set(folder.glob("fastdata-block-*"))
     ring = _ring(collate_fn := RingCollate(first))
@@ -575,7 +573,7 @@ def test_slots_of_ended_workers_are_let_go() -> None:
     for _ in range(4):
         assert len(_epoch(loader)) == 12
         assert collate_fn.receiver.bytes_held <= 2 * 8 * 4096
-        assert len({mapped.handle.key[1] for mapped in collate_fn.receiver._mapped.values()}) <= 2
+        assert len({mapped.handle.ring for mapped in collate_fn.receiver._mapped.values()}) <= 2
 
 
 def test_an_iterator_dropped_midway_leaves_nothing() -> None:

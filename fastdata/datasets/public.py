@@ -127,21 +127,8 @@ class _ImageFiles(PreparedDataset):
 
     @property
     def loader(self) -> Callable[[str], Any]:
-        """What opens a file. It may be replaced where nothing is kept."""
+        """What opens a file."""
         return self._loader
-
-    @loader.setter
-    def loader(self, loader: Callable[[str], Any]) -> None:
-        if self._stored.kept is not None:
-            raise ValueError(
-                "samples are kept as the loader that the dataset was made with opens them, and "
-                "another one would not be asked for them. Make a new dataset with loader=, or one "
-                "with storage='none'."
-            )
-        self._loader = loader
-        source = self._origin()
-        self._stored = replace(self._stored, samples=source, source=source)
-        self._compile()
 
     def _extra_repr(self) -> list[str]:
         return [f"Root location: {self.root}"]

@@ -136,7 +136,8 @@ class WorkerRing:
 
     def take(self, size_bytes: int) -> memoryview:
         self._begin()
-        return self._reserve(size_bytes) or fresh(size_bytes)
+        memory = None if self._filled is None else self._filled.reserve(size_bytes)
+        return memory or fresh(size_bytes)
 
     def send(self, collate: Callable[[Any], Any], samples: Any) -> SentBatch:
         if self._filled is None:
@@ -164,24 +165,22 @@ class WorkerRing:
             self._filled.lent = None
             self._filled = None
 
-    def _reserve(self, size_bytes: int) -> memoryview | None:
-        return None if self._filled is None else self._filled.reserve(size_bytes)
-
     def _collate(self, collate: Callable[[Any], Any], samples: Any) -> Any:
         """Collate; torch's ``default_collate`` stacks tensors straight into the slot."""
         functions: Any = torch_collate.default_collate_fn_map
-        if functions.get(torch.Tensor) is not torch_collate.collate_tensor_fn:
-            return collate(samples)  # the user has set their own
-        functions[torch.Tensor] = self._stack
+        torchs = torch_collate.collate_tensor_fn
+        if self._filled is None or functions.get(torch.Tensor) is not torchs:
+            return collate(samples)  # maybe by what the user has set
+        functions[torch.Tensor] = partial(self._stack, self._filled)
         try:
             return collate(samples)
         finally:
-            functions[torch.Tensor] = torch_collate.collate_tensor_fn
+            functions[torch.Tensor] = torchs
 
-    def _stack(self, batch: Any, *, collate_fn_map: Any = None) -> Any:
+    def _stack(self, slot: _Slot, batch: Any, *, collate_fn_map: Any = None) -> Any:
         first = batch[0]
         if all(type(sample) is torch.Tensor and is_plain(sample) for sample in batch):
-            memory = self._reserve(len(batch) * first.nbytes)
+            memory = slot.reserve(len(batch) * first.nbytes)
             if memory:
                 out = torch.frombuffer(memory, dtype=first.dtype)
                 return torch.stack(tuple(batch), 0, out=out.view(len(batch), *first.shape))
@@ -200,8 +199,8 @@ class WorkerRing:
             spans = slot.lay_out(packer.parts)
         assert spans is not None
         slot.memory[0] = _LENT
-        key = self.pid, self._name, self._slots.index(slot)
-        return SentBatch(self._token, SlotHandle(key, slot.handle), spans, packer.file.getvalue())
+        place = SlotHandle(self.pid, self._name, self._slots.index(slot), slot.handle)
+        return SentBatch(self._token, place, spans, packer.file.getvalue())
 
 
 _worker_rings: weakref.WeakValueDictionary[int, WorkerRing] = weakref.WeakValueDictionary()
@@ -271,9 +270,7 @@ class _Slot:
         """Take a larger block, or raise and stay; the old one stays valid for those who see it."""
         # Batches differ in size: leave room from the second on.
         size_bytes += _STATE_BYTES + (size_bytes // 8 if self._block else 0)
-        # Without /proc the parent could not find a block that has no name.
-        nameless = hasattr(os, "memfd_create") and os.path.exists("/proc/self/fd")
-        block = Block.create(-(-size_bytes // _PAGE_BYTES) * _PAGE_BYTES, portable=not nameless)
+        block = Block.create(-(-size_bytes // _PAGE_BYTES) * _PAGE_BYTES)
         if self._block:
             self._block.close()
         self._block = block
@@ -361,7 +358,9 @@ def _tensor(
 class SlotHandle(NamedTuple):
     """Where the parent finds a slot: the worker's process, its ring and number; the pickled block."""
 
-    key: tuple[int, str, int]
+    pid: int
+    ring: str
+    number: int
     block: bytes
 
 
@@ -408,7 +407,7 @@ class BatchReceiver:
 
     def __init__(self) -> None:
         self.fresh_count = 0  # batches that came in torch's way, because all slots were lent
-        self._mapped: dict[tuple[int, str, int], _Mapped] = {}
+        self._mapped: dict[Any, _Mapped] = {}  # by all that a handle has but the block
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy has mapped nothing yet."""
@@ -427,7 +426,7 @@ class BatchReceiver:
 
     def borrow(self, handle: SlotHandle) -> memoryview:
         """The memory of a slot, which is given back when the last that is made of it dies."""
-        mapped = self._mapped.get(handle.key)
+        mapped = self._mapped.get(handle[:3])
         if mapped is not None and mapped.handle == handle:
             memory = mapped.memory
         else:
@@ -437,12 +436,12 @@ class BatchReceiver:
                     memory = block.array("uint8", (block.size_bytes,))
             except StoreGoneError:
                 raise StoreGoneError(
-                    f"the DataLoader worker (pid {handle.key[0]}) has ended, and this batch with it"
+                    f"the DataLoader worker (pid {handle.pid}) has ended, and this batch with it"
                 ) from None
         lent = memory[:]
         loan = Loan(lent, _GIVE_BACK)
         loan.set_state = memory[:1].fill
-        self._mapped[handle.key] = _Mapped(handle, memory, loan)
+        self._mapped[handle[:3]] = _Mapped(handle, memory, loan)
         return lent.data
 
     def _drop_ended(self) -> None:

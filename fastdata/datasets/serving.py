@@ -261,13 +261,13 @@ def _compile_pairs(
 
 def _size_obstacle(image: Store, mask: Store) -> str | None:
     """Which sample's mask is not as large as its image, whose draws it takes."""
-    are_other = (image.shapes[:, -2:] != mask.shapes[:, -2:]).any(axis=1)
-    wrong = np.flatnonzero(are_other).tolist()
-    if not wrong:
-        return None
-    index = wrong[0]
-    found = image.shape(index)[-2:], mask.shape(index)[-2:]
-    return f"sample {index} has an image of {found[0]} and a mask of {found[1]} (height, width)"
+    wrong = np.flatnonzero((image.shapes[:, -2:] != mask.shapes[:, -2:]).any(axis=1)).tolist()
+    for index in wrong[:1]:
+        return (
+            f"sample {index} has an image of {image.shape(index)[-2:]} and a mask of "
+            f"{mask.shape(index)[-2:]} (height, width)"
+        )
+    return None
 
 
 def _channels_of(images: Store) -> int | None:
