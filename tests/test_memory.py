@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from fastdata.errors import MemoryBudgetError
+from fastdata.machine import memory
 from fastdata.machine.memory import (
     Available,
     Budget,
@@ -20,7 +21,6 @@ from fastdata.machine.memory import (
     StorageReport,
     available_bytes,
     budget_bytes,
-    cgroup_folders,
     check_device_room,
     choose_pinning,
     choose_storage,
@@ -42,12 +42,14 @@ def lay_out(root: Path, files: dict[str, str]) -> Path:
 
 
 @pytest.fixture
-def table(tmp_path: Path) -> Path:
+def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(memory, "CGROUP_TABLE", tmp_path / "table")
     return tmp_path / "table"
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(memory, "CGROUP_ROOT", tmp_path / "cgroup")
     return tmp_path / "cgroup"
 
 
@@ -72,7 +74,8 @@ def test_cores_are_the_quotas_rounded_up(
     """Both versions bind 8 cores, a tenth of one counts as one; "max", -1, damaged and missing files bind nothing."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
     table.write_text("0::/job\n")
-    assert usable_cores(root=lay_out(root, files), table=table) == cores
+    lay_out(root, files)
+    assert usable_cores() == cores
 
 
 @pytest.mark.parametrize(
@@ -109,31 +112,29 @@ def test_free_memory_of_one_cgroup(
 ) -> None:
     """The limit less the usage, idle page cache counted as free and never below 0; without a limit the system's."""
     table.write_text("0::/\n")
-    found = available_bytes(root=lay_out(root, files), table=table)
+    lay_out(root, files)
+    found = available_bytes()
     assert found.limited_by == ("system memory" if free_mib is None else "cgroup limit")
     assert free_mib is None or found.bytes == free_mib * MIB
 
 
-def test_nested_cgroups_are_walked_up_in_both_versions() -> None:
-    """Every enclosing folder binds the process, from the innermost to the mount."""
-    folders = [str(folder) for folder in cgroup_folders(Path("/c"), "4:memory:/a/b\n0::/s\n")]
-    assert folders == [
-        "/c/memory/a/b",
-        "/c/memory/a",
-        "/c/memory",
-        "/c/s",
-        "/c",
-        "/c/unified/s",
-        "/c/unified",
-    ]
-    cpu = [str(folder) for folder in cgroup_folders(Path("/c"), "3:cpu,cpuacct:/x\n")]
-    assert cpu[:4] == ["/c/cpu,cpuacct/x", "/c/cpu,cpuacct", "/c/cpu/x", "/c/cpu"]
+@pytest.mark.parametrize("folder", ["cpu,cpuacct/x/y", "cpu/x/y", "cpu/x", "cpu,cpuacct", "cpu"])
+def test_enclosing_cgroups_of_version_1_bind(
+    root: Path, table: Path, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A quota of each of them counts, whichever name the controllers are mounted by."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    table.write_text("4:memory:/a\n3:cpu,cpuacct:/x/y\n")
+    lay_out(root, {f"{folder}/cpu.cfs_quota_us": "2", f"{folder}/cpu.cfs_period_us": "1"})
+    assert usable_cores() == 2
 
 
 @pytest.mark.parametrize("text", ["", "garbage", "1:name=systemd:/\n"])
-def test_a_table_without_the_controller_binds_nothing(text: str) -> None:
+def test_a_table_without_the_controller_binds_nothing(root: Path, table: Path, text: str) -> None:
     """Lines of other controllers, damaged lines and an empty table name no memory folder of version 1."""
-    assert not [f for f in cgroup_folders(Path("/c"), text) if "memory" in f.parts]
+    table.write_text(text)
+    lay_out(root, {"memory/memory.limit_in_bytes": "9", "memory/memory.usage_in_bytes": "3"})
+    assert available_bytes().limited_by == "system memory"
 
 
 def test_the_tightest_enclosing_memory_limit_counts(root: Path, table: Path) -> None:
@@ -148,7 +149,7 @@ def test_the_tightest_enclosing_memory_limit_counts(root: Path, table: Path) -> 
             "job/memory.current": str(MIB),
         },
     )
-    found = available_bytes(root=root, table=table)
+    found = available_bytes()
     assert (found.bytes, found.limited_by) == (MIB, "cgroup limit")
 
 
@@ -162,17 +163,17 @@ def test_a_container_finds_its_limit_at_the_mount(root: Path, table: Path) -> No
             "memory/memory.usage_in_bytes": str(3 * MIB),
         },
     )
-    assert available_bytes(root=root, table=table).bytes == 5 * MIB
+    assert available_bytes().bytes == 5 * MIB
 
 
 def test_without_cgroups_system_memory_counts(root: Path, table: Path) -> None:
     """No table, or a limit above what the system has, leaves psutil's figure."""
-    found = available_bytes(root=root, table=table)
+    found = available_bytes()
     assert found.limited_by == "system memory"
     assert 0 < found.bytes <= psutil.virtual_memory().total
     table.write_text("0::/\n")
     lay_out(root, {"memory.max": str(1 << 60), "memory.current": "0"})
-    assert available_bytes(root=root, table=table).limited_by == "system memory"
+    assert available_bytes().limited_by == "system memory"
 
 
 def _hold(size_bytes: int, ready: object, done: object) -> None:

@@ -1,8 +1,7 @@
 """What this process may use of the machine, and what follows: storage of samples, and pinning.
 
 The only module that knows psutil and the files of Linux control groups (cgroups). Its first part
-asks the machine, starting from folders that a test can lay out; all after it are pure functions of
-numbers.
+asks the machine; all after it are pure functions of numbers.
 """
 
 from __future__ import annotations
@@ -34,9 +33,7 @@ class Available(NamedTuple):
     limited_by: str  # "system memory" or "cgroup limit"
 
 
-def usable_cores(
-    cores: int | None = None, *, root: Path = CGROUP_ROOT, table: Path = CGROUP_TABLE
-) -> int:
+def usable_cores(cores: int | None = None) -> int:
     """The least of the CPU affinity and the cgroups' quotas, rounded up: 1.5 cores count as 2.
 
     ``cores`` in place of those of this process's affinity.
@@ -44,8 +41,7 @@ def usable_cores(
     if cores is None:
         has_affinity = hasattr(os, "sched_getaffinity")
         cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    for folder in cgroup_folders(root, _read(table)):
-        text = _read(folder / "cpu.max", folder / "cpu.cfs_quota_us", folder / "cpu.cfs_period_us")
+    for text in _read_cgroups("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us"):
         limit = re.fullmatch(r"(\d+)\s+(\d+)\s*", text)
         if limit is not None and int(limit[2]):
             cores = min(cores, math.ceil(int(limit[1]) / int(limit[2])))
@@ -62,7 +58,18 @@ def cpu_model() -> str:
     return found[1] if found else platform.processor() or platform.machine()
 
 
-def available_bytes(*, root: Path = CGROUP_ROOT, table: Path = CGROUP_TABLE) -> Available:
+_MEMORY_FILES = (
+    "memory.current",
+    "memory.usage_in_bytes",
+    "memory.max",
+    "memory.high",
+    "memory.limit_in_bytes",
+    "memory.stat",
+)
+"""Of versions 2 and 1: what is used, limits, and what of it is idle."""
+
+
+def available_bytes() -> Available:
     """What can still be allocated: the least over the system and every enclosing cgroup.
 
     Version 2's ``memory.high`` counts as a limit: beyond it the kernel slows the process down
@@ -72,19 +79,14 @@ def available_bytes(*, root: Path = CGROUP_ROOT, table: Path = CGROUP_TABLE) -> 
     import psutil  # 7 ms, which only those functions take that ask it
 
     available = Available(bytes=int(psutil.virtual_memory().available), limited_by="system memory")
-    for folder in cgroup_folders(root, _read(table)):
-        # Of version 2, or of version 1.
-        used = re.match(r"\d+", _read(folder / "memory.current", folder / "memory.usage_in_bytes"))
-        if used is None:
-            continue
-        stat = _read(folder / "memory.stat")
-        idle = map(int, re.findall(r"^(?:total_)?inactive_file (\d+)$", stat, re.M))
-        used_bytes = max(0, int(used[0]) - max(idle, default=0))
-        names = ("memory.max", "memory.high", "memory.limit_in_bytes")
+    for text in _read_cgroups(*_MEMORY_FILES):
         # No limit is "max", and -1 in version 1.
-        for limit in re.findall(r"^\d+$", _read(*map(folder.joinpath, names)), re.M):
-            if int(limit) - used_bytes < available.bytes:
-                free_bytes = max(0, int(limit) - used_bytes)
+        used_bytes, *limits = map(int, re.findall(r"^\d+$", text, re.M) or [0])
+        idle = map(int, re.findall(r"^(?:total_)?inactive_file (\d+)$", text, re.M))
+        used_bytes = max(0, used_bytes - max(idle, default=0))
+        for limit_bytes in limits:
+            if limit_bytes - used_bytes < available.bytes:
+                free_bytes = max(0, limit_bytes - used_bytes)
                 available = Available(bytes=free_bytes, limited_by="cgroup limit")
     return available
 
@@ -110,20 +112,19 @@ def tree_pss_bytes(pid: int | None = None) -> int:
     return total_bytes
 
 
-def cgroup_folders(root: Path, table_text: str) -> list[Path]:
-    """The folders whose limits bind this process, innermost first.
+def _read_cgroups(*names: str) -> Iterator[str]:
+    """The text of these files in each folder whose limits bind this process, innermost first.
 
     The table has lines of ``id:controllers:path``, where no controllers means version 2. Inside a
     container the path may be the host's, which is not there; then the mount's root, walked to last,
     is the container's own.
     """
-    folders: list[Path] = []
-    for controllers, path in re.findall(r"^\d+:([^:]*):/*(.*)$", table_text, re.M):
+    for controllers, path in re.findall(r"^\d+:([^:]*):/*(.*)$", _read(CGROUP_TABLE), re.M):
         mounts = [controllers, *controllers.split(",")] if controllers else ["", "unified"]
         inside = Path(os.path.normpath(f"/{path}")[1:])
         for mount in dict.fromkeys(mounts):
-            folders += [root / mount / each for each in (inside, *inside.parents)]
-    return folders
+            for folder in (inside, *inside.parents):
+                yield _read(*(CGROUP_ROOT / mount / folder / name for name in names))
 
 
 def _read(*paths: Path) -> str:

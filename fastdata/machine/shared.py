@@ -520,8 +520,13 @@ def collate_targets(targets: list[Any]) -> Any:
     return default_collate([(target,) for target in targets])[0]
 
 
-_KINDS: dict[type, str] = dict.fromkeys((int, bool, float), "number")
-_KINDS |= {torch.Tensor: "tensor", np.ndarray: "array"}
+_KINDS = {
+    int: "number",
+    bool: "number",
+    float: "number",
+    torch.Tensor: "tensor",
+    np.ndarray: "array",
+}
 
 
 def _target_columns(
