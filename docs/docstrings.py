@@ -6,7 +6,7 @@ from typing import Any
 
 import griffe
 
-from fastdata.stores.options import DatasetOptions
+from fastdata.stores.prepare import DatasetOptions
 
 SHARED = re.compile(r"^( +)(\w+(?:, \w+)+): (.+(?:\n\1 +.+)*)$", re.MULTILINE)
 """``seed, rank: as of RankSampler``, and the lines that go on with it."""
@@ -26,7 +26,7 @@ class OwnSections(griffe.Extension):
     def on_package(self, *, pkg: griffe.Module, **_: object) -> None:
         """Show every option of a dataset on its own page, with its default and meaning."""
         meanings = inspect.cleandoc(DatasetOptions.__doc__ or "").partition("Attributes:\n")[2]
-        facts = pkg["stores.options.Options"].members
+        facts = pkg["stores.prepare.Options"].members
         for name in ("CachedDataset", "ImageFolder", "ImageManifest"):
             dataset: Any = pkg[f"datasets.public.{name}"]
             text = dataset.docstring.value

@@ -44,8 +44,7 @@ from fastdata.pixels.images import Resize, tensor_class
 from fastdata.pixels.plan import PairStep, Step
 from fastdata.report import log, warn_user
 from fastdata.sources import DatasetSource, FileSource, Source
-from fastdata.stores.options import Options
-from fastdata.stores.prepare import prepare_storage, report_storage
+from fastdata.stores.prepare import Options, prepare_storage, report_storage
 from fastdata.stores.samples import KeptSamples, ReadPath, Steps, read_path
 
 if TYPE_CHECKING:

@@ -34,7 +34,7 @@ from fastdata.sources import (
 )
 from fastdata.sources.folders import AnyPath, find_classes, scan_folder
 from fastdata.sources.remote import Place
-from fastdata.stores.options import DatasetOptions, Options, read_options, with_options
+from fastdata.stores.prepare import DatasetOptions, Options, read_options, with_options
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -456,9 +456,9 @@ class CachedDataset(PreparedDataset):
                 torchvision's ``PILToTensor``, and not as PIL images, which a ``transform`` would
                 have to make tensors of.
             seed: of the random draws of batch ops; see
-                ``fastdata.stores.options.DatasetOptions``.
+                ``fastdata.stores.prepare.DatasetOptions``.
             batch_ops: False runs known random transforms per sample exactly as written.
-            storage_options: for a URL; see ``fastdata.stores.options.DatasetOptions``.
+            storage_options: for a URL; see ``fastdata.stores.prepare.DatasetOptions``.
             local_cache: as there.
 
         Raises:

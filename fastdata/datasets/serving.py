@@ -30,8 +30,7 @@ from fastdata.pixels.images import SampleSpec
 from fastdata.pixels.plan import PairStep, Step
 from fastdata.pixels.program import Program
 from fastdata.sources import Source
-from fastdata.stores.options import Options
-from fastdata.stores.prepare import Prepared
+from fastdata.stores.prepare import Options, Prepared
 from fastdata.stores.readers import Store
 from fastdata.stores.samples import KeptSamples, Steps
 

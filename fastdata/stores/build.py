@@ -36,9 +36,9 @@ from fastdata.stores.cache import (
     read_cache,
 )
 from fastdata.stores.codecs import describe_codec, find_codec
-from fastdata.stores.options import Options
 from fastdata.stores.prepare import (
     Forecast,
+    Options,
     Prepared,
     forecast,
     look_longer,

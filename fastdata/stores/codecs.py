@@ -494,9 +494,6 @@ def find_codec(codec: str | object) -> Codec:
         known = ", ".join(map(repr, ("auto", "source", *KNOWN_CODECS)))
         what = f"codec={codec!r} is not one of {known}, nor an object with encode and decode"
         raise ValueError(what)
-    if isinstance(codec, type):
-        name = codec.__name__
-        raise TypeError(f"codec={name} is a class; give an instance of it: codec={name}()")
     return OwnCodec(codec)
 
 

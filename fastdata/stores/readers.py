@@ -166,12 +166,9 @@ class Store:
             out[...] = self.read(index)
             return
         self.ensure(np.array([index]))
-        self._decode_into(self._decoder, index, out)
-
-    def _decode_into(self, decoder: Decoder, index: int, out: np.ndarray) -> None:
         data = self.stored(index).data
         try:
-            decoder.decode(data, out)
+            self._decoder.decode(data, out)
         except MemoryError:
             raise
         except Exception as cause:  # decoders raise anything; all of it is named and kept
@@ -183,11 +180,11 @@ class Store:
 
         In one call where one table has them.
         """
-        self.ensure(index_B)
         if self._decoder is not None:
             for b, index in enumerate(index_B.tolist()):
-                self._decode_into(self._decoder, index, out_B[b, ...])  # of no dimensions too
+                self.read_into(index, out_B[b, ...])  # of no dimensions too
             return
+        self.ensure(index_B)
         numbers = self._file_of[index_B].tolist()
         starts_B = self._offsets[index_B]
         dtype = self.spec.dtype

@@ -33,7 +33,7 @@ from fastdata.report import log, progress_bar
 from fastdata.sources import FileSource
 from fastdata.sources.remote import Place, fleeting_folder, options_travel
 from fastdata.stores.cache import VERSION, Cache, Columns, Manifest, pack_targets
-from fastdata.stores.options import Options
+from fastdata.stores.prepare import Options
 from fastdata.stores.readers import receipt_name
 from fastdata.stores.samples import ReadPath
 from fastdata.stores.writers import WriterPlan, ingest, ingest_workers, needs_processes

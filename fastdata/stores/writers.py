@@ -36,7 +36,7 @@ from fastdata.stores.samples import (
 
 if TYPE_CHECKING:
     from fastdata.stores.codecs import Codec
-    from fastdata.stores.options import Options
+    from fastdata.stores.prepare import Options
 
 _FETCHED_AT_ONCE = 128
 """Where reading is waiting for a network: what a worker asks for at once."""

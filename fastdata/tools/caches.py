@@ -63,7 +63,7 @@ def export_cache(
         image_format: ``"png"`` is lossless, ``"jpeg"`` is not.
         quality: of JPEG, 1 to 100.
         shard_size: most bytes of image files in one tar.
-        storage_options: for a cache behind a URL; see ``fastdata.stores.options.DatasetOptions``.
+        storage_options: for a cache behind a URL; see ``fastdata.stores.prepare.DatasetOptions``.
 
     Returns:
         how many samples were written.
