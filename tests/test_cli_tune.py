@@ -182,17 +182,17 @@ def test_help_has_examples_that_parse(command: str, capsys: pytest.CaptureFixtur
 def test_inspect_keeps_what_it_found(
     image_folder: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """``inspect --json`` has each cache with its manifest, its problem and, if verified, its damaged samples."""
+    """``inspect --json`` has each cache with facts, problems and, if verified, damaged samples."""
     root, figures = image_folder(size=(13, 11)), tmp_path / "found.json"
     main(["build", str(root), str(tmp_path / "cache"), "--resize", "7"])
     assert main(["inspect", str(tmp_path / "cache"), "--json", str(figures)]) == 0
     (found,) = json.loads(figures.read_text())["caches"]
-    assert (found["facts"]["samples"], found["problem"], found["damaged"]) == (6, "", None)
+    assert (found["facts"]["samples"], found["problems"]) == (6, [])
     (shard,) = (tmp_path / "cache").glob("*/part0-*.npy")
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
     shard.write_bytes(data)
     assert main(["inspect", str(tmp_path / "cache"), "--verify", "--json", str(figures)]) == 1
     (found,) = json.loads(figures.read_text())["caches"]
-    assert [line.partition(",")[0] for line in found["damaged"]] == ["sample 5"]
+    assert [line.partition(",")[0] for line in found["problems"]] == ["sample 5"]
     capsys.readouterr()

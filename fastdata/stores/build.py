@@ -170,7 +170,8 @@ def _open(wanted: _Wanted) -> Prepared:
         )
         if is_stale:
             raise FileNotFoundError
-        return cache.serve(coders, wanted.table, options.local_cache)
+        table = SampleTable(cache.targets) if wanted.table is None else wanted.table
+        return cache.serve(coders, table, options.local_cache)
 
     try:
         return read_cache(wanted.place, serve_current)

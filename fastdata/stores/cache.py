@@ -302,10 +302,17 @@ class Cache:
     # Serving
 
     def open_part(
-        self, number: int, decoder: Decoder | None, local_cache: LocalCache = None
+        self,
+        number: int,
+        decoder: Decoder | None,
+        local_cache: LocalCache = None,
+        *,
+        as_tensors: bool = False,
     ) -> DiskStore:
         """Map the files of a part; CacheError where one is missing or has another size."""
         spec = self.manifest.parts[number].spec
+        if as_tensors and spec.form == "pil":
+            spec = replace(spec, form="tensor")
         sizes = self.files()[number]
         located = self.located[number]
         if self.place.is_remote:
@@ -321,36 +328,38 @@ class Cache:
     def serve(
         self,
         known: Sequence[Decoder],
-        table: SampleTable | None,
+        table: SampleTable,
         local_cache: LocalCache = None,
+        *,
+        as_tensors: bool = False,
     ) -> Prepared:
         """Map all samples.
 
         Args:
             known: what may decode a part, beside fastdata's own codecs.
-            table: of the samples of the source; None makes one of the targets that the cache has.
+            table: of the samples of the source, or of those kept.
             local_cache: folder that holds what is needed of a cache behind a URL.
+            as_tensors: give images as tensors of their stored pixels, not as PIL images.
         """
-        layout = self.manifest.layout
         if not len(self.kept):
             raise CacheError(f"{self.place} holds no sample")
         stores = open_all(
-            self.open_part(number, coder_of(self.place, part, known), local_cache)
+            self.open_part(
+                number, _coder_of(self.place, part, known), local_cache, as_tensors=as_tensors
+            )
             for number, part in enumerate(self.manifest.parts)
         )
-        if table is None:
-            table = SampleTable(self.targets)
-        elif len(self.kept) < len(table):
+        if len(self.kept) < len(table):
             table = table.reduced_to(self.kept.tolist())
         codecs = "+".join(dict.fromkeys(store.codec for store in stores))
         reason = f"storage='disk': {format_bytes(self.size_bytes)} {codecs} in {self.place}"
         log.info("%s", reason)
-        kept = KeptSamples(tuple(stores), table, **vars(layout))
+        kept = KeptSamples(tuple(stores), table, **vars(self.manifest.layout))
         plan = StoragePlan("disk", reason, None if codecs == "raw" else codecs)
         return Prepared(storage_plan=plan, kept=kept, skipped=self.skipped)
 
 
-def coder_of(place: Place, part: StoredPart, known: Sequence[Decoder]) -> Decoder | None:
+def _coder_of(place: Place, part: StoredPart, known: Sequence[Decoder]) -> Decoder | None:
     """What encodes and decodes a part; None where it is raw."""
     if part.codec is None:
         return None
@@ -436,14 +445,7 @@ def open_cache(
         has_masks = manifest.layout.target_is_part or manifest.layout.mask_places
         paths = None if has_masks or "paths" not in cache.columns else _paths_of(cache)
         table = SampleTable(cache.targets, paths=paths, class_to_idx=manifest.classes)
-        if as_tensors:
-            parts = []
-            for part in manifest.parts:
-                is_pil = part.spec.form == "pil"
-                spec = replace(part.spec, form="tensor") if is_pil else part.spec
-                parts.append(replace(part, spec=spec))
-            cache = replace(cache, manifest=replace(manifest, parts=tuple(parts)))
-        return cache.serve((), table, local_cache), manifest
+        return cache.serve((), table, local_cache, as_tensors=as_tensors), manifest
 
     return read_cache(place, serve)
 

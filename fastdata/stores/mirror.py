@@ -9,7 +9,6 @@ to say what is in use.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from fastdata.machine.memory import format_bytes, parse_bytes
 from fastdata.machine.shared import ArrayBlock
 from fastdata.pixels.images import SampleSpec, addresses_of
 from fastdata.sources.remote import Place
-from fastdata.stores.readers import Bytes, Decoder, DiskStore, free_bytes
+from fastdata.stores.readers import Bytes, Decoder, DiskStore, free_bytes, naming_full_disk
 
 FETCH_BYTES = 64 << 20
 """On their way at once, where 50 ms at 1 GB/s are 48 MiB."""
@@ -96,7 +95,8 @@ class MirroredStore(DiskStore):
         """Of files of these sizes, which never change under their names; ``index`` is over them.
 
         Raises:
-            CacheError: a file is missing or has another size; or the folder cannot be written.
+            CacheError: a file is missing or has another size.
+            OSError: the folder cannot be written.
             RemoteError: the place cannot be reached.
         """
         there = {entry.name: entry.size_bytes for entry in place.find()}
@@ -106,13 +106,8 @@ class MirroredStore(DiskStore):
                 raise CacheError(
                     f"{place.at(name)} has {found_bytes:,} bytes where {size_bytes:,} were written"
                 )
-        try:
-            (local_cache / ".locks").mkdir(parents=True, exist_ok=True)
-            kept_bytes = sum(each_bytes for _, each_bytes, _ in _list_segments(local_cache))
-        except OSError as problem:
-            raise CacheError(
-                f"local_cache={str(local_cache)!r} cannot be written ({problem.strerror})"
-            ) from problem
+        (local_cache / ".locks").mkdir(parents=True, exist_ok=True)
+        kept_bytes = sum(each_bytes for _, each_bytes, _ in _list_segments(local_cache))
         limit_bytes = parse_bytes(_SHARE, of=free_bytes(local_cache) + kept_bytes)
         segments = ArrayBlock(_in_segments(index, spec, sum(sizes.values())))
         digest = hashlib.sha256(place.url.encode()).hexdigest()
@@ -233,19 +228,11 @@ class MirroredStore(DiskStore):
     def _keep(self, path: Path, data: bytes) -> Bytes:
         # Which a killed process leaves to the next one that fetches it.
         part = path.with_name(f"{path.name}.part")
-        try:
+        with naming_full_disk(self._folder):
             self._folder.mkdir(exist_ok=True)
             part.write_bytes(data)
-            mapped = _map_file(part, len(data))
-            part.rename(path)
-        except OSError as problem:
-            part.unlink(missing_ok=True)
-            if problem.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            raise CacheError(
-                f"the disk of local_cache={str(self._folder.parent)!r} is full. Free some space, "
-                "or give a local_cache= on another one."
-            ) from problem
+        mapped = _map_file(part, len(data))
+        part.rename(path)
         return mapped
 
     def _make_room(self, size_bytes: int) -> None:

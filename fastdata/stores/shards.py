@@ -119,19 +119,17 @@ class Task(NamedTuple):
     """A shard that is to be written.
 
     Args:
-        number: among those of a build.
         name: its fingerprint.
         positions: of its samples in the source.
         source: of these, on the way to a process that does not have that of all.
     """
 
-    number: int
     name: str
     positions: range
     source: FileSource | None = None
 
     def __str__(self) -> str:
-        return f"shard {self.number}, samples {self.positions[0]} to {self.positions[-1]}"
+        return f"samples {self.positions[0]} to {self.positions[-1]}"
 
 
 def make_tasks(count: int, size: int, words: Sequence[Any], listing: Listing | None) -> list[Task]:
@@ -146,12 +144,12 @@ def make_tasks(count: int, size: int, words: Sequence[Any], listing: Listing | N
     basis = json.dumps([VERSION, *words], sort_keys=True)
     paths = [] if listing is None else listing.paths.names()
     tasks = []
-    for number, first in enumerate(range(0, count, size)):
+    for first in range(0, count, size):
         run = slice(first, min(first + size, count))
         name = fingerprint(basis, str(run), b"\0".join(paths[run]))
         if listing is not None:
             name = fingerprint(name, listing.facts[:, run])
-        tasks.append(Task(number, name[:_SHARD_CHARACTERS], range(count)[run]))
+        tasks.append(Task(name[:_SHARD_CHARACTERS], range(count)[run]))
     return tasks
 
 

@@ -201,22 +201,16 @@ class Inspected(NamedTuple):
     Attributes:
         folder: where it is.
         facts: what it holds and is made from; none of one that cannot be read.
-        problem: why it cannot be used; empty if nothing is known against it.
-        damaged: samples whose bytes are not those that were written; None if nobody has looked.
+        problems: samples whose bytes are not those that were written, or why it cannot be used.
     """
 
     folder: str
     facts: dict[str, Any]
-    problem: str
-    damaged: list[str] | None
+    problems: list[str]
 
     def __str__(self) -> str:
-        lines = [f"{name:10} {fact}" for name, fact in self.facts.items()]
-        if self.problem:
-            lines.append(f"problem    {self.problem}; the next run writes it anew")
-        if self.damaged == []:
-            lines.append("verified   every sample is as it was written")
-        return "\n  ".join([self.folder, *lines, *(self.damaged or ())])
+        facts = [f"{name:10} {fact}" for name, fact in self.facts.items()]
+        return "\n  ".join([self.folder, *facts, *self.problems])
 
 
 def inspect_caches(
@@ -243,23 +237,21 @@ def _look(place: Place, *, verify: bool = False) -> Inspected:
     try:
         return read_cache(place, partial(_inspect, verify=verify))
     except (CacheError, FileNotFoundError) as unreadable:
-        return Inspected(str(place), {}, str(unreadable), None)
+        return Inspected(str(place), {}, [str(unreadable)])
 
 
 def _inspect(cache: Cache, *, verify: bool) -> Inspected:
     manifest = cache.manifest
-    damaged = []
+    problems = []
+    if not cache.place.is_remote and not cache.receipts() <= receipts_in(Path(cache.place.url)):
+        problems.append("a shard is damaged, which the next run writes anew")
     for number in range(len(manifest.parts)):
         with contextlib.closing(cache.open_part(number, None)) as store:
             for k, row in enumerate(cache.kept.tolist() if verify else ()):
                 try:
                     store.ensure(np.array([k]))
                 except SampleError as wrong:
-                    damaged.append(f"sample {row}, part{number}, is damaged: {wrong}")
-    problem = ""
-    if not cache.place.is_remote:
-        missing = cache.receipts() - receipts_in(Path(cache.place.url))
-        problem = f"{counted(len(missing), 'shard')} damaged" if missing else ""
+                    problems.append(f"sample {row}, part{number}, is damaged: {wrong}")
     facts = {
         "samples": len(cache.kept),
         "left out": len(cache.skipped),
@@ -269,7 +261,9 @@ def _inspect(cache: Cache, *, verify: bool) -> Inspected:
         "root": manifest.root,
         **manifest.key,
     }
-    return Inspected(str(cache.place), facts, problem, damaged if verify else None)
+    if verify and not problems:
+        facts["verified"] = "every sample is as it was written"
+    return Inspected(str(cache.place), facts, problems)
 
 
 # Prune
@@ -309,7 +303,7 @@ def _prune(folder: Path, *, gone: bool, dry_run: bool) -> list[Removal]:
     if not (folder / INDEX).exists():
         reason = "left by a writer that died"
     elif not found.facts:
-        reason = f"cannot be read: {found.problem}"
+        reason = f"cannot be read: {found.problems[0]}"
     elif gone and root and not is_url(root) and not os.path.isdir(root):
         reason = f"{root} is not there"
     else:
@@ -421,7 +415,7 @@ def inspect(options: argparse.Namespace) -> int:
     for found in caches:
         print(found)
     keep({"caches": [found._asdict() for found in caches]}, options)
-    return int(any(found.problem or found.damaged for found in caches))
+    return int(any(found.problems for found in caches))
 
 
 def add_export(parser: argparse.ArgumentParser) -> None:
