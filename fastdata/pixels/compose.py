@@ -190,7 +190,10 @@ def known_name(step: Any) -> str | None:
     """
     kind: Any = type(step)
     if kind.__module__.startswith(_LIBRARIES):
-        if is_changed(step):
+        held: dict[str, Any] = getattr(step, "__dict__", {})
+        # As ``is_changed``, in place: steps are asked for their names often.
+        is_hooked = held.get("_forward_pre_hooks") or held.get("_forward_hooks")
+        if is_hooked or not _members(kind).isdisjoint(held):
             return None
         return f"timm.{kind.__name__}" if kind.__module__.startswith("timm.") else kind.__name__
     if getattr(step, "__module__", None) == "PIL.ImageOps":

@@ -355,7 +355,13 @@ def split_upright(transform: Any) -> tuple[bool, tuple[Step, ...]]:
 
 def prepare_key(steps: Iterable[Step]) -> str:
     """Text that is equal, in any process, for leading steps that do the same; empty for none."""
-    return describe_steps(steps, "")
+    texts = []
+    for step in steps:
+        held = getattr(step, "__dict__", {}).items()
+        shown = {name: it for name, it in held if name[0] != "_" and name != "training"}
+        text = f"{type(step)} {shown or repr(step)}"
+        texts.append(describe(step, "") if " at 0x" in text else text)
+    return " | ".join(texts)
 
 
 def describe_steps(

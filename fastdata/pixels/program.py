@@ -87,6 +87,7 @@ class Program:
     @functools.cached_property
     def _table(self) -> core.Table:
         self._levels: Levels = {}
+        self._has_perspectives = "OP_PERSPECTIVE" in [op.code for op in self._every]
         return compiled(self._every, self._levels)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -270,7 +271,7 @@ class Program:
             channels_last=is_last,
         )
         batch.kept = table, None
-        if any(op.code == "OP_PERSPECTIVE" for op in self._every):
+        if self._has_perspectives:
             solved_BS8 = solve_perspectives(self._draw(keys, shapes_B3)[0])
             batch.solved_BS8 = solved_BS8.ctypes.data
             batch.solved = solved_BS8.shape[1]
