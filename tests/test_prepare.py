@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import psutil
 import pytest
 from PIL import Image
 
-from fastdata import CachedDataset, ImageFolder
+from fastdata import CachedDataset, FastDataWarning, ImageFolder
 from fastdata.errors import CacheError, FastDataError, IngestError, MemoryBudgetError, SampleError
 from fastdata.machine import memory
 from fastdata.pixels.images import SampleSpec
@@ -175,6 +176,23 @@ def test_ragged_samples_beyond_the_budget_stop_the_fill() -> None:
         cached(samples, memory_limit="1MiB")
 
 
+def test_samples_are_kept_nowhere_for_the_reason_that_there_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the system refuses is said, and not that memory is full."""
+
+    def refuse(*_: int) -> None:
+        raise OSError(errno.EFBIG, "File too large")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    monkeypatch.setattr(os, "ftruncate", refuse)
+    reason = r"storage='none': .* of shared memory cannot be reserved \(File too large\)"
+    with pytest.warns(FastDataWarning, match=rf"{reason}\. Every epoch decodes again"):
+        dataset = cached(dense(10), storage="auto")
+    assert re.fullmatch(reason, dataset.storage_plan.reason)
+    dataset.close()
+
+
 def test_memory_that_cannot_be_had_is_told_in_whole_sentences(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -238,7 +256,7 @@ def test_a_full_disk_is_no_samples_fault(tmp_path: Any) -> None:
 SCRIPT = """
     import sys, time
     import numpy as np
-    from fastdata import CachedDataset, ImageFolder
+    from fastdata import CachedDataset, FastDataWarning, ImageFolder
 
     def slow(sample):
         time.sleep(0.05)
@@ -286,7 +304,7 @@ def test_ctrl_c_in_the_middle_of_a_fork_is_not_lost() -> None:
     script = """
         import os, signal
         import numpy as np
-        from fastdata import CachedDataset, ImageFolder
+        from fastdata import CachedDataset, FastDataWarning, ImageFolder
         os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGINT))
         CachedDataset([(np.zeros(3, np.uint8), 0)] * 1000, prepare_workers=2)
     """
@@ -301,7 +319,7 @@ def test_a_daemonic_process_prepares_with_threads() -> None:
     script = """
         import multiprocessing, os, threading
         import numpy as np
-        from fastdata import CachedDataset, ImageFolder
+        from fastdata import CachedDataset, FastDataWarning, ImageFolder
         from fastdata.errors import SampleError
 
         def work():

@@ -383,6 +383,7 @@ def _prepare(
     budget = _budget(options, is_shared=bool(cores))
     need_bytes = expected.need_bytes
     trials: list[CodecTrial] | None = None
+    refused = ""
     while True:
         if trials is None and (options.storage == "compressed" or need_bytes > budget.bytes):
             trials = try_codecs(look_longer(expected.path), options.codec)
@@ -394,6 +395,8 @@ def _prepare(
             only_lossless=options.codec == "auto",
         )
         if plan.storage == "none":
+            if refused:
+                plan = plan._replace(reason=f"storage='none': {refused}")
             cure = "Every epoch decodes again; cache_dir= or a smaller resize= may help."
             warn_user(f"{plan.reason}. {cure}")
             return Prepared(storage_plan=plan)
@@ -409,6 +412,7 @@ def _prepare(
                 said = str(error).rstrip(".")
                 raise MemoryBudgetError(f"{said}. {would_fit(trials, budget)}") from error
             log.info("%s; the next storage is tried", error)
+            refused = str(error).partition(". ")[0]
             need_bytes = budget.bytes + 1
 
 
