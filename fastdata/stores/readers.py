@@ -372,6 +372,8 @@ class DiskFile(Block):
             raise _full(self.path.parent, f"it takes {format_bytes(size_bytes)}")
 
     def _named(self, problem: OSError, size_bytes: int) -> Exception:
+        if problem.errno == errno.EMFILE:  # a mapping takes a descriptor, too
+            return CacheError(f"{self.path} cannot be mapped ({problem.strerror})")
         if self.is_sealed:
             return MemoryBudgetError(
                 f"the {format_bytes(size_bytes)} of {self.path} cannot be mapped "
