@@ -15,7 +15,7 @@ import multiprocessing
 import os
 import pickle
 import uuid
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, as_completed, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -121,12 +121,12 @@ class Task(NamedTuple):
     Args:
         name: its fingerprint.
         positions: of its samples in the source.
-        source: of these, on the way to a process that does not have that of all.
+        columns: of these, on the way to a process that does not have those of all.
     """
 
     name: str
     positions: range
-    source: FileSource | None = None
+    columns: Mapping[str, Any] | None = None
 
     def __str__(self) -> str:
         return f"samples {self.positions[0]} to {self.positions[-1]}"
@@ -182,8 +182,8 @@ class ShardWriter:
         if multiprocessing.parent_process() is not None:
             # There is a process for each core; and a forked OpenMP pool would hang.
             torch.set_num_threads(1)
-        if task.source is not None:
-            path = path._replace(source=task.source)
+        if isinstance(path.source, FileSource) and task.columns is not None:
+            path = path._replace(source=path.source.over(task.columns))
         with contextlib.ExitStack() as cleanup:
             folder = Path(self.place.url)
             if is_remote:
@@ -290,9 +290,7 @@ def _run_elsewhere(
 ) -> Iterator[bytes]:
     source = writer.path.source
     if isinstance(source, FileSource):  # a task has the files of its own samples only
-        tasks = [
-            task._replace(source=source.over(source.columns_of(task.positions))) for task in tasks
-        ]
+        tasks = [task._replace(columns=source.columns_of(task.positions)) for task in tasks]
         no_files = source.over(source.columns_of(()))
         writer = replace(writer, path=writer.path._replace(source=no_files))
     if isinstance(engine, Executor):
