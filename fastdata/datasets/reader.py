@@ -75,14 +75,16 @@ def room(
 
     (B, C, h, w) may lie as (B, h, w, C).
     """
-    counts = [count * math.prod(shape) for shape, _ in outputs]
-    sizes = [n * dtype.itemsize for n, (_, dtype) in zip(counts, outputs, strict=True)]
-    starts = [0]
-    for size_bytes in sizes:
-        starts.append(-(-(starts[-1] + size_bytes) // ALIGN_BYTES) * ALIGN_BYTES)
-    memory = take(starts[-2] + sizes[-1])
+    pieces = []
+    end = 0
+    for shape, dtype in outputs:
+        start = -(-end // ALIGN_BYTES) * ALIGN_BYTES
+        length = count * math.prod(shape)
+        pieces.append((shape, dtype, length, start))
+        end = start + length * dtype.itemsize
+    memory = take(end)
     arrays = []
-    for (shape, dtype), length, start in zip(outputs, counts, starts, strict=False):
+    for shape, dtype, length, start in pieces:
         values = np.frombuffer(memory, dtype, length, start)
         if channels_last:
             channels, height, width = shape
@@ -152,11 +154,6 @@ class Column(NamedTuple):
         images = OpenedImages.decoded(decoded)
         last.run(images, batch.positions, batch.visits, batch.seed, out)
         return last.as_tensor(out)
-
-
-def _class_of(column: Column) -> type:
-    """Of what a column serves, in lists of samples."""
-    return shown_class(column.plan.end_kind or "tensor")
 
 
 class ReaderHandle:
@@ -253,6 +250,23 @@ class Reader:
         return [column.program for column in self.columns if column.program is not None]
 
     @cached_property
+    def dtypes(self) -> list[torch.dtype]:
+        """Of what every column serves; NumPy has no bfloat16, and holds its bits."""
+        pairs = zip(self.programs, self.outputs, strict=True)
+        return [program.as_tensor(np.empty(0, dtype)).dtype for program, (_, dtype) in pairs]
+
+    @cached_property
+    def _classes(self) -> list[type]:
+        """Of what each column serves, in lists of samples."""
+        return [shown_class(column.plan.end_kind or "tensor") for column in self.columns]
+
+    @cached_property
+    def _are_ragged(self) -> bool:
+        """Whether one that differs from all others may be served alone, though not in a batch."""
+        stores = [] if self.kept is None else self.kept.stores
+        return bool(stores) and not (self.outputs and all(it.spec.is_dense for it in stores))
+
+    @cached_property
     def can_write_channels_last(self) -> bool:
         pairs = zip(self.programs, self.outputs, strict=False)
         return all(program.can_write_channels_last(shape) for program, (shape, _) in pairs)
@@ -268,11 +282,8 @@ class Reader:
     def image_form(self) -> str:
         """Shape and type of each image in a whole batch."""
         forms = []
-        for column, program, (shape, dtype) in zip(
-            self.columns, self.programs, self.outputs, strict=True
-        ):
-            served = program.as_tensor(np.empty(0, dtype)).dtype
-            forms.append(f"{shown_class(column.plan.kind).__name__}{shape} of {str(served)[6:]}")
+        for column, (shape, _), dtype in zip(self.columns, self.outputs, self.dtypes, strict=True):
+            forms.append(f"{shown_class(column.plan.kind).__name__}{shape} of {str(dtype)[6:]}")
         return ", ".join(forms) + (f" in {self.keys}" if self.keys else "")
 
     # Batches and items
@@ -298,25 +309,21 @@ class Reader:
         are_whole = all(isinstance(column, torch.Tensor) for column in columns)
         if self.plan.views or self.keys is not None or not are_whole:
             return self._listed(columns, targets)
-        kind, *of_mask = map(_class_of, self.columns)
+        kind = self._classes[0]
         if targets is None:
-            masks = rows_of(columns[1], of_mask[0])
+            masks = rows_of(columns[1], self._classes[1])
             return SampleBatch(columns[0], columns[1], masks, kind)
         return SampleBatch(columns[0], None, targets, kind)
 
     def item(self, batch: IndexBatch) -> Any:
         """Sample and target of a batch of one, in whatever shape it has."""
-        stores = [] if self.kept is None else self.kept.stores
-        # One that differs from all others may be served alone, though not in a batch.
-        are_alike = self.outputs and all(store.spec.is_dense for store in stores)
-        is_alone = bool(stores) and not are_alike
-        return self._listed(*self._columns(batch, fresh, is_alone=is_alone))[0]
+        return self._listed(*self._columns(batch, fresh, is_alone=self._are_ragged))[0]
 
     def _listed(self, columns: list[Any], targets: list[Any] | None) -> list[Any]:
         """The items of a batch."""
         each = [
-            rows_of(made, _class_of(column)) if isinstance(made, torch.Tensor) else made
-            for column, made in zip(self.columns, columns, strict=True)
+            rows_of(column, kind) if isinstance(column, torch.Tensor) else column
+            for column, kind in zip(columns, self._classes, strict=True)
         ]
         if targets is None:
             targets = list(each.pop())
@@ -425,7 +432,7 @@ class Reader:
         is_last = batch.channels_last and self.can_write_channels_last
         outs = room(len(batch), self.outputs, take, channels_last=is_last)
         self.read_into(outs, batch)
-        return [program.as_tensor(out) for program, out in zip(self.programs, outs, strict=True)]
+        return list(map(torch.Tensor.view, map(torch.from_numpy, outs), self.dtypes))
 
     def read_into(
         self, outs: list[np.ndarray], batch: IndexBatch, rows_B: np.ndarray | None = None

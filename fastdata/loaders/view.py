@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from fastdata.datasets.batch import IndexBatch, as_numbers
@@ -63,8 +64,8 @@ class JoinedReader:
         if first.plan.mask is None:
             of_each = self.in_order(batch, lambda k, piece: readers[k].targets_of(piece))
             targets = collate_targets(of_each)
-        pairs = zip(first.programs, outs, strict=True)
-        return first.joined([program.as_tensor(out) for program, out in pairs], targets)
+        tensors = list(map(torch.Tensor.view, map(torch.from_numpy, outs), first.dtypes))
+        return first.joined(tensors, targets)
 
     def items(self, batch: IndexBatch, take: Take = fresh) -> list[Any]:
         return self.in_order(batch, lambda k, piece: self._readers[k].items(piece))
