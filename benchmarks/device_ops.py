@@ -71,8 +71,8 @@ def milliseconds(device: torch.device, run: Callable[[int], object], batches: in
 
 def least_bytes(prog: DeviceProgram, batch_size: int) -> int:
     """Of a batch: each pixel served is read once as uint8 and written once."""
-    shape, dtype = prog.output
-    return batch_size * int(np.prod(shape)) * (1 + dtype.itemsize)
+    size_bytes = 1 if prog.to_floats is None else 4
+    return batch_size * int(np.prod(prog.shape)) * (1 + size_bytes)
 
 
 def copy_of(samples: Samples, size_bytes: int) -> Callable[[int], object]:
@@ -84,11 +84,9 @@ def copy_of(samples: Samples, size_bytes: int) -> Callable[[int], object]:
     return lambda number: target[number].copy_(source[number])
 
 
-def section(
-    title: str, steps: list[Any], samples: Samples, rounds: int, dtype: torch.dtype | None = None
-) -> list[Row]:
+def section(title: str, steps: list[Any], samples: Samples, rounds: int) -> list[Row]:
     plan = plan_transform(transforms.Compose(steps), form="pil")
-    prog = DeviceProgram(plan, samples.spec, dtype=dtype)
+    prog = DeviceProgram(plan, samples.spec)
     assert prog.host is None, f"{prog.host_step} runs on the CPU"
     draws = [prog.draw(index_B, 0, SEED).to(samples.device) for index_B in samples.index]
     stored = [samples.store[index_B] for index_B in samples.index_on_device]
@@ -113,7 +111,7 @@ def section(
         samples.batches,
     )
     figures = in_turns(measures, rounds)
-    words = f"{title}: {samples.batch_size} x {samples.spec.shape} to {prog.output[0]}, {size_bytes / 1e6:,.1f} MB"
+    words = f"{title}: {samples.batch_size} x {samples.spec.shape} to {prog.shape}, {size_bytes / 1e6:,.1f} MB"
     return [
         Row(
             section=words,
@@ -155,13 +153,6 @@ def main() -> None:
     rows = [
         *section("crop + flip, uint8", [*crop, transforms.PILToTensor()], samples, chosen.rounds),
         *section("crop + flip, normalised float32", [*crop, *floats], samples, chosen.rounds),
-        *section(
-            "crop + flip, normalised float16",
-            [*crop, *floats],
-            samples,
-            chosen.rounds,
-            torch.float16,
-        ),
         *section(
             "padded crop + flip, normalised float32", [*padded, *floats], samples, chosen.rounds
         ),

@@ -58,7 +58,6 @@ def ops_work(
 ) -> tuple[Callable[[torch.Tensor], Any], Callable[[torch.Tensor], int]]:
     """Batch ops with the draws of one batch, and what they must move: each pixel served, read and written once."""
     program = program_of(steps)
-    shape, dtype = program.output
 
     @cache
     def draws(count: int, device: torch.device) -> torch.Tensor:
@@ -66,7 +65,7 @@ def ops_work(
 
     return (
         lambda images: program.run(images, draws(len(images), images.device)),
-        lambda images: len(images) * prod(shape) * (1 + dtype.itemsize),
+        lambda images: len(images) * prod(program.shape) * (1 + 4),
     )
 
 

@@ -63,9 +63,9 @@ MUTANTS = [
     Mutant(
         "what follows copies runs on another stream",
         PREFETCH,
-        "                batch = self.finish(batch, self._number)\n",
+        "                batch = self.finish(batch)\n",
         "                with torch.cuda.stream(torch.cuda.default_stream(self.device)):\n"
-        "                    batch = self.finish(batch, self._number)\n",
+        "                    batch = self.finish(batch)\n",
         "transform",
     ),
     Mutant(
@@ -163,8 +163,8 @@ MUTANTS = [
     Mutant(
         "leave is not given",
         PREFETCH,
-        "            self._leave.put(left)\n        elif",
-        "        elif",
+        "            self._leave.put(left)\n        else:",
+        "        else:",
     ),
     # Threads, devices, captures
     Mutant(

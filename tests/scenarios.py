@@ -147,7 +147,7 @@ def staged(sim: Sim) -> None:
     with prefetcher(sim, Making(right)) as batches:
         for _ in range(2):
             check(consume(sim, batches), right)
-        if batches.report().copies.pageable or sim.counts["blocking copies"]:
+        if batches.report().pageable_bytes or sim.counts["blocking copies"]:
             sim.violation("copies from pageable memory")
     if len(sim.streams) != 2:
         sim.violation(f"{len(sim.streams) - 1} side streams were made")
@@ -174,7 +174,7 @@ def pinned_by_the_loader(sim: Sim) -> None:
 
     with prefetcher(sim, Making(right, make)) as batches:
         check(consume(sim, batches), right)
-        if batches.report().copies.in_place != len(right):
+        if batches.report().in_place_bytes != sum(images.nbytes for images, _ in right):
             sim.violation("pinned images were not copied in place")
 
 
@@ -246,9 +246,9 @@ def ours(sim: Sim, storage: str, steps: str, where: Any, epochs: int = 1) -> Non
         for _ in range(epochs):
             loader.set_epoch(2)
             check(consume(sim, batches), right)
-        copies = batches.report().copies
-        if copies.pageable or (storage == "shared" and copies.in_place != len(right)):
-            sim.violation(f"{copies.pageable} pageable copies, {copies.in_place} in place")
+        report = batches.report()
+        if report.pageable_bytes or (storage == "shared" and not report.in_place_bytes):
+            sim.violation(f"{report.pageable_bytes} pageable, {report.in_place_bytes} in place")
 
 
 @scenario

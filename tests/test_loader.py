@@ -631,7 +631,7 @@ def test_the_road_is_told_with_its_reason(images: CachedDataset) -> None:
             (
                 images,
                 {"num_workers": 1, "worker_init_fn": print},
-                "by 1 thread; worker_init_fn= is not called",
+                "by 1 thread",
             ),
             (
                 images,
@@ -792,7 +792,7 @@ def test_no_warning_is_raised_for_threads_beyond_the_cores(images: CachedDataset
         warnings.simplefilter("error")
         loader = DataLoader(images, batch_size=4, num_workers=500)
         assert len(list(loader)) == 6
-    assert "as many as there are usable cores (num_workers=500)" in loader.report().path
+    assert loader.report().workers < 500
 
 
 def test_the_collate_of_torch_works_too(images: CachedDataset) -> None:

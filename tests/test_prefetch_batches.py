@@ -101,7 +101,7 @@ def test_a_tensor_that_stands_twice_is_copied_once(gpu: Sim) -> None:
     tensor = torch.ones(3)
     (first, second), report = moved([tensor, tensor])
     assert first is second
-    assert len(gpu.sent) == report.copies.staged == 1
+    assert gpu.sent == [report.staged_bytes] == [12]
 
 
 def test_memory_of_odd_tensors_is_kept_for_the_users_stream(gpu: Sim) -> None:
@@ -131,9 +131,9 @@ def test_odd_tensors_go_by_their_own_to(gpu: Sim, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_tensor_on_another_device_passes_through(gpu: Sim) -> None:
-    """It is handed over as it is: not moved, not cast."""
+    """It is handed over as it is, not moved."""
     elsewhere = torch.empty(2, 3, device="meta")
-    (arrived,), _ = moved([elsewhere], dtype=torch.float16)
+    (arrived,), _ = moved([elsewhere])
     assert arrived is elsewhere
     assert gpu.sent == []
 
@@ -154,13 +154,6 @@ def test_images_and_floats_are_cast_and_labels_are_not() -> None:
     assert cast[0].is_contiguous(memory_format=torch.channels_last)
 
 
-def test_dtype_must_be_a_floating_point_one() -> None:
-    """Anything else is refused at once."""
-    for wrong in (torch.int64, "float16", float):
-        with pytest.raises(ValueError, match="floating-point"):
-            CudaPrefetcher([], device="cpu", dtype=wrong)  # type: ignore[arg-type]
-
-
 # Without a device
 
 
@@ -176,7 +169,7 @@ def test_without_a_device_batches_stay_what_they_are() -> None:
 
 
 def test_a_transform_works_without_a_device() -> None:
-    """It is called on each batch in order, without gradients as on a device, and its exception names the batch."""
+    """It is called on each batch in order, without gradients as on a device, and fails in the batch's place."""
 
     def transform(batch: torch.Tensor) -> torch.Tensor:
         assert not torch.is_grad_enabled()
@@ -188,7 +181,7 @@ def test_a_transform_works_without_a_device() -> None:
         CudaPrefetcher([torch.tensor(i) for i in range(4)], device="cpu", transform=transform)
     )
     assert [next(batches).item(), next(batches).item()] == [0, 10]
-    with pytest.raises(KeyError, match="batch 2"):
+    with pytest.raises(KeyError, match="two"):
         next(batches)
     assert next(batches).item() == 30
 
@@ -196,16 +189,12 @@ def test_a_transform_works_without_a_device() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_a_device_that_is_not_there_is_an_error() -> None:
     """It says what torch sees and what to do."""
-    with pytest.raises(DeviceError, match=r"torch sees no CUDA device.*is built for.*device=None"):
+    with pytest.raises(DeviceError, match=r"torch sees no CUDA device.*this is torch.*device=None"):
         CudaPrefetcher([], device="cuda")
 
 
-def test_what_is_no_single_cuda_device_is_refused() -> None:
-    """A list of devices takes a process each, and other kinds of devices none; the error says what to do."""
-    with pytest.raises(
-        DeviceError, match=r"device=\['cuda:0'\] is a list.*Start a process for each GPU"
-    ):
-        CudaPrefetcher([], device=["cuda:0"])  # type: ignore[arg-type]
+def test_what_is_no_cuda_device_is_refused() -> None:
+    """Other kinds of devices have no prefetcher; the error says what to do."""
     with pytest.raises(DeviceError, match=r"device='xpu' is neither the CPU nor a CUDA device"):
         CudaPrefetcher([], device="xpu")
 

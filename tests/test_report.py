@@ -124,12 +124,12 @@ def test_threads_tell_the_memory_they_hold() -> None:
         (None, 5),
         (lambda samples: {"x": [torch.stack([x for (x,) in samples])]}, 5),
         (lambda samples: "no tensor", 0),
-        (lambda samples: torch.tensor(1.0), 3),
+        (lambda samples: torch.tensor(1.0), 0),
     ],
     ids=["default", "nested", "no tensor", "a scalar"],
 )
 def test_samples_are_counted_by_the_first_tensor(collate_fn: Any, samples: int) -> None:
-    """However a batch is nested, its first tensor's length counts; a scalar is one sample."""
+    """However a batch is nested, its first tensor's length counts, if it has one."""
     loader = DataLoader(TensorDataset(torch.arange(5)), batch_size=2, collate_fn=collate_fn)
     list(loader)
     assert (loader.report().batches, loader.report().samples) == (3, samples)

@@ -119,12 +119,8 @@ def program_of(steps: Steps, store: ArrayStore, **options: Any) -> DeviceProgram
 def sent(prog: DeviceProgram, store: ArrayStore, index_B: np.ndarray) -> torch.Tensor:
     """What is sent to the device."""
     if prog.host is None:
-        return torch.from_numpy(
-            np.stack([store.samples[i] for i in index_B] or [np.zeros(prog.sent_shape, np.uint8)])[
-                : len(index_B)
-            ]
-        )
-    out = np.empty((len(index_B), *prog.sent_shape), np.uint8)
+        return torch.from_numpy(np.stack(store.samples)[index_B])
+    out = np.empty((len(index_B), *prog.shape), np.uint8)
     prog.host.run(store, index_B, EPOCH, SEED, out)
     return torch.from_numpy(out)
 
@@ -143,7 +139,8 @@ def run_both(
         gathered = prog.run(samples, draws, torch.from_numpy(index_B).to(device))
         assert torch.equal(batch, gathered)
         assert batch.stride() == gathered.stride() or not len(batch)
-    assert (tuple(batch.shape[1:]), batch.dtype) == prog.output
+    assert tuple(batch.shape[2:]) == prog.shape[1:]
+    assert (batch.dtype is torch.uint8) is (prog.to_floats is None)
     return batch.cpu()
 
 
@@ -197,21 +194,6 @@ def test_pad_if_needed(device: torch.device, api: Any, mode: str, padding: Any) 
     check([crop, api.RandomHorizontalFlip()], store_of(size=(6, 9)), device)
 
 
-@all_modes
-def test_stages_that_do_not_fuse(device: torch.device, mode: str) -> None:
-    """A border of a cropped image, then a crop of that, and another border."""
-    pad = v1.Pad((1, 0, 3, 2), padding_mode=mode)
-    steps = [
-        v1.RandomCrop(8),
-        pad,
-        v1.RandomHorizontalFlip(),
-        v1.RandomCrop(9),
-        v1.RandomVerticalFlip(),
-        pad,
-    ]
-    check(steps, store_of(), device)
-
-
 @pytest.mark.parametrize("size", [(3, 2), (4, 3), (9, 8), (9, 2), (2, 10)], ids=shown)
 def test_centre_crops(device: torch.device, size: tuple[int, int]) -> None:
     """Smaller and larger than the image, along each axis."""
@@ -249,7 +231,6 @@ def test_normalize(device: torch.device) -> None:
             v1.ToTensor(),
             norm,
             v1.RandomCrop(30),
-            v1.Pad(2, padding_mode="edge"),
         ],
         [v2.ToImage(), v2.ToDtype(torch.float32), v2.Normalize((127.0,), (64.0,))],
         [v1.RandomResizedCrop(16), v1.RandomHorizontalFlip(), v1.Grayscale(3), v1.ToTensor(), norm],
@@ -265,23 +246,14 @@ def test_normalize(device: torch.device) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_floats_are_rounded_once(device: torch.device, dtype: torch.dtype) -> None:
-    """What ``dtype=`` serves is the float32 batch, rounded; uint8 batches stay uint8."""
-    scale = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
-    for steps, channels in (
-        ([v1.RandomCrop(20), v1.ToTensor(), v1.Normalize(*NORM)], 3),
-        ([v1.RandomCrop(20), v1.ToTensor()], 3),
-        ([v1.RandomCrop(20), *scale], 3),
-        ([*scale, v2.Normalize(*NORM)], 1),
-    ):
-        store = store_of(channels=channels)
-        whole = run_both(steps, store, range(24), device)
-        half = run_both(steps, store, range(24), device, dtype=dtype)
-        assert torch.equal(half, whole.to(dtype))
-        assert half.stride() == whole.stride()
-    assert program_of([v1.RandomCrop(20)], store_of(), dtype=dtype).output == (
-        (3, 20, 20),
-        torch.uint8,
+    """What a transform makes of halves is the float32 batch, rounded."""
+    crop = [v1.RandomCrop(20), v2.ToImage()]
+    whole, half = (
+        run_both([*crop, v2.ToDtype(kind, scale=True)], store_of(), range(24), device)
+        for kind in (torch.float32, dtype)
     )
+    assert torch.equal(half, whole.to(dtype))
+    assert half.stride() == whole.stride()
 
 
 # Steps that the device has no form of
@@ -308,25 +280,29 @@ def test_other_steps_run_before_the_transfer(device: torch.device) -> None:
         check(steps, store_of(), device, atol=1e-6)
         prog = program_of(steps, store_of())
         assert prog.host is not None
-        assert prog.sent_shape == (3, 24, 24)
+        assert prog.shape == (3, 24, 24)
         assert prog.draw(np.arange(24), EPOCH, SEED) is None
 
 
-def test_borders_of_two_colours_run_before_the_transfer(device: torch.device) -> None:
-    """One pass can fill with one colour."""
-    steps = [v1.RandomCrop(38, padding=5, fill=3), v1.RandomHorizontalFlip(), v1.Pad(2, fill=9)]
-    assert program_of(steps, store_of()).host is not None
-    check(steps, store_of(), device)
+@all_modes
+def test_windows_that_do_not_fuse_run_before_the_transfer(device: torch.device, mode: str) -> None:
+    """A border of a cropped image, and of another colour, is more than one window."""
+    for steps in (
+        [v1.RandomCrop(8), v1.Pad((1, 0, 3, 2), padding_mode=mode), v1.RandomVerticalFlip()],
+        [v1.RandomCrop(38, padding=5, fill=3), v1.RandomHorizontalFlip(), v1.Pad(2, fill=9)],
+    ):
+        assert program_of(steps, store_of()).host is not None
+        check(steps, store_of(), device)
 
 
 # Batches
 
 
 def test_a_sample_does_not_depend_on_its_batch(device: torch.device) -> None:
-    """In batches of 0, 1 and more samples, in any order and company, a sample has the same pixels."""
+    """In batches of 1 and more samples, in any order and company, a sample has the same pixels."""
     store = store_of()
     whole = run_both(WINDOWS, store, range(24), device)
-    for index in ([], [7], [3, 3, 21, 0], np.random.default_rng(1).permutation(24).tolist()):
+    for index in ([7], [3, 3, 21, 0], np.random.default_rng(1).permutation(24).tolist()):
         assert torch.equal(run_both(WINDOWS, store, index, device), whole[index])
 
 
@@ -337,7 +313,7 @@ def test_draws_are_one_small_tensor() -> None:
     assert draws is not None
     assert draws.dtype == torch.int16
     assert draws.is_contiguous()
-    assert draws.shape == (24, sum(prog.output[0][1:]))
+    assert draws.shape == (24, sum(prog.shape[1:]))
     mixed = prog.draw(np.arange(24), np.arange(24) % 2, SEED)
     assert mixed is not None
     assert not torch.equal(mixed, draws)
@@ -352,7 +328,7 @@ def test_no_ops(device: torch.device) -> None:
     assert prog.run(samples, None) is samples
     index_B = torch.tensor([2, 0], device=device)
     assert torch.equal(prog.run(samples, None, index_B), samples[index_B])
-    assert prog.output == ((3, *SIZE), torch.uint8)
+    assert (prog.shape, prog.to_floats) == ((3, *SIZE), None)
 
 
 def test_the_stored_samples_are_only_read(device: torch.device) -> None:
@@ -370,7 +346,6 @@ def test_the_stored_samples_are_only_read(device: torch.device) -> None:
 # What it costs
 
 
-@pytest.mark.parametrize("dtype", [None, torch.float16])
 @pytest.mark.parametrize(
     "steps",
     [
@@ -386,10 +361,10 @@ def test_the_stored_samples_are_only_read(device: torch.device) -> None:
     ],
     ids=["crop", "reflect", "fill", "v2"],
 )
-def test_a_device_is_asked_for_nothing_it_is_slow_or_wrong_at(steps: list[Any], dtype: Any) -> None:
+def test_a_device_is_asked_for_nothing_it_is_slow_or_wrong_at(steps: list[Any]) -> None:
     """No value comes back, no shape depends on one, no mixed dtypes go into ``out=``, no pixel its own index."""
     store = store_of()
-    prog = program_of(steps, store, dtype=dtype)
+    prog = program_of(steps, store)
     draws = prog.draw(np.arange(24), EPOCH, SEED)
     samples = torch.from_numpy(np.stack(store.samples))
     index_B = torch.arange(24)
@@ -397,7 +372,7 @@ def test_a_device_is_asked_for_nothing_it_is_slow_or_wrong_at(steps: list[Any], 
     with OnDevice() as ops:
         prog.run(samples, draws)
         prog.run(samples, draws, index_B)
-    pixels = 24 * 3 * prog.output[0][1] * prog.output[0][2]
+    pixels = 24 * 3 * prog.shape[1] * prog.shape[2]
     passes = [name for name, tensor in ops.made if tensor.numel() >= pixels and "empty" not in name]
     assert len(passes) <= 2 * 10, passes
     kernels = [name for name, _ in ops.made if "empty" not in name]
@@ -474,7 +449,6 @@ def test_no_host_synchronisation_on_a_gpu() -> None:
             "Lambda.* is not a known batch op",
         ),
         ([v1.RandomHorizontalFlip()], {"shape": (3, 8, 9)}, "the transform ends with a PIL image"),
-        ([v1.ToTensor(), v1.Normalize(*NORM)], {"shape": (1, 8, 9)}, "Normalize has 3 means"),
         (
             [v1.ToTensor(), v1.RandomErasing()],
             {"shape": (3, 8, 9)},
@@ -486,7 +460,7 @@ def test_no_host_synchronisation_on_a_gpu() -> None:
             "differ in size",
         ),
     ],
-    ids=["ragged", "floats", "unknown", "pil", "channels", "erased", "sizes"],
+    ids=["ragged", "floats", "unknown", "pil", "erased", "sizes"],
 )
 def test_obstacles(steps: list[Any], spec: dict[str, Any], reason: str) -> None:
     """What only the CPU can do is said."""

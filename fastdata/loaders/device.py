@@ -16,7 +16,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -62,12 +62,6 @@ def resolve_device(device: DeviceLike | None) -> torch.device:
     Raises:
         DeviceError: torch does not see it.
     """
-    if isinstance(device, (list, tuple)):
-        raise DeviceError(
-            f"device={device!r} is a list, and one process brings batches to one device. Start a "
-            "process for each GPU (torchrun), or give a module of DataParallel whole batches on "
-            "its first device."
-        )
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device is None and not count:
         return torch.device("cpu")
@@ -81,10 +75,9 @@ def resolve_device(device: DeviceLike | None) -> torch.device:
         )
     if (resolved.index or 0) >= count:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
-        built = torch.version.cuda or getattr(torch.version, "hip", None) or "the CPU only"
         raise DeviceError(
             f"device={str(device)!r} was asked for, but torch sees {count or 'no'} CUDA "
-            f"device{'s' * (count > 1)}: torch {torch.__version__} is built for {built}, "
+            f"device{'s' * (count > 1)}: this is torch {torch.__version__}, and "
             f"CUDA_VISIBLE_DEVICES is {visible!r}. Name one that is there, install a build of "
             "torch for this machine's accelerator and its driver (`python -m "
             "torch.utils.collect_env` shows both), or leave device=None, which is the CPU where "
@@ -117,6 +110,7 @@ class PinnedMemory:
         self._device = device
         self._ring = ""  # what is said of it
         self._refusal = ""
+        self.unsaid = ""  # what the user is to be warned of
         self.ring_slots = 0
         self.ring_bytes = 0
         self.copies_bytes = 0
@@ -152,6 +146,10 @@ class PinnedMemory:
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             self._refusal = f"not pinned: the driver refuses to ({reason})"
+            self.unsaid = (
+                f"batches go to {self._device} from pageable memory, which takes longer: "
+                f"{self._refusal}"
+            )
             return None
 
 
@@ -196,15 +194,12 @@ class DeviceOps:
         described: where they run in the latest epoch, and why; empty where the loader has none.
     """
 
-    def __init__(
-        self, loader: Any, asked: WhereOps, device: torch.device, dtype: torch.dtype | None
-    ) -> None:
+    def __init__(self, loader: Any, asked: WhereOps, device: torch.device) -> None:
         self.described = ""
         self._loader = loader
         self._asked = asked
         self._device = device
         self._served = LoaderView.find(getattr(loader, "dataset", None))
-        self._dtype = dtype
         self._mirror: torch.Tensor | None = None
         self._uploading = threading.Lock()
         self._has_warned = False
@@ -222,38 +217,30 @@ class DeviceOps:
         dataset = self._served.parts[0]  # several have an obstacle
         has_mirror = dataset.storage == "device"
         obstacle = self._obstacle(reader)
-        if obstacle is not None and self._asked == "device":
+        if self._asked == "cpu":
+            obstacle = "batch_ops='cpu'"
+        elif self._asked == "device" and obstacle is not None:
             raise ValueError(
                 f"batch_ops='device' is not possible here: {obstacle}. Use batch_ops='auto'."
             )
-        reason = "batch_ops='cpu'" if self._asked == "cpu" else obstacle
-        if obstacle is None and not dataset.plan.batch_ops and not has_mirror:
-            return None, None
-        if reason is not None:
-            self.described = f"on the CPU: {reason}"
-            if has_mirror:
-                self._warn_of_mirror(f", batches are made on the CPU: {reason}")
+        if obstacle is not None:
+            self._say_on_the_cpu(obstacle, has_mirror=has_mirror)
             return None, None
         handle = handle_of(dataset)
         store = _store(handle)
-        program = DeviceProgram(dataset.plan, store.spec, dtype=self._dtype, is_there=has_mirror)
-        self.described = f"on {self._device}"
-        if program.host is None:
-            size = format_bytes(_size_bytes(store))
-            self.described += f", from a copy of the store there ({size})"
-        else:
-            why = f": {program.host_step} runs on the CPU" if program.host_step else ""
-            self.described += f", the conversion only{why}"
-            if has_mirror:
-                self._warn_of_mirror(why)
-            if program.output[1] is torch.uint8:
-                self.described = f"on the CPU{why or ': they serve uint8, which is sent as it is'}"
+        program = DeviceProgram(dataset.plan, store.spec, is_there=has_mirror)
+        where = f"from a copy of the store there ({format_bytes(_size_bytes(store))})"
+        if program.host is not None:
+            why = f"{program.host_step} runs on the CPU" if program.host_step else ""
+            if program.to_floats is None:
+                why = why or "they serve uint8, which is sent as it is"
+            if why:
+                self._say_on_the_cpu(why, has_mirror=has_mirror)
+            if program.to_floats is None:
                 return None, None
-
-        def read(batch: IndexBatch, ring: BatchRing) -> DeviceBatch:
-            return _read(program, handle(), batch, ring)
-
-        return read, partial(self._run, program, handle)
+            where = f"the conversion only{why and f': {why}'}"
+        self.described = f"on {self._device}, {where}"
+        return partial(_read, program, handle), partial(self._run, program, handle)
 
     def _obstacle(self, reader: Reader | JoinedReader) -> str | None:
         if not isinstance(self._loader, DataLoader) or not is_own(self._loader):
@@ -269,10 +256,11 @@ class DeviceOps:
             return "several views of an image, or image and mask, are made on the CPU"
         return device_obstacle(reader.plan, reader.kept.images.spec)
 
-    def _warn_of_mirror(self, why: str) -> None:
-        if self._asked != "cpu" and not self._has_warned:
+    def _say_on_the_cpu(self, why: str, *, has_mirror: bool) -> None:
+        self.described = f"on the CPU: {why}"
+        if has_mirror and self._asked != "cpu" and not self._has_warned:
             self._has_warned = True
-            warn_user(f"storage='device' has no effect{why}")
+            warn_user(f"storage='device' has no effect: {why}")
 
     def _run(self, program: DeviceProgram, handle: ReaderHandle, batch: DeviceBatch) -> Any:
         """Make the images of a batch on its device."""
@@ -306,8 +294,9 @@ class DeviceBatch(NamedTuple):
 
 
 def _read(
-    program: DeviceProgram, reader: Reader, batch: IndexBatch, ring: BatchRing
+    program: DeviceProgram, handle: ReaderHandle, batch: IndexBatch, ring: BatchRing
 ) -> DeviceBatch:
+    reader = handle()
     kept = reader.kept
     assert kept is not None
     index_B = batch.positions
@@ -318,7 +307,7 @@ def _read(
     else:
         if reader.stored.is_remote:
             reader.expect(batch)
-        [samples] = room(len(index_B), [(program.sent_shape, np.dtype(np.uint8))], ring.take)
+        [samples] = room(len(index_B), [(program.shape, np.dtype(np.uint8))], ring.take)
         with kept.naming_damage():
             program.host.run(kept.images, index_B, batch.visits, batch.seed, samples)
     return DeviceBatch(torch.from_numpy(samples), draws, reader.targets(batch), reader.keys)
@@ -369,10 +358,7 @@ def device_obstacle(plan: TransformPlan, spec: SampleSpec) -> str | None:
         return f"the stored samples are {spec.dtype} of shape {shape}, not uint8 images (C, H, W)"
     if any(op.code == "OP_CAST" for op in plan.batch_ops[:-1]):
         return "erasing or noise comes after the conversion to floats"
-    try:
-        output = Program(plan.batch_ops, spec).output(shape)
-    except ValueError as error:
-        return str(error).rstrip(".")
+    output = Program(plan.batch_ops, spec).output(shape)
     return None if output else "the images that are served differ in size"
 
 
@@ -391,68 +377,62 @@ class DeviceProgram:
     Args:
         plan: of the dataset; has no ``device_obstacle``.
         spec: of the samples.
-        dtype: of what is served, instead of the plan's float32 or float64; rounded once. Uint8
-            stays uint8.
         is_there: whether the store lies on the device.
 
     Attributes:
+        shape: of a sample as uint8, (C, h, w).
+        to_floats: what follows; None where uint8 is served.
         host_step: the step that keeps a store on the device from being read; empty if none does.
     """
 
-    def __init__(
-        self,
-        plan: TransformPlan,
-        spec: SampleSpec,
-        *,
-        dtype: torch.dtype | None = None,
-        is_there: bool = True,
-    ) -> None:
+    def __init__(self, plan: TransformPlan, spec: SampleSpec, *, is_there: bool = True) -> None:
         ops = plan.batch_ops
-        assert spec.shape is not None
-        served = Program(ops, spec).output(spec.shape)
-        assert served is not None
-        self._floats: _Floats | None = None
+        self.to_floats: Transform | None = None
         if ops and ops[-1].code == "OP_CAST":
-            self._floats = _Floats(dtype, ops[-1])
+            self.to_floats = _to_floats(ops[-1])
             ops = ops[:-1]
-        served_dtype = self._floats.dtype if self._floats else torch.uint8
-        self.output: tuple[Shape, torch.dtype] = served[0], served_dtype
-        self.sent_shape: Shape = spec.shape
-        self.host: Program | None = None
-        self.host_step = ""
         self._program = Program(ops, spec)
+        assert spec.shape is not None
+        cut = self._program.output(spec.shape)
+        assert cut is not None
+        self.shape: Shape = cut[0]
+        self._stored_shape: Shape = spec.shape
+        # Of each row, and of each column, with the border around them, where it comes from.
+        self._lines: list[Ints] = []
         self._fill: list[int] = []  # a value for each channel
-        unable = self._plan_windows(ops) if is_there else None
+        self.host_step = ""
+        self.host: Program | None = None if is_there else self._program
+        unable = self._plan_window(ops) if is_there else None
         if unable is not None:
             self.host_step = plan.batch_texts[step_number(unable.at) - len(plan.prepare)]
-        if unable is not None or not is_there:
             self.host = self._program
-            sent = self._program.output(spec.shape)
-            assert sent is not None
-            self.sent_shape = sent[0]
-        self._cuts = bool(ops) and self.host is None
 
-    # Windows: the core draws an OP_WINDOW for each op, or for several that it fuses. As core.h
-    # says, its ``n`` are the border that is added first (0 to 3: left, top, right, bottom), the
-    # window's first row and column in that (4, 5) and its size (6, 7), and whether it is mirrored
-    # (8: bit 0 its columns, bit 1 its rows; from bit 8 on the border's mode). ``v`` from 8 on is
-    # the border's colour. All but the window's place, and whether it is mirrored, is the same for
-    # all samples.
+    # The core draws one OP_WINDOW for all ops that it fuses. As core.h says, its ``n`` are the
+    # border that is added first (0 to 3: left, top, right, bottom), the window's first row and
+    # column in that (4, 5) and its size (6, 7), and whether it is mirrored (8: bit 0 its columns,
+    # bit 1 its rows; from bit 8 on the border's mode). ``v`` from 8 on is the border's colour. All
+    # but the window's place, and whether it is mirrored, is the same for all samples.
 
-    def _plan_windows(self, ops: tuple[Op, ...]) -> Op | None:
-        """Note the colour of borders; return the op, if any, that only the host can run."""
-        others = [op for op in ops if not _only_cuts(op)]
-        if others or not ops:
-            return next(iter(others), None)
-        fills = {
-            tuple(window["v"][8:].astype(int).tolist())
-            for window in self._records(np.zeros(1, np.int64), 0, 0)[0]
-            if window["n"][:4].any() and _mode_of(window["n"]) == "constant"
-        }
-        if len(fills) > 1:  # one pass fills once
-            return next(op for op in ops if op.code != "STEP_FLIP")
-        for colour in fills:
-            self._fill = [colour[min(c, 3)] for c in range(self.sent_shape[0])]
+    def _plan_window(self, ops: tuple[Op, ...]) -> Op | None:
+        """Note the window that all ops are together; return the op, if any, that is none."""
+        unable = next((op for op in ops if not _only_cuts(op)), None)
+        if unable is not None or not ops:
+            return unable
+        window, *others = self._records(np.zeros(1, np.int64), 0, 0)[0]
+        if others:
+            return ops[-1]
+        left, top, right, bottom, *_, flags = window["n"].tolist()
+        mode: Any = MODES[flags >> 8]
+        is_constant = mode == "constant"
+        fill: Any = {"constant_values": _FILLED} if is_constant else {}
+        dtype = np.promote_types(np.int16, np.min_scalar_type(-max(self._stored_shape)))
+        for length, border in zip(
+            self._stored_shape[1:], ((top, bottom), (left, right)), strict=True
+        ):
+            self._lines.append(np.pad(np.arange(length, dtype=dtype), border, mode, **fill))
+        if is_constant and left + top + right + bottom:
+            colour = window["v"][8:].astype(int).tolist()
+            self._fill = [colour[min(c, 3)] for c in range(self._stored_shape[0])]
         return None
 
     def draw(self, index_B: Int64s, visits_B: int | Int64s, seed: int) -> Tensor | None:
@@ -462,14 +442,16 @@ class DeviceProgram:
             int16 (B, h + w), of huge samples int32: the row sent of each row served, then the
             columns, -1 where it is filled. None where samples are served whole as they are sent.
         """
-        if not self._cuts:
+        if not self._lines:
             return None
-        if not len(index_B):
-            return torch.empty(0, sum(self.output[0][1:]), dtype=torch.int16)
-        n_BR9 = self._records(index_B, visits_B, seed)["n"]
-        source_BL = np.concatenate([self._sources(n_BR9, axis) for axis in (0, 1)], axis=1)
-        is_small = max(self.sent_shape) < 1 << 15
-        return torch.from_numpy(source_BL.astype(np.int16 if is_small else np.int32))
+        n_B9 = self._records(index_B, visits_B, seed)["n"][:, 0]
+        sources = []
+        for axis, lines in enumerate(self._lines):
+            length = self.shape[1 + axis]
+            is_mirrored_B1 = n_B9[:, 8:] >> (1 - axis) & 1
+            first_B1 = n_B9[:, 4 + axis, None] + is_mirrored_B1 * (length - 1)
+            sources.append(lines[first_B1 + (1 - 2 * is_mirrored_B1) * np.arange(length)])
+        return torch.from_numpy(np.concatenate(sources, axis=1))
 
     def run(
         self, stored_NCHW: Tensor, draws: Tensor | None, index_B: Tensor | None = None
@@ -480,47 +462,20 @@ class DeviceProgram:
         is not checked to be in [0, N), which would wait for the device.
 
         Returns:
-            (B, C, h, w) of ``output``'s dtype, in fresh memory; the batch itself where there is
-            nothing to do.
+            (B, C, h, w), in fresh memory; the batch itself where there is nothing to do.
         """
         batch = stored_NCHW if index_B is None else stored_NCHW.index_select(0, index_B)
         if draws is not None:
             batch = self._cut(batch, draws)
-        return self._floats.convert(batch) if self._floats else batch
+        return self.to_floats(batch) if self.to_floats else batch
 
     def _records(self, index_B: Int64s, visits_B: int | Int64s, seed: int) -> Ints:
-        shapes_B3 = np.full((len(index_B), 3), self.sent_shape, np.int32)
+        shapes_B3 = np.full((len(index_B), 3), self._stored_shape, np.int32)
         return self._program.draw(index_B, visits_B, seed, shapes_B3)
-
-    def _sources(self, n_BR9: Ints, axis: int) -> Ints:
-        """Where each row (axis 0) or column served comes from in what is sent.
-
-        What is done to an image is done to the numbers of its rows: they are padded and cut.
-        """
-        source: Ints = np.arange(
-            self.sent_shape[1 + axis], dtype=np.int32
-        )  # (L,) until the first cut
-        for r in range(n_BR9.shape[1]):
-            n_B9 = n_BR9[:, r]
-            window = n_B9[0].tolist()
-            border = window[1 - axis], window[3 - axis]
-            if any(border):
-                mode = _mode_of(window)
-                fill: Any = {"constant_values": _FILLED} if mode == "constant" else {}
-                beside = [(0, 0)] * (source.ndim - 1)
-                source = np.pad(source, [*beside, border], mode, **fill)
-            length = window[6 + axis]
-            is_mirrored_B = n_B9[:, 8] >> (1 - axis) & 1
-            first_B = n_B9[:, 4 + axis] + is_mirrored_B * (length - 1)
-            step_B = 1 - 2 * is_mirrored_B
-            at_BL = first_B[:, None] + step_B[:, None] * np.arange(length, dtype=np.int32)
-            is_first = source.ndim == 1
-            source = source[at_BL] if is_first else np.take_along_axis(source, at_BL, axis=1)
-        return source
 
     def _cut(self, batch_BCHW: Tensor, source_BL: Tensor) -> Tensor:
         channels, _, width = batch_BCHW.shape[1:]
-        rows = self.output[0][1]
+        rows = self.shape[1]
         at_BL = source_BL.to(torch.int64)
         if self._fill:
             at_BL = at_BL.clamp(min=0)
@@ -543,43 +498,33 @@ def _only_cuts(op: Op) -> bool:
     return all(map(_only_cuts, op.children)) if is_sequence else op.code in _WINDOWS
 
 
-def _mode_of(window_9: Sequence[int]) -> Literal["constant", "edge", "reflect", "symmetric"]:
-    """How the border of a window is filled, in NumPy's words."""
-    return MODES[window_9[8] >> 8]  # type: ignore[return-value]
+def _to_floats(cast: Op) -> Callable[[Tensor], Tensor]:
+    """Conversion to floats and normalisation of uint8, in one pass over the pixels."""
+    scaling = cast.n[1]
+    scale = np.array([1.0 if scaling == "SCALE_NONE" else 1 / 255])
+    offset = np.zeros(1)
+    if cast.v:  # means, then as many standard deviations
+        std = np.array(cast.v[MAX_MEANS:])
+        scale = scale / std
+        offset = -np.array(cast.v[: len(std)]) / std
+    divides = scaling == "SCALE_DIVIDE" and not cast.v
+    if divides:
+        # A divisor that lies on the device: by a number of the host, CUDA multiplies with its
+        # rounded inverse.
+        scale = np.array([255.0])
+    both = np.stack(np.broadcast_arrays(scale, offset))[:, :, None, None]
+    served: torch.dtype = getattr(torch, str(cast.n[0]).lower())
+    # Halves are rounded once.
+    both_2C11 = torch.tensor(both, dtype=torch.promote_types(served, torch.float32))
 
-
-class _Floats:
-    """Conversion to floats and normalisation in one pass over the pixels."""
-
-    def __init__(self, asked: torch.dtype | None, cast: Op) -> None:
-        served: torch.dtype = getattr(torch, str(cast.n[0]).lower())
-        self._computed = torch.float64 if served == torch.float64 else torch.float32
-        self.dtype = asked or served
-        scaling = cast.n[1]
-        scale = np.array([1.0 if scaling == "SCALE_NONE" else 1 / 255])
-        offset = np.zeros(1)
-        if cast.v:  # means, then as many standard deviations
-            std = np.array(cast.v[MAX_MEANS:])
-            scale = scale / std
-            offset = -np.array(cast.v[: len(std)]) / std
-        self._divides = scaling == "SCALE_DIVIDE" and not cast.v
-        if self._divides:
-            # A divisor that lies on the device: by a number of the host, CUDA multiplies with its
-            # rounded inverse.
-            scale = np.array([255.0])
-        both = torch.tensor(np.stack(np.broadcast_arrays(scale, offset)), dtype=self._computed)
-        self._both_2C11 = both[:, :, None, None]
-
-    def convert(self, source_BChw: Tensor) -> Tensor:
-        device = source_BChw.device
-        if self._both_2C11.device != device:
+    def convert(source_BChw: Tensor) -> Tensor:
+        nonlocal both_2C11
+        if both_2C11.device != source_BChw.device:
             # Pinned, the thread does not wait for the copy.
-            self._both_2C11 = self._both_2C11.pin_memory().to(device, non_blocking=True)
-        scale, offset = self._both_2C11
-        out = None
-        if self.dtype != self._computed:  # rounded on the way to memory
-            shape = torch.broadcast_shapes(source_BChw.shape, scale.shape)
-            out = torch.empty(shape, dtype=self.dtype, device=device)
-        if self._divides:
-            return torch.div(source_BChw, scale, out=out)
-        return torch.addcmul(offset, source_BChw, scale, out=out)
+            both_2C11 = both_2C11.pin_memory().to(source_BChw.device, non_blocking=True)
+        scale, offset = both_2C11
+        if divides:
+            return torch.div(source_BChw, scale).to(served)
+        return torch.addcmul(offset, source_BChw, scale).to(served)
+
+    return convert

@@ -18,7 +18,14 @@ from torch.autograd import profiler
 from torch.utils.data import dataloader as torch_loader
 from torch.utils.data._utils.pin_memory import pin_memory as copy_to_pinned
 
-from fastdata.datasets.batch import BatchDraws, DrawKey, as_channels_last, collate, flatten
+from fastdata.datasets.batch import (
+    BatchDraws,
+    DrawKey,
+    IndexBatch,
+    as_channels_last,
+    collate,
+    flatten,
+)
 from fastdata.datasets.reader import BatchRing, ReaderHandle
 from fastdata.datasets.ring import BatchReceiver, RingCollate
 from fastdata.errors import IngestError, MemoryBudgetError
@@ -39,7 +46,7 @@ class Engine(NamedTuple):
 
     kind: Literal["thread", "process"]
     path: str
-    workers: int = 0
+    workers: int
 
 
 def shown_as(name: str) -> AbstractContextManager[Any]:
@@ -72,9 +79,9 @@ class BatchMaker:
 
     def __call__(self, indices: Any, draws: DrawKey) -> Any:
         with shown_as("fastdata: read"):
-            if self.read is not None:
+            handle = self.handle if isinstance(indices, IndexBatch) else None
+            if self.read is not None and handle is not None:
                 return self.read(indices, self.ring)
-            handle = self.handle
             reader = None if handle is None else handle.reader or handle()
             is_whole = reader is not None and reader.obstacle is None
             # Whether no code of the user's own reads.
@@ -95,23 +102,23 @@ class BatchMaker:
 
 @dataclass(slots=True)
 class LoopCounts:
-    """What the training loop has got, how long it waited for it, and was busy in between."""
+    """What the training loop has got, and how long it waited for it.
+
+    Attributes:
+        begun_at: when it asked first.
+        left_at: when it was last answered; between these it waited or was busy.
+    """
 
     batches: int = 0
     samples: int = 0
     wait_s: float = 0.0
-    busy_s: float = 0.0
-    _left_at: float | None = None
-
-    def ask(self) -> float:
-        now = time.perf_counter()
-        if self._left_at is not None:
-            self.busy_s += now - self._left_at
-        return now
+    begun_at: float = 0.0
+    left_at: float = 0.0
 
     def answer(self, asked_at: float) -> None:
-        self._left_at = time.perf_counter()
-        self.wait_s += self._left_at - asked_at
+        self.left_at = time.perf_counter()
+        self.wait_s += self.left_at - asked_at
+        self.begun_at = self.begun_at or asked_at
 
     def figures(self) -> dict[str, float]:
         """As in an ``EpochReport``."""
@@ -119,7 +126,7 @@ class LoopCounts:
             "batches": self.batches,
             "samples": self.samples,
             "wait_s": self.wait_s,
-            "busy_s": self.busy_s,
+            "busy_s": self.left_at - self.begun_at - self.wait_s,
         }
 
 
@@ -130,12 +137,11 @@ class Tally(LoopCounts):
     engine: Engine
     pinning: PinningPlan
     ring: Slots | None = None  # that batches come through
-    fresh_before: int = 0  # batches that had got new memory before
 
     def report(self, prepared: float) -> EpochReport:
         figures: dict[str, Any] = self.figures()
         if self.ring is not None:
-            figures["fresh_batches"] = self.ring.fresh_count - self.fresh_before
+            figures["fresh_batches"] = self.ring.fresh_count
             figures["bytes_held"] = self.ring.bytes_held
         return EpochReport(
             path=self.engine.path,
@@ -148,13 +154,11 @@ class Tally(LoopCounts):
 
 
 def sample_count(batch: Any) -> int:
-    """Length of the first tensor in a batch; 0 if it has none, or cannot tell; 1 of a scalar."""
+    """Length of the first tensor in a batch; 0 if it has none, or cannot tell."""
     if type(batch) is list and batch and type(batch[0]) is torch.Tensor and batch[0].ndim:
         return batch[0].size(0)  # most are
     try:
-        tensors = [it for it in flatten(batch)[0] if isinstance(it, torch.Tensor)]
-        # nested ones have no len()
-        return next((it.size(0) for it in tensors if it.ndim), len(tensors[:1]))
+        return next(len(it) for it in flatten(batch)[0] if isinstance(it, torch.Tensor))
     except Exception:  # noqa: BLE001  # users' types raise anything, and counting stops nobody
         return 0
 
@@ -194,7 +198,7 @@ class Counted(torch_loader._BaseDataLoaderIter):
             raise RuntimeError(f"this iterator has no more batches: {self.ended}")
         counts = self.counts
         progress = self.progress
-        asked_at = counts.ask()
+        asked_at = time.perf_counter()
         try:
             if self.handle is not None and self.handle.reader is None:
                 self.handle()
@@ -286,18 +290,11 @@ class ThreadIter(Counted):
         *,
         threads: int,
     ) -> None:
-        # What torch's loader lets pass, and its iterators do not.
-        if view.num_workers == 0 and view.timeout != 0:
-            raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
-        if view.num_workers > 0 and not view.prefetch_factor:
-            raise AssertionError(
-                "prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter"
-            )
         super().__init__(view, progress)
         self.ring = ring
         self._read = read
         self._task_info = deque[Future[Any]]()
-        self._put_later = threads * (view.prefetch_factor or 0)
+        self._ahead = threads * (view.prefetch_factor or 1)
         self._threads: ThreadPoolExecutor | None = None
         if threads:
             self._threads = ThreadPoolExecutor(threads, thread_name_prefix="fastdata-loader")
@@ -313,7 +310,7 @@ class ThreadIter(Counted):
         return copy_to_pinned(batch) if self._pin_memory else batch
 
     def _receive(self, threads: ThreadPoolExecutor) -> Any:
-        if self._put_later:
+        if not self._task_info:
             self._submit(threads)
         if not self._task_info:
             self.stop()
@@ -324,13 +321,12 @@ class ThreadIter(Counted):
             error = future.exception(self._timeout or None)
         except FutureTimeoutError:
             raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds") from None
+        if isinstance(error, (IngestError, MemoryBudgetError)):  # no batch comes after it
+            self.ended = f"the epoch ended with {type(error).__name__}: {error}"
+            self.stop()
+        else:
+            self._task_info.popleft()
         try:
-            if isinstance(error, (IngestError, MemoryBudgetError)):  # no batch comes after it
-                self.ended = f"the epoch ended with {type(error).__name__}: {error}"
-                self.stop()
-            else:
-                self._task_info.popleft()
-                self._put_later = 1
             return future.result()
         finally:
             del future, error  # an exception would keep them, and they the exception
@@ -338,18 +334,17 @@ class ThreadIter(Counted):
 
     def _submit(self, threads: ThreadPoolExecutor) -> None:
         """Have as many batches read as are to be ahead."""
-        for _ in range(self._put_later):
+        while not self.ended and len(self._task_info) < self._ahead:
             try:
                 indices = next(self._sampler_iter)
             except StopIteration:
-                break
+                return
             except Exception as error:  # noqa: BLE001  # raised where its batch would have come
                 future: Future[Any] = Future()
                 future.set_exception(error)
             else:
                 future = threads.submit(self._read, indices, self.progress.draws)
             self._task_info.append(future)
-        self._put_later = 0
 
 
 def _stop(threads: ThreadPoolExecutor) -> None:

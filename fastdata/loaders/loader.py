@@ -7,10 +7,8 @@ reference. Kernels leave the GIL while they copy, so threads run side by side.
 from __future__ import annotations
 
 import inspect
-import operator
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -29,11 +27,11 @@ from fastdata.datasets.batch import ChannelsLast, collate
 from fastdata.datasets.dataset import PreparedDataset
 from fastdata.datasets.reader import BatchRing
 from fastdata.datasets.ring import RingCollate
-from fastdata.errors import counted, kind_of
+from fastdata.errors import counted
 from fastdata.loaders import epochs
 from fastdata.loaders.epochs import HELD_BY_USER, Counted, Engine, Tally
-from fastdata.loaders.order import Epochs, Progress, length_of, undisturbed
-from fastdata.loaders.samplers import RankSampler, Uneven, check_choice
+from fastdata.loaders.order import Epochs, Progress, length_of
+from fastdata.loaders.samplers import RankSampler, Uneven
 from fastdata.loaders.view import LoaderView, fallback_notice, wrapped_notice
 from fastdata.machine import memory
 from fastdata.machine.memory import PinningPlan, budget_bytes, choose_pinning
@@ -134,8 +132,10 @@ class DataLoader(_TorchLoader[_T_co]):
         memory_format: torch.memory_format = torch.contiguous_format,
     ) -> None:
         _collating(None, memory_format)  # which refuses others
-        check_choice("workers", workers, "'auto', 'thread', 'process'")
-        check_choice("distributed", distributed, "'off', 'auto', 'exact'")
+        if workers not in ("auto", "thread", "process"):
+            raise ValueError(f"workers={workers!r} is not one of 'auto', 'thread', 'process'")
+        if distributed not in ("off", "auto", "exact"):
+            raise ValueError(f"distributed={distributed!r} is not one of 'off', 'auto', 'exact'")
         if distributed != "off" and sampler is None and batch_sampler is None:
             sampler, shuffle = _share(dataset, bool(shuffle), drop_last, distributed), None
         if isinstance(pin_memory, str) and pin_memory != "auto":
@@ -143,12 +143,7 @@ class DataLoader(_TorchLoader[_T_co]):
         if isinstance(num_workers, str):
             if num_workers != "auto":
                 raise ValueError(f"num_workers={num_workers!r} is neither a number nor 'auto'")
-            asks = (
-                prefetch_factor is not None
-                or persistent_workers
-                or multiprocessing_context
-                or timeout > 0
-            )
+            asks = prefetch_factor or persistent_workers or multiprocessing_context or timeout
             num_workers = max(int(bool(asks)), memory.usable_cores() // local_ranks() - 1)
         makes_batches = batch_size is not None or batch_sampler is not None
         if collate_fn is None and makes_batches:
@@ -206,6 +201,7 @@ class DataLoader(_TorchLoader[_T_co]):
         handle = self._served.handle() if self._served else None
         engine = self._choose_engine()
         progress = self._epochs.begin()
+        is_seeded = self.persistent_workers and progress.base_seed is not None
         is_channels_last = self.memory_format is torch.channels_last
         # A collate_fn of the user's own gets samples that lie as ever.
         self._epochs.channels_last = is_channels_last and self.collate_fn is collate
@@ -214,11 +210,11 @@ class DataLoader(_TorchLoader[_T_co]):
         vars(view).update(
             vars(self),
             dataset=dataset,
-            generator=torch.Generator() if progress.keeps_seed else self.generator,
+            generator=torch.Generator() if is_seeded else self.generator,
             pin_memory=self.pin_memory and not (self._pinning.reason and is_prefetched),
             collate_fn=_collating(self.collate_fn, self.memory_format),
         )
-        with undisturbed() if progress.is_begun else nullcontext():
+        with torch.random.fork_rng(devices=[], enabled=progress.is_begun):
             if engine.kind == "process":
                 iterator = self._iterate_torch(view, progress, held)
             else:
@@ -233,9 +229,10 @@ class DataLoader(_TorchLoader[_T_co]):
                     read=read,
                 )
                 iterator = epochs.ThreadIter(view, progress, ring, maker, threads=engine.workers)
-        fresh_before = iterator.ring.fresh_count if iterator.ring else 0
+        if iterator.ring:
+            iterator.ring.fresh_count = 0
         iterator.counts = self._tally = Tally(
-            engine=engine, pinning=self._pinning, ring=iterator.ring, fresh_before=fresh_before
+            engine=engine, pinning=self._pinning, ring=iterator.ring
         )
         iterator.handle = handle
         return iterator
@@ -270,18 +267,16 @@ class DataLoader(_TorchLoader[_T_co]):
 
         They follow from the base seed too, where the dataset has no ``seed``.
         """
-        self._epochs.set_epoch(operator.index(epoch))
+        self._epochs.set_epoch(epoch)
 
     def report(self) -> EpochReport:
         """How the latest epoch went; ``.path`` says how batches are read, and why."""
         return self._tally.report(self._served.prepared_share if self._served else 1.0)
 
     def __repr__(self) -> str:
-        length = length_of(self)
-        batches = "batches" if length is None else f"{length:,} batches"
         return (
-            f"{type(self).__name__} of {type(self.dataset).__name__}: {batches} of batch_size="
-            f"{self.batch_size}, num_workers={self.num_workers}\n{self._choose_engine().path}"
+            f"{type(self).__name__} of {type(self.dataset).__name__}: {length_of(self)} batches of "
+            f"batch_size={self.batch_size}, num_workers={self.num_workers}\n{self._tally.engine.path}"
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -339,8 +334,6 @@ class DataLoader(_TorchLoader[_T_co]):
 
     def device_obstacle(self) -> str | None:
         """Why nobody can read its batches in another way, for a device to finish them, or None."""
-        if self._served is None:
-            return f"the loader is {kind_of(self)}, not fastdata's DataLoader in batches"
         engine = self._choose_engine()
         if engine.kind == "process":
             return f"batches come from {engine.path}"
@@ -354,7 +347,7 @@ class DataLoader(_TorchLoader[_T_co]):
         if obstacle is not None and (count or served is None):
             path = f"{count} worker process{'es' * (count > 1)} over a shared ring"
             path = path if count else "torch's engine in the training loop"
-            return Engine(kind="process", path=f"{path}: {obstacle}", workers=count)
+            return Engine("process", f"{path}: {obstacle}", count)
         path = "whole batches"
         reader = None if served is None else served.latest()
         is_whole = reader is not None and reader.obstacle is None
@@ -363,16 +356,11 @@ class DataLoader(_TorchLoader[_T_co]):
         elif getattr(reader, "kept", True) is None and jpeg_obstacle():
             path += f" of files that Pillow decodes whole ({jpeg_obstacle()})"
         if count == 0:
-            return Engine(kind="thread", path=f"{path}, read in the training loop: num_workers=0")
+            return Engine("thread", f"{path}, read in the training loop: num_workers=0", 0)
         # Samples one by one by more threads than cores, which read ahead where reading waits for a
         # disk or a network.
         threads = min(count, memory.usable_cores()) if is_whole else count
-        path += f", read by {counted(threads, 'thread')}"
-        if threads < count:
-            path += f", as many as there are usable cores (num_workers={count})"
-        if self.worker_init_fn:
-            path += "; worker_init_fn= is not called, they draw from no global generator"
-        return Engine(kind="thread", path=path, workers=threads)
+        return Engine("thread", f"{path}, read by {counted(threads, 'thread')}", threads)
 
     def _thread_obstacle(self) -> str | None:
         if isinstance(self.dataset, IterableDataset):
@@ -446,12 +434,6 @@ def _collating(collate_fn: Any, memory_format: torch.memory_format) -> Any:
 def _share(
     dataset: Any, shuffle: bool, drop_last: bool, distributed: Literal["auto", "exact"]
 ) -> RankSampler:
-    if isinstance(dataset, IterableDataset):
-        raise ValueError(
-            f"distributed={distributed!r} shares out samples by their index, and an "
-            "IterableDataset has none. Let it read its own rank's share, and leave distributed= "
-            "out."
-        )
     if distributed == "exact" and drop_last:
         raise ValueError(
             "distributed='exact' gives every sample once, and drop_last=True would drop some: "

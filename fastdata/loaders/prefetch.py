@@ -65,26 +65,6 @@ the process."""
 _END = object()
 
 
-@dataclasses.dataclass(slots=True)
-class CopyCounts:
-    """Copies of tensors to the device since the epoch began.
-
-    From pinned memory where they lay (``in_place``), after one more copy on the host to pinned
-    memory (``staged``), or from pageable memory, in parts by the driver (``pageable``).
-    """
-
-    in_place: int = 0
-    in_place_bytes: int = 0
-    staged: int = 0
-    staged_bytes: int = 0
-    pageable: int = 0
-    pageable_bytes: int = 0
-
-    def add(self, kind: str, size_bytes: int) -> None:
-        setattr(self, kind, getattr(self, kind) + 1)
-        setattr(self, f"{kind}_bytes", getattr(self, f"{kind}_bytes") + size_bytes)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class PrefetchReport(EpochReport):
     """How the latest epoch of a prefetcher went, complete or not.
@@ -94,40 +74,31 @@ class PrefetchReport(EpochReport):
 
     Args:
         device: where batches went; ``"cpu"`` where nothing was moved.
-        read_s: seconds its thread waited for the loader.
-        copy_s: seconds its thread was busy with copies, waited for them, and for what follows them
-            on the device.
         pinned_bytes: host memory that this prefetcher has pinned, at most, in the sizes that
             torch's allocator takes.
-        copies: copies of tensors, by where they were copied from.
+        in_place_bytes: what was copied to the device from pinned memory where it lay,
+        staged_bytes: after one more copy on the host to pinned memory,
+        pageable_bytes: or from pageable memory, in parts by the driver.
         batch_ops: where they ran, and why there if on the CPU; empty where the loader has none of
             fastdata's.
     """
 
     device: str = "cpu"
-    read_s: float = 0.0
-    copy_s: float = 0.0
     pinned_bytes: int = 0
-    copies: CopyCounts = dataclasses.field(default_factory=CopyCounts)
+    in_place_bytes: int = 0
+    staged_bytes: int = 0
+    pageable_bytes: int = 0
     batch_ops: str = ""
-
-    def as_dict(self) -> dict[str, float]:
-        copies = dataclasses.asdict(self.copies)
-        return super().as_dict() | {f"copies_{name}": figure for name, figure in copies.items()}
 
     def _lines(self) -> Iterator[Line]:
         yield from super()._lines()
         if self.device == "cpu":
             yield "batches stay on the CPU"
             return
-        copies = self.copies
-        sent_bytes = copies.in_place_bytes + copies.staged_bytes + copies.pageable_bytes
         yield (
-            f"to {self.device}: {format_bytes(sent_bytes)}, of it "
-            f"{format_bytes(copies.in_place_bytes)} straight from pinned memory "
-            f"({copies.in_place} tensors), "
-            f"{format_bytes(copies.staged_bytes)} by one more host copy ({copies.staged}), "
-            f"{format_bytes(copies.pageable_bytes)} from pageable memory ({copies.pageable})"
+            f"to {self.device}: {format_bytes(self.in_place_bytes)} straight from pinned memory, "
+            f"{format_bytes(self.staged_bytes)} by one more host copy, "
+            f"{format_bytes(self.pageable_bytes)} from pageable memory"
         )
         yield f"pinned at most {format_bytes(self.pinned_bytes)}"
         if self.batch_ops:
@@ -143,10 +114,7 @@ class Epoch(Iterator[Any]):
         self.close = weakref.finalize(self, transfer.stop)
 
     def __next__(self) -> Any:
-        batch = self._transfer.receive()
-        if self._transfer.copies.pageable:
-            self._prefetcher.warn_of_pageable()
-        return batch
+        return self._transfer.receive()
 
 
 class CudaPrefetcher:
@@ -220,26 +188,22 @@ class CudaPrefetcher:
             raise ValueError(f"depth={depth}: at least one batch must be on its way")
         if batch_ops not in ("auto", "device", "cpu"):
             raise ValueError(f"batch_ops={batch_ops!r} is not one of 'auto', 'device', 'cpu'")
-        if dtype is not None and not getattr(dtype, "is_floating_point", False):
-            raise ValueError(
-                f"dtype={dtype!r} is no floating-point torch.dtype, such as torch.float16"
-            )
         self.loader: Any = loader
         self.device = resolve_device(device)
         self.depth = depth
         is_asked = channels_last or getattr(loader, "memory_format", None) is torch.channels_last
         casts: dict[str, Any] = {"dtype": dtype, "channels_last": is_asked}
-        self._finish = partial(_finish, device=self.device, transform=transform, **casts)
+        self._finish = partial(_finish, transform=transform, **casts)
         self._ring: BatchRing | None = None
         self._live: weakref.WeakSet[Epoch] = weakref.WeakSet()
         # Of the latest epoch; of an empty one before the first.
         self._transfer = Transfer(iter(()), self.device, self._finish)
-        self._has_warned = False
+        self._seen: Any = None  # how far another's loader had been read with the latest batch
         self._pinned: PinnedMemory | None = None
         self._stream: Any = None
         if self.device.type == "cuda":
             self._pinned = PinnedMemory(self.device)
-            self._ops = DeviceOps(loader, batch_ops, self.device, dtype)
+            self._ops = DeviceOps(loader, batch_ops, self.device)
 
     # The loader's face
 
@@ -265,12 +229,11 @@ class CudaPrefetcher:
                 listener.set_epoch(epoch)
 
     def _user_state(self) -> Any:
-        seen = self._transfer.seen
-        return self.loader.state_dict() if seen is None else seen
+        return self.loader.state_dict() if self._seen is None else self._seen
 
     def _load_user_state(self, state: Any) -> None:
         self.loader.load_state_dict(state)
-        self._transfer.seen = None
+        self._seen = None
 
     # Epochs
 
@@ -278,6 +241,7 @@ class CudaPrefetcher:
         if getattr(self.loader, "persistent_workers", False) or isinstance(self.loader, Iterator):
             for epoch in list(self._live):  # both would read the same iterator
                 epoch.close()
+        self._seen = None
         self._transfer = self._begin()
         epoch = Epoch(self._transfer, self)
         self._live.add(epoch)
@@ -295,7 +259,8 @@ class CudaPrefetcher:
         cuda = {"stream": self._stream, "pinned": pinned, "depth": self.depth}
         if not is_own(loader):
             mark = getattr(loader, "state_dict", lambda: None)
-            return Transfer(iter(loader), self.device, finish, mark=mark, **cuda)
+            note = partial(setattr, self, "_seen")
+            return Transfer(iter(loader), self.device, finish, mark=mark, hand_over=note, **cuda)
         held = max(HELD_BY_USER, self.depth + 1)
         pinned.ring_slots = loader.ring_slots(held)
         self._ring = self._ring or BatchRing(pinned.ring_slots, pinned.allocate)
@@ -311,19 +276,15 @@ class CudaPrefetcher:
         if not isinstance(said, EpochReport):
             said = EpochReport(path=f"batches of {type(self.loader).__name__}")
         latest = self._transfer
-        values: dict[str, Any] = {
-            field.name: getattr(said, field.name) for field in dataclasses.fields(EpochReport)
-        }
-        values |= latest.counts.figures()
+        values = dataclasses.asdict(said) | latest.counts.figures() | latest.sent_bytes
         if self._pinned is not None:
             values |= {
                 "device": str(self.device),
                 "pinning": self._pinned.reason,
                 "pinned_bytes": self._pinned.ring_bytes + self._pinned.copies_bytes,
-                "copies": latest.copies,
                 "batch_ops": self._ops.described,
             }
-        return PrefetchReport(**values, read_s=latest.read_s, copy_s=latest.copy_s)
+        return PrefetchReport(**values)
 
     def close(self) -> None:
         """End live iterators, give back pinned memory and copies of the store. Idempotent."""
@@ -341,22 +302,10 @@ class CudaPrefetcher:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def warn_of_pageable(self) -> None:
-        """Say, once, that batches go to the device the slow way, and why."""
-        if self._has_warned or self._pinned is None:
-            return
-        self._has_warned = True
-        warn_user(
-            f"batches go to {self.device} from pageable memory, which takes longer: "
-            f"{self._pinned.reason}"
-        )
-
 
 def _finish(
     batch: Any,
-    number: int,
     *,
-    device: torch.device,
     transform: Transform | None,
     ops: Transform | None = None,
     **casts: Any,
@@ -366,25 +315,18 @@ def _finish(
         batch = ops(batch)
     if any(casts.values()):
         tensors, build = flatten(batch)
-        batch = build([_cast(tensor, device, **casts) for tensor in tensors])
+        batch = build([_cast(tensor, **casts) for tensor in tensors])
     if transform is None:
         return batch
     try:
         with torch.no_grad():
             return transform(batch)
-    except Exception as error:
-        message = f"transform= failed on batch {number}: {type(error).__name__}: {error}"
-        # The former ends epochs in silence.
-        kind = RuntimeError if isinstance(error, StopIteration) else type(error)
-        try:
-            named = kind(message)
-        except Exception:  # noqa: BLE001  # a user's type may raise anything
-            named = RuntimeError(message)
-        raise named from error
+    except StopIteration as error:  # which would end the epoch in silence
+        raise RuntimeError("transform= raised StopIteration") from error
 
 
-def _cast(tensor: Any, device: torch.device, dtype: torch.dtype | None, channels_last: bool) -> Any:
-    if not isinstance(tensor, torch.Tensor) or tensor.device not in (device, torch.device("cpu")):
+def _cast(tensor: Any, dtype: torch.dtype | None, channels_last: bool) -> Any:
+    if not isinstance(tensor, torch.Tensor):
         return tensor
     is_image = tensor.dtype is torch.uint8 and tensor.ndim >= 4
     is_laid_out = channels_last and tensor.ndim == 4
@@ -411,8 +353,8 @@ class BatchHandle(NamedTuple):
     memory: Sequence[torch.Tensor] = ()
 
 
-Outcome = BatchHandle | BaseException | None
-"""What comes of reading a batch; None at the end."""
+Outcome = BatchHandle | BaseException
+"""What comes of reading a batch; StopIteration at the end."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -426,9 +368,9 @@ class Transfer:
 
     iterator: Iterator[Any]  # the loader's, made in the user's thread
     device: torch.device
-    finish: Callable[[Any, int], Any]  # of batch i, on the stream that brought it
+    finish: Callable[[Any], Any]  # of each batch, on the stream that brought it
     stream: Any = None  # for the copies
-    pinned: Any = None
+    pinned: Any = None  # PinnedMemory, where there is a stream
     depth: int = 0
     mark: Callable[[], Any] = lambda: None  # how far the loader has read; called by who reads it
     # The user is there now; called in the user's thread.
@@ -436,18 +378,14 @@ class Transfer:
 
     def __post_init__(self) -> None:
         self.counts = LoopCounts()
-        self.copies = CopyCounts()
-        self.read_s = 0.0  # how long the thread waited for the loader
-        self.copy_s = 0.0  # and for copies and what follows
-        self.seen: Any = None  # how far the loader had been read with the user's latest batch
-        self._number = -1  # of the latest batch
+        self.sent_bytes = dict.fromkeys(("in_place_bytes", "staged_bytes", "pageable_bytes"), 0)
         # What copies read on the host, until the events behind them.
         self._in_flight: deque[tuple[Any, list[Any]]] = deque()
         self._leave: SimpleQueue[Any] = SimpleQueue()
         for _ in range(self.depth):
             self._leave.put(_event())
         self._ready: SimpleQueue[Outcome] = SimpleQueue()
-        self._stopped = threading.Event()
+        self._is_stopped = False
         self._pid = os.getpid()
         self._thread: threading.Thread | None = None
 
@@ -459,9 +397,9 @@ class Transfer:
         The calling thread's stream is made to wait for it. The copy thread starts here and not
         before: what a loader draws for its first batch is drawn while the user waits.
         """
-        if self._stopped.is_set():
+        if self._is_stopped:
             raise StopIteration
-        asked_at = self.counts.ask()
+        asked_at = time.perf_counter()
         try:
             with shown_as("fastdata: wait"):
                 outcome = self._read_here() if self.stream is None else self._take()
@@ -470,17 +408,18 @@ class Transfer:
             raise
         finally:
             self.counts.answer(asked_at)
-        if self._stopped.is_set():  # by another thread, while this one waited
+        if self._is_stopped:  # by another thread, while this one waited
             raise StopIteration
-        self.seen = outcome.mark if isinstance(outcome, BatchHandle) else self.mark()
-        self.hand_over(self.seen)
+        self.hand_over(outcome.mark if isinstance(outcome, BatchHandle) else self.mark())
+        if self.pinned is not None and self.pinned.unsaid:
+            warn_user(self.pinned.unsaid)
+            self.pinned.unsaid = ""
         if isinstance(outcome, BatchHandle):
             self.counts.batches += 1
             self.counts.samples += outcome.samples
             return outcome.batch
-        if outcome is None:
+        if isinstance(outcome, StopIteration):
             self.stop()
-            raise StopIteration
         try:
             raise outcome
         finally:
@@ -488,25 +427,22 @@ class Transfer:
 
     def stop(self) -> None:
         """End the thread, and drop what was read ahead. Idempotent; nothing in a forked process."""
-        if os.getpid() != self._pid or self._stopped.is_set():
+        if os.getpid() != self._pid or self._is_stopped:
             return
-        self._stopped.set()
+        self._is_stopped = True
         self._leave.put(None)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_PATIENCE_S)
         self.iterator = iter(())
         while not self._ready.empty():
             self._ready.get()
-        self._ready.put(None)
+        self._ready.put(StopIteration())
 
     def _read_here(self) -> Outcome:
         try:
             batch = next(self.iterator)
-            self._number += 1
             samples = sample_count(batch)
-            return BatchHandle(self.finish(batch, self._number), samples)
-        except StopIteration:
-            return None
+            return BatchHandle(self.finish(batch), samples)
         except Exception as error:  # noqa: BLE001  # raised where the batch would have come
             return error
 
@@ -538,7 +474,7 @@ class Transfer:
                 if tensor.device.type == "cuda":
                     tensor.record_stream(user_stream)
             self._leave.put(left)
-        elif outcome is not None:  # the last that its thread has done
+        else:  # the last that its thread has done
             self._thread.join()
             self._thread = None
         return outcome
@@ -546,7 +482,7 @@ class Transfer:
     # In the copy thread
 
     def _run(self) -> None:
-        failure: BaseException | None = None
+        outcome: BaseException = StopIteration()
         try:
             begin_thread(self.device)
             try:
@@ -559,10 +495,10 @@ class Transfer:
                     self._let_go()
         except BaseException as error:  # noqa: BLE001  # raised where its batch would have come
             # Without this frame.
-            failure = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
+            outcome = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
         self._in_flight.clear()  # of a lost device, which reads nothing any more
-        self._ready.put(failure)
-        del failure  # it would keep this frame, and this frame it
+        self._ready.put(outcome)
+        del outcome  # it would keep this frame, and this frame it
 
     def _let_go(self) -> None:
         """Wait until the device has read a batch on the host, which others may have then."""
@@ -572,41 +508,34 @@ class Transfer:
 
     def _copy_next(self) -> bool:
         """Bring one batch; whether there was one, and it is wanted."""
-        if self._stopped.is_set():
+        if self._is_stopped:
             return False
-        asked_at = time.perf_counter()
         batch = next(self.iterator, _END)
-        begun_at = time.perf_counter()
-        self.read_s += begun_at - asked_at
         if batch is _END:
             return False
         mark = self.mark()
-        self._number += 1
         samples = sample_count(batch)
         tensors, build = flatten(batch)
         del batch
         self._stage(tensors)
-        self.copy_s += time.perf_counter() - begun_at
         left = self._leave.get()
-        if left is None or self._stopped.is_set():
+        if left is None or self._is_stopped:
             return False
         try:
             # So the device never holds more than the queue, the loop's batch and this one.
             left.synchronize()
             if len(self._in_flight) == self.depth:
                 self._let_go()
-            begun_at = time.perf_counter()
             ready = _event()
             self._in_flight.append((ready, tensors))
             try:
                 with shown_as("fastdata: copy"):
                     batch = build([self._copy(tensor) for tensor in tensors])
-                batch = self.finish(batch, self._number)
+                batch = self.finish(batch)
             finally:
                 del tensors  # an exception keeps this frame
                 ready.record(self.stream)
             memory = [part for tensor in flatten(batch)[0] for part in memory_of(tensor)]
-            self.copy_s += time.perf_counter() - begun_at
         except BaseException:
             self._leave.put(left)
             raise
@@ -619,14 +548,14 @@ class Transfer:
         for k, tensor in enumerate(tensors):
             if not _is_host_tensor(tensor):
                 continue
-            kind = "in_place"
+            road = "in_place_bytes"
             if not tensor.is_pinned() or not _is_dense(tensor):
                 pinned = self.pinned.pin(tensor)
-                kind = "pageable" if pinned is None else "staged"
+                road = "pageable_bytes" if pinned is None else "staged_bytes"
                 if pinned is not None:
                     tensors[k] = pinned.copy_(tensor)
                     staged_bytes += allocated_bytes(tensor.nbytes)
-            self.copies.add(kind, tensor.nbytes)
+            self.sent_bytes[road] += tensor.nbytes
         # Of each batch in flight one, the next, and one that torch has not found to be read yet.
         need_bytes = (self.depth + 2) * staged_bytes
         self.pinned.copies_bytes = max(need_bytes, self.pinned.copies_bytes)

@@ -75,7 +75,7 @@ def test_seeding_the_workers_keeps_the_threads(images: CountingImages) -> None:
             pl.seed_everything(3, workers=True, verbose=False)
             model = fit(images, loader=loader)
     assert loader.worker_init_fn is not None
-    path = "whole batches, read by 1 thread; worker_init_fn= is not called, they draw from no global generator"
+    path = "whole batches, read by 1 thread"
     assert model.paths == [path] * 2
 
 
