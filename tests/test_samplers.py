@@ -17,7 +17,6 @@ from torch.utils.data import (
     ConcatDataset,
     Dataset,
     DistributedSampler,
-    IterableDataset,
     Sampler,
     Subset,
 )
@@ -73,11 +72,6 @@ class Numbers(Dataset[int]):
 
     def __getitem__(self, index: int) -> int:
         return int(index)
-
-
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(3))
 
 
 @pytest.fixture
@@ -576,29 +570,6 @@ def test_a_sampler_that_does_not_know_its_rank_is_one_of_one_rank() -> None:
         assert [label for _, labels in batches for label in labels.tolist()] == [*range(COUNT)]
 
 
-def test_an_epoch_without_a_batch_left_is_passed_over(launched: Any) -> None:
-    """Resumed with batches that are larger than what is left, and dropped, the next epoch comes, not an empty one."""
-    launched(0, 1)
-    options: dict[str, Any] = {"shuffle": True, "drop_last": True, "distributed": "auto"}
-    loader = DataLoader(Numbers(), batch_size=2, **options)
-    list(itertools.islice(iter(loader), 10))
-    again = DataLoader(Numbers(), batch_size=5, **options)
-    again.load_state_dict(loader.state_dict())
-    order = RankSampler(COUNT, rank=0, world_size=1).order(1).tolist()
-    assert [index for batch in again for index in batch.tolist()] == order[:20]
-
-
-def test_states_of_numpys_numbers_are_plain() -> None:
-    """Whatever integers a sampler is given, its state goes through JSON."""
-    batch_size, repeats, count, seed, rank, world_size, epoch = np.arange(2, 9)
-    order = repeated(np.int64(COUNT), repeats)  # type: ignore[arg-type]
-    sampler = RankSampler(
-        order=order, num_samples=count * 9, seed=seed, rank=rank - 5, world_size=world_size
-    )
-    sampler.set_epoch(epoch)
-    _through_json(sampler.state_dict(np.int64(1), batch_size))  # type: ignore[arg-type]
-
-
 def test_dropped_batches_do_not_count_in_torchs_loader() -> None:
     """With ``drop_last`` the last whole batch is the last one, and the state behind it the next epoch's beginning."""
     sampler = RankSampler(COUNT, rank=0, world_size=1)
@@ -871,37 +842,32 @@ def test_ranks_that_all_read_all_samples_are_told(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (
-            lambda: RankSampler(5, uneven="some"),
-            "uneven='some' is not one of 'pad', 'drop', 'keep'",
-        ),
         (lambda: RankSampler(5, 6), "num_samples=6, but .* at most 5 samples"),
         (
             lambda: RankSampler(5, rank=2, world_size=2),
             "rank=2 is not one of the world_size=2 ranks",
         ),
-        (lambda: weighted([1, -2]), r"weight 1 is -2\.0; weights must be finite and not negative"),
+        (
+            lambda: weighted([1, -2]),
+            r"weight 1 is -2\.0; weights must be finite, not negative, and one",
+        ),
         (lambda: weighted([1, float("nan")]), "weight 1 is nan"),
-        (lambda: weighted([0, 0]), "all 2 weights are zero"),
-        (lambda: weighted([[1.0]]), r"weights have the shape \(1, 1\)"),
+        (lambda: weighted([0, 0]), "all weights are zero"),
         (
             lambda: RankSampler(num_samples=3, order=balanced([0, 0, 7])),
             "num_samples=3, but .* at most 2 samples",
         ),
         (lambda: balanced(Numbers()), "Numbers has no targets; give the class of each sample"),
         (
-            lambda: balanced(np.array([1, "a"], object)),
-            "targets cannot be sorted, as classes are: '<' not",
-        ),
-        (
             lambda: collate([torch.zeros(1, 2, 2).byte()], pad=-1),
             "pad=-1 does not fit images of torch.uint8",
         ),
-        (lambda: balanced([]), r"targets have the shape \(0,\)"),
-        (lambda: repeated(5, 0), "repeats=0 must be at least 1"),
-        (lambda: mixed([5, 6], [1]), "2 datasets and 1 weights; give one for each"),
+        (
+            lambda: mixed([5, 6], [1]),
+            r"weights=\[1.0\] of datasets of \[5, 6\] samples: one for each",
+        ),
         (lambda: mixed([5, 6], [1, 0]), r"weights=\[1.0, 0.0\] of datasets of \[5, 6\] samples"),
-        (lambda: mixed([5, 0]), "no dataset empty"),
+        (lambda: mixed([5, 0]), "no dataset may be empty"),
         (
             lambda: RankSampler(num_samples=11, order=repeated(5, 2)),
             "num_samples=11, but .* at most 10 samples",
@@ -909,10 +875,6 @@ def test_ranks_that_all_read_all_samples_are_told(monkeypatch: pytest.MonkeyPatc
         (
             lambda: DataLoader(Numbers(), distributed="on"),
             "distributed='on' is not one of 'off', 'auto', 'exact'",
-        ),
-        (
-            lambda: DataLoader(Stream(), distributed="auto"),
-            "distributed='auto' shares .* an IterableDataset has none",
         ),
         (
             lambda: DataLoader(Numbers(), 2, distributed="exact", drop_last=True),

@@ -22,12 +22,12 @@ from fastdata.datasets.reader import BatchRing
 from fastdata.errors import FastDataError
 from fastdata.loaders.epochs import HELD_BY_USER, Counted
 from fastdata.loaders.loader import DataLoader
-from fastdata.loaders.samplers import Int64s, Order, RankSampler, chunked, shuffle_quality
+from fastdata.loaders.samplers import Int64s, RankSampler, chunked, shuffled
 from fastdata.loaders.view import LoaderView
 from fastdata.machine import memory
 from fastdata.machine.memory import CHUNKS_HELD, ChunkPlan
 from fastdata.machine.processes import find_rank, local_ranks
-from fastdata.report import EpochReport, log
+from fastdata.report import EpochReport
 from fastdata.stores.mirror import FETCH_BYTES, MirroredStore
 from fastdata.stores.readers import DiskStore
 
@@ -92,8 +92,7 @@ class ResidentChunks:
         self._from_cache = from_cache
         self._handed = 0
         self._is_closed = False
-        self._pid = os.getpid()
-        self._coming: dict[int, Future[list[tuple[DiskStore, Int64s]]]] = {}
+        self._coming: dict[int, Future[None]] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="fastdata-chunks")
         for chunk in range(CHUNKS_HELD):
             self._begin(chunk)
@@ -113,9 +112,7 @@ class ResidentChunks:
             self._begin(chunk - 1 + CHUNKS_HELD)
 
     def close(self) -> None:
-        """End the thread, and let go of what is there. Idempotent; nothing in a forked process."""
-        if os.getpid() != self._pid:
-            return
+        """End the thread, and let go of what is there. Idempotent."""
         self._is_closed = True
         self._thread.shutdown(cancel_futures=True)
         for run in list(self._coming):
@@ -127,25 +124,28 @@ class ResidentChunks:
 
     def _begin(self, chunk: int) -> None:
         for run in self._runs_of(chunk):
-            self._coming[run] = self._thread.submit(self._bring, np.sort(self.runs[run]))
+            self._coming[run] = self._thread.submit(self._bring, run)
 
-    def _bring(self, samples: Int64s) -> list[tuple[DiskStore, Int64s]]:
-        brought: list[tuple[DiskStore, Int64s]] = []
-        for store, positions in self._locate(samples):
+    def _groups(self, run: int) -> Located:
+        """Its samples, as they are brought at once, and therefore dropped at once."""
+        for store, positions in self._locate(np.sort(self.runs[run])):
             for start in range(0, len(positions), _BROUGHT_AT_ONCE):
-                if self._is_closed:
-                    return brought
-                some = positions[start : start + _BROUGHT_AT_ONCE]
-                # An error is raised where its batch would come.
-                with contextlib.suppress(FastDataError, OSError):
-                    store.bring(some)
-                    brought.append((store, some))
-        return brought
+                yield store, positions[start : start + _BROUGHT_AT_ONCE]
+
+    def _bring(self, run: int) -> None:
+        for store, positions in self._groups(run):
+            if self._is_closed:
+                return
+            # An error is raised where its batch would come.
+            with contextlib.suppress(FastDataError, OSError):
+                store.bring(positions)
 
     def _release(self, run: int) -> None:
         future = self._coming.pop(run)
-        brought = [] if future.cancel() else future.result()
-        for store, positions in brought:
+        if future.cancel():
+            return
+        future.result()
+        for store, positions in self._groups(run):
             store.drop(positions, from_cache=self._from_cache)
 
 
@@ -153,31 +153,14 @@ class ChunkSampler(RankSampler):
     """A rank's samples in an order of chunks; waits until they are there before it gives them.
 
     Args:
-        make: an order of chunks for a ``world_size``.
-        seed: of the order.
-        rank, world_size: as the user gave them.
         hold: makes the chunks of an epoch's samples resident; None where none lie on disk.
+        options: of a ``RankSampler``.
     """
 
-    def __init__(
-        self,
-        make: Callable[..., Order],
-        seed: int,
-        rank: int | None,
-        world_size: int | None,
-        hold: Callable[[Int64s], ResidentChunks] | None,
-    ) -> None:
+    def __init__(self, hold: Callable[[Int64s], ResidentChunks] | None, **options: Any) -> None:
         self.resident: ResidentChunks | None = None
-        self._make = make
         self._hold = hold
-        super().__init__(order=make(world_size=1), seed=seed, rank=rank, world_size=world_size)
-
-    def find_ranks(self) -> None:
-        super().find_ranks()
-        if self.num_replicas != self._order.identity["world_size"]:
-            self._order = self._make(world_size=self.num_replicas)
-            self.order_length = self._order.num_samples
-            super().find_ranks()
+        super().__init__(**options)
 
     def _indices(self, samples: Int64s, earlier: Int64s | None) -> Iterator[int]:
         indices = super()._indices(samples, earlier)
@@ -234,6 +217,9 @@ class ChunkedLoader:
             the environment that torchrun sets.
         world_size: number of shares.
 
+    Attributes:
+        plan: what is in memory at once, a ``ChunkPlan``.
+
     Raises:
         MemoryBudgetError: ``memory_limit`` leaves no room for batches and two chunks of one batch.
 
@@ -247,9 +233,6 @@ class ChunkedLoader:
         >>> [len(batch) for batch in batches], sorted(sum(batches, []))
         ([4, 4, 2], [0, 1, 4, 9, 16, 25, 36, 49, 64, 81])
     """
-
-    plan: ChunkPlan | None = None
-    """What is in memory at once; None for an empty dataset."""
 
     def __init__(
         self,
@@ -267,22 +250,12 @@ class ChunkedLoader:
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        counts = {
-            "batch_size": batch_size,
-            "chunk_samples": chunk_samples,
-            "mix_chunks": mix_chunks,
-            "num_workers": num_workers,
-        }
-        for name, count in counts.items():
-            if count is not None and count < 1:
-                raise ValueError(f"{name}={count} must be at least 1")
         self.batch_size = batch_size
         self.drop_last = drop_last
         self.shuffle = shuffle
-        self._is_closed = False
         self._epoch: weakref.ref[Counted] | None = None
-        is_path = isinstance(dataset, (str, bytes, os.PathLike))
-        if is_path or isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        has_no_index = isinstance(dataset, (str, bytes, os.PathLike, IterableDataset))
+        if has_no_index or not hasattr(dataset, "__getitem__"):
             raise TypeError(
                 f"ChunkedLoader reads samples by index, which {type(dataset).__name__} has no "
                 "way for. Give it a map-style dataset, such as fastdata.ImageFolder(root, "
@@ -294,16 +267,17 @@ class ChunkedLoader:
         self._stores = [store for part in parts for store in _disk_stores(part)]
         self._is_mixed = shuffle and bool(self._stores)
         pieces = (mix_chunks or _PIECES_PER_CHUNK) if self._is_mixed else 1
-        make = partial(chunked, len(dataset), shuffle=shuffle, drop_last=drop_last)
         ranks = find_rank(rank, world_size).world_size
-        samples = make(world_size=ranks).num_samples // ranks
-        if samples:
-            self.plan = self._plan(
-                memory_limit, samples, chunk_samples, pieces, num_workers, is_shared=ranks > 1
-            )
-        size = self.plan.chunk_samples if self.plan else 0
+        make = partial(
+            chunked, len(dataset), shuffle=shuffle, drop_last=drop_last, world_size=ranks
+        )
+        samples = make().num_samples // ranks
+        self.plan = self._plan(
+            memory_limit, samples, chunk_samples, pieces, num_workers, is_shared=ranks > 1
+        )
+        size = self.plan.chunk_samples
         hold = None
-        if self._stores and self.plan:
+        if self._stores:
             disk_bytes = sum(store.size_bytes for store in self._stores)
             free_bytes = memory.available_bytes().bytes
             self._empties_cache = memory.empties_cache(disk_bytes, free_bytes, self.plan)
@@ -318,12 +292,14 @@ class ChunkedLoader:
         if self._is_mixed:
             make = partial(make, piece_samples=max(size // pieces, 1), chunk_samples=size)
         has_seed = self._view is not None and self._view.seed is not None
-        self._sampler = ChunkSampler(make, seed, rank, world_size, hold)
+        self._sampler = ChunkSampler(
+            hold, order=make(), seed=seed, rank=rank, world_size=world_size
+        )
         self._loader: DataLoader[Any] = DataLoader(
             dataset,
             batch_size,
             sampler=self._sampler,
-            num_workers=self.plan.workers if self.plan else 0,
+            num_workers=self.plan.workers,
             collate_fn=collate_fn,
             drop_last=drop_last,
             generator=torch.Generator() if has_seed else None,
@@ -366,7 +342,7 @@ class ChunkedLoader:
         has_gaps = subset is not None and bool((np.diff(subset) != 1).any())
         if has_gaps or (is_shared and not self.shuffle):  # no sample has a neighbour in its chunk
             sample_bytes += edges_bytes
-        plan = memory.plan_chunks(
+        return memory.plan_chunks(
             memory.parse_bytes(memory_limit, of=share_bytes),
             in_use_bytes=in_use_bytes,
             fixed_bytes=fixed_bytes,
@@ -379,8 +355,6 @@ class ChunkedLoader:
             most_bytes=most_bytes,
             chunk_samples=chunk_samples,
         )
-        log.info("%s", plan)
-        return plan
 
     def _locate(self, samples: Int64s) -> Located:
         """In which files samples of the loader lie, and where in these."""
@@ -404,8 +378,6 @@ class ChunkedLoader:
         self, ring: BatchRing | None = None, held: int = HELD_BY_USER, read: None = None
     ) -> Any:
         """Begin an epoch, as ``iter`` does; for a prefetcher as that of a DataLoader."""
-        if self._is_closed:
-            raise RuntimeError("the loader was closed; make it again to go on")
         self._end("another one of the same loader was begun")
         iterator = self._loader.iterate(ring, held)
         if self._stores:
@@ -427,20 +399,29 @@ class ChunkedLoader:
     def shuffle_quality(self, epoch: int = 0) -> float:
         """How good this rank's order of an epoch is: 1 as a global shuffle, 0 as none.
 
-        It compares how evenly batches are drawn from all over the data; reads no data.
+        ``(D_source - D) / (D_source - D_global)``, cut to [0, 1], where D is the mean over the
+        batches of the Kolmogorov-Smirnov distance between the source positions in the batch and the
+        uniform distribution over the dataset. It reads no data.
         """
         sampler = self._sampler
         if not self.shuffle:
             return 0.0
-        if sampler.identity["piece_samples"] == 1:
+        if not self._is_mixed:
             return 1.0
         own_n = sampler.order(epoch)[sampler.rank :: sampler.num_replicas]
-        return shuffle_quality(own_n, len(self.dataset), self.batch_size)
+        length = len(self.dataset)
+        orders = np.arange(length), shuffled(length).draw(0, 0, length), own_n
+        worst, best, own = (
+            _distance(np.resize(order_n, len(own_n)), length, self.batch_size) for order_n in orders
+        )
+        if worst <= best:  # no order of so few samples is better than another one
+            return 1.0
+        return min(max((worst - own) / (worst - best), 0.0), 1.0)
 
     def report(self) -> EpochReport:
         """How the latest epoch went; ``.path`` says how batches are read, and why."""
         report = self._loader.report()
-        if self.plan is None or not self.plan.chunk_samples:
+        if not self.plan.chunk_samples:
             return report
         cache = ", the system's page cache emptied behind them" if self._empties_cache else ""
         chunks = f"chunks of {self.plan.chunk_samples} samples, read ahead by a thread"
@@ -463,7 +444,6 @@ class ChunkedLoader:
 
     def close(self) -> None:
         """End what runs and give the memory back; batches handed over stay valid. Idempotent."""
-        self._is_closed = True
         self._end("the loader was closed")
 
     def __enter__(self) -> Self:
@@ -480,6 +460,15 @@ def _finish(sampler: ChunkSampler, stop: Callable[[], Any]) -> None:
     sampler.resident = None
     if resident is not None:
         resident.close()
+
+
+def _distance(positions_n: Int64s, length: int, batch_size: int) -> float:
+    """Mean Kolmogorov-Smirnov distance of the full batches from the uniform distribution."""
+    size = min(batch_size, len(positions_n))
+    batches = positions_n[: len(positions_n) // size * size].reshape(-1, size)
+    # To a constant, which comparing distances leaves out.
+    apart = (np.sort(batches, axis=1) + 0.5) / length - (np.arange(size) + 0.5) / size
+    return float(np.abs(apart).max(axis=1).mean())
 
 
 def _disk_stores(dataset: PreparedDataset) -> list[DiskStore]:

@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from torch.utils.data import ConcatDataset, Dataset, DistributedSampler
+from torch.utils.data import ConcatDataset, Dataset, DistributedSampler, Subset
 
 from fastdata.datasets.batch import RepeatedIndex, count_earlier
 from fastdata.machine.processes import find_rank
@@ -37,8 +37,6 @@ _SHUFFLE_SALT = 0x73687566666C65  # keeps orders apart from what transforms draw
 _CHOICE_SALT = 0x63686F696365
 _ROUND_SALT = 0x726F756E64
 _CHUNK_SALT = 0x6F72646572
-_LISTED_AT_ONCE = 1 << 16
-"""As Python's numbers, which take four times the memory."""
 
 
 class Order(NamedTuple):
@@ -99,15 +97,10 @@ def weighted(weights: Any) -> Order:
         (0, True)
     """
     given = np.asarray(weights, np.float64)
-    if given.ndim != 1:
-        raise ValueError(f"weights have the shape {given.shape}; one for each sample is needed")
     wrong = np.flatnonzero(~(np.isfinite(given) & (given >= 0)))
-    if len(wrong):
-        raise ValueError(
-            f"weight {wrong[0]} is {given[wrong[0]]}; weights must be finite and not negative"
-        )
-    if not given.any():
-        raise ValueError(f"all {len(given)} weights are zero; at least one must be above")
+    if len(wrong) or not given.any():
+        found = f"weight {wrong[0]} is {given[wrong[0]]}" if len(wrong) else "all weights are zero"
+        raise ValueError(f"{found}; weights must be finite, not negative, and one above zero")
     identity = {"order": "weighted", "weights": _checksum(given)}
     return Order(partial(_draw_weighted, given), len(given), len(given), math.inf, identity)
 
@@ -130,32 +123,20 @@ def balanced(targets: Any, replacement: bool = False) -> Order:
             dataset then. Else it has at most as many of each class as the smallest one has, other
             ones of the larger classes each time.
 
-    Raises:
-        ValueError: targets are no classes.
-
     Example:
         >>> targets = np.array([0, 0, 0, 0, 0, 1, 1, 2, 2, 2])
         >>> sampler = RankSampler(order=balanced(targets), rank=0, world_size=1)
         >>> np.bincount(targets[list(sampler)]).tolist()
         [2, 2, 2]
     """
-    found = _targets_of(targets)
-    if found.ndim != 1 or not len(found):
-        raise ValueError(
-            f"targets have the shape {found.shape}; the class of each sample is needed, at least "
-            "one"
-        )
-    try:
-        names, inverse = np.unique(found, return_inverse=True)
-    except TypeError as error:
-        raise ValueError(f"targets cannot be sorted, as classes are: {error}") from error
-    classes = inverse.astype(np.int64)
+    names, classes = np.unique(_targets_of(targets), return_inverse=True)
     draw = partial(_draw_balanced, classes, replacement)
     identity = {"order": "balanced", "replacement": replacement, "targets": _checksum(classes)}
+    length = len(classes)
     if replacement:
-        return Order(draw, len(found), len(found), math.inf, identity)
+        return Order(draw, length, length, math.inf, identity)
     most = len(names) * int(np.bincount(classes).min())
-    return Order(draw, len(found), most, most, identity)
+    return Order(draw, length, most, most, identity)
 
 
 def _draw_balanced(classes: Int64s, replacement: bool, seed: int, epoch: int, count: int) -> Int64s:
@@ -185,18 +166,12 @@ def repeated(dataset: Sized | int, repeats: int = 3, shuffle: bool = True) -> Or
         repeats: of each sample.
         shuffle: whether to shuffle.
 
-    Raises:
-        ValueError: ``repeats`` is below 1.
-
     Example:
         >>> order = repeated(6, 3, shuffle=False)
         >>> [list(RankSampler(order=order, rank=rank, world_size=3)) for rank in range(3)]
         [[0, 1], [0, 1], [0, 1]]
     """
     once = shuffled(dataset, shuffle)
-    repeats = operator.index(repeats)
-    if repeats < 1:
-        raise ValueError(f"repeats={repeats} must be at least 1")
     most = repeats * once.length
     return once._replace(
         draw=partial(_draw_repeated, once.draw, repeats),
@@ -239,12 +214,11 @@ def mixed(
     """
     lengths = np.array([each if isinstance(each, int) else len(each) for each in datasets])
     shares = np.ones(len(lengths)) if weights is None else np.asarray(weights, np.float64)
-    if shares.shape != lengths.shape or not len(lengths):
-        raise ValueError(f"{len(lengths)} datasets and {shares.size} weights; give one for each")
-    if not (np.isfinite(shares) & (shares > 0)).all() or not lengths.all():
+    is_right = shares.shape == lengths.shape and np.isfinite(shares).all()
+    if not is_right or not ((shares > 0) & (lengths > 0)).all():
         raise ValueError(
-            f"weights={shares.tolist()} of datasets of {lengths.tolist()} samples: weights must be "
-            "finite and above zero, and no dataset empty"
+            f"weights={shares.tolist()} of datasets of {lengths.tolist()} samples: one for each is "
+            "needed, finite and above zero, and no dataset may be empty"
         )
     shares = shares / shares.sum()
     whole = lengths / shares
@@ -339,37 +313,6 @@ def _draw_chunked(
     return in_turn
 
 
-def shuffle_quality(order_n: Int64s, length: int, batch_size: int) -> float:
-    """How far from a global shuffle the order of an epoch is: 1 is as good, 0 is no shuffle.
-
-    ``(D_source - D) / (D_source - D_global)``, cut to [0, 1], where D is the mean over the batches
-    of the Kolmogorov-Smirnov distance between the source positions in the batch and the uniform
-    distribution over the dataset. It matters for data sorted by class or by time: the distance
-    bounds how far the share of any stretch of the data in a batch is from its share in the whole.
-
-    Example:
-        >>> shuffle_quality(np.arange(1000), 1000, batch_size=10)
-        0.0
-    """
-    count = len(order_n)
-    shuffled_n = _draw_shuffled(length, 0, 0, length)
-    best = _distance(np.resize(shuffled_n, count), length, batch_size)
-    worst = _distance(np.resize(np.arange(length), count), length, batch_size)
-    if worst <= best:  # no order of so few samples is better than another one
-        return 1.0
-    value = (worst - _distance(order_n, length, batch_size)) / (worst - best)
-    return min(max(value, 0.0), 1.0)
-
-
-def _distance(positions: Int64s, length: int, batch_size: int) -> float:
-    """Mean Kolmogorov-Smirnov distance of the full batches from the uniform distribution."""
-    size = min(batch_size, len(positions))
-    batches = positions[: len(positions) // size * size].reshape(-1, size)
-    # To a constant, which comparing distances leaves out.
-    apart = (np.sort(batches, axis=1) + 0.5) / length - (np.arange(size) + 0.5) / size
-    return float(np.abs(apart).max(axis=1).mean())
-
-
 class RankSampler(DistributedSampler[int]):
     """Each rank's share of an epoch: a ``DistributedSampler`` that counts epochs and resumes.
 
@@ -407,8 +350,7 @@ class RankSampler(DistributedSampler[int]):
     processes whose loaders are there already.
 
     Raises:
-        ValueError: there is no such rank, fewer than ``num_samples``, or ``uneven`` is none of the
-            three.
+        ValueError: there is no such rank, or there are fewer than ``num_samples``.
 
     Example:
         >>> [list(RankSampler(5, shuffle=False, rank=rank, world_size=2)) for rank in (0, 1)]
@@ -423,7 +365,7 @@ class RankSampler(DistributedSampler[int]):
 
     def __init__(
         self,
-        dataset: Sized | int | None = None,
+        dataset: Sized | int = 0,
         num_samples: int | None = None,
         *,
         order: Order | None = None,
@@ -433,12 +375,8 @@ class RankSampler(DistributedSampler[int]):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        check_choice("uneven", uneven, "'pad', 'drop', 'keep'")
-        if order is None:
-            if dataset is None:
-                raise TypeError("RankSampler needs a dataset, its length, or an order=")
-            order = shuffled(dataset, shuffle)
-        length = order.num_samples if num_samples is None else operator.index(num_samples)
+        order = order or shuffled(dataset, shuffle)
+        length = order.num_samples if num_samples is None else num_samples
         if not 0 <= length <= order.most:
             raise ValueError(
                 f"num_samples={num_samples}, but an epoch of this order has at most {order.most} "
@@ -452,12 +390,12 @@ class RankSampler(DistributedSampler[int]):
         self.is_set = False
         self.has_begun = False
         numbers: Any = range(length)  # torch's own asks for its length only
-        super().__init__(numbers, 1, 0, shuffle, operator.index(seed), uneven == "drop")
+        super().__init__(numbers, 1, 0, shuffle, seed, uneven == "drop")
         self.find_ranks()
 
     def find_ranks(self) -> None:
         if self.num_replicas == 1:
-            self.rank, self.num_replicas = map(operator.index, find_rank(*self._given))
+            self.rank, self.num_replicas = find_rank(*self._given)
         self.num_samples = self._share_of(self.order_length, self.rank)
         is_kept = self.uneven == "keep"
         self.total_size = self.order_length if is_kept else self.num_samples * self.num_replicas
@@ -486,13 +424,9 @@ class RankSampler(DistributedSampler[int]):
         return order[own], count_earlier(np.zeros(self._order.length, np.uint32), order)[own]
 
     def _indices(self, samples: Int64s, earlier: Int64s | None) -> Iterator[int]:
-        for start in range(0, len(samples), _LISTED_AT_ONCE):
-            some = slice(start, start + _LISTED_AT_ONCE)
-            indices = samples[some].tolist()
-            if earlier is None:
-                yield from indices
-            else:
-                yield from map(RepeatedIndex.mark, indices, earlier[some].tolist())
+        # Python's numbers one by one: a list of them takes four times the memory.
+        indices: Iterator[int] = iter(samples.data)
+        return indices if earlier is None else map(RepeatedIndex.mark, indices, earlier.data)
 
     def __len__(self) -> int:
         if not self.has_begun:
@@ -514,7 +448,6 @@ class RankSampler(DistributedSampler[int]):
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that comes; one that was loaded goes on if it is the same."""
-        epoch = operator.index(epoch)  # states are of plain values
         if epoch != self.epoch:
             self.epoch = epoch
             self.position = 0
@@ -529,11 +462,6 @@ class RankSampler(DistributedSampler[int]):
 
     def _state(self, epoch: int, position: int) -> State:
         return {"epoch": epoch, "position": position, "order": self.identity}
-
-    def batches_left(self, batch_size: int, *, drop_last: bool) -> int:
-        """How many batches there are from the position on, of the rank that has the most."""
-        share = self._share_of(self.order_length - self.position, rank=0)
-        return share // batch_size if drop_last else -(-share // batch_size)
 
     def state_dict(
         self, batches: int = 0, batch_size: int = 1, *, drop_last: bool = False
@@ -550,9 +478,8 @@ class RankSampler(DistributedSampler[int]):
             batch_size: samples in each, on one rank.
             drop_last: the loader's, which decides what batch is the last one.
         """
-        batches = operator.index(batches)
-        batch_size = operator.index(batch_size)
-        if batches and batches >= self.batches_left(batch_size, drop_last=drop_last):
+        left = self._share_of(self.order_length - self.position, rank=0)  # who has the most
+        if batches and batches >= (left if drop_last else left + batch_size - 1) // batch_size:
             return self._state(self.epoch + 1, 0)
         passed = batches * batch_size * self.num_replicas
         return self._state(self.epoch, self.position + passed)
@@ -575,11 +502,6 @@ class RankSampler(DistributedSampler[int]):
         self.is_set = False
 
 
-def check_choice(name: str, value: str, choices: str) -> None:
-    if repr(value) not in choices.split(", "):
-        raise ValueError(f"{name}={value!r} is not one of {choices}")
-
-
 def name_differences(saved: State, own: State) -> str:
     """What differs between a state and what it is loaded into; empty if nothing does."""
     return "; ".join(
@@ -595,7 +517,7 @@ def _checksum(values: npt.NDArray[Any]) -> str:
 
 def _targets_of(source: Any) -> npt.NDArray[Any]:
     """The targets of a dataset, behind any ``Subset`` and ``ConcatDataset`` too."""
-    if hasattr(source, "indices") and hasattr(source, "dataset"):  # a Subset
+    if isinstance(source, Subset):
         return _targets_of(source.dataset)[np.asarray(source.indices, np.int64)]
     if isinstance(source, ConcatDataset):
         return np.concatenate([_targets_of(part) for part in source.datasets])
