@@ -318,35 +318,6 @@ def test_a_damaged_index_is_an_error_that_the_next_run_mends(image_folder: Folde
         assert list(dataset.targets) == [0, 0, 0, 1, 1, 1]
 
 
-@pytest.mark.parametrize("is_alone", [True, False])
-def test_an_update_meanwhile_is_read_again(
-    image_folder: Folder, monkeypatch: Any, caplog: Any, is_alone: bool
-) -> None:
-    """Files that another process replaces between two reads are no damage, with the dataset and without."""
-    root = image_folder(classes=("all",), per_class=3, size=(13, 11))
-    rows = [("all/000.jpg", "cat"), ("all/001.jpg", "dog")]
-    cache = build_csv(root, rows)
-    plain, calls = Cache.unpack, []
-
-    def updating(place: Place, data: bytes) -> Cache:
-        if not calls:
-            calls.append(None)
-            build_csv(root, [*rows, ("all/002.jpg", "cat")])
-            caplog.clear()
-        return plain(place, data)
-
-    monkeypatch.setattr(Cache, "unpack", updating)
-    if not is_alone:
-        build_csv(root, rows)
-        build_csv(root, [*rows, ("all/002.jpg", "cat")])
-        assert not [line for line in caplog.messages if "anew" in line]
-    with CachedDataset.from_cache(cache) as dataset:
-        assert len(dataset) == 3
-        assert np.array_equal(
-            dataset[2][0], RESIZE(Image.open(root / "all" / "002.jpg").convert("RGB"))
-        )
-
-
 # What cannot be opened
 
 

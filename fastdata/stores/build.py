@@ -33,7 +33,6 @@ from fastdata.stores.cache import (
     as_list,
     mirror_folder,
     pack_targets,
-    read_cache,
 )
 from fastdata.stores.codecs import describe_codec, find_codec
 from fastdata.stores.prepare import (
@@ -159,25 +158,16 @@ def _open(wanted: _Wanted) -> Prepared:
     coders: list[Decoder] = list(map(find_codec, own))
     if wanted.path.decoder is not None:
         coders.append(wanted.path.decoder)
-
-    def serve_current(cache: Cache) -> Prepared:
+    with contextlib.suppress(FileNotFoundError):
+        cache = Cache.read(wanted.place)
         manifest = cache.manifest
-        is_stale = (
-            (manifest.key, manifest.content) != (wanted.key, wanted.content)
-            or (cache.skipped and options.on_error == "raise")
-            # Somebody has found a shard damaged.
-            or not (wanted.place.is_remote or cache.receipts() <= receipts_in(wanted.home))
-        )
-        if is_stale:
-            raise FileNotFoundError
-        table = SampleTable(cache.targets) if wanted.table is None else wanted.table
-        return cache.serve(coders, table, options.local_cache)
-
-    try:
-        return read_cache(wanted.place, serve_current)
-    except FileNotFoundError:
-        needed = "it holds no cache of these samples that is up to date"
-        raise FileNotFoundError(needed) from None
+        is_sound = wanted.place.is_remote or cache.receipts() <= receipts_in(wanted.home)
+        is_allowed = not cache.skipped or options.on_error == "skip"
+        is_current = (manifest.key, manifest.content) == (wanted.key, wanted.content)
+        if is_current and is_allowed and is_sound:
+            table = SampleTable(cache.targets) if wanted.table is None else wanted.table
+            return cache.serve(coders, table, options.local_cache)
+    raise FileNotFoundError("it holds no cache of these samples that is up to date")
 
 
 def _open_or_write(wanted: _Wanted) -> Prepared:

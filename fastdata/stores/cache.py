@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,7 +51,6 @@ _MOST_SAMPLE_BYTES = 1 << 36
 Columns = dict[str, Any]
 """Of an index by name: arrays; of JSON what it says."""
 LocalCache = str | os.PathLike[str] | None
-_Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -381,13 +380,6 @@ def mirror_folder(local_cache: LocalCache) -> Path:
     return Path(local_cache or user_cache() / "remote").expanduser().absolute()
 
 
-def read_cache(place: Place, use: Callable[[Cache], _Made]) -> _Made:
-    """Make something of a cache; once more where that fails, as another process may replace it."""
-    with contextlib.suppress(CacheError):
-        return use(Cache.read(place))
-    return use(Cache.read(place))
-
-
 # Opened without the dataset that it was made from
 
 
@@ -439,15 +431,12 @@ def open_cache(
     Raises:
         CacheError: it is damaged, or cannot be served without its dataset.
     """
-
-    def serve(cache: Cache) -> tuple[Prepared, Manifest]:
-        manifest = cache.manifest
-        has_masks = manifest.layout.target_is_part or manifest.layout.mask_places
-        paths = None if has_masks or "paths" not in cache.columns else _paths_of(cache)
-        table = SampleTable(cache.targets, paths=paths, class_to_idx=manifest.classes)
-        return cache.serve((), table, local_cache, as_tensors=as_tensors), manifest
-
-    return read_cache(place, serve)
+    cache = Cache.read(place)
+    manifest = cache.manifest
+    has_masks = manifest.layout.target_is_part or manifest.layout.mask_places
+    paths = None if has_masks or "paths" not in cache.columns else _paths_of(cache)
+    table = SampleTable(cache.targets, paths=paths, class_to_idx=manifest.classes)
+    return cache.serve((), table, local_cache, as_tensors=as_tensors), manifest
 
 
 def _paths_of(cache: Cache) -> PackedPaths:

@@ -12,7 +12,6 @@ import shutil
 import tarfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple
@@ -29,7 +28,7 @@ from fastdata.pixels.images import CenterCrop, encode_image
 from fastdata.report import progress_bar
 from fastdata.sources.remote import Place
 from fastdata.stores.build import lock_file
-from fastdata.stores.cache import INDEX, Cache, cache_places, read_cache
+from fastdata.stores.cache import INDEX, Cache, cache_places
 from fastdata.stores.codecs import KNOWN_CODECS
 from fastdata.stores.readers import receipts_in
 from fastdata.tools import add_json, check_folder, keep, positive
@@ -235,7 +234,7 @@ def inspect_caches(
 
 def _look(place: Place, *, verify: bool = False) -> Inspected:
     try:
-        return read_cache(place, partial(_inspect, verify=verify))
+        return _inspect(Cache.read(place), verify=verify)
     except (CacheError, FileNotFoundError) as unreadable:
         return Inspected(str(place), {}, [str(unreadable)])
 
