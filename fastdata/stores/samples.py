@@ -292,13 +292,11 @@ class KeptSamples(Layout):
         return self.table.path(index) if self.table.has_paths else None
 
     def read(self, index: int) -> tuple[Any, Any]:
-        return self.sample(index), self.target(index)
-
-    def sample(self, index: int) -> Any:
-        """One sample as it was before it was stored; its memory is the caller's own."""
+        """Sample and target as they were before they were stored, in memory of the caller's own."""
         count = len(self.stores) - self.target_is_part - len(self.mask_places)
         parts = tuple(self._owned(store, index) for store in self.stores[:count])
-        return parts if self.is_tuple else parts[0]
+        sample = parts if self.is_tuple else parts[0]
+        return sample, self.target(index)
 
     def target(self, index: int) -> Any:
         if self.target_is_part:

@@ -127,29 +127,27 @@ class Writer:
     def open(cls, plan: WriterPlan, length: int) -> Writer:
         """Of a new file with so many rows."""
         part = plan.part
-        head = b""
+        head = np.zeros(0, np.uint8)
         index = {"offsets": np.zeros(length, np.int64)}
         if part.is_table:
-            head = b"" if plan.path is None else _npy_head(part.spec, length)
-            index["offsets"] += len(head) + np.arange(length) * part.spec.sample_bytes
-            size_bytes = len(head) + length * part.spec.sample_bytes
+            head = np.frombuffer(_npy_head(part.spec, length), np.uint8)
+            index["offsets"] += head.size + np.arange(length) * part.spec.sample_bytes
+            size_bytes = head.size + length * part.spec.sample_bytes
         else:
             index["sizes"] = np.zeros(length, np.int64)
             index["shapes"] = np.zeros((length, part.dimensions), np.int32)
-            size_bytes = min(plan.first_bytes, plan.limit_bytes)
+            size_bytes = max(min(plan.first_bytes, plan.limit_bytes), 1)
             if plan.path is None:
                 size_bytes = min(size_bytes, _CHUNK_BYTES)
-        size_bytes = max(size_bytes, 1)
-        index[_ENDS] = np.array([0, size_bytes])
+            index[_ENDS] = np.array([0, size_bytes])
         if plan.path is None:
             index["is_there"] = np.zeros(length, np.bool_)  # for ``LazyStore``
             file = Block.create(size_bytes)
         else:
             index["sums"] = np.zeros(length, np.uint64)
             file = DiskFile.reserve(plan.path, size_bytes)
-        writer = cls(plan, file, ArrayBlock(index, seal=False))
-        file.write(0, np.frombuffer(head, np.uint8))
-        return writer
+        file.write(0, head)
+        return cls(plan, file, ArrayBlock(index, seal=False))
 
     def write(self, row: int, data: np.ndarray, shape: tuple[int, ...]) -> None:
         """Store a sample of this shape, as it is or encoded.
@@ -204,10 +202,10 @@ class Writer:
 
     def finish(self, rows: np.ndarray) -> Store:
         """Seal the file, and give the samples in these rows, all that were written, as a store."""
-        used_bytes, reserved_bytes = self.index.pop(_ENDS).tolist()
         self.index.pop("is_there", None)
         part = self.plan.part
         if not part.is_table:
+            used_bytes, reserved_bytes = self.index.pop(_ENDS).tolist()
             self.file.size_bytes = reserved_bytes  # some by other processes
             self.file.trim(used_bytes)
         self.file.seal()
