@@ -437,7 +437,5 @@ def test_some_of_a_remote_folder_stay_remote(bucket: tuple[str, Path]) -> None:
         path = there.samples[1][0]
         place, name = Place(path).apart()
         place.write(name, b"another")
-        with prepared_anew(there, [0], storage="none") as some:
-            some[0]
         with pytest.raises(SampleError, match="7 bytes came"):
             prepared_anew(there, [1])

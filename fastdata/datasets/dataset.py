@@ -45,7 +45,7 @@ from fastdata.pixels.plan import PairStep, Step
 from fastdata.report import log, warn_user
 from fastdata.sources import DatasetSource, FileSource, Source
 from fastdata.stores.prepare import Options, prepare_storage, report_storage
-from fastdata.stores.samples import KeptSamples, ReadPath, Steps, read_path
+from fastdata.stores.samples import KeptSamples, read_path
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -592,11 +592,8 @@ class PreparedDataset(_Opened):
         Takes about a second: up to 25 samples are read, encoded and decoded.
         """
         self._handle()  # which says that it was closed
-        source = self._origin()
-        stored = self._stored
-        if source is stored.kept:
-            return report_storage(ReadPath(source=source, prepare=Steps(())), stored.options)
-        steps = (*stored.first_steps, *self.plan.prepare)
+        source, stored = self._origin(), self._stored
+        steps = () if source is stored.kept else (*stored.first_steps, *self.plan.prepare)
         return report_storage(read_path(source, steps), stored.options)
 
     @property
@@ -666,23 +663,17 @@ def epoch_of(dataset: PreparedDataset) -> int | None:
     return dataset._epoch
 
 
-def stored_of(dataset: PreparedDataset) -> Stored:
-    """How its samples were prepared."""
-    return dataset._stored
-
-
-def prepared_anew(
-    dataset: PreparedDataset, index: Sequence[int], **options: Any
-) -> PreparedDataset:
-    """Some of the samples, read again and kept as ``options`` say, in a dataset to be closed.
+def prepared_anew(dataset: PreparedDataset, index: Sequence[int]) -> PreparedDataset:
+    """Some of the samples, read again and kept at once, in a dataset to be closed.
 
     Raises:
         ValueError: what samples were read from is not known, as in copies in other processes.
     """
     other = dataset._copied()
     source = other._narrow(index)
-    usual = {"cache_dir": None, "cache_key": None, "at_once": True, "alone": True}
-    chosen = replace(other._stored.options, **usual | options)
+    chosen = replace(
+        other._stored.options, cache_dir=None, cache_key=None, at_once=True, alone=True
+    )
     other._stored = replace(other._stored, options=chosen, after=None)
     other._prepare(source, other._stored.table if isinstance(source, FileSource) else None)
     return other

@@ -333,7 +333,7 @@ class Reader:
         pairs: Iterable[Any] = zip(images, targets, strict=True)
         if self.pair_transform is not None:
             pairs = map(self.pair_transform, images, targets)
-        keys = self.keys
+        keys = self.stored.samples.keys
         return list(pairs) if keys is None else [keys.join(*pair) for pair in pairs]
 
     def _columns(
@@ -400,8 +400,7 @@ class Reader:
     def _numbers(self) -> np.ndarray | None:
         """The targets of all samples, where each is a number and batches need nothing else."""
         table = self.stored.table
-        is_image = self.kept is not None and (self.kept.target_is_part or self.kept.mask_places)
-        if is_image or self.target_transform is not None or not isinstance(table, SampleTable):
+        if self.target_transform is not None or not isinstance(table, SampleTable):
             return None
         return table.target_array() if table.target_kind == "number" else None
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
-from fastdata.datasets.dataset import PreparedDataset, index_count, stored_of
+from fastdata.datasets.dataset import PreparedDataset, index_count, latest_reader
 from fastdata.datasets.reader import BatchRing
 from fastdata.errors import FastDataError
 from fastdata.loaders.epochs import HELD_BY_USER, Counted
@@ -473,5 +473,5 @@ def _distance(positions_n: Int64s, length: int, batch_size: int) -> float:
 
 def _disk_stores(dataset: PreparedDataset) -> list[DiskStore]:
     """The files that its samples are served from."""
-    kept = stored_of(dataset).kept
+    kept = latest_reader(dataset).kept
     return [store for store in kept.stores if isinstance(store, DiskStore)] if kept else []
