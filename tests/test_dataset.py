@@ -1194,3 +1194,16 @@ def test_a_reader_serves_what_the_dataset_was() -> None:
         del reader, later, each
     with pytest.raises(StoreGoneError):
         dataset.reader()
+
+
+def test_a_target_that_equals_another_counts_as_changed() -> None:
+    """A collate function that makes floats of class numbers gets a batch of floats."""
+    images = [(torch.full((3, 2, 2), i, dtype=torch.uint8), i) for i in range(4)]
+
+    def to_floats(samples: Any) -> Any:
+        samples[:] = [(image, float(target)) for image, target in samples]
+        return default_collate(samples)
+
+    with cached(images) as dataset:
+        [(_, targets)] = DataLoader(dataset, batch_size=4, collate_fn=to_floats)
+    assert targets.dtype == torch.float64

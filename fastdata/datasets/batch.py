@@ -172,11 +172,9 @@ class SampleBatch(list[Any]):
 
     @property
     def is_intact(self) -> bool:
-        """Whether list and samples still consist of what they were made of."""
-        try:
-            return self == self._made_of  # quick: all are the same objects
-        except (RuntimeError, ValueError):  # other tensors cannot be compared so
-            return False
+        """Whether the list still consists of the very samples that it was made of."""
+        are_same = all(map(operator.is_, self, self._made_of))
+        return are_same and len(self) == len(self._made_of)
 
     @property
     def stacked(self) -> Any:
@@ -428,7 +426,7 @@ def flatten(batch: Any) -> tuple[list[Any], Build]:
 
     Tuples, namedtuples, lists, mappings, dataclasses and ``SampleBatch`` keep their type; one that
     holds no tensor is passed on as it is, like every other value. A ``PackedSequence`` counts as a
-    tensor. What makes the batch holds none of its tensors.
+    tensor. What makes the batch holds none of its tensors, but for a mapping that is no dict.
 
     Example:
         >>> tensors, build = flatten({"image": torch.zeros(2), "name": "a"})
@@ -484,13 +482,12 @@ def _taken_apart(value: Any) -> tuple[dict[Any, Any], Callable[[dict[Any, Any]],
         return dict(enumerate(value)), lambda parts: make(parts.values())
     if type(value) is dict:
         return value, dict
-    if isinstance(value, Mapping):
-        parts = dict(value)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if isinstance(value, Mapping):  # which may refuse None in its copy
+        return dict(value), partial(_fill, value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
         parts = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    else:
-        return {}, dict
-    return parts, partial(_fill, _fill(value, dict.fromkeys(parts)))
+        return parts, partial(_fill, _fill(value, dict.fromkeys(parts)))
+    return {}, dict
 
 
 def _fill(old: Any, parts: dict[Any, Any]) -> Any:

@@ -511,6 +511,9 @@ class PreparedDataset(_Opened):
         other.transform = transform
         return other
 
+    def __copy__(self) -> Self:
+        return self.with_transform(self._transform)
+
     def _bring_up(self, *, again: bool = False) -> None:
         """Serve what the transform says, from samples that are prepared after its first steps."""
         after = self._stored.after

@@ -125,11 +125,8 @@ class Column(NamedTuple):
         kind, program = self.plan.kind, self.program
         if program is None or kind in ("pil", "array"):
             return [present(sample, kind) for sample in served]
-        tensors = map(program.as_tensor, served)
-        if kind == "tensor":
-            return list(tensors)
         made = tensor_class(kind)
-        return [tensor.as_subclass(made) for tensor in tensors]
+        return [program.as_tensor(sample).as_subclass(made) for sample in served]
 
     def finished(self, samples: list[Any], batch: IndexBatch, take: Take) -> Any:
         """What unknown steps, and those behind them, make of samples: whole where that can be."""
