@@ -24,10 +24,11 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from fastdata.errors import counted
 from fastdata.machine.shared import collate_targets
 from fastdata.pixels.draws import sample_keys
+from fastdata.pixels.images import Array
 from fastdata.sources import ItemKeys
 
 
-def as_numbers(indices: Any) -> np.ndarray:
+def as_numbers(indices: Any) -> Array:
     """Indices of samples as int64 (B,).
 
     Raises:
@@ -43,7 +44,7 @@ def as_numbers(indices: Any) -> np.ndarray:
         raise TypeError(f"indices of samples must be a list of whole numbers: {error}") from None
 
 
-def positions(index_B: np.ndarray, length: int) -> np.ndarray:
+def positions(index_B: Array, length: int) -> Array:
     """Indices (int64, B) of [-length, length), negative ones counted from the end."""
     # As unsigned numbers, negative ones are too large as well.
     if not (index_B.view(np.uint64) >= length).any():
@@ -76,16 +77,14 @@ class IndexBatch(list[int]):
         channels_last: whether images are to lie so in memory, where they can be served so.
     """
 
-    positions: np.ndarray
-    visits: np.ndarray
+    positions: Array
+    visits: Array
     seed: int
     draws: DrawKey | None = None
     channels_last: bool = False
 
     @classmethod
-    def of(
-        cls, indices: Iterable[int], positions: np.ndarray, visits: np.ndarray, seed: int
-    ) -> IndexBatch:
+    def of(cls, indices: Iterable[int], positions: Array, visits: Array, seed: int) -> IndexBatch:
         batch = cls(indices)
         batch.positions = positions
         batch.visits = visits
@@ -152,7 +151,7 @@ class SampleBatch(list[Any]):
         targets: what ``default_collate`` makes of the targets: int64 (B,) for class numbers. None:
             it is made when it is asked for, if it can be.
         each_target: one Python object per sample.
-        image_class: of the images in the list, such as ``tv_tensors.Image`` or ``np.ndarray``.
+        image_class: of the images in the list, such as ``tv_tensors.Image`` or ``Array``.
     """
 
     def __init__(
@@ -404,9 +403,9 @@ def occurrences(given: Any) -> list[tuple[int, int]]:
     ]
 
 
-def count_earlier(seen: np.ndarray, index_B: np.ndarray) -> np.ndarray:
+def count_earlier(seen: Array, index_B: Array) -> Array:
     """Return how often each index came before, also in this batch; count it in ``seen``."""
-    before_B: np.ndarray = seen[index_B].astype(np.int64)
+    before_B: Array = seen[index_B].astype(np.int64)
     # Counts repetitions; a plain 1 takes fifty times as long.
     np.add.at(seen, index_B, seen.dtype.type(1))
     order = np.argsort(index_B, kind="stable")

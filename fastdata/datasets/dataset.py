@@ -40,7 +40,7 @@ from fastdata.pixels import (
     describe_steps,
     leading_steps,
 )
-from fastdata.pixels.images import Resize, tensor_class
+from fastdata.pixels.images import Array, Resize, tensor_class
 from fastdata.pixels.plan import PairStep, Step
 from fastdata.report import log, warn_user
 from fastdata.sources import DatasetSource, FileSource, Source
@@ -80,7 +80,7 @@ class _Opened(Dataset[Any]):
     """The reader, for those who read by it."""
     _handles: weakref.WeakSet[ReaderHandle]
     """It, and those that epochs began with before another transform came."""
-    _seen: np.ndarray
+    _seen: Array
     """How often this process has read each sample: what draws are made from where no loader of
     ours says it."""
     _seen_in = 0
@@ -585,7 +585,7 @@ class PreparedDataset(_Opened):
         """With ``on_error="skip"``, the errors of the samples left out."""
         return list(self._stored.skipped)
 
-    def filled_share(self, index: np.ndarray | None = None) -> float:
+    def filled_share(self, index: Array | None = None) -> float:
         """Share of the samples, or of those of ``index``, that are kept already."""
         return self._stored.filled_share(index)
 

@@ -45,6 +45,7 @@ from fastdata.machine.shared import SampleTable, collate_targets
 from fastdata.pixels import TransformPlan, Views
 from fastdata.pixels.compose import flatten
 from fastdata.pixels.images import (
+    Array,
     OpenedImages,
     decoded_shape,
     present,
@@ -70,7 +71,7 @@ Take = Callable[[int], memoryview]
 
 def room(
     count: int, outputs: list[Output], take: Take, *, channels_last: bool = False
-) -> list[np.ndarray]:
+) -> list[Array]:
     """Memory for so many samples of each shape and dtype, all in one piece.
 
     (B, C, h, w) may lie as (B, h, w, C).
@@ -120,7 +121,7 @@ class Column(NamedTuple):
         pairs = zip(batch.positions.tolist(), batch.visits, strict=True)
         return self.shown(run_one(store, index, visit, batch.seed) for index, visit in pairs)
 
-    def shown(self, served: Iterable[np.ndarray]) -> list[Any]:
+    def shown(self, served: Iterable[Array]) -> list[Any]:
         """Samples after the batch ops, as the rest of the transform wants them."""
         kind, program = self.plan.kind, self.program
         if program is None or kind in ("pil", "array"):
@@ -394,7 +395,7 @@ class Reader:
         return self.stored.table if self.kept is None else self.kept
 
     @cached_property
-    def _numbers(self) -> np.ndarray | None:
+    def _numbers(self) -> Array | None:
         """The targets of all samples, where each is a number and batches need nothing else."""
         table = self.stored.table
         if self.target_transform is not None or not isinstance(table, SampleTable):
@@ -430,9 +431,7 @@ class Reader:
         self.read_into(outs, batch)
         return list(map(torch.Tensor.view, map(torch.from_numpy, outs), self.dtypes))
 
-    def read_into(
-        self, outs: list[np.ndarray], batch: IndexBatch, rows_B: np.ndarray | None = None
-    ) -> None:
+    def read_into(self, outs: list[Array], batch: IndexBatch, rows_B: Array | None = None) -> None:
         """Read a batch's images into ``room()`` for it; or into rows ``rows_B`` of a larger one."""
         if self.stored.is_remote:
             self.expect(batch)
@@ -471,7 +470,7 @@ class Loan(weakref.ref[np.ndarray]):
     """
 
     __slots__ = ("buffer", "set_state")
-    buffer: np.ndarray
+    buffer: Array
     set_state: Callable[[int], None]
 
 
@@ -484,7 +483,7 @@ class BatchRing:
     an array may die at any moment, also in a thread that is just taking one.
     """
 
-    def __init__(self, slots: int, allocate: Callable[[int], np.ndarray] | None = None) -> None:
+    def __init__(self, slots: int, allocate: Callable[[int], Array] | None = None) -> None:
         self._allocate = allocate or partial(np.empty, dtype=np.uint8)
         # None: a slot whose buffer is not allocated yet.
         self._free: deque[Loan | None] = deque([None] * slots)
@@ -508,7 +507,7 @@ class BatchRing:
         except IndexError:
             self.fresh_count += 1
             return fresh(size_bytes)
-        buffer: np.ndarray | None = None
+        buffer: Array | None = None
         if loan is not None:
             del self._loans[id(loan)]
             buffer = loan.buffer

@@ -40,6 +40,7 @@ from fastdata.datasets.reader import ALIGN_BYTES, Loan, fresh
 from fastdata.errors import MemoryBudgetError, StoreGoneError
 from fastdata.machine.memory import is_running
 from fastdata.machine.shared import Block
+from fastdata.pixels.images import Array
 
 _FREE, _LENT = 0, 1
 _PAGE_BYTES = 4096
@@ -225,7 +226,7 @@ class _Slot:
     def __init__(self) -> None:
         self.memory = np.zeros(_STATE_BYTES, np.uint8)
         self.handle = b""
-        self.lent: np.ndarray | None = None
+        self.lent: Array | None = None
         self._block: Block | None = None
 
     @property
@@ -245,12 +246,12 @@ class _Slot:
         self._end = _aligned(start + size_bytes)
         return self.lent.data[start : start + size_bytes]
 
-    def offset_of(self, part: np.ndarray) -> int | None:
+    def offset_of(self, part: Array) -> int | None:
         """Where a part lies that was made here; None of any other."""
         offset = part.ctypes.data - self.memory.ctypes.data
         return offset if 0 <= offset <= self.memory.nbytes - part.nbytes else None
 
-    def lay_out(self, parts: list[np.ndarray]) -> list[tuple[int, int]] | None:
+    def lay_out(self, parts: list[Array]) -> list[tuple[int, int]] | None:
         """Copy what is not here; return (offset, bytes) of all, None if it is full."""
         if self._block is None:
             return None
@@ -311,7 +312,7 @@ class _Packer(pickle.Pickler):
     def __init__(self, slot: _Slot) -> None:
         self._slot = slot
         self.file = io.BytesIO()
-        self.parts: list[np.ndarray] = []
+        self.parts: list[Array] = []
         parts = self.parts
         # A callback that held the packer would make a cycle, and what it holds live until it is
         # collected.
@@ -322,7 +323,7 @@ class _Packer(pickle.Pickler):
         )
         # Torch's way for all other tensors.
         self.dispatch_table = ForkingPickler(io.BytesIO()).dispatch_table
-        self._storages: dict[int, np.ndarray] = {}
+        self._storages: dict[int, Array] = {}
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is np.ndarray and not value.flags.writeable:
@@ -342,7 +343,7 @@ class _Packer(pickle.Pickler):
 
 
 def _tensor(
-    octets: np.ndarray,
+    octets: Array,
     dtype: torch.dtype,
     offset: int,
     size: tuple[int, ...],
@@ -398,7 +399,7 @@ class _Mapped(NamedTuple):
     """A slot that was mapped here, and who is told when its latest batch dies."""
 
     handle: SlotHandle
-    memory: np.ndarray
+    memory: Array
     loan: Loan
 
 

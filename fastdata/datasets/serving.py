@@ -26,7 +26,7 @@ from fastdata.pixels import (
     split_upright,
 )
 from fastdata.pixels.compose import known_name
-from fastdata.pixels.images import SampleSpec
+from fastdata.pixels.images import Array, SampleSpec
 from fastdata.pixels.plan import PairStep, Step
 from fastdata.pixels.program import Program
 from fastdata.sources import Source
@@ -72,7 +72,7 @@ class Stored:
     def kept(self) -> KeptSamples | None:
         return self.samples if isinstance(self.samples, KeptSamples) else None
 
-    def filled_share(self, index: np.ndarray | None = None) -> float:
+    def filled_share(self, index: Array | None = None) -> float:
         """Share of the samples, or of those of ``index``, that are kept already."""
         return 0.0 if self.kept is None else self.kept.filled_share(index)
 

@@ -21,6 +21,7 @@ from fastdata.datasets.dataset import (
 )
 from fastdata.datasets.reader import Reader, ReaderHandle, Take, fresh, room
 from fastdata.machine.shared import collate_targets
+from fastdata.pixels.images import Array
 
 MOSTLY_PREPARED = 0.9
 """Share of the samples from which on threads are worth it, although the rest are still to be
@@ -30,7 +31,7 @@ prepared."""
 class JoinedHandle:
     """Of the readers of several datasets."""
 
-    def __init__(self, handles: Sequence[ReaderHandle], ends: np.ndarray) -> None:
+    def __init__(self, handles: Sequence[ReaderHandle], ends: Array) -> None:
         self._handles = handles
         self._ends = ends
 
@@ -43,7 +44,7 @@ class JoinedHandle:
 class JoinedReader:
     """The readers of several datasets as one, for a batch; what it has of a ``Reader`` is alike."""
 
-    def __init__(self, readers: Sequence[Reader], ends: np.ndarray) -> None:
+    def __init__(self, readers: Sequence[Reader], ends: Array) -> None:
         self._readers = readers
         self._ends = ends
         self.obstacle = next(filter(None, (reader.obstacle for reader in readers)), None)
@@ -79,7 +80,7 @@ class JoinedReader:
             found |= zip(row_B.tolist(), read(number, piece), strict=True)
         return [found[row] for row in range(len(found))]
 
-    def _pieces(self, batch: IndexBatch) -> Iterator[tuple[int, np.ndarray, IndexBatch]]:
+    def _pieces(self, batch: IndexBatch) -> Iterator[tuple[int, Array, IndexBatch]]:
         """The number of each dataset with indices in a batch, their rows, and its own batch."""
         number_B = np.searchsorted(self._ends, batch.positions, side="right")
         for number in np.unique(number_B).tolist():
@@ -106,8 +107,8 @@ class LoaderView:
     """
 
     parts: Sequence[PreparedDataset]
-    subset: np.ndarray | None
-    ends: np.ndarray
+    subset: Array | None
+    ends: Array
 
     @classmethod
     def find(cls, dataset: Any) -> LoaderView | None:
@@ -181,7 +182,7 @@ class LoaderView:
         return whole
 
 
-def _joined(dataset: Any, parts: list[PreparedDataset]) -> np.ndarray | None:
+def _joined(dataset: Any, parts: list[PreparedDataset]) -> Array | None:
     """The indices of a dataset's samples among those of all ``parts`` in a row; adds its own parts.
 
     None if there is anything but fastdata datasets, or one that is as long as a subclass of one's
