@@ -489,8 +489,7 @@ def find_codec(codec: str | object) -> Codec:
         return codec
     if isinstance(codec, str) and codec in _CODECS:
         return _CODECS[codec]()
-    has_both = callable(getattr(codec, "encode", None)) and callable(getattr(codec, "decode", None))
-    if not has_both:
+    if not (hasattr(codec, "encode") and hasattr(codec, "decode")):
         known = ", ".join(map(repr, ("auto", "source", *KNOWN_CODECS)))
         what = f"codec={codec!r} is not one of {known}, nor an object with encode and decode"
         raise ValueError(what)

@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from numbers import Integral
 from typing import (
@@ -329,7 +329,7 @@ class Prepared:
 
     storage_plan: StoragePlan
     kept: KeptSamples | None = None
-    skipped: list[SampleError] = field(default_factory=list)
+    skipped: Sequence[SampleError] = ()
 
 
 def prepare_storage(
@@ -411,7 +411,6 @@ def _prepare(
             if options.storage != "auto":
                 said = str(error).rstrip(".")
                 raise MemoryBudgetError(f"{said}. {would_fit(trials, budget)}") from error
-            log.info("%s; the next storage is tried", error)
             refused = str(error).partition(". ")[0]
             need_bytes = budget.bytes + 1
 

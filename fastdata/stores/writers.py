@@ -22,7 +22,7 @@ from fastdata.machine.memory import format_bytes
 from fastdata.machine.processes import run_tasks
 from fastdata.machine.shared import ArrayBlock, Block
 from fastdata.pixels.images import SampleSpec, SourceDecoder
-from fastdata.report import log, progress_bar
+from fastdata.report import progress_bar
 from fastdata.sources import FileSource
 from fastdata.stores.readers import DiskFile, ShapesDifferError, Store, checksum
 from fastdata.stores.samples import (
@@ -98,10 +98,8 @@ def write_any_shapes(
     write: Callable[[Sequence[WriterPlan]], _Made], plans: Sequence[WriterPlan]
 ) -> _Made:
     """Write samples as planned, or else one by one with their own shapes."""
-    try:
+    with contextlib.suppress(ShapesDifferError):
         return write(plans)
-    except ShapesDifferError as found:
-        log.info("%s; samples are stored one by one with their own shapes", found)
     parts = [replace(plan.part, spec=replace(plan.part.spec, shape=None)) for plan in plans]
     return write([replace(plan, part=part) for plan, part in zip(plans, parts, strict=True)])
 
