@@ -585,9 +585,9 @@ class PreparedDataset(_Opened):
         """With ``on_error="skip"``, the errors of the samples left out."""
         return list(self._stored.skipped)
 
-    def filled_share(self, index: Array | None = None) -> float:
-        """Share of the samples, or of those of ``index``, that are kept already."""
-        return self._stored.filled_share(index)
+    def filled_share(self) -> float:
+        """Share of the samples that are kept already."""
+        return self._stored.filled_share()
 
     def storage_report(self) -> StorageReport:
         """Try every codec on samples spread over the dataset; to be printed.

@@ -398,7 +398,9 @@ class Reader:
     def _numbers(self) -> Array | None:
         """The targets of all samples, where each is a number and batches need nothing else."""
         table = self.stored.table
-        if self.target_transform is not None or not isinstance(table, SampleTable):
+        # A cache has numbers where targets are images.
+        is_image = self.kept is not None and (self.kept.target_is_part or self.kept.mask_places)
+        if is_image or self.target_transform is not None or not isinstance(table, SampleTable):
             return None
         return table.target_array() if table.target_kind == "number" else None
 
