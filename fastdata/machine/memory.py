@@ -54,7 +54,7 @@ def user_cache() -> Path:
 
 
 def cpu_model() -> str:
-    found = re.search(r"^model name\s*:\s*(.+)$", _read(Path("/proc/cpuinfo")), re.MULTILINE)
+    found = re.search(r"^model name\s*:\s*(.+)$", _read(Path("/proc"), "cpuinfo"), re.MULTILINE)
     return found[1] if found else platform.processor() or platform.machine()
 
 
@@ -119,20 +119,22 @@ def _read_cgroups(*names: str) -> Iterator[str]:
     container the path may be the host's, which is not there; then the mount's root, walked to last,
     is the container's own.
     """
-    for controllers, path in re.findall(r"^\d+:([^:]*):/*(.*)$", _read(CGROUP_TABLE), re.M):
+    for controllers, path in re.findall(
+        r"^\d+:([^:]*):/*(.*)$", _read(CGROUP_TABLE.parent, CGROUP_TABLE.name), re.M
+    ):
         mounts = [controllers, *controllers.split(",")] if controllers else ["", "unified"]
         inside = Path(os.path.normpath(f"/{path}")[1:])
         for mount in dict.fromkeys(mounts):
             for folder in (inside, *inside.parents):
-                yield _read(*(CGROUP_ROOT / mount / folder / name for name in names))
+                yield _read(CGROUP_ROOT / mount / folder, *names)
 
 
-def _read(*paths: Path) -> str:
+def _read(folder: Path, *names: str) -> str:
     """The text of those files that can be read, a line each or more."""
     text = ""
-    for path in paths:
+    for name in names:
         with contextlib.suppress(OSError):
-            text += path.read_text(encoding="ascii", errors="replace") + "\n"
+            text += (folder / name).read_text(encoding="ascii", errors="replace") + "\n"
     return text
 
 

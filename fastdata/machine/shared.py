@@ -474,18 +474,18 @@ class SampleTable:
         if kind == "number":
             return self._columns["targets"][index].item()
         if kind == "object":  # pickled by this process's family; nobody else can write there
-            return pickle.loads(self._packed("object", index).data)
+            ends = self._columns["object_ends"]
+            start = ends[index - 1] if index else 0
+            return pickle.loads(self._columns["object"][start : ends[index]].data)
         if kind == "scalar":
             return self._columns["targets"][index]
         row = np.array(self._columns["targets"][index])  # of no dimensions too
         return torch.from_numpy(row) if kind == "tensor" else row
 
     def path(self, index: int) -> str:
-        return os.fsdecode(self._prefix + self._packed("path", index).tobytes())
-
-    def _packed(self, name: str, index: int) -> np.ndarray:
-        ends = self._columns[f"{name}_ends"]
-        return self._columns[name][ends[index - 1] if index else 0 : ends[index]]
+        ends = self._columns["path_ends"]
+        start = ends[index - 1] if index else 0
+        return os.fsdecode(self._prefix + self._columns["path"][start : ends[index]].tobytes())
 
     def all_paths(self) -> list[str]:
         """All paths, four times as fast as one by one."""
