@@ -411,7 +411,7 @@ def test_the_transform_of_weights_is_seen_through() -> None:
         ([v1.ToTensor(), v1.Normalize(*NORM), v1.CenterCrop(3)], "may pad with 0 after Normalize"),
         (
             [v1.ToTensor(), v1.Normalize(*NORM), v1.RandomCrop(3, padding=1)],
-            "pads with a constant after Normalize",
+            "pads with a constant after the conversion",
         ),
         (
             [v1.ToTensor(), v1.RandomCrop(3, padding=1, fill=1)],

@@ -155,17 +155,12 @@ def _pack_planes(image: Image.Image, out_CHW: Array) -> None:
         plane[...] = np.frombuffer(image.tobytes("raw", band), np.uint8).reshape(plane.shape)
 
 
-def mode_of(channels: int, dtype: str) -> str | None:
-    """PIL's mode of images that are stored so; None where there is none."""
-    return {stored: mode for mode, stored in _MODES.items()}.get((channels, dtype))
-
-
 def to_pil(array_CHW: Array) -> Image.Image:
     """Make the PIL image that was stored as ``array_CHW``; it owns its pixels."""
     from PIL import Image
 
     bands, height, width = array_CHW.shape
-    mode = mode_of(bands, array_CHW.dtype.name)
+    mode = {stored: mode for mode, stored in _MODES.items()}.get((bands, array_CHW.dtype.name))
     if mode is None:
         raise TypeError(
             f"an array of {bands} channels of {array_CHW.dtype} is no PIL image; give 1, 3 or 4 "

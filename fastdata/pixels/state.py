@@ -149,11 +149,10 @@ def read_warp(step: Any, state: State) -> tuple[tuple[int | str, ...], Fill]:
     name = "nearest" if state.is_beside else interpolation_name(step.interpolation)
     served = ("nearest", "bilinear", "bicubic") if state.kind == "pil" else ("nearest", "bilinear")
     refuse(name not in served, _INTERPOLATION)
-    is_filled = value_for(getattr(step, "_fill", step.fill), state) is not None
     fill = _read_fill(step, state, "PIL_DOMAIN", "constant")
     has_center = bool(getattr(step, "center", None))
-    how = (domain_of(step, state), is_v2(step), is_filled, has_center)
-    return (getattr(step, "expand", False), name.upper(), *how), fill
+    how = (domain_of(step, state), is_v2(step), fill is not None, has_center)
+    return (getattr(step, "expand", False), name.upper(), *how), fill or (0,)
 
 
 def read_border(step: Any, state: State) -> tuple[tuple[str, str], Fill]:
@@ -163,10 +162,9 @@ def read_border(step: Any, state: State) -> tuple[tuple[str, str], Fill]:
     mode = step.padding_mode
     refuse(mode not in MODES, "has a padding_mode that is not served")
     fill = _read_fill(step, state, domain, mode)
-    if state.floats and mode == "constant":
-        refuse(state.is_normalized, "pads with a constant after Normalize")
-        refuse(any(fill), "pads with a constant after the conversion to float")
-    return (f"PAD_{mode.upper()}", domain), fill
+    changes = mode == "constant" and (state.is_normalized or any(fill or ()))
+    refuse(state.floats and changes, "pads with a constant after the conversion to floats")
+    return (f"PAD_{mode.upper()}", domain), fill or (0,)
 
 
 def read_borders(padding: Any) -> tuple[int, ...]:
@@ -177,15 +175,17 @@ def read_borders(padding: Any) -> tuple[int, ...]:
     return tuple(values) * (4 // len(values))
 
 
-def _read_fill(step: Any, state: State, domain: str, mode: str) -> Fill:
+def _read_fill(step: Any, state: State, domain: str, mode: str) -> Fill | None:
     """What a step fills with: v2's look at ``_fill``, which they made of ``fill`` once."""
     fill = value_for(getattr(step, "_fill", step.fill), state)
-    values = several(0 if fill is None else fill)
+    if fill is None:
+        return None
+    values = several(fill)
     is_one = mode != "constant" and len(values) > 1 and domain == "V2_DOMAIN"
     is_number = state.is_beside or is_one or domain == "V1_DOMAIN"
     refuse(is_number and values is fill, "has a fill for each channel of tensors")
     if mode != "constant":
-        return (0,)
+        return None
     levels = tuple(map(int, values))
     is_known = 1 <= len(levels) <= 4 and all(0 <= level <= 255 for level in levels)
     refuse(not is_known, "has a fill outside of 0 to 255")

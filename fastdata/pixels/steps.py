@@ -500,8 +500,7 @@ def _reform(step: Any, state: State) -> State:
         return replace(state, kind="tensor") if state.kind == "image" else state
     if name == "Identity":
         return state
-    fast_collate = "timm's fast collate then stacks them"
-    refuse(name == "ToNumpy", f"makes NumPy arrays ({fast_collate}); use MaybePILToTensor")
+    refuse(name == "ToNumpy", "makes NumPy arrays; use MaybePILToTensor")
     if state.kind != "pil":
         refuse(not (is_v2(step) or name.startswith("Maybe")), "does not accept tensors")
         return state
