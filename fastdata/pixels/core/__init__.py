@@ -26,7 +26,6 @@ import numpy.typing as npt
 
 ENDING = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 _MASK = (1 << 64) - 1
-_FEW_OPS = 8
 
 
 # What core.h says
@@ -285,11 +284,12 @@ def draw(
     shapes_B3: npt.NDArray[np.int32],
     *,
     is_probe: bool = False,
+    room: int = 8,
 ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32]]:
     """Draw samples of these channels, heights and widths.
 
     Perspectives have their corners. A probe gives no ops and refuses no size. Of it 0 x 0 is a size
-    that is not known, or not the same for all draws.
+    that is not known, or not the same for all draws. There is ``room`` for so many ops at first.
 
     Returns:
         what is done to each sample, ``OP`` (B, S), rows filled up with OP_NOTHING; and shapes
@@ -299,28 +299,26 @@ def draw(
         CoreError: a step is not for such a sample.
     """
     seed, visits_B, indices_B = keys
-    room = 0 if is_probe else _FEW_OPS
-    while True:
-        refusal = Refusal()
-        after_B3 = np.array(shapes_B3, np.int32, order="C")
-        ops_BS = np.empty((len(indices_B), room), OP)
-        most = load().fastdata_draw(
-            ctypes.byref(table),
-            seed & _MASK,
-            visits_B.ctypes,
-            indices_B.ctypes,
-            after_B3.ctypes,
-            len(after_B3),
-            ops_BS.ctypes,
-            room,
-            is_probe,
-            ctypes.byref(refusal),
-        )
-        if most < 0:
-            raise CoreError(-1 - most, refusal)
-        if is_probe or most <= room:
-            return ops_BS[:, :most], after_B3
-        room = most
+    refusal = Refusal()
+    after_B3 = np.array(shapes_B3, np.int32, order="C")
+    ops_BS = np.empty((len(indices_B), room), OP)
+    most = load().fastdata_draw(
+        ctypes.byref(table),
+        seed & _MASK,
+        visits_B.ctypes,
+        indices_B.ctypes,
+        after_B3.ctypes,
+        len(after_B3),
+        ops_BS.ctypes,
+        room,
+        is_probe,
+        ctypes.byref(refusal),
+    )
+    if most < 0:
+        raise CoreError(-1 - most, refusal)
+    if most > room:
+        return draw(table, keys, shapes_B3, room=most)
+    return ops_BS[:, :most], after_B3
 
 
 def equations(ops_P: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
