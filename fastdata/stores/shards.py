@@ -15,7 +15,7 @@ import multiprocessing
 import os
 import pickle
 import uuid
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, as_completed, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -79,11 +79,12 @@ def list_paths(
         tasks = [paths[i : i + _FILES_PER_TASK] for i in range(0, len(paths), _FILES_PER_TASK)]
         workers = usable_cores() if len(tasks) > 4 else 0
         with contextlib.closing(run_tasks(_ask, tasks, workers)) as answers:
-            facts = np.concatenate([np.zeros((2, 0), np.int64), *answers], axis=1)
+            found = [each for answer in answers for each in answer]
+        facts = np.array(found, np.int64).reshape(-1, 2).T
     return Listing(packed, facts)
 
 
-def _ask(paths: Sequence[str]) -> npt.NDArray[np.int64]:
+def _ask(paths: Sequence[str]) -> list[tuple[int, int]]:
     facts = []
     for path in paths:
         try:
@@ -92,8 +93,7 @@ def _ask(paths: Sequence[str]) -> npt.NDArray[np.int64]:
             facts.append((_NO_FILE, _NO_FILE))
         else:
             facts.append((found.st_size, found.st_mtime_ns))
-    sizes_and_times: npt.NDArray[np.int64] = np.array(facts, np.int64).T
-    return sizes_and_times
+    return facts
 
 
 def fingerprint(*data: str | bytes | np.ndarray) -> str:
@@ -294,16 +294,17 @@ def _run_elsewhere(
         no_files = source.over(source.columns_of(()))
         writer = replace(writer, path=writer.path._replace(source=no_files))
     if isinstance(engine, Executor):
-        yield from _run_in(engine, _pickled(writer), tasks)
+        packed = _pickled(writer)
+        yield from _run_by(lambda task: engine.submit(_attempt, packed, task), tasks)
     else:
-        with _Ray() as ray:
-            yield from _run_in(ray, ray.put(writer), tasks)
+        with _ray(writer) as submit:
+            yield from _run_by(submit, tasks)
 
 
-def _run_in(executor: Executor, packed: Any, tasks: Sequence[Task]) -> Iterator[bytes]:
+def _run_by(submit: Callable[[Task], Future[bytes]], tasks: Sequence[Task]) -> Iterator[bytes]:
     running: list[Future[bytes]] = []
     try:
-        running.extend(executor.submit(_attempt, packed, task) for task in tasks)
+        running.extend(map(submit, tasks))
         for future in as_completed(running):
             receipt, error, text = pickle.loads(future.result())
             if error is not None:
@@ -332,38 +333,35 @@ def _pickled(writer: ShardWriter) -> bytes:
         ) from problem
 
 
-class _Ray(Executor):
-    """The Ray cluster that this process is connected to, or RAY_ADDRESS or this machine has.
+@contextlib.contextmanager
+def _ray(writer: ShardWriter) -> Iterator[Callable[[Task], Future[bytes]]]:
+    """Submit tasks to the Ray cluster that this process is connected to, or RAY_ADDRESS has.
 
-    Where there is none it starts one. A task whose node was lost is run again on another one.
+    Where there is none it starts one here, which ends with it. A task whose node was lost is run
+    again on another one; what is not done in the end is cancelled.
     """
-
-    def __init__(self) -> None:
-        try:
-            import ray
-        except ImportError as missing:
-            text = "engine='ray' needs Ray, which is not installed: pip install 'fastdata[ray]'"
-            raise ImportError(text) from missing
-        self._ray = ray
-        self._refs: list[Any] = []
-        self._is_connected = ray.is_initialized()
-        if not self._is_connected:
-            ray.init(log_to_driver=False, logging_level="error")
-        self._task = ray.remote(num_cpus=1, max_retries=_RAY_RETRIES)(_attempt)
-
-    def put(self, writer: ShardWriter) -> Any:
-        """A reference to the pickled writer, which each node fetches once."""
+    try:
+        import ray
+    except ImportError as missing:
+        text = "engine='ray' needs Ray, which is not installed: pip install 'fastdata[ray]'"
+        raise ImportError(text) from missing
+    is_connected = ray.is_initialized()
+    if not is_connected:
+        ray.init(log_to_driver=False, logging_level="error")
+    refs: list[Any] = []
+    try:
         with options_travel():
-            return self._ray.put(self._ray.cloudpickle.dumps(writer))
+            packed = ray.put(ray.cloudpickle.dumps(writer))  # which each node fetches once
+        write = ray.remote(num_cpus=1, max_retries=_RAY_RETRIES)(_attempt)
 
-    def submit(self, function: Any, /, *arguments: Any, **_: Any) -> Future[Any]:
-        self._refs.append(self._task.remote(*arguments))
-        future: Future[Any] = self._refs[-1].future()
-        return future
+        def submit(task: Task) -> Future[bytes]:
+            refs.append(write.remote(packed, task))
+            future: Future[bytes] = refs[-1].future()
+            return future
 
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Cancel what is not done, and let go of the cluster; one that was started here ends."""
-        for ref in self._refs:
-            self._ray.cancel(ref)
-        if not self._is_connected:
-            self._ray.shutdown()
+        yield submit
+    finally:
+        for ref in refs:
+            ray.cancel(ref)
+        if not is_connected:
+            ray.shutdown()
