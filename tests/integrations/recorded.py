@@ -56,6 +56,7 @@ class CountingImages(CachedDataset):
             self.reads[kind] += 1
 
     def close(self) -> None:
+        self._reader = getattr(self._reader, "_reader", self._reader)
         super().close()
         self._calls.close()
 
