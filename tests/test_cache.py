@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from filelock import FileLock
 from PIL import Image
 from torchvision import transforms as v1
 from torchvision.datasets import ImageFolder as TorchvisionFolder
@@ -41,7 +40,7 @@ from fastdata.pixels import describe_steps
 from fastdata.pixels.images import CenterCrop, Resize, load_image
 from fastdata.sources.remote import Place
 from fastdata.stores import readers as readers_module
-from fastdata.stores.build import lock_file, locked
+from fastdata.stores.build import lock_of, locked
 from fastdata.stores.cache import INDEX, Cache
 from fastdata.stores.readers import DiskFile
 from fastdata.tools.caches import inspect_caches, prune_caches
@@ -914,7 +913,7 @@ def test_the_lock_of_a_dead_process_is_free(image_folder: Folder) -> None:
     holder = context.Process(target=hold, args=(ready,))
     holder.start()
     ready.wait(timeout=30)
-    with pytest.raises(TimeoutError), FileLock(lock_file(home), timeout=0):
+    with pytest.raises(TimeoutError), lock_of(home).acquire(timeout=0):
         pass
     holder.kill()
     holder.join()

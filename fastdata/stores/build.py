@@ -191,8 +191,8 @@ def _open_or_write(wanted: _Wanted) -> Prepared:
     return _open(wanted)
 
 
-def lock_file(home: Path) -> Path:
-    return home.with_name(f".{home.name}.lock")
+def lock_of(home: Path) -> FileLock:
+    return FileLock(home.with_name(f".{home.name}.lock"))
 
 
 @contextlib.contextmanager
@@ -201,7 +201,7 @@ def locked(home: Path, reason: str) -> Iterator[None]:
 
     A CacheError says for what reason it has to be written where it cannot be.
     """
-    lock = FileLock(lock_file(home))
+    lock = lock_of(home)
     try:
         home.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)

@@ -18,7 +18,6 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from filelock import FileLock, Timeout
 from torch.utils import _pytree as pytree
 
 from fastdata.datasets.public import CachedDataset, ImageFolder
@@ -27,7 +26,7 @@ from fastdata.machine.memory import format_bytes, parse_bytes, usable_cores
 from fastdata.pixels.images import CenterCrop, encode_image
 from fastdata.report import progress_bar
 from fastdata.sources.remote import Place
-from fastdata.stores.build import lock_file
+from fastdata.stores.build import lock_of
 from fastdata.stores.cache import INDEX, Cache, cache_places
 from fastdata.stores.codecs import KNOWN_CODECS
 from fastdata.stores.readers import receipts_in
@@ -289,9 +288,10 @@ def prune_caches(cache_dir: Path, *, gone: bool = False, dry_run: bool = False) 
     refuse_remote(cache_dir)
     removals: list[Removal] = []
     for folder in sorted(cache_dir.iterdir()):
-        is_ours = (folder / INDEX).exists() or lock_file(folder).exists()
+        lock = lock_of(folder)
+        is_ours = (folder / INDEX).exists() or os.path.exists(lock.lock_file)
         if is_ours and folder.is_dir() and not folder.is_symlink():
-            with contextlib.suppress(Timeout), FileLock(lock_file(folder), timeout=0):
+            with contextlib.suppress(TimeoutError), lock.acquire(timeout=0):
                 removals += _prune(folder, gone=gone, dry_run=dry_run)
     return removals
 
