@@ -147,6 +147,14 @@ def test_samples_left_out_here_and_there_are_not_in_a_row(tmp_path: Any) -> None
             assert len(dataset) == 12_000 - len(bad)
 
 
+def test_samples_left_out_in_a_row_are_an_error(tmp_path: Any) -> None:
+    """Less than 1 %, but a hundred neighbours: in memory and on disk."""
+    bad = set(range(7_000, 7_100))
+    for options in ({"storage": "shared"}, {"storage": "auto", "cache_dir": tmp_path}):
+        with pytest.raises(IngestError, match=r"100 samples in a row, up to 7099, cannot"):
+            cached(Failing(12_000, bad), on_error="skip", cache_key="k", **options)
+
+
 def test_a_source_without_one_good_sample_is_an_error() -> None:
     """Skipping everything is no data set."""
     with pytest.raises(SampleError, match="broken pixels"):

@@ -180,8 +180,8 @@ class DatasetOptions(TypedDict, total=False):
         batch_ops: run known random transforms on whole batches, with fastdata's own draws; False
             runs them per sample exactly as written. Default: True.
         on_error: ``"raise"`` (default), or ``"skip"`` to leave out samples that cannot be prepared,
-            with one warning. More than 1 % of the samples (and more than 10) is an error all the
-            same.
+            with one warning. More than 1 % of the samples (and more than 10), or 100 in a row, is
+            an error all the same.
         prepare_workers: threads that prepare, or processes where code of your own reads or prepares
             samples; default: all usable cores.
         cache_dir: folder that keeps prepared samples for the next run (default: none does), which
@@ -526,7 +526,7 @@ def _budget(options: Options, *, is_shared: bool) -> Budget:
 
 def warn_of_skipped(skipped: Sequence[SampleError], count: int) -> None:
     if skipped:
-        check_skipped(skipped, count)
+        check_skipped({error.index: error for error in skipped}, count)
         left_out = f"{len(skipped)} of {count} samples cannot be prepared and were left out"
         warn_user(f"{left_out}; dataset.skipped lists them. The first: {skipped[0]}")
 

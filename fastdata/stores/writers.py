@@ -363,7 +363,7 @@ def ingest(
                         raise error
                 all_written.targets.update(targets)
                 all_written.errors.update(errors)
-                check_skipped(all_written.errors.values(), len(indices))
+                check_skipped(all_written.errors, len(indices))
                 bar.update(len(targets) + len(errors))
         kept = np.array(list(all_written.targets), np.int64)
         stores = [writer.finish(kept) for writer in to_write.writers]
@@ -379,19 +379,27 @@ def ingest_workers(options: Options, cores: Collection[int] = ()) -> int:
 
 _SKIPPED_AT_LEAST = 10
 """That may be left out of any dataset, however few samples it has."""
+_SKIPPED_IN_A_ROW = 100
+"""A folder that is gone, most likely."""
 
 
-def check_skipped(errors: Collection[SampleError], count: int) -> None:
+def check_skipped(errors: dict[int, SampleError], count: int) -> None:
     """Raise IngestError where ``on_error="skip"`` would leave out more than single samples.
 
-    ``count``: of all samples.
+    ``errors``: by number of the sample, the latest one last; ``count``: of all samples.
     """
+    latest = next(reversed(errors), 0)
+    in_a_row = range(latest, latest - _SKIPPED_IN_A_ROW, -1)
     if len(errors) > max(_SKIPPED_AT_LEAST, count // 100):
-        first = next(iter(errors))
-        raise IngestError(
-            f"on_error='skip' leaves out single damaged samples, but {len(errors):,} of {count:,} "
-            f"samples cannot be prepared, more than 1 %. The first: {first}"
-        ) from first
+        found = f"{len(errors):,} of {count:,} samples cannot be prepared, more than 1 %"
+    elif all(row in errors for row in in_a_row):
+        found = f"{_SKIPPED_IN_A_ROW} samples in a row, up to {latest}, cannot be prepared"
+    else:
+        return
+    first = errors[min(errors)]
+    raise IngestError(
+        f"on_error='skip' leaves out single damaged samples, but {found}. The first: {first}"
+    ) from first
 
 
 # Each on its first read
