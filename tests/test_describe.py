@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import random
@@ -28,6 +29,7 @@ from torchvision.transforms import v2
 
 from conftest import save_image
 from fastdata import CachedDataset, ImageFolder
+from fastdata.machine.shared import SampleTable
 from fastdata.pixels.describe import describe, draws_nothing
 from fastdata.tools.caches import inspect_caches
 
@@ -426,3 +428,12 @@ def test_what_looks_up_in_a_table_draws_nothing() -> None:
         partial(np.random.normal, 0),
     ):
         assert not draws_nothing(unknown)
+
+
+def test_a_dataset_that_holds_anothers_targets_is_known_by_them() -> None:
+    """The list-like view of targets is described by what it lists, not by where that lies."""
+    texts = []
+    for targets in ([3, 4], [3, 4], [3, 5]):
+        with contextlib.closing(SampleTable(targets)) as table:
+            texts.append(describe([table.targets], None))
+    assert texts[0] == texts[1] != texts[2]

@@ -413,7 +413,7 @@ class CachedDataset(PreparedDataset):
         assert isinstance(source, DatasetSource)
         listing, root = _list_files(source)
         *_, inner = unwrapped(source.dataset)
-        if cache_key is None and listing is None and not hasattr(inner, "_identity"):
+        if cache_key is None and listing is None and not hasattr(inner, "_fastdata_identity"):
             raise ValueError(
                 f"cache_dir= must know in the next run whether the samples of "
                 f"{type(inner).__name__} are still the same, but it does not list their files in "

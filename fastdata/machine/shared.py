@@ -373,7 +373,7 @@ class ListView(Sequence[_T]):
         return map(self._item, range(self._length))
 
     @property
-    def _identity(self) -> list[_T]:
+    def _fastdata_identity(self) -> list[_T]:
         return list(self)
 
     def __eq__(self, other: object) -> bool:
