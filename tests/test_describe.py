@@ -406,14 +406,23 @@ def test_which_columns_are_chosen_counts(tmp_path: Path) -> None:
             assert int(dataset[0][0].max()) == level
 
 
-def test_what_looks_up_in_a_table_draws_nothing() -> None:
-    """Tables are told from functions, any of which might reach a random generator."""
+def test_what_computes_with_plain_data_only_draws_nothing() -> None:
+    """Tables, builtins and functions of these are told from whatever might reach a random generator."""
     table, row = {0: 1, 1: 0}, np.arange(3)
 
     def by_default(label: int, source: Any = random) -> float:
         return float(label + source.random())
 
-    for calm in (None, table.get, row.__getitem__):
+    for calm in (
+        None,
+        int,
+        abs,
+        table.get,
+        row.__getitem__,
+        lambda label: table[label] + int(row[0]),
+        lambda label: -label,
+        lambda label: label in {1, 2},
+    ):
         assert draws_nothing(calm)
     for unknown in (
         random.random,

@@ -255,7 +255,7 @@ JOINED: dict[str, Any] = {
     "seeds": lambda options: ConcatDataset([_half(0, **options), _half(11, seed=3)]),
     "transforms": lambda options: ConcatDataset([_half(0, **options), _half(11, CENTER)]),
     "targets": lambda options: ConcatDataset(
-        [_half(0, **options), _half(11, target_transform={n: -n for n in range(99)}.get)]
+        [_half(0, **options), _half(11, target_transform=lambda target: -target)]
     ),
     "types of target": lambda _: ConcatDataset(
         [_half(0, target=float), _half(11, target=np.float32)]

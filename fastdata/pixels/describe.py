@@ -32,7 +32,7 @@ _CODE_FACTS = [
     *("co_code", "co_consts", "co_names", "co_varnames", "co_freevars", "co_cellvars", "co_flags"),
     *("co_argcount", "co_posonlyargcount", "co_kwonlyargcount", "co_exceptiontable"),
 ]
-_TABLES = (dict, list, tuple, np.ndarray, torch.Tensor)
+_COMPUTING = (abs, bool, dict, divmod, float, int, len, list, max, min, round, str, tuple)
 _LISTS = ["_fastdata_identity", "samples", "targets"]
 """Attributes that tell a dataset from others of its class."""
 _CHANGES = ["transform", "target_transform", "transforms", "loader"]
@@ -60,13 +60,31 @@ def describe(value: Any, cache_key: str | None = None) -> str:
 
 
 def draws_nothing(call: Any) -> bool:
-    """Whether a function surely draws no random number: a look-up in a table, or none.
+    """Whether a function surely draws no random number: it names only data and what computes.
 
     Example:
-        >>> draws_nothing({0: 1, 1: 0}.get), draws_nothing(lambda label: torch.rand(()))
+        >>> table = {0: 1, 1: 0}
+        >>> draws_nothing(lambda label: table[label]), draws_nothing(lambda label: torch.rand(()))
         (True, False)
     """
-    return call is None or type(getattr(call, "__self__", None)) in _TABLES
+    if not isinstance(call, types.FunctionType):
+        owner = getattr(call, "__self__", None)  # of table.get, table.__getitem__
+        return call is None or _is_calm(call) or (owner is not None and _is_calm(owner))
+    code = call.__code__
+    known = {computing.__name__: computing for computing in _COMPUTING} | call.__globals__
+    closed = [cell.cell_contents for cell in call.__closure__ or ()]
+    # Of an attribute's name nothing is known, unless a global has it, too.
+    named = [known.get(name, object) for name in code.co_names]
+    return all(map(_is_calm, (*named, *closed, *code.co_consts, *(call.__defaults__ or ()))))
+
+
+def _is_calm(value: Any) -> bool:
+    """Whether it is data, or computes."""
+    if isinstance(value, dict):
+        value = [*value.items()]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return _is_plain(value)
+    return isinstance(value, (np.ndarray, torch.Tensor, *_ATOMS)) or value in _COMPUTING
 
 
 def describe_dataset(dataset: Any, cache_key: str | None = None) -> str:
@@ -98,9 +116,8 @@ def name_of(code: Any) -> str | None:
     """What stands for an installed function or class; None for the user's own or a nameless one."""
     module = getattr(code, "__module__", None)
     qualname = getattr(code, "__qualname__", None)
-    if not (isinstance(module, str) and isinstance(qualname, str)):
-        return None
-    origin = _origin(module)
+    is_named = isinstance(module, str) and isinstance(qualname, str)
+    origin = _origin(module) if is_named else None
     if origin is None:
         return None
     # What has another's name, as a closure or a class made in a function, is not that other.
