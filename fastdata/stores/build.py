@@ -139,15 +139,13 @@ def prepare_on_disk(
         place=place,
         home=mirror_folder(options.local_cache) / name if place.is_remote else Path(place.url),
     )
-    reason = ""
     try:
-        prepared = _open(wanted)
+        return _open(wanted)
     except (FileNotFoundError, CacheError) as obstacle:
         reason = str(obstacle)
-    if reason:
-        with locked(wanted.home, reason):
-            prepared = _open_or_write(wanted)
-        warn_of_skipped(prepared.skipped, len(path.source))
+    with locked(wanted.home, reason):
+        prepared = _open_or_write(wanted)
+    warn_of_skipped(prepared.skipped, len(path.source))
     return prepared
 
 
@@ -182,12 +180,12 @@ def _open_or_write(wanted: _Wanted) -> Prepared:
         with naming_full_disk(home):
             if not wanted.place.is_remote:
                 home.mkdir(exist_ok=True)
-            _write(wanted)
+            cache = _write(wanted)
     finally:
         with contextlib.suppress(OSError):
             home.rmdir()  # where nothing is in it
     with contextlib.suppress(OSError):
-        _sweep(wanted.place)
+        _sweep(cache)
     return _open(wanted)
 
 
@@ -219,11 +217,10 @@ def locked(home: Path, reason: str) -> Iterator[None]:
         lock.release()
 
 
-def _sweep(place: Place) -> None:
-    """Remove the files of a cache that its index does not name."""
-    named = Cache.read(place).file_names()
-    orphans = sizes_in(place).keys() - named
-    place.remove(*[name for name in orphans if _is_removable(place, name)])
+def _sweep(cache: Cache) -> None:
+    """Remove the files that lie beside a cache's own."""
+    orphans = sizes_in(cache.place).keys() - cache.file_names()
+    cache.place.remove(*[name for name in orphans if _is_removable(cache.place, name)])
 
 
 def _is_removable(place: Place, name: str) -> bool:
@@ -235,7 +232,7 @@ def _is_removable(place: Place, name: str) -> bool:
 # What is to be written
 
 
-def _write(wanted: _Wanted) -> None:
+def _write(wanted: _Wanted) -> Cache:
     """Write the shards that are not there, and let the cache hold all from now on."""
     path, options = wanted.path, wanted.options
     count = len(path.source)
@@ -248,7 +245,7 @@ def _write(wanted: _Wanted) -> None:
     if options.on_error == "skip":
         path = path._replace(shape=None)  # files are opened, to leave some out
 
-    def write(plans: Sequence[WriterPlan]) -> None:
+    def write(plans: Sequence[WriterPlan]) -> Cache:
         manifest = Manifest(
             key=wanted.key,
             root=wanted.root,
@@ -270,8 +267,9 @@ def _write(wanted: _Wanted) -> None:
         columns = _join(wanted, write_shards(writer, tasks, options))
         cache = Cache(place=wanted.place, manifest=manifest, columns=columns)
         wanted.place.write(INDEX, cache.pack())
+        return cache
 
-    write_any_shapes(write, planned)
+    return write_any_shapes(write, planned)
 
 
 def _join(wanted: _Wanted, shards: Sequence[Cache]) -> Columns:

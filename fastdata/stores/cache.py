@@ -229,8 +229,6 @@ class Cache:
 
     def _column(self, name: str, dtype: str, *shape: int) -> np.ndarray:
         """A column, which has this type and shape."""
-        if name not in self.columns:
-            raise ValueError(f"it lacks the {name} of its samples")
         column: np.ndarray = self.columns[name]
         if column.dtype != np.dtype(dtype) or column.shape != shape:
             found = f"{column.dtype}{list(column.shape)}"
@@ -254,8 +252,6 @@ class Cache:
         count = len(self.kept)
         if self.manifest.layout.target_is_part:
             return np.zeros(count, int)
-        if "targets.json" not in self.columns:
-            raise ValueError("it lacks the targets of its samples")
         return _unpack_targets(self.columns["targets.json"], self.columns, count)
 
     @cached_property
