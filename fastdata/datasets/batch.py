@@ -268,9 +268,10 @@ def _image_key(sample: Mapping[Any, Any]) -> Any:
         key for key, value in sample.items() if isinstance(value, torch.Tensor) and value.ndim == 3
     ]
     if len(images) != 1:
-        found = ", ".join(map(str, images)) or f"none among {', '.join(map(str, sample))}"
+        found = ", ".join(map(str, images)) or "none"
         raise TypeError(
-            f"pad= needs one image, a tensor (C, H, W), in each sample, and finds {found}"
+            f"pad= needs one image, a tensor (C, H, W), in each sample, and finds {found} among "
+            f"{', '.join(map(str, sample))}"
         )
     return images[0]
 

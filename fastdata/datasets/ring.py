@@ -32,7 +32,6 @@ import numpy as np
 import torch
 from torch.utils.data import Subset, get_worker_info
 from torch.utils.data._utils import collate as torch_collate
-from torch.utils.data._utils import fetch as torch_fetch
 from torch.utils.data._utils.worker import _worker_loop
 
 from fastdata.datasets.batch import collate as default_collate
@@ -110,10 +109,8 @@ class RingCollate:
 def _fetch_of_worker_loop() -> FrameType | None:
     """The call that ``RingCollate`` returns to; None for a loader inside of the worker."""
     frame = sys._getframe(2)
-    fetchers = torch_fetch._MapDatasetFetcher, torch_fetch._IterableDatasetFetcher
-    is_fetch = frame.f_code in [each.fetch.__code__ for each in fetchers]
-    is_workers = frame.f_back is not None and frame.f_back.f_code is _worker_loop.__code__
-    return frame if is_workers and is_fetch else None
+    caller = frame.f_back
+    return frame if caller is not None and caller.f_code is _worker_loop.__code__ else None
 
 
 # The worker's end
