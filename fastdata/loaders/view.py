@@ -238,13 +238,11 @@ def fallback_notice(dataset: PreparedDataset) -> str:
     is_asked_for = not reader.stored.options.batch_ops or reader.pair_transform is not None
     if is_asked_for or kept is None or kept.is_tuple or is_known:
         return ""
-    cure = "Write steps that are served in its place: docs/served-steps.md."
-    if not plan.views:
-        cure = (
-            "Give it as prepare= if it does the same each time, or as CudaPrefetcher(transform=) "
-            "if it can take whole batches."
-        )
-    return f"{plan.obstacle}, so that it runs in Python on each sample. {cure}"
+    return (
+        f"{plan.obstacle}, so that it runs in Python on each sample. Give it as prepare= if it does "
+        "the same each time, or as CudaPrefetcher(transform=) if it can take whole batches; or "
+        "write steps that are served in its place: docs/served-steps.md."
+    )
 
 
 def wrapped_notice(dataset: Any) -> str:
