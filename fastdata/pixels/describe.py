@@ -17,6 +17,7 @@ import importlib
 import itertools
 import pickle
 import sys
+import threading
 import types
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -27,6 +28,7 @@ import torch
 
 _BY_NAME = {"PIL", "fastdata", "numpy", "timm", "torch", "torchvision", *sys.stdlib_module_names}
 _ATOMS = {type(None), bool, int, float, str, bytes}
+_LOCKS = (type(threading.Lock()), type(threading.RLock()))
 _DESCRIPTORS = (classmethod, staticmethod, property)
 _CODE_FACTS = [
     *("co_code", "co_consts", "co_names", "co_varnames", "co_freevars", "co_cellvars", "co_flags"),
@@ -114,8 +116,8 @@ def unwrapped(dataset: Any) -> Iterator[Any]:
 
 def name_of(code: Any) -> str | None:
     """What stands for an installed function or class; None for the user's own or a nameless one."""
-    module = getattr(code, "__module__", None)
-    qualname = getattr(code, "__qualname__", None)
+    module: Any = getattr(code, "__module__", None)
+    qualname: Any = getattr(code, "__qualname__", None)
     is_named = isinstance(module, str) and isinstance(qualname, str)
     origin = _origin(module) if is_named else None
     if origin is None:
@@ -203,7 +205,7 @@ class _Describer(pickle.Pickler):
             return (_origin(value.__name__) or _hash_of(Path(str(value.__file__)).read_bytes()),)
         if hasattr(value, "_fastdata_identity"):
             return kind, value._fastdata_identity
-        if kind.__module__ == "_thread":  # a lock does nothing
+        if kind in _LOCKS:
             return ()
         return kind, *_reduced(value)
 
