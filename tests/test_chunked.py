@@ -438,6 +438,24 @@ def test_quality_tells_orders_apart(tmp_path: Path) -> None:
             assert loader.shuffle_quality() == 0.0
 
 
+def test_a_loader_made_alone_finds_its_ranks_when_an_epoch_begins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Lightning makes loaders before there are ranks: it then has its share, as one made as a rank has."""
+    torch.manual_seed(1)
+    options: dict[str, Any] = {"batch_size": 1, "chunk_samples": 2, "drop_last": True}
+    with chunked(Squares(11), **options) as alone:
+        assert len(alone) == 11
+        monkeypatch.setenv("RANK", "1")
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        with chunked(Squares(11), **options) as ranked:
+            for _ in range(2):
+                assert labels(alone) == labels(ranked)
+            assert len(alone) == len(ranked) == 5
+            told = [each.state_dict()["loader"]["order"] for each in (alone, ranked)]
+            assert told[0] == told[1]
+
+
 # Resuming
 
 

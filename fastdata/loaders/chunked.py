@@ -22,7 +22,7 @@ from fastdata.datasets.reader import BatchRing
 from fastdata.errors import FastDataError
 from fastdata.loaders.epochs import HELD_BY_USER, Counted
 from fastdata.loaders.loader import DataLoader
-from fastdata.loaders.samplers import Int64s, RankSampler, chunked, shuffled
+from fastdata.loaders.samplers import Int64s, Order, RankSampler, chunked, shuffled
 from fastdata.loaders.view import LoaderView
 from fastdata.machine import memory
 from fastdata.machine.memory import CHUNKS_HELD, ChunkPlan
@@ -92,6 +92,7 @@ class ResidentChunks:
         self._from_cache = from_cache
         self._handed = 0
         self._is_closed = False
+        self._pid = os.getpid()
         self._coming: dict[int, Future[None]] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="fastdata-chunks")
         for chunk in range(CHUNKS_HELD):
@@ -112,7 +113,9 @@ class ResidentChunks:
             self._begin(chunk - 1 + CHUNKS_HELD)
 
     def close(self) -> None:
-        """End the thread, and let go of what is there. Idempotent."""
+        """End the thread, and let go of what is there. Idempotent; nothing in a forked process."""
+        if os.getpid() != self._pid:
+            return
         self._is_closed = True
         self._thread.shutdown(cancel_futures=True)
         for run in list(self._coming):
@@ -153,14 +156,28 @@ class ChunkSampler(RankSampler):
     """A rank's samples in an order of chunks; waits until they are there before it gives them.
 
     Args:
+        make: an order of chunks for a ``world_size``.
         hold: makes the chunks of an epoch's samples resident; None where none lie on disk.
         options: of a ``RankSampler``.
     """
 
-    def __init__(self, hold: Callable[[Int64s], ResidentChunks] | None, **options: Any) -> None:
+    def __init__(
+        self,
+        make: Callable[..., Order],
+        hold: Callable[[Int64s], ResidentChunks] | None,
+        **options: Any,
+    ) -> None:
         self.resident: ResidentChunks | None = None
+        self._make = make
         self._hold = hold
-        super().__init__(**options)
+        super().__init__(order=make(), **options)
+
+    def find_ranks(self) -> None:
+        super().find_ranks()
+        if self.num_replicas != self._order.identity["world_size"]:
+            self._order = self._make(world_size=self.num_replicas)
+            self.order_length = self._order.num_samples
+            super().find_ranks()
 
     def _indices(self, samples: Int64s, earlier: Int64s | None) -> Iterator[int]:
         indices = super()._indices(samples, earlier)
@@ -292,9 +309,7 @@ class ChunkedLoader:
         if self._is_mixed:
             make = partial(make, piece_samples=max(size // pieces, 1), chunk_samples=size)
         has_seed = self._view is not None and self._view.seed is not None
-        self._sampler = ChunkSampler(
-            hold, order=make(), seed=seed, rank=rank, world_size=world_size
-        )
+        self._sampler = ChunkSampler(make, hold, seed=seed, rank=rank, world_size=world_size)
         self._loader: DataLoader[Any] = DataLoader(
             dataset,
             batch_size,

@@ -365,7 +365,7 @@ class RankSampler(DistributedSampler[int]):
 
     def __init__(
         self,
-        dataset: Sized | int = 0,
+        dataset: Sized | int | None = None,
         num_samples: int | None = None,
         *,
         order: Order | None = None,
@@ -375,7 +375,7 @@ class RankSampler(DistributedSampler[int]):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        order = order or shuffled(dataset, shuffle)
+        order = order or shuffled(dataset, shuffle)  # type: ignore[arg-type]  # refuses None
         length = order.num_samples if num_samples is None else num_samples
         if not 0 <= length <= order.most:
             raise ValueError(
