@@ -58,7 +58,7 @@ def warm_up() -> None:
 
     task = ray.remote(num_cpus=1)(importlib.import_module)
     ray.wait(
-        [task.remote("fastdata.stores.shards") for _ in range(4 * CORES)],
+        [task.remote("fastdata.stores.build") for _ in range(4 * CORES)],
         num_returns=4 * CORES,
     )
 

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from fastdata.stores.shards import Listing
+    from fastdata.stores.build import Listing
 
 
 _ENDING = threading.RLock()

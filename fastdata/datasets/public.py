@@ -39,7 +39,7 @@ from fastdata.stores.prepare import DatasetOptions, Options, read_options, with_
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
-    from fastdata.stores.shards import Listing
+    from fastdata.stores.build import Listing
 
 
 class _ImageFiles(PreparedDataset):
@@ -71,7 +71,7 @@ class _ImageFiles(PreparedDataset):
         self._build(self._files_of(table), options, transform, target_transform, table=table)
 
     def _describe(self, source: Source) -> tuple[str, Listing | None, str]:
-        from fastdata.stores.shards import list_paths
+        from fastdata.stores.build import list_paths
 
         root, table = os.fspath(self.root), self._stored.table
         assert isinstance(source, FileSource)
@@ -501,7 +501,7 @@ class CachedDataset(PreparedDataset):
 
 def _list_files(source: Source) -> tuple[Listing | None, str]:
     """The files of samples, and their folder; none where samples are no files."""
-    from fastdata.stores.shards import list_paths
+    from fastdata.stores.build import list_paths
 
     found = [source.path(index) for index in range(len(source))]
     paths = [path for path in found if path is not None]

@@ -5,28 +5,44 @@ killed at any moment leaves it as it was, and the shards that it has completed. 
 samples into shards, and writes those that are not there: all of a new cache, those with changed
 files of an old one, the rest of one that was stopped. The process that called gathers their
 receipts, and it alone makes them a cache.
+
+A task reads, prepares and writes one shard, on this machine or by any executor: the bytes are the
+same, whoever writes them. Last it writes a receipt, ``shard-<name>.npz``, of what the index is to
+hold: a shard whose receipt and files are there is complete, and is not written again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import math
+import multiprocessing
 import os
+import pickle
 import re
-from collections.abc import Iterator, Sequence
+import uuid
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future, as_completed, wait
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
+import torch
 from filelock import FileLock, Timeout
 
-from fastdata.errors import CacheError, is_url
-from fastdata.machine.memory import fastest_fitting, format_bytes
+from fastdata.errors import CacheError, IngestError, is_url
+from fastdata.machine.memory import fastest_fitting, format_bytes, parse_bytes, usable_cores
+from fastdata.machine.processes import attempt, run_tasks
 from fastdata.machine.shared import PackedPaths, SampleTable
-from fastdata.report import log
-from fastdata.sources.remote import Place, made_by_this_user
+from fastdata.report import log, progress_bar
+from fastdata.sources import FileSource
+from fastdata.sources.remote import Place, fleeting_folder, made_by_this_user, options_travel
 from fastdata.stores.cache import (
     INDEX,
+    VERSION,
     Cache,
     Columns,
     Manifest,
@@ -44,23 +60,39 @@ from fastdata.stores.prepare import (
     try_codecs,
     warn_of_skipped,
 )
-from fastdata.stores.readers import Decoder, free_bytes, naming_full_disk, receipts_in
-from fastdata.stores.samples import ReadPath
-from fastdata.stores.shards import (
-    Listing,
-    ShardWriter,
-    fingerprint,
-    make_tasks,
-    samples_per_shard,
-    sizes_in,
-    write_shards,
+from fastdata.stores.readers import (
+    Decoder,
+    free_bytes,
+    naming_full_disk,
+    receipt_name,
+    receipts_in,
 )
-from fastdata.stores.writers import WriterPlan, write_any_shapes
+from fastdata.stores.samples import ReadPath
+from fastdata.stores.writers import (
+    WriterPlan,
+    ingest,
+    ingest_workers,
+    needs_processes,
+    write_any_shapes,
+)
 
 _SPARE_BYTES = 256 << 20
 """Left on the disk where the choice is ours."""
 _CACHE_CHARACTERS = 12
 """Of a fingerprint, in a name."""
+_MOST_SHARDS = 200
+"""Every process keeps a descriptor open for each file, and 1,024 is a usual limit."""
+_LEAST_BYTES = 16 << 20
+"""Of a shard: less is too little to hand out as a task."""
+_GOOD_BYTES = 64 << 20
+"""From these on a shard may be more, where there are enough for all workers."""
+_GOOD_SHARDS = 64
+_SHARD_CHARACTERS = 16
+"""Of a fingerprint, in a name."""
+_FILES_PER_TASK = 50_000
+_NO_FILE = -1
+_RAY_RETRIES = 10
+"""Of a task whose node was lost."""
 
 
 # Found, or written
@@ -120,12 +152,12 @@ def prepare_on_disk(
     key = {"source": opened, "prepare": steps, "codec": codec}
     root = os.path.abspath(os.path.expanduser(root)) if root and not is_url(root) else root
     stem = re.sub(r"[^A-Za-z0-9._]+", "-", os.path.basename(root)).strip(".-") or "samples"
-    names = [fingerprint(json.dumps({**key, "root": root}, sort_keys=True))]
+    names = [_fingerprint(json.dumps({**key, "root": root}, sort_keys=True))]
     content = str(len(path.source))
     if listing is not None:
         paths = listing.paths.ends, listing.paths.blob
-        content = fingerprint(*paths, listing.facts)
-        names += [fingerprint(*paths)] * is_own_list
+        content = _fingerprint(*paths, listing.facts)
+        names += [_fingerprint(*paths)] * is_own_list
     name = "-".join([stem, *(each[:_CACHE_CHARACTERS] for each in names)])
     place = Place(options.cache_dir, options.storage_options).below(name)
     wanted = _Wanted(
@@ -219,7 +251,7 @@ def locked(home: Path, reason: str) -> Iterator[None]:
 
 def _sweep(cache: Cache) -> None:
     """Remove the files that lie beside a cache's own."""
-    orphans = sizes_in(cache.place).keys() - cache.file_names()
+    orphans = _sizes_in(cache.place).keys() - cache.file_names()
     cache.place.remove(*[name for name in orphans if _is_removable(cache.place, name)])
 
 
@@ -256,15 +288,15 @@ def _write(wanted: _Wanted) -> Cache:
         )
         content = wanted.content if wanted.listing is None else ""
         words = [wanted.key, content, *map(asdict, manifest.parts)]
-        tasks = make_tasks(count, shard_rows, words, wanted.listing)
-        writer = ShardWriter(
+        tasks = _make_tasks(count, shard_rows, words, wanted.listing)
+        writer = _ShardWriter(
             path=path,
             plans=[replace(plan, first_bytes=plan.first_bytes // len(tasks)) for plan in plans],
             manifest=manifest,
             place=wanted.place,
             options=Options(on_error=options.on_error, prepare_workers=1),
         )
-        columns = _join(wanted, write_shards(writer, tasks, options))
+        columns = _join(wanted, _write_shards(writer, tasks, options))
         cache = Cache(place=wanted.place, manifest=manifest, columns=columns)
         wanted.place.write(INDEX, cache.pack())
         return cache
@@ -304,7 +336,7 @@ def _plan_writers(wanted: _Wanted, expected: Forecast) -> list[WriterPlan]:
     is_free = codec == "auto"
     free = None
     if is_free:
-        free = free_bytes(wanted.home) + sum(sizes_in(wanted.place).values()) - _SPARE_BYTES
+        free = free_bytes(wanted.home) + sum(_sizes_in(wanted.place).values()) - _SPARE_BYTES
         # A bucket is never full.
         if wanted.place.is_remote or expected.need_bytes <= free:
             return expected.plan_writers()
@@ -317,3 +349,319 @@ def _plan_writers(wanted: _Wanted, expected: Forecast) -> list[WriterPlan]:
     if not is_free:
         raise ValueError(f"codec={codec!r} is not possible here: {trials[0].obstacle}")
     return expected.plan_writers()  # which says need, free and cure
+
+
+# The files that a cache is made from: their names, sizes and times
+
+
+class Listing(NamedTuple):
+    """The files that samples are made from, one for each.
+
+    Args:
+        paths: their names, relative to the root where they lie below it.
+        facts: int64 (2, N), sizes, -1 where there is no file, and times of the last change, or what
+            else stands for their content.
+    """
+
+    paths: PackedPaths
+    facts: npt.NDArray[np.int64]
+
+
+def list_paths(
+    paths: Sequence[str], root: str, facts: npt.NDArray[np.int64] | None = None
+) -> Listing:
+    """List the files of a dataset; of remote ones ``facts`` are known."""
+    prefix = os.path.join(os.path.expanduser(root), "") if root else ""
+    packed = PackedPaths.of([os.fspath(path).removeprefix(prefix) for path in paths])
+    if facts is None:  # 1,300,000 are a matter of seconds
+        tasks = [paths[i : i + _FILES_PER_TASK] for i in range(0, len(paths), _FILES_PER_TASK)]
+        workers = usable_cores() if len(tasks) > 4 else 0
+        with contextlib.closing(run_tasks(_ask, tasks, workers)) as answers:
+            found = [each for answer in answers for each in answer]
+        facts = np.array(found, np.int64).reshape(-1, 2).T
+    return Listing(packed, facts)
+
+
+def _ask(paths: Sequence[str]) -> list[tuple[int, int]]:
+    facts = []
+    for path in paths:
+        try:
+            found = os.stat(path)
+        except (OSError, ValueError):  # no such file, or a name that cannot be one
+            facts.append((_NO_FILE, _NO_FILE))
+        else:
+            facts.append((found.st_size, found.st_mtime_ns))
+    return facts
+
+
+def _fingerprint(*data: str | bytes | np.ndarray) -> str:
+    digest = hashlib.sha256()
+    for each in data:
+        if isinstance(each, np.ndarray):
+            each = np.ascontiguousarray(each).tobytes()
+        digest.update(os.fsencode(each))
+    return digest.hexdigest()
+
+
+def samples_per_shard(count: int, need_bytes: int, shard_bytes: int | str | None) -> int:
+    """How many of so many samples, which take about ``need_bytes``, a shard has."""
+    if shard_bytes is None:
+        size_bytes = min(max(need_bytes / _GOOD_SHARDS, _LEAST_BYTES), _GOOD_BYTES)
+    else:
+        size_bytes = parse_bytes(shard_bytes, of=0)
+    shards = min(math.ceil(need_bytes / size_bytes), _MOST_SHARDS, count)
+    return math.ceil(count / max(shards, 1))
+
+
+class _Task(NamedTuple):
+    """A shard that is to be written.
+
+    Args:
+        name: its fingerprint.
+        positions: of its samples in the source.
+        columns: of these, on the way to a process that does not have those of all.
+    """
+
+    name: str
+    positions: range
+    columns: Mapping[str, Any] | None = None
+
+    def __str__(self) -> str:
+        return f"samples {self.positions[0]} to {self.positions[-1]}"
+
+
+def _make_tasks(
+    count: int, size: int, words: Sequence[Any], listing: Listing | None
+) -> list[_Task]:
+    """Cut samples into runs, each named after all that its bytes depend on.
+
+    Args:
+        count: samples.
+        size: of a run.
+        words: plain values that all samples depend on besides their files.
+        listing: the files, where samples are files.
+    """
+    basis = json.dumps([VERSION, *words], sort_keys=True)
+    paths = [] if listing is None else listing.paths.names()
+    tasks = []
+    for first in range(0, count, size):
+        run = slice(first, first + size)
+        name = _fingerprint(basis, str(run), b"\0".join(paths[run]))
+        if listing is not None:
+            name = _fingerprint(name, listing.facts[:, run])
+        tasks.append(_Task(name[:_SHARD_CHARACTERS], range(count)[run]))
+    return tasks
+
+
+def _sizes_in(place: Place) -> dict[str, int]:
+    return {entry.name: entry.size_bytes for entry in place.find() if "/" not in entry.name}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _ShardWriter:
+    """Writes shards, in whatever process.
+
+    Args:
+        path: of the samples.
+        plans: of each part of a shard.
+        manifest: of the cache.
+        place: where files go.
+        options: of a shard.
+    """
+
+    path: ReadPath
+    plans: Sequence[WriterPlan]
+    manifest: Manifest
+    place: Place
+    options: Options
+
+    def __call__(self, task: _Task) -> bytes:
+        """Write the files of a shard, and then its receipt, which it gives."""
+        path = self.path
+        is_remote = self.place.is_remote
+        if multiprocessing.parent_process() is not None:
+            # There is a process for each core; and a forked OpenMP pool would hang.
+            torch.set_num_threads(1)
+        if isinstance(path.source, FileSource) and task.columns is not None:
+            path = path._replace(source=path.source.over(task.columns))
+        with contextlib.ExitStack() as cleanup:
+            folder = Path(self.place.url)
+            if is_remote:
+                folder = cleanup.enter_context(fleeting_folder())
+            attempt = folder / uuid.uuid4().hex  # there may be several of one shard
+            parts = [attempt.with_suffix(f".{number}") for number in range(len(self.plans))]
+            for part in parts:
+                cleanup.callback(part.unlink, missing_ok=True)
+            plans = [replace(plan, path=part) for plan, part in zip(self.plans, parts, strict=True)]
+            stores, written = ingest(path, plans, task.positions, self.options)
+            kept = np.zeros(len(task.positions), bool)
+            kept[list(written.targets)] = True
+            columns: Columns = {
+                "shards.names": np.array([task.name], "S16"),
+                "shards.rows": np.array([len(kept)]),
+                "shards.bytes": np.array([[store.size_bytes for store in stores]]),
+                "kept": kept,
+                "skipped.json": [[error.path, str(error)] for error in written.errors.values()],
+                **pack_targets(list(written.targets.values())),
+            }
+            for number, store in enumerate(stores):
+                cleanup.callback(store.close)
+                columns |= {f"part{number}.{name}": it for name, it in store.index.items()}
+            shard = Cache(place=self.place, manifest=self.manifest, columns=columns)
+            receipt = shard.pack()
+            for part, [name] in zip(parts, shard.files(), strict=True):
+                if is_remote:
+                    self.place.upload(name, part)
+                else:
+                    os.replace(part, folder / name)
+            self.place.write(receipt_name(task.name), receipt)
+        return receipt
+
+
+def _find_complete(place: Place, tasks: Sequence[_Task], *, with_skipped: bool) -> dict[str, Cache]:
+    """The shards that are there, by name."""
+    sizes = _sizes_in(place)
+    begun = [task.name for task in tasks if receipt_name(task.name) in sizes]
+    receipts = [place.submit(receipt_name(name)) for name in begun]
+    complete = {}
+    for name, receipt in zip(begun, receipts, strict=True):
+        with contextlib.suppress(Exception):  # bytes of others raise anything
+            shard = Cache.unpack(place, receipt.result())
+            is_whole = all(files.items() <= sizes.items() for files in shard.files())
+            if is_whole and shard.shard_names == [name] and (with_skipped or not shard.skipped):
+                complete[name] = shard
+    return complete
+
+
+def _write_shards(writer: _ShardWriter, tasks: Sequence[_Task], options: Options) -> list[Cache]:
+    """Write all shards that are not complete.
+
+    Raises:
+        SampleError: a sample cannot be prepared; names its path and index.
+        IngestError: a worker of this machine was lost; what is done stays. An executor raises
+            errors of its own.
+        ShapesDifferError: a sample has another shape.
+        ValueError: what prepares samples cannot be pickled.
+    """
+    complete = _find_complete(writer.place, tasks, with_skipped=options.on_error == "skip")
+    left = [task for task in tasks if task.name not in complete]
+    missing = sum(len(task.positions) for task in left)
+    count = tasks[-1].positions.stop
+    if complete:
+        log.warning(
+            "%d of %d samples are prepared: those of new or changed files, of damaged shards, or "
+            "that a build that was stopped has left",
+            missing,
+            count,
+        )
+    with (
+        contextlib.closing(_run(writer, left, options)) as receipts,
+        progress_bar(count, f"preparing {count:,} images") as bar,
+    ):
+        bar.update(count - missing)
+        for receipt in receipts:
+            shard = Cache.unpack(writer.place, receipt)
+            complete[shard.shard_names[0]] = shard
+            bar.update(len(shard.columns["kept"]))
+    return [complete[task.name] for task in tasks]
+
+
+def _run(
+    writer: _ShardWriter, tasks: Sequence[_Task], options: Options
+) -> Generator[bytes, None, None]:
+    """Write shards, and yield the receipt of each when it is written."""
+    workers = ingest_workers(options)
+    engine = options.engine
+    if engine == "local" and 1 < workers <= len(tasks):
+        forks = needs_processes(writer.path, writer.plans)
+        yield from run_tasks(writer, tasks, workers, forks=forks)
+    elif engine == "local":  # too few to go round: all workers at one after the other
+        alone = replace(writer, options=replace(writer.options, prepare_workers=workers))
+        yield from map(alone, tasks)
+    else:
+        yield from _run_elsewhere(writer, tasks, engine)
+
+
+# Tasks of a build that run elsewhere
+
+
+def _run_elsewhere(
+    writer: _ShardWriter, tasks: Sequence[_Task], engine: str | Executor
+) -> Iterator[bytes]:
+    source = writer.path.source
+    if isinstance(source, FileSource):  # a task has the files of its own samples only
+        tasks = [task._replace(columns=source.columns_of(task.positions)) for task in tasks]
+        no_files = source.over(source.columns_of(()))
+        writer = replace(writer, path=writer.path._replace(source=no_files))
+    if isinstance(engine, Executor):
+        packed = _pickled(writer)
+        yield from _run_by(lambda task: engine.submit(_attempt, packed, task), tasks)
+    else:
+        with _ray(writer) as submit:
+            yield from _run_by(submit, tasks)
+
+
+def _run_by(submit: Callable[[_Task], Future[bytes]], tasks: Sequence[_Task]) -> Iterator[bytes]:
+    running: list[Future[bytes]] = []
+    try:
+        running.extend(map(submit, tasks))
+        for future in as_completed(running):
+            receipt, error, text = pickle.loads(future.result())
+            if error is not None:
+                raise error from IngestError(text)
+            yield receipt
+    finally:
+        # What is being written now stays, too.
+        wait([future for future in running if not future.cancel()])
+
+
+def _attempt(packed: bytes, task: _Task) -> bytes:
+    """What an executor runs: its errors are answers, so that all others are the executor's."""
+    return attempt(lambda task: pickle.loads(packed)(task), task)
+
+
+def _pickled(writer: _ShardWriter) -> bytes:
+    try:
+        with options_travel():
+            return pickle.dumps(writer)
+    except Exception as problem:  # pickling runs code of the user's
+        raise ValueError(
+            "engine= sends what reads and prepares samples to other processes, which cannot be "
+            f"pickled: {problem}. Use functions of a module in place of lambdas and of functions "
+            "within others; or engine='local', which forks, or engine='ray', which sends their "
+            "code."
+        ) from problem
+
+
+@contextlib.contextmanager
+def _ray(writer: _ShardWriter) -> Iterator[Callable[[_Task], Future[bytes]]]:
+    """Submit tasks to the Ray cluster that this process is connected to, or RAY_ADDRESS has.
+
+    Where there is none it starts one here, which ends with it. A task whose node was lost is run
+    again on another one; what is not done in the end is cancelled.
+    """
+    try:
+        import ray
+    except ImportError as missing:
+        text = "engine='ray' needs Ray, which is not installed: pip install 'fastdata[ray]'"
+        raise ImportError(text) from missing
+    is_connected = ray.is_initialized()
+    if not is_connected:
+        ray.init(log_to_driver=False, logging_level="error")
+    refs: list[Any] = []
+    try:
+        with options_travel():
+            packed = ray.put(ray.cloudpickle.dumps(writer))  # which each node fetches once
+        write = ray.remote(num_cpus=1, max_retries=_RAY_RETRIES)(_attempt)
+
+        def submit(task: _Task) -> Future[bytes]:
+            refs.append(write.remote(packed, task))
+            future: Future[bytes] = refs[-1].future()
+            return future
+
+        yield submit
+    finally:
+        for ref in refs:
+            ray.cancel(ref)
+        if not is_connected:
+            ray.shutdown()
