@@ -1,7 +1,7 @@
 """The user's transform: its split in three parts, its steps, and running them on whole batches.
 
 ``compose`` says which steps a transform has, ``steps`` reads torchvision's and
-timm's as ``ops``, ``plan`` splits a transform; ``program`` and ``device`` run its batch part.
+timm's as ``ops``, ``plan`` splits a transform, ``program`` runs its batch part.
 """
 
 from fastdata.pixels.compose import AlternatingFlip, Views
