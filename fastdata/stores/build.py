@@ -292,7 +292,7 @@ def _write(wanted: _Wanted) -> Cache:
         writer = _ShardWriter(
             path=path,
             plans=[replace(plan, first_bytes=plan.first_bytes // len(tasks)) for plan in plans],
-            manifest=manifest,
+            manifest=replace(manifest, classes=None),  # which may be many, for each receipt
             place=wanted.place,
             options=Options(on_error=options.on_error, prepare_workers=1),
         )

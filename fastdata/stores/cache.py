@@ -391,10 +391,10 @@ def find_cache(
     """
     places = cache_places(Place(path, storage_options))
     if len(places) > 1:
-        found = "".join(f"\n  {place}" for place in places)
+        found = ", ".join(map(str, places))
         raise ValueError(
             f"{path} holds {len(places)} caches; give the folder of the one that you mean, of "
-            f"those that `fastdata inspect` shows:{found}"
+            f"those that `fastdata inspect` shows: {found}"
         )
     return places[0]
 
@@ -403,7 +403,7 @@ def cache_places(home: Place) -> list[Place]:
     """The place itself, if it is a cache, or else all caches in it."""
     places = [home]
     with contextlib.suppress(FileNotFoundError):
-        places += [home.below(name) for name in home.folders()]
+        places += map(home.below, home.folders())
     asked = [place.submit_facts(INDEX) for place in places]
     found = [each for each, facts in zip(places, asked, strict=True) if facts.result()[0] >= 0]
     if not found:

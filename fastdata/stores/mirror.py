@@ -101,11 +101,8 @@ class MirroredStore(DiskStore):
         """
         there = {entry.name: entry.size_bytes for entry in place.find()}
         for name, size_bytes in sizes.items():
-            found_bytes = there.get(name, 0)
-            if found_bytes != size_bytes:
-                raise CacheError(
-                    f"{place.at(name)} has {found_bytes:,} bytes where {size_bytes:,} were written"
-                )
+            if there.get(name) != size_bytes:
+                raise CacheError(f"{place.at(name)} is missing, or has not {size_bytes:,} bytes")
         (local_cache / ".locks").mkdir(parents=True, exist_ok=True)
         kept_bytes = sum(each_bytes for _, each_bytes, _ in _list_segments(local_cache))
         limit_bytes = parse_bytes(_SHARE, of=free_bytes(local_cache) + kept_bytes)
