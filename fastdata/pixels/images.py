@@ -378,7 +378,7 @@ class OpenedImages(core.Samples):
         self,
         arrays: Sequence[Array],
         shapes_B3: Int32s,
-        by_pillow: Callable[[int], Array] | None = None,
+        by_pillow: Callable[[int], Array],
     ) -> None:
         super().__init__(addresses_of(arrays), shapes_B3)
         self._alive = list(arrays)
@@ -422,7 +422,7 @@ class OpenedImages(core.Samples):
     def decoded(cls, images: Sequence[Array]) -> OpenedImages:
         """Pixels (H, W, C) that are there already, C-contiguous."""
         shapes = [(image.shape[2], *image.shape[:2]) for image in images]
-        return cls(images, np.array(shapes, np.int32).reshape(-1, 3))
+        return cls(images, np.array(shapes, np.int32).reshape(-1, 3), images.__getitem__)
 
     @classmethod
     def stored(
@@ -450,7 +450,6 @@ class OpenedImages(core.Samples):
 
     def leave_to_pillow(self, b: int) -> None:
         """Have image ``b`` decoded by PIL, or raise what is wrong with it."""
-        assert self._by_pillow is not None
         if self.files is not None:
             self.files.sizes[b] = 0
         pixels = self._by_pillow(b)
