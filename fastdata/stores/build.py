@@ -34,7 +34,7 @@ import torch
 from filelock import FileLock, Timeout
 
 from fastdata.errors import CacheError, IngestError, is_url
-from fastdata.machine.memory import fastest_fitting, format_bytes, parse_bytes, usable_cores
+from fastdata.machine.memory import fastest_fitting, parse_bytes, usable_cores
 from fastdata.machine.processes import attempt, run_tasks
 from fastdata.machine.shared import PackedPaths, SampleTable
 from fastdata.report import log, progress_bar
@@ -343,8 +343,6 @@ def _plan_writers(wanted: _Wanted, expected: Forecast) -> list[WriterPlan]:
     trials = try_codecs(look_longer(wanted.path), codec)
     best = fastest_fitting(trials, free, only_lossless=is_free)
     if best is not None:
-        need = format_bytes(expected.need_bytes)
-        log.info("codec=%r on disk, where raw samples take %s", best.codec, need)
         return expected.plan_writers(best)
     if not is_free:
         raise ValueError(f"codec={codec!r} is not possible here: {trials[0].obstacle}")

@@ -35,7 +35,6 @@ import torch
 from fastdata.errors import CacheError, MemoryBudgetError, RemoteError, SampleError
 from fastdata.machine.memory import StoragePlan, format_bytes, user_cache
 from fastdata.machine.shared import ArrayBlock, PackedPaths, SampleTable
-from fastdata.report import log
 from fastdata.sources.remote import Place
 from fastdata.stores.codecs import codec_of
 from fastdata.stores.mirror import MirroredStore
@@ -348,7 +347,6 @@ class Cache:
             table = table.reduced_to(self.kept.tolist())
         codecs = "+".join(dict.fromkeys(store.codec for store in stores))
         reason = f"storage='disk': {format_bytes(self.size_bytes)} {codecs} in {self.place}"
-        log.info("%s", reason)
         kept = KeptSamples(tuple(stores), table, **vars(self.manifest.layout))
         plan = StoragePlan("disk", reason, None if codecs == "raw" else codecs)
         return Prepared(storage_plan=plan, kept=kept, skipped=self.skipped)

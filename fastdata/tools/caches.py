@@ -83,7 +83,7 @@ def export_cache(
     refuse_remote(out)
     folder = Path(out).expanduser().absolute()
     limit_bytes = parse_bytes(shard_size, of=1 << 40)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if folder.exists() and any(folder.iterdir()):
         raise FileExistsError(f"{folder} is there and not empty; give a folder that is to be made")
     folder.parent.mkdir(parents=True, exist_ok=True)
     opened = CachedDataset.from_cache(cache, as_tensors=True, storage_options=storage_options)
