@@ -828,6 +828,12 @@ def test_wrong_indices_are_named() -> None:
                 dataset[wrong]
 
 
+def test_options_of_earlier_versions_warn() -> None:
+    """They are no options any more, and the warning says what stands for them; scripts go on."""
+    with pytest.warns(FastDataWarning, match="progress=False is no option any more: set TQDM_"):
+        assert len(CachedDataset([(torch.zeros(1), 0)], progress=False)) == 1  # type: ignore[call-arg]
+
+
 def test_wrong_options_are_named() -> None:
     """A misspelt option lists the choices."""
     with pytest.raises(

@@ -229,16 +229,28 @@ def with_options(dataset: type[_Dataset]) -> type[_Dataset]:
     return dataset
 
 
+_RETIRED = {
+    "progress": "set TQDM_DISABLE=1 to hide progress bars",
+    "fill": "dataset.prepare() prepares all samples at once",
+    "share": "the ranks of a machine always share their samples",
+}
+"""Options of earlier versions that scripts still give -> what stands for them."""
+
+
 def read_options(made: type, given: Mapping[str, Any], writing: tuple[Any, Any]) -> Options:
     """The options that a constructor was given; a TypeError for a name it has no argument of."""
-    for name in given.keys() - DatasetOptions.__annotations__.keys():
+    chosen = dict(given)
+    at_once = given.get("fill") == "eager"
+    for name in _RETIRED.keys() & given.keys():
+        warn_user(f"{name}={chosen.pop(name)!r} is no option any more: {_RETIRED[name]}")
+    for name in chosen.keys() - DatasetOptions.__annotations__.keys():
         close = get_close_matches(name, inspect.signature(made).parameters, n=1)
         advice = f"help({made.__name__}) lists those it has."
         if close:
             advice = f"Did you mean {close[0]}=?"
         raise TypeError(f"{made.__name__}() has no argument {name}=. {advice}")
     engine, shard_bytes = writing
-    return Options(**given, engine=engine, shard_bytes=shard_bytes)
+    return Options(**chosen, engine=engine, shard_bytes=shard_bytes, at_once=at_once)
 
 
 # A few samples
