@@ -327,6 +327,15 @@ def test_default_collate_fails_as_in_torch() -> None:
         assert messages[0] == messages[1]
 
 
+def test_sizes_that_differ_are_named_by_worker_processes() -> None:
+    """Before a worker has a slot too, where torch's own stacking says nothing of sizes."""
+    samples = [(torch.zeros(3, 4, 4 + i), i) for i in range(2)]
+    with CachedDataset(samples) as dataset:
+        loader = DataLoader(dataset, batch_size=2, num_workers=1, workers="process")
+        with pytest.raises(RuntimeError, match=r"equal size, but got \[3, 4, 4\]"):
+            next(iter(loader))
+
+
 def test_a_users_own_tensor_collation_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """A function that the user put in default_collate_fn_map stays, and after a batch torch's own is back."""
     functions = torch.utils.data._utils.collate.default_collate_fn_map

@@ -179,9 +179,10 @@ class WorkerRing:
         first = batch[0]
         if all(type(sample) is torch.Tensor and is_plain(sample) for sample in batch):
             memory = slot.reserve(len(batch) * first.nbytes)
-            if memory:
-                out = torch.frombuffer(memory, dtype=first.dtype)
-                return torch.stack(tuple(batch), 0, out=out.view(len(batch), *first.shape))
+            if not memory:
+                return torch.stack(tuple(batch))  # whose error names sizes that differ
+            out = torch.frombuffer(memory, dtype=first.dtype)
+            return torch.stack(tuple(batch), 0, out=out.view(len(batch), *first.shape))
         return torch_collate.collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
 
     def _pack(self, slot: _Slot, batch: Any) -> SentBatch | None:
