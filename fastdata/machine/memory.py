@@ -112,13 +112,14 @@ def tree_pss_bytes(pid: int | None = None) -> int:
     return total_bytes
 
 
-def _read_cgroups(*names: str) -> Iterator[str]:
+def _read_cgroups(*names: str) -> list[str]:
     """The text of these files in each folder whose limits bind this process, innermost first.
 
     The table has lines of ``id:controllers:path``, where no controllers means version 2. Inside a
     container the path may be the host's, which is not there; then the mount's root, walked to last,
     is the container's own.
     """
+    texts = []
     for controllers, path in re.findall(
         r"^\d+:([^:]*):/*(.*)$", _read(CGROUP_TABLE.parent, CGROUP_TABLE.name), re.M
     ):
@@ -126,7 +127,8 @@ def _read_cgroups(*names: str) -> Iterator[str]:
         inside = Path(os.path.normpath(f"/{path}")[1:])
         for mount in dict.fromkeys(mounts):
             for folder in (inside, *inside.parents):
-                yield _read(CGROUP_ROOT / mount / folder, *names)
+                texts += [_read(CGROUP_ROOT / mount / folder, *names)]
+    return texts
 
 
 def _read(folder: Path, *names: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect
+import itertools
 import math
 import os
 import time
@@ -310,12 +311,12 @@ def forecast(path: ReadPath, *, probes: int = 8) -> Forecast:
     path.source.expect(indices)
     probed: list[ReadSample] = []
     errors: list[SampleError] = []
-    for read in read_samples(path, indices):
+    for read in itertools.chain.from_iterable(read_samples(path, indices)):
         if isinstance(read, SampleError):
             errors.append(read)
         elif not probed or len(read.parts) == len(probed[0].parts):
             parts = [(array.copy(), form) for array, form in read.parts]
-            probed.append(replace(read, parts=parts))
+            probed.append(read._replace(parts=parts))
     if not probed:
         raise errors[0]
     stored: list[StoredPart] = []
@@ -508,7 +509,7 @@ def _key(expected: Forecast, options: Options, table: SampleTable | None, by: Se
     for column in columns:
         digest.update(np.ascontiguousarray(column).data)
     for read in expected.probed:
-        words += [read.index, read.target]
+        words += [read.number, read.target]
         for array, _ in read.parts:
             digest.update(array.tobytes())
     digest.update(repr(words).encode())
@@ -633,4 +634,4 @@ def _encode(coder: Decoder | None, expected: Forecast, part: int) -> list[memory
         raise ValueError("samples have several parts")
     assert isinstance(source, FileSource)
     files = source.as_bytes()
-    return [memoryview(files.read(read.index)[0]) for read in expected.probed]
+    return [memoryview(files.read(read.number)[0]) for read in expected.probed]

@@ -7,7 +7,6 @@ behind these the targets that are images themselves.
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -72,18 +71,24 @@ class Layout:
             raise ValueError(f"its keys do not fit: {keys}")
 
 
-@dataclass(frozen=True, slots=True)
-class ReadSample:
+class ReadSample(NamedTuple):
     """A prepared sample, taken apart; its target has None where that is a part."""
 
-    index: int
+    number: int
     parts: Sequence[Part]
     target: Any
     layout: Layout
 
 
+_PLAIN_LAYOUT = Layout()
+_PLAIN = {int, float, bool, str, bytes, type(None)}
+"""Types of targets that hold no images."""
+
+
 def take_apart(index: int, parts: list[Part], target: Any, *, is_tuple: bool = False) -> ReadSample:
     """A sample of these parts, with those of its target behind them."""
+    if type(target) in _PLAIN and not is_tuple:
+        return ReadSample(index, parts, target, _PLAIN_LAYOUT)
     target_is_part = is_image(target)
     places: tuple[int, ...] = ()
     if target_is_part:
@@ -175,6 +180,17 @@ def read_path(source: Source, steps: tuple[Callable[[Any], Any], ...]) -> ReadPa
     return as_written._replace(by_core=by_core, shape=None if output is None else output[0])
 
 
+NO_FAULT_OF_A_SAMPLE = (
+    MemoryError,
+    SampleError,
+    IngestError,
+    RemoteError,
+    CacheError,
+    ShapesDifferError,
+)
+"""Errors that name what they are of, or that no sample is to blame for."""
+
+
 @contextlib.contextmanager
 def naming_sample(source: Source, index: int, *, is_read: bool = False) -> Iterator[None]:
     """Make what goes wrong with a sample an error that names its path and index.
@@ -183,7 +199,7 @@ def naming_sample(source: Source, index: int, *, is_read: bool = False) -> Itera
     """
     try:
         yield
-    except (MemoryError, SampleError, IngestError, RemoteError, CacheError, ShapesDifferError):
+    except NO_FAULT_OF_A_SAMPLE:
         raise
     except Exception as cause:  # user code and decoders raise anything; all of it is named and kept
         raise sample_error(source.path(index), index, cause, is_read=is_read) from cause
@@ -209,10 +225,12 @@ def open_files(source: FileSource, indices: Sequence[int], *, upright: bool) -> 
     return OpenedImages.of_files(files, by_pillow, upright=upright, channels=opening.channels)
 
 
-def read_samples(path: ReadPath, indices: Sequence[int]) -> Iterator[ReadSample | SampleError]:
+def read_samples(
+    path: ReadPath, indices: Sequence[int]
+) -> Iterator[Sequence[ReadSample | SampleError]]:
     """Read and prepare samples, in order, or say what is wrong with one.
 
-    Each may lie over those before.
+    They come in runs, each of which may lie over those before.
     """
     for first in range(0, len(indices), AT_ONCE):
         group = indices[first : first + AT_ONCE]
@@ -220,26 +238,29 @@ def read_samples(path: ReadPath, indices: Sequence[int]) -> Iterator[ReadSample 
         if path.by_core is not None:
             # One after the other tells whose an error is.
             with contextlib.suppress(SampleError, ValueError):
-                for read in _read_together(path, path.by_core, group):
-                    done += 1
-                    yield read
+                for run in _read_together(path, path.by_core, group):
+                    done += len(run)
+                    yield run
         for index in group[done:]:
             try:
-                yield _read_one(path, index)
+                yield [_read_one(path, index)]
             except SampleError as error:
-                yield error
+                yield [error]
 
 
 def _read_together(
     path: ReadPath, by_core: FilePreparer, indices: Sequence[int]
-) -> Iterator[ReadSample]:
+) -> Iterator[list[ReadSample]]:
     source = path.source
     assert isinstance(source, FileSource)
     images = open_files(source, indices, upright=by_core.upright)
-    targets = source.targets_of(indices)
-    each = itertools.chain.from_iterable(by_core.prepare(images))
-    for index, pixels, target in zip(indices, each, targets, strict=True):
-        yield take_apart(index, [(pixels, by_core.opening.form)], target)
+    form = by_core.opening.form
+    targets = iter(zip(indices, source.targets_of(indices), strict=True))
+    for planes in by_core.prepare(images):
+        yield [
+            take_apart(index, [(pixels, form)], target)
+            for pixels, (index, target) in zip(planes, targets, strict=False)
+        ]
 
 
 def _read_one(path: ReadPath, index: int) -> ReadSample:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from fastdata.errors import IngestError, MemoryBudgetError, SampleError
+from fastdata.errors import IngestError, MemoryBudgetError, SampleError, sample_error
 from fastdata.machine import memory
 from fastdata.machine.memory import format_bytes
 from fastdata.machine.processes import run_tasks
@@ -27,10 +28,10 @@ from fastdata.sources import FileSource
 from fastdata.stores.readers import DiskFile, ShapesDifferError, Store, checksum
 from fastdata.stores.samples import (
     AT_ONCE,
+    NO_FAULT_OF_A_SAMPLE,
     Part,
     ReadPath,
     Steps,
-    naming_sample,
     read_samples,
 )
 
@@ -162,7 +163,7 @@ class Writer:
             what = f"sample {row} has shape {shape}, those before it {others}"
             raise ShapesDifferError(what)
         index = self.index
-        if not part.is_table:
+        if "sizes" in index:
             index["offsets"][row] = self._take(data.nbytes)
             index["sizes"][row] = data.nbytes
             index["shapes"][row] = shape
@@ -268,13 +269,19 @@ class WritePath(NamedTuple):
     def write(self, indices: Sequence[int]) -> Written:
         """Read, prepare and write samples."""
         written = Written({}, {})
-        for index, read in zip(indices, read_samples(self.path, indices), strict=True):
+        runs = read_samples(self.path, indices)
+        for index, read in zip(indices, itertools.chain.from_iterable(runs), strict=True):
             row = index - self.first_index
             try:
                 if isinstance(read, SampleError):
                     raise read
-                with naming_sample(self.path.source, index):
+                try:
                     self._write(row, read.parts)
+                except NO_FAULT_OF_A_SAMPLE:
+                    raise
+                except Exception as cause:  # encoders raise anything; all of it is named and kept
+                    path = self.path.source.path(index)
+                    raise sample_error(path, index, cause) from cause
                 written.targets[row] = read.target
             except SampleError as error:
                 written.errors[row] = error
