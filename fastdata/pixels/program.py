@@ -234,7 +234,8 @@ class Program:
         if self._spec.shape is None:
             shapes_B3 = np.array([_planes(store.shape(index)) for index in indices], np.int32)
         else:
-            shapes_B3 = np.full((len(indices), 3), _planes(self._spec.shape), np.int32)
+            # A fifth of what np.full takes.
+            shapes_B3 = np.array([_planes(self._spec.shape)], np.int32).repeat(len(indices), 0)
         if store.gives_views:
             _serve(pairs, core.Samples(store.addresses(index_B), shapes_B3), keys, rows_B)
             return
@@ -284,8 +285,10 @@ _Pair = tuple[Program, Array]
 
 
 def _keys(seed: int, visits_B: int | Int64s, index_B: Int64s) -> core.Keys:
-    one_each_B = np.full(len(index_B), visits_B, np.int64)
-    return core.Keys(seed, one_each_B, np.ascontiguousarray(index_B, np.int64))
+    if not isinstance(visits_B, np.ndarray):
+        visits_B = np.full(len(index_B), visits_B)
+    visits_B = np.ascontiguousarray(visits_B, np.int64)
+    return core.Keys(seed, visits_B, np.ascontiguousarray(index_B, np.int64))
 
 
 def _serve(
