@@ -12,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 import types
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from pathlib import Path
@@ -261,6 +262,66 @@ def test_equal_values_have_one_description_and_others_another() -> None:
     assert len({text for text, _ in texts}) == len(texts)
 
 
+def test_methods_of_one_name_have_descriptions_of_their_own() -> None:
+    """Those that a decorator made of others, and one that an object alone has."""
+
+    def decorated(by: int) -> Any:
+        def inner(self: Any, value: int) -> int:
+            return value + by
+
+        return inner
+
+    class Steps:
+        train = decorated(1)
+        evaluate = decorated(2)
+
+    texts = {describe(Steps().train), describe(Steps().evaluate)}
+    for by in (1, 2):
+        steps: Any = Steps()
+        steps.own = types.MethodType(decorated(by), steps)
+        texts.add(describe(steps))
+    assert len(texts) == 4
+
+
+def test_what_passes_another_datasets_attributes_on_is_not_that(image_folder: Folder) -> None:
+    """A wrapper with __getattr__ is known by its own attributes, too."""
+
+    class Around:
+        def __init__(self, inner: Any, by: int) -> None:
+            self.inner = inner
+            self.by = by
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.__dict__["inner"], name)
+
+    with ImageFolder(image_folder(), storage="none") as inner:
+        texts = [describe(Around(inner, by)) for by in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_what_a_function_imports_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module of its own package, by any way; not another module of that name, which is not loaded."""
+    imports = ("from .helpers import by", "from . import helpers", "import mine.helpers as helpers")
+    texts = set()
+    for number in range(2):
+        package = tmp_path / str(number) / "mine"
+        package.mkdir(parents=True)
+        (package / "__init__.py").touch()
+        (package / "helpers.py").write_text(f"by = {number}")
+        (package.parent / "helpers.py").touch()
+        steps = enumerate(imports)
+        text = "".join(f"def step{n}():\n    {line}\n    return helpers.by\n" for n, line in steps)
+        (package / "steps.py").write_text(text)
+        with monkeypatch.context() as here:
+            here.syspath_prepend(package.parent)
+            made = importlib.import_module("mine.steps")
+            texts |= {describe(getattr(made, f"step{n}")) for n in range(len(imports))}
+        assert "helpers" not in sys.modules
+        for name in [name for name in sys.modules if name.startswith("mine")]:
+            del sys.modules[name]
+    assert len(texts) == 2 * len(imports)
+
+
 def test_a_description_outlives_its_process(tmp_path: Path) -> None:
     """It is the same under another seed of hashes, as a script or as a module, and of code that names itself."""
     (tmp_path / "mine.py").write_text(
@@ -413,6 +474,22 @@ def test_what_computes_with_plain_data_only_draws_nothing() -> None:
     def by_default(label: int, source: Any = random) -> float:
         return float(label + source.random())
 
+    def by_name(label: int, *, draw: Any = random.random) -> float:
+        return float(label + draw())
+
+    drawing: Any = defaultdict(random.random)
+
+    class Series:
+        """Compares each of its values, as one of pandas."""
+
+        def __eq__(self, other: object) -> Any:
+            return row == other
+
+        def __getitem__(self, label: int) -> int:
+            return label
+
+    series = Series()
+
     for calm in (
         None,
         int,
@@ -429,6 +506,9 @@ def test_what_computes_with_plain_data_only_draws_nothing() -> None:
         np.random.rand,
         torch.rand,
         by_default,
+        by_name,
+        lambda label: drawing[label],
+        lambda label: series[label],
         lambda label: label + random.random(),
         lambda label: label.item(),
         lambda label: [random.random() for _ in range(label)],

@@ -13,7 +13,7 @@ import copyreg
 import dis
 import functools
 import hashlib
-import importlib
+import inspect
 import itertools
 import pickle
 import sys
@@ -30,9 +30,20 @@ _BY_NAME = {"PIL", "fastdata", "numpy", "timm", "torch", "torchvision", *sys.std
 _ATOMS = {type(None), bool, int, float, str, bytes}
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))
 _DESCRIPTORS = (classmethod, staticmethod, property)
+_WRAPPING = (*_DESCRIPTORS, types.MethodType)
+_WRAPPED = ("__self__", "__func__", "fget", "fset")
 _CODE_FACTS = [
-    *("co_code", "co_consts", "co_names", "co_varnames", "co_freevars", "co_cellvars", "co_flags"),
-    *("co_argcount", "co_posonlyargcount", "co_kwonlyargcount", "co_exceptiontable"),
+    "co_code",
+    "co_consts",
+    "co_names",
+    "co_varnames",
+    "co_freevars",
+    "co_cellvars",
+    "co_flags",
+    "co_argcount",
+    "co_posonlyargcount",
+    "co_kwonlyargcount",
+    "co_exceptiontable",
 ]
 _COMPUTING = (abs, bool, dict, divmod, float, int, len, list, max, min, round, str, tuple)
 _LISTS = ["_fastdata_identity", "samples", "targets"]
@@ -72,21 +83,24 @@ def draws_nothing(call: Any) -> bool:
     if not isinstance(call, types.FunctionType):
         owner = getattr(call, "__self__", None)  # of table.get, table.__getitem__
         return call is None or _is_calm(call) or (owner is not None and _is_calm(owner))
-    code = call.__code__
     known = {computing.__name__: computing for computing in _COMPUTING} | call.__globals__
-    closed = [cell.cell_contents for cell in call.__closure__ or ()]
     # Of an attribute's name nothing is known, unless a global has it, too.
-    named = [known.get(name, object) for name in code.co_names]
-    return all(map(_is_calm, (*named, *closed, *code.co_consts, *(call.__defaults__ or ()))))
+    held = [known.get(name, object) for name in call.__code__.co_names]
+    held += [cell.cell_contents for cell in call.__closure__ or ()]
+    held += [*call.__code__.co_consts, *(call.__defaults__ or ())]
+    held += (call.__kwdefaults__ or {}).values()
+    return all(map(_is_calm, held))
 
 
 def _is_calm(value: Any) -> bool:
-    """Whether it is data, or computes."""
-    if isinstance(value, dict):
+    """Whether it is data, or computes; of subclasses, as of defaultdict, nothing is known."""
+    kind = type(value)
+    if kind is dict:
         value = [*value.items()]
-    if isinstance(value, (list, tuple, set, frozenset)):
+    if kind in (dict, list, tuple, set, frozenset):
         return _is_plain(value)
-    return isinstance(value, (np.ndarray, torch.Tensor, *_ATOMS)) or value in _COMPUTING
+    is_data = kind in {*_ATOMS, np.ndarray, torch.Tensor}
+    return is_data or any(value is computing for computing in _COMPUTING)
 
 
 def describe_dataset(dataset: Any, cache_key: str | None = None) -> str:
@@ -187,8 +201,8 @@ class _Describer(pickle.Pickler):
             return tuple(getattr(value, fact, b"") for fact in _CODE_FACTS)
         if kind is types.FunctionType:
             return _parts_of_function(value)
-        if isinstance(value, _DESCRIPTORS):
-            return tuple(getattr(value, part, None) for part in ("__func__", "fget", "fset"))
+        if kind in _WRAPPING:
+            return tuple(getattr(value, part, None) for part in _WRAPPED)
         if kind in (set, frozenset):
             # In an order that no seed of hashes changes.
             return tuple(sorted(describe(each, self._cache_key) for each in value))
@@ -201,9 +215,10 @@ class _Describer(pickle.Pickler):
         if kind in (np.ndarray, np.memmap) and not value.dtype.hasobject:
             octets = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
             return repr(value.dtype), list(value.shape), _hash_of(octets)
-        if kind is types.ModuleType:
+        if isinstance(value, types.ModuleType):
             return (_origin(value.__name__) or _hash_of(Path(str(value.__file__)).read_bytes()),)
-        if hasattr(value, "_fastdata_identity"):
+        # Not of one that it only passes on, as a dataset around another may.
+        if inspect.getattr_static(value, "_fastdata_identity", None) is not None:
             return kind, value._fastdata_identity
         if kind in _LOCKS:
             return ()
@@ -260,11 +275,16 @@ def _globals_of(code: types.CodeType, namespace: Mapping[str, Any]) -> dict[str,
     codes = list(_nested(code))
     names = frozenset().union(*[each.co_names for each in codes])
     held = {}
+    constants: list[Any] = []
     # Names of attributes and globals look alike in co_names: instructions tell them apart.
     for step in itertools.chain(*map(dis.get_instructions, codes)):
         name = step.argval
-        if step.opname == "IMPORT_NAME":
-            held[f"import {name}"] = _used_of(importlib.import_module(name), names)
+        if step.opname in ("LOAD_CONST", "LOAD_SMALL_INT"):
+            constants.append(name)
+        elif step.opname == "IMPORT_NAME":
+            level, wanted = constants[-2:]
+            imported = __import__(name, namespace, None, wanted, level)
+            held[f"import {level} {name}"] = _used_of(imported, names)
         elif name in namespace and ("GLOBAL" in step.opname or step.opname == "LOAD_NAME"):
             held[name] = _used_of(namespace[name], names)
     return held
