@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -131,29 +133,53 @@ def test_a_listing_that_had_to_wait_is_kept(
         assert found == folder.make_dataset(tree, extensions=ENDINGS)
         return is_anew
 
-    def settle() -> None:
-        for path, _, _ in walk(tree, followlinks=True):
-            os.utime(path, (1, 1 + settle.count))
-        settle.count += 1
-
-    settle.count = 0
     assert listed_anew()
     assert listed_anew()  # the folders have just been made
-    settle()
-    assert listed_anew()
-    assert not listed_anew()
+    monkeypatch.setattr(folders, "SETTLED_S", -60.0)
+    for time_s in (30, 31):  # else all may have one time, as where there are none
+        os.utime(tree / "b", (0, time.time() + time_s))
+        assert listed_anew()
+        assert not listed_anew()
     first = scan_folder(tree, extensions=ENDINGS)[0][0]
-    os.unlink(first)
+    within = os.path.dirname(first)
+    before = os.stat(within)
+    os.rename(first, f"{within}/another.jpg")
+    os.utime(within, ns=(before.st_atime_ns, before.st_mtime_ns))  # as rsync does
     assert listed_anew()
-    settle()
-    assert listed_anew()
-    assert not listed_anew()
     [kept] = (tmp_path / "cache").rglob("folders/*")
-    kept.write_bytes(kept.read_bytes()[:40])
+    whole = kept.read_bytes()
+    for cut in (whole[:40], whole[:-1], whole[:-3], whole + b"\0"):
+        kept.write_bytes(cut)
+        assert listed_anew()
+        assert not listed_anew()
+    kept.unlink()
+    monkeypatch.setattr(folders, "_times_of_change", lambda found: [1] * len([*found]))
     assert listed_anew()
-    assert not listed_anew()
+    assert listed_anew()
     monkeypatch.setenv("FASTDATA_LISTINGS", "off")
     assert listed_anew()
+
+
+def test_a_listing_that_met_an_error_is_not_kept(
+    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a server fails to list for a moment is left out, as by torchvision, but not from then on."""
+    monkeypatch.setattr(folders, "KEEP_PATIENCE_S", float("-inf"))
+    monkeypatch.setattr(folders, "SETTLED_S", -60.0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    os.utime(tree / "b", (0, time.time() + 30))
+    whole = folder.make_dataset(tree, extensions=ENDINGS)
+    scan = os.scandir
+
+    def fail(path: str) -> Any:
+        if path.endswith("deep"):
+            raise OSError(errno.EIO, "Input/output error", path)
+        return scan(path)
+
+    with monkeypatch.context() as failing:
+        failing.setattr(os, "scandir", fail)
+        assert len(scan_folder(tree, extensions=ENDINGS)) < len(whole)
+    assert scan_folder(tree, extensions=ENDINGS) == whole
 
 
 def test_is_valid_file_runs_in_the_calling_thread_in_order(tree: Path) -> None:

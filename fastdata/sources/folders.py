@@ -125,7 +125,9 @@ def _list_files(top: str, endings: Endings) -> tuple[list[str], list[str]]:
     """
     folders: list[str] = []
     paths: list[str] = []
-    for folder, _, names in sorted(os.walk(top, followlinks=True)):
+    # What cannot be listed is left out; "" is no folder, so that no such listing is kept.
+    walked = os.walk(top, followlinks=True, onerror=lambda _: folders.append(""))
+    for folder, _, names in sorted(walked):
         folders.append(folder)
         prefix = os.path.join(folder, "")
         paths += [prefix + name for name in sorted(names) if name.lower().endswith(endings)]
@@ -139,7 +141,8 @@ def _path_of_listing(tops: Sequence[str], endings: Endings) -> Path | None:
     """None where the user wants none."""
     if os.environ.get("FASTDATA_LISTINGS") == "off":
         return None
-    named = json.dumps([os.getcwd(), tops, endings])
+    # With what relative paths are relative to.
+    named = json.dumps([os.path.abspath(tops[0]), tops, endings])
     return user_cache() / "folders" / hashlib.sha256(named.encode()).hexdigest()[:32]
 
 
@@ -148,10 +151,11 @@ def _read_listing(kept: Path | None) -> list[list[str]] | None:
     if kept is None:
         return None
     try:
-        header, *names = kept.read_bytes().split(b"\0")
+        header, *names, end = kept.read_bytes().split(b"\0")
         facts = json.loads(header)
         folders: dict[str, int] = facts["changed"]
-        if _times_of_change(folders) != list(folders.values()):
+        is_whole = end == b"" and len(names) == sum(facts["counts"])
+        if not is_whole or _times_of_change(folders) != list(folders.values()):
             return None
         paths = map(os.fsdecode, names)
         listed = [list(islice(paths, count)) for count in facts["counts"]]
@@ -164,18 +168,25 @@ def _read_listing(kept: Path | None) -> list[list[str]] | None:
 def _write_listing(
     kept: Path, folders: Sequence[str], paths: Sequence[Sequence[str]], settled_s: float
 ) -> None:
-    """Keep it, unless a folder has changed lately, and so might have behind the listing."""
+    """Keep it, unless a folder has changed lately, and so might have behind the listing.
+
+    Nor where all have one time, as that of the mount: file systems over objects know no other.
+    """
     with contextlib.suppress(OSError):  # of a folder that is gone, or a cache that takes no files
         times = _times_of_change(folders)
-        if max(times) > settled_s * 1e9:
+        if not min(times) < max(times) < settled_s * 1e9:
             return
         changed = dict(zip(folders, times, strict=True))
         header = json.dumps({"changed": changed, "counts": list(map(len, paths))})
         names = [os.fsencode(path) for path in itertools.chain.from_iterable(paths)]
-        Place(kept.parent).write(kept.name, b"\0".join([header.encode(), *names]))
+        Place(kept.parent).write(kept.name, b"\0".join([header.encode(), *names, b""]))
 
 
 def _times_of_change(folders: Iterable[str]) -> list[int]:
-    """When a name in each folder came or went, in ns; OSError where one is not there."""
+    """When a name in each folder came or went, in ns; OSError where one is not there.
+
+    Programs that unpack or copy set the first of the two back, none the other.
+    """
     with ThreadPoolExecutor(SCAN_THREADS) as threads:
-        return [found.st_mtime_ns for found in threads.map(os.stat, folders)]
+        found = threads.map(os.stat, folders)
+        return [max(each.st_mtime_ns, each.st_ctime_ns) for each in found]
