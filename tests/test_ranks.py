@@ -538,6 +538,12 @@ def test_rank_is_what_the_launcher_says(
     assert local_ranks() == 2
 
 
+def test_an_empty_number_of_ranks_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable that is set to nothing, as compose files do, is as none."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "")
+    assert local_ranks() == 1
+
+
 RUNS = {
     "torchrun, restarted": ("TORCHELASTIC_RESTART_COUNT", "0", "1"),
     "Open MPI": ("PMIX_NAMESPACE", "prterun-host-12@1", "prterun-host-34@1"),

@@ -113,8 +113,9 @@ def _known_rank() -> Rank | None:
 def local_ranks() -> int:
     """How many ranks share this machine, as the launcher says; 1 where none says so."""
     for *_, name in _LAUNCHERS:
-        if name in os.environ:
-            return int(re.findall(r"\d+", os.environ[name])[0])  # Slurm's "4(x2)": on two nodes
+        found = re.match(r"0*[1-9]\d*", os.environ.get(name, ""))  # Slurm's "4(x2)": on two nodes
+        if found is not None:
+            return int(found[0])
     return 1
 
 
