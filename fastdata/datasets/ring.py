@@ -355,7 +355,7 @@ def _tensor(
 
 
 class SlotHandle(NamedTuple):
-    """Where the parent finds a slot: the worker's process, its ring and number; the pickled block."""
+    """Where the parent finds a slot: the worker's process, its ring, number and pickled block."""
 
     pid: int
     ring: str

@@ -91,9 +91,9 @@ class Stored:
             raise ValueError(
                 f"samples are stored after {self.after_text or 'no step'}, "
                 "but the transform now begins with "
-                f"{', '.join(map(repr, plan.prepare)) or 'none'}. Give it the same first steps, or assign another "
-                "transform to dataset.transform in the process that made the dataset, "
-                "which prepares samples again."
+                f"{', '.join(map(repr, plan.prepare)) or 'none'}. Give it the same first steps, or "
+                "assign another transform to dataset.transform in the process that made the "
+                "dataset, which prepares samples again."
             )
         return plan
 

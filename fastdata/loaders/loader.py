@@ -276,7 +276,8 @@ class DataLoader(_TorchLoader[_T_co]):
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__} of {type(self.dataset).__name__}: {length_of(self)} batches of "
-            f"batch_size={self.batch_size}, num_workers={self.num_workers}\n{self._tally.engine.path}"
+            f"batch_size={self.batch_size}, num_workers={self.num_workers}\n"
+            f"{self._tally.engine.path}"
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -239,9 +239,9 @@ def fallback_notice(dataset: PreparedDataset) -> str:
     if is_asked_for or kept is None or kept.is_tuple or is_known:
         return ""
     return (
-        f"{plan.obstacle}, so that it runs in Python on each sample. Give it as prepare= if it does "
-        "the same each time, or as CudaPrefetcher(transform=) if it can take whole batches; or "
-        "write steps that are served in its place: docs/served-steps.md."
+        f"{plan.obstacle}, so that it runs in Python on each sample. Give it as prepare= if it "
+        "does the same each time, or as CudaPrefetcher(transform=) if it can take whole batches; "
+        "or write steps that are served in its place: docs/served-steps.md."
     )
 
 

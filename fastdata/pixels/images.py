@@ -351,7 +351,7 @@ def _probe(loader: Callable[[Any], Any]) -> Opening | None:
 
 
 def _make_probe(mode: str) -> bytes:
-    """A JPEG file whose colours lie at half the size, and whose EXIF says that it lies on its side."""
+    """A JPEG file whose colours lie at half the size, turned on its side by its EXIF."""
     from PIL import Image
 
     noise = np.random.default_rng(0).integers(0, 256, (21, 35, 3), np.uint8)

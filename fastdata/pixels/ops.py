@@ -90,7 +90,7 @@ def in_order(at: int, sequences: Iterable[Iterable[Op]]) -> Op:
 
 
 def flattened(ops: tuple[Op, ...]) -> list[Op]:
-    """All ops in the order of their records: the sequence of them, then children, level by level."""
+    """All ops in the order of their records: their sequence, then children, level by level."""
     every = [sequence(ops)]
     for op in every:  # which grows as it is walked
         every.extend(op.children)

@@ -482,8 +482,8 @@ def describe_codec(codec: Any, cache_key: str | None = None) -> str:
 def find_codec(codec: str | object) -> Codec:
     """Make the codec of that name, or take a user's object as one.
 
-    It has ``encode(sample)`` and ``decode(data, out)``; its ``name`` and ``lossless`` are used where
-    it has them.
+    It has ``encode(sample)`` and ``decode(data, out)``; its ``name`` and ``lossless`` are used
+    where it has them.
     """
     if isinstance(codec, Codec):
         return codec
