@@ -90,7 +90,7 @@ def open_dataset(
 
 
 def _kind_of(name: str) -> str:
-    if re.search(r"\.(tgz|tar\.\w+)$", name):
+    if re.search(r"\.(tgz|tar\.(gz|bz2|xz|zst|lz4))$", name):
         raise ValueError(
             f"{name} is compressed as a whole, so that no sample in it can be read alone. "
             "Decompress it to a .tar; images and the like hardly grow."
@@ -272,7 +272,7 @@ class TarSamples(_Samples):
                     suffixes: set[str] = set()
                     infos = []
                     for _, suffix, info in members:
-                        if info.offset_data + info.size > file.size_bytes:
+                        if info.issparse() or info.offset_data + info.size > file.size_bytes:
                             raise ValueError(f"its file {info.name} does not lie within it")
                         if suffix in suffixes:
                             raise ValueError(f"it holds {info.name} twice")
@@ -313,9 +313,10 @@ def _pair_of(names: list[str]) -> list[str]:
 
 
 def _members(tar: tarfile.TarFile) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
-    """The files of samples: key, ending, and what the tar says of each."""
+    """The files of samples: key, ending, and what the tar says of each; none of ``__meta__``."""
     for info in tar:
-        name = re.fullmatch(r"((?:.*/)?[^./]+)\.([^/]+)", info.name)
+        tar.members = []  # type: ignore[attr-defined]  # which would grow
+        name = re.fullmatch(r"(?!(?:.*/)?__[^/]*__[/.])((?:.*/)?[^./]+)\.([^/]+)", info.name)
         if info.isreg() and name is not None:
             yield name[1], name[2].lower(), info
 
