@@ -106,6 +106,21 @@ def test_a_shape_that_no_sample_has_is_a_rebuild(
     assert "samples have other shapes than" in caplog.text
 
 
+def test_shapes_of_fewer_dimensions_are_not_believed(tmp_path: Path) -> None:
+    """Of samples that are cubes one side says the other two, too."""
+    items = [(np.zeros((3, 3, 3), np.uint8), 0)] * 5
+    CachedDataset(items, cache_dir=tmp_path, cache_key="k", codec="zstd").close()
+    home = next(tmp_path.glob(f"*/{INDEX}")).parent
+    cache = Cache.read(Place(home))
+    document = dataclasses.asdict(cache.manifest)
+    document["parts"][0]["dimensions"] = 1
+    cache.columns["part0.shapes"] = cache.columns["part0.shapes"][:, :1]
+    cache.columns["manifest.json"] = document
+    (home / INDEX).write_bytes(cache.pack())
+    with pytest.raises(CacheError, match=r"part0.shapes are int32\[5, 1\]"):
+        Cache.read(Place(home))
+
+
 def test_a_flipped_bit_of_an_index_is_damage_or_means_nothing(image_folder: Folder) -> None:
     """Wherever it is, in a zip's directory too: the samples of before, or a CacheError."""
     root = image_folder(size=(13, 11))

@@ -274,7 +274,8 @@ class Cache:
             shapes = np.broadcast_to(np.array(shape), (count, len(shape or ())))
             sizes = np.full(count, part.spec.sample_bytes)
         else:
-            shapes = self._column(f"{name}.shapes", "int32", count, part.dimensions)
+            dimensions = part.dimensions if shape is None else len(shape)
+            shapes = self._column(f"{name}.shapes", "int32", count, dimensions)
             sizes = self._column(f"{name}.sizes", "int64", count)
             index |= {"sizes": sizes, "shapes": shapes}
         if shape is not None and (shapes != shape).any():
