@@ -22,7 +22,7 @@ import os
 import pickle
 import re
 import uuid
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, as_completed, wait
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -215,9 +215,12 @@ def _open_or_write(wanted: _Wanted) -> Prepared:
             cache = _write(wanted)
     finally:
         with contextlib.suppress(OSError):
+            # Of workers that were ended; "-" is in the names of what is complete.
+            begun = {name for name in _sizes_in(wanted.place) if "-" not in name}
+            _sweep(wanted.place, begun - {INDEX})
             home.rmdir()  # where nothing is in it
     with contextlib.suppress(OSError):
-        _sweep(cache)
+        _sweep(wanted.place, _sizes_in(wanted.place).keys() - cache.file_names())
     return _open(wanted)
 
 
@@ -249,10 +252,9 @@ def locked(home: Path, reason: str) -> Iterator[None]:
         lock.release()
 
 
-def _sweep(cache: Cache) -> None:
-    """Remove the files that lie beside a cache's own."""
-    orphans = _sizes_in(cache.place).keys() - cache.file_names()
-    cache.place.remove(*[name for name in orphans if _is_removable(cache.place, name)])
+def _sweep(place: Place, orphans: Collection[str]) -> None:
+    """Remove files that are no cache's, where they are this user's."""
+    place.remove(*[name for name in orphans if _is_removable(place, name)])
 
 
 def _is_removable(place: Place, name: str) -> bool:
