@@ -334,13 +334,13 @@ def test_a_worker_killed_over_changed_files_is_named(tmp_path: Path) -> None:
     for index in range(160):
         (folder / f"{index:03}").write_bytes(b"%04d" % index)
     options: dict[str, Any] = {"cache_dir": tmp_path / "cache", "prepare_workers": 2}
-    options["shard_bytes"] = 160  # of 40 samples
+    options["shard_bytes"] = 160  # of 64 samples
     CachedDataset.build_cache(Files(folder), **options).close()
     for index in range(80, 160):
         (folder / f"{index:03}").write_bytes(b"kill" if index == 81 else b"%04d" % -index)
     with pytest.raises(
         IngestError,
-        match=r"killed by SIGKILL while these were prepared: .*samples 80 to 119",
+        match=r"killed by SIGKILL while these were prepared: .*samples 64 to 127",
     ):
         CachedDataset.build_cache(Files(folder), **options)
 

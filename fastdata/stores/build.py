@@ -83,8 +83,8 @@ _CACHE_CHARACTERS = 12
 _MOST_SHARDS = 200
 """Every process keeps a descriptor open for each file, and 1,024 is a usual limit."""
 _LEAST_BYTES = 16 << 20
-"""Of a shard: less is too little to hand out as a task."""
-_GOOD_BYTES = 64 << 20
+"""Of a shard: less is too little to hand out as a task. Up to twice as much is."""
+_GOOD_BYTES = 32 << 20
 """From these on a shard may be more, where there are enough for all workers."""
 _GOOD_SHARDS = 64
 _SHARD_CHARACTERS = 16
@@ -404,13 +404,17 @@ def _fingerprint(*data: str | bytes | np.ndarray) -> str:
 
 
 def samples_per_shard(count: int, need_bytes: int, shard_bytes: int | str | None) -> int:
-    """How many of so many samples, which take about ``need_bytes``, a shard has."""
+    """How many of so many samples, which take about ``need_bytes``, a shard has.
+
+    A power of 2, so that cuts stay where they are when a few samples come or go.
+    """
     if shard_bytes is None:
         size_bytes = min(max(need_bytes / _GOOD_SHARDS, _LEAST_BYTES), _GOOD_BYTES)
     else:
-        size_bytes = parse_bytes(shard_bytes, of=0)
+        size_bytes = max(parse_bytes(shard_bytes, of=0), 1)
     shards = min(math.ceil(need_bytes / size_bytes), _MOST_SHARDS, count)
-    return math.ceil(count / max(shards, 1))
+    rows = math.ceil(count / max(shards, 1))
+    return 1 << (rows - 1).bit_length()
 
 
 class _Task(NamedTuple):

@@ -379,7 +379,8 @@ def add_build(parser: argparse.ArgumentParser) -> None:
         "--shard-size",
         dest="shard_bytes",
         metavar="SIZE",
-        help="write shards of about this size, such as 256MiB; a stopped build goes on after them",
+        help="write shards of this size to twice as much, such as 256MiB; a stopped build goes on "
+        "after them",
     )
     _add_storage_options(parser)
 
