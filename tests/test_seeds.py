@@ -190,6 +190,27 @@ def test_a_set_epoch_changes_the_draws_of_a_seed(images: CachedDataset, engine: 
     assert outcome[0] != outcome[1] == outcome[2]
 
 
+def test_a_set_epoch_reaches_workers_that_persist() -> None:
+    """A seed's draws are the epoch's, whichever worker has read the sample before; a view has an epoch of its own."""
+    with _images(seed=5) as dataset:
+        dataset.set_epoch(0)
+        view = dataset.with_transform(CROP)
+        of_epoch_0 = _plain(TorchLoader(view, batch_size=5))
+        loader = TorchLoader(dataset, batch_size=4, shuffle=True, **PERSIST)
+        for epoch in range(3):
+            dataset.set_epoch(epoch)
+            served = {
+                label: image
+                for images, labels in _plain(loader)
+                for image, label in zip(images, labels, strict=True)
+            }
+            images, _ = default_collate([dataset[i] for i in range(len(dataset))])
+            assert served == dict(enumerate(images.tolist()))
+        view.set_epoch(0)
+        assert _plain(TorchLoader(view, batch_size=5)) == of_epoch_0
+        assert default_collate([dataset[i] for i in range(5)])[0].tolist() != of_epoch_0[0][0]
+
+
 def test_single_samples_follow_torchs_seed(images: CachedDataset) -> None:
     """Each visit to dataset[i] draws anew, otherwise for another manual_seed, and takes nothing from the generator."""
 

@@ -33,7 +33,7 @@ from fastdata.datasets.ring import ring_of
 from fastdata.datasets.serving import Stored, compile_reader
 from fastdata.errors import SampleError, kind_of
 from fastdata.machine.memory import StoragePlan, StorageReport
-from fastdata.machine.shared import ListView, SampleTable
+from fastdata.machine.shared import ArrayBlock, ListView, SampleTable
 from fastdata.pixels import (
     StandardTransform,
     TransformPlan,
@@ -67,8 +67,9 @@ class _Opened(Dataset[Any]):
     """How samples are prepared, who holds them how long, and what goes to another process."""
 
     target_transform: Step | None
-    _epoch: int | None = None
-    """As set by ``set_epoch``; None where loaders count theirs."""
+    _epoch: ArrayBlock | None = None
+    """As set by ``set_epoch``, for worker processes that persist too; None where loaders count
+    theirs."""
     _transform: Step | None
     _pair_transform: PairStep | None = None
     """Takes sample and target together, in place of the two transforms of one of them."""
@@ -83,8 +84,8 @@ class _Opened(Dataset[Any]):
     _seen: Array
     """How often this process has read each sample: what draws are made from where no loader of
     ours says it."""
-    _seen_in = 0
-    """The process that has; 0 where none has."""
+    _seen_in: Any = None
+    """The process that has, and in which epoch; None where none has."""
     _writing: tuple[Any, Any] = ("local", None)
     """Engine and size of shards of a cache."""
     _was_read = False
@@ -121,9 +122,11 @@ class _Opened(Dataset[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Make random draws those of ``epoch``, until it is set again."""
-        self._epoch = epoch
         self._handle()
-        self._seen_in = 0
+        if self._epoch is None:
+            self._epoch = ArrayBlock({"epoch": np.zeros(1, np.int64)}, seal=False)
+        self._epoch["epoch"][0] = epoch
+        self._seen_in = None
 
     def close(self) -> None:
         """Give the memory back, unless other views are open; idempotent.
@@ -135,6 +138,7 @@ class _Opened(Dataset[Any]):
             handle.reader = None  # the memory goes with the last batch that is being read from it
         self._stored = self._stored.emptied()
         self._reader = replace(self._reader, stored=self._stored)
+        self._epoch = None
 
     def __enter__(self) -> Self:
         return self
@@ -260,7 +264,7 @@ class _Opened(Dataset[Any]):
 
     def _serve(self, stored: Stored) -> None:
         self._stored = stored
-        self._seen_in = 0
+        self._seen_in = None
         self._handles = weakref.WeakSet()
         self._compile()
 
@@ -435,17 +439,18 @@ class PreparedDataset(_Opened):
         index_B = positions(as_numbers(indices), reader.length)
         if isinstance(indices, IndexBatch) and np.array_equal(index_B, indices.positions):
             return indices  # as it was given, and not changed since
-        visit_B = np.full(len(index_B), self._epoch or 0, np.int64)
+        epoch = epoch_of(self)
+        visit_B = np.full(len(index_B), epoch or 0, np.int64)
         if reader.may_draw:
-            if self._seen_in != os.getpid():
+            if self._seen_in != (os.getpid(), epoch):
                 self._seen = np.zeros(reader.length, np.uint32)
-                self._seen_in = os.getpid()
+                self._seen_in = os.getpid(), epoch
             visit_B += count_earlier(self._seen, index_B)
             for row, occurrence in occurrences(indices):  # other ranks may have the same sample
                 visit_B[row] += occurrence << REPEAT_SHIFT
         worker = get_worker_info()
         seed = self._stored.options.seed
-        if worker is not None and self._epoch is None:
+        if worker is not None and epoch is None:
             seed = worker.seed
         elif seed is None:
             seed = torch.initial_seed()
@@ -506,7 +511,8 @@ class PreparedDataset(_Opened):
         """
         self._handle()
         other = self._copied()
-        other._seen_in = 0
+        other._seen_in = None
+        other._epoch = self._epoch and ArrayBlock(self._epoch, seal=False)
         other._was_read = True  # by the first view, maybe
         other.transform = transform
         return other
@@ -663,7 +669,7 @@ def index_count(dataset: PreparedDataset) -> int:
 
 def epoch_of(dataset: PreparedDataset) -> int | None:
     """As the user set it; None where loaders count theirs."""
-    return dataset._epoch
+    return None if dataset._epoch is None else int(dataset._epoch["epoch"][0])
 
 
 def prepared_anew(dataset: PreparedDataset, index: Sequence[int]) -> PreparedDataset:
