@@ -156,13 +156,20 @@ def test_a_damaged_file_is_named_by_worker_processes(
         assert (caught.value.index, caught.value.path) == (1, str(path))
 
 
-def test_a_store_that_is_gone_is_told_where_a_copy_is_opened(tmp_path: Path) -> None:
-    """A copy for another process that finds the cache deleted raises StoreGoneError."""
+@pytest.mark.parametrize("make_loader", [TorchLoader, DataLoader])
+def test_a_store_that_is_gone_is_told_by_a_spawned_worker(tmp_path: Path, make_loader: Any) -> None:
+    """A spawned worker that finds the cache deleted lets the loop raise StoreGoneError, as a pickled dataset does."""
     data = [(torch.full((2, 3), i, dtype=torch.uint8), i) for i in range(4)]
     with CachedDataset(data, cache_dir=tmp_path / "cache", cache_key="k") as dataset:
         shutil.rmtree(tmp_path / "cache")
         with pytest.raises(StoreGoneError, match="was deleted or changed while it was in use"):
             pickle.loads(pickle.dumps(dataset))
+        options: Any = {} if make_loader is TorchLoader else {"workers": "process"}
+        loader = make_loader(
+            dataset, batch_size=2, num_workers=1, multiprocessing_context="spawn", **options
+        )
+        with pytest.raises(StoreGoneError, match="was deleted or changed while it was in use"):
+            list(loader)
 
 
 @pytest.mark.parametrize(

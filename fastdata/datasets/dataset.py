@@ -8,10 +8,13 @@ public.py.
 from __future__ import annotations
 
 import os
+import pickle
 import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from multiprocessing.context import get_spawning_popen
+from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -31,7 +34,7 @@ from fastdata.datasets.batch import (
 from fastdata.datasets.reader import Reader, ReaderHandle, Watch, fresh
 from fastdata.datasets.ring import ring_of
 from fastdata.datasets.serving import Stored, compile_reader
-from fastdata.errors import SampleError, kind_of
+from fastdata.errors import SampleError, StoreGoneError, kind_of
 from fastdata.machine.memory import StoragePlan, StorageReport
 from fastdata.machine.shared import ArrayBlock, ListView, SampleTable
 from fastdata.pixels import (
@@ -152,18 +155,30 @@ class _Opened(Dataset[Any]):
         stores = stored.kept.stores if stored.kept else ()
         # An executor stays with the process that has it.
         options = replace(stored.options, engine="local", shard_bytes=None)
+        opened: Any = {"_stored": replace(stored, options=options, source=None, skipped=())}
+        opened["_epoch"] = self._epoch
+        if get_spawning_popen() is not None:
+            # An error while a process starts would end it, and nobody would be told why: it is
+            # raised when it reads.
+            opened = bytes(ForkingPickler.dumps(opened))
+        names = vars(self).keys() - _DERIVED - {"_stored", "_epoch"}
         return {
             # Unpickling it imports what samples are.
             "_imported": [tensor_class(store.spec.form) for store in stores],
-            **{name: value for name, value in vars(self).items() if name not in _DERIVED},
-            "_stored": replace(stored, options=options, source=None, skipped=()),
+            "_opened": opened,
+            **{name: vars(self)[name] for name in names},
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         del state["_imported"]
+        opened = state.pop("_opened")
         self.__dict__.update(state)
         self._handles = weakref.WeakSet()
-        self._compile()
+        try:
+            self.__dict__.update(pickle.loads(opened) if isinstance(opened, bytes) else opened)
+            self._compile()
+        except StoreGoneError as gone:
+            self._handle = ReaderHandle(None, str(gone))
 
     def _copied(self) -> Self:
         other = type(self).__new__(type(self))

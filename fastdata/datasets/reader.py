@@ -157,8 +157,13 @@ class Column(NamedTuple):
 class ReaderHandle:
     """A reader, for as long as the dataset that it is of is open; then None."""
 
-    def __init__(self, reader: Reader | None) -> None:
+    def __init__(
+        self,
+        reader: Reader | None,
+        gone: str = "the dataset was closed; create it again to read from it",
+    ) -> None:
         self.reader = reader
+        self._gone = gone
 
     def __call__(self) -> Reader:
         """What to read a batch by, which its memory stays valid with.
@@ -168,7 +173,7 @@ class ReaderHandle:
         """
         reader = self.reader
         if reader is None:
-            raise StoreGoneError("the dataset was closed; create it again to read from it")
+            raise StoreGoneError(self._gone)
         return reader
 
 
