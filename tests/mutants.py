@@ -205,8 +205,8 @@ MUTANTS = [
     Mutant(
         "the store is copied for every batch",
         DEVICE,
-        "            if self._mirror is None:\n",
-        "            if True:\n",
+        "                if not mirror:\n",
+        "                if True:\n",
         "store_on_the_device",
     ),
     Mutant(

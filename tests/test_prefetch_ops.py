@@ -464,6 +464,16 @@ def test_epochs_of_two_threads_share_a_store_on_the_device(
         assert gpu.sent.count(STORED_BYTES) == LENGTH
 
 
+def test_samples_that_are_prepared_again_are_sent_again(gpu: Sim) -> None:
+    """Their pixels are those of the transform that was assigned; what was sent for the one before is given back."""
+    with cached([v1.Grayscale(3), *CROP], storage="device") as dataset:
+        batches = on_device(loader_of(dataset))
+        taken(batches)
+        dataset.transform = v1.Compose([v1.Resize(SHAPE[1:]), *CROP])
+        assert_same(taken(batches), list(loader_of(dataset)))
+        assert len(mirrors(gpu)) == 1
+
+
 def test_close_gives_the_device_memory_back(gpu: Sim) -> None:
     """So does dropping the prefetcher; an epoch after ``close`` copies the store again."""
     with mirrored() as dataset:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -188,7 +189,7 @@ def is_own(loader: Any) -> bool:
 
 
 class DeviceOps:
-    """The batch ops of a loader, epoch after epoch, and the copy of its store on the device.
+    """The batch ops of a loader, epoch after epoch, and copies of its stores on the device.
 
     Attributes:
         described: where they run in the latest epoch, and why; empty where the loader has none.
@@ -200,7 +201,8 @@ class DeviceOps:
         self._asked = asked
         self._device = device
         self._served = LoaderView.find(getattr(loader, "dataset", None))
-        self._mirror: torch.Tensor | None = None
+        # Of each the copy, once there is one: samples may be prepared again between epochs.
+        self._mirrors: weakref.WeakKeyDictionary[Store, list[Tensor]] = weakref.WeakKeyDictionary()
         self._uploading = threading.Lock()
         self._has_warned = False
 
@@ -240,7 +242,8 @@ class DeviceOps:
                 return None, None
             where = f"the conversion only{why and f': {why}'}"
         self.described = f"on {self._device}, {where}"
-        return partial(_read, program, handle), partial(self._run, program, handle)
+        mirror = self._mirrors.setdefault(store, [])
+        return partial(_read, program, handle), partial(self._run, program, handle, mirror)
 
     def _obstacle(self, reader: Reader | JoinedReader) -> str | None:
         if not isinstance(self._loader, DataLoader) or not is_own(self._loader):
@@ -262,21 +265,27 @@ class DeviceOps:
             self._has_warned = True
             warn_user(f"storage='device' has no effect: {why}")
 
-    def _run(self, program: DeviceProgram, handle: ReaderHandle, batch: DeviceBatch) -> Any:
+    def _run(
+        self,
+        program: DeviceProgram,
+        handle: ReaderHandle,
+        mirror: list[Tensor],
+        batch: DeviceBatch,
+    ) -> Any:
         """Make the images of a batch on its device."""
         if program.host is not None:
             images = program.run(batch.samples, None)
         else:
             with self._uploading:  # a thread of another epoch may be the first, too
-                if self._mirror is None:
-                    self._mirror = _upload(_store(handle), self._device)
-                mirror = self._mirror
-            images = program.run(mirror, batch.draws, batch.samples)
+                if not mirror:
+                    mirror.append(_upload(_store(handle), self._device))
+            images = program.run(mirror[0], batch.draws, batch.samples)
         return stacked(images, batch.targets, batch.keys)
 
     def close(self) -> None:
         """Give back the memory on the device. Idempotent; a later epoch copies again."""
-        self._mirror = None
+        for mirror in self._mirrors.values():
+            mirror.clear()
 
 
 class DeviceBatch(NamedTuple):
