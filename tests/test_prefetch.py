@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from fastdata import CudaPrefetcher, FastDataWarning
 from fastdata.loaders import device
@@ -317,6 +318,20 @@ def test_a_failed_epoch_keeps_nothing_alive(gpu: Sim) -> None:
             list(on_device(loader))
         assert prefetch_threads() == []
         assert len(loader.alive) == 0
+    finally:
+        gc.enable()
+
+
+def test_a_prefetcher_goes_with_its_last_reference(gpu: Sim) -> None:
+    """Without the cycle collector, and with it a loader of torch's and its dataset, whose memory may be large."""
+    loader = DataLoader(TensorDataset(torch.zeros(4, 2)), batch_size=2)
+    gone = [weakref.ref(loader), weakref.ref(loader.dataset)]
+    gc.disable()
+    try:
+        batches = on_device(loader)
+        list(batches)
+        del loader, batches
+        assert [each() for each in gone] == [None, None]
     finally:
         gc.enable()
 

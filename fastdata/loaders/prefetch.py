@@ -198,7 +198,6 @@ class CudaPrefetcher:
         self._live: weakref.WeakSet[Epoch] = weakref.WeakSet()
         # Of the latest epoch; of an empty one before the first.
         self._transfer = Transfer(iter(()), self.device, self._finish)
-        self._seen: Any = None  # how far another's loader had been read with the latest batch
         self._pinned: PinnedMemory | None = None
         self._stream: Any = None
         if self.device.type == "cuda":
@@ -229,11 +228,12 @@ class CudaPrefetcher:
                 listener.set_epoch(epoch)
 
     def _user_state(self) -> Any:
-        return self.loader.state_dict() if self._seen is None else self._seen
+        seen = self._transfer.seen
+        return self.loader.state_dict() if seen is None else seen
 
     def _load_user_state(self, state: Any) -> None:
         self.loader.load_state_dict(state)
-        self._seen = None
+        self._transfer.seen = None
 
     # Epochs
 
@@ -241,7 +241,6 @@ class CudaPrefetcher:
         if getattr(self.loader, "persistent_workers", False) or isinstance(self.loader, Iterator):
             for epoch in list(self._live):  # both would read the same iterator
                 epoch.close()
-        self._seen = None
         self._transfer = self._begin()
         epoch = Epoch(self._transfer, self)
         self._live.add(epoch)
@@ -259,8 +258,7 @@ class CudaPrefetcher:
         cuda = {"stream": self._stream, "pinned": pinned, "depth": self.depth}
         if not is_own(loader):
             mark = getattr(loader, "state_dict", lambda: None)
-            note = partial(setattr, self, "_seen")
-            return Transfer(iter(loader), self.device, finish, mark=mark, hand_over=note, **cuda)
+            return Transfer(iter(loader), self.device, finish, mark=mark, **cuda)
         held = max(HELD_BY_USER, self.depth + 1)
         pinned.ring_slots = loader.ring_slots(held)
         self._ring = self._ring or BatchRing(pinned.ring_slots, pinned.allocate)
@@ -378,6 +376,7 @@ class Transfer:
 
     def __post_init__(self) -> None:
         self.counts = LoopCounts()
+        self.seen: Any = None  # how far the loader had been read with the user's latest batch
         self.sent_bytes = dict.fromkeys(("in_place_bytes", "staged_bytes", "pageable_bytes"), 0)
         # What copies read on the host, until the events behind them.
         self._in_flight: deque[tuple[Any, list[Any]]] = deque()
@@ -410,7 +409,8 @@ class Transfer:
             self.counts.answer(asked_at)
         if self._is_stopped:  # by another thread, while this one waited
             raise StopIteration
-        self.hand_over(outcome.mark if isinstance(outcome, BatchHandle) else self.mark())
+        self.seen = outcome.mark if isinstance(outcome, BatchHandle) else self.mark()
+        self.hand_over(self.seen)
         if self.pinned is not None and self.pinned.unsaid:
             warn_user(self.pinned.unsaid)
             self.pinned.unsaid = ""
