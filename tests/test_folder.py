@@ -759,6 +759,22 @@ def test_before_the_first_read_samples_and_targets_may_be_assigned(
         ours.targets = [1, 2, 3, 4]
 
 
+def test_a_loader_reads_samples_that_are_assigned_later(image_folder: Folder) -> None:
+    """Whole batches, with the draws of a loader that is made then."""
+    root = image_folder()
+    with ImageFolder(root) as early, ImageFolder(root) as late:
+        loaders = [DataLoader(early, batch_size=4)]
+        for dataset in (early, late):
+            dataset.samples = list(dataset.samples) * 2
+            dataset.transform = v2.Compose([v2.Resize((9, 9)), v2.RandomCrop(4), v2.ToTensor()])
+        loaders.append(DataLoader(late, batch_size=4))
+        served = []
+        for loader in loaders:
+            torch.manual_seed(1)
+            served.append([(images.tolist(), labels.tolist()) for images, labels in loader])
+        assert served[0] == served[1]
+
+
 class Kinds:
     """Folders of breeds that are of fewer classes, as a mixin of an ImageFolder."""
 

@@ -135,7 +135,7 @@ class LoaderView:
     @property
     def index_count(self) -> int:
         """Indices from 0 to this, exclusive, may be asked for."""
-        return int(self.ends[-1])
+        return sum(map(index_count, self.parts))  # samples may have been assigned since
 
     @property
     def epoch(self) -> int | None:
