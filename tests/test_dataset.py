@@ -362,6 +362,15 @@ def test_every_visit_draws_anew_and_a_seed_repeats_them() -> None:
     assert (np.random.get_state()[1] == numpy_state).all()
 
 
+def test_a_closed_dataset_in_a_concatenation_is_said_to_be_closed() -> None:
+    """A loader over it and an open one is made, and says so when it reads."""
+    with cached(Images(4)) as other, cached(Images(4)) as dataset:
+        dataset.close()
+        loader = DataLoader(ConcatDataset([other, dataset]), batch_size=2)
+        with pytest.raises(StoreGoneError, match="the dataset was closed"):
+            list(loader)
+
+
 def test_a_set_epoch_is_drawn_again() -> None:
     """set_epoch makes the next visit that epoch's."""
     with cached(Images(8), transform=CROP) as dataset:

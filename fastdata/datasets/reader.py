@@ -215,7 +215,7 @@ class Reader:
     @property
     def keys(self) -> ItemKeys | None:
         """What items are that are no pairs; where none are kept, known once one was read."""
-        return self.stored.samples.keys
+        return getattr(self.stored.samples, "keys", None)  # none are left of a closed dataset
 
     @cached_property
     def obstacle(self) -> str | None:
