@@ -345,12 +345,14 @@ class BatchDraws(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        kwargs = kwargs or {}
+        if not _can_be_seeded(function):
+            return function(*args, **kwargs)
         given = pytree.tree_leaves((args, kwargs))
         is_seeded = any(isinstance(it, torch.Generator) for it in given)
         devices = [getattr(it, "device", it) for it in given]
         is_on_cpu = all(it.type == "cpu" for it in devices if isinstance(it, torch.device))
-        kwargs = kwargs or {}
-        if _can_be_seeded(function) and is_on_cpu and not is_seeded:
+        if is_on_cpu and not is_seeded:
             return function.overloadpacket(*args, **kwargs, generator=self._generator)
         return function(*args, **kwargs)
 
