@@ -76,7 +76,7 @@ def open_with_pillow(data: bytes) -> np.ndarray:
 
 def encoded_of(dataset: Any) -> list[bytes]:
     store = dataset.reader().kept.images
-    return [bytes(store.encoded(index)) for index in range(len(store))]
+    return [bytes(store.stored(index)) for index in range(len(store))]
 
 
 def jpeg(root: Path, rounds: int) -> list[Row]:
