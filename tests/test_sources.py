@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from conftest import shown
 from fastdata.sources import DatasetSource, FileSource, folders, read_manifest
@@ -489,14 +490,26 @@ def test_dataset_source_refuses_dicts_that_it_cannot_take_apart() -> None:
             DatasetSource([item]).read(0)
 
 
+def test_the_first_item_says_which_of_a_dict_is_the_sample() -> None:
+    """Others may have an image where it has something else."""
+    image = Image.new("RGB", (2, 2))
+    masks = [None, image, 3]
+    source = DatasetSource([{"image": image, "mask": mask} for mask in masks])
+    assert [source.read(index) for index in range(3)] == [(image, mask) for mask in masks]
+
+
 def test_dataset_source_refuses_items_of_another_form() -> None:
     """The keys of dicts, and the lengths of tuples, are those of all items."""
     image = np.zeros((2, 2))
     source = DatasetSource([{"image": image}, {"image": image, "label": 3}, (image, 3)])
     assert source.read(0)[1] == {}
-    with pytest.raises(TypeError, match=r"item 1 of list is .*image/label, others are dict/image"):
+    with pytest.raises(
+        TypeError, match=r"item 1 of list is a dict of image, label, others are a dict of image"
+    ):
         source.read(1)
-    with pytest.raises(TypeError, match="item 2 of list is of the form pair, others are dict/"):
+    with pytest.raises(
+        TypeError, match="item 2 of list is a tuple of length 2, others are a dict of "
+    ):
         source.read(2)
 
 

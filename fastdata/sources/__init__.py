@@ -240,7 +240,7 @@ class DatasetSource:
         self.columns = columns
         self.keys: ItemKeys | None = None
         self.is_remote: bool = getattr(dataset, "is_remote", False)  # of formats.py
-        self._form: tuple[str, ...] = ()  # of the items read so far
+        self._form = ""  # of the items read so far
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -252,16 +252,12 @@ class DatasetSource:
         if self.columns is not None:
             return self.columns.split(item)
         which = f"item {index} of {type(self.dataset).__name__}"
-        keys = _keys_of(item, which)
-        form = ("pair",) if keys is None else (keys.kind, *sorted(keys.names))
+        form = _form_of(item)
         if not self._form:
-            self.keys = keys
+            self.keys = _keys_of(item, which)
             self._form = form
         if form != self._form:
-            raise TypeError(
-                f"{which} is of the form {'/'.join(form)}, others are {'/'.join(self._form)}. Give "
-                "all items one form."
-            )
+            raise TypeError(f"{which} is {form}, others are {self._form}. Give all items one form.")
         if self.keys is not None:
             return self.keys.split(item)
         sample, target = item
@@ -310,6 +306,14 @@ def _opened(value: Any) -> Any:
     if value["bytes"] is None:
         return load_image(value["path"])
     return decode_image(value["bytes"])
+
+
+def _form_of(item: Any) -> str:
+    if isinstance(item, dict):
+        return f"a dict of {', '.join(sorted(map(str, item)))}"
+    if isinstance(item, tuple | list):
+        return f"a tuple of length {len(item)}"
+    return "an image alone" if _is_alone(item) else kind_of(item)
 
 
 def _is_alone(item: Any) -> bool:
