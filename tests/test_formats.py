@@ -168,10 +168,13 @@ def test_tars_are_refused_that_cannot_be_sought(tmp_path: Path) -> None:
         open_dataset(write_tar(tmp_path / "x.tar", {"1.png": b"", "1.PNG": b""}))
     for name in ("x.tar.gz", "x.tgz"):
         (tmp_path / name).touch()
-        with pytest.raises(
-            ValueError, match=rf"{name} is compressed as a whole.* Decompress it to a .tar"
-        ):
-            open_dataset(tmp_path / name)
+        (tmp_path / f"of {len(name)}").mkdir()
+        (tmp_path / f"of {len(name)}" / name).touch()
+        for given in (name, f"of {len(name)}"):
+            with pytest.raises(
+                ValueError, match=rf"{name} is compressed as a whole.* Decompress it to a .tar"
+            ):
+                open_dataset(tmp_path / given)
     write_tar(tmp_path / "x.tar", sample_files(0, "0."))
     assert len(open_dataset(tmp_path)) == 1  # which others beside it do not keep from being read
 

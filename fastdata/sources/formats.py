@@ -158,6 +158,7 @@ def _list_folder(place: Place) -> list[str]:
             )
     # Hugging Face keeps what it has computed in cache-*.arrow, beside the rows of a dataset.
     chosen = [name for name in names if name.endswith(tuple(_KINDS))]
+    chosen = chosen or list(filter(_kind_of, names))  # which says what is wrong with others
     chosen = [name for name in chosen if not name.startswith((".", "cache-"))]
     splits = sorted({match[1] for name in chosen for match in _SPLIT.finditer(name)})
     if len(splits) > 1:
