@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from fastdata.errors import is_url, kind_of
+from fastdata.machine.shared import ListView
 from fastdata.pixels.images import Opening, decode_image, is_image, load_image, opening_of
 from fastdata.sources.remote import Place, Requests, fleeting_folder
 
@@ -167,15 +168,15 @@ class FileSource:
         return self.paths[index]
 
     def targets_of(self, indices: Indices) -> list[Any]:
-        return [self.targets[index] for index in indices]
+        return _chosen(self.targets, indices)
 
     def read_files(self, indices: Indices) -> list[bytes]:
         """The bytes of these files."""
         if self.is_remote:
             return [self._requests.take(index, self._submit).result() for index in indices]
         files = []
-        for index in indices:
-            with open(self.paths[index], "rb") as stream:
+        for path in _chosen(self.paths, indices):
+            with open(path, "rb") as stream:
                 files.append(stream.read())
         return files
 
@@ -224,6 +225,12 @@ class FileSource:
             submitted = [place.submit_facts(name) for place, name in located]
             facts = np.array([future.result() for future in submitted], np.int64).T
         return facts
+
+
+def _chosen(column: Any, indices: Indices) -> list[Any]:
+    if isinstance(column, ListView):
+        return column.chosen(indices)
+    return [column[index] for index in indices]
 
 
 class DatasetSource:
