@@ -120,10 +120,13 @@ def _read_cgroups(*names: str) -> list[str]:
     is the container's own.
     """
     texts = []
+    controller = names[0].partition(".")[0]
     for controllers, path in re.findall(
         r"^\d+:([^:]*):/*(.*)$", _read(CGROUP_TABLE.parent, CGROUP_TABLE.name), re.M
     ):
-        mounts = [controllers, *controllers.split(",")] if controllers else ["", "unified"]
+        mounts = ["", "unified"]
+        if controllers:
+            mounts = [controllers, controller] if controller in controllers.split(",") else []
         inside = Path(os.path.normpath(f"/{path}")[1:])
         for mount in dict.fromkeys(mounts):
             for folder in (inside, *inside.parents):
