@@ -6,9 +6,10 @@ import copy
 import gc
 import random
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import psutil
@@ -21,6 +22,7 @@ from conftest import FolderMaker
 from fastdata import CachedDataset, ChunkedLoader, DataLoader, FastDataError, ImageFolder
 from fastdata.datasets.reader import BatchRing
 from fastdata.errors import MemoryBudgetError
+from fastdata.loaders.chunked import ResidentChunks
 from fastdata.loaders.samplers import chunked as chunked_order
 from fastdata.machine.memory import CHUNKS_HELD, plan_chunks
 
@@ -616,3 +618,30 @@ def test_repeated_and_negative_indices_are_a_loaders() -> None:
         found, targets = next(iter(loader))
     assert torch.equal(found, wanted)
     assert targets.tolist() == [1, 1, 1, 3, 1]
+
+
+def test_what_batches_have_fetched_themselves_is_let_go_of() -> None:
+    """Of a chunk over a network, whose batches may be ahead of the thread that brings it, all is dropped at the end."""
+    dropped: list[int] = []
+
+    class Store:
+        def bring(self, positions: Any) -> None:
+            while not (made and made[0]._is_closed):
+                time.sleep(0.001)
+
+        def drop(self, positions: Any, from_cache: bool) -> None:
+            dropped.extend(positions.tolist())
+
+    made: list[ResidentChunks] = []
+    made.append(
+        ResidentChunks(
+            np.arange(16),
+            locate=lambda samples: [(cast("Any", Store()), samples)],
+            chunk_batches=2,
+            batch_size=4,
+            is_remote=True,
+            from_cache=False,
+        )
+    )
+    made[0].close()
+    assert dropped == list(range(16))

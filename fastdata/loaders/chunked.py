@@ -145,9 +145,10 @@ class ResidentChunks:
 
     def _release(self, run: int) -> None:
         future = self._coming.pop(run)
-        if future.cancel():
+        if not future.cancel():
+            future.result()
+        elif not self._is_remote:  # else its batches may have brought it themselves
             return
-        future.result()
         for store, positions in self._groups(run):
             store.drop(positions, from_cache=self._from_cache)
 
