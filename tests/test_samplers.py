@@ -570,6 +570,21 @@ def test_a_sampler_that_does_not_know_its_rank_is_one_of_one_rank() -> None:
         assert [label for _, labels in batches for label in labels.tolist()] == [*range(COUNT)]
 
 
+def test_states_of_numpys_numbers_are_plain() -> None:
+    """Whatever integers a sampler and its loader are given, their states go through JSON."""
+    batch_size, count, seed, rank, world_size, epoch = np.arange(2, 8)
+    order = repeated(COUNT)
+    sampler = RankSampler(
+        order=order, num_samples=count * 9, seed=seed, rank=rank - 4, world_size=world_size
+    )
+    sampler.set_epoch(epoch)
+    _through_json(sampler.state_dict(np.int64(1), batch_size))  # type: ignore[arg-type]
+    loader = DataLoader(Numbers(), batch_size=2, sampler=sampler)
+    loader.set_epoch(epoch)
+    next(iter(loader))
+    _through_json(loader.state_dict())
+
+
 def test_dropped_batches_do_not_count_in_torchs_loader() -> None:
     """With ``drop_last`` the last whole batch is the last one, and the state behind it the next epoch's beginning."""
     sampler = RankSampler(COUNT, rank=0, world_size=1)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import base64
 import copy
 import itertools
+import operator
 import zlib
 from array import array
 from collections.abc import Callable, Iterator
@@ -142,7 +143,7 @@ class Epochs:
         return self._batches(self.progress)
 
     def set_epoch(self, epoch: int) -> None:
-        self._set = epoch
+        self._set = operator.index(epoch)
         if self._ranked is not None:
             self._ranked.set_epoch(epoch)
 

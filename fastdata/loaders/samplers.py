@@ -376,7 +376,7 @@ class RankSampler(DistributedSampler[int]):
         world_size: int | None = None,
     ) -> None:
         order = order or shuffled(dataset, shuffle)  # type: ignore[arg-type]  # refuses None
-        length = order.num_samples if num_samples is None else num_samples
+        length = order.num_samples if num_samples is None else operator.index(num_samples)
         if not 0 <= length <= order.most:
             raise ValueError(
                 f"num_samples={num_samples}, but an epoch of this order has at most {order.most} "
@@ -390,12 +390,12 @@ class RankSampler(DistributedSampler[int]):
         self.is_set = False
         self.has_begun = False
         numbers: Any = range(length)  # torch's own asks for its length only
-        super().__init__(numbers, 1, 0, shuffle, seed, uneven == "drop")
+        super().__init__(numbers, 1, 0, shuffle, operator.index(seed), uneven == "drop")
         self.find_ranks()
 
     def find_ranks(self) -> None:
         if self.num_replicas == 1:
-            self.rank, self.num_replicas = find_rank(*self._given)
+            self.rank, self.num_replicas = map(operator.index, find_rank(*self._given))
         self.num_samples = self._share_of(self.order_length, self.rank)
         is_kept = self.uneven == "keep"
         self.total_size = self.order_length if is_kept else self.num_samples * self.num_replicas
@@ -461,7 +461,8 @@ class RankSampler(DistributedSampler[int]):
         return self._state(self.epoch, self.position)
 
     def _state(self, epoch: int, position: int) -> State:
-        return {"epoch": epoch, "position": position, "order": self.identity}
+        plain = {"epoch": operator.index(epoch), "position": operator.index(position)}
+        return plain | {"order": self.identity}
 
     def state_dict(
         self, batches: int = 0, batch_size: int = 1, *, drop_last: bool = False
