@@ -59,7 +59,8 @@ def recognise(step: Any, state: State) -> State:
     """
     name = known_name(step) or ""
     read = READERS.get(name, _read_published)
-    refuse(type(step) is Views, "gives several views, which only the last step may")
+    if type(step) is Views:
+        raise UnknownStepError("gives several views, which only the last step may")
     try:
         if state.is_beside and name in READERS:
             read = _read_beside
@@ -541,7 +542,7 @@ def _normalize(step: Any, state: State) -> State:
     refuse(not state.floats, "does not accept uint8")
     refuse(state.is_normalized, "comes after another Normalize")
     dtype = getattr(torch, state.dtype)
-    given = (torch.as_tensor(values, dtype=dtype).flatten() for values in (step.mean, step.std))
+    given = [torch.as_tensor(values, dtype=dtype).flatten() for values in (step.mean, step.std)]
     mean, std = (values.tolist() for values in torch.broadcast_tensors(*given))
     is_known = 1 <= len(mean) <= MAX_MEANS and all(map(math.isfinite, (*mean, *std)))
     refuse(not is_known or 0 in std, "has a mean or std that is not served")
