@@ -261,7 +261,7 @@ class Program:
         is_last = not out.flags.c_contiguous
         if is_last and not (out.ndim == 4 and out.transpose(0, 2, 3, 1).flags.c_contiguous):
             raise ValueError("the memory for a batch must be C-contiguous or channels_last")
-        channels, height, width = _planes(out.shape[1:])
+        channels, height, width = out.shape[1:] if out.ndim == 4 else (1, *out.shape[1:])
         table = self._table
         batch = core.Batch(
             table=ctypes.addressof(table),
