@@ -75,6 +75,7 @@ class Program:
             )
         self._ops = ops
         self._spec = spec
+        self._stored = stored and _planes(stored)
         cast = next((str(op.n[0]).lower() for op in ops if op.code == "OP_CAST"), spec.dtype)
         self._served_dtype = cast
         self._dtype = np.dtype(_FLOAT16S.get(cast, cast))
@@ -231,11 +232,11 @@ class Program:
     ) -> None:
         index_B = keys.indices
         indices = index_B.tolist()
-        if self._spec.shape is None:
+        if self._stored is None:
             shapes_B3 = np.array([_planes(store.shape(index)) for index in indices], np.int32)
         else:
             # A fifth of what np.full takes.
-            shapes_B3 = np.array([_planes(self._spec.shape)], np.int32).repeat(len(indices), 0)
+            shapes_B3 = np.array([self._stored], np.int32).repeat(len(indices), 0)
         if store.gives_views:
             _serve(pairs, core.Samples(store.addresses(index_B), shapes_B3), keys, rows_B)
             return
