@@ -429,7 +429,13 @@ def test_python_objects_are_refused(codec: Codec) -> None:
 
 @pytest.mark.parametrize(
     ("shape", "dtype"),
-    [((3, 8, 8), "uint16"), ((8, 8), "uint8"), ((4, 8, 8), "uint8"), ((3, 0, 8), "uint8")],
+    [
+        ((3, 8, 8), "uint16"),
+        ((8, 8), "uint8"),
+        ((4, 8, 8), "uint8"),
+        ((3, 0, 8), "uint8"),
+        ((3, 1, 65_501), "uint8"),
+    ],
 )
 def test_jpeg_refuses_what_it_would_spoil(shape: tuple[int, ...], dtype: str) -> None:
     """Labels, depths and samples that are no images are a ValueError."""

@@ -388,6 +388,10 @@ def _middle_rows(sample: Array) -> Array:
     return np.ascontiguousarray(sample[..., start : start + count, :])
 
 
+_LONGEST_SIDE_PX = 65_500
+"""Of libjpeg."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class JpegCodec(Codec):
     """**Lossy**: samples are re-encoded at their prepared size and come back slightly changed.
@@ -420,10 +424,12 @@ class JpegCodec(Codec):
     """The core decodes what is served of them."""
 
     def encode(self, sample: Array) -> bytes:
-        if sample.dtype != np.uint8 or sample.ndim != 3 or sample.shape[0] not in (1, 3):
+        are_planes = sample.dtype == np.uint8 and sample.ndim == 3 and sample.shape[0] in (1, 3)
+        if not are_planes or max(sample.shape) > _LONGEST_SIDE_PX:
             raise ValueError(
-                "codec 'jpeg' keeps images of uint8 and shape (1, H, W) or (3, H, W), not "
-                f"{sample.dtype} of shape {sample.shape}: labels or depths would be changed. Use "
+                "codec 'jpeg' keeps images of uint8 and shape (1, H, W) or (3, H, W), up to "
+                f"{_LONGEST_SIDE_PX:,} px a side, not {sample.dtype} of shape {sample.shape}: "
+                "labels or depths would be changed. Use "
                 "codec='zstd' or 'lz4', which keep them exactly"
             )
         return encode_image(sample, "JPEG", quality=self.quality, subsampling=self.subsampling)
