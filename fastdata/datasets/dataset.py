@@ -271,10 +271,7 @@ class _Opened(Dataset[Any]):
         self._serve(old.filled(prepared, source, table, leading))
 
     def _describe(self, source: Source) -> tuple[str, Listing | None, str]:
-        """For a cache: text that is equal where one of the same samples is, their files and folder.
-
-        Of samples that are no files there are none.
-        """
+        """For a cache: text, the same where samples are; their files and folder, if any."""
         raise NotImplementedError
 
     def _serve(self, stored: Stored) -> None:
@@ -695,9 +692,8 @@ def prepared_anew(dataset: PreparedDataset, index: Sequence[int]) -> PreparedDat
     """
     other = dataset._copied()
     source = other._narrow(index)
-    chosen = replace(
-        other._stored.options, cache_dir=None, cache_key=None, at_once=True, alone=True
-    )
-    other._stored = replace(other._stored, options=chosen, after=None)
-    other._prepare(source, other._stored.table if isinstance(source, FileSource) else None)
+    stored = other._stored
+    chosen = replace(stored.options, cache_dir=None, cache_key=None, at_once=True, alone=True)
+    other._stored = replace(stored, options=chosen, after=None)
+    other._prepare(source, stored.table if isinstance(source, FileSource) else None)
     return other
