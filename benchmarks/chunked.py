@@ -134,7 +134,7 @@ def measure(make_loader: Callable[[], Any], seconds: float, is_cold: bool, conne
     rate = (
         cold_images_per_s(loader, seconds) if is_cold else images_per_s(loader, at_least_s=seconds)
     )
-    peak.sample()
+    peak.size_bytes = max(peak.size_bytes, tree_pss_bytes())
     plan = str(getattr(loader, "plan", ""))
     connection.send(Outcome(rate, peak.size_bytes, start_bytes, plan))
     connection.close()

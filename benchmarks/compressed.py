@@ -10,9 +10,11 @@ import io
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lz4.block
 import numpy as np
@@ -37,6 +39,7 @@ from _helper import (
 from fastdata import CachedDataset, DataLoader, ImageFolder
 from fastdata.machine.memory import usable_cores
 from fastdata.pixels import images as planar
+from fastdata.stores import readers
 from fastdata.stores.codecs import JpegCodec, ZstdCodec
 from serve import loader_of
 
@@ -116,11 +119,10 @@ def jpeg(root: Path, rounds: int) -> list[Row]:
 
 
 def without_libjpeg(measure: Measure) -> float:
-    opened, planar.open_libjpeg = planar.open_libjpeg, lambda: (None, "left out")
-    try:
+    with ExitStack() as left_out:
+        for module in (planar, readers):
+            left_out.enter_context(patch.object(module, "open_libjpeg", lambda: (None, "left out")))
         return measure()
-    finally:
-        planar.open_libjpeg = opened
 
 
 def zstd(root: Path, rounds: int) -> list[Row]:
