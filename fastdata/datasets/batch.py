@@ -151,7 +151,7 @@ class SampleBatch(list[Any]):
         targets: what ``default_collate`` makes of the targets: int64 (B,) for class numbers. None:
             it is made when it is asked for, if it can be.
         each_target: one Python object per sample.
-        image_class: of the images in the list, such as ``tv_tensors.Image`` or ``Array``.
+        image_class: of the images in the list, such as ``tv_tensors.Image`` or ``np.ndarray``.
     """
 
     def __init__(
