@@ -121,6 +121,7 @@ their medians, and the seconds that fastdata took to prepare the images, ``prepa
 
 
 def run(options: argparse.Namespace) -> int:
+    import_torchvision()  # with its operators, before a transform of the user's imports it
     names = options.recipe or ([] if options.transform else RECIPES)
     transforms = {name: make_recipe(name, options.dtype) for name in names}
     if options.transform:
