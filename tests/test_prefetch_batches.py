@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, UserDict, defaultdict
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -224,3 +225,11 @@ def test_a_device_number_too_high_is_an_error(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(DeviceError, match=r"device='cuda:5'.*torch sees 2 CUDA devices"):
         CudaPrefetcher([], device="cuda:5")
+
+
+def test_a_mapping_that_cannot_be_written_to_comes_as_a_dict(gpu: Sim) -> None:
+    """Its values arrive, and the user's own keeps them."""
+    own = MappingProxyType({"image": torch.arange(3), "name": "a"})
+    [batch] = CudaPrefetcher([own])
+    assert (type(batch), batch["name"]) == (dict, "a")
+    assert batch["image"].tolist() == own["image"].tolist() == [0, 1, 2]

@@ -7,7 +7,7 @@ import dataclasses
 import operator
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
 from functools import cache, partial
@@ -488,8 +488,10 @@ def _taken_apart(value: Any) -> tuple[dict[Any, Any], Callable[[dict[Any, Any]],
         return dict(enumerate(value)), lambda parts: make(parts.values())
     if type(value) is dict:
         return value, dict
-    if isinstance(value, Mapping):  # which may refuse None in its copy
+    if isinstance(value, MutableMapping):  # which may refuse None in its copy
         return dict(value), partial(_fill, value)
+    if isinstance(value, Mapping):
+        return dict(value), dict
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         parts = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         return parts, partial(_fill, _fill(value, dict.fromkeys(parts)))
@@ -499,8 +501,8 @@ def _taken_apart(value: Any) -> tuple[dict[Any, Any], Callable[[dict[Any, Any]],
 def _fill(old: Any, parts: dict[Any, Any]) -> Any:
     """Copy a mapping or dataclass with other values; it keeps the rest, as a default factory."""
     new = copy.copy(old)
-    if isinstance(new, Mapping):
-        new.update(parts)  # type: ignore[attr-defined]
+    if isinstance(new, MutableMapping):
+        new.update(parts)
     else:
         for name, part in parts.items():
             object.__setattr__(new, name, part)  # a frozen one too: nobody else sees the copy yet
