@@ -854,6 +854,12 @@ def test_ranks_that_all_read_all_samples_are_told(monkeypatch: pytest.MonkeyPatc
 # Errors
 
 
+def test_a_sampler_of_nothing_says_what_it_needs() -> None:
+    """Neither a dataset nor an order."""
+    with pytest.raises(TypeError, match="needs a dataset, its length, or an order="):
+        RankSampler()
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -375,7 +375,10 @@ class RankSampler(DistributedSampler[int]):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        order = order or shuffled(dataset, shuffle)  # type: ignore[arg-type]  # refuses None
+        if order is None:
+            if dataset is None:
+                raise TypeError("RankSampler needs a dataset, its length, or an order=")
+            order = shuffled(dataset, shuffle)
         length = order.num_samples if num_samples is None else operator.index(num_samples)
         if not 0 <= length <= order.most:
             raise ValueError(
