@@ -33,12 +33,12 @@ import time
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch.distributed
 from torch.utils.data import get_worker_info
@@ -175,9 +175,10 @@ class Leader:
 
         ``known`` is what every rank has of its own: it is told by its place there.
         """
+        places = {id(each): place for place, each in enumerate(known) if each is not None}
         data = io.BytesIO()
-        pickler = _Pickler(data, protocol=5)
-        pickler.places = {id(each): place for place, each in enumerate(known)}
+        pickler = pickle.Pickler(data, protocol=5)
+        pickler.persistent_id = lambda each: places.get(id(each))  # type: ignore[method-assign]
         pickler.dump(value)
         with open(self._fd, "wb", closefd=False) as file:
             file.write(f"{os.getpid()} {find_rank().rank}\n".encode())
@@ -197,20 +198,6 @@ def _leave(fd: int, path: Path, pid: int) -> None:
         path.unlink(missing_ok=True)
         fcntl.flock(fd, fcntl.LOCK_UN)  # which a forked process may have, too
     os.close(fd)
-
-
-class _Pickler(pickle.Pickler):
-    places: dict[int, int]
-
-    def persistent_id(self, value: Any) -> int | None:
-        return None if value is None else self.places.get(id(value))
-
-
-class _Unpickler(pickle.Unpickler):
-    known: Sequence[Any]
-
-    def persistent_load(self, place: int) -> Any:
-        return self.known[place]
 
 
 def lead_or_follow(run: str, key: str, known: Sequence[Any]) -> Leader | Follower | None:
@@ -233,39 +220,24 @@ def lead_or_follow(run: str, key: str, known: Sequence[Any]) -> Leader | Followe
 
 def _meet(path: Path, known: Sequence[Any]) -> Leader | Follower:
     while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)  # waits while another rank prepares
-            if not _is_there(path, fd):  # its leader has left meanwhile
+        with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "wb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # waits while another rank prepares
+            if not os.fstat(file.fileno()).st_nlink:  # its leader has left meanwhile
                 continue
             found = _read_handles(path, known)
             if found is not None:
                 return found
-            os.ftruncate(fd, 0)
-            leader = Leader(fd, path)
-            fd = -1
-            _sweep(path)
-            return leader
-        finally:
-            if fd >= 0:
-                os.close(fd)
-
-
-def _is_there(path: Path, fd: int) -> bool:
-    try:
-        return os.path.samestat(path.stat(), os.fstat(fd))
-    except FileNotFoundError:
-        return False
+            file.truncate(0)
+            _sweep(path.parent)
+            return Leader(os.dup(file.fileno()), path)
 
 
 def _read_handles(path: Path, known: Sequence[Any]) -> Follower | None:
     """None where nothing is told, not all yet, or the process that told it has ended."""
     with path.open("rb") as file:
         told_by = file.readline().split()
-        if not told_by:
-            return None
-        unpickler = _Unpickler(file)
-        unpickler.known = known
+        unpickler = pickle.Unpickler(file)
+        unpickler.persistent_load = known.__getitem__  # type: ignore[method-assign]
         try:
             value = unpickler.load()
         except (EOFError, pickle.UnpicklingError, StoreGoneError):
@@ -291,11 +263,9 @@ def _meeting_name(run: str, key: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _sweep(own: Path) -> None:
-    """Remove what killed leaders left."""
-    for path in own.parent.iterdir():
-        if path == own:
-            continue
+def _sweep(folder: Path) -> None:
+    """Remove what killed leaders left; who leads now holds the lock."""
+    for path in folder.iterdir():
         with contextlib.suppress(OSError), path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             pid = file.readline().partition(b" ")[0]
@@ -330,7 +300,15 @@ def run_tasks(
     if workers < 1:
         yield from map(job, tasks)
     elif forks and can_fork:
-        yield from _run_forked(job, tasks, workers, cores)
+        done = 0
+        with forked(job, workers, cores, threads=1) as (pool, children):
+            try:
+                for answer in pool.map(attempt_job, tasks):
+                    yield settle(answer)
+                    done += 1
+            except BrokenProcessPool:
+                pool.shutdown()  # by when it has ended the others, too
+                raise _loss(children, tasks[done : done + 2 * workers]) from None
     else:
         pool = ThreadPoolExecutor(workers, "fastdata-ingest", _use_cores, (cores,))
         try:
@@ -339,14 +317,37 @@ def run_tasks(
             pool.shutdown(cancel_futures=True)
 
 
-def _run_forked(
-    job: Callable[[Any], _T], tasks: Sequence[Any], workers: int, cores: Collection[int]
-) -> Generator[_T, None, None]:
+def _loss(children: Sequence[BaseProcess], tasks: Sequence[Any]) -> IngestError:
+    """What is to be said of a worker that died, while about these were prepared."""
+    ended = -signal.SIGTERM  # as the others are by the pool
+    code = next((it.exitcode for it in children if it.exitcode not in (0, None, ended)), ended)
+    how = f"ended with exit code {code}"
+    if code < 0:
+        how = f"was killed by {signal.Signals(-code).name}"
+    text = f"a worker process {how} while these were prepared: {'; '.join(map(str, tasks))}."
+    if code == -signal.SIGKILL:
+        text += (
+            " Out of memory is the usual reason: use fewer prepare_workers= or a smaller resize=."
+        )
+    return IngestError(text)
+
+
+@contextlib.contextmanager
+def forked(
+    job: Callable[[Any], Any],
+    workers: int = 1,
+    cores: Collection[int] = (),
+    *,
+    threads: int | None = None,
+) -> Iterator[tuple[ProcessPoolExecutor, Sequence[BaseProcess]]]:
+    """Forked processes in which ``attempt_job`` runs the job, and which have so many threads each.
+
+    They, and the processes that they start, are killed in the end.
+    """
     creator = os.getpid()
     context = multiprocessing.get_context("fork")
-    pool = ProcessPoolExecutor(workers, context, _begin, (job, creator, cores))
+    pool = ProcessPoolExecutor(workers, context, _begin, (job, creator, cores, threads))
     children: list[BaseProcess] = []
-    done = 0
     try:
         # Ctrl-C waits till then: Python drops exceptions in the hooks that run around a fork.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -357,54 +358,35 @@ def _run_forked(
             children += pool._processes.values()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        for task, answer in zip(tasks, pool.map(_attempt_job, tasks), strict=True):
-            result, error, text = pickle.loads(answer)
-            if error is not None:
-                raise error from IngestError(f"in a worker process, {task}:\n{text}")
-            yield result
-            done += 1
-    except BrokenProcessPool:
-        pool.shutdown()  # by when it has ended the others, too
-        raise _loss(children, tasks[done : done + 2 * workers]) from None
+        yield pool, children
     finally:
         if os.getpid() == creator:
-            for child in children:
-                child.kill()  # they hold nothing that needs an orderly end
+            for child in children:  # they hold nothing that needs an orderly end
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(cast(int, child.pid), signal.SIGKILL)
+                child.kill()  # where it has not yet made a group
             pool.shutdown(cancel_futures=True)
-
-
-def _loss(children: Sequence[BaseProcess], tasks: Sequence[Any]) -> IngestError:
-    """What is to be said of a worker that died, while about these were prepared."""
-    ended = -signal.SIGTERM  # as the others are by the pool
-    code = next((it.exitcode for it in children if it.exitcode not in (0, None, ended)), ended)
-    how = (
-        f"was killed by {signal.Signals(-code).name}"
-        if code < 0
-        else f"ended with exit code {code}"
-    )
-    text = f"a worker process {how} while these were prepared: {'; '.join(map(str, tasks))}."
-    if code == -signal.SIGKILL:
-        text += (
-            " Out of memory is the usual reason: use fewer prepare_workers= or a smaller resize=."
-        )
-    return IngestError(text)
 
 
 _job: Callable[[Any], Any]
 """Of a forked worker."""
 
 
-def _begin(job: Callable[[Any], Any], parent_pid: int, cores: Collection[int]) -> None:
+def _begin(
+    job: Callable[[Any], Any], parent_pid: int, cores: Collection[int], threads: int | None
+) -> None:
     global _job
     _job = job
+    os.setpgid(0, 0)  # so that what it starts is ended with it, all at once
     _use_cores(cores)
     multiprocessing.current_process().name = "fastdata-ingest"
-    # Ctrl-C reaches the whole group; the parent ends this process.
+    # Ctrl-C may reach the whole group; the parent ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     gc.freeze()  # what the parent left to its garbage collector is the parent's to finalise
-    torch.set_num_threads(1)  # this process only: a forked OpenMP pool would hang
-    threading.Thread(target=end_with_parent, args=(parent_pid,), daemon=True).start()
+    if threads:
+        torch.set_num_threads(threads)  # this process only: a forked OpenMP pool would hang
+    threading.Thread(target=_end_with_parent, args=(parent_pid,), daemon=True).start()
 
 
 def _use_cores(cores: Collection[int]) -> None:
@@ -413,28 +395,35 @@ def _use_cores(cores: Collection[int]) -> None:
             os.sched_setaffinity(0, cores)  # of this thread
 
 
-def end_with_parent(parent_pid: int, *, whole_group: bool = False) -> None:
-    """Wait for the parent's end, then end this process at once, or all of its process group."""
+def _end_with_parent(parent_pid: int) -> None:
     while os.getppid() == parent_pid:
         time.sleep(_PARENT_CHECK_S)
-    if whole_group:
-        os.killpg(0, signal.SIGKILL)
-    os._exit(1)
+    os.killpg(0, signal.SIGKILL)
 
 
-def _attempt_job(task: Any) -> bytes:
+def attempt_job(task: Any) -> bytes:
     return attempt(_job, task)
 
 
 def attempt(job: Callable[[Any], Any], task: Any) -> bytes:
-    """What the job returns, or else the error that it raises and its traceback, pickled."""
+    """What the job returns, or the error that it raises and its traceback, pickled for ``settle``.
+
+    An error that cannot be pickled travels as text.
+    """
     try:
         return pickle.dumps((job(task), None, ""), protocol=5)
     except Exception as error:  # noqa: BLE001  # whatever it is, the parent raises it
-        text = traceback.format_exc()
+        text = f"in a worker process, {task}:\n{traceback.format_exc()}"
         with contextlib.suppress(Exception):
             answer = pickle.dumps((None, error, text))
             pickle.loads(answer)
             return answer
-        # An error that cannot be pickled travels as text.
         return pickle.dumps((None, IngestError(f"{type(error).__name__}: {error}"), text))
+
+
+def settle(answer: bytes) -> Any:
+    """Return or raise what was sent."""
+    result, error, text = pickle.loads(answer)
+    if error is not None:
+        raise error from IngestError(text)
+    return result

@@ -33,9 +33,9 @@ import numpy.typing as npt
 import torch
 from filelock import FileLock, Timeout
 
-from fastdata.errors import CacheError, IngestError, is_url
+from fastdata.errors import CacheError, is_url
 from fastdata.machine.memory import fastest_fitting, parse_bytes, usable_cores
-from fastdata.machine.processes import attempt, run_tasks
+from fastdata.machine.processes import attempt, run_tasks, settle
 from fastdata.machine.shared import PackedPaths, SampleTable
 from fastdata.report import log, progress_bar
 from fastdata.sources import FileSource
@@ -610,10 +610,7 @@ def _run_by(submit: Callable[[_Task], Future[bytes]], tasks: Sequence[_Task]) ->
     try:
         running.extend(map(submit, tasks))
         for future in as_completed(running):
-            receipt, error, text = pickle.loads(future.result())
-            if error is not None:
-                raise error from IngestError(text)
-            yield receipt
+            yield settle(future.result())
     finally:
         # What is being written now stays, too.
         wait([future for future in running if not future.cancel()])

@@ -8,23 +8,17 @@ stays there, and its memory, threads and worker processes end with it.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.metadata
 import json
 import math
-import multiprocessing
 import os
-import pickle
 import platform
-import signal
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sized
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from multiprocessing.connection import Connection
+from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -34,7 +28,7 @@ from torch.utils.data import RandomSampler
 from fastdata.errors import refuse_remote
 from fastdata.loaders.epochs import sample_count
 from fastdata.machine.memory import available_bytes, cpu_model, usable_cores
-from fastdata.machine.processes import attempt, end_with_parent
+from fastdata.machine.processes import attempt_job, forked, settle
 
 _T = TypeVar("_T")
 _WARM_UP = 0.125
@@ -105,44 +99,25 @@ def apart(work: Callable[[], _T], *, limit_s: float | None) -> _T:
     if sys.platform != "linux":
         return work()
     available_bytes()  # imports what its threads would import while it forks
-    receiving, sending = multiprocessing.Pipe(duplex=False)
-    arguments = (work, sending, os.getpid())
-    process = multiprocessing.get_context("fork").Process(target=_answer, args=arguments)
-    process.start()
-    sending.close()
-    try:
-        if not receiving.poll(limit_s):
+
+    def job(_: None) -> _T:
+        warnings.simplefilter("ignore")  # the user's own run says them
+        # What a library has started in threads of the parent is dead in the copy, OpenMP's pool
+        # among it, which waits for its threads for ever; a thread that is new gets a pool of its
+        # own.
+        return ThreadPoolExecutor(1).submit(work).result()
+
+    with forked(job) as (pool, [process]):
+        answer = pool.submit(attempt_job, None)
+        if not wait([answer], limit_s).done:
             raise TimeoutError(f"no answer within {limit_s:.1f} s")
-        result, error, _ = pickle.loads(receiving.recv_bytes())
-    except EOFError:
-        process.join()
-        raise RuntimeError(
-            f"the measuring process has ended with exit code {process.exitcode}"
-        ) from None
-    finally:
-        receiving.close()
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(cast(int, process.pid), signal.SIGKILL)
-        process.kill()  # where it has not yet made a group
-        process.join()
-        process.close()
-    if error is not None:
-        raise error
-    return cast(_T, result)
-
-
-def _answer(work: Callable[[], Any], sending: Connection, parent_pid: int) -> None:
-    os.setpgid(0, 0)  # so that its workers are ended with it, all at once
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    warnings.simplefilter("ignore")  # the user's own run says them
-    watch = partial(end_with_parent, parent_pid, whole_group=True)
-    threading.Thread(target=watch, daemon=True).start()
-    # What a library has started in threads of the parent is dead in the copy, OpenMP's pool among
-    # it, which waits for its threads for ever; a thread that is new gets a pool of its own.
-    answer = ThreadPoolExecutor(1).submit(attempt, lambda _: work(), None).result()
-    with contextlib.suppress(OSError):  # nobody waits for it any more
-        sending.send_bytes(answer)
-    os._exit(0)
+        try:
+            return cast(_T, settle(answer.result()))
+        except BrokenProcessPool:
+            pool.shutdown()
+            raise RuntimeError(
+                f"the measuring process has ended with exit code {process.exitcode}"
+            ) from None
 
 
 # Arguments of commands, and the JSON that they write
