@@ -310,11 +310,11 @@ def run_tasks(
                 pool.shutdown()  # by when it has ended the others, too
                 raise _loss(children, tasks[done : done + 2 * workers]) from None
     else:
-        pool = ThreadPoolExecutor(workers, "fastdata-ingest", _use_cores, (cores,))
+        threads = ThreadPoolExecutor(workers, "fastdata-ingest", _use_cores, (cores,))
         try:
-            yield from pool.map(job, tasks)
+            yield from threads.map(job, tasks)
         finally:
-            pool.shutdown(cancel_futures=True)
+            threads.shutdown(cancel_futures=True)
 
 
 def _loss(children: Sequence[BaseProcess], tasks: Sequence[Any]) -> IngestError:

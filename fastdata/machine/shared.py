@@ -41,7 +41,7 @@ from fastdata.errors import MemoryBudgetError, StoreGoneError
 from fastdata.machine import memory
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    pass
 
 if sys.platform != "win32":
     import fcntl
@@ -52,6 +52,11 @@ _ASKED_FOR_BYTES = 1 << 20
 """From here on a reservation is held against what is free."""
 _FILE_PREFIX = "fastdata-block-"
 _THREADS = threading.RLock()
+_READ_ONLY = {"access": mmap.ACCESS_READ}
+if sys.platform != "win32":
+    # A private mapping: kernels before 6.7 refuse shared ones of a write-sealed memfd, even
+    # read-only ones.
+    _READ_ONLY = {"flags": mmap.MAP_PRIVATE, "prot": mmap.PROT_READ}
 OPEN_FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 
 
@@ -90,40 +95,30 @@ class Block:
         else:
             flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
             block = cls(os.memfd_create("fastdata", flags), None)
-        return block.reserved(size_bytes)
-
-    def reserved(self, size_bytes: int) -> Self:
-        """Itself, with so many bytes set aside: running out is no bus error later, but one here."""
         try:
-            self._ask_for(size_bytes)
-            if hasattr(os, "posix_fallocate"):
+            block.grow(size_bytes, at_once=True)
+        except BaseException:
+            block.close()
+            raise
+        return block
+
+    def grow(self, size_bytes: int, *, at_once: bool = False) -> None:
+        """Have room for ``size_bytes`` in total, or change nothing; arrays keep their range.
+
+        Set aside at once, running out is no bus error later, but one here. Else the kernel does so
+        as ``write`` needs it, and those who write do not wait for all of it.
+        """
+        more_bytes = size_bytes - self.size_bytes
+        self._ask_for(more_bytes)
+        try:
+            if at_once and hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(self._fd, 0, size_bytes)
             else:
                 os.ftruncate(self._fd, size_bytes)
         except OSError as problem:
-            self.close()
-            raise self._named(problem, size_bytes) from None
-        except MemoryBudgetError:
-            self.close()
-            raise
+            raise self._named(problem, more_bytes) from None
         self.size_bytes = size_bytes
-        return self
-
-    def grow(self, size_bytes: int) -> None:
-        """Have room for ``size_bytes`` in total, or change nothing; arrays keep their range.
-
-        The kernel sets it aside as ``write`` needs it: all at once, it would have those who write
-        wait meanwhile.
-        """
-        if size_bytes > self.size_bytes:
-            more_bytes = size_bytes - self.size_bytes
-            self._ask_for(more_bytes)
-            try:
-                os.ftruncate(self._fd, size_bytes)
-            except OSError as problem:  # a limit of the size of files
-                raise self._named(problem, more_bytes) from None
-            self.size_bytes = size_bytes
-            self._map = None
+        self._map = None
 
     def _ask_for(self, size_bytes: int) -> None:
         """Refuse what the machine does not have.
@@ -145,10 +140,9 @@ class Block:
         return _refusal(size_bytes, f" ({problem.strerror})")
 
     def trim(self, size_bytes: int) -> None:
-        if size_bytes < self.size_bytes:
-            self.size_bytes = max(size_bytes, 1)  # nothing cannot be mapped
-            self._map = None
-            os.ftruncate(self._fd, self.size_bytes)
+        self.size_bytes = max(size_bytes, 1)  # nothing cannot be mapped
+        self._map = None
+        os.ftruncate(self._fd, self.size_bytes)
 
     def write(self, offset: int, data: np.ndarray) -> None:
         """Copy a C-contiguous array to byte ``offset``.
@@ -176,20 +170,12 @@ class Block:
         if self._map is None:
             if not self._close.alive:
                 raise StoreGoneError("the dataset was closed; create it again to read from it")
+            how = _READ_ONLY if self.is_sealed else {"access": mmap.ACCESS_WRITE}
             try:
-                self._map = self._open_map()
+                self._map = mmap.mmap(self._fd, self.size_bytes, **how)
             except OSError as problem:  # a limit of address space
                 raise self._named(problem, self.size_bytes) from None
         return np.frombuffer(self._map, dtype, math.prod(shape), offset).reshape(shape)
-
-    def _open_map(self) -> mmap.mmap:
-        if not self.is_sealed:
-            return mmap.mmap(self._fd, self.size_bytes, access=mmap.ACCESS_WRITE)
-        if sys.platform == "win32":
-            return mmap.mmap(self._fd, self.size_bytes, access=mmap.ACCESS_READ)
-        # A private mapping: kernels before 6.7 refuse shared ones of a write-sealed memfd, even
-        # read-only ones.
-        return mmap.mmap(self._fd, self.size_bytes, mmap.MAP_PRIVATE, mmap.PROT_READ)
 
     def seal(self) -> None:
         """Make the block read-only for everybody; on Linux the kernel enforces it."""
@@ -478,18 +464,19 @@ class SampleTable:
         if kind == "number":
             return self._columns["targets"][index].item()
         if kind == "object":  # pickled by this process's family; nobody else can write there
-            ends = self._columns["object_ends"]
-            start = ends[index - 1] if index else 0
-            return pickle.loads(self._columns["object"][start : ends[index]].data)
+            return pickle.loads(self._packed("object", index))
         if kind == "scalar":
             return self._columns["targets"][index]
         row = np.array(self._columns["targets"][index])  # of no dimensions too
         return torch.from_numpy(row) if kind == "tensor" else row
 
     def path(self, index: int) -> str:
-        ends = self._columns["path_ends"]
+        return os.fsdecode(self._prefix + self._packed("path", index))
+
+    def _packed(self, name: str, index: int) -> bytes:
+        ends = self._columns[f"{name}_ends"]
         start = ends[index - 1] if index else 0
-        return os.fsdecode(self._prefix + self._columns["path"][start : ends[index]].tobytes())
+        return self._columns[name][start : ends[index]].tobytes()
 
     def all_paths(self) -> list[str]:
         """All paths, four times as fast as one by one."""
@@ -547,8 +534,7 @@ def _target_columns(
     # Numbers beyond int64; bfloat16, gradients, other devices: what NumPy does not know.
     with contextlib.suppress(OverflowError, TypeError, RuntimeError):
         if kind == "number":
-            is_whole = len(targets) == 0 or type(targets[0]) is int
-            return {"targets": np.array(targets, np.int64 if is_whole else None)}, kind
+            return {"targets": np.array(targets, np.int64 if only is int else None)}, kind
         if kind != "object":
             rows = list(map(np.asarray, targets))
             if len({(row.shape, row.dtype) for row in rows}) == 1 and rows[0].dtype.kind in "iufb":

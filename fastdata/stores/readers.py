@@ -332,10 +332,12 @@ class DiskFile(Block):
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | OPEN_FLAGS
         file = cls(os.open(path, flags, 0o666), path)
         try:
-            return file.reserved(size_bytes)
+            file.grow(size_bytes, at_once=True)
         except BaseException:
+            file.close()
             path.unlink()
             raise
+        return file
 
     @classmethod
     def open(cls, path: Path, size_bytes: int) -> DiskFile:
