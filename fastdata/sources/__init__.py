@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from fastdata.errors import is_url, kind_of
-from fastdata.machine.shared import ListView
 from fastdata.pixels.images import Opening, decode_image, is_image, load_image, opening_of
 from fastdata.sources.remote import Place, Requests, fleeting_folder
 
@@ -52,10 +51,8 @@ class ItemKeys:
             return item, 0
         if self.kind == "tuple":
             return item[0], tuple(item[1:]) or 0
-        others = [name for name in self.names if name != self.image]
-        if len(others) == 1:
-            return item[self.image], item[others[0]]
-        return item[self.image], {name: item[name] for name in others}
+        others = {name: item[name] for name in self.names if name != self.image}
+        return item[self.image], others if len(others) != 1 else others.popitem()[1]
 
     def join(self, sample: Any, target: Any) -> Any:
         """The item again; or a batch of them, whose tuples are lists as in ``default_collate``."""
@@ -133,8 +130,8 @@ class FileSource:
         self.paths = paths
         self.targets = targets
         self.loader = loader
-        self.place = place
         self.is_remote = place is not None
+        self.place: Any = place
         self.facts: Any = facts
         self._requests = Requests()
 
@@ -167,27 +164,21 @@ class FileSource:
     def path(self, index: int) -> str:
         return self.paths[index]
 
-    def targets_of(self, indices: Indices) -> list[Any]:
-        return _chosen(self.targets, indices)
-
     def read_files(self, indices: Indices) -> list[bytes]:
         """The bytes of these files."""
         if self.is_remote:
             return [self._requests.take(index, self._submit).result() for index in indices]
         files = []
-        for path in _chosen(self.paths, indices):
-            with open(path, "rb") as stream:
+        for index in indices:
+            with open(self.paths[index], "rb") as stream:
                 files.append(stream.read())
         return files
 
     def _submit(self, index: int) -> Future[bytes]:
-        place, name = self._locate(index)
+        place, name = self.place.locate(self.paths[index])
         size = int(self.facts[index][0])
-        return place.submit(name, size_bytes=None if size < 0 else size)
-
-    def _locate(self, index: int) -> tuple[Place, str]:
-        assert self.place is not None
-        return self.place.locate(self.paths[index])
+        future: Future[bytes] = place.submit(name, size_bytes=None if size < 0 else size)
+        return future
 
     def as_bytes(self) -> Self:
         """The files as they are, unopened: uint8 (bytes,)."""
@@ -208,29 +199,16 @@ class FileSource:
         vars(other).update(columns)
         return other
 
-    def size_bytes(self, index: int) -> int:
-        """Size of the file of sample ``index``; 0 where there is none, or it is not known."""
-        if self.is_remote:
-            return max(int(self.facts[index][0]), 0)
-        try:
-            return os.path.getsize(self.paths[index])
-        except OSError:
-            return 0
-
     def listing(self) -> np.ndarray | None:
         """Sizes and tags, (2, samples), of remote files."""
-        facts: np.ndarray | None = None if self.facts is None else self.facts.T
-        if facts is not None and len(self) and facts[0].max() < 0:  # nobody has listed them
-            located = map(self._locate, range(len(self)))
+        if not self.is_remote:
+            return None
+        facts: np.ndarray = self.facts.T
+        if len(self) and facts[0].max() < 0:  # nobody has listed them
+            located = map(self.place.locate, self.paths)
             submitted = [place.submit_facts(name) for place, name in located]
-            facts = np.array([future.result() for future in submitted], np.int64).T
+            facts = np.array([future.result() for future in submitted]).T
         return facts
-
-
-def _chosen(column: Any, indices: Indices) -> list[Any]:
-    if isinstance(column, ListView):
-        return column.chosen(indices)
-    return [column[index] for index in indices]
 
 
 class DatasetSource:
@@ -242,7 +220,18 @@ class DatasetSource:
     opening: ClassVar[Opening | None] = None
 
     def __init__(self, dataset: Any, columns: ItemKeys | None = None) -> None:
-        _check_dataset(dataset)
+        if isinstance(dataset, str | bytes | os.PathLike):
+            raise TypeError(
+                f"{dataset!r} is a path, not a dataset. Give fastdata.ImageFolder the folder of "
+                "class folders, fastdata.ImageManifest the CSV file, or CachedDataset.from_cache "
+                "the cache."
+            )
+        if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+            raise TypeError(
+                f"{type(dataset).__name__} has no __getitem__ and __len__, so its samples cannot "
+                "be read by index. Give a map-style dataset; an iterable one can be collected "
+                "first: list(dataset)."
+            )
         self.dataset = dataset
         self.columns = columns
         self.keys: ItemKeys | None = None
@@ -261,14 +250,11 @@ class DatasetSource:
         which = f"item {index} of {type(self.dataset).__name__}"
         form = _form_of(item)
         if not self._form:
-            self.keys = _keys_of(item, which)
+            self.keys = _keys_of(item, form, which)
             self._form = form
         if form != self._form:
             raise TypeError(f"{which} is {form}, others are {self._form}. Give all items one form.")
-        if self.keys is not None:
-            return self.keys.split(item)
-        sample, target = item
-        return sample, target
+        return tuple(item) if self.keys is None else self.keys.split(item)
 
     def expect(self, indices: Indices) -> None:
         if self.is_remote:
@@ -286,24 +272,10 @@ class DatasetSource:
         samples = getattr(dataset, "samples", None)
         if not isinstance(samples, Sequence) or index >= len(samples):
             return None
-        sample = samples[index]
-        if isinstance(sample, tuple | list) and sample:
-            sample = sample[0]
-        return os.fspath(sample) if isinstance(sample, str | os.PathLike) else None
-
-
-def _check_dataset(dataset: Any) -> None:
-    if isinstance(dataset, str | bytes | os.PathLike):
-        raise TypeError(
-            f"{dataset!r} is a path, not a dataset. Give fastdata.ImageFolder the folder of class "
-            "folders, fastdata.ImageManifest the CSV file, or CachedDataset.from_cache the cache."
-        )
-    if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
-        raise TypeError(
-            f"{type(dataset).__name__} has no __getitem__ and __len__, so its samples cannot be "
-            "read by index. Give a map-style dataset; an iterable one can be collected first: "
-            "list(dataset)."
-        )
+        path = samples[index]
+        if isinstance(path, tuple | list):
+            path = next(iter(path), None)
+        return os.fspath(path) if isinstance(path, str | os.PathLike) else None
 
 
 def _opened(value: Any) -> Any:
@@ -315,19 +287,19 @@ def _opened(value: Any) -> Any:
     return decode_image(value["bytes"])
 
 
+_ALONE = "an image alone"
+
+
 def _form_of(item: Any) -> str:
     if isinstance(item, dict):
         return f"a dict of {', '.join(sorted(map(str, item)))}"
     if isinstance(item, tuple | list):
         return f"a tuple of length {len(item)}"
-    return "an image alone" if _is_alone(item) else kind_of(item)
+    is_alone = isinstance(item, torch.Tensor | np.ndarray) or is_image(item)
+    return _ALONE if is_alone else kind_of(item)
 
 
-def _is_alone(item: Any) -> bool:
-    return isinstance(item, torch.Tensor | np.ndarray) or is_image(item)
-
-
-def _keys_of(item: Any, which: str) -> ItemKeys | None:
+def _keys_of(item: Any, form: str, which: str) -> ItemKeys | None:
     """None for a pair."""
     if isinstance(item, dict):
         images = [name for name, value in item.items() if is_image(value)]
@@ -343,10 +315,10 @@ def _keys_of(item: Any, which: str) -> ItemKeys | None:
     if isinstance(item, tuple | list):
         names = tuple(map(str, range(len(item))))
         return None if len(item) == 2 else ItemKeys(names, "0", "tuple")
-    if _is_alone(item):
+    if form == _ALONE:
         return ItemKeys(("0",), "0", "alone")
     raise TypeError(
-        f"{which} is {kind_of(item)}, not a (sample, target) pair, a tuple, a dict with an image "
+        f"{which} is {form}, not a (sample, target) pair, a tuple, a dict with an image "
         "or an image. Wrap the dataset in one whose __getitem__ returns one of these."
     )
 
@@ -373,7 +345,7 @@ class _Table(NamedTuple):
     title: str
     row: str
     numbers: Indices
-    columns: dict[str, list[Any]]
+    columns: Mapping[str, Sequence[Any]]
 
     def where(self, index: int, column: str) -> str:
         return f"{self.title}, {self.row} {self.numbers[index]}, column {column!r}"
@@ -381,7 +353,7 @@ class _Table(NamedTuple):
     def texts(self, column: str) -> list[str]:
         texts = []
         for index, value in enumerate(self.columns[column]):
-            text = str(value).strip()
+            text = str(value.tolist() if hasattr(value, "tolist") else value).strip()
             if not text or (text in _MISSING and not isinstance(value, str)):
                 raise ValueError(f"{self.where(index, column)}: the value is missing")
             texts.append(text)
@@ -399,7 +371,18 @@ def read_manifest(
     """Read paths and targets from what ``ImageManifest`` takes; see there."""
     labels = [label] if isinstance(label, str) else list(() if label is None else label)
     names = list(dict.fromkeys(name for name in (file, *labels, id) if name is not None))
-    table, folder = _read_table(manifest, names, storage_options)
+    folder = ""
+    if isinstance(manifest, str | os.PathLike):
+        title, text = _read_text(manifest, storage_options)
+        table = _read_csv(title, text, names)
+        folder = os.path.dirname(title)
+    elif hasattr(manifest, "columns"):  # a frame of pandas or Polars
+        title = f"the {type(manifest).__name__}"
+        _check_columns(title, list(manifest.columns), names)
+        columns = {name: list(manifest[name]) for name in names}
+        table = _Table(title, "row", range(len(manifest)), columns)
+    else:
+        table = _read_list(manifest, names)
     if not table.numbers:
         raise ValueError(f"{table.title} lists no samples")
     if root is not None:
@@ -421,29 +404,19 @@ def read_manifest(
     return Manifest(paths, targets, classes)
 
 
-def _read_table(
-    manifest: Any, names: list[str], storage_options: StorageChoice
-) -> tuple[_Table, str]:
-    """The columns, and the folder that paths in them start from."""
-    if hasattr(manifest, "columns"):  # a frame of pandas or Polars
-        title = f"the {type(manifest).__name__}"
-        _check_columns(title, list(manifest.columns), names)
-        columns = {name: list(manifest[name]) for name in names}
-        return _Table(title, "row", range(len(manifest)), columns), ""
-    if not isinstance(manifest, str | os.PathLike):
-        return _read_list(manifest, names), ""
-    if is_url(manifest):
-        place, name = Place(manifest, storage_options).apart()
-        title = place.at(name)
-        data = place.read(name)
+def _read_text(path: str | os.PathLike[str], storage_options: StorageChoice) -> tuple[str, str]:
+    """The path or URL of a CSV file, and what is in it."""
+    title = os.path.expanduser(os.fsdecode(path))
+    if is_url(title):
+        place = Place(title, storage_options)
+        title = place.url
+        data = place.read("")
     else:
-        title = os.path.expanduser(os.fsdecode(manifest))
         data = Path(title).read_bytes()
     try:
-        text = data.decode("utf-8-sig")
+        return title, data.decode("utf-8-sig")
     except UnicodeDecodeError as problem:
         raise ValueError(f"{title} is no text in UTF-8 ({problem}). Save it as such.") from problem
-    return _read_csv(title, text, names), os.path.dirname(title)
 
 
 def _read_csv(title: str, text: str, names: list[str]) -> _Table:
@@ -462,11 +435,7 @@ def _read_csv(title: str, text: str, names: list[str]) -> _Table:
         row += [""] * (len(header) - len(row))
         numbers.append(rows.line_num)
         chosen.append([row[position].strip() for position in positions])
-    return _Table(title, "line", numbers, _columns_of(chosen, names))
-
-
-def _columns_of(rows: Sequence[Sequence[Any]], names: list[str]) -> dict[str, list[Any]]:
-    return {name: [row[place] for row in rows] for place, name in enumerate(names)}
+    return _Table(title, "line", numbers, dict(zip(names, zip(*chosen, strict=True), strict=False)))
 
 
 def _check_columns(title: str, there: list[str], names: list[str]) -> None:
@@ -494,18 +463,20 @@ def _read_list(samples: Iterable[Any], names: list[str]) -> _Table:
                 "order. Leave out what there is not by label=None and id=None, or give a frame or "
                 "the path of a CSV file."
             )
-    return _Table("the list", "item", range(len(rows)), _columns_of(rows, names))
+    return _Table(
+        "the list",
+        "item",
+        range(len(rows)),
+        dict(zip(names, zip(*rows, strict=True), strict=False)),
+    )
 
 
 def _read_labels(table: _Table, label: str) -> tuple[Any, list[str] | None]:
     """Targets, and the class names where labels are names."""
-    values = [
-        value.tolist() if hasattr(value, "tolist") else value for value in table.columns[label]
-    ]
-    if isinstance(values[0], tuple | list):
-        vectors = torch.tensor(values)
+    values = table.columns[label]
+    if np.ndim(values[0]):
+        vectors = torch.tensor([np.asarray(value).tolist() for value in values])
         return (vectors.long() if vectors.dtype == torch.bool else vectors), None
-    table.columns[label] = values
     texts = table.texts(label)
     is_number = [_NUMBER.fullmatch(text) is not None for text in texts]
     if all(is_number):

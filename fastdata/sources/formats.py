@@ -14,13 +14,14 @@ import os
 import re
 import tarfile
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
 from glob import glob
 from itertools import groupby
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,7 +59,7 @@ class File(NamedTuple):
 def open_dataset(
     paths: Any,
     storage_options: Mapping[str, Any] | None = None,
-    columns: Collection[str] | None = None,
+    columns: Sequence[str] | None = None,
 ) -> Any:
     """The map-style dataset of files; None where they are of no known kind.
 
@@ -134,11 +135,10 @@ def _find_files(text: str, storage_options: Mapping[str, Any] | None) -> list[Fi
 
 def _match(place: Place, pattern: str) -> list[str]:
     if place.is_remote:
-        found = [entry.name for entry in place.submit_find(depth=1).result()]
-        names = [name for name in found if fnmatchcase(name, pattern)]
+        names = [entry.name for entry in place.submit_find(depth=1).result()]
     else:
         names = sorted(glob(pattern, root_dir=place.url))
-    names = list(filter(_kind_of, names))
+    names = [name for name in names if fnmatchcase(name, pattern) and _kind_of(name)]
     if not names:
         raise FileNotFoundError(
             f"no .tar, .parquet, .arrow or .feather file is like {place.at(pattern)}"
@@ -186,7 +186,7 @@ def _naming(what: str) -> Iterator[None]:
 class _Samples:
     """Samples that lie in files, one after the other; pickles, and is safe from several threads."""
 
-    def __init__(self, files: Sequence[File], columns: Collection[str] | None) -> None:
+    def __init__(self, files: Sequence[File], columns: Sequence[str] | None) -> None:
         self._files = files
         self._columns = columns
         self.is_remote = files[0].place.is_remote
@@ -196,7 +196,7 @@ class _Samples:
         """The same in every run, until a file is another: a cache is known by it."""
         with ThreadPoolExecutor(_LISTING_THREADS) as pool:
             listed = list(pool.map(self._list_named, files))
-        self._ends = np.cumsum(list(map(len, listed)))
+        self._starts = np.cumsum([0, *map(len, listed)])
         self._where = np.concatenate(listed)
 
     def _list_named(self, file: File) -> np.ndarray:
@@ -219,12 +219,11 @@ class _Samples:
     def __getitem__(self, index: int) -> Any:
         index = range(len(self))[index]
         number = self._file_of(index)
-        row = index - (int(self._ends[number - 1]) if number else 0)
-        with _naming(f"number {row} of {self._files[number]}"):
+        with _naming(f"number {index - self._starts[number]} of {self._files[number]}"):
             return self._read(index, self._files[number])
 
     def _file_of(self, index: int) -> int:
-        return int(np.searchsorted(self._ends, index, side="right"))
+        return int(np.searchsorted(self._starts, index, side="right")) - 1
 
 
 # WebDataset
@@ -239,7 +238,6 @@ _DECODERS: dict[str, Callable[[bytes], Any]] = {
 }
 """By the last ending of a file; others stay bytes."""
 _TARGETS = ("cls", "json", "txt")
-_KEY = "__key__"
 
 
 class TarSamples(_Samples):
@@ -249,7 +247,7 @@ class TarSamples(_Samples):
     of ``cls``, ``json`` and ``txt`` that there is.
     """
 
-    def __init__(self, files: Sequence[File], columns: Collection[str] | None) -> None:
+    def __init__(self, files: Sequence[File], columns: Sequence[str] | None) -> None:
         super().__init__(files, columns)
         self._requests = Requests()
 
@@ -269,19 +267,17 @@ class TarSamples(_Samples):
         spans = []
         with file.place.open(file.name) as stream:
             with tarfile.open(fileobj=stream, mode="r:") as tar:
-                for _, members in groupby(_members(tar), lambda member: member[0]):
-                    suffixes: set[str] = set()
-                    infos = []
+                for _, members in groupby(_members(tar), itemgetter(0)):
+                    infos: dict[str, tarfile.TarInfo] = {}
                     for _, suffix, info in members:
-                        if info.issparse() or info.offset_data + info.size > file.size_bytes:
-                            raise ValueError(f"its file {info.name} does not lie within it")
-                        if suffix in suffixes:
+                        if info.issparse():
+                            raise ValueError(f"its file {info.name} is sparse")
+                        if suffix in infos:
                             raise ValueError(f"it holds {info.name} twice")
-                        suffixes.add(suffix)
-                        infos.append(info)
-                    blocks = -(-infos[-1].size // tarfile.BLOCKSIZE)
-                    end = infos[-1].offset_data + blocks * tarfile.BLOCKSIZE
-                    spans.append((infos[0].offset, end))
+                        infos[suffix] = info
+                    blocks = -(-info.size // tarfile.BLOCKSIZE)
+                    first = next(iter(infos.values()))
+                    spans.append((first.offset, info.offset_data + blocks * tarfile.BLOCKSIZE))
                 stream.seek(tar.offset)
             if stream.read(512) != bytes(512):
                 raise ValueError("it is cut off, or damaged: it does not end as a tar does")
@@ -293,11 +289,11 @@ class TarSamples(_Samples):
             contents = {}
             for key, suffix, info in _members(tar):  # noqa: B007  # all have one key
                 contents[suffix] = data[info.offset_data : info.offset_data + info.size]
-            contents[_KEY] = key.encode()
-        if self._columns is None:
-            names = _pair_of(list(contents))
-            return tuple(_decode_file(name, contents[name]) for name in names)
-        return {name: _decode_file(name, contents[name]) for name in self._columns}
+        names = _pair_of(list(contents)) if self._columns is None else self._columns
+        item = {
+            name: key if name == "__key__" else _decode_file(name, contents[name]) for name in names
+        }
+        return tuple(item.values()) if self._columns is None else item
 
 
 def _pair_of(names: list[str]) -> list[str]:
@@ -306,7 +302,7 @@ def _pair_of(names: list[str]) -> list[str]:
     targets = [name for name in _TARGETS if name in names]
     if len(images) != 1 or not targets:
         raise ValueError(
-            f"it has the files {', '.join(names[:-1])}, and not one image with one of "
+            f"it has the files {', '.join(names)}, and not one image with one of "
             f"{', '.join(_TARGETS)}. Say which are meant: columns={{'sample': 'jpg', 'target': "
             "'npy'}, or the like"
         )
@@ -323,8 +319,7 @@ def _members(tar: tarfile.TarFile) -> Iterator[tuple[str, str, tarfile.TarInfo]]
 
 
 def _decode_file(suffix: str, content: bytes) -> Any:
-    decode = bytes.decode if suffix == _KEY else _DECODERS.get(suffix.rpartition(".")[2], bytes)
-    return decode(content)
+    return _DECODERS.get(suffix.rpartition(".")[2], bytes)(content)
 
 
 # Parquet and Arrow
@@ -332,19 +327,11 @@ def _decode_file(suffix: str, content: bytes) -> Any:
 _IMAGE_START = re.compile(rb"\xff\xd8\xff|\x89PNG|GIF8|BM|II\*\0|MM\0\*|.{8}WEBP", re.DOTALL)
 
 
-class _Table(NamedTuple):
-    """An open file of rows: its columns, how many rows each group has, and what reads a group."""
-
-    columns: list[str]
-    counts: list[int]
-    read: Callable[..., Any]
-
-
 class _Latest(threading.local):
     """The file and the rows that each thread has read last; pickles as nothing."""
 
     file: File | None = None
-    table: Any = None
+    read_group: Any = None
     group: int | None = None
     rows: Any = None
 
@@ -358,33 +345,34 @@ class ArrowRows(_Samples):
     Bytes of an image, as Hugging Face writes them too, are opened.
     """
 
-    def __init__(self, files: Sequence[File], columns: Collection[str] | None) -> None:
+    def __init__(self, files: Sequence[File], columns: Sequence[str] | None) -> None:
         super().__init__(files, columns)
         self._latest = _Latest()
 
     def _list(self, file: File) -> list[tuple[int, int]]:
-        groups = enumerate(_open_table(file).counts)
-        return [(group, row) for group, count in groups for row in range(count)]
+        counts, _ = _open_table(file)
+        return [(group, row) for group, count in enumerate(counts) for row in range(count)]
 
     def _read(self, index: int, file: File) -> Any:
         group, row = self._where[index].tolist()
         latest = self._latest
         if latest.file is not file:
-            latest.table = _open_table(file)
+            _, latest.read_group = _open_table(file)
             latest.file = file
             latest.group = None
         if latest.group != group:
             latest.group = latest.rows = None  # before there are others
-            table = latest.table
-            columns = table.columns if self._columns is None else list(self._columns)
-            latest.rows = table.read(group, columns=columns)
+            latest.rows = latest.read_group(group, columns=self._columns)
             latest.group = group
         (item,) = latest.rows.slice(row, 1).to_pylist()
         return {name: _decode_value(value) for name, value in item.items()}
 
 
-def _open_table(file: File) -> _Table:
-    """A Parquet file, or an Arrow file, which is mapped where it lies here."""
+def _open_table(file: File) -> tuple[list[int], Callable[..., Any]]:
+    """How many rows each group of a file has, and what reads some columns of one.
+
+    An Arrow file is mapped where it lies here.
+    """
     try:
         import pyarrow
         import pyarrow.parquet
@@ -397,25 +385,26 @@ def _open_table(file: File) -> _Table:
     if _kind_of(file.name) == "parquet":
         parquet = pyarrow.parquet.ParquetFile(data)
         groups = map(parquet.metadata.row_group, range(parquet.num_row_groups))
-        counts = [group.num_rows for group in groups]
-        read = partial(parquet.read_row_group, use_threads=False)
-        return _Table(parquet.schema_arrow.names, counts, read)
+        read_row_group = partial(parquet.read_row_group, use_threads=False)
+        return [group.num_rows for group in groups], read_row_group
     is_file = data.read(6) == b"ARROW1"
     data.seek(0)
     reader = pyarrow.ipc.open_file(data) if is_file else pyarrow.ipc.open_stream(data)
     batches = reader.read_all().to_batches()
 
-    def read_batch(group: int, columns: list[str]) -> Any:
+    def read_batch(group: int, columns: Sequence[str] | None) -> Any:
         batches[group].validate(full=True)
-        return batches[group].select(columns)
+        return batches[group] if columns is None else batches[group].select(columns)
 
-    return _Table(reader.schema.names, [batch.num_rows for batch in batches], read_batch)
+    return list(map(len, batches)), read_batch
 
 
 def _decode_value(value: Any) -> Any:
+    data = value
     if isinstance(value, dict) and value.keys() == {"bytes", "path"}:
-        if value["bytes"] is None:
+        data = value["bytes"]
+        if data is None:
             raise ValueError(f"it holds the path of an image, {value['path']!r}, and not its bytes")
-        return decode_image(value["bytes"])
-    is_image = isinstance(value, bytes) and _IMAGE_START.match(value)
-    return decode_image(value) if is_image else value
+    elif not (isinstance(value, bytes) and _IMAGE_START.match(value)):
+        return value
+    return decode_image(data)

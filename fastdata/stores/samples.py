@@ -255,11 +255,11 @@ def _read_together(
     assert isinstance(source, FileSource)
     images = open_files(source, indices, upright=by_core.upright)
     form = by_core.opening.form
-    targets = iter(zip(indices, source.targets_of(indices), strict=True))
+    rest = iter(indices)
     for planes in by_core.prepare(images):
         yield [
-            take_apart(index, [(pixels, form)], target)
-            for pixels, (index, target) in zip(planes, targets, strict=False)
+            take_apart(index, [(pixels, form)], source.targets[index])
+            for pixels, index in zip(planes, rest, strict=False)
         ]
 
 
