@@ -322,12 +322,14 @@ def test_the_time_box_ends_the_search() -> None:
         quick(Samples(seconds=1.2), max_seconds=0.1, parameters={"num_workers": (0,)})
 
 
-def test_an_unprepared_dataset_stays_so(image_folder: Callable[..., Path]) -> None:
-    """Some samples are prepared for the probes; the user's dataset is as it was."""
+def test_some_of_an_unprepared_dataset_are_prepared(image_folder: Callable[..., Path]) -> None:
+    """Probes are of samples that are prepared, as all are after the first epoch; no draw is taken."""
     transforms = pytest.importorskip("torchvision.transforms")
     with ImageFolder(image_folder(), transforms.PILToTensor(), resize=(8, 8)) as dataset:
+        state = torch.get_rng_state()
         result = quick(dataset, parameters={"num_workers": (0,)}, max_seconds=2)
-        assert dataset.filled_share() == 0
+        assert dataset.filled_share() == 1
+        assert torch.equal(torch.get_rng_state(), state)
     assert result.samples_per_s > 0
 
 

@@ -11,14 +11,16 @@ import argparse
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from statistics import fmean
 from typing import Any
 
+import torch
+from torch.utils.data import Subset
+
 from fastdata.datasets.batch import collate, flatten
-from fastdata.datasets.dataset import PreparedDataset, prepared_anew
+from fastdata.datasets.dataset import PreparedDataset
 from fastdata.datasets.public import ImageFolder
 from fastdata.errors import MemoryBudgetError
 from fastdata.loaders.loader import DataLoader
@@ -160,8 +162,8 @@ def tune(
     start["batch_size"] = batch_size
     began = time.perf_counter()
     bar = progress_bar(math.ceil(max_seconds), "tuning", unit="s", enabled=progress)
-    with bar, _prepared(dataset) as probed:
-        judge = _Judge(probed, collate_fn or collate, began + max_seconds, bar)
+    with bar:
+        judge = _Judge(_prepared(dataset), collate_fn or collate, began + max_seconds, bar)
         judge.probe(start)  # finds files and caches cold
         judge.probe(start)
         best = ascend(space, start, judge.wins)
@@ -211,13 +213,17 @@ def _usual_space(dataset: Any) -> dict[str, Sequence[Any]]:
     }
 
 
-def _prepared(dataset: Any) -> AbstractContextManager[Any]:
-    """The dataset, or some of its samples, prepared, where it is still being prepared."""
+def _prepared(dataset: Any) -> Any:
+    """The dataset; where it is still being prepared some of its samples, prepared now."""
     is_kept = isinstance(dataset, PreparedDataset) and dataset.storage != "none"
     if not is_kept or dataset.filled_share() >= MOSTLY_PREPARED:
-        return nullcontext(dataset)
-    some = islice(shuffled(dataset), min(len(dataset), _SAMPLES_PREPARED))
-    return prepared_anew(dataset, sorted(some))
+        return dataset
+    chosen = islice(shuffled(dataset), min(len(dataset), _SAMPLES_PREPARED))
+    some = Subset(dataset, sorted(chosen))
+    own = torch.Generator()
+    for _ in DataLoader(some, 16, num_workers="auto", collate_fn=list, generator=own):
+        pass
+    return some
 
 
 # Measuring
