@@ -11,15 +11,17 @@ import os
 import pickle
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import ForkingPickler
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, Subset, get_worker_info
+from torch.utils.data import Dataset, get_worker_info
 
 from fastdata.datasets.batch import (
     OWN_ITEM,
@@ -42,12 +44,14 @@ from fastdata.pixels import (
     TransformPlan,
     describe_steps,
     leading_steps,
+    prepare_key,
 )
+from fastdata.pixels.compose import known_name
 from fastdata.pixels.images import Array, Resize, tensor_class
 from fastdata.pixels.plan import PairStep, Step
 from fastdata.report import log, warn_user
-from fastdata.sources import DatasetSource, FileSource, Source
-from fastdata.stores.prepare import Options, prepare_storage, report_storage
+from fastdata.sources import FileSource, Source
+from fastdata.stores.prepare import Options, Prepared, prepare_storage, report_storage
 from fastdata.stores.samples import KeptSamples, read_path
 
 if TYPE_CHECKING:
@@ -60,6 +64,10 @@ if TYPE_CHECKING:
 
 _ENDING = threading.RLock()
 """Held where a dataset's first read has it prepared: by one of several threads."""
+
+
+def _nothing_kept(reason: str) -> Prepared:
+    return Prepared(storage_plan=StoragePlan(storage="none", reason=reason))
 
 
 _DERIVED = {"_reader", "_handle", "_handles", "_watch", "_writing", "_seen", "_seen_in"}
@@ -92,9 +100,6 @@ class _Opened(Dataset[Any]):
     _writing: tuple[Any, Any] = ("local", None)
     """Engine and size of shards of a cache."""
     _was_read = False
-    _classes: list[str] | None = None
-    """Other ones than ``class_to_idx`` of the samples has: assigned, or of ``find_classes``."""
-    _class_to_idx: dict[str, int] | None = None
     _list_name: str | None = ""
     """Of the file that lists the samples, which may change; empty where a folder does, None for a
     list made by code."""
@@ -139,9 +144,13 @@ class _Opened(Dataset[Any]):
         """
         for handle in {*self._handles, self._handle}:
             handle.reader = None  # the memory goes with the last batch that is being read from it
-        self._stored = self._stored.emptied()
-        self._reader = replace(self._reader, stored=self._stored)
+        self._let_go(replace(self._stored, source=None, files=None))
         self._epoch = None
+
+    def _let_go(self, stored: Stored) -> None:
+        """Hold the memory of no samples; what is known of them is ``stored``."""
+        self._stored = replace(stored, prepared=replace(stored.prepared, kept=None))
+        self._reader = replace(self._reader, stored=self._stored)
 
     def __enter__(self) -> Self:
         return self
@@ -152,11 +161,18 @@ class _Opened(Dataset[Any]):
     def __getstate__(self) -> dict[str, Any]:
         self._refresh()  # what a copy cannot serve is said here, not where it is opened
         stored = self._stored
-        stores = stored.kept.stores if stored.kept else ()
-        # An executor stays with the process that has it.
-        options = replace(stored.options, engine="local", shard_bytes=None)
-        opened: Any = {"_stored": replace(stored, options=options, source=None, skipped=())}
-        opened["_epoch"] = self._epoch
+        kept = stored.kept
+        stores = () if kept is None else kept.stores
+        opened: Any = {
+            "_stored": replace(
+                stored,
+                # An executor stays with the process that has it.
+                options=replace(stored.options, engine="local", shard_bytes=None),
+                source=stored.source if kept is None else None,
+                prepared=replace(stored.prepared, skipped=()),
+            ),
+            "_epoch": self._epoch,
+        }
         if get_spawning_popen() is not None:
             # An error while a process starts would end it, and nobody would be told why: it is
             # raised when it reads.
@@ -180,12 +196,6 @@ class _Opened(Dataset[Any]):
         except StoreGoneError as gone:
             self._handle = ReaderHandle(None, str(gone))
 
-    def _copied(self) -> Self:
-        other = type(self).__new__(type(self))
-        other.__dict__.update(self.__dict__)
-        other._handles = weakref.WeakSet()
-        return other
-
     # Preparing
 
     def _build(
@@ -196,29 +206,28 @@ class _Opened(Dataset[Any]):
         target_transform: Step | None,
         *,
         prepare: Step | None = None,
-        table: SampleTable | None = None,
+        files: SampleTable | None = None,
     ) -> None:
-        """Choose the storage and fill it; ``table``: paths and targets, where known beforehand."""
+        """Choose the storage and fill it; ``files``: paths and targets, where known beforehand."""
         self._transform = transform
         self.target_transform = target_transform
-        resize = None if options.resize is None else Resize(options.resize)
+        steps = () if prepare is None else (prepare,)
+        if options.resize is not None:
+            steps = (*steps, Resize(options.resize))
         self._stored = Stored(
-            samples=source,
-            table=table,
             source=source,
+            files=files,
             options=options,
-            first_steps=tuple(step for step in (prepare, resize) if step is not None),
-            storage_plan=StoragePlan(
-                storage="none", reason="chosen at the first read, or once there is a transform"
-            ),
+            first_steps=steps,
+            prepared=_nothing_kept("chosen at the first read, or once there is a transform"),
             is_remote=source.is_remote,
         )
         is_asked_for = options.cache_dir is not None or options.on_error == "skip"
         takes_nothing = options.storage == "none" or len(source) == 0
         # timm assigns a transform later: as decoded, samples may take ten times as much as after
         # its first steps.
-        if transform is not None or table is None or is_asked_for or takes_nothing:
-            self._prepare(source, table)
+        if transform is not None or files is None or is_asked_for or takes_nothing:
+            self._prepare()
         else:
             self._serve(self._stored)
 
@@ -228,7 +237,7 @@ class _Opened(Dataset[Any]):
             if self._stored.after is not None:  # another thread was first
                 return
             if get_worker_info() is None:
-                self._prepare(self._origin(), self._stored.table)
+                self._prepare()
             else:
                 reason = (
                     "storage='none': the first read came in a worker process, which has nobody to "
@@ -238,19 +247,20 @@ class _Opened(Dataset[Any]):
                     f"{reason}. Files are decoded at each read. Give the {type(self).__name__} a "
                     "transform, or call its prepare(), or read it by fastdata.DataLoader."
                 )
-                plan = StoragePlan(storage="none", reason=reason)
-                self._stored = replace(self._stored, storage_plan=plan, after=(0, ""))
+                nothing = _nothing_kept(reason)
+                self._stored = replace(self._stored, prepared=nothing, after=(0, "", ""))
                 self._compile()
 
-    def _prepare(self, source: Source, table: SampleTable | None) -> None:
+    def _prepare(self) -> None:
         old = self._stored
-        options = old.options
+        options, source = old.options, old.source
+        assert source is not None
         leading = leading_steps(self._transform)
         steps = (*old.first_steps, *leading)
         path = read_path(source, steps)
         if options.cache_dir is None or len(source) == 0:
             by = (*steps, getattr(source, "loader", None))
-            prepared = prepare_storage(path, options, table, by=by)
+            prepared = prepare_storage(path, options, old.files, by=by)
         else:
             # 20 ms with filelock, which only caches take.
             from fastdata.stores.build import prepare_on_disk
@@ -260,7 +270,7 @@ class _Opened(Dataset[Any]):
             prepared = prepare_on_disk(
                 path,
                 options,
-                table,
+                old.files,
                 opened=opened,
                 steps=describe_steps(steps, options.cache_key, is_pil=is_pil),
                 listing=listing,
@@ -268,7 +278,9 @@ class _Opened(Dataset[Any]):
                 is_own_list=self._list_name is None,
             )
         self._was_read = False
-        self._serve(old.filled(prepared, source, table, leading))
+        after = len(leading), prepare_key(leading), ", ".join(map(repr, leading))
+        is_upright = "exif_transpose" in map(known_name, steps)
+        self._serve(replace(old, prepared=prepared, after=after, is_upright=is_upright))
 
     def _describe(self, source: Source) -> tuple[str, Listing | None, str]:
         """For a cache: text, the same where samples are; their files and folder, if any."""
@@ -312,16 +324,8 @@ class _Opened(Dataset[Any]):
 
     def _origin(self) -> Source:
         """What samples were read from, where that is still known, else the kept samples."""
-        return self._stored.source or self._stored.samples
-
-    def _narrow(self, index: Sequence[int]) -> Source:
-        """What some of the samples are read from; this dataset is then of these only."""
-        origin = self._origin()
-        if not isinstance(origin, DatasetSource):
-            raise ValueError(
-                f"this {type(self).__name__} does not know what its samples were read from"
-            )
-        return DatasetSource(Subset(origin.dataset, list(index)), origin.columns)
+        stored = self._stored
+        return stored.samples if stored.source is None else stored.source
 
     # What torchvision's datasets list of their samples
 
@@ -358,35 +362,24 @@ class _Opened(Dataset[Any]):
             "target_transform= or by ImageManifest([(path, label), ...])."
         )
 
-    @property
+    @cached_property
     def classes(self) -> list[str]:
         """Class names, sorted; only where samples are files. Empty if labels are plain numbers.
 
         They may be assigned, such as names to show; the samples stay as they are.
         """
-        own = self._classes
-        return list(self._files("classes").class_to_idx or ()) if own is None else own
+        return list(self._files("classes").class_to_idx or ())
 
-    @classes.setter
-    def classes(self, classes: list[str]) -> None:
-        self._classes = classes
-
-    @property
+    @cached_property
     def class_to_idx(self) -> dict[str, int]:
         """Number of each class; only where samples are files. It may be assigned, too."""
-        own = self._class_to_idx
-        return self._files("class_to_idx").class_to_idx or {} if own is None else own
-
-    @class_to_idx.setter
-    def class_to_idx(self, class_to_idx: dict[str, int]) -> None:
-        self._class_to_idx = class_to_idx
+        return self._files("class_to_idx").class_to_idx or {}
 
     def _files(self, asked_for: str) -> SampleTable:
         self._handle()
         table = self._stored.table
-        if (
-            table is None or not table.has_paths
-        ):  # so that hasattr says what it would of torchvision's own
+        # So that hasattr says what it would of torchvision's own.
+        if table is None or not table.has_paths:
             raise AttributeError(
                 f"{type(self).__name__} has no {asked_for}: it does not list files"
             )
@@ -522,7 +515,9 @@ class PreparedDataset(_Opened):
             3 1.5
         """
         self._handle()
-        other = self._copied()
+        other = type(self).__new__(type(self))
+        vars(other).update(vars(self))
+        other._handles = weakref.WeakSet()
         other._seen_in = None
         other._epoch = self._epoch and ArrayBlock(self._epoch, seal=False)
         other._was_read = True  # by the first view, maybe
@@ -534,35 +529,30 @@ class PreparedDataset(_Opened):
 
     def _bring_up(self, *, again: bool = False) -> None:
         """Serve what the transform says, from samples that are prepared after its first steps."""
-        after = self._stored.after
-        if after is None:
+        stored = self._stored
+        if stored.after is None:
             if again or self._transform is not None:
                 self._end_waiting()
-        elif again:
-            self._prepare_again()
-        elif self._stored.is_to_prepare_again(self._transform, was_read=self._was_read):
-            if self.filled_share() > 0 and (self._was_read or after[1]):
-                first = self._stored.after_text or "no step"
-                log.warning(
-                    "samples are prepared again: the new transform does not begin with %s", first
-                )
-            self._prepare_again()
-        else:
-            self._compile()
-
-    def _prepare_again(self) -> None:
-        old = self._stored
-        source = self._origin()
-        if source is old.kept:
-            self._compile()  # which says what is wrong
             return
-        table = old.table if isinstance(source, FileSource) else None
-        # Both let go of the store before room is looked for.
-        self._stored = replace(old, samples=source, source=None, table=table, after=None)
-        self._handle = ReaderHandle(None)
-        self._reader = replace(self._reader, stored=old.emptied())
-        del old
-        self._prepare(self._origin(), table)
+        if not again:
+            if not stored.is_to_prepare_again(self._transform, was_read=self._was_read):
+                self._compile()
+                return
+            _, key, text = stored.after
+            if stored.filled_share() > 0 and (self._was_read or key):
+                log.warning(
+                    "samples are prepared again: the new transform does not begin with %s",
+                    text or "no step",
+                )
+        source = self._origin()
+        if source is stored.kept:
+            self._compile()  # which says what is wrong
+        else:
+            self._handle = ReaderHandle(None)
+            files = stored.table if isinstance(source, FileSource) else None
+            self._let_go(replace(stored, source=source, files=files, after=None))
+            del stored  # before room is looked for
+            self._prepare()
 
     def prepare(self) -> Self:
         """Prepare all samples now, none on their first read; returns the dataset.
@@ -592,16 +582,16 @@ class PreparedDataset(_Opened):
 
     @property
     def storage(self) -> str:
-        return self._stored.storage_plan.storage
+        return self.storage_plan.storage
 
     @property
     def storage_plan(self) -> StoragePlan:
-        return self._stored.storage_plan
+        return self._stored.prepared.storage_plan
 
     @property
     def skipped(self) -> list[SampleError]:
         """With ``on_error="skip"``, the errors of the samples left out."""
-        return list(self._stored.skipped)
+        return list(self._stored.prepared.skipped)
 
     def filled_share(self) -> float:
         """Share of the samples that are kept already."""
@@ -632,7 +622,7 @@ class PreparedDataset(_Opened):
 
     def __repr__(self) -> str:
         stored = self._stored
-        kept = stored.storage_plan.reason.replace("; ", "\n")
+        kept = self.storage_plan.reason.replace("; ", "\n")
         if stored.kept is not None and stored.filled_share() < 1:
             kept += f"\n{stored.filled_share():.0%} prepared so far, the rest on first read"
         shown = {
@@ -656,14 +646,11 @@ class PreparedDataset(_Opened):
 # For loaders: no part of the face
 
 
-def latest_reader(dataset: PreparedDataset) -> Reader:
-    """What was served last, even if the transform was changed since; not to be held."""
-    return dataset._reader
+latest_reader: Callable[[PreparedDataset], Reader] = attrgetter("_reader")
+"""What was served last, even if the transform was changed since; not to be held."""
 
-
-def handle_of(dataset: PreparedDataset) -> ReaderHandle:
-    """What an epoch that begins now reads by, until the dataset is closed."""
-    return dataset._handle
+handle_of: Callable[[PreparedDataset], ReaderHandle] = attrgetter("_handle")
+"""What an epoch that begins now reads by, until the dataset is closed."""
 
 
 def own_reader(dataset: Dataset[Any]) -> str | None:
@@ -682,18 +669,3 @@ def index_count(dataset: PreparedDataset) -> int:
 def epoch_of(dataset: PreparedDataset) -> int | None:
     """As the user set it; None where loaders count theirs."""
     return None if dataset._epoch is None else int(dataset._epoch["epoch"][0])
-
-
-def prepared_anew(dataset: PreparedDataset, index: Sequence[int]) -> PreparedDataset:
-    """Some of the samples, read again and kept at once, in a dataset to be closed.
-
-    Raises:
-        ValueError: what samples were read from is not known, as in copies in other processes.
-    """
-    other = dataset._copied()
-    source = other._narrow(index)
-    stored = other._stored
-    chosen = replace(stored.options, cache_dir=None, cache_key=None, at_once=True, alone=True)
-    other._stored = replace(stored, options=chosen, after=None)
-    other._prepare(source, stored.table if isinstance(source, FileSource) else None)
-    return other

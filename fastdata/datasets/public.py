@@ -7,7 +7,6 @@ prepares the samples of another dataset once, and refuses what must not be prepa
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -68,7 +67,7 @@ class _ImageFiles(PreparedDataset):
             known = [listed.get(name, (0, -1, -1))[1:] for name in names]
             self._facts = ArrayBlock({"facts": np.array(known, np.int64).reshape(-1, 2)})
             self._place.listed = {}
-        self._build(self._files_of(table), options, transform, target_transform, table=table)
+        self._build(self._files_of(table), options, transform, target_transform, files=table)
 
     def _describe(self, source: Source) -> tuple[str, Listing | None, str]:
         from fastdata.stores.build import list_paths
@@ -89,11 +88,6 @@ class _ImageFiles(PreparedDataset):
         table = self._stored.table
         return self._stored.samples if table is None else self._files_of(table)
 
-    def _narrow(self, index: Sequence[int]) -> Source:
-        table = self._files("samples")
-        self._list(list(map(table.path, index)), list(map(table.target, index)))
-        return self._origin()
-
     def _relist(self, name: str, listed: Sequence[Any]) -> None:
         self._handle()
         if self._was_read or self.filled_share() > 0:
@@ -111,7 +105,7 @@ class _ImageFiles(PreparedDataset):
         if self._stored.after is None:
             self._serve(self._stored)
         else:
-            self._prepare_again()
+            self._bring_up(again=True)
 
     def _list(self, paths: list[str], targets: Sequence[Any]) -> None:
         """Have these files in place of those listed so far, with what is known of them."""
@@ -122,8 +116,7 @@ class _ImageFiles(PreparedDataset):
             facts = np.vstack([self._facts["facts"], [(-1, -1)]])[index]
             self._facts = ArrayBlock({"facts": facts})
         table = SampleTable(targets, paths=paths, class_to_idx=before.class_to_idx)
-        files = self._files_of(table)
-        self._stored = replace(self._stored, samples=files, source=files, table=table)
+        self._let_go(replace(self._stored, source=self._files_of(table), files=table))
 
     @property
     def loader(self) -> Callable[[str], Any]:
@@ -192,9 +185,13 @@ class ImageFolder(_ImageFiles):
         if is_url(root):
             self._place = Place(root, chosen.storage_options)
             self.root = self._place.url
-        usual, names = vars(ImageFolder), ("extensions", "find_classes", "make_dataset")
-        is_usual = all(inspect.getattr_static(self, name) is usual[name] for name in names)
-        self._list_name = "" if is_valid_file is None and is_usual else None
+        is_usual = (
+            is_valid_file is None
+            and self.extensions is IMAGE_EXTENSIONS
+            and self.make_dataset is ImageFolder.make_dataset
+            and type(self).find_classes is ImageFolder.find_classes
+        )
+        self._list_name = "" if is_usual else None
         classes, class_to_idx = self.find_classes(self._place or self.root)
         if classes != list(class_to_idx or ()):
             self.classes = classes
@@ -482,17 +479,14 @@ class CachedDataset(PreparedDataset):
         dataset._transform, dataset.target_transform = transform, target_transform
         home = find_cache(path, storage_options)
         prepared, manifest = open_cache(home, as_tensors=as_tensors, local_cache=local_cache)
-        kept = prepared.kept
-        assert kept is not None
         dataset.root = manifest.root
         dataset._serve(
             Stored(
-                samples=kept,
-                table=kept.table,
+                source=None,
+                files=None,
                 options=Options(seed=seed, batch_ops=batch_ops),
-                storage_plan=prepared.storage_plan,
-                skipped=tuple(prepared.skipped),
-                after=(0, ""),
+                prepared=prepared,
+                after=(0, "", ""),
                 is_upright="PIL.ImageOps.exif_transpose" in manifest.key["prepare"],
             )
         )

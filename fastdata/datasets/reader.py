@@ -29,7 +29,7 @@ from enum import Enum
 from functools import cached_property, partial
 from operator import is_not, ne
 from types import FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -55,7 +55,7 @@ from fastdata.pixels.images import (
 )
 from fastdata.pixels.plan import PairStep, Step
 from fastdata.pixels.program import Program
-from fastdata.sources import FileSource, ItemKeys
+from fastdata.sources import ItemKeys
 from fastdata.stores.readers import Store
 from fastdata.stores.samples import KeptSamples, Steps, open_files
 
@@ -183,6 +183,7 @@ class Reader:
 
     Attributes:
         stored: the samples, and how they were prepared.
+        length: how many samples there are.
         target_transform: the user's.
         pair_transform: the user's, of sample and target together, where it runs on each sample.
         plan: of the transform.
@@ -193,6 +194,7 @@ class Reader:
     """
 
     stored: Stored
+    length: int
     target_transform: Step | None
     pair_transform: PairStep | None
     plan: TransformPlan
@@ -209,13 +211,14 @@ class Reader:
         return self.stored.kept
 
     @cached_property
-    def length(self) -> int:
-        return len(self.stored.samples)
+    def samples(self) -> Any:
+        """Kept ones, or what they are read from."""
+        return self.stored.samples
 
     @property
     def keys(self) -> ItemKeys | None:
         """What items are that are no pairs; where none are kept, known once one was read."""
-        return getattr(self.stored.samples, "keys", None)  # none are left of a closed dataset
+        return getattr(self.samples, "keys", None)  # none are left of a closed dataset
 
     @cached_property
     def obstacle(self) -> str | None:
@@ -303,7 +306,7 @@ class Reader:
         """The batch of these tensors, one for each column, and of targets, unless masks are."""
         images: Any = tensors if self.plan.views else tensors[0]
         targets = tensors[1] if self.plan.mask else targets
-        keys = self.stored.samples.keys
+        keys = self.samples.keys
         return [images, targets] if keys is None else stacked(images, targets, keys)
 
     def items(self, batch: IndexBatch, take: Take = fresh) -> list[Any]:
@@ -336,7 +339,7 @@ class Reader:
         pairs: Iterable[Any] = zip(images, targets, strict=True)
         if self.pair_transform is not None:
             pairs = map(self.pair_transform, images, targets)
-        keys = self.stored.samples.keys
+        keys = self.samples.keys
         return list(pairs) if keys is None else [keys.join(*pair) for pair in pairs]
 
     def _columns(
@@ -383,7 +386,7 @@ class Reader:
         return columns, targets
 
     def _from_source(self, index: int) -> tuple[Any, Any]:
-        source = self.stored.samples
+        source = self.samples
         try:
             sample, target = source.read(index)
         except RemoteError:  # a network that is down is no sample's fault
@@ -428,7 +431,7 @@ class Reader:
 
     def stored_target(self, index: int) -> Any:
         listing = self._listing
-        return self.stored.samples.read(index)[1] if listing is None else listing.target(index)
+        return self.samples.read(index)[1] if listing is None else listing.target(index)
 
     # Whole columns
 
@@ -447,8 +450,7 @@ class Reader:
         (program, out), *others = zip(self.programs, outs, strict=True)
         kept = self.kept
         if kept is None:
-            files = cast("FileSource", self.stored.samples)
-            images = open_files(files, index_B.tolist(), upright=self.is_upright)
+            images = open_files(self.samples, index_B.tolist(), upright=self.is_upright)
             program.run(images, index_B, *drawn_by, out, rows_B, others)
             return
         try:
@@ -463,7 +465,7 @@ class Reader:
     def expect(self, batch: IndexBatch) -> None:
         """Have what is fetched for these samples fetched at once."""
         if self.stored.filled_share() < 1:
-            self.stored.samples.expect(batch.positions.tolist())
+            self.samples.expect(batch.positions.tolist())
 
 
 # Memory that is reused

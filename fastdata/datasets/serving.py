@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 
 from fastdata.datasets.reader import Column, Reader
-from fastdata.errors import SampleError
-from fastdata.machine.memory import StoragePlan
 from fastdata.machine.shared import SampleTable
 from fastdata.pixels import (
     TransformPlan,
@@ -25,7 +23,6 @@ from fastdata.pixels import (
     prepare_key,
     split_upright,
 )
-from fastdata.pixels.compose import known_name
 from fastdata.pixels.images import Array, SampleSpec
 from fastdata.pixels.plan import PairStep, Step
 from fastdata.pixels.program import Program
@@ -42,54 +39,54 @@ class Stored:
     """How the samples of a dataset were prepared.
 
     Attributes:
-        samples: kept ones, or what they are read from.
-        table: paths and targets; None where they are asked of the source.
-        source: what samples were read from, to prepare them again; copies in other processes do not
-            know it.
+        source: what samples are read from, to prepare them again; copies in other processes may not
+            know it where samples are kept.
+        files: paths and targets, where they are known beforehand.
         options: of the dataset.
-        first_steps: its ``prepare=`` and ``resize=``, which run before the transform.
-        storage_plan, skipped: as the dataset shows them.
+        prepared: what is kept, and why.
+        first_steps: the dataset's ``prepare=`` and ``resize=``, which run before the transform.
         after: how many leading steps of the transform samples are stored after, or did not fit
-            after, and their key; None before they are prepared.
-        after_text: these steps as they were then, for errors.
+            after, their key, and their text for errors; None before they are prepared.
         is_upright: whether samples were turned as their EXIF says, so that nothing of it is missed.
         is_remote: whether samples that are not kept are fetched from behind a URL.
     """
 
-    samples: KeptSamples | Source
-    table: SampleTable | None
+    source: Source | None
+    files: SampleTable | None
     options: Options
-    storage_plan: StoragePlan
-    source: Source | None = None
+    prepared: Prepared
     first_steps: tuple[Step, ...] = ()
-    skipped: tuple[SampleError, ...] = ()
-    after: tuple[int, str] | None = None
-    after_text: str = ""
+    after: tuple[int, str, str] | None = None
     is_upright: bool = False
     is_remote: bool = False
 
     @property
     def kept(self) -> KeptSamples | None:
-        return self.samples if isinstance(self.samples, KeptSamples) else None
+        return self.prepared.kept
+
+    @property
+    def samples(self) -> Any:
+        """Kept ones, or what they are read from; None once the dataset is closed."""
+        return self.source if self.kept is None else self.kept
+
+    @property
+    def table(self) -> SampleTable | None:
+        """Paths and targets; None where they are asked of the source."""
+        return self.files if self.kept is None else self.kept.table
 
     def filled_share(self, index: Array | None = None) -> float:
         """Share of the samples, or of those of ``index``, that are kept already."""
         return 0.0 if self.kept is None else self.kept.filled_share(index)
 
-    def emptied(self) -> Stored:
-        """What is left once the dataset is closed."""
-        gone: Any = range(len(self.samples))
-        return replace(self, samples=gone, table=None, source=None)
-
     def split(self, transform: Any, **facts: Any) -> TransformPlan:
         """Split a transform; a ValueError if it does not begin with the stored steps."""
         if self.kept is None or self.after is None:
             return plan_transform(transform, **facts)
-        count, key = self.after
+        count, key, text = self.after
         plan = plan_transform(transform, prepared=count, **facts)
         if prepare_key(plan.prepare) != key:
             raise ValueError(
-                f"samples are stored after {self.after_text or 'no step'}, "
+                f"samples are stored after {text or 'no step'}, "
                 "but the transform now begins with "
                 f"{', '.join(map(repr, plan.prepare)) or 'none'}. Give it the same first steps, or "
                 "assign another transform to dataset.transform in the process that made the "
@@ -97,37 +94,14 @@ class Stored:
             )
         return plan
 
-    def filled(
-        self,
-        prepared: Prepared,
-        source: Source,
-        table: SampleTable | None,
-        leading: tuple[Step, ...],
-    ) -> Stored:
-        """This once samples were prepared after ``leading`` steps of the transform."""
-        kept = prepared.kept
-        return replace(
-            self,
-            samples=source if kept is None else kept,
-            table=table if kept is None else kept.table,
-            source=source,
-            storage_plan=prepared.storage_plan,
-            skipped=tuple(prepared.skipped),
-            after=(len(leading), prepare_key(leading)),
-            after_text=", ".join(map(repr, leading)),
-            is_upright="exif_transpose" in map(known_name, (*self.first_steps, *leading)),
-            is_remote=source.is_remote,
-        )
-
     def is_to_prepare_again(self, transform: Any, *, was_read: bool) -> bool:
         """Whether the store is after other steps than the transform's, or a better one is unused.
 
         timm makes a dataset without a transform and assigns one later: images were kept whole, and
         nobody has read any.
         """
-        if self.after is None:
-            return False
-        count, key = self.after
+        assert self.after is not None
+        count, key, _ = self.after
         if self.kept is not None and prepare_key(leading_steps(transform, count)) != key:
             return True
         # After other steps samples may fit, or take less.
@@ -167,6 +141,7 @@ def compile_reader(
         steps = (*steps, *plan.prepare)
     return Reader(
         stored=stored,
+        length=len(stored.samples),
         target_transform=target_transform,
         pair_transform=pair_transform if plan.per_sample else None,
         plan=replace(plan, beforehand=beforehand),

@@ -108,8 +108,6 @@ class Options:
     batch_ops: bool = True
     at_once: bool = False
     """Whether all samples are prepared now, and none on its first read."""
-    alone: bool = False
-    """Whether samples are not for the other ranks of this machine."""
     engine: str | Executor = "local"
     """What writes a cache; see ``build_cache`` of datasets."""
     shard_bytes: int | str | None = None
@@ -363,11 +361,9 @@ def prepare_storage(
         reason = "storage='none': samples are prepared on every read"
         return Prepared(storage_plan=StoragePlan(storage="none", reason=reason))
     expected = forecast(path)
-    place = None
-    if not options.alone:
-        own = [getattr(path.source, name, None) for name in ("loader", "dataset")]
-        known = [*own, path.prepare, *options.codecs]  # of which every rank has its own
-        place = _meet(expected, options, table, by, known)
+    own = [getattr(path.source, name, None) for name in ("loader", "dataset")]
+    known = [*own, path.prepare, *options.codecs]  # of which every rank has its own
+    place = _meet(expected, options, table, by, known)
     if isinstance(place, Follower):
         prepared: Prepared = place.value
         warn_of_skipped(prepared.skipped, count)
@@ -556,7 +552,7 @@ def look_longer(path: ReadPath) -> Forecast:
 
 def report_storage(path: ReadPath, options: Options) -> StorageReport:
     expected = look_longer(path)
-    is_shared = not options.alone and find_run() is not None
+    is_shared = find_run() is not None
     return StorageReport(
         raw_bytes=expected.need_bytes,
         budget=_budget(options, is_shared=is_shared),
