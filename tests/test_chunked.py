@@ -626,7 +626,7 @@ def test_what_batches_have_fetched_themselves_is_let_go_of() -> None:
 
     class Store:
         def bring(self, positions: Any) -> None:
-            while not (made and made[0]._is_closed):
+            while not (made and made[0]._released):
                 time.sleep(0.001)
 
         def drop(self, positions: Any, from_cache: bool) -> None:
@@ -637,7 +637,7 @@ def test_what_batches_have_fetched_themselves_is_let_go_of() -> None:
         ResidentChunks(
             np.arange(16),
             locate=lambda samples: [(cast("Any", Store()), samples)],
-            chunk_batches=2,
+            chunk_samples=8,
             batch_size=4,
             is_remote=True,
             from_cache=False,

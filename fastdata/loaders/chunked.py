@@ -66,7 +66,7 @@ class ResidentChunks:
     Args:
         samples: of the epoch, in its order.
         locate: the stores that samples lie in, and their positions there.
-        chunk_batches: batches of each chunk but the last.
+        chunk_samples: in each chunk but the last.
         batch_size: samples in a batch.
         is_remote: a chunk that comes over a network comes batch by batch, and each is waited for
             where it is read. One on a disk is read in the order of its files, and waited for whole.
@@ -78,79 +78,82 @@ class ResidentChunks:
         samples: Int64s,
         *,
         locate: Callable[[Int64s], Located],
-        chunk_batches: int,
+        chunk_samples: int,
         batch_size: int,
         is_remote: bool,
         from_cache: bool,
     ) -> None:
-        self._chunk_runs = chunk_batches if is_remote else 1
-        self._is_remote = is_remote
-        size = chunk_batches * batch_size // self._chunk_runs
-        self.runs = np.split(samples, range(size, len(samples), size))
+        self._chunks = _cut(samples, chunk_samples)
         self._locate = locate
-        self._chunk_batches = chunk_batches
+        self._chunk_batches = chunk_samples // batch_size
+        self._run_samples = batch_size if is_remote else chunk_samples
+        self._is_remote = is_remote
         self._from_cache = from_cache
         self._handed = 0
-        self._is_closed = False
+        self._released = 0
         self._pid = os.getpid()
-        self._coming: dict[int, Future[None]] = {}
+        self._coming: list[Future[None]] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="fastdata-chunks")
-        for chunk in range(CHUNKS_HELD):
-            self._begin(chunk)
+        for _ in range(CHUNKS_HELD):
+            self._begin()
 
-    def will_need(self, run: int) -> None:
-        """Wait for a run: its thread reads in sequence, faster than batches would."""
-        if run in self._coming and not self._is_remote:
-            self._coming[run].result()
+    def waited_for(self, indices: Iterator[int]) -> Iterator[int]:
+        """The indices of the samples: the thread reads in sequence, faster than batches would."""
+        for number, chunk in enumerate(self._chunks):
+            if number < len(self._coming) and not self._is_remote:
+                self._coming[number].result()
+            yield from itertools.islice(indices, len(chunk))
 
     def passed(self) -> None:
-        """As the sampler's; the last batch of a chunk makes room."""
+        """Note that one more batch was handed over; the last one of a chunk makes room."""
         self._handed += 1
-        chunk, batches = divmod(self._handed, self._chunk_batches)
-        if not batches:
-            for run in self._runs_of(chunk - 1):
-                self._release(run)
-            self._begin(chunk - 1 + CHUNKS_HELD)
+        is_held = self._released < len(self._coming)  # not so where one asks on behind the last
+        if is_held and self._handed % self._chunk_batches == 0:
+            self._release()
+            self._begin()
 
     def close(self) -> None:
         """End the thread, and let go of what is there. Idempotent; nothing in a forked process."""
         if os.getpid() != self._pid:
             return
-        self._is_closed = True
-        self._thread.shutdown(cancel_futures=True)
-        for run in list(self._coming):
-            self._release(run)
+        for _ in self._coming[self._released :]:
+            self._release()
+        self._thread.shutdown()
 
-    def _runs_of(self, chunk: int) -> range:
-        first = chunk * self._chunk_runs
-        return range(first, min(first + self._chunk_runs, len(self.runs)))
+    def _begin(self) -> None:
+        chunk = len(self._coming)
+        if chunk < len(self._chunks):
+            self._coming.append(self._thread.submit(self._bring, chunk))
 
-    def _begin(self, chunk: int) -> None:
-        for run in self._runs_of(chunk):
-            self._coming[run] = self._thread.submit(self._bring, run)
-
-    def _groups(self, run: int) -> Located:
+    def _groups(self, chunk: int) -> Located:
         """Its samples, as they are brought at once, and therefore dropped at once."""
-        for store, positions in self._locate(np.sort(self.runs[run])):
-            for start in range(0, len(positions), _BROUGHT_AT_ONCE):
-                yield store, positions[start : start + _BROUGHT_AT_ONCE]
+        for run in _cut(self._chunks[chunk], self._run_samples):
+            for store, positions in self._locate(np.sort(run)):
+                for some in _cut(positions, _BROUGHT_AT_ONCE):
+                    yield store, some
 
-    def _bring(self, run: int) -> None:
-        for store, positions in self._groups(run):
-            if self._is_closed:
+    def _bring(self, chunk: int) -> None:
+        for store, positions in self._groups(chunk):
+            if chunk < self._released:
                 return
             # An error is raised where its batch would come.
             with contextlib.suppress(FastDataError, OSError):
                 store.bring(positions)
 
-    def _release(self, run: int) -> None:
-        future = self._coming.pop(run)
+    def _release(self) -> None:
+        chunk = self._released
+        self._released += 1
+        future = self._coming[chunk]
         if not future.cancel():
             future.result()
         elif not self._is_remote:  # else its batches may have brought it themselves
             return
-        for store, positions in self._groups(run):
+        for store, positions in self._groups(chunk):
             store.drop(positions, from_cache=self._from_cache)
+
+
+def _cut(samples: Int64s, size: int) -> list[Int64s]:
+    return np.split(samples, range(size, len(samples), size))
 
 
 class ChunkSampler(RankSampler):
@@ -183,15 +186,11 @@ class ChunkSampler(RankSampler):
     def _indices(self, samples: Int64s, earlier: Int64s | None) -> Iterator[int]:
         indices = super()._indices(samples, earlier)
         if self._hold is None:
-            yield from indices
-            return
-        self.resident = resident = self._hold(samples)
-        for number, run in enumerate(resident.runs):
-            resident.will_need(number)
-            yield from itertools.islice(indices, len(run))
+            return indices
+        self.resident = self._hold(samples)
+        return self.resident.waited_for(indices)
 
     def passed(self) -> None:
-        """Note that one more batch was handed over."""
         if self.resident is not None:
             self.resident.passed()
 
@@ -302,7 +301,7 @@ class ChunkedLoader:
             hold = partial(
                 ResidentChunks,
                 locate=self._locate,
-                chunk_batches=size // batch_size,
+                chunk_samples=size,
                 batch_size=batch_size,
                 is_remote=any(isinstance(store, MirroredStore) for store in self._stores),
                 from_cache=self._empties_cache,
