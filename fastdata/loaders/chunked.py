@@ -183,8 +183,7 @@ class ChunkSampler(RankSampler):
             self.order_length = self._order.num_samples
             super().find_ranks()
 
-    def _indices(self, samples: Int64s, earlier: Int64s | None) -> Iterator[int]:
-        indices = super()._indices(samples, earlier)
+    def _waited_for(self, indices: Iterator[int], samples: Int64s) -> Iterator[int]:
         if self._hold is None:
             return indices
         self.resident = self._hold(samples)

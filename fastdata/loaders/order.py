@@ -152,24 +152,27 @@ class Epochs:
     def begin(self) -> Progress:
         """Begin the next epoch, or the rest of the one whose state was loaded."""
         state = self.progress.pending
-        if state is None or not self._goes_on(state):
-            number = self._chosen(self._next_number)
-            self.progress = Progress(epoch=number, base_seed=self._kept_seed)
-            return self.progress
-        is_begun = state["is_begun"]
-        passed = state["num_yielded"]
-        number = state["epoch"] or 0
-        self.progress = Progress(
-            epoch=number if is_begun else self._chosen(number),
-            base_seed=state["base_seed"],
-            start=state["start"],
-            state=state,
-            is_begun=is_begun,
-            first=passed,
-            drawn=passed,
-            handed=passed,
-        )
-        return self.progress
+        if state is not None and self._goes_on(state):
+            passed = state["num_yielded"]
+            progress = Progress(
+                epoch=state["epoch"] or 0,
+                base_seed=state["base_seed"],
+                start=state["start"],
+                state=state,
+                is_begun=state["is_begun"],
+                first=passed,
+                drawn=passed,
+                handed=passed,
+            )
+        else:
+            progress = Progress(epoch=self._next_number, base_seed=self._kept_seed)
+        chosen = self._set
+        if chosen is None and self.served is not None:
+            chosen = self.served.epoch
+        if chosen is not None and not progress.is_begun:
+            progress.epoch = chosen
+        self.progress = progress
+        return progress
 
     def _goes_on(self, state: State) -> bool:
         """Put a RankSampler where the state stands; False if it was told to begin another epoch."""
@@ -190,18 +193,14 @@ class Epochs:
         Samplers are begun, and draw, when the first is asked for.
         """
         served = self.served
-        own_seed = None if served is None else served.seed
-        seed = progress.base_seed or 0 if own_seed is None else own_seed
         ranked = self._ranked
-        # Not where each epoch draws a seed, whose draws count from 0, nor where the epoch of draws
-        # was set alone.
-        is_counted = own_seed is not None or self._seeds_once
-        if (
-            ranked is not None
-            and served is not None
-            and (ranked.is_set or (is_counted and served.epoch is None))
-        ):
-            progress.epoch = ranked.coming()["epoch"]
+        own_seed = self._own_seed
+        seed = progress.base_seed or 0 if own_seed is None else own_seed
+        if served is not None and ranked is not None:
+            # Not where each epoch draws a seed, whose draws count from 0, nor where the epoch of
+            # draws was set alone.
+            if ranked.is_set or (self._is_counted and served.epoch is None):
+                progress.epoch = ranked.coming()["epoch"]
         epoch = progress.epoch or 0
         # Where there is one rank some have None.
         sharing = (each for each in self._samplers if getattr(each, "num_replicas", None))
@@ -264,23 +263,22 @@ class Epochs:
         if progress.pending is not None:
             return copy.deepcopy(progress.pending)
         handed, is_over = progress.seen or progress.mark()
-        reached: State | None = None
+        start = copy.deepcopy(progress.start) or self._capture()
+        ranked = self._ranked
         size = self._batch_size
-        if size is None:
+        if ranked is None or size is None:
             is_over = is_over or handed == length_of(self.sampler)
         elif progress.start is not None:
-            begun = copy.copy(self._ranked)  # which may have been told of another epoch since
-            assert begun is not None
-            begun.load_state_dict(_rank_state(progress.start))
+            # The sampler may have been told of another epoch since.
+            reached = _rank_state(start)
+            begun = reached.copy()
+            drop_last = self.sampler.drop_last
             batches = handed - progress.first
-            reached = begun.state_dict(batches, size, drop_last=self.sampler.drop_last)
-            is_over = is_over or reached["epoch"] != begun.epoch
+            reached |= ranked.state_since(begun, batches, size, drop_last=drop_last)
+            is_over = is_over or reached["epoch"] != begun["epoch"]
         if is_over:
             handed = 0
-            progress = self._coming()
-        start = copy.deepcopy(progress.start) or self._capture()
-        if reached is not None and not is_over:
-            start["samplers"][-1]["state"] = reached
+            progress, start = self._coming()
         return {
             "version": VERSION,
             "num_yielded": handed,
@@ -291,8 +289,8 @@ class Epochs:
             "loader": self._identity(loader),
         }
 
-    def _coming(self) -> Progress:
-        """How the next epoch would begin if it began now."""
+    def _coming(self) -> tuple[Progress, State]:
+        """How the next epoch would begin if it began now, and what its order is drawn from."""
         seed = self._kept_seed
         generator = self._generator or torch.default_generator
         before = generator.get_state()
@@ -302,7 +300,7 @@ class Epochs:
         generator.set_state(before)
         if self._ranked is not None and self._ranked.has_begun:  # one that was set is over too
             _rank_state(start)["epoch"] = self._ranked.epoch + 1
-        return Progress(epoch=self._next_number, start=start, base_seed=seed)
+        return Progress(epoch=self._next_number, base_seed=seed), start
 
     def load(self, state: State, loader: State) -> None:
         """Let the next epoch be that of a state.
@@ -311,7 +309,7 @@ class Epochs:
             ValueError: it is of another loader; says what differs.
         """
         if state:
-            self._check(state, self._identity(loader))
+            self._check(state, loader)
         self.progress = Progress(
             epoch=self.progress.epoch,
             base_seed=self._kept_seed,
@@ -321,17 +319,16 @@ class Epochs:
         if self._ranked is not None:
             self._ranked.is_set = False  # an epoch that is set from now on counts
 
-    def _check(self, state: State, own: State) -> None:
+    def _check(self, state: State, loader: State) -> None:
         if state.get("version") != VERSION:
             raise ValueError(
                 f"this is no state of a fastdata DataLoader of version {VERSION}: it has version "
                 f"{state.get('version')!r} and the keys {sorted(state)}"
             )
-        saved = state["loader"]
-        if self._batch_size is not None:  # how samples are shared out may differ
-            free = dict.fromkeys(("batch_size", "world_size", "sampler_length"))
-            saved, own = saved | free, own | free
-        differing = name_differences(saved, own)
+        # How samples are shared out may differ.
+        shares = ("batch_size", "world_size", "sampler_length")
+        free = {} if self._batch_size is None else dict.fromkeys(shares)
+        differing = name_differences(state["loader"] | free, self._identity(loader) | free)
         if differing:
             raise ValueError(
                 f"the state is of another loader: {differing}. Make the loader as it was when the "
@@ -344,9 +341,6 @@ class Epochs:
             "generators": len(self._generators),
             "sampler": " > ".join(type(sampler).__name__ for sampler in self._samplers),
         }
-        size = self._batch_size
-        if size is not None:
-            identity["batch_size"] = size
         if self._ranked is not None:
             identity |= {"world_size": self._ranked.num_replicas, "order": self._ranked.identity}
         return identity
@@ -386,18 +380,18 @@ class Epochs:
         return self.progress.base_seed if self._seeds_once else None
 
     @property
+    def _own_seed(self) -> int | None:
+        return None if self.served is None else self.served.seed
+
+    @property
+    def _is_counted(self) -> bool:
+        return self._seeds_once or self._own_seed is not None
+
+    @property
     def _next_number(self) -> int:
         """Number of the coming epoch, as draws count it: those of a new base seed from 0."""
         latest = self.progress.epoch
-        has_seed = self.served is not None and self.served.seed is not None
-        is_counted = has_seed or self._kept_seed is not None
-        return latest + 1 if is_counted and latest is not None else 0
-
-    def _chosen(self, number: int) -> int:
-        """The number of the epoch that the user has set, or ``number``."""
-        of_dataset = None if self.served is None else self.served.epoch
-        chosen = of_dataset if self._set is None else self._set
-        return number if chosen is None else chosen
+        return 0 if latest is None or not self._is_counted else latest + 1
 
 
 def _nested(sampler: Any) -> list[Any]:
@@ -439,9 +433,7 @@ def _index_batches(
 
     def draw(indices: list[int]) -> Any:
         try:
-            index_B = np.asarray(array("q", indices))
-            if (index_B.view(np.uint64) >= length).any():
-                index_B = positions(index_B, length)
+            index_B = positions(np.asarray(array("q", indices)), length)
         except (IndexError, TypeError, ValueError):
             return indices  # the dataset knows what they mean, or says that they are wrong
         visit_B = np.full(len(index_B), epoch, np.int64)
@@ -456,11 +448,7 @@ def _index_batches(
             index_B = subset[index_B]
             indices = index_B.tolist()
             index_B = positions(index_B, count)
-        batch = IndexBatch(indices)
-        batch.positions = index_B
-        batch.visits = visit_B
-        batch.seed = seed
-        return batch
+        return IndexBatch.of(indices, index_B, visit_B, seed)
 
     return draw
 

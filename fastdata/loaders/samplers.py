@@ -29,6 +29,7 @@ from fastdata.machine.processes import find_rank
 from fastdata.pixels.draws import draw_integers, draw_uniform, sample_keys
 
 Int64s = npt.NDArray[np.int64]
+Float64s = npt.NDArray[np.float64]
 State = dict[str, Any]
 """Of plain values."""
 Uneven = Literal["pad", "drop", "keep"]
@@ -71,8 +72,12 @@ def shuffled(dataset: Sized | int, shuffle: bool = True) -> Order:
 
 
 def _draw_shuffled(length: int, seed: int, epoch: int, count: int) -> Int64s:
-    keys = sample_keys(seed ^ _SHUFFLE_SALT, epoch, np.arange(length))
-    return np.argsort(keys, kind="stable")[:count]
+    return _sort(np.arange(length), seed ^ _SHUFFLE_SALT, epoch)[:count]
+
+
+def _sort(samples: Int64s, seed: int, epoch: int, first_key: int = 0) -> Int64s:
+    """Put samples in the random order of their keys."""
+    return samples[np.argsort(sample_keys(seed, epoch, samples + first_key), kind="stable")]
 
 
 def _draw_sequence(length: int, seed: int, epoch: int, count: int) -> Int64s:
@@ -105,7 +110,7 @@ def weighted(weights: Any) -> Order:
     return Order(partial(_draw_weighted, given), len(given), len(given), math.inf, identity)
 
 
-def _draw_weighted(weights: npt.NDArray[np.float64], seed: int, epoch: int, count: int) -> Int64s:
+def _draw_weighted(weights: Float64s, seed: int, epoch: int, count: int) -> Int64s:
     chosen = np.flatnonzero(weights)
     ends = np.cumsum(weights[chosen] / weights.max())  # whose sum is finite
     drawn = draw_uniform(sample_keys(seed ^ _CHOICE_SALT, epoch, np.arange(count)), 0, 0) * ends[-1]
@@ -172,11 +177,10 @@ def repeated(dataset: Sized | int, repeats: int = 3, shuffle: bool = True) -> Or
         [[0, 1], [0, 1], [0, 1]]
     """
     once = shuffled(dataset, shuffle)
-    most = repeats * once.length
     return once._replace(
         draw=partial(_draw_repeated, once.draw, repeats),
-        most=most,
-        identity={"order": "repeated", "repeats": repeats, "shuffle": shuffle},
+        most=repeats * once.length,
+        identity={"order": "repeated", "repeats": repeats} | once.identity,
     )
 
 
@@ -212,10 +216,10 @@ def mixed(
         >>> len(indices), int((indices < 100).sum())
         (400, 100)
     """
-    lengths = np.array([each if isinstance(each, int) else len(each) for each in datasets])
+    lengths = np.array([shuffled(each).length for each in datasets])
     shares = np.ones(len(lengths)) if weights is None else np.asarray(weights, np.float64)
-    is_right = shares.shape == lengths.shape and np.isfinite(shares).all()
-    if not is_right or not ((shares > 0) & (lengths > 0)).all():
+    is_matching = shares.shape == lengths.shape
+    if not is_matching or not (np.isfinite(shares) & (shares > 0) & (lengths > 0)).all():
         raise ValueError(
             f"weights={shares.tolist()} of datasets of {lengths.tolist()} samples: one for each is "
             "needed, finite and above zero, and no dataset may be empty"
@@ -230,7 +234,7 @@ def mixed(
 
 
 def _draw_mixed(
-    lengths: Int64s, shares: npt.NDArray[np.float64], seed: int, epoch: int, count: int
+    lengths: Int64s, shares: Float64s, seed: int, epoch: int, count: int
 ) -> Int64s:
     ends = np.rint(np.cumsum(shares) * count).astype(np.int64)
     takes = np.diff(ends, prepend=0).tolist()
@@ -295,11 +299,8 @@ def chunked(
 def _draw_chunked(
     length: int, piece: int, chunk: int, world_size: int, seed: int, epoch: int, count: int
 ) -> Int64s:
-    def mix(samples: Int64s, first_key: int) -> Int64s:
-        keys = sample_keys(seed ^ _CHUNK_SALT, epoch, samples + first_key)
-        return samples[np.argsort(keys, kind="stable")]
-
-    stream = mix(np.arange(-(-length // piece)), 0)
+    seed ^= _CHUNK_SALT
+    stream = _sort(np.arange(-(-length // piece)), seed, epoch)
     if piece > 1:
         stream = (stream[:, None] * piece + np.arange(piece)).reshape(-1)
         stream = stream[stream < length]  # the last piece may be shorter
@@ -308,7 +309,7 @@ def _draw_chunked(
         for row in by_rank:
             for start in range(0, len(row), chunk):
                 some = slice(start, start + chunk)
-                row[some] = mix(row[some], length)  # by other keys than those of pieces
+                row[some] = _sort(row[some], seed, epoch, length)  # by other keys than pieces
     in_turn: Int64s = by_rank.T.reshape(-1)
     return in_turn
 
@@ -408,28 +409,25 @@ class RankSampler(DistributedSampler[int]):
         return self._order.draw(self.seed, epoch, self.order_length)
 
     def __iter__(self) -> Iterator[int]:
-        begun = self.coming()
-        self.epoch = begun["epoch"]
-        self.position = begun["position"]
+        if self.has_begun:
+            self.epoch += not self.is_set
+            self.position = 0
         self.has_begun = True
         self.find_ranks()
-        yield from self._indices(*self._share())
-
-    def _share(self) -> tuple[Int64s, Int64s | None]:
-        """This rank's samples to come, and how often each came before where some come again."""
         order = self.order(self.epoch)
         count = self._share_of(len(order) - self.position, self.rank)
         end = self.position + count * self.num_replicas
         order = np.resize(order, max(end, len(order)))  # its first ones are repeated to pad it
         own = slice(self.position + self.rank, end, self.num_replicas)
-        if not count or np.bincount(order).max() == 1:
-            return order[own], None
-        return order[own], count_earlier(np.zeros(self._order.length, np.uint32), order)[own]
-
-    def _indices(self, samples: Int64s, earlier: Int64s | None) -> Iterator[int]:
         # Python's numbers one by one: a list of them takes four times the memory.
-        indices: Iterator[int] = iter(samples.data)
-        return indices if earlier is None else map(RepeatedIndex.mark, indices, earlier.data)
+        indices: Iterator[int] = iter(order[own].data)
+        if count and np.bincount(order).max() > 1:  # some come again
+            earlier = count_earlier(np.zeros(self._order.length, np.uint32), order)
+            indices = map(RepeatedIndex.mark, indices, earlier[own].data)
+        yield from self._waited_for(indices, order[own])
+
+    def _waited_for(self, indices: Iterator[int], _: Int64s) -> Iterator[int]:
+        return indices  # nothing is waited for
 
     def __len__(self) -> int:
         if not self.has_begun:
@@ -482,11 +480,16 @@ class RankSampler(DistributedSampler[int]):
             batch_size: samples in each, on one rank.
             drop_last: the loader's, which decides what batch is the last one.
         """
-        left = self._share_of(self.order_length - self.position, rank=0)  # who has the most
+        begun = self._state(self.epoch, self.position)
+        return self.state_since(begun, batches, batch_size, drop_last=drop_last)
+
+    def state_since(self, begun: State, batches: int, batch_size: int, *, drop_last: bool) -> State:
+        """As ``state_dict``, of an epoch that began in another state."""
+        epoch, position = begun["epoch"], begun["position"]
+        left = self._share_of(self.order_length - position, rank=0)  # who has the most
         if batches and batches >= (left if drop_last else left + batch_size - 1) // batch_size:
-            return self._state(self.epoch + 1, 0)
-        passed = batches * batch_size * self.num_replicas
-        return self._state(self.epoch, self.position + passed)
+            return self._state(epoch + 1, 0)
+        return self._state(epoch, position + batches * batch_size * self.num_replicas)
 
     def load_state_dict(self, state: State) -> None:
         """Let the next iterator go on where ``state`` was taken, whatever ranks and batches are.
