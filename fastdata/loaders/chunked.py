@@ -20,10 +20,9 @@ from torch.utils.data import IterableDataset
 from fastdata.datasets.dataset import PreparedDataset, index_count, latest_reader
 from fastdata.datasets.reader import BatchRing
 from fastdata.errors import FastDataError
-from fastdata.loaders.epochs import HELD_BY_USER, Counted
+from fastdata.loaders.epochs import HELD_BY_USER, Counted, LoaderView
 from fastdata.loaders.loader import DataLoader
 from fastdata.loaders.samplers import Int64s, Order, RankSampler, chunked, shuffled
-from fastdata.loaders.view import LoaderView
 from fastdata.machine import memory
 from fastdata.machine.memory import CHUNKS_HELD, ChunkPlan
 from fastdata.machine.processes import find_rank, local_ranks
@@ -279,8 +278,7 @@ class ChunkedLoader:
             )
         self.dataset = dataset
         self._view = LoaderView.find(dataset)
-        parts = [] if self._view is None else self._view.parts
-        self._stores = [store for part in parts for store in _disk_stores(part)]
+        self._stores = [store for part in self._view.parts for store in _disk_stores(part)]
         self._is_mixed = shuffle and bool(self._stores)
         pieces = (mix_chunks or _PIECES_PER_CHUNK) if self._is_mixed else 1
         ranks = find_rank(rank, world_size).world_size
@@ -307,7 +305,6 @@ class ChunkedLoader:
             )
         if self._is_mixed:
             make = partial(make, piece_samples=max(size // pieces, 1), chunk_samples=size)
-        has_seed = self._view is not None and self._view.seed is not None
         self._sampler = ChunkSampler(make, hold, seed=seed, rank=rank, world_size=world_size)
         self._loader: DataLoader[Any] = DataLoader(
             dataset,
@@ -316,7 +313,7 @@ class ChunkedLoader:
             num_workers=self.plan.workers,
             collate_fn=collate_fn,
             drop_last=drop_last,
-            generator=torch.Generator() if has_seed else None,
+            generator=torch.Generator() if self._view.seed is not None else None,
             workers="thread" if self._stores else "auto",
         )
         self.collate_fn = self._loader.collate_fn
@@ -335,7 +332,7 @@ class ChunkedLoader:
         stores = self._stores
         for store in stores:
             store.release()  # chunks will be there in its place
-        reader = None if self._view is None else self._view.reader()
+        reader = self._view.reader()
         is_served = reader is not None and reader.obstacle is None
         served_bytes = None if reader is None else reader.served_bytes
         batch_bytes = (served_bytes or _SAMPLE_BYTES) * self.batch_size
@@ -352,7 +349,7 @@ class ChunkedLoader:
         edges_bytes = 2 * mmap.PAGESIZE * len(stores)  # pages of a piece that others' samples share
         fixed_bytes += CHUNKS_HELD * pieces * edges_bytes
         sample_bytes = _ENTRY_BYTES + sum(store.heaviest_bytes(_NEIGHBOURS) for store in stores)
-        subset = None if self._view is None else self._view.subset
+        subset = self._view.subset
         has_gaps = subset is not None and bool((np.diff(subset) != 1).any())
         if has_gaps or (is_shared and not self.shuffle):  # no sample has a neighbour in its chunk
             sample_bytes += edges_bytes
@@ -372,7 +369,6 @@ class ChunkedLoader:
 
     def _locate(self, samples: Int64s) -> Located:
         """In which files samples of the loader lie, and where in these."""
-        assert self._view is not None
         ends = self._view.ends
         if self._view.subset is not None:
             samples = np.sort(self._view.subset[samples] % ends[-1])  # -1 is the last one

@@ -30,8 +30,8 @@ from fastdata.datasets.batch import IndexBatch, stacked
 from fastdata.datasets.dataset import handle_of
 from fastdata.datasets.reader import BatchRing, Reader, ReaderHandle, room
 from fastdata.errors import DeviceError, kind_of
+from fastdata.loaders.epochs import JoinedReader, LoaderView
 from fastdata.loaders.loader import DataLoader
-from fastdata.loaders.view import JoinedReader, LoaderView
 from fastdata.machine import memory as host_memory
 from fastdata.machine.memory import budget_bytes, check_device_room, choose_pinning, format_bytes
 from fastdata.pixels.images import SampleSpec
@@ -213,9 +213,9 @@ class DeviceOps:
             ValueError: they are to be finished on the device, and cannot.
         """
         self.described = ""
-        if self._served is None:
-            return None, None
         reader = self._served.reader()  # which notices what was changed in place
+        if reader is None:
+            return None, None
         dataset = self._served.parts[0]  # several have an obstacle
         has_mirror = dataset.storage == "device"
         obstacle = self._obstacle(reader)

@@ -1,4 +1,8 @@
-"""One epoch of a loader: who reads its batches, and the iterators that hand them over."""
+"""One epoch of a loader: what it sees of the fastdata datasets behind, and who reads batches.
+
+``LoaderView`` looks behind ``Subset`` and ``ConcatDataset``. A ``BatchMaker`` reads a batch in any
+thread, and the iterators hand batches over. They move a ``Progress`` on.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,17 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch.autograd import profiler
+from torch.utils.data import ConcatDataset, Dataset, Subset
 from torch.utils.data import dataloader as torch_loader
 from torch.utils.data._utils.pin_memory import pin_memory as copy_to_pinned
 
@@ -23,16 +29,229 @@ from fastdata.datasets.batch import (
     DrawKey,
     IndexBatch,
     as_channels_last,
+    as_numbers,
     collate,
     flatten,
 )
-from fastdata.datasets.reader import BatchRing, ReaderHandle
+from fastdata.datasets.dataset import (
+    PreparedDataset,
+    epoch_of,
+    handle_of,
+    index_count,
+    latest_reader,
+    own_reader,
+)
+from fastdata.datasets.reader import BatchRing, Reader, ReaderHandle, Take, fresh, room
 from fastdata.datasets.ring import BatchReceiver, RingCollate
 from fastdata.errors import IngestError, MemoryBudgetError
-from fastdata.loaders.order import Progress
-from fastdata.loaders.view import JoinedHandle
-from fastdata.machine.memory import PinningPlan
-from fastdata.report import EpochReport
+from fastdata.loaders.samplers import State
+from fastdata.machine.shared import collate_targets
+from fastdata.pixels.images import Array
+
+MOSTLY_PREPARED = 0.9
+"""Share of the samples from which on threads are worth it, although the rest are still to be
+prepared."""
+
+
+class JoinedHandle:
+    """Of the readers of several datasets."""
+
+    def __init__(self, handles: Sequence[ReaderHandle], ends: Array) -> None:
+        self._handles = handles
+        self._ends = ends
+
+    def __call__(self) -> JoinedReader:
+        return JoinedReader([handle() for handle in self._handles], self._ends)
+
+    reader = property(__call__)
+
+
+class JoinedReader:
+    """The readers of several datasets as one, for a batch; what it has of a ``Reader`` is alike."""
+
+    def __init__(self, readers: Sequence[Reader], ends: Array) -> None:
+        self._readers = readers
+        self._ends = ends
+        self.obstacle = next(filter(None, (reader.obstacle for reader in readers)), None)
+        forms = {} if self.obstacle else {reader.image_form: None for reader in readers}
+        if len(forms) > 1:
+            self.obstacle = f"the datasets serve images that differ, {' and '.join(forms)}"
+        transforms = (reader.target_transform for reader in readers)
+        self.target_transform = next(filter(None, transforms), None)
+        self.served_bytes = None if self.obstacle else readers[0].served_bytes
+
+    def __call__(self, batch: IndexBatch, take: Take = fresh) -> Any:
+        readers, first = self._readers, self._readers[0]
+        is_last = batch.channels_last and all(each.can_write_channels_last for each in readers)
+        outs = room(len(batch), first.outputs, take, channels_last=is_last)
+        for number, row_B, piece in self._pieces(batch):
+            readers[number].read_into(outs, piece, row_B)
+        targets = None
+        if first.plan.mask is None:
+            of_each = self.in_order(batch, lambda k, piece: readers[k].targets_of(piece))
+            targets = collate_targets(of_each)
+        tensors = list(map(torch.Tensor.view, map(torch.from_numpy, outs), first.dtypes))
+        return first.joined(tensors, targets)
+
+    def items(self, batch: IndexBatch, take: Take = fresh) -> list[Any]:
+        return self.in_order(batch, lambda k, piece: self._readers[k].items(piece))
+
+    def in_order(
+        self, batch: IndexBatch, read: Callable[[int, IndexBatch], list[Any]]
+    ) -> list[Any]:
+        """What is read of each sample by the number of its dataset, in the order of the batch."""
+        found: dict[int, Any] = {}
+        for number, row_B, piece in self._pieces(batch):
+            found |= zip(row_B.tolist(), read(number, piece), strict=True)
+        return [found[row] for row in range(len(found))]
+
+    def _pieces(self, batch: IndexBatch) -> Iterator[tuple[int, Array, IndexBatch]]:
+        """The number of each dataset with indices in a batch, their rows, and its own batch."""
+        number_B = np.searchsorted(self._ends, batch.positions, side="right")
+        for number in np.unique(number_B).tolist():
+            row_B = np.flatnonzero(number_B == number)
+            position_B = batch.positions[row_B] - (self._ends[number - 1] if number else 0)
+            own_seed = self._readers[number].stored.options.seed
+            seed = batch.seed if own_seed is None else own_seed
+            piece = IndexBatch.of(position_B.tolist(), position_B, batch.visits[row_B], seed)
+            yield number, row_B, piece
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderView:
+    """What is fastdata's behind a loader; nothing, where there are no parts.
+
+    Several datasets, of a ``ConcatDataset``, count as one whose indices are theirs in a row. Each
+    is read with its own transform, targets and draws, into its rows of the batch; one without a
+    ``seed`` draws from that of the first that has one.
+
+    Attributes:
+        parts: the datasets.
+        subset: which of their samples the loader sees; None: all.
+        ends: of each dataset, the index behind its last.
+    """
+
+    parts: Sequence[PreparedDataset]
+    subset: Array | None
+    ends: Array
+
+    @classmethod
+    def find(cls, dataset: Any) -> LoaderView:
+        """Look behind any ``Subset`` and ``ConcatDataset``; anything else there hides all."""
+        parts: list[PreparedDataset] = []
+        subset = None
+        if isinstance(dataset, PreparedDataset):
+            parts.append(dataset)
+        else:
+            subset = _joined(dataset, parts)
+            if subset is None:
+                parts = []
+        return cls(parts, subset, np.cumsum([index_count(part) for part in parts]))
+
+    def __getitems__(self, batch: IndexBatch) -> list[Any]:
+        joined = JoinedReader(list(map(latest_reader, self.parts)), self.ends)
+        return joined.in_order(batch, lambda k, piece: self.parts[k].__getitems__(piece))
+
+    @property
+    def has_own(self) -> bool:
+        """Whether a subclass's own methods make items, so that only it can be asked for batches."""
+        return any(own_reader(part) is not None for part in self.parts)
+
+    @property
+    def index_count(self) -> int:
+        """Indices from 0 to this, exclusive, may be asked for."""
+        return sum(map(index_count, self.parts))  # samples may have been assigned since
+
+    @property
+    def epoch(self) -> int | None:
+        """As the user set it on a dataset."""
+        return next((epoch for epoch in map(epoch_of, self.parts) if epoch is not None), None)
+
+    @property
+    def seed(self) -> int | None:
+        """As the user gave it to a dataset."""
+        seeds = (latest_reader(part).stored.options.seed for part in self.parts)
+        return next((seed for seed in seeds if seed is not None), None)
+
+    def reader(self) -> Reader | JoinedReader | None:
+        """What a coming epoch is served by, after what was changed in place."""
+        return self._one([part.reader() for part in self.parts])
+
+    def latest(self) -> Reader | JoinedReader | None:
+        """What was served last; not to be held, with the memory that it holds."""
+        return self._one(list(map(latest_reader, self.parts)))
+
+    def _one(self, readers: list[Reader]) -> Reader | JoinedReader | None:
+        if len(readers) > 1:
+            return JoinedReader(readers, self.ends)
+        return readers[0] if readers else None
+
+    def handle(self) -> ReaderHandle | JoinedHandle | None:
+        """What an epoch reads by that begins now."""
+        handles = list(map(handle_of, self.parts))
+        if len(handles) > 1:
+            return JoinedHandle(handles, self.ends)
+        return handles[0] if handles else None
+
+    @property
+    def prepared_share(self) -> float:
+        """Share of the samples that will not be prepared and kept when they are read; the least."""
+        index = None if len(self.parts) > 1 else self.subset
+        readers = map(latest_reader, self.parts)
+        shares = (1.0 if it.kept is None else it.stored.filled_share(index) for it in readers)
+        return min(shares, default=1.0)
+
+    def fetched(self, dataset: Any) -> Any:
+        """What is read in place of a loader's ``dataset``, so that batches keep their draws."""
+        if self.subset is None:
+            return dataset
+        kind = _WholeConcat if type(dataset) is ConcatDataset else _WholeSubset
+        whole = kind.__new__(kind)
+        vars(whole).update(vars(dataset))
+        whole.behind = self.parts[0] if len(self.parts) == 1 else replace(self, subset=None)
+        return whole
+
+
+def _joined(dataset: Any, parts: list[PreparedDataset]) -> Array | None:
+    """The indices of a dataset's samples among those of all ``parts`` in a row; adds its own parts.
+
+    None if there is anything but fastdata datasets, or one that is as long as a subclass of one's
+    own says.
+    """
+    if isinstance(dataset, PreparedDataset) and len(dataset) == index_count(dataset):
+        number = next((k for k, part in enumerate(parts) if part is dataset), len(parts))
+        parts[number:] = parts[number:] or [dataset]
+        return np.arange(len(dataset)) + sum(map(index_count, parts[:number]))
+    if type(dataset) is Subset:
+        whole = _joined(dataset.dataset, parts)
+        try:
+            return None if whole is None else whole[as_numbers(dataset.indices)]
+        except TypeError:  # only a subclass's own methods know what these mean
+            return None
+    if type(dataset) is not ConcatDataset:
+        return None
+    pieces = [_joined(each, parts) for each in dataset.datasets]
+    known = [piece for piece in pieces if piece is not None]
+    return np.concatenate(known) if len(known) == len(pieces) else None
+
+
+class _Whole(Dataset[Any]):
+    """Hands batches to what is ``behind``, where torch's own class would make lists of them."""
+
+    behind: PreparedDataset | LoaderView
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        if isinstance(indices, IndexBatch):
+            return self.behind.__getitems__(indices)
+        whole = getattr(super(), "__getitems__", None)
+        return whole(indices) if whole else [self[index] for index in indices]
+
+
+class _WholeSubset(_Whole, Subset[Any]): ...
+
+
+class _WholeConcat(_Whole, ConcatDataset[Any]): ...
+
 
 Slots = BatchRing | BatchReceiver
 AnyLoader: TypeAlias = "torch_loader.DataLoader[Any]"
@@ -120,7 +339,7 @@ class LoopCounts:
         self.wait_s += self.left_at - asked_at
         self.begun_at = self.begun_at or asked_at
 
-    def figures(self) -> dict[str, float]:
+    def figures(self) -> dict[str, Any]:
         """As in an ``EpochReport``."""
         return {
             "batches": self.batches,
@@ -131,26 +350,47 @@ class LoopCounts:
 
 
 @dataclass(kw_only=True, slots=True)
-class Tally(LoopCounts):
-    """What a loader reports of the epoch in progress."""
+class Progress:
+    """How far one epoch has come.
 
-    engine: Engine
-    pinning: PinningPlan
-    ring: Slots | None = None  # that batches come through
+    Attributes:
+        epoch: its number, which random draws are made from; None before the first.
+        base_seed: of worker processes, and of draws where the dataset has no seed; None until
+            drawn.
+        start: what the order is drawn from; None until the first index is drawn.
+        state: that it goes on from, which holds until a batch is handed over.
+        is_begun: that state is one inside the epoch; nothing more is drawn from the global
+            generator.
+        first: batches handed over before that.
+        drawn: batches whose indices were drawn.
+        handed: of these, those that were handed over.
+        draws: of the batch that was drawn last.
+        seen: the mark that the user has come to where a prefetcher reads ahead of them.
+    """
 
-    def report(self, prepared: float) -> EpochReport:
-        figures: dict[str, Any] = self.figures()
-        if self.ring is not None:
-            figures["fresh_batches"] = self.ring.fresh_count
-            figures["bytes_held"] = self.ring.bytes_held
-        return EpochReport(
-            path=self.engine.path,
-            engine=self.engine.kind if self.engine.workers else "inline",
-            workers=self.engine.workers,
-            pinning=self.pinning.reason,
-            prepared=prepared,
-            **figures,
-        )
+    epoch: int | None = None
+    base_seed: int | None = None
+    start: State | None = None
+    state: State | None = None
+    is_begun: bool = False
+    first: int = 0
+    drawn: int = 0
+    handed: int = 0
+    is_finished: bool = False
+    draws: DrawKey | None = None
+    seen: tuple[int, bool] | None = None
+
+    def mark(self) -> tuple[int, bool]:
+        """Batches handed over and whether those are all; a prefetcher's thread takes it along."""
+        return self.handed, self.is_finished
+
+    def hand_over(self, mark: tuple[int, bool]) -> None:
+        self.seen = mark
+
+    @property
+    def pending(self) -> State | None:
+        """The state that it goes on from, while no batch was handed over."""
+        return self.state if (self.seen or self.mark()) == (self.first, False) else None
 
 
 def sample_count(batch: Any) -> int:

@@ -24,15 +24,14 @@ from torch.utils.data import (
 from torch.utils.data import dataloader as torch_loader
 
 from fastdata.datasets.batch import ChannelsLast, collate
-from fastdata.datasets.dataset import PreparedDataset
+from fastdata.datasets.dataset import PreparedDataset, latest_reader, own_reader
 from fastdata.datasets.reader import BatchRing
 from fastdata.datasets.ring import RingCollate
 from fastdata.errors import counted
 from fastdata.loaders import epochs
-from fastdata.loaders.epochs import HELD_BY_USER, Counted, Engine, Tally
-from fastdata.loaders.order import Epochs, Progress, length_of
+from fastdata.loaders.epochs import HELD_BY_USER, Counted, Engine, LoaderView, LoopCounts, Progress
+from fastdata.loaders.order import Epochs, length_of
 from fastdata.loaders.samplers import RankSampler, Uneven
-from fastdata.loaders.view import LoaderView, fallback_notice, wrapped_notice
 from fastdata.machine import memory
 from fastdata.machine.memory import PinningPlan, budget_bytes, choose_pinning
 from fastdata.machine.processes import find_rank, local_ranks
@@ -153,7 +152,7 @@ class DataLoader(_TorchLoader[_T_co]):
         self.workers = workers
         self.distributed = distributed
         self.memory_format = memory_format
-        self._served = LoaderView.find(dataset) if makes_batches else None
+        self._served = LoaderView.find(dataset if makes_batches else None)
         self._ring: BatchRing | None = None
         super().__init__(**arguments | {"pin_memory": pin_memory is True})
         self.in_order = in_order
@@ -163,7 +162,9 @@ class DataLoader(_TorchLoader[_T_co]):
         self._has_warned = False
         self._pinning = self._choose_pinning(pin_memory)
         self.pin_memory = self._pinning.pin
-        self._tally = Tally(engine=self._choose_engine(), pinning=self._pinning)
+        self._engine = self._choose_engine()
+        self._counts = LoopCounts()
+        self._latest_ring: epochs.Slots | None = None  # that its batches came through
 
     def __iter__(self) -> Any:
         return self._get_iterator()
@@ -185,11 +186,10 @@ class DataLoader(_TorchLoader[_T_co]):
             held: batches that the one who takes them may hold at a time without costing new memory.
             read: makes a batch of indices in place of the dataset; threads only.
         """
-        if self._served and type(self.dataset) in (Subset, ConcatDataset):
+        if self._served.parts and type(self.dataset) in (Subset, ConcatDataset):
             # Whose indices may be others now.
             self._served = self._epochs.served = LoaderView.find(self.dataset)
-        if self._served:
-            self._served.reader()  # which notices what was changed in place
+        self._served.reader()  # which notices what was changed in place
         if not self._has_warned:
             self._has_warned = True
             _warn(
@@ -198,14 +198,14 @@ class DataLoader(_TorchLoader[_T_co]):
         is_prefetched = ring is not None
         if ring is None:
             ring = self._ring = self._ring or BatchRing(self.ring_slots(held))
-        handle = self._served.handle() if self._served else None
-        engine = self._choose_engine()
+        handle = self._served.handle()
+        engine = self._engine = self._choose_engine()
         progress = self._epochs.begin()
         is_seeded = self.persistent_workers and progress.base_seed is not None
         is_channels_last = self.memory_format is torch.channels_last
         # A collate_fn of the user's own gets samples that lie as ever.
         self._epochs.channels_last = is_channels_last and self.collate_fn is collate
-        dataset: Any = self._served.fetched(self.dataset) if self._served else self.dataset
+        dataset = self._served.fetched(self.dataset)
         view = object.__new__(type(self))  # as torch's iterators see the loader
         vars(view).update(
             vars(self),
@@ -221,7 +221,7 @@ class DataLoader(_TorchLoader[_T_co]):
                 self._iterator = None  # persistent worker processes that have done their part
                 maker = epochs.BatchMaker(
                     dataset=dataset,
-                    handle=None if self._served is None or self._served.has_own else handle,
+                    handle=None if self._served.has_own else handle,
                     ring=ring,
                     collate_fn=self.collate_fn,
                     in_thread=engine.workers > 0,
@@ -229,11 +229,10 @@ class DataLoader(_TorchLoader[_T_co]):
                     read=read,
                 )
                 iterator = epochs.ThreadIter(view, progress, ring, maker, threads=engine.workers)
+        iterator.counts = self._counts = LoopCounts()
+        self._latest_ring = iterator.ring
         if iterator.ring:
             iterator.ring.fresh_count = 0
-        iterator.counts = self._tally = Tally(
-            engine=engine, pinning=self._pinning, ring=iterator.ring
-        )
         iterator.handle = handle
         return iterator
 
@@ -271,13 +270,23 @@ class DataLoader(_TorchLoader[_T_co]):
 
     def report(self) -> EpochReport:
         """How the latest epoch went; ``.path`` says how batches are read, and why."""
-        return self._tally.report(self._served.prepared_share if self._served else 1.0)
+        engine, ring = self._engine, self._latest_ring
+        return EpochReport(
+            path=engine.path,
+            engine=engine.kind if engine.workers else "inline",
+            workers=engine.workers,
+            fresh_batches=ring.fresh_count if ring else 0,
+            bytes_held=ring.bytes_held if ring else 0,
+            pinning=self._pinning.reason,
+            prepared=self._served.prepared_share,
+            **self._counts.figures(),
+        )
 
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__} of {type(self.dataset).__name__}: {length_of(self)} batches of "
             f"batch_size={self.batch_size}, num_workers={self.num_workers}\n"
-            f"{self._tally.engine.path}"
+            f"{self._engine.path}"
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -345,12 +354,12 @@ class DataLoader(_TorchLoader[_T_co]):
     def _choose_engine(self) -> Engine:
         served, count = self._served, self.num_workers
         obstacle = self._thread_obstacle()
-        if obstacle is not None and (count or served is None):
+        if obstacle is not None and (count or not served.parts):
             path = f"{count} worker process{'es' * (count > 1)} over a shared ring"
             path = path if count else "torch's engine in the training loop"
             return Engine("process", f"{path}: {obstacle}", count)
         path = "whole batches"
-        reader = None if served is None else served.latest()
+        reader = served.latest()
         is_whole = reader is not None and reader.obstacle is None
         if not is_whole:
             path = "samples one by one" + (f" ({reader.obstacle})" if reader else "")
@@ -370,7 +379,8 @@ class DataLoader(_TorchLoader[_T_co]):
             return "batch_size=None asks for single samples"
         if self.workers != "auto":
             return "workers='process'" if self.workers == "process" else None
-        if self._served is None:
+        reader = self._served.latest()
+        if reader is None:
             return f"{type(self.dataset).__name__} is no fastdata dataset"
         init = getattr(self.worker_init_fn, "func", self.worker_init_fn)
         is_lightnings = getattr(init, "__name__", "") == "pl_worker_init_function"  # only seeds
@@ -380,12 +390,13 @@ class DataLoader(_TorchLoader[_T_co]):
             return "worker_init_fn is for worker processes"
         if not all(draws_nothing(part.target_transform) for part in self._served.parts):
             return "target_transform= may draw random numbers"
-        return self._served.latest().obstacle
+        return reader.obstacle
 
     def _choose_pinning(self, asked: bool | Literal["auto"]) -> PinningPlan:
         if asked != "auto":
             return PinningPlan(pin=asked)
-        sample_bytes = self._served.latest().served_bytes if self._served else None
+        reader = self._served.latest()
+        sample_bytes = None if reader is None else reader.served_bytes
         pinned_bytes = None
         if sample_bytes is not None and self.batch_size is not None:
             under_way = max(1, self.num_workers * (self.prefetch_factor or 0)) + 1
@@ -399,7 +410,7 @@ _SAID: weakref.WeakValueDictionary[int, PreparedDataset] = weakref.WeakValueDict
 """Datasets of which it was said what keeps them from being served in whole batches."""
 
 
-def _warn(dataset: Any, sampler: Any, served: LoaderView | None, *, asks_processes: bool) -> None:
+def _warn(dataset: Any, sampler: Any, served: LoaderView, *, asks_processes: bool) -> None:
     """Warn of samples that every rank reads, and of what keeps batches from being whole."""
     ranks = find_rank().world_size
     if type(sampler) is RandomSampler and ranks > 1:
@@ -408,14 +419,51 @@ def _warn(dataset: Any, sampler: Any, served: LoaderView | None, *, asks_process
             "loader's sampler shares out none. Give the loader distributed='auto', or a sampler "
             "that knows its rank."
         )
-    if served is not None:
+    if served.parts:
         new = [part for part in served.parts if id(part) not in _SAID]
         _SAID.update((id(part), part) for part in new)
-        notice = next(filter(None, map(fallback_notice, new)), "")
+        notice = next(filter(None, map(_fallback_notice, new)), "")
     else:
-        notice = "" if isinstance(dataset, IterableDataset) else wrapped_notice(dataset)
+        notice = "" if isinstance(dataset, IterableDataset) else _wrapped_notice(dataset)
     if notice and not asks_processes:
         warn_user(f"batches are not served whole: {notice}")
+
+
+def _fallback_notice(dataset: PreparedDataset) -> str:
+    """Which code of the user's own runs on each sample unasked, and the cure; else empty."""
+    own = own_reader(dataset)
+    if own:
+        return (
+            f"{type(dataset).__name__}.{own} is called for each sample. Write what it does as "
+            "transform= or target_transform= instead."
+        )
+    reader = latest_reader(dataset)
+    plan = reader.plan
+    kept = reader.kept
+    is_known = not any(view.per_sample for view in plan.each)
+    is_asked_for = not reader.stored.options.batch_ops or reader.pair_transform is not None
+    if is_asked_for or kept is None or kept.is_tuple or is_known:
+        return ""
+    return (
+        f"{plan.obstacle}, so that it runs in Python on each sample. Give it as prepare= if it "
+        "does the same each time, or as CudaPrefetcher(transform=) if it can take whole batches; "
+        "or write steps that are served in its place: docs/served-steps.md."
+    )
+
+
+def _wrapped_notice(dataset: Any) -> str:
+    """How to have whole batches where a fastdata dataset is asked for sample after sample."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    for inner in (*getattr(dataset, "datasets", ()), *getattr(dataset, "__dict__", {}).values()):
+        if isinstance(inner, Dataset) and LoaderView.find(inner).parts:
+            name = type(inner).__name__
+            return (
+                f"{type(dataset).__name__} asks its {name} for each sample. Give the loader the "
+                f"{name} itself: what is done to its items can be transform= or target_transform=. "
+                "Beside it in a ConcatDataset, make a CachedDataset of any other."
+            )
+    return ""
 
 
 def _collating(collate_fn: Any, memory_format: torch.memory_format) -> Any:
@@ -440,7 +488,6 @@ def _share(
             "distributed='exact' gives every sample once, and drop_last=True would drop some: "
             "choose one"
         )
-    found = LoaderView.find(dataset)
-    seed = None if found is None else found.seed  # torch's generators may differ between ranks
+    seed = LoaderView.find(dataset).seed  # torch's generators may differ between ranks
     uneven: Uneven = "keep" if distributed == "exact" else "drop" if drop_last else "pad"
     return RankSampler(dataset, shuffle=shuffle, seed=seed or 0, uneven=uneven)

@@ -21,7 +21,6 @@ import operator
 import zlib
 from array import array
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -36,8 +35,8 @@ from fastdata.datasets.batch import (
     occurrences,
     positions,
 )
+from fastdata.loaders.epochs import LoaderView, Progress
 from fastdata.loaders.samplers import RankSampler, State, name_differences
-from fastdata.loaders.view import LoaderView
 
 _KNOWN = (
     torch_data.RandomSampler,
@@ -54,50 +53,6 @@ VERSION = 4
 """Of states."""
 
 
-@dataclass(kw_only=True, slots=True)
-class Progress:
-    """How far one epoch has come.
-
-    Attributes:
-        epoch: its number, which random draws are made from; None before the first.
-        base_seed: of worker processes, and of draws where the dataset has no seed; None until
-            drawn.
-        start: what the order is drawn from; None until the first index is drawn.
-        state: that it goes on from, which holds until a batch is handed over.
-        is_begun: that state is one inside the epoch; nothing more is drawn from the global
-            generator.
-        first: batches handed over before that.
-        drawn: batches whose indices were drawn.
-        handed: of these, those that were handed over.
-        draws: of the batch that was drawn last.
-        seen: the mark that the user has come to where a prefetcher reads ahead of them.
-    """
-
-    epoch: int | None = None
-    base_seed: int | None = None
-    start: State | None = None
-    state: State | None = None
-    is_begun: bool = False
-    first: int = 0
-    drawn: int = 0
-    handed: int = 0
-    is_finished: bool = False
-    draws: DrawKey | None = None
-    seen: tuple[int, bool] | None = None
-
-    def mark(self) -> tuple[int, bool]:
-        """Batches handed over and whether those are all; a prefetcher's thread takes it along."""
-        return self.handed, self.is_finished
-
-    def hand_over(self, mark: tuple[int, bool]) -> None:
-        self.seen = mark
-
-    @property
-    def pending(self) -> State | None:
-        """The state that it goes on from, while no batch was handed over."""
-        return self.state if (self.seen or self.mark()) == (self.first, False) else None
-
-
 class Epochs:
     """The epochs of a loader: how far the latest has come, which comes next, and states of both.
 
@@ -106,7 +61,7 @@ class Epochs:
 
     Args:
         sampler: gives the indices of each batch, or single ones.
-        served: None where they are no samples of a fastdata dataset.
+        served: what of them is fastdata's.
         generator: the loader's.
         seeds_once: only the first epoch draws a base seed, as in torch where workers persist.
 
@@ -117,7 +72,7 @@ class Epochs:
     def __init__(
         self,
         sampler: Any,
-        served: LoaderView | None,
+        served: LoaderView,
         generator: torch.Generator | None,
         *,
         seeds_once: bool,
@@ -166,9 +121,7 @@ class Epochs:
             )
         else:
             progress = Progress(epoch=self._next_number, base_seed=self._kept_seed)
-        chosen = self._set
-        if chosen is None and self.served is not None:
-            chosen = self.served.epoch
+        chosen = self.served.epoch if self._set is None else self._set
         if chosen is not None and not progress.is_begun:
             progress.epoch = chosen
         self.progress = progress
@@ -194,20 +147,20 @@ class Epochs:
         """
         served = self.served
         ranked = self._ranked
-        own_seed = self._own_seed
+        own_seed = served.seed
         seed = progress.base_seed or 0 if own_seed is None else own_seed
-        if served is not None and ranked is not None:
-            # Not where each epoch draws a seed, whose draws count from 0, nor where the epoch of
-            # draws was set alone.
-            if ranked.is_set or (self._is_counted and served.epoch is None):
-                progress.epoch = ranked.coming()["epoch"]
+        # Not where each epoch draws a seed, whose draws count from 0, nor where the epoch of draws
+        # was set alone.
+        is_counted = self._is_counted and served.epoch is None
+        if ranked is not None and served.parts and (ranked.is_set or is_counted):
+            progress.epoch = ranked.coming()["epoch"]
         epoch = progress.epoch or 0
         # Where there is one rank some have None.
         sharing = (each for each in self._samplers if getattr(each, "num_replicas", None))
         shared: Any = next(sharing, None)
         rank, ranks = (shared.rank, shared.num_replicas) if shared else (0, 1)
         last = length_of(self.sampler) if self._is_known and ranked is None else None
-        if served is not None:
+        if served.parts:
             # Of others nobody knows whether several ranks have the same samples.
             is_apart = shared is ranked or type(shared) in _KNOWN
             apart = (0, 1) if is_apart else (rank, ranks)
@@ -215,7 +168,7 @@ class Epochs:
         passed = 0 if self._batch_size is not None else progress.first
         indices = self._begun(progress)
         for number, batch in enumerate(indices):
-            if served is not None:
+            if served.parts:
                 batch = draw(batch)
             if number < passed:
                 continue
@@ -380,12 +333,8 @@ class Epochs:
         return self.progress.base_seed if self._seeds_once else None
 
     @property
-    def _own_seed(self) -> int | None:
-        return None if self.served is None else self.served.seed
-
-    @property
     def _is_counted(self) -> bool:
-        return self._seeds_once or self._own_seed is not None
+        return self._seeds_once or self.served.seed is not None
 
     @property
     def _next_number(self) -> int:
@@ -433,7 +382,9 @@ def _index_batches(
 
     def draw(indices: list[int]) -> Any:
         try:
-            index_B = positions(np.asarray(array("q", indices)), length)
+            index_B = np.asarray(array("q", indices))
+            if (index_B.view(np.uint64) >= length).any():
+                index_B = positions(index_B, length)
         except (IndexError, TypeError, ValueError):
             return indices  # the dataset knows what they mean, or says that they are wrong
         visit_B = np.full(len(index_B), epoch, np.int64)
@@ -448,7 +399,11 @@ def _index_batches(
             index_B = subset[index_B]
             indices = index_B.tolist()
             index_B = positions(index_B, count)
-        return IndexBatch.of(indices, index_B, visit_B, seed)
+        batch = IndexBatch(indices)
+        batch.positions = index_B
+        batch.visits = visit_B
+        batch.seed = seed
+        return batch
 
     return draw
 

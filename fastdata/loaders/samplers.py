@@ -233,9 +233,7 @@ def mixed(
     )
 
 
-def _draw_mixed(
-    lengths: Int64s, shares: Float64s, seed: int, epoch: int, count: int
-) -> Int64s:
+def _draw_mixed(lengths: Int64s, shares: Float64s, seed: int, epoch: int, count: int) -> Int64s:
     ends = np.rint(np.cumsum(shares) * count).astype(np.int64)
     takes = np.diff(ends, prepend=0).tolist()
     parts = []

@@ -23,8 +23,8 @@ from fastdata.datasets.batch import collate, flatten
 from fastdata.datasets.dataset import PreparedDataset
 from fastdata.datasets.public import ImageFolder
 from fastdata.errors import MemoryBudgetError
+from fastdata.loaders.epochs import MOSTLY_PREPARED
 from fastdata.loaders.loader import DataLoader
-from fastdata.loaders.view import MOSTLY_PREPARED
 from fastdata.machine.memory import available_bytes, budget_bytes, format_bytes, usable_cores
 from fastdata.report import Line, Report, progress_bar
 from fastdata.tools import apart, bench, check_folder, measure, positive, shuffled
