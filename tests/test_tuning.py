@@ -57,7 +57,7 @@ def climb(
         asked.append(challenger)
         return rate(**challenger) > rate(**best)
 
-    return ascend(space, start, wins), asked
+    return [start, *ascend(space, start, wins)][-1], asked
 
 
 @pytest.mark.parametrize("best_workers", WORKERS)

@@ -11,7 +11,6 @@ import math
 import os
 import platform
 import re
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,22 +155,6 @@ def is_running(pid: int) -> bool:
     return True
 
 
-def thread_clock() -> tuple[float, float]:
-    """Seconds in which the calling thread did not wait for a core, and its CPU seconds.
-
-    A difference of the first that is more than one of the second was spent waiting, for a disk or a
-    network. Where the system does not count how long threads wait for cores, the first is plain
-    time.
-    """
-    try:
-        # proc(5): ran, could have run, slices
-        with open("/proc/thread-self/schedstat", "rb", buffering=0) as file:
-            ready_ns = int(file.read().split()[1])
-    except (OSError, IndexError):
-        ready_ns = 0
-    return time.perf_counter() - ready_ns / 1e9, time.thread_time()
-
-
 _UNITS = ("", "K", "M", "G", "T")
 
 
@@ -196,12 +179,14 @@ def parse_bytes(value: int | float | str, *, of: int) -> int:
 
 def format_bytes(count: int) -> str:
     """Write bytes for people, as ``'1.2 GiB'``."""
-    if count < 1024:
-        return f"{count} B"
-    power = 1
-    while round(count / 1024**power, 1) >= 1024 and power < len(_UNITS) - 1:
-        power += 1
-    return f"{count / 1024**power:.1f} {_UNITS[power]}iB"
+    size: float = count
+    unit = ""
+    for larger in "KMGT":
+        if round(size, 1) < 1024:
+            break
+        size /= 1024
+        unit = f"{larger}i"
+    return f"{size:.1f} {unit}B" if unit else f"{count} B"
 
 
 # The budget
@@ -261,11 +246,6 @@ class CodecTrial(NamedTuple):
     def need_bytes(self) -> int:
         return sum(self.part_bytes)
 
-    def fits(self, free_bytes: int | None, *, only_lossless: bool = False) -> bool:
-        """Whether the codec can be used and needs no more than what is free; None: anything."""
-        is_usable = self.obstacle is None and (self.lossless or not only_lossless)
-        return is_usable and (free_bytes is None or self.need_bytes <= free_bytes)
-
 
 class StoragePlan(NamedTuple):
     """Where prepared samples are kept, by which codec if any, and one line that says why."""
@@ -287,15 +267,15 @@ class StorageReport(Report):
     def _lines(self) -> Iterator[Line]:
         raw = CodecTrial("(raw)", (self.raw_bytes,), 1.0, math.inf)
         yield "codec", "bytes", "ratio", "decode/s per core", "lossless", "fits"
+        words = ("no", "yes")
         for trial in (raw, *self.trials):
             if trial.obstacle is not None:
                 yield trial.codec, *"----", f"no: {trial.obstacle}"
                 continue
             size = format_bytes(trial.need_bytes)
             rate = f"{trial.decode_per_s:,.0f}"
-            lossless = "yes" if trial.lossless else "no"
-            fits = "yes" if trial.fits(self.budget.bytes) else "no"
-            yield trial.codec, size, f"{trial.ratio:.2f}", rate, lossless, fits
+            fits = words[trial.need_bytes <= self.budget.bytes]
+            yield trial.codec, size, f"{trial.ratio:.2f}", rate, words[trial.lossless], fits
         yield f"{self.budget}; figures from {self.looked_at} samples"
 
 
@@ -329,9 +309,10 @@ def choose_storage(
     if storage != "compressed" and raw_bytes <= budget.bytes:
         return StoragePlan(storage=kept, reason=f"storage={kept!r}: {need} of {free} free")
     if storage != kept:
-        usable = [trial for trial in trials if trial.fits(None, only_lossless=only_lossless)]
-        best = fastest_fitting(usable, budget.bytes, only_lossless=only_lossless)
-        if best is not None:
+        usable = fitting(trials, only_lossless=only_lossless)
+        fast = fitting(usable, budget.bytes)
+        if fast:
+            best = fast[0]
             lossy = "" if best.lossless else ", lossy"
             taken = f"about {format_bytes(best.need_bytes)} of {free} free; raw needs {need}"
             reason = f"storage='compressed', codec={best.codec!r}{lossy}: {taken}"
@@ -346,20 +327,25 @@ def choose_storage(
     raise MemoryBudgetError(f"storage={storage!r} needs {need} but {budget}. {cures}")
 
 
-def fastest_fitting(
-    trials: Sequence[CodecTrial], free_bytes: int | None, *, only_lossless: bool
-) -> CodecTrial | None:
-    """The codec that decodes fastest of those that fit into what is free; None: anything."""
-    fitting = [trial for trial in trials if trial.fits(free_bytes, only_lossless=only_lossless)]
-    return max(fitting, key=lambda trial: trial.decode_per_s, default=None)
+def fitting(
+    trials: Sequence[CodecTrial], free_bytes: float = math.inf, *, only_lossless: bool = False
+) -> list[CodecTrial]:
+    """Codecs that can be used and need no more than what is free, the fastest decoder first."""
+    found = [
+        trial
+        for trial in trials
+        if trial.obstacle is None and (trial.lossless or not only_lossless)
+        if trial.need_bytes <= free_bytes
+    ]
+    return sorted(found, key=lambda trial: trial.decode_per_s, reverse=True)
 
 
 def would_fit(trials: Sequence[CodecTrial], budget: Budget) -> str:
     """Name what the user can do, the cure of the bound last: raising another one would not help."""
-    fitting = [trial for trial in trials if trial.fits(budget.bytes)]
+    fits = fitting(trials, budget.bytes)
     cures = ["cache_dir= to keep them on disk", "a smaller resize=", "storage='none'"]
-    if fitting:
-        best = max(fitting, key=lambda trial: (trial.lossless, trial.decode_per_s))
+    if fits:
+        best = max(fits, key=lambda trial: trial.lossless)
         needs = f"{'' if best.lossless else 'lossy, '}about {format_bytes(best.need_bytes)}"
         cures.insert(0, f"storage='compressed' with codec={best.codec!r} ({needs})")
     more = {

@@ -34,7 +34,7 @@ import torch
 from filelock import FileLock, Timeout
 
 from fastdata.errors import CacheError, is_url
-from fastdata.machine.memory import fastest_fitting, parse_bytes, usable_cores
+from fastdata.machine.memory import fitting, parse_bytes, usable_cores
 from fastdata.machine.processes import attempt, run_tasks, settle
 from fastdata.machine.shared import PackedPaths, SampleTable
 from fastdata.report import log, progress_bar
@@ -336,16 +336,16 @@ def _plan_writers(wanted: _Wanted, expected: Forecast) -> list[WriterPlan]:
     """Keep samples raw where the disk has room, else by a lossless codec, or as the user says."""
     codec = wanted.options.codec
     is_free = codec == "auto"
-    free = None
+    free = math.inf
     if is_free:
         free = free_bytes(wanted.home) + sum(_sizes_in(wanted.place).values()) - _SPARE_BYTES
         # A bucket is never full.
         if wanted.place.is_remote or expected.need_bytes <= free:
             return expected.plan_writers()
     trials = try_codecs(look_longer(wanted.path), codec)
-    best = fastest_fitting(trials, free, only_lossless=is_free)
-    if best is not None:
-        return expected.plan_writers(best)
+    fits = fitting(trials, free, only_lossless=is_free)
+    if fits:
+        return expected.plan_writers(fits[0])
     if not is_free:
         raise ValueError(f"codec={codec!r} is not possible here: {trials[0].obstacle}")
     return expected.plan_writers()  # which says need, free and cure

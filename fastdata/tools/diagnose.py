@@ -15,7 +15,6 @@ import sys
 import time
 import traceback
 import types
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,13 +34,7 @@ from fastdata.errors import counted
 from fastdata.loaders.epochs import sample_count
 from fastdata.loaders.loader import DataLoader
 from fastdata.loaders.prefetch import CudaPrefetcher
-from fastdata.machine.memory import (
-    available_bytes,
-    budget_bytes,
-    format_bytes,
-    thread_clock,
-    usable_cores,
-)
+from fastdata.machine.memory import available_bytes, budget_bytes, format_bytes, usable_cores
 from fastdata.pixels.compose import flatten
 from fastdata.report import Line, Report
 from fastdata.tools import apart, measure, positive, shuffled
@@ -142,7 +135,7 @@ class Diagnosis(Report):
             return "host-to-device"
         if not self.parts:
             return "loader"
-        costs: dict[str, float] = defaultdict(float)
+        costs = dict.fromkeys(LIMITS, 0.0)
         for part in self.parts:
             costs[part.limit] += part.seconds
         largest = max(costs, key=costs.__getitem__)
@@ -163,10 +156,10 @@ class Diagnosis(Report):
     @property
     def advice(self) -> tuple[str, ...]:
         """What to do, with the figures that say so."""
-        cure = LIMITS[self.limit][1]
-        if self.limit == "model" or self.kept_per_s is None:
-            return (cure,)
-        return cure, f"samples in memory: {self.kept_per_s:,.0f} samples/s, tried; {self.kept}"
+        cures = [LIMITS[self.limit][1]]
+        if self.limit != "model" and self.kept_per_s is not None:
+            cures.append(f"samples in memory: {self.kept_per_s:,.0f} samples/s, tried; {self.kept}")
+        return tuple(cures)
 
     def _lines(self) -> Iterator[Line]:
         yield from (self.line, "")
@@ -175,8 +168,8 @@ class Diagnosis(Report):
         yield "  step", _ms(self.step_s), _percent(1 - self.waited)
         yield "the loop", f"{self.loop_per_s:,.0f}", "samples/s"
         if self.loader_per_s is not None:
-            rate = f"{self.loader_per_s:,.0f}"
-            yield "the loader alone", rate, f"samples/s, {counted(self.workers, 'worker')}"
+            words = f"samples/s, {counted(self.workers, 'worker')}"
+            yield "the loader alone", f"{self.loader_per_s:,.0f}", words
         if self.parts:
             yield "a sample, on one core", "", ""
         for part in self.parts:
@@ -314,20 +307,12 @@ def _examine(loop: TimedLoop) -> Diagnosis:
         is_prefetched=loader is not loop.loader,
         imports=imports,
     )
-    if not is_torchs:
-        return found
-    works = (
-        ("the loader alone", _loader_alone),
-        ("what a sample costs", _parts),
-        ("keeping samples in memory", _when_kept),
-    )
-    for what, work in works:
+    for what, work in _BESIDE.items() if is_torchs else ():
         try:
-            figures = apart(partial(work, loader, found), limit_s=_PATIENCE_S)
+            found = replace(found, **apart(partial(work, loader, found), limit_s=_PATIENCE_S))
         except Exception as error:  # noqa: BLE001  # of the user's code, under settings of ours
             reason = shorten(f"{type(error).__name__}: {error}", 160, placeholder=" ...")
             return replace(found, note=f"not measured: {what}: {reason}")
-        found = replace(found, **figures)
     return found
 
 
@@ -395,8 +380,7 @@ def _parts(loader: Any, found: Diagnosis) -> dict[str, Any]:
             if (_clock() - began)[0] > _SAMPLES_S:
                 break
         spent = _clock() - began - step_costs.sum(axis=0)
-    kind = "transform" if _is_kept(base) else "read"
-    costs = [(kind, type(dataset).__name__, spent / len(read))]
+    costs = [("transform" if _is_kept(base) else "read", type(dataset).__name__, spent / len(read))]
     for step, cost in zip(steps, step_costs, strict=True):
         costs.append(("transform", shorten(repr(step), 44, placeholder=" ..."), cost / len(read)))
     joined = read[0]
@@ -409,9 +393,27 @@ def _parts(loader: Any, found: Diagnosis) -> dict[str, Any]:
     return {"parts": [Part(kind, name, *np.maximum(cost, 0)) for kind, name, cost in costs]}
 
 
+_BESIDE = {
+    "the loader alone": _loader_alone,
+    "what a sample costs": _parts,
+    "keeping samples in memory": _when_kept,
+}
+
+
 def _clock() -> np.ndarray:
-    """Seconds of one core, waiting for others than a core included; and CPU seconds."""
-    return np.array(thread_clock())
+    """Seconds in which this thread did not wait for a core, and its CPU seconds.
+
+    A difference of the first that is more than one of the second was spent waiting, for a disk or a
+    network. Where the system does not count how long threads wait for cores, the first is plain
+    time.
+    """
+    ready_ns = 0
+    with (
+        contextlib.suppress(OSError, IndexError),
+        open("/proc/thread-self/schedstat", "rb", buffering=0) as file,
+    ):
+        ready_ns = int(file.read().split()[1])  # proc(5): ran, could have run, slices
+    return np.array([time.perf_counter() - ready_ns / 1e9, time.thread_time()])
 
 
 def _in_subsets(dataset: Any) -> Any:

@@ -11,6 +11,7 @@ import argparse
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from statistics import fmean
@@ -166,12 +167,17 @@ def tune(
         judge = _Judge(_prepared(dataset), collate_fn or collate, began + max_seconds, bar)
         judge.probe(start)  # finds files and caches cold
         judge.probe(start)
-        best = ascend(space, start, judge.wins)
+        best = start
+        is_complete = False
+        with suppress(TimeoutError):
+            for better in ascend(space, start, judge.wins):
+                best = better
+            is_complete = True
     return TuneResult(
         best=_arguments(best),
         probes=judge.probes,
         seconds=time.perf_counter() - began,
-        is_complete=not judge.is_over,
+        is_complete=is_complete,
     )
 
 
@@ -180,8 +186,8 @@ def tune(
 
 def ascend(
     space: Mapping[str, Sequence[Any]], start: Settings, wins: Callable[[Settings, Settings], bool]
-) -> Settings:
-    """Coordinate ascent: move one parameter at a time while the challenger wins.
+) -> Iterator[Settings]:
+    """Coordinate ascent: move one parameter at a time while the challenger wins; yields winners.
 
     No worker at all is not fewer of them but another engine, which has no further parameters: it
     comes last.
@@ -197,10 +203,11 @@ def ascend(
                 position = values.index(best[name]) + direction
                 while 0 <= position < len(values) and wins(best | {name: values[position]}, best):
                     best = best | {name: values[position]}
+                    yield best
                     position += direction
     no_worker = best | {"num_workers": 0}
-    is_other = best["num_workers"] and 0 in space.get("num_workers", ())
-    return no_worker if is_other and wins(no_worker, best) else best
+    if best["num_workers"] and 0 in space.get("num_workers", ()) and wins(no_worker, best):
+        yield no_worker
 
 
 def _usual_space(dataset: Any) -> dict[str, Sequence[Any]]:
@@ -252,7 +259,6 @@ class _Judge:
 
     def __init__(self, dataset: Any, collate_fn: Any, deadline: float, bar: Any) -> None:
         self.probes: list[Probe] = []
-        self.is_over = False
         self._dataset = dataset
         self._collate_fn = collate_fn
         self._bar = bar
@@ -282,32 +288,25 @@ class _Judge:
         return self._gain(challenger, best) > least
 
     def _gain(self, challenger: Settings, best: Settings) -> float:
-        """Of rates, over 1 where the challenger's is higher; 0 once the time is over."""
-        if self.is_over:
-            return 0.0
         return fmean(_rates(self.probes, challenger)) / fmean(_rates(self.probes, best))
 
     def probe(self, settings: Settings) -> None:
-        """Measure, unless the time is over. What fails, or would not fit into memory, is noted."""
+        """Measure, and note what fails, or would not fit into memory.
+
+        Raises:
+            TimeoutError: the time is over.
+            Exception: the first two probes, of the settings to begin with, fail.
+        """
         began = time.perf_counter()
-        left_s = self._deadline - began
         is_begun = len(self.probes) > 1
-        self.is_over |= is_begun and left_s < self._probe_s
-        if self.is_over:
-            return
+        if is_begun and self._deadline - began < self._probe_s:
+            raise TimeoutError
         rate = 0.0
         failed = ""
         try:
-            self._check_memory(settings)
-            rate = apart(
-                lambda: measure(self._loader(settings), seconds=self._probe_s, limit_s=left_s),
-                limit_s=left_s + _GRACE_S,
-            )
+            rate = self._measure(settings, self._deadline - began)
         except TimeoutError:
-            self.is_over = True
-            if not is_begun:
-                raise
-            return
+            raise
         except Exception as error:  # a user's dataset raises anything
             if not is_begun:
                 raise
@@ -315,20 +314,25 @@ class _Judge:
         self.probes.append(Probe(settings, rate, failed))
         self._bar.update(round(time.perf_counter() - began))
 
-    def _loader(self, settings: Settings) -> DataLoader[Any]:
-        options = _arguments(settings)
-        if not hasattr(self._dataset, "__getitems__"):
-            most = int(_BATCH_S / max(self._sample_s, 1e-9))
-            options["batch_size"] = min(options["batch_size"], max(1, most))
-        order = shuffled(self._dataset, len(self.probes))
-        return DataLoader(self._dataset, sampler=order, collate_fn=self._collate_fn, **options)
-
-    def _check_memory(self, settings: Settings) -> None:
+    def _measure(self, settings: Settings, left_s: float) -> float:
         ahead = settings["num_workers"] * settings.get("prefetch_factor", 2)
         need = (2 + ahead) * settings["batch_size"] * self._sample_bytes
         budget = budget_bytes(available_bytes())
         if need > budget.bytes:
             raise MemoryBudgetError(f"batches would take {format_bytes(need)}, but {budget}")
+        options = _arguments(settings)
+        if not hasattr(self._dataset, "__getitems__"):
+            most = int(_BATCH_S / max(self._sample_s, 1e-9))
+            options["batch_size"] = min(options["batch_size"], max(1, most))
+        order = shuffled(self._dataset, len(self.probes))
+
+        def work() -> float:
+            loader = DataLoader(
+                self._dataset, sampler=order, collate_fn=self._collate_fn, **options
+            )
+            return measure(loader, seconds=self._probe_s, limit_s=left_s)
+
+        return apart(work, limit_s=left_s + _GRACE_S)
 
 
 # The command
