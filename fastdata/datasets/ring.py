@@ -26,7 +26,7 @@ from collections.abc import Callable
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,6 +46,10 @@ _PAGE_BYTES = 4096
 _STATE_BYTES = ALIGN_BYTES  # the first byte of a slot has a cache line of its own before the data
 # A tensor travels with its whole storage, as in torch, up to so many times its own bytes.
 _WHOLE_STORAGE = 4
+
+Handle = tuple[int, str, bytes]
+Spans = list[tuple[int, int]]
+"""Offset and bytes of each part of a batch in its slot."""
 
 
 class RingCollate:
@@ -121,7 +125,6 @@ class WorkerRing:
 
     def __init__(self, token: str, slot_limit: int, dataset: Any = None) -> None:
         self.pid = os.getpid()
-        self._name = secrets.token_hex(8)
         self._token = token
         self._slot_limit = slot_limit
         self._slots: list[_Slot] = []
@@ -142,8 +145,10 @@ class WorkerRing:
             self._begin()
         try:
             batch = self._collate(collate, samples)
-            sent = None if self._filled is None else self._pack(self._filled, batch)
-            return sent or SentBatch(self._token, None, [], bytes(ForkingPickler.dumps(batch)))
+            packed = None if self._filled is None else self._filled.pack(batch)
+            if packed is None:
+                packed = None, [], bytes(ForkingPickler.dumps(batch))
+            return SentBatch((self._token, *packed))
         finally:
             self._end()
 
@@ -169,37 +174,11 @@ class WorkerRing:
         torchs = torch_collate.collate_tensor_fn
         if self._filled is None or functions.get(torch.Tensor) is not torchs:
             return collate(samples)  # maybe by what the user has set
-        functions[torch.Tensor] = partial(self._stack, self._filled)
+        functions[torch.Tensor] = self._filled.stack
         try:
             return collate(samples)
         finally:
             functions[torch.Tensor] = torchs
-
-    def _stack(self, slot: _Slot, batch: Any, *, collate_fn_map: Any = None) -> Any:
-        first = batch[0]
-        if all(type(sample) is torch.Tensor and is_plain(sample) for sample in batch):
-            memory = slot.reserve(len(batch) * first.nbytes)
-            if not memory:
-                return torch.stack(tuple(batch))  # whose error names sizes that differ
-            out = torch.frombuffer(memory, dtype=first.dtype)
-            return torch.stack(tuple(batch), 0, out=out.view(len(batch), *first.shape))
-        return torch_collate.collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
-
-    def _pack(self, slot: _Slot, batch: Any) -> SentBatch | None:
-        """Bring every part of the batch into the slot; None where there is no memory for it."""
-        packer = _Packer(slot)
-        packer.dump(batch)
-        spans = slot.lay_out(packer.parts)
-        if spans is None:
-            try:
-                slot.grow(sum(_aligned(part.nbytes) for part in packer.parts))
-            except MemoryBudgetError:
-                return None
-            spans = slot.lay_out(packer.parts)
-        assert spans is not None
-        slot.memory[0] = _LENT
-        place = SlotHandle(self.pid, self._name, self._slots.index(slot), slot.handle)
-        return SentBatch(self._token, place, spans, packer.file.getvalue())
 
 
 _worker_rings: weakref.WeakValueDictionary[int, WorkerRing] = weakref.WeakValueDictionary()
@@ -216,23 +195,24 @@ class _Slot:
 
     Attributes:
         memory: of the block; only a state before the first batch.
-        handle: the pickled block.
+        handle: where the training loop finds it: the worker's process, a name, the pickled block;
+            None before the first batch.
         lent: the memory, while a batch is brought into it: an array that lives as long as anything
             over it in this process.
     """
 
     def __init__(self) -> None:
         self.memory = np.zeros(_STATE_BYTES, np.uint8)
-        self.handle = b""
-        self.lent: Array | None = None
+        self.handle: Handle | None = None
+        self._name = secrets.token_hex(8)
         self._block: Block | None = None
 
     @property
     def is_free(self) -> bool:
-        return self.memory[0] == _FREE and (not self._block or self._latest() is None)
+        return self.memory[0] == _FREE and self._latest() is None
 
     def lend(self) -> None:
-        self.lent = self.memory[:]
+        self.lent: Array | None = self.memory[:]
         self._latest = weakref.ref(self.lent)
         self._end = _STATE_BYTES
 
@@ -244,15 +224,38 @@ class _Slot:
         self._end = _aligned(start + size_bytes)
         return self.lent.data[start : start + size_bytes]
 
+    def stack(self, batch: Any, *, collate_fn_map: Any = None) -> Any:
+        """Torch's ``collate_tensor_fn``, which stacks plain tensors here."""
+        first = batch[0]
+        if all(type(sample) is torch.Tensor and is_plain(sample) for sample in batch):
+            memory = self.reserve(len(batch) * first.nbytes)
+            if not memory:
+                return torch.stack(tuple(batch))  # whose error names sizes that differ
+            out = torch.frombuffer(memory, dtype=first.dtype)
+            return torch.stack(tuple(batch), 0, out=out.view(len(batch), *first.shape))
+        return torch_collate.collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
+
+    def pack(self, batch: Any) -> tuple[Handle | None, Spans, bytes] | None:
+        """Bring every part of a batch here; None where there is no memory for it."""
+        packer = _Packer(self)
+        packer.dump(batch)
+        parts = [np.frombuffer(part.raw(), np.uint8) for part in packer.parts]
+        try:
+            spans = self._lay_out(parts)
+        except MemoryBudgetError:
+            return None
+        self.memory[0] = _LENT
+        return self.handle, spans, packer.file.getvalue()
+
     def offset_of(self, part: Array) -> int | None:
         """Where a part lies that was made here; None of any other."""
         offset = part.ctypes.data - self.memory.ctypes.data
         return offset if 0 <= offset <= self.memory.nbytes - part.nbytes else None
 
-    def lay_out(self, parts: list[Array]) -> list[tuple[int, int]] | None:
-        """Copy what is not here; return (offset, bytes) of all, None if it is full."""
-        if self._block is None:
-            return None
+    def _lay_out(self, parts: list[Array], *, is_full: bool = False) -> Spans:
+        """Copy what is not here."""
+        if is_full or self.handle is None:
+            self._grow(sum(_aligned(part.nbytes) for part in parts))
         spans = []
         for part in parts:
             start = self.offset_of(part)
@@ -260,12 +263,12 @@ class _Slot:
                 start = self._end
                 memory = self.reserve(part.nbytes)
                 if memory is None:
-                    return None
+                    return self._lay_out(parts, is_full=True)
                 memory[:] = part.data
             spans.append((start, part.nbytes))
         return spans
 
-    def grow(self, size_bytes: int) -> None:
+    def _grow(self, size_bytes: int) -> None:
         """Take a larger block, or raise and stay; the old one stays valid for those who see it."""
         # Batches differ in size: leave room from the second on.
         size_bytes += _STATE_BYTES + (size_bytes // 8 if self._block else 0)
@@ -274,7 +277,7 @@ class _Slot:
             self._block.close()
         self._block = block
         self.memory = block.array("uint8", (block.size_bytes,))
-        self.handle = pickle.dumps(block)
+        self.handle = os.getpid(), self._name, pickle.dumps(block)
         self.lend()
 
 
@@ -310,15 +313,8 @@ class _Packer(pickle.Pickler):
     def __init__(self, slot: _Slot) -> None:
         self._slot = slot
         self.file = io.BytesIO()
-        self.parts: list[Array] = []
-        parts = self.parts
-        # A callback that held the packer would make a cycle, and what it holds live until it is
-        # collected.
-        super().__init__(
-            self.file,
-            5,
-            buffer_callback=lambda part: parts.append(np.frombuffer(part.raw(), np.uint8)),
-        )
+        self.parts: list[pickle.PickleBuffer] = []
+        super().__init__(self.file, 5, buffer_callback=self.parts.append)
         # Torch's way for all other tensors.
         self.dispatch_table = ForkingPickler(io.BytesIO()).dispatch_table
         self._storages: dict[int, Array] = {}
@@ -354,37 +350,20 @@ def _tensor(
 # The training loop's end
 
 
-class SlotHandle(NamedTuple):
-    """Where the parent finds a slot: the worker's process, its ring, number and pickled block."""
+class SentBatch(tuple[Any, ...]):
+    """A batch on its way: the arguments of ``_receive``; unpickling it gives the batch."""
 
-    pid: int
-    ring: str
-    number: int
-    block: bytes
-
-
-class SentBatch(NamedTuple):
-    """A batch on its way; unpickling it gives the batch.
-
-    Attributes:
-        token: of the ``RingCollate`` that it goes through.
-        handle: of the slot that it lies in; None where ``data`` is all of it.
-        spans: offset and bytes of each of its parts in the slot.
-        data: the pickle of its structure.
-    """
-
-    token: str
-    handle: SlotHandle | None
-    spans: list[tuple[int, int]]
-    data: bytes
+    __slots__ = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _receive, tuple(self)
 
 
-def _receive(
-    token: str, handle: SlotHandle | None, spans: list[tuple[int, int]], data: bytes
-) -> Any:
+def _receive(token: str, handle: Handle | None, spans: Spans, data: bytes) -> Any:
+    """The batch of this structure, which came through the ``RingCollate`` of this token.
+
+    Its parts lie in spans of a slot; without one ``data`` is all of it.
+    """
     receiver = BatchReceiver.of(token)
     if handle is None:
         receiver.fresh_count += 1
@@ -393,20 +372,13 @@ def _receive(
     return pickle.loads(data, buffers=[whole[start : start + size] for start, size in spans])
 
 
-class _Mapped(NamedTuple):
-    """A slot that was mapped here, and who is told when its latest batch dies."""
-
-    handle: SlotHandle
-    memory: Array
-    loan: Loan
-
-
 class BatchReceiver:
     """The slots of workers that this process has mapped; those of ended workers are dropped."""
 
     def __init__(self) -> None:
         self.fresh_count = 0  # batches that came in torch's way, because all slots were lent
-        self._mapped: dict[Any, _Mapped] = {}  # by all that a handle has but the block
+        # By name: the handle, and who is told when the latest batch dies.
+        self._mapped: dict[str, tuple[Handle, Loan]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy has mapped nothing yet."""
@@ -421,33 +393,35 @@ class BatchReceiver:
     @property
     def bytes_held(self) -> int:
         self._drop_ended()
-        return sum(mapped.memory.nbytes for mapped in list(self._mapped.values()))
+        return sum(loan.buffer.nbytes for _, loan in list(self._mapped.values()))
 
-    def borrow(self, handle: SlotHandle) -> memoryview:
+    def borrow(self, handle: Handle) -> memoryview:
         """The memory of a slot, which is given back when the last that is made of it dies."""
-        mapped = self._mapped.get(handle[:3])
-        if mapped is not None and mapped.handle == handle:
-            memory = mapped.memory
+        pid, name, block = handle
+        known, loan = self._mapped.get(name, (None, None))
+        if loan is not None and known == handle:
+            memory = loan.buffer
         else:
             self._drop_ended()
             try:
-                with pickle.loads(handle.block) as block:
-                    memory = block.array("uint8", (block.size_bytes,))
+                with pickle.loads(block) as opened:
+                    memory = opened.array("uint8", (opened.size_bytes,))
             except StoreGoneError:
                 raise StoreGoneError(
-                    f"the DataLoader worker (pid {handle.pid}) has ended, and this batch with it"
+                    f"the DataLoader worker (pid {pid}) has ended, and this batch with it"
                 ) from None
         lent = memory[:]
         loan = Loan(lent, _GIVE_BACK)
+        loan.buffer = memory
         loan.set_state = memory[:1].fill
-        self._mapped[handle[:3]] = _Mapped(handle, memory, loan)
+        self._mapped[name] = handle, loan
         return lent.data
 
     def _drop_ended(self) -> None:
         """Forget the slots of workers that have ended."""
-        for key in list(self._mapped):
-            if not is_running(key[0]):
-                self._mapped.pop(key, None)
+        for (pid, name, _), _ in list(self._mapped.values()):
+            if not is_running(pid):
+                self._mapped.pop(name, None)
 
 
 _receivers: weakref.WeakValueDictionary[str, BatchReceiver] = weakref.WeakValueDictionary()
