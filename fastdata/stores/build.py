@@ -65,7 +65,6 @@ from fastdata.stores.readers import (
     free_bytes,
     naming_full_disk,
     receipt_name,
-    receipts_in,
 )
 from fastdata.stores.samples import ReadPath
 from fastdata.stores.writers import (
@@ -191,10 +190,9 @@ def _open(wanted: _Wanted) -> Prepared:
     with contextlib.suppress(FileNotFoundError):
         cache = Cache.read(wanted.place)
         manifest = cache.manifest
-        is_sound = wanted.place.is_remote or cache.receipts() <= receipts_in(wanted.home)
         is_allowed = not cache.skipped or options.on_error == "skip"
         is_current = (manifest.key, manifest.content) == (wanted.key, wanted.content)
-        if is_current and is_allowed and is_sound:
+        if is_current and is_allowed and not cache.lacks_receipts():
             table = SampleTable(cache.targets) if wanted.table is None else wanted.table
             return cache.serve(coders, table, options.local_cache)
     raise FileNotFoundError("it holds no cache of these samples that is up to date")

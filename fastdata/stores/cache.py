@@ -199,11 +199,13 @@ class Cache:
             files.append(dict(zip(names, sizes, strict=True)))
         return files
 
-    def receipts(self) -> set[str]:
-        return set(map(receipt_name, self.shard_names))
-
     def file_names(self) -> set[str]:
-        return {INDEX}.union(self.receipts(), *self.files())
+        return {INDEX}.union(map(receipt_name, self.shard_names), *self.files())
+
+    def lacks_receipts(self) -> bool:
+        """Whether a shard is to be written again, as only a cache of this machine says."""
+        receipts = set(map(receipt_name, self.shard_names))
+        return not self.place.is_remote and not receipts <= {*os.listdir(self.place.url)}
 
     # Checked when it is read; ValueError, or any other, where something cannot be
 

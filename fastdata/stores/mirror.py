@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from filelock import FileLock
 
-from fastdata.errors import CacheError
+from fastdata.errors import CacheError, SampleError
 from fastdata.machine.memory import format_bytes, parse_bytes
 from fastdata.machine.shared import ArrayBlock
 from fastdata.pixels.images import SampleSpec, addresses_of
@@ -120,7 +120,9 @@ class MirroredStore(DiskStore):
                 self._checked[index] = self._drops[self._file_of[index]]
 
     def _check(self, index: int) -> None:
-        if not self._is_sound(index):
+        try:
+            super()._check(index)
+        except SampleError:
             self._path(self._file_of[index]).unlink(missing_ok=True)
             self.drop(np.array([index]))
             super()._check(index)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect
-import itertools
 import math
 import os
 import time
@@ -309,7 +308,7 @@ def forecast(path: ReadPath, *, probes: int = 8) -> Forecast:
     path.source.expect(indices)
     probed: list[ReadSample] = []
     errors: list[SampleError] = []
-    for read in itertools.chain.from_iterable(read_samples(path, indices)):
+    for read in read_samples(path, indices):
         if isinstance(read, SampleError):
             errors.append(read)
         elif not probed or len(read.parts) == len(probed[0].parts):

@@ -12,7 +12,6 @@ import errno
 import mmap
 import os
 import shutil
-import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,7 +29,7 @@ from fastdata.errors import (
 )
 from fastdata.machine.memory import format_bytes
 from fastdata.machine.shared import OPEN_FLAGS, ArrayBlock, Block
-from fastdata.pixels.images import SampleSpec, SourceDecoder, addresses_of, open_libjpeg
+from fastdata.pixels.images import Array, SampleSpec, SourceDecoder, addresses_of, open_libjpeg
 from fastdata.sources.remote import refuse_special
 
 if TYPE_CHECKING:
@@ -43,6 +42,8 @@ _WORD_BYTES = 8
 _GAP_BYTES = 64
 """Between samples that are still brought and dropped as one piece: what alignment leaves. Pieces
 must not overlap."""
+_FILE_SHIFT = 44
+"""Of a file's number, in one number with that of a byte."""
 _FAULT_BYTES = 64 << 10
 """The kernel maps about so much around a page that is touched."""
 _TOUCHED_BYTES = 512
@@ -108,7 +109,7 @@ class Store:
     def codec(self) -> str:
         return "raw" if self._decoder is None else self._decoder.name
 
-    def filled_share(self, index_B: np.ndarray | None = None) -> float:
+    def filled_share(self, index_B: Array | None = None) -> float:
         """How many of the samples, or of those chosen, are there; 1 where all are."""
         return 1.0
 
@@ -116,7 +117,7 @@ class Store:
         """Say which samples are read next; worth something where they are yet to be prepared."""
         return
 
-    def ensure(self, index_B: np.ndarray) -> None:
+    def ensure(self, index_B: Array) -> None:
         """See to it that samples are there and are those that were written, before they are read.
 
         Raises:
@@ -133,34 +134,32 @@ class Store:
     def stored(self, index: int) -> Bytes:
         """The bytes of one sample: a read-only view."""
         start = int(self._offsets[index])
-        data: Bytes = self._bytes[self._file_of[index]][start : start + int(self._sizes[index])]
-        return data
+        return self._bytes[self._file_of[index]][start : start + int(self._sizes[index])]
 
-    def addresses(self, index_B: np.ndarray) -> np.ndarray:
+    def addresses(self, index_B: Array) -> Array:
         """Where the chosen raw samples lie in memory: int64 (B,)."""
         self.ensure(index_B)
-        addresses_B: np.ndarray = self._addresses[self._file_of[index_B]] + self._offsets[index_B]
-        return addresses_B
+        return self._addresses[self._file_of[index_B]] + self._offsets[index_B]
 
-    def jpeg_files(self, index_B: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+    def jpeg_files(self, index_B: Array) -> tuple[Array, Array] | None:
         """Addresses and sizes of samples, int64 (B,), where the core decodes them; else None."""
         if not getattr(self._decoder, "makes_jpeg_files", False) or open_libjpeg()[0] is None:
             return None
         return self.addresses(index_B), self._sizes[index_B]
 
-    def read(self, index: int) -> np.ndarray:
+    def read(self, index: int) -> Array:
         """One sample, read-only: a view where samples are raw, else a fresh array."""
-        if self._decoder is not None:
-            out = np.empty(self.shape(index), self.spec.dtype)
-            self.read_into(index, out)
-            return out
-        self.ensure(np.array([index]))
-        data = self._bytes[self._file_of[index]].data
-        start = self._offsets[index]
-        sample: np.ndarray = np.ndarray(self.shape(index), self.spec.dtype, data, start)
-        return sample
+        if self.gives_views:
+            self.ensure(np.array([index]))
+            return self._view(index)
+        out = np.empty(self.shape(index), self.spec.dtype)
+        self.read_into(index, out)
+        return out
 
-    def read_into(self, index: int, out: np.ndarray) -> None:
+    def _view(self, index: int) -> Array:
+        return self.stored(index).view(self.spec.dtype).reshape(self.shape(index))
+
+    def read_into(self, index: int, out: Array) -> None:
         """Put one sample into ``out``, C-contiguous and of its shape."""
         if self._decoder is None:
             out[...] = self.read(index)
@@ -175,7 +174,7 @@ class Store:
             what = f"{len(data):,} bytes of codec {self.codec!r} in the store: {cause}"
             raise SampleError(what, index=index) from cause
 
-    def gather_into(self, index_B: np.ndarray, out_B: np.ndarray) -> None:
+    def gather_into(self, index_B: Array, out_B: Array) -> None:
         """Put samples of one shape into ``out_B`` (B, *shape), C-contiguous.
 
         In one call where one table has them.
@@ -185,19 +184,16 @@ class Store:
                 self.read_into(index, out_B[b, ...])  # of no dimensions too
             return
         self.ensure(index_B)
-        numbers = self._file_of[index_B].tolist()
-        starts_B = self._offsets[index_B]
-        dtype = self.spec.dtype
-        if not self._row_bytes or len(set(numbers)) != 1:
-            for b, (number, start) in enumerate(zip(numbers, starts_B.tolist(), strict=True)):
-                data = self._bytes[number].data
-                out_B[b] = np.ndarray(out_B.shape[1:], dtype, data, start)
+        numbers = {*self._file_of[index_B].tolist()}
+        if not self._row_bytes or len(numbers) != 1:
+            for b, index in enumerate(index_B.tolist()):
+                out_B[b] = self._view(index)
             return
-        first = int(starts_B[0]) % self._row_bytes
-        data = self._bytes[numbers[0]].data
-        rows = (len(data) - first) // self._row_bytes
-        table: np.ndarray = np.ndarray((rows, *out_B.shape[1:]), dtype, data, first)
-        np.take(table, (starts_B - first) // self._row_bytes, axis=0, out=out_B, mode="clip")
+        starts_B = self._offsets[index_B]
+        data = self._bytes[numbers.pop()][starts_B[0] % self._row_bytes :]
+        whole = data[: data.size // self._row_bytes * self._row_bytes]
+        table = whole.view(self.spec.dtype).reshape(-1, *out_B.shape[1:])
+        np.take(table, starts_B // self._row_bytes, axis=0, out=out_B, mode="clip")
 
     def close(self) -> None:
         """Give back the memory; arrays handed out stay valid. Idempotent."""
@@ -228,18 +224,15 @@ class DiskStore(Store):
         samples = min(samples, len(self))
         return float((ends[samples:] - ends[: len(ends) - samples]).max() / samples)
 
-    def ensure(self, index_B: np.ndarray) -> None:
+    def ensure(self, index_B: Array) -> None:
         checked = self.index["checked"]
         for index in index_B[checked[index_B] == 0].tolist():
             self._check(index)
             checked[index] = 1
 
     def _check(self, index: int) -> None:
-        if not self._is_sound(index):
+        if checksum(self.stored(index)) != self.index["sums"][index]:
             raise SampleError(self._note_damage(index), index=index)
-
-    def _is_sound(self, index: int) -> bool:
-        return checksum(self.stored(index)) == int(self.index["sums"][index])
 
     def _note_damage(self, index: int) -> str:
         """Have the next build write the shard of a sample again; gives what to say."""
@@ -254,12 +247,12 @@ class DiskStore(Store):
 
     # What of the files is in memory
 
-    def bring(self, index_B: np.ndarray) -> None:
+    def bring(self, index_B: Array) -> None:
         """Have samples in memory until they are dropped, and nothing else; see ``DiskFile``."""
         for file, start, size in self._pieces(index_B):
             file.bring(start, size)
 
-    def drop(self, index_B: np.ndarray, *, from_cache: bool = False) -> None:
+    def drop(self, index_B: Array, *, from_cache: bool = False) -> None:
         """Let go of their memory; those that were brought at once are dropped at once."""
         for file, start, size in self._pieces(index_B):
             file.drop(start, size, from_cache=from_cache)
@@ -268,28 +261,24 @@ class DiskStore(Store):
         for file in self.files:
             file.release()
 
-    def _pieces(self, index_B: np.ndarray) -> Iterator[tuple[DiskFile, int, int]]:
+    def _pieces(self, index_B: Array) -> Iterator[tuple[DiskFile, int, int]]:
         """File, first byte and size of each piece in which chosen samples lie end to end."""
-        index_B = index_B[np.lexsort((self._offsets[index_B], self._file_of[index_B]))]
-        numbers_B = self._file_of[index_B]
-        starts_B = self._offsets[index_B]
-        stops_B = starts_B + self._sizes[index_B]
+        starts_B = self._offsets[index_B] + (self._file_of[index_B].astype(np.int64) << _FILE_SHIFT)
+        order_B = np.argsort(starts_B)
+        starts_B = starts_B[order_B]
+        stops_B = starts_B + self._sizes[index_B[order_B]]
         gaps = starts_B[1:] - stops_B[:-1]
-        is_cut = (np.diff(numbers_B) != 0) | (gaps < 0) | (gaps > _GAP_BYTES)
-        firsts = np.append(True, is_cut)
-        starts = starts_B[firsts].tolist()
+        is_cut = (gaps < 0) | (gaps > _GAP_BYTES)
+        starts = starts_B[np.append(True, is_cut)].tolist()
         stops = stops_B[np.append(is_cut, True)].tolist()
-        for number, start, stop in zip(numbers_B[firsts], starts, stops, strict=True):
-            yield self.files[number], start, stop - start
+        for start, stop in zip(starts, stops, strict=True):
+            number, first = divmod(start, 1 << _FILE_SHIFT)
+            yield self.files[number], first, stop - start
 
 
 def receipt_name(shard: str) -> str:
     """Of the file that says that a shard is complete; without it the shard is written anew."""
     return f"shard-{shard}.npz"
-
-
-def receipts_in(folder: Path) -> set[str]:
-    return {name for name in os.listdir(folder) if name.startswith("shard-")}
 
 
 def checksum(data: Bytes) -> int:
@@ -322,9 +311,9 @@ class DiskFile(Block):
 
     def __init__(self, fd: int, path: Path, *, is_sealed: bool = False) -> None:
         super().__init__(fd, path, is_sealed=is_sealed)
-        # The pages that brought pieces begin or end in, how often: two may share one. By process: a
-        # forked one must not wait for a thread of its parent.
-        self._borders: dict[int, tuple[threading.Lock, Counter[int]]] = {}
+        # The pages that brought pieces begin or end in, how often: two may share one. Threads may
+        # miscount one, which is then dropped early and read again.
+        self._borders: Counter[int] = Counter()
 
     @classmethod
     def reserve(cls, path: Path, size_bytes: int) -> DiskFile:
@@ -374,13 +363,12 @@ class DiskFile(Block):
             raise _full(self.path.parent, f"it takes {format_bytes(size_bytes)}")
 
     def _named(self, problem: OSError, size_bytes: int) -> Exception:
-        if problem.errno == errno.EMFILE:  # a mapping takes a descriptor, too
-            return CacheError(f"{self.path} cannot be mapped ({problem.strerror})")
         if self.is_sealed:
             return MemoryBudgetError(
                 f"the {format_bytes(size_bytes)} of {self.path} cannot be mapped "
                 f"({problem.strerror}), for which this process needs as much address space. Raise "
-                "that limit (ulimit -v), or give storage='none' or a smaller resize=."
+                "that limit (ulimit -v), or that of open files (ulimit -n), or give storage='none' "
+                "or a smaller resize=."
             )
         if isinstance(problem, CacheError):
             return problem
@@ -409,14 +397,16 @@ class DiskFile(Block):
         if mapped is None or not size:
             return
         first, stop = _pages(start, size)
-        lock, borders = self._borders_here()
-        with lock:
-            if not borders:
-                _advise(mapped, *_pages(0, len(mapped)), "MADV_NOHUGEPAGE")
-            if len(borders) < 2 * _MOST_AREAS:
-                _advise(mapped, first, stop, "MADV_SEQUENTIAL", "MADV_HUGEPAGE")
-            borders.update({first, stop - 1})
-        _touch(np.frombuffer(mapped, np.uint8)[first * mmap.PAGESIZE : start + size])
+        if not self._borders:
+            _advise(mapped, *_pages(0, len(mapped)), "MADV_NOHUGEPAGE")
+        if len(self._borders) < 2 * _MOST_AREAS:
+            _advise(mapped, first, stop, "MADV_SEQUENTIAL", "MADV_HUGEPAGE")
+        self._borders.update({first, stop - 1})
+        # A little of every so many bytes, without the GIL: NumPy keeps it for 500 elements.
+        data = np.frombuffer(mapped, np.uint8)[first * mmap.PAGESIZE : start + size]
+        whole = data.size // _FAULT_BYTES * _FAULT_BYTES
+        data[:whole].reshape(-1, _FAULT_BYTES)[:, :_TOUCHED_BYTES].max(initial=0)
+        data[whole:].max(initial=0)
 
     def drop(self, start: int, size: int, *, from_cache: bool) -> None:
         """Let go of memory that was brought; nothing is lost, reading it again takes longer.
@@ -428,36 +418,23 @@ class DiskFile(Block):
         if mapped is None or not size:
             return
         first, stop = _pages(start, size)
-        lock, borders = self._borders_here()
-        with lock:
-            for border in {first, stop - 1}:
-                borders[border] -= 1
-                if borders[border] <= 0:
-                    del borders[border]
-            first += first in borders
-            stop -= stop - 1 in borders
-            # unmapped last, when nobody can map again
-            _advise(mapped, first, stop, "MADV_NOHUGEPAGE", "MADV_NORMAL", "MADV_DONTNEED")
+        for border in {first, stop - 1}:
+            self._borders[border] -= 1
+            if self._borders[border] <= 0:
+                del self._borders[border]
+        first += first in self._borders
+        stop -= stop - 1 in self._borders
+        # unmapped last, when nobody can map again
+        _advise(mapped, first, stop, "MADV_NOHUGEPAGE", "MADV_NORMAL", "MADV_DONTNEED")
         if from_cache and hasattr(os, "posix_fadvise"):
             # A huge page goes as a whole or not at all.
             first_byte = start // _HUGE_BYTES * _HUGE_BYTES
             stop_byte = -(-(start + size) // _HUGE_BYTES) * _HUGE_BYTES
             os.posix_fadvise(self._fd, first_byte, stop_byte - first_byte, os.POSIX_FADV_DONTNEED)
 
-    def _borders_here(self) -> tuple[threading.Lock, Counter[int]]:
-        return self._borders.setdefault(os.getpid(), (threading.Lock(), Counter()))
-
     def release(self) -> None:
         if self._map is not None:
             _advise(self._map, *_pages(0, len(self._map)), "MADV_DONTNEED")
-
-
-def _touch(data: Bytes) -> None:
-    """Read a little of every so many bytes, without the GIL: NumPy keeps it for 500 elements."""
-    whole = data.size // _FAULT_BYTES * _FAULT_BYTES
-    data[:whole].reshape(-1, _FAULT_BYTES)[:, :_TOUCHED_BYTES].max(initial=0)
-    data[whole:][:_TOUCHED_BYTES].max(initial=0)
-    data[-_TOUCHED_BYTES:].max(initial=0)
 
 
 def _pages(start: int, size: int) -> tuple[int, int]:
@@ -476,9 +453,8 @@ def _advise(mapped: mmap.mmap, first: int, stop: int, *advice: str) -> None:
 
 def free_bytes(folder: Path) -> int:
     """Free space on the disk of a folder, which need not be there yet."""
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
+    there = next(each for each in (folder, *folder.parents) if each.exists())
+    return shutil.disk_usage(there).free
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ behind these the targets that are images themselves.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -225,12 +226,10 @@ def open_files(source: FileSource, indices: Sequence[int], *, upright: bool) -> 
     return OpenedImages.of_files(files, by_pillow, upright=upright, channels=opening.channels)
 
 
-def read_samples(
-    path: ReadPath, indices: Sequence[int]
-) -> Iterator[Sequence[ReadSample | SampleError]]:
+def read_samples(path: ReadPath, indices: Sequence[int]) -> Iterator[ReadSample | SampleError]:
     """Read and prepare samples, in order, or say what is wrong with one.
 
-    They come in runs, each of which may lie over those before.
+    Each may lie over those before.
     """
     for first in range(0, len(indices), AT_ONCE):
         group = indices[first : first + AT_ONCE]
@@ -238,29 +237,26 @@ def read_samples(
         if path.by_core is not None:
             # One after the other tells whose an error is.
             with contextlib.suppress(SampleError, ValueError):
-                for run in _read_together(path, path.by_core, group):
-                    done += len(run)
-                    yield run
+                for read in _read_together(path, path.by_core, group):
+                    done += 1
+                    yield read
         for index in group[done:]:
             try:
-                yield [_read_one(path, index)]
+                yield _read_one(path, index)
             except SampleError as error:
-                yield [error]
+                yield error
 
 
 def _read_together(
     path: ReadPath, by_core: FilePreparer, indices: Sequence[int]
-) -> Iterator[list[ReadSample]]:
+) -> Iterator[ReadSample]:
     source = path.source
     assert isinstance(source, FileSource)
     images = open_files(source, indices, upright=by_core.upright)
     form = by_core.opening.form
-    rest = iter(indices)
-    for planes in by_core.prepare(images):
-        yield [
-            take_apart(index, [(pixels, form)], source.targets[index])
-            for pixels, index in zip(planes, rest, strict=False)
-        ]
+    prepared = itertools.chain.from_iterable(by_core.prepare(images))
+    for index, pixels in zip(indices, prepared, strict=True):
+        yield take_apart(index, [(pixels, form)], source.targets[index])
 
 
 def _read_one(path: ReadPath, index: int) -> ReadSample:
@@ -306,8 +302,7 @@ class KeptSamples(Layout):
         return len(self.table)
 
     def expect(self, indices: Sequence[int]) -> None:
-        for store in self.stores:
-            store.expect(indices)
+        self.images.expect(indices)
 
     def path(self, index: int) -> str | None:
         return self.table.path(index) if self.table.has_paths else None

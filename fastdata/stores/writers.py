@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -269,22 +268,20 @@ class WritePath(NamedTuple):
     def write(self, indices: Sequence[int]) -> Written:
         """Read, prepare and write samples."""
         written = Written({}, {})
-        runs = read_samples(self.path, indices)
-        for index, read in zip(indices, itertools.chain.from_iterable(runs), strict=True):
+        for index, read in zip(indices, read_samples(self.path, indices), strict=True):
             row = index - self.first_index
             try:
                 if isinstance(read, SampleError):
                     raise read
-                try:
-                    self._write(row, read.parts)
-                except NO_FAULT_OF_A_SAMPLE:
-                    raise
-                except Exception as cause:  # encoders raise anything; all of it is named and kept
-                    path = self.path.source.path(index)
-                    raise sample_error(path, index, cause) from cause
+                self._write(row, read.parts)
                 written.targets[row] = read.target
             except SampleError as error:
                 written.errors[row] = error
+            except NO_FAULT_OF_A_SAMPLE:
+                raise
+            except Exception as cause:  # encoders raise anything; all of it is named and kept
+                written.errors[row] = sample_error(self.path.source.path(index), index, cause)
+                written.errors[row].__cause__ = cause
         return written
 
     def _write(self, row: int, parts: Sequence[Part]) -> None:

@@ -29,7 +29,6 @@ from fastdata.sources.remote import Place
 from fastdata.stores.build import lock_of
 from fastdata.stores.cache import INDEX, Cache, cache_places
 from fastdata.stores.codecs import KNOWN_CODECS
-from fastdata.stores.readers import receipts_in
 from fastdata.tools import add_json, check_folder, keep, positive
 
 # Export
@@ -241,7 +240,7 @@ def _look(place: Place, *, verify: bool = False) -> Inspected:
 def _inspect(cache: Cache, *, verify: bool) -> Inspected:
     manifest = cache.manifest
     problems = []
-    if not cache.place.is_remote and not cache.receipts() <= receipts_in(Path(cache.place.url)):
+    if cache.lacks_receipts():
         problems.append("a shard is damaged, which the next run writes anew")
     for number in range(len(manifest.parts)):
         with contextlib.closing(cache.open_part(number, None)) as store:
