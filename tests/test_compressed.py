@@ -584,7 +584,7 @@ def test_a_forecast_of_pairs_counts_both_parts() -> None:
     """Bytes needed are those of images and masks together."""
     pairs = [(np.zeros((3, 4), np.uint8), np.zeros((4, 4), np.int32))] * 5
     expected = forecast(ReadPath(DatasetSource(pairs), Steps(())))
-    assert expected.part_bytes == [5 * 12, 5 * 64]
+    assert expected.raw.part_bytes == (5 * 12, 5 * 64)
     assert (expected.layout.is_tuple, expected.layout.target_is_part) == (False, True)
 
 

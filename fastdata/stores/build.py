@@ -270,7 +270,7 @@ def _write(wanted: _Wanted) -> Cache:
     count = len(path.source)
     expected = forecast(path)
     if not expected.layout.target_is_part:  # an error now, if they cannot be kept
-        pack_targets(expected.targets)
+        pack_targets([read.target for read in expected.probed])
     planned = _plan_writers(wanted, expected)
     need_bytes = sum(plan.first_bytes for plan in planned)
     shard_rows = samples_per_shard(count, need_bytes, options.shard_bytes)
@@ -333,20 +333,19 @@ def _join(wanted: _Wanted, shards: Sequence[Cache]) -> Columns:
 def _plan_writers(wanted: _Wanted, expected: Forecast) -> list[WriterPlan]:
     """Keep samples raw where the disk has room, else by a lossless codec, or as the user says."""
     codec = wanted.options.codec
-    is_free = codec == "auto"
     free = math.inf
-    if is_free:
+    if codec == "auto":
         free = free_bytes(wanted.home) + sum(_sizes_in(wanted.place).values()) - _SPARE_BYTES
         # A bucket is never full.
-        if wanted.place.is_remote or expected.need_bytes <= free:
-            return expected.plan_writers()
+        if wanted.place.is_remote or expected.raw.need_bytes <= free:
+            return expected.plan_writers(expected.raw)
     trials = try_codecs(look_longer(wanted.path), codec)
-    fits = fitting(trials, free, only_lossless=is_free)
-    if fits:
-        return expected.plan_writers(fits[0])
-    if not is_free:
+    fits = fitting(trials, free, only_lossless=codec == "auto")
+    if not fits and codec != "auto":
         raise ValueError(f"codec={codec!r} is not possible here: {trials[0].obstacle}")
-    return expected.plan_writers()  # which says need, free and cure
+    return expected.plan_writers(
+        fits[0] if fits else expected.raw
+    )  # which says need, free and cure
 
 
 # The files that a cache is made from: their names, sizes and times

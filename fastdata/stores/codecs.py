@@ -31,7 +31,8 @@ import json
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
+from functools import cache, lru_cache
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -277,29 +278,22 @@ table for every 32 KiB. Ratio 2.18 and 130 us to decode 3 x 256 x 256, where lev
 144 us, level 3 gives 2.06 and 195 us."""
 
 
-class _Thread(Scratch):
+_scratch = Scratch()
+
+
+@lru_cache(maxsize=512)
+def _decompressor(thread: int) -> Any:
     """Each thread's own: what zstandard makes is not safe from several."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._compressors: dict[int | None, Any] = {}
-
-    @cached_property
-    def decompressor(self) -> Any:
-        return _library("zstandard").ZstdDecompressor()
-
-    def compressor(self, level: int | None) -> Any:
-        """Without a level one for noise."""
-        if level not in self._compressors:
-            library = _library("zstandard")
-            options: dict[str, Any] = {"level": level}
-            if level is None:
-                options = {"compression_params": library.ZstdCompressionParameters(**_NOISE)}
-            self._compressors[level] = library.ZstdCompressor(**options)
-        return self._compressors[level]
+    return _library("zstandard").ZstdDecompressor()
 
 
-_thread = _Thread()
+@lru_cache(maxsize=512)
+def _compressor(thread: int, level: int | None) -> Any:
+    """Each thread's own; without a level one for noise."""
+    library = _library("zstandard")
+    if level is not None:
+        return library.ZstdCompressor(level=level)
+    return library.ZstdCompressor(compression_params=library.ZstdCompressionParameters(**_NOISE))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -333,7 +327,7 @@ class ZstdCodec(Codec):
         layout = layout_of(sample.shape, sample.dtype)
         filtered = apply_filter(sample.reshape(-1).view(np.uint8), layout, chosen)
         is_noise = chosen & LEFT and not chosen & SPLIT
-        compressor = _thread.compressor(None if is_noise else self.level)
+        compressor = _compressor(get_ident(), None if is_noise else self.level)
         frame: bytes = compressor.compress(filtered)
         return frame
 
@@ -343,21 +337,14 @@ class ZstdCodec(Codec):
         layout = layout_of(out.shape, out.dtype)
         length = _HEAD_BYTES + int.from_bytes(data[1:_HEAD_BYTES], "little")
         if length != len(data):
-            raise CodecError(
-                f"codec 'zstd' found {len(data):,} bytes where their head says {length:,}: "
-                "cut off, too long or damaged. Prepare the samples anew."
-            )
+            raise _size_error(self, f"{len(data):,} bytes where their head says {length:,}", out)
         chosen = data[0]
         if chosen & ~layout.filters[-1]:
-            raise CodecError(
-                f"codec 'zstd' found filter {chosen}, which samples of shape {out.shape} and "
-                f"{out.dtype} cannot have (format 1). The data are damaged, belong to another "
-                "sample, or a newer version wrote them."
-            )
+            raise _size_error(self, f"filter {chosen}, which is none of its format 1", out)
         filtered = target
         is_in_place = layout.size == target.size and target.ctypes.data % _WORD.itemsize == 0
         if chosen and (chosen & SPLIT or not is_in_place):
-            filtered = _thread.take("filtered", (layout.size,))
+            filtered = _scratch.take("filtered", (layout.size,))
         self._decompress(data[_HEAD_BYTES:], filtered, out)
         if chosen:
             undo_filter(filtered, layout, chosen, target)
@@ -370,7 +357,7 @@ class ZstdCodec(Codec):
             size = library.frame_content_size(frame)
             # It holds as many bytes as fit, so zstd writes to `filtered` without a buffer.
             if 0 < size == filtered.size:
-                written = _thread.decompressor.stream_reader(frame).readinto(filtered)
+                written = _decompressor(get_ident()).stream_reader(frame).readinto(filtered)
         except library.ZstdError as problem:
             raise _size_error(self, f"a damaged frame ({problem})", out) from problem
         if not written == size == filtered.size:
@@ -440,11 +427,8 @@ class JpegCodec(Codec):
         try:
             decode_planes_into(data, out)
         except (OSError, ValueError) as problem:
-            raise CodecError(
-                f"codec 'jpeg' found {len(data):,} bytes that give no image of {out.shape}: "
-                f"{problem}. The data are damaged or belong to another sample; "
-                "prepare the samples anew."
-            ) from problem
+            found = f"{len(data):,} bytes that give no such image ({problem})"
+            raise _size_error(self, found, out) from problem
 
 
 class OwnCodec(Codec):

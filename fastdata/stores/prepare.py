@@ -54,7 +54,7 @@ from fastdata.machine.processes import (
 )
 from fastdata.machine.shared import SampleTable
 from fastdata.pixels.describe import describe, describe_dataset, is_listed
-from fastdata.pixels.images import Bound, SampleSpec, SourceDecoder
+from fastdata.pixels.images import Array, Bound, SampleSpec, SourceDecoder
 from fastdata.report import log, warn_user
 from fastdata.sources import DatasetSource, FileSource
 from fastdata.sources.remote import StorageOptions
@@ -107,6 +107,8 @@ class Options:
     batch_ops: bool = True
     at_once: bool = False
     """Whether all samples are prepared now, and none on its first read."""
+    cores: Collection[int] = ()
+    """Those of a job, where this process prepares for all of it."""
     engine: str | Executor = "local"
     """What writes a cache; see ``build_cache`` of datasets."""
     shard_bytes: int | str | None = None
@@ -258,46 +260,31 @@ def read_options(made: type, given: Mapping[str, Any], writing: tuple[Any, Any])
 class Forecast:
     """What the stores of a source will look like, told from a few samples spread over it.
 
-    ``parts``, which are raw, are dense if all samples that were probed have one shape;
-    ``part_bytes``, of each part of all samples, is exact then, else the mean of those probed times
-    N.
+    ``parts``, which are raw, are dense if all samples that were probed have one shape; ``raw`` says
+    what they take, which is exact then, else the mean of those probed times N.
     """
 
     path: ReadPath
     probed: list[ReadSample]
     parts: list[StoredPart]
-    part_bytes: list[int]
+    raw: CodecTrial
 
     @property
     def layout(self) -> Layout:
         return replace(self.probed[0].layout, keys=self.path.source.keys)
 
-    @property
-    def need_bytes(self) -> int:
-        return sum(self.part_bytes)
-
-    @property
-    def targets(self) -> list[Any]:
-        return [read.target for read in self.probed]
-
-    def samples(self, part: int) -> list[np.ndarray]:
+    def samples(self, part: int) -> list[Array]:
         return [read.parts[part][0] for read in self.probed]
 
-    def plan_writers(
-        self, trial: CodecTrial | None = None, limit_bytes: int = NO_LIMIT
-    ) -> list[WriterPlan]:
-        """Of stores for all samples, encoded as was tried, else raw."""
-        part_bytes = self.part_bytes if trial is None else trial.part_bytes
-        spare_bytes = limit_bytes - sum(part_bytes)
+    def plan_writers(self, trial: CodecTrial, limit_bytes: int = NO_LIMIT) -> list[WriterPlan]:
+        """Of stores for all samples, encoded as was tried; or ``raw``."""
+        spare_bytes = limit_bytes - trial.need_bytes
         plans = []
-        for number, part in enumerate(self.parts):
-            coder = None if trial is None else trial.coders[number]
+        for part, coder, size in zip(self.parts, trial.coders, trial.part_bytes, strict=True):
             if coder is not None:
                 part = replace(part, codec=dict(coder.settings()))
-            first_bytes = part_bytes[number]
-            limit = max(spare_bytes + first_bytes, 1)
-            plan = WriterPlan(part=part, coder=coder, first_bytes=first_bytes, limit_bytes=limit)
-            plans.append(plan)
+            limit = max(spare_bytes + size, 1)
+            plans.append(WriterPlan(part=part, coder=coder, first_bytes=size, limit_bytes=limit))
         return plans
 
 
@@ -318,16 +305,19 @@ def forecast(path: ReadPath, *, probes: int = 8) -> Forecast:
         raise errors[0]
     stored: list[StoredPart] = []
     part_bytes: list[int] = []
-    for number, (array, form) in enumerate(probed[0].parts):
+    for number, (first, form) in enumerate(probed[0].parts):
         samples = [read.parts[number][0] for read in probed]
-        is_dense = len({sample.shape for sample in samples}) == 1
-        step_bytes = 1 if is_dense else ALIGN_BYTES
-        sizes = [-(-sample.nbytes // step_bytes) * step_bytes for sample in samples]
-        shape = samples[0].shape if is_dense else None
-        spec = SampleSpec(shape=shape, dtype=array.dtype.name, form=form)
-        stored.append(StoredPart(spec=spec, dimensions=array.ndim))
+        shape = None
+        align_bytes = ALIGN_BYTES
+        if all(sample.shape == first.shape for sample in samples):
+            shape = first.shape
+            align_bytes = 1
+        sizes = [-(-sample.nbytes // align_bytes) * align_bytes for sample in samples]
         part_bytes.append(math.ceil(sum(sizes) / len(sizes) * count))
-    return Forecast(path=path, probed=probed, parts=stored, part_bytes=part_bytes)
+        spec = SampleSpec(shape=shape, dtype=first.dtype.name, form=form)
+        stored.append(StoredPart(spec=spec, dimensions=first.ndim))
+    raw = CodecTrial("raw", tuple(part_bytes), coders=(None,) * len(stored))
+    return Forecast(path=path, probed=probed, parts=stored, raw=raw)
 
 
 # The choice of storage, acted out
@@ -360,8 +350,9 @@ def prepare_storage(
         reason = "storage='none': samples are prepared on every read"
         return Prepared(storage_plan=StoragePlan(storage="none", reason=reason))
     expected = forecast(path)
+    # Of which every rank has its own.
     own = [getattr(path.source, name, None) for name in ("loader", "dataset")]
-    known = [*own, path.prepare, *options.codecs]  # of which every rank has its own
+    known = [*own, path.prepare, *options.codecs]
     place = _meet(expected, options, table, by, known)
     if isinstance(place, Follower):
         prepared: Prepared = place.value
@@ -373,7 +364,7 @@ def prepare_storage(
         return _prepare(expected, options, table)
     with contextlib.ExitStack() as cleanup:
         cleanup.callback(place.close)
-        prepared = _prepare(expected, options, table, cores_of_job())
+        prepared = _prepare(expected, replace(options, cores=cores_of_job()), table)
         if prepared.kept is None:
             return prepared
         place.tell(prepared, known)
@@ -381,15 +372,9 @@ def prepare_storage(
     return replace(prepared, kept=replace(prepared.kept, shared_by=place))
 
 
-def _prepare(
-    expected: Forecast,
-    options: Options,
-    table: SampleTable | None,
-    cores: Collection[int] = (),
-) -> Prepared:
-    """``cores``: those of a job, where this process prepares for all of it."""
-    budget = _budget(options, is_shared=bool(cores))
-    need_bytes = expected.need_bytes
+def _prepare(expected: Forecast, options: Options, table: SampleTable | None) -> Prepared:
+    budget = _budget(options, is_shared=bool(options.cores))
+    need_bytes = expected.raw.need_bytes
     trials: list[CodecTrial] | None = None
     refused = ""
     while True:
@@ -409,10 +394,9 @@ def _prepare(
             warn_user(f"{plan.reason}. {cure}")
             return Prepared(storage_plan=plan)
         log.info("%s", plan.reason)
-        trial = next((it for it in trials or () if it.codec == plan.codec), None)
+        trial = next((it for it in trials or () if it.codec == plan.codec), expected.raw)
         try:
-            plans = expected.plan_writers(trial, budget.bytes)
-            return _fill(expected, options, table, plan, plans, cores)
+            return _fill(expected, options, table, plan, trial, budget)
         except MemoryBudgetError as error:  # samples turned out larger than those looked at
             tried = trials or try_codecs(look_longer(expected.path), options.codec)
             trials = [it for it in tried if it is not trial]
@@ -428,22 +412,22 @@ def _fill(
     options: Options,
     table: SampleTable | None,
     plan: StoragePlan,
-    plans: list[WriterPlan],
-    cores: Collection[int],
+    trial: CodecTrial,
+    budget: Budget,
 ) -> Prepared:
     path = expected.path
+    plans = expected.plan_writers(trial, budget.bytes)
     indices = range(len(path.source))
     stores: list[Store]
     skipped: list[SampleError] = []
-    # Samples wait for their first read where what they take is certain.
-    is_lazy = table is not None and options.on_error == "raise" and not options.at_once
-    is_lazy &= path.by_core is not None and path.shape is not None
-    # All of them are copied to a device at once.
-    if is_lazy and plan.codec is None and plan.storage != "device":
+    # Samples wait for their first read where what they take is certain; those of a device are
+    # copied there at once.
+    is_certain = path.by_core is not None and path.shape is not None and plan.storage == "shared"
+    if is_certain and table is not None and options.on_error == "raise" and not options.at_once:
         stores = [LazyStore.open(path, plans[0])]
     else:
         stores, written = write_any_shapes(
-            lambda plans: ingest(path, plans, indices, options, cores), plans
+            lambda plans: ingest(path, plans, indices, options), plans
         )
         skipped = list(written.errors.values())
         warn_of_skipped(skipped, len(indices))
@@ -553,10 +537,10 @@ def report_storage(path: ReadPath, options: Options) -> StorageReport:
     expected = look_longer(path)
     is_shared = find_run() is not None
     return StorageReport(
-        raw_bytes=expected.need_bytes,
+        raw_bytes=expected.raw.need_bytes,
         budget=_budget(options, is_shared=is_shared),
         trials=tuple(try_codecs(expected, "auto", options.codec)),
-        looked_at=len(expected.targets),
+        looked_at=len(expected.probed),
     )
 
 
@@ -590,31 +574,28 @@ def _coders_by_name(codec: Any, expected: Forecast) -> dict[str, Coders]:
 
 def _try(name: str, coders: Coders, expected: Forecast) -> CodecTrial:
     lossless = all(coder is None or coder.lossless for coder in coders)
+    trial = CodecTrial(name, coders=coders, lossless=lossless)
+    count = len(expected.probed)
+    part_bytes: list[int] = []
+    seconds = 0.0
     try:
         encoded = [_encode(coder, expected, part) for part, coder in enumerate(coders)]
     except (ImportError, ValueError) as obstacle:
-        return CodecTrial(codec=name, obstacle=str(obstacle), lossless=lossless)
-    count = len(expected.targets)
-    part_bytes: list[int] = []
-    seconds = 0.0
-    for part, encodings in enumerate(encoded):
+        return trial._replace(obstacle=str(obstacle))
+    for part, (coder, encodings) in enumerate(zip(coders, encoded, strict=True)):
+        assert coder is not None
         mean_bytes = sum(map(len, encodings)) / count
         part_bytes.append(math.ceil(mean_bytes * len(expected.path.source)))
-        coder = coders[part]
-        assert coder is not None
         outs = list(map(np.empty_like, expected.samples(part)))
         coder.decode(encodings[0], outs[0])  # which warms up
         begun = time.perf_counter()
         for encoding, out in zip(encodings, outs, strict=True):
             coder.decode(encoding, out)
         seconds += time.perf_counter() - begun
-    return CodecTrial(
-        codec=name,
-        coders=coders,
+    return trial._replace(
         part_bytes=tuple(part_bytes),
-        ratio=expected.need_bytes / max(sum(part_bytes), 1),
+        ratio=expected.raw.need_bytes / max(sum(part_bytes), 1),
         decode_per_s=count / max(seconds, 1e-9),
-        lossless=lossless,
     )
 
 

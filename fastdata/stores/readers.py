@@ -139,7 +139,8 @@ class Store:
     def addresses(self, index_B: Array) -> Array:
         """Where the chosen raw samples lie in memory: int64 (B,)."""
         self.ensure(index_B)
-        return self._addresses[self._file_of[index_B]] + self._offsets[index_B]
+        addresses_B: Array = self._addresses[self._file_of[index_B]] + self._offsets[index_B]
+        return addresses_B
 
     def jpeg_files(self, index_B: Array) -> tuple[Array, Array] | None:
         """Addresses and sizes of samples, int64 (B,), where the core decodes them; else None."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -42,8 +42,9 @@ _FETCHED_AT_ONCE = 128
 """Where reading is waiting for a network: what a worker asks for at once."""
 ALIGN_BYTES = 64
 """Each raw sample of a shape of its own begins at a multiple of these."""
-_CHUNK_BYTES = 64 << 20
-"""Reserved at a time: a thread does it while others decode."""
+_FIRST_BYTES = 64 << 20
+"""Of memory, set aside at once; and how many more at a time."""
+_MORE_BYTES = 16 << 20
 NO_LIMIT = 1 << 62
 _ENDS = "used and reserved"
 _Made = TypeVar("_Made")
@@ -136,7 +137,7 @@ class Writer:
             index["shapes"] = np.zeros((length, part.dimensions), np.int32)
             size_bytes = max(min(plan.first_bytes, plan.limit_bytes), 1)
             if plan.path is None:
-                size_bytes = min(size_bytes, _CHUNK_BYTES)
+                size_bytes = min(size_bytes, _FIRST_BYTES)
             index[_ENDS] = np.array([0, size_bytes])
         if plan.path is None:
             index["is_there"] = np.zeros(length, np.bool_)  # for ``LazyStore``
@@ -178,34 +179,29 @@ class Writer:
             start: int = ends[0].item()
             end = start + -(-max(size_bytes, 1) // align_bytes) * align_bytes
             if end > ends[1]:
-                self._grow(end)
+                # What other processes have reserved is there, and not asked for again.
+                self.file.size_bytes = ends[1].item()
+                self.file.grow(self._larger(end))
+                ends[1] = self.file.size_bytes
             ends[0] = end
         return start
 
-    def _grow(self, end: int) -> None:
-        plan = self.plan
-        if end > plan.limit_bytes:
+    def _larger(self, end: int) -> int:
+        limit_bytes = self.plan.limit_bytes
+        if end > limit_bytes:
             what = "prepared samples of many shapes"
-            if plan.coder is not None:
-                what = f"samples encoded by codec={plan.coder.name!r}"
-            limit = format_bytes(plan.limit_bytes)
+            if self.plan.coder is not None:
+                what = f"samples encoded by codec={self.plan.coder.name!r}"
+            limit = format_bytes(limit_bytes)
             raise MemoryBudgetError(f"{what} need more than the {limit} that is free")
-        # Of what is expected a sixteenth, so that little stays unused.
-        more_bytes = min(max(plan.first_bytes // 16, 1 << 20), _CHUNK_BYTES)
-        size_bytes = min(end + more_bytes, plan.limit_bytes)
-        # What other processes have reserved is there, and not asked for again.
-        self.file.size_bytes = self.index[_ENDS][1].item()
-        self.file.grow(size_bytes)
-        self.index[_ENDS][1] = size_bytes
+        return min(end + _MORE_BYTES, limit_bytes)
 
     def finish(self, rows: np.ndarray) -> Store:
         """Seal the file, and give the samples in these rows, all that were written, as a store."""
         self.index.pop("is_there", None)
         part = self.plan.part
         if not part.is_table:
-            used_bytes, reserved_bytes = self.index.pop(_ENDS).tolist()
-            self.file.size_bytes = reserved_bytes  # some by other processes
-            self.file.trim(used_bytes)
+            self.file.trim(self.index.pop(_ENDS)[0].item())
         self.file.seal()
         index = ArrayBlock({name: column[rows] for name, column in self.index.items()})
         self.index.close()
@@ -273,15 +269,16 @@ class WritePath(NamedTuple):
             try:
                 if isinstance(read, SampleError):
                     raise read
-                self._write(row, read.parts)
+                try:
+                    self._write(row, read.parts)
+                except NO_FAULT_OF_A_SAMPLE:
+                    raise
+                except Exception as cause:  # encoders raise anything; all of it is named and kept
+                    path = self.path.source.path(index)
+                    raise sample_error(path, index, cause) from cause
                 written.targets[row] = read.target
             except SampleError as error:
                 written.errors[row] = error
-            except NO_FAULT_OF_A_SAMPLE:
-                raise
-            except Exception as cause:  # encoders raise anything; all of it is named and kept
-                written.errors[row] = sample_error(self.path.source.path(index), index, cause)
-                written.errors[row].__cause__ = cause
         return written
 
     def _write(self, row: int, parts: Sequence[Part]) -> None:
@@ -328,7 +325,6 @@ def ingest(
     plans: Sequence[WriterPlan],
     indices: range,
     options: Options,
-    cores: Collection[int] = (),
 ) -> tuple[list[Store], Written]:
     """Fill stores with samples of a source, each read once: sealed ones, one for each part.
 
@@ -337,7 +333,6 @@ def ingest(
         plans: of each part of samples.
         indices: of the samples, in the order of the stores' rows.
         options: of the dataset.
-        cores: in place of this process's.
 
     Raises:
         SampleError: a sample cannot be prepared; names its path and index.
@@ -347,7 +342,7 @@ def ingest(
     """
     size = _FETCHED_AT_ONCE if path.source.is_remote else AT_ONCE
     tasks = [indices[first : first + size] for first in range(0, len(indices), size)]
-    workers = min(ingest_workers(options, cores), len(tasks))
+    workers = min(ingest_workers(options), len(tasks))
     forks = needs_processes(path, plans)
     all_written = Written({}, {})
     with contextlib.ExitStack() as cleanup:
@@ -358,7 +353,9 @@ def ingest(
             to_write.path.source.expect(task)
             return to_write.write(task)
 
-        done = run_tasks(write, tasks, workers if workers > 1 else 0, forks=forks, cores=cores)
+        done = run_tasks(
+            write, tasks, workers if workers > 1 else 0, forks=forks, cores=options.cores
+        )
         bar = progress_bar(len(indices), f"preparing {len(indices):,} images")
         with contextlib.closing(done), bar:
             for targets, errors in done:
@@ -375,9 +372,9 @@ def ingest(
     return stores, all_written
 
 
-def ingest_workers(options: Options, cores: Collection[int] = ()) -> int:
+def ingest_workers(options: Options) -> int:
     if options.prepare_workers is None:
-        return memory.usable_cores(len(cores) or None)
+        return memory.usable_cores(len(options.cores) or None)
     return options.prepare_workers
 
 
