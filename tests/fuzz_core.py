@@ -60,7 +60,7 @@ class Fuzz:
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
         self.wild = self.pick(0.0, 0.0, 0.02, 0.2)
-        every = sorted(name for name in core.constants() if name.startswith(("OP_", "STEP_")))
+        every = sorted(name for name in core.CONSTANTS if name.startswith(("OP_", "STEP_")))
         self.codes = [
             name for name in every if name not in NOT_DRAWN or self.rng.random() < self.wild
         ]
@@ -111,7 +111,7 @@ class Fuzz:
             if code == "OP_CAST":
                 n[:4] = [int(self.rng.integers(most)) for most in (7, 3, 4, 2)]
             if code in ("STEP_MAGNITUDE", "STEP_TIMM_OP"):
-                n[0] = core.constants()[self.pick(*self.codes, *NOT_DRAWN[-5:])]
+                n[0] = core.CONSTANTS[self.pick(*self.codes, *NOT_DRAWN[-5:])]
                 n[1:4], n[7:12] = (
                     (self.pick(*filters[:2]), domain, self.pick(0, 1)),
                     (1, 2, 2, 2, 2),
@@ -120,7 +120,7 @@ class Fuzz:
         if code == "STEP_TIMM_POLICY":
             code = "STEP_SEQUENCE"
         return (
-            core.constants()[code],
+            core.CONSTANTS[code],
             first,
             count,
             self.pick(1, 1, 1, 3),
@@ -185,7 +185,7 @@ def _pixels(op: Any) -> int:
         "OP_AFFINE": (0, 1),
         "OP_PERSPECTIVE": (0, 1),
     }
-    of_code = {core.constants()[name]: place for name, place in places.items()}
+    of_code = {core.CONSTANTS[name]: place for name, place in places.items()}
     height, width = of_code.get(int(op["code"]), (8, 8))
     return int(op["n"][height]) * int(op["n"][width])
 

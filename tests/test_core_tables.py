@@ -27,7 +27,7 @@ def table_of(*rows: tuple[str, int, int]) -> core.Table:
     steps = np.zeros(len(rows), core.STEP)
     steps["fills"] = 1
     for step, (code, first, count) in zip(steps, rows, strict=True):
-        step["code"], step["first"], step["count"] = core.constants()[code], first, count
+        step["code"], step["first"], step["count"] = core.CONSTANTS[code], first, count
     return core.make_table(steps, {}, **MACHINE)
 
 
@@ -64,7 +64,7 @@ def test_deep_tables_do_not_overflow_the_stack() -> None:
     """A million steps within each other are refused."""
     count = 1_000_000
     steps = np.zeros(count, core.STEP)
-    steps["fills"], steps["code"] = 1, core.constants()["STEP_SEQUENCE"]
+    steps["fills"], steps["code"] = 1, core.CONSTANTS["STEP_SEQUENCE"]
     steps["first"], steps["count"] = np.arange(1, count + 1), 1
     steps["first"][-1] = steps["count"][-1] = 0
     assert reason_of(core.make_table(steps, {}, **MACHINE)) == "REFUSED_TABLE"

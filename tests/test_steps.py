@@ -25,7 +25,7 @@ from torchvision.transforms import v2
 from fastdata import AlternatingFlip
 from fastdata.pixels import plan_transform
 from fastdata.pixels.compose import known_name
-from fastdata.pixels.core import constants
+from fastdata.pixels.core import CONSTANTS
 from fastdata.pixels.draws import draw_integers, draw_uniform, sample_keys
 from fastdata.pixels.ops import child
 from fastdata.pixels.program import Program
@@ -584,7 +584,7 @@ class Script:
 
 def mixing_shares(ops: np.ndarray) -> tuple[float, np.ndarray]:
     """The weight of the image itself, and those of the chains."""
-    numbers = constants()
+    numbers = CONSTANTS
     weights = [
         float(op["v"][0])
         for op in ops
@@ -887,7 +887,7 @@ def test_timm_magnitudes(timm_data: Any, config: str) -> None:
     for _ in range(20000):
         op(None)
     assert (
-        kolmogorov(records["v"][..., 0][records["code"] == constants()["OP_BRIGHTNESS"]], factors)
+        kolmogorov(records["v"][..., 0][records["code"] == CONSTANTS["OP_BRIGHTNESS"]], factors)
         < 0.02
     )
 
@@ -901,7 +901,7 @@ def test_timm_layers(timm_data: Any) -> None:
     for count, share in enumerate((0.25, 0.5, 0.25)):
         assert abs((applied == count).mean() - share) < 0.03
     for code in ("OP_BRIGHTNESS", "OP_EQUALIZE", "OP_SOLARIZE_ADD"):
-        assert abs((records["code"] == constants()[code]).sum() / 5000 - 1 / 15) < 0.015
+        assert abs((records["code"] == CONSTANTS[code]).sum() / 5000 - 1 / 15) < 0.015
 
 
 def test_timm_auto_augment_with_spread_magnitudes(timm_data: Any) -> None:
@@ -940,9 +940,7 @@ def test_timm_crop(timm_data: Any, interpolation: str) -> None:
     seen = set()
     drawn = records[records["code"] > 0]["n"].tolist()
     for got, record in zip(serve_many(step, array, "pil", 40), drawn, strict=True):
-        mode = next(
-            mode for mode in v1.InterpolationMode if constants().get(mode.name) == record[6]
-        )
+        mode = next(mode for mode in v1.InterpolationMode if CONSTANTS.get(mode.name) == record[6])
         seen.add(mode.value)
         want = v1.functional.resized_crop(to_form(array, "pil"), *record[:4], step.size, mode)
         assert np.array_equal(got, to_array(want))

@@ -34,8 +34,9 @@ from fastdata.loaders.epochs import JoinedReader, LoaderView
 from fastdata.loaders.loader import DataLoader
 from fastdata.machine import memory as host_memory
 from fastdata.machine.memory import budget_bytes, check_device_room, choose_pinning, format_bytes
+from fastdata.pixels.core import Int64s
 from fastdata.pixels.images import SampleSpec
-from fastdata.pixels.ops import MAX_MEANS, MODES, Int64s, Op, step_number
+from fastdata.pixels.ops import MAX_MEANS, MODES, Op, step_number
 from fastdata.pixels.plan import TransformPlan
 from fastdata.pixels.program import Program
 from fastdata.report import log, warn_user

@@ -9,6 +9,7 @@ Shape letters: C channels, H W size of an image.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import io
 import math
@@ -21,19 +22,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeGuard
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from fastdata.errors import kind_of
 from fastdata.pixels import core
+from fastdata.pixels.core import Bytes, Int32s, Int64s
 
 if TYPE_CHECKING:
     from PIL import Image  # 10 ms, which only those functions take that make images
 
-Array = npt.NDArray[Any]
-Bytes = npt.NDArray[np.uint8]
-Int32s = npt.NDArray[np.int32]
-Int64s = npt.NDArray[np.int64]
+Array = core.Array
 Buffer = bytes | memoryview
 IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 """File name endings of images, torchvision's ``IMG_EXTENSIONS``."""
@@ -381,8 +379,9 @@ class OpenedImages(core.Samples):
         by_pillow: Callable[[int], Array],
     ) -> None:
         super().__init__(addresses_of(arrays), shapes_B3)
-        self._alive = list(arrays)
+        self._alive: list[Array] = list(arrays)
         self._by_pillow = by_pillow
+        self._sizes_B = np.empty(len(shapes_B3), np.int64)  # read where files are decoded
 
     @classmethod
     def of_files(
@@ -397,24 +396,20 @@ class OpenedImages(core.Samples):
         from PIL import Image
 
         arrays = [np.frombuffer(data, np.uint8) for data in files]
+        turns_B = np.zeros(len(files), np.int32)
         opened = cls(arrays, np.zeros((len(files), 3), np.int32), by_pillow)
-        is_open_B = np.zeros(len(files), np.bool_)
         jpeg, _ = open_libjpeg()
         if jpeg is not None:
             sizes_B = np.array([data.size for data in arrays], np.int64)
-            opened.shapes_B3, turns_B = core.jpeg_headers(opened.sources_B, sizes_B)
-            opened.files = core.Files(jpeg, sizes_B, turns_B)
-            channels_B, sides_B2 = opened.shapes_B3[:, 0], opened.shapes_B3[:, 1:]
-            pixels_B = sides_B2.prod(axis=1, dtype=np.int64)
-            is_open_B = (channels_B > 0) & (pixels_B <= (Image.MAX_IMAGE_PIXELS or math.inf))
-            if upright:
-                is_open_B &= turns_B > 0
-                sides_B2[turns_B > 4] = sides_B2[turns_B > 4, ::-1]
-            else:
-                turns_B[:] = 1
-            if channels is not None:
-                channels_B[:] = channels
-        for b in np.flatnonzero(~is_open_B).tolist():
+            opened.shapes_B3, turns_B = core.jpeg_headers(
+                opened.sources_B,
+                sizes_B,
+                upright=upright,
+                channels=channels,
+                most_pixels=Image.MAX_IMAGE_PIXELS or math.inf,
+            )
+            opened._decode_by(jpeg, sizes_B, turns_B)
+        for b in np.flatnonzero(turns_B == 0).tolist():
             opened.leave_to_pillow(b)
         return opened
 
@@ -439,22 +434,25 @@ class OpenedImages(core.Samples):
         jpeg, _ = open_libjpeg()
         assert jpeg is not None
         found_B3, turns_B = core.jpeg_headers(sources_B, sizes_B)
-        turns_B[:] = 1
         opened = cls([], shapes_B3, read)
         opened.is_interleaved = False
         opened.sources_B = sources_B.copy()
-        opened.files = core.Files(jpeg, sizes_B.copy(), turns_B)
+        opened._decode_by(jpeg, sizes_B.copy(), turns_B)
         for b in np.flatnonzero((found_B3 != shapes_B3).any(axis=1)).tolist():
             opened.leave_to_pillow(b)
         return opened
 
+    def _decode_by(self, jpeg: core.Jpeg, sizes_B: Int64s, turns_B: Int32s) -> None:
+        self._sizes_B = sizes_B
+        self.files = ctypes.byref(jpeg), sizes_B.ctypes.data, turns_B.ctypes.data
+        self._alive.append(turns_B)
+
     def leave_to_pillow(self, b: int) -> None:
         """Have image ``b`` decoded by PIL, or raise what is wrong with it."""
-        if self.files is not None:
-            self.files.sizes[b] = 0
+        self._sizes_B[b] = 0
         pixels = self._by_pillow(b)
         self._alive.append(pixels)
-        self.sources_B[b] = pixels.__array_interface__["data"][0]
+        self.sources_B[b] = pixels.ctypes.data
         shape = pixels.shape
         self.shapes_B3[b] = (shape[2], *shape[:2]) if self.is_interleaved else shape
 
@@ -637,12 +635,8 @@ def decode_planes_into(data: memoryview, out_CHW: Array) -> None:
     """
     channels, height, width = out_CHW.shape
     jpeg, _ = open_libjpeg()
-    if jpeg is not None:
-        source = np.frombuffer(data, np.uint8)
-        shapes, _ = core.jpeg_headers(addresses_of([source]), np.array([source.size], np.int64))
-        is_alike = tuple(shapes[0].tolist()) == out_CHW.shape
-        if is_alike and core.decode_jpeg(jpeg, source, out_CHW):
-            return
+    if jpeg is not None and core.decode_jpeg(jpeg, np.frombuffer(data, np.uint8), out_CHW):
+        return
     from PIL.JpegImagePlugin import JpegImageFile
 
     try:

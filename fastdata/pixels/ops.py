@@ -13,18 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from fastdata.errors import ChannelsError, counted
 from fastdata.pixels import core
+from fastdata.pixels.core import CONSTANTS, Array, Float64s, Levels
 from fastdata.pixels.images import pillow_chooses_order
 
-Int64s = npt.NDArray[np.int64]
-Float64s = npt.NDArray[np.float64]
-Int32s = npt.NDArray[np.int32]
-Levels = dict[tuple[int, int, int], Float64s]
-"""By place in the table, height and width."""
 Fill = tuple[float, ...]
 """One value, or one for each channel."""
 
@@ -34,7 +29,7 @@ _NUMBERS = (1 << 54) - 33
 """A prime number of numbers, as many as draws tell apart: those of steps nested deeper are folded
 into these."""
 _FUSED_ROWS = 1 << 10
-MAX_MEANS = core.constants()["MAX_MEANS"]
+MAX_MEANS = CONSTANTS["MAX_MEANS"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,16 +94,15 @@ def flattened(ops: tuple[Op, ...]) -> list[Op]:
 
 def compiled(every: Sequence[Op], levels: Levels) -> core.Table:
     """The table of ops, and of what is known of their magnitudes."""
-    numbers = core.constants()
     records = np.zeros(len(every), core.STEP)
     first = 1
     for record, op in zip(records, every, strict=True):
-        record["code"] = numbers[op.code]
+        record["code"] = CONSTANTS[op.code]
         record["at"] = op.at
         record["first"] = first
         record["count"] = len(op.children)
         record["fills"] = len(op.fill)
-        record["n"][: len(op.n)] = [numbers[n] if isinstance(n, str) else n for n in op.n]
+        record["n"][: len(op.n)] = [CONSTANTS[n] if isinstance(n, str) else n for n in op.n]
         record["v"][: len(op.v)] = op.v
         record["fill"] = np.resize(op.fill, 4)
         first += len(op.children)
@@ -197,14 +191,14 @@ def _torch_resizes_fast() -> bool:
     return is_arm or torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 
 
-def solve_perspectives(ops_BS: npt.NDArray[Any]) -> Float64s:
+def solve_perspectives(ops_BS: Array) -> Float64s:
     """Coefficients (B, S, 8) of what is done to samples, where that is a perspective.
 
     As ``_get_perspective_coeffs`` of torchvision's transforms/functional.py, all in one call:
     another solver's last bits move pixels, as what it gives is rounded to float32.
     """
     solved_BS8 = np.zeros((*ops_BS.shape, 8))
-    is_warp_BS = ops_BS["code"] == core.constants()["OP_PERSPECTIVE"]
+    is_warp_BS = ops_BS["code"] == CONSTANTS["OP_PERSPECTIVE"]
     equations_P89 = torch.from_numpy(core.equations(ops_BS[is_warp_BS]))
     try:
         found = torch.linalg.lstsq(equations_P89[..., :8], equations_P89[..., 8:], driver="gels")

@@ -13,23 +13,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from fastdata.pixels import core
-from fastdata.pixels.images import OpenedImages, SampleSpec, Scratch, addresses_of
-from fastdata.pixels.ops import (
-    Int32s,
-    Int64s,
-    Levels,
-    Op,
-    compiled,
-    flattened,
-    refusal_of,
-    solve_perspectives,
-)
+from fastdata.pixels.core import Array, Int32s, Int64s
+from fastdata.pixels.images import OpenedImages, SampleSpec, Scratch
+from fastdata.pixels.ops import Op, compiled, flattened, refusal_of, solve_perspectives
 
-Array = npt.NDArray[Any]
 Shape = tuple[int, ...]
 
 _AHEAD = 4
@@ -38,7 +28,6 @@ _PREPARED_BYTES = 4 << 20
 """Of images of one size that are prepared by one call."""
 _MOST_LEVELS = 1000
 """Sizes of images whose magnitudes are kept."""
-_FLOAT16S = {"float16": "float16", "bfloat16": "uint16"}
 
 
 class Readable(Protocol):
@@ -65,20 +54,19 @@ class Program:
     """
 
     def __init__(self, ops: tuple[Op, ...], spec: SampleSpec) -> None:
-        stored = spec.shape
         dimensions = (2, 3) if spec.form == "mask" else (3,)
-        is_image = spec.dtype == "uint8" and (stored is None or len(stored) in dimensions)
+        is_image = spec.dtype == "uint8" and (spec.shape is None or len(spec.shape) in dimensions)
         if ops and not is_image:
             raise ValueError(
                 f"batch ops need uint8 images (C, H, W), but the samples are {spec.dtype} of "
-                f"shape {stored}. Use batch_ops=False."
+                f"shape {spec.shape}. Use batch_ops=False."
             )
         self._ops = ops
         self._spec = spec
-        self._stored = stored and _planes(stored)
-        cast = next((str(op.n[0]).lower() for op in ops if op.code == "OP_CAST"), spec.dtype)
-        self._served_dtype = cast
-        self._dtype = np.dtype(_FLOAT16S.get(cast, cast))
+        self._stored = spec.shape and _planes(spec.shape)
+        casts = [str(op.n[0]).lower() for op in ops if op.code == "OP_CAST"]
+        self._served_dtype = [spec.dtype, *casts][-1]
+        self._dtype = np.dtype(self._served_dtype.replace("bfloat16", "uint16"))
         self._scratch = Scratch()
 
     @functools.cached_property
@@ -87,7 +75,7 @@ class Program:
 
     @functools.cached_property
     def _table(self) -> core.Table:
-        self._levels: Levels = {}
+        self._levels: core.Levels = {}
         self._has_perspectives = "OP_PERSPECTIVE" in [op.code for op in self._every]
         return compiled(self._every, self._levels)
 
@@ -117,7 +105,7 @@ class Program:
 
     def can_write_channels_last(self, shape: Shape) -> bool:
         """Whether ``run`` serves samples of this shape into memory whose channels lie last."""
-        return bool(self._ops) and len(shape) == 3 and shape[0] <= core.MAX_CHANNELS
+        return bool(self._ops) and len(shape) == 3 and shape[0] <= core.CONSTANTS["MAX_CHANNELS"]
 
     def run(
         self,
@@ -237,47 +225,39 @@ class Program:
         else:
             # A fifth of what np.full takes.
             shapes_B3 = np.array([self._stored], np.int32).repeat(len(indices), 0)
-        if store.gives_views:
-            _serve(pairs, core.Samples(store.addresses(index_B), shapes_B3), keys, rows_B)
-            return
-        files = store.jpeg_files(index_B)
+        files = None if store.gives_views else store.jpeg_files(index_B)
         if files is not None:
-            images = OpenedImages.stored(*files, shapes_B3, lambda b: store.read(indices[b]))
-            _serve(pairs, images, keys, rows_B)
+            samples: core.Samples = OpenedImages.stored(
+                *files, shapes_B3, lambda b: store.read(indices[b])
+            )
+        elif store.gives_views:
+            samples = core.Samples(store.addresses(index_B), shapes_B3)
+        else:
+            samples = core.Samples(np.empty(len(indices), np.int64), shapes_B3)
+            # A few at a time, while their pixels are in the cache.
+            for first in range(0, len(indices), _AHEAD):
+                ahead = indices[first : first + _AHEAD]
+                for b, index in enumerate(ahead):
+                    pixels = self._scratch.take(f"decoded {b}", store.shape(index))
+                    store.read_into(index, pixels)
+                    samples.sources_B[first + b] = pixels.ctypes.data
+                _serve(pairs, samples, keys, rows_B, first, first + len(ahead))
             return
-        decoded = [
-            self._scratch.take(f"decoded {b % _AHEAD}", store.shape(index))
-            for b, index in enumerate(indices)
-        ]
-        samples = core.Samples(addresses_of(decoded), shapes_B3)
-        # A few at a time, while their pixels are in the cache.
-        for first in range(0, len(indices), _AHEAD):
-            last = min(first + _AHEAD, len(indices))
-            for b in range(first, last):
-                store.read_into(indices[b], decoded[b])
-            _serve(pairs, samples, keys, rows_B, first, last)
+        _serve(pairs, samples, keys, rows_B)
 
     def _served(self, out: Array, keys: core.Keys, shapes_B3: Int32s) -> core.Batch:
         """What the core fills ``out`` by."""
         is_last = not out.flags.c_contiguous
         if is_last and not (out.ndim == 4 and out.transpose(0, 2, 3, 1).flags.c_contiguous):
             raise ValueError("the memory for a batch must be C-contiguous or channels_last")
-        channels, height, width = out.shape[1:] if out.ndim == 4 else (1, *out.shape[1:])
         table = self._table
-        batch = core.Batch(
-            table=ctypes.addressof(table),
-            out_B=out.ctypes.data,
-            channels=channels,
-            height=height,
-            width=width,
-            channels_last=is_last,
-        )
-        batch.kept = table, None
+        addresses = ctypes.addressof(table), out.ctypes.data
+        batch = core.Batch(*addresses, *(1, *out.shape[1:])[-3:], is_last)
+        batch.kept = [table]
         if self._has_perspectives:
             solved_BS8 = solve_perspectives(self._draw(keys, shapes_B3)[0])
-            batch.solved_BS8 = solved_BS8.ctypes.data
-            batch.solved = solved_BS8.shape[1]
-            batch.kept = table, solved_BS8
+            batch.kept.append(solved_BS8)
+            batch.solved_BS8, batch.solved = solved_BS8.ctypes.data, solved_BS8.shape[1]
         return batch
 
 
@@ -286,9 +266,7 @@ _Pair = tuple[Program, Array]
 
 
 def _keys(seed: int, visits_B: int | Int64s, index_B: Int64s) -> core.Keys:
-    if not isinstance(visits_B, np.ndarray):
-        visits_B = np.full(len(index_B), visits_B)
-    visits_B = np.ascontiguousarray(visits_B, np.int64)
+    visits_B = np.zeros(len(index_B), np.int64) + visits_B
     return core.Keys(seed, visits_B, np.ascontiguousarray(index_B, np.int64))
 
 
@@ -304,17 +282,15 @@ def _serve(
     while True:
         served = [program._served(out, keys, samples.shapes_B3) for program, out in pairs]
         try:
-            core.serve(samples, keys, served, rows=rows_B, first=first, last=last)
-            break
+            return core.serve(samples, keys, served, rows=rows_B, first=first, last=last)
         except core.CoreError as refused:
             first = refused.place
             if isinstance(samples, OpenedImages) and refused.reason == "REFUSED_FILE":
                 samples.leave_to_pillow(first)
             else:
-                program, _ = pairs[refused.program]
-                program._answer(refused, keys, samples.shapes_B3)
+                pairs[refused.program][0]._answer(refused, keys, samples.shapes_B3)
 
 
 def _planes(shape: Shape) -> Shape:
     """As (C, H, W); a mask may be (H, W)."""
-    return shape if len(shape) == 3 else (1, *shape)
+    return (1, *shape)[-3:]

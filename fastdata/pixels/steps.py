@@ -26,7 +26,8 @@ from fastdata.pixels.compose import (
     names_in,
     published,
 )
-from fastdata.pixels.ops import MAX_MEANS, Float64s, Op, choice, in_order, maybe
+from fastdata.pixels.core import Float64s
+from fastdata.pixels.ops import MAX_MEANS, Op, choice, in_order, maybe
 from fastdata.pixels.state import (
     State,
     UnknownStepError,

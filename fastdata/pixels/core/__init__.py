@@ -17,39 +17,34 @@ import re
 import sys
 import zlib
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+Array = npt.NDArray[Any]
+Bytes = npt.NDArray[np.uint8]
+Int32s = npt.NDArray[np.int32]
+Int64s = npt.NDArray[np.int64]
+Float64s = npt.NDArray[np.float64]
+Levels = Mapping[tuple[int, int, int], Float64s]
+"""Magnitudes of a policy, by its place in the table, height and width."""
 ENDING = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
-_MASK = (1 << 64) - 1
 
 
 # What core.h says
 
-
-@functools.cache
-def _header() -> str:
-    """Its text without comments."""
-    text = (Path(__file__).parent / "core.h").read_text("utf-8")
-    return re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL)
-
-
-@functools.cache
-def constants() -> dict[str, int]:
-    """The names in its enums: codes, domains, interpolations, paddings, reasons, dtypes."""
-    numbers: dict[str, int] = {}
-    for names in re.findall(r"enum \{([^}]*)\}", _header()):
-        number = -1
-        for name, value in re.findall(r"(\w+)(?: = (\w+))?", names):
-            number = number + 1 if not value else numbers[value] if value in numbers else int(value)
-            numbers[name] = number
-    return numbers
-
-
+_HEADER = re.sub(
+    r"/\*.*?\*/", "", Path(__file__).with_name("core.h").read_text("utf-8"), flags=re.DOTALL
+)
+CONSTANTS: dict[str, int] = {}
+"""The names in its enums: codes, domains, interpolations, paddings, reasons, dtypes."""
+for _names in re.findall(r"enum \{([^}]*)\}", _HEADER):
+    _number = -1
+    for _name, _value in re.findall(r"(\w+)(?: = (\w+))?", _names):
+        _number = int(CONSTANTS.get(_value, _value or _number + 1))
+        CONSTANTS[_name] = _number
 _TYPES: dict[str, Any] = {"void": None} | {
     kind: getattr(ctypes, f"c_{kind.removesuffix('_t')}")
     for kind in ("bool", "uint8_t", "int32_t", "uint32_t", "int64_t", "uint64_t", "float", "double")
@@ -59,10 +54,9 @@ _TYPES: dict[str, Any] = {"void": None} | {
 
 def _fields_of(record: str, **records: Any) -> list[tuple[str, Any]]:
     """The fields of a record, which may hold some of ``records``."""
-    found = re.search(rf"typedef struct(?: \w+)? {{([^}}]*)}} {record};", _header())
-    assert found is not None
+    [body] = re.findall(rf"typedef struct(?: \w+)? {{([^}}]*)}} {record};", _HEADER)
     fields: list[tuple[str, Any]] = []
-    for line in found[1].split(";")[:-1]:
+    for line in body.split(";")[:-1]:
         kind, names = re.sub(r"\b(const|struct) |\)\(.*", "", line).split(maxsplit=1)
         for name in names.split(","):
             word, *length = re.findall(r"(?!const\b)\w+", name)
@@ -98,11 +92,11 @@ class Batch(ctypes.Structure):
     """What samples are served as: a table, and room for (B, channels, height, width).
 
     ``solved_BS8`` is told of what draws perspectives. ``channels_last``: it lies as (B, h, w, C),
-    and has MAX_CHANNELS at most. ``kept`` is what it points to; the rest ``serve`` fills.
+    and has MAX_CHANNELS at most. ``kept`` is what it points to.
     """
 
     _fields_ = _fields_of("Batch")
-    kept: tuple[Any, ...]
+    kept: list[Any]
 
 
 class Jpeg(ctypes.Structure):
@@ -112,7 +106,6 @@ class Jpeg(ctypes.Structure):
     library: ctypes.CDLL
 
 
-MAX_CHANNELS = constants()["MAX_CHANNELS"]
 OP = _array_of("Op")
 STEP = _array_of("Step")
 LEVELS = _array_of("Levels")
@@ -154,7 +147,7 @@ def open_library(folder: Path) -> ctypes.CDLL:
     file = files[max(each for each in files if each <= level)]
     library = ctypes.CDLL(str(file))
     sources = b"".join(map(Path.read_bytes, sorted(folder.glob("*.[ch]"))))
-    if ctypes.c_uint32(library.fastdata_sources()).value != zlib.crc32(sources):
+    if library.fastdata_sources() & 0xFFFFFFFF != zlib.crc32(sources):
         raise OSError(
             f"{file} was built of other sources than those beside it: install fastdata again."
         )
@@ -180,7 +173,7 @@ class CoreError(Exception):
     """
 
     def __init__(self, place: int, refusal: Refusal) -> None:
-        names = list(constants())
+        names = list(CONSTANTS)
         self.reason = names[names.index("OK") + refusal.reason]
         super().__init__(f"the compiled core refused sample {place} of a batch: {self.reason}")
         self.place = place
@@ -210,48 +203,55 @@ def open_jpeg(path: str) -> Jpeg:
 
 
 def jpeg_headers(
-    sources_B: npt.NDArray[np.int64], sizes_B: npt.NDArray[np.int64]
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """Channels, height and width (B, 3) as pixels lie in files, and EXIF orientations (B,).
+    files_B: Int64s,
+    sizes_B: Int64s,
+    *,
+    upright: bool = False,
+    channels: int | None = None,
+    most_pixels: float = np.inf,
+) -> tuple[Int32s, Int32s]:
+    """Shapes (B, 3) that files at these addresses come out in, and how they are turned (B,).
 
-    0 channels: no JPEG file, or none that the core decodes. Orientation 0: not clear.
+    Turned they are as their EXIF orientations say if ``upright``, else by 1, which is not at all;
+    0: a file is none that the core decodes. With ``channels`` None gray ones have one.
     """
-    count = len(sources_B)
-    headers_B4 = np.empty((count, 4), np.int32)
-    load().fastdata_jpeg_headers(sources_B.ctypes, sizes_B.ctypes, count, headers_B4.ctypes)
-    return np.ascontiguousarray(headers_B4[:, :3]), np.ascontiguousarray(headers_B4[:, 3])
+    count = len(files_B)
+    shapes_B3 = np.empty((count, 3), np.int32)
+    turns_B = np.empty(count, np.int32)
+    load().fastdata_jpeg_headers(
+        files_B.ctypes.data,
+        sizes_B.ctypes.data,
+        count,
+        upright,
+        channels or 0,
+        most_pixels,
+        shapes_B3.ctypes.data,
+        turns_B.ctypes.data,
+    )
+    return shapes_B3, turns_B
 
 
-def decode_jpeg(jpeg: Jpeg, source: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8]) -> bool:
-    """Decode a file of the size of ``out``, (C, H, W).
-
-    3 channels come of any file, 1 of a grey one. False where its header or data are not in order.
-    """
-    file = ctypes.byref(jpeg), source.ctypes, source.size
-    return bool(load().fastdata_jpeg_decode(*file, *out.shape, out.ctypes))
+def decode_jpeg(jpeg: Jpeg, file: Bytes, out_CHW: Bytes) -> bool:
+    """Decode a file; False where it is not of that shape, or its data are not in order."""
+    given = ctypes.byref(jpeg), file.ctypes.data, file.size
+    return bool(load().fastdata_jpeg_decode(*given, *out_CHW.shape, out_CHW.ctypes.data))
 
 
 # Batches
 
 
-class Files(NamedTuple):
-    """Samples (B,) that are JPEG files: bytes of each, 0 of pixels; EXIF orientations."""
-
-    jpeg: Jpeg
-    sizes: npt.NDArray[np.int64]
-    turns: npt.NDArray[np.int32]
-
-
 class Samples:
     """Addresses of uint8 samples; channels, height and width of each.
 
-    They lie as (C, H, W) in memory, ``is_interleaved`` ones as (H, W, C); or they are ``files``.
+    They lie as (C, H, W) in memory, ``is_interleaved`` ones as (H, W, C); or they are ``files``:
+    pointers to how the core decodes JPEG files, to the bytes of each, 0 of pixels, and to how they
+    are turned.
     """
 
-    files: Files | None = None
+    files: tuple[Any, Any, Any] = (None, None, None)
     is_interleaved = False
 
-    def __init__(self, sources_B: npt.NDArray[np.int64], shapes_B3: npt.NDArray[np.int32]) -> None:
+    def __init__(self, sources_B: Int64s, shapes_B3: Int32s) -> None:
         self.sources_B = sources_B
         self.shapes_B3 = shapes_B3
 
@@ -260,16 +260,12 @@ class Keys(NamedTuple):
     """What samples (B,) draw from."""
 
     seed: int
-    visits: npt.NDArray[np.int64]
-    indices: npt.NDArray[np.int64]
+    visits: Int64s
+    indices: Int64s
 
 
-def make_table(
-    steps: npt.NDArray[Any],
-    levels: Mapping[tuple[int, int, int], npt.NDArray[np.float64]],
-    **facts: bool,
-) -> Table:
-    """A table of steps, with magnitudes by step, height and width; the facts are this machine's."""
+def make_table(steps: Array, levels: Levels, **facts: bool) -> Table:
+    """A table of steps, with magnitudes for some sizes; the facts are this machine's."""
     sizes = [(*of, values.size, values.ctypes.data) for of, values in levels.items()]
     records = np.array(sizes, LEVELS)
     table = Table(steps.ctypes.data, records.ctypes.data, len(steps), len(records), **facts)
@@ -279,13 +275,8 @@ def make_table(
 
 
 def draw(
-    table: Table,
-    keys: Keys,
-    shapes_B3: npt.NDArray[np.int32],
-    *,
-    is_probe: bool = False,
-    room: int = 8,
-) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32]]:
+    table: Table, keys: Keys, shapes_B3: Int32s, *, is_probe: bool = False, room: int = 8
+) -> tuple[Array, Int32s]:
     """Draw samples of these channels, heights and widths.
 
     Perspectives have their corners. A probe gives no ops and refuses no size. Of it 0 x 0 is a size
@@ -298,18 +289,17 @@ def draw(
     Raises:
         CoreError: a step is not for such a sample.
     """
-    seed, visits_B, indices_B = keys
     refusal = Refusal()
     after_B3 = np.array(shapes_B3, np.int32, order="C")
-    ops_BS = np.empty((len(indices_B), room), OP)
+    ops_BS = np.empty((len(after_B3), room), OP)
     most = load().fastdata_draw(
         ctypes.byref(table),
-        seed & _MASK,
-        visits_B.ctypes,
-        indices_B.ctypes,
-        after_B3.ctypes,
+        keys.seed,
+        keys.visits.ctypes.data,
+        keys.indices.ctypes.data,
+        after_B3.ctypes.data,
         len(after_B3),
-        ops_BS.ctypes,
+        ops_BS.ctypes.data,
         room,
         is_probe,
         ctypes.byref(refusal),
@@ -321,10 +311,10 @@ def draw(
     return ops_BS[:, :most], after_B3
 
 
-def equations(ops_P: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+def equations(ops_P: Array) -> Float64s:
     """What the coefficients of perspectives solve, eight by nine numbers for each."""
     equations_P89 = np.empty((len(ops_P), 8, 9))
-    load().fastdata_equations(ops_P.ctypes, len(ops_P), equations_P89.ctypes)
+    load().fastdata_equations(ops_P.ctypes.data, len(ops_P), equations_P89.ctypes.data)
     return equations_P89
 
 
@@ -333,7 +323,7 @@ def serve(
     keys: Keys,
     every: Sequence[Batch],
     *,
-    rows: npt.NDArray[np.int64] | None = None,
+    rows: Int64s | None = None,
     first: int = 0,
     last: int | None = None,
 ) -> None:
@@ -347,29 +337,25 @@ def serve(
             not in order.
         MemoryError: there is no memory for an image.
     """
-    batch = every[0]  # where the core reads the samples of all
-    batch.sources_B = samples.sources_B.ctypes.data
-    batch.shapes_B3 = samples.shapes_B3.ctypes.data
-    batch.interleaved = samples.is_interleaved
-    batch.seed = keys.seed & _MASK
-    batch.visits_B = keys.visits.ctypes.data
-    batch.indices_B = keys.indices.ctypes.data
-    files = samples.files
-    if files is not None:
-        batch.sizes_B = files.sizes.ctypes.data
-        batch.turns_B = files.turns.ctypes.data
-        batch.jpeg = ctypes.addressof(files.jpeg)
-    if rows is not None:
-        for each in every:
-            each.rows_B = rows.ctypes.data
-    for each, following in pairwise(every):
-        each.next = ctypes.addressof(following)
     refusal = Refusal()
-    end = len(samples.sources_B) if last is None else last
-    place = load().fastdata_serve(ctypes.byref(batch), first, end, ctypes.byref(refusal))
+    place = load().fastdata_serve(
+        samples.sources_B.ctypes.data,
+        samples.shapes_B3.ctypes.data,
+        samples.is_interleaved,
+        *samples.files,
+        keys.seed,
+        keys.visits.ctypes.data,
+        keys.indices.ctypes.data,
+        rows if rows is None else rows.ctypes.data,
+        (Batch * len(every))(*every),
+        len(every),
+        first,
+        len(samples.sources_B) if last is None else last,
+        ctypes.byref(refusal),
+    )
     if place < 0:
         return
-    if refusal.reason == constants()["NO_MEMORY"]:
+    if refusal.reason == CONSTANTS["NO_MEMORY"]:
         raise MemoryError(
             f"there is no memory for the intermediate images of sample {place} of a batch"
         )

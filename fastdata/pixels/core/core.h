@@ -342,24 +342,24 @@ typedef struct {
 /* OP_ERASE and OP_NOISE on a packed image of the floats served, of uint8 if that is NULL; gives OK, or why not. */
 int rewrite(const Op *op, const Image *image, const Values *served);
 
-/* Samples, and what they are served as. */
+/* What samples are served as: table, perspectives, out, its size and layout; and where they lie, which fastdata_serve fills
+ * in: of the first of several, as far as that is the same for all. */
 typedef struct Batch {
-    const uint8_t *const *sources_B; /* first byte of each sample, uint8 */
-    const int64_t *sizes_B; /* bytes of those that are JPEG files, 0 of pixels; NULL: all are pixels */
-    const int32_t *turns_B; /* EXIF orientations that files are turned by, which their shapes follow; NULL: none is */
-    const Jpeg *jpeg;
-    const int32_t *shapes_B3;       /* channels, height, width of each */
-    uint64_t seed;                  /* with the next two what is drawn from */
-    const int64_t *visits_B, *indices_B;
-    const double *solved_BS8;       /* of perspectives, for `solved` ops of each sample; NULL: there are none */
     const Table *table;
-    uint8_t *out_B;        /* (B, C, h, w), or more rows; (B, h, w, C) in memory if `channels_last` */
-    const int64_t *rows_B; /* which of them each sample is written to; NULL: its own number */
-    int32_t solved, interleaved; /* whether sources are (H, W, C), not (C, H, W) */
+    uint8_t *out_B;           /* (B, C, h, w), or more rows; (B, h, w, C) in memory if `channels_last` */
     int32_t channels, height, width, channels_last;
-    int32_t streams; /* whether values go past the caches: found when the batch is served */
-    struct Batch *next; /* what else the same samples are served as; of that are read table, perspectives, out, its size
-                           and layout */
+    const double *solved_BS8; /* of perspectives, for `solved` ops of each sample; NULL: there are none */
+    int32_t solved, streams;  /* whether values go past the caches: found when the batch is served */
+    const int64_t *rows_B;    /* which of them each sample is written to; NULL: its own number */
+    const uint8_t *const *sources_B; /* first byte of each sample, uint8 */
+    const int32_t *shapes_B3; /* channels, height, width of each */
+    const int64_t *sizes_B;   /* bytes of those that are JPEG files, 0 of pixels; NULL: all are pixels */
+    const int32_t *turns_B;   /* EXIF orientations that files are turned by, which their shapes follow; NULL: none is */
+    const Jpeg *jpeg;
+    uint64_t seed;            /* with the next two what is drawn from */
+    const int64_t *visits_B, *indices_B;
+    struct Batch *next;       /* what else the same samples are served as */
+    int32_t interleaved, unused; /* whether sources are (H, W, C), not (C, H, W) */
 } Batch;
 
 /* Decode the box from (top, left) on that `out` has the size of, packed or (H, W, C), of a file of height x width. False

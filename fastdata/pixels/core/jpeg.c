@@ -204,11 +204,19 @@ static void read_header(const uint8_t *file, int64_t size, int32_t header[4]) {
     }
 }
 
-/* Channels (1 or 3), height, width and EXIF orientation of each file, as its pixels lie in it. Channels 0: Pillow's to
- * open; orientation 0: to turn. */
-EXPORT void fastdata_jpeg_headers(const uint8_t *const *files_B, const int64_t *sizes_B, int64_t count,
-                                  int32_t *headers_B4) {
-    for (int64_t b = 0; b < count; b++) read_header(files_B[b], sizes_B[b], headers_B4 + 4 * b);
+/* Channels (1 or 3, or `channels` of all), height and width of each file as it comes out, turned as its EXIF says if it is
+ * to be `upright`, and how it is turned; by 0: it is Pillow's to open. */
+EXPORT void fastdata_jpeg_headers(const uint8_t *const *files_B, const int64_t *sizes_B, int64_t count, bool upright,
+                                  int32_t channels, double most_pixels, int32_t *shapes_B3, int32_t *turns_B) {
+    for (int64_t b = 0; b < count; b++) {
+        int32_t header[4], *shape = shapes_B3 + 3 * b;
+        read_header(files_B[b], sizes_B[b], header);
+        const bool is_open = header[0] && (double)header[1] * header[2] <= most_pixels;
+        turns_B[b] = !is_open ? 0 : upright ? header[3] : 1;
+        const bool is_on_side = turns_B[b] > 4;
+        shape[0] = channels && header[0] ? channels : header[0];
+        shape[1] = header[is_on_side ? 2 : 1], shape[2] = header[is_on_side ? 1 : 2];
+    }
 }
 
 /* Whether what is left of a scan is followed by the end of the image. Pillow misses that in a file that was cut off, and
@@ -320,10 +328,12 @@ bool decode(const Jpeg *jpeg, const uint8_t *file, int64_t size, int32_t height,
     return true;
 }
 
-/* Decode a file of a size that its header has to `out`, planar: three channels of whatever the file has, or
- * one of a grey one. False where Pillow is to judge. */
+/* Decode a file to `out`, planar. False where Pillow is to judge, as of one whose header has another size or channels. */
 EXPORT bool fastdata_jpeg_decode(const Jpeg *jpeg, const uint8_t *file, int64_t size, int32_t channels, int32_t height,
                                  int32_t width, uint8_t *out) {
+    int32_t header[4];
+    read_header(file, size, header);
+    if (header[0] != channels || header[1] != height || header[2] != width) return false;
     Scratch *scratch = borrow();
     if (!scratch) return false;
     Image image = {.data = out, .channels = channels, .height = height, .width = width};

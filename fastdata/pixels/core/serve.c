@@ -648,13 +648,21 @@ static void expect(const Batch *batch, int64_t b) {
     for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(batch->sources_B[b] + at);
 }
 
-/* Serve samples [first, last) of a batch. Returns -1, or the sample that was refused. */
-EXPORT int64_t fastdata_serve(Batch *batch, int64_t first, int64_t last, Refusal *refusal) {
-    int64_t programs = 0;
-    for (Batch *each = batch; each; each = each->next, programs++) {
+/* Serve samples [first, last) of a batch by `programs` of them. Returns -1, or the sample that was refused. */
+EXPORT int64_t fastdata_serve(const uint8_t *const *sources_B, const int32_t *shapes_B3, bool interleaved, const Jpeg *jpeg,
+                              const int64_t *sizes_B, const int32_t *turns_B, uint64_t seed, const int64_t *visits_B,
+                              const int64_t *indices_B, const int64_t *rows_B, Batch *every, int64_t programs,
+                              int64_t first, int64_t last, Refusal *refusal) {
+    Batch *batch = every;
+    batch->sources_B = sources_B, batch->shapes_B3 = shapes_B3, batch->interleaved = interleaved;
+    batch->jpeg = jpeg, batch->sizes_B = sizes_B, batch->turns_B = turns_B;
+    batch->seed = seed, batch->visits_B = visits_B, batch->indices_B = indices_B;
+    for (int64_t k = 0; k < programs; k++) {
+        Batch *each = every + k;
         const int64_t values = (last - first) * each->channels * each->height * each->width;
+        each->rows_B = rows_B, each->next = k + 1 < programs ? each + 1 : NULL;
         each->streams = values * ITEM_BYTES[each->table->values.dtype] > STREAMED_BYTES;
-        refusal->program = programs, refusal->reason = REFUSED_TABLE;
+        refusal->program = (int32_t)k, refusal->reason = REFUSED_TABLE;
         if (!is_sound(each->table)) return first;
     }
     Scratch *scratch = borrow();
