@@ -20,7 +20,7 @@ from conftest import shown
 from fastdata import CachedDataset, ChunkedLoader, DataLoader, ImageFolder, ImageManifest
 from fastdata.errors import RemoteError, SampleError
 from fastdata.sources import remote
-from fastdata.sources.remote import Place, options_travel
+from fastdata.sources.remote import Place, facts_of, options_travel
 
 FILES = {"a/1.txt": b"one", "a/b/2.txt": b"twice", "c.txt": b""}
 
@@ -55,39 +55,39 @@ def test_places_have_one_face(url: str, tmp_path: Path) -> None:
     place = Place(url.format(tmp_path=tmp_path))
     for name, data in FILES.items():
         place.write(name, data)
-    assert {entry.name: entry.size_bytes for entry in place.find()} == {
+    assert {name: size for name, (size, _) in place.find().items()} == {
         name: len(data) for name, data in FILES.items()
     }
-    assert [entry.name for entry in place.find("a")] == ["a/1.txt", "a/b/2.txt"]
+    assert list(place.find("a")) == ["a/1.txt", "a/b/2.txt"]
     if place.is_remote:
-        assert [entry.name for entry in place.submit_find("a", depth=1).result()] == ["a/1.txt"]
+        assert list(place.submit_find("a", depth=1).result()) == ["a/1.txt"]
     assert place.folders() == ["a"]
     assert [place.read(name) for name in FILES] == list(FILES.values())
     assert place.submit("a/b/2.txt", 1, 3).result() == b"wi"
-    assert place.submit_facts("a/1.txt").result()[0] == 3
+    [(size, _)] = facts_of([(place, "a/1.txt")])
+    assert size == 3
     assert place.submit("a/1.txt", 2).result() == b"e"
     assert place.below("a").read("1.txt") == b"one"
     place.remove("a/1.txt", "a/none")
     with pytest.raises(FileNotFoundError, match=r"a/1\.txt"):
         place.read("a/1.txt")
-    assert place.submit_facts("a/1.txt").result() == (-1, -1)
+    assert facts_of([(place, "a/1.txt"), (place, "c.txt/none")]) == [(-1, -1)] * 2
 
 
 def test_a_tag_changes_with_the_content() -> None:
     """A file that was replaced has another tag."""
     place = Place("memory://place")
     place.write("name", b"old")
-    (before,) = place.find()
+    before = place.find()["name"]
     place.write("name", b"new")
-    (after,) = place.find()
-    assert before.tag != after.tag
+    assert before != place.find()["name"]
 
 
 def test_what_was_listed_is_in_no_pickle() -> None:
     """A place goes to worker processes without the files that it has come upon."""
     place = Place("memory://place")
     place.write("name", b"data")
-    assert [entry.name for entry in place.find()] == list(place.listed) == ["name"]
+    assert list(place.find()) == list(place.listed) == ["name"]
     assert not pickle.loads(pickle.dumps(place)).listed
 
 
@@ -190,13 +190,9 @@ def test_a_password_in_a_url_is_refused(url: str) -> None:
 
 def test_a_missing_package_is_named() -> None:
     """A URL whose file system is not installed is an error that names the package, and an unknown one is an error."""
-    with pytest.raises(
-        ImportError, match=r"^adl://store/x needs a package that is not installed: .*dlfs"
-    ):
+    with pytest.raises(ImportError, match=r"dlfs"):
         ImageFolder("adl://store/x")
-    with pytest.raises(
-        ValueError, match=r"^nonsense://store/x is a URL of a kind that fsspec does not know"
-    ):
+    with pytest.raises(ValueError, match=r"Protocol not known: nonsense"):
         ImageFolder("nonsense://store/x")
 
 
@@ -332,11 +328,11 @@ def test_files_are_listed_once_and_read_together(
     assert calls[before:] == ["cat_file"] * len(dataset)
     source: Any = dataset._origin()
     source.expect(range(len(dataset)))
-    assert len(source._requests.pending()) == len(dataset)
-    assert pickle.loads(pickle.dumps(source))._requests.pending() == {}
+    assert len(source._requests) == len(dataset)
+    assert pickle.loads(pickle.dumps(source))._requests == {}
     for index in range(len(dataset)):
         source.read(index)
-    assert not source._requests.pending()
+    assert not source._requests
 
 
 def test_a_changed_file_is_an_error(bucket: tuple[str, Path]) -> None:
@@ -434,7 +430,6 @@ def test_some_of_a_remote_folder_stay_remote(bucket: tuple[str, Path]) -> None:
     with ImageFolder(url) as there:
         there.samples = there.samples[3:1:-1]
         path = there.samples[1][0]
-        place, name = Place(path).apart()
-        place.write(name, b"another")
+        Place(path).write("", b"another")
         with pytest.raises(SampleError, match="7 bytes came"):
             there[1]

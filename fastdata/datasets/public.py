@@ -64,7 +64,7 @@ class _ImageFiles(PreparedDataset):
         if self._place is not None:
             listed = self._place.listed
             names = [self._place.locate(path)[1] for path in paths]
-            known = [listed.get(name, (0, -1, -1))[1:] for name in names]
+            known = [listed.get(name, (-1, -1)) for name in names]
             self._facts = ArrayBlock({"facts": np.array(known, np.int64).reshape(-1, 2)})
             self._place.listed = {}
         self._build(self._files_of(table), options, transform, target_transform, files=table)

@@ -18,7 +18,7 @@ import torch
 
 from fastdata.errors import is_url, kind_of
 from fastdata.pixels.images import Opening, decode_image, is_image, load_image, opening_of
-from fastdata.sources.remote import Place, Requests, fleeting_folder
+from fastdata.sources.remote import Place, Requests, facts_of, fleeting_folder
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -205,9 +205,7 @@ class FileSource:
             return None
         facts: np.ndarray = self.facts.T
         if len(self) and facts[0].max() < 0:  # nobody has listed them
-            located = map(self.place.locate, self.paths)
-            submitted = [place.submit_facts(name) for place, name in located]
-            facts = np.array([future.result() for future in submitted]).T
+            facts = np.array(facts_of(map(self.place.locate, self.paths))).T
         return facts
 
 

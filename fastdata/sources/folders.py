@@ -90,7 +90,7 @@ def _list_classes(root: AnyPath, names: list[str], endings: Endings) -> Iterator
     if isinstance(root, Place) and root.is_remote:
         # In the order of _list_files, all folders at once.
         for found in [root.submit_find(name) for name in names]:
-            files = sorted([entry.name for entry in found.result()], key=os.path.split)
+            files = sorted(found.result(), key=os.path.split)
             yield [root.at(name) for name in files if name.lower().endswith(endings)]
         return
     tops = [os.path.join(os.path.expanduser(root), name) for name in names]

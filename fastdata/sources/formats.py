@@ -28,7 +28,7 @@ import numpy as np
 
 from fastdata.errors import RemoteError, is_url
 from fastdata.pixels.images import IMAGE_EXTENSIONS, decode_image
-from fastdata.sources.remote import Place, Requests
+from fastdata.sources.remote import Place, Requests, facts_of
 
 _KINDS = {".tar": "tar", ".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow"}
 _SPLIT = re.compile(r"(?:^|[/_.-])(train|val|valid|validation|test)(?=[/_.-])")
@@ -125,8 +125,8 @@ def _find_files(text: str, storage_options: Mapping[str, Any] | None) -> list[Fi
         names = _list_folder(place)
     else:
         return []
-    facts = [place.submit_facts(name) for name in names]
-    files = [File(place, name, *fact.result()) for name, fact in zip(names, facts, strict=True)]
+    facts = facts_of((place, name) for name in names)
+    files = [File(place, name, *each) for name, each in zip(names, facts, strict=True)]
     for file in files:
         if file.size_bytes < 0:
             raise FileNotFoundError(f"{file} is not there")
@@ -134,11 +134,12 @@ def _find_files(text: str, storage_options: Mapping[str, Any] | None) -> list[Fi
 
 
 def _match(place: Place, pattern: str) -> list[str]:
-    if place.is_remote:
-        names = [entry.name for entry in place.submit_find(depth=1).result()]
-    else:
-        names = sorted(glob(pattern, root_dir=place.url))
-    names = [name for name in names if fnmatchcase(name, pattern) and _kind_of(name)]
+    there = (
+        place.submit_find(depth=1).result()
+        if place.is_remote
+        else sorted(glob(pattern, root_dir=place.url))
+    )
+    names = [name for name in there if fnmatchcase(name, pattern) and _kind_of(name)]
     if not names:
         raise FileNotFoundError(
             f"no .tar, .parquet, .arrow or .feather file is like {place.at(pattern)}"
@@ -147,7 +148,7 @@ def _match(place: Place, pattern: str) -> list[str]:
 
 
 def _list_folder(place: Place) -> list[str]:
-    names = [entry.name for entry in place.find()]
+    names = list(place.find())
     if "index.json" in names:
         index = json.loads(place.read("index.json"))
         where = "remote" if place.is_remote else "local"

@@ -15,13 +15,13 @@ import stat
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextvars import ContextVar
 from functools import cache
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.utils import _pytree as pytree
 
@@ -69,12 +69,8 @@ _CLIENTS: dict[tuple[int, str, str], Any] = {}
 _OPTIONS_TRAVEL: ContextVar[bool] = ContextVar("fastdata_options_travel", default=False)
 
 
-class Entry(NamedTuple):
-    """A file: name relative to its place, size (-1: not told), a number that tells its content."""
-
-    name: str
-    size_bytes: int
-    tag: int
+Facts = tuple[int, int]
+"""Of a file: its size, -1 where that is not told, and a number that tells its content."""
 
 
 @contextlib.contextmanager
@@ -93,9 +89,9 @@ def _sweep(parent: str) -> None:
 
     for left in Path(parent).glob(f"{_FLEETING}*"):
         with contextlib.suppress(OSError):  # a Timeout, too, of one that is in use
-            is_own = stat.S_ISDIR(left.lstat().st_mode) and made_by_this_user(left)
-            age_s = time.time() - left.lstat().st_mtime
-            if is_own and age_s > _FLEETING_S:  # else it may not have its lock yet
+            found = left.lstat()
+            is_own = stat.S_ISDIR(found.st_mode) and made_by_this_user(left)
+            if is_own and time.time() - found.st_mtime > _FLEETING_S:  # else it may have no lock
                 with FileLock(left / "lock").acquire(timeout=0):
                     shutil.rmtree(left)
 
@@ -144,7 +140,7 @@ class Place:
     ) -> None:
         text = os.fsdecode(url)
         self.is_remote = is_url(text)
-        self.listed: dict[str, Entry] = {}
+        self.listed: dict[str, Facts] = {}
         self._options = StorageOptions(storage_options or {})
         if not self.is_remote:
             self.url = os.path.abspath(os.path.expanduser(text.removeprefix("file://")))
@@ -161,15 +157,11 @@ class Place:
             )
 
     def at(self, name: str = "") -> str:
-        """The path or URL of a file, for messages."""
+        """The path or URL of a file; "" is the place itself."""
         return f"{self.url}/{name}" if name else self.url
 
     def below(self, name: str) -> Place:
         return Place(self.at(name), self._options)
-
-    def apart(self) -> tuple[Place, str]:
-        """The folder of a file that was given as a place, and its name."""
-        return self.locate(self.url)
 
     def locate(self, url: str) -> tuple[Place, str]:
         """The folder of a file, which most likely is this one, and the file's name there."""
@@ -221,26 +213,22 @@ class Place:
         client = self._client()
         return client.open(self._path(client, name), "rb", block_size=_READ_AHEAD_BYTES)
 
-    def submit_facts(self, name: str) -> Future[tuple[int, int]]:
-        """Size and tag of a file; -1 where it is not there."""
-        return self._submit("info", name, then=_facts, missing=(-1, -1))
-
-    def find(self, below: str = "") -> list[Entry]:
-        """All files below a folder, sorted by name; none where it is not there."""
+    def find(self, below: str = "") -> dict[str, Facts]:
+        """All files below a folder, by name; none where it is not there."""
         return self.submit_find(below).result()
 
-    def submit_find(self, below: str = "", *, depth: int | None = None) -> Future[list[Entry]]:
+    def submit_find(self, below: str = "", *, depth: int | None = None) -> Future[dict[str, Facts]]:
         """``find``; behind a URL it need not look further down than ``depth``."""
 
-        def list_entries(files: Mapping[str, Any]) -> list[Entry]:
+        def facts_by_name(files: Mapping[str, Any]) -> dict[str, Facts]:
             above = len(self._path(self._client(), "")) + 1
-            entries = [Entry(path[above:], *_facts(info)) for path, info in files.items()]
+            found = {path[above:]: _facts(files[path]) for path in sorted(files)}
             if self.is_remote:
-                self.listed.update((entry.name, entry) for entry in entries)
-            return sorted(entries)
+                self.listed.update(found)
+            return found
 
         options: dict[str, Any] = {} if depth is None else {"maxdepth": depth}
-        return self._submit("find", below, detail=True, then=list_entries, **options)
+        return self._submit("find", below, detail=True, then=facts_by_name, **options)
 
     def folders(self) -> list[str]:
         """The names of the folders right in this one, sorted.
@@ -267,7 +255,8 @@ class Place:
 
     def remove(self, *names: str) -> None:
         for name in names:
-            self._submit("rm_file", name, missing=b"").result()
+            with contextlib.suppress(FileNotFoundError):
+                self._submit("rm_file", name).result()
 
     # The client
 
@@ -280,19 +269,10 @@ class Place:
         key = os.getpid(), protocol, fsspec.utils.tokenize(dict(self._options))
         if key not in _CLIENTS:
             options: dict[str, Any] = dict(self._options)
-            try:
-                kind = fsspec.get_filesystem_class(protocol)
-                if kind.__module__.partition(".")[0] == "s3fs":
-                    options["config_kwargs"] = {**_S3_DEFAULTS, **options.get("config_kwargs", {})}
-                _CLIENTS[key] = kind(skip_instance_cache=True, **options)
-            except ImportError as missing:
-                raise ImportError(
-                    f"{self.url} needs a package that is not installed: {missing}"
-                ) from None
-            except ValueError as unknown:
-                raise ValueError(
-                    f"{self.url} is a URL of a kind that fsspec does not know: {unknown}"
-                ) from None
+            kind = fsspec.get_filesystem_class(protocol)
+            if kind.__module__.partition(".")[0] == "s3fs":
+                options["config_kwargs"] = {**_S3_DEFAULTS, **options.get("config_kwargs", {})}
+            _CLIENTS[key] = kind(skip_instance_cache=True, **options)
         return _CLIENTS[key]
 
     def _path(self, client: Any, name: str) -> str:
@@ -306,34 +286,30 @@ class Place:
         *arguments: Any,
         source: tuple[str, ...] = (),
         then: Callable[[Any], Any] = lambda result: result,
-        missing: Any = None,
         **options: Any,
     ) -> Future[Any]:
         """Call a method of the client with the path of a file: here at once, else in fsspec's loop.
 
-        ``then`` is what the result goes through, ``missing`` stands for a file that is not there.
+        ``then`` is what the result goes through.
         """
         client = self._client()
         arguments = (*source, self._path(client, name), *arguments)
         url = self.at(name)
 
-        async def request() -> Any:
-            for again in ("", " (tried twice)"):
-                try:
-                    answer = _call(client, method, *arguments, **options)
-                    return then(await asyncio.wait_for(answer, ATTEMPT_S))
-                except FileNotFoundError:
-                    if missing is None:
-                        raise FileNotFoundError(f"{url} is not there") from None
-                    return missing
-                except Exception as problem:  # noqa: BLE001  # clients raise anything
-                    said = self._said(problem)
-                    if again or isinstance(problem, _FINAL):
-                        # Without its cause, whose text and traceback may show credentials.
-                        raise _final_error(problem, f"{url}: {said}{again}") from None
-                    log.info("%s is asked for again: %s", url, said)
-                await asyncio.sleep(_PAUSE_S)
-            raise AssertionError
+        async def request(again: str = "") -> Any:
+            try:
+                answer = _call(client, method, *arguments, **options)
+                return then(await asyncio.wait_for(answer, ATTEMPT_S))
+            except FileNotFoundError:
+                raise FileNotFoundError(f"{url} is not there") from None
+            except Exception as problem:  # noqa: BLE001  # clients raise anything
+                said = self._said(problem)
+                if again or isinstance(problem, _FINAL):
+                    # Without its cause, whose text and traceback may show credentials.
+                    raise _final_error(problem, f"{url}: {said}{again}") from None
+            log.info("%s is asked for again: %s", url, said)
+            await asyncio.sleep(_PAUSE_S)
+            return await request(" (tried twice)")
 
         if self.is_remote:
             from fsspec.asyn import get_loop
@@ -343,11 +319,7 @@ class Place:
         try:
             future.set_result(then(getattr(client, method)(*arguments, **options)))
         except Exception as problem:  # noqa: BLE001  # raised by whoever asks for the result
-            is_missing = isinstance(problem, FileNotFoundError | NotADirectoryError)
-            if is_missing and missing is not None:
-                future.set_result(missing)
-            else:
-                future.set_exception(problem)
+            future.set_exception(problem)
         return future
 
     def _said(self, problem: Exception) -> str:
@@ -386,8 +358,19 @@ def _final_error(problem: Exception, said: str) -> Exception:
     return RemoteError(f"{said}. {cure}.")
 
 
-def _facts(info: Mapping[str, Any]) -> tuple[int, int]:
-    """Size and tag of a file, as its file system tells them."""
+def facts_of(files: Iterable[tuple[Place, str]]) -> list[Facts]:
+    """Of files by place and name, all asked for at once; sizes of -1 where one is not there."""
+    asked = [place._submit("info", name, then=_facts) for place, name in files]
+    found = []
+    for future in asked:
+        try:
+            found.append(future.result())
+        except (FileNotFoundError, NotADirectoryError):
+            found.append((-1, -1))
+    return found
+
+
+def _facts(info: Mapping[str, Any]) -> Facts:
     tag = next((str(info[name]) for name in _TAGS if info.get(name) is not None), "")
     digest = hashlib.blake2b(tag.encode(), digest_size=8).digest()
     size = info.get("size")
@@ -398,31 +381,25 @@ Submit = Callable[[int], Future[bytes]]
 """Asks for the file, or the piece, of an index."""
 
 
-class Requests:
-    """Files, or pieces of them, that this process asked for and has not read yet, by index."""
+class Requests(dict[tuple[int, int], Future[bytes]]):
+    """Files, or pieces of them, that were asked for and not read yet, by process and index.
 
-    def __init__(self) -> None:
-        self._pid = 0
-        self._pending: dict[int, Future[bytes]] = {}
-
-    def pending(self) -> dict[int, Future[bytes]]:
-        if self._pid != os.getpid():  # what a parent waits for never comes here
-            self._pid = os.getpid()
-            self._pending = {}
-        return self._pending
+    What a parent waits for never comes to a process that was forked.
+    """
 
     def take(self, index: int, submit: Submit) -> Future[bytes]:
         """What was asked for, or is now."""
-        return self.pending().pop(index, None) or submit(index)
+        return self.pop((os.getpid(), index), None) or submit(index)
 
     def expect(self, indices: Sequence[int], submit: Submit) -> None:
-        pending = self.pending()
+        pid = os.getpid()
         for index in indices:
-            if index not in pending:
-                pending[index] = submit(index)
+            if (pid, index) not in self:
+                self[pid, index] = submit(index)
         # Of readers that gave up.
-        for index in list(pending)[: -max(_MOST_EXPECTED, len(indices))]:
-            pending.pop(index, Future()).cancel()
+        own = [key for key in list(self) if key[0] == pid]
+        for key in own[: -max(_MOST_EXPECTED, len(indices))]:
+            self.pop(key, Future()).cancel()
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return Requests, ()

@@ -35,7 +35,7 @@ import torch
 from fastdata.errors import CacheError, MemoryBudgetError, RemoteError, SampleError
 from fastdata.machine.memory import StoragePlan, format_bytes, user_cache
 from fastdata.machine.shared import ArrayBlock, PackedPaths, SampleTable
-from fastdata.sources.remote import Place
+from fastdata.sources.remote import Place, facts_of
 from fastdata.stores.codecs import codec_of
 from fastdata.stores.mirror import MirroredStore
 from fastdata.stores.prepare import Prepared
@@ -405,8 +405,8 @@ def cache_places(home: Place) -> list[Place]:
     places = [home]
     with contextlib.suppress(FileNotFoundError):
         places += map(home.below, home.folders())
-    asked = [place.submit_facts(INDEX) for place in places]
-    found = [each for each, facts in zip(places, asked, strict=True) if facts.result()[0] >= 0]
+    sizes = facts_of((place, INDEX) for place in places)
+    found = [place for place, (size, _) in zip(places, sizes, strict=True) if size >= 0]
     if not found:
         raise FileNotFoundError(
             f"{home} is no cache and holds none: there is no {INDEX} in it or one below it, as "

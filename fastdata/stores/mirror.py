@@ -99,9 +99,9 @@ class MirroredStore(DiskStore):
             OSError: the folder cannot be written.
             RemoteError: the place cannot be reached.
         """
-        there = {entry.name: entry.size_bytes for entry in place.find()}
+        there = place.find()
         for name, size_bytes in sizes.items():
-            if there.get(name) != size_bytes:
+            if there.get(name, (-1, -1))[0] != size_bytes:
                 raise CacheError(f"{place.at(name)} is missing, or has not {size_bytes:,} bytes")
         (local_cache / ".locks").mkdir(parents=True, exist_ok=True)
         kept_bytes = sum(each_bytes for _, each_bytes, _ in _list_segments(local_cache))

@@ -130,13 +130,13 @@ def test_files_are_written_to_s3(s3: MotoS3, tmp_path: Path) -> None:
     place.upload("large", tmp_path / "large")
     place.write("small", b"bytes")
     place.write("small", b"other")
-    assert [(entry.name, entry.size_bytes) for entry in place.find()] == [
+    assert [(name, size) for name, (size, _) in place.find().items()] == [
         ("large", 6 << 20),
         ("small", 5),
     ]
     assert place.submit("small", 1, 3).result() == b"th"
     place.remove("small", "large", "none")
-    assert place.find() == []
+    assert place.find() == {}
 
 
 def test_a_missing_bucket(s3: MotoS3, tmp_path: Path) -> None:
@@ -173,14 +173,14 @@ def test_a_cache_is_built_in_s3(s3: MotoS3, tmp_path: Path, folder: Path, engine
             colours, targets = colours_of(dataset), list(dataset.targets)
             assert colours_in(dataset) == colours
     place = Place("s3://bucket/caches", s3.storage_options)
-    built = {entry.name: entry.tag for entry in place.find()}
+    built = place.find()
     parts = [name for name in built if "part0" in name]
     assert len(parts) > 3
     assert len([name for name in built if "shard" in name]) == len(parts)
     assert s3.storage_options["secret"].encode() not in b"".join(map(place.read, built))
     with ImageFolder("s3://bucket/train", **options) as dataset:
         assert colours_in(dataset) == colours
-    assert {entry.name: entry.tag for entry in place.find()} == built
+    assert place.find() == built
     streamed = {name: options[name] for name in ("storage_options", "local_cache")}
     with (
         CachedDataset.from_cache("s3://bucket/caches", as_tensors=True, **streamed) as cached,
@@ -209,13 +209,13 @@ def test_a_build_in_s3_goes_on(s3: MotoS3, tmp_path: Path, folder: Path) -> None
     place = Place("s3://bucket/caches", s3.storage_options)
     with pytest.raises(SampleError, match=r"class2/23\.png"):
         ImageFolder.build_cache(folder, prepare_workers=1, **options)
-    left = {entry.name: entry.tag for entry in place.find()}
+    left = place.find()
     assert left
     assert not [name for name in left if name.endswith("fastdata.npz")]
     with pytest.raises(SampleError, match=r"class2/23\.png"):
         ImageFolder.build_cache(folder, prepare_workers=1, **options)
-    assert {entry.name: entry.tag for entry in place.find()} == left
+    assert place.find() == left
     (folder / "class2/23.png").write_bytes(whole)
     with ImageFolder.build_cache(folder, **options) as dataset:
         assert colours_in(dataset) == colours_of(dataset)
-    assert [entry.name for entry in place.find() if entry.name.endswith("fastdata.npz")]
+    assert [name for name in place.find() if name.endswith("fastdata.npz")]
