@@ -178,8 +178,7 @@ class MirroredStore(DiskStore):
         if not missing:
             return
         with self.index.block.hold(os.getpid()):  # of the threads of a process one at a time
-            largest_bytes = int(self._segment_bytes[missing].max(initial=1))
-            at_once = max(FETCH_BYTES // largest_bytes, 1)
+            at_once = max(FETCH_BYTES // max(self._segment_bytes[missing]), 1)
             for first in range(0, len(missing), at_once):
                 self._fetch(missing[first : first + at_once])
 
@@ -218,10 +217,10 @@ class MirroredStore(DiskStore):
             # Whoever had the locks may have fetched some.
             missing = self._map_local(numbers)
             self._make_room(int(self._segment_bytes[missing].sum()))
-            coming = [self._place.submit(*self._segment(number)) for number in missing]
-            for future in coming:
+            coming = {number: self._place.submit(*self._segment(number)) for number in missing}
+            for future in coming.values():
                 cleanup.callback(future.cancel)
-            for number, future in zip(missing, coming, strict=True):
+            for number, future in coming.items():
                 self._bytes[number] = self._keep(self._path(number), future.result())
 
     def _keep(self, path: Path, data: bytes) -> Bytes:
@@ -236,19 +235,20 @@ class MirroredStore(DiskStore):
 
     def _make_room(self, size_bytes: int) -> None:
         """Delete what was needed longest ago, of whatever cache, where there is no room."""
-        if self._spare_bytes < size_bytes:
-            self._spare_bytes = max(size_bytes, self.limit_bytes // _SLACK)
-            with FileLock(self._folder.parent / ".locks" / "room"):
-                segments = sorted(_list_segments(self._folder.parent))
-                too_many_bytes = sum(each_bytes for _, each_bytes, _ in segments)
-                too_many_bytes += self._spare_bytes - self.limit_bytes
-                for _, each_bytes, path in segments:
-                    if too_many_bytes <= 0:
-                        break
-                    with contextlib.suppress(OSError):
-                        path.unlink()
-                        too_many_bytes -= each_bytes
         self._spare_bytes -= size_bytes
+        if self._spare_bytes >= 0:
+            return
+        spare_bytes = max(size_bytes, self.limit_bytes // _SLACK)
+        with FileLock(self._folder.parent / ".locks" / "room"):
+            segments = sorted(_list_segments(self._folder.parent))
+            kept_bytes = sum(each_bytes for _, each_bytes, _ in segments)
+            for _, each_bytes, path in segments:
+                if kept_bytes + spare_bytes <= self.limit_bytes:
+                    break
+                with contextlib.suppress(OSError):
+                    path.unlink()
+                    kept_bytes -= each_bytes
+        self._spare_bytes = spare_bytes - size_bytes
 
     def __reduce__(self) -> tuple[object, ...]:
         files = self._place, self._names, self.spec, self.index, self._decoder
@@ -294,8 +294,7 @@ def _in_segments(
     """The index of a ``MirroredStore``, made of one over files of so many bytes."""
     segment_bytes = max(_SEGMENT_BYTES, -(-size_bytes // _MOST_SEGMENTS))
     starts = index["offsets"]
-    sizes = index.get("sizes")
-    stops = starts + (spec.sample_bytes if sizes is None else sizes)
+    stops = starts + (index["sizes"] if "sizes" in index else spec.sample_bytes)
     keys = (index["files"].astype(np.int64) << _FILE_SHIFT) + starts // segment_bytes
     pieces, numbers = np.unique(keys, return_inverse=True)
     begins = np.full(len(pieces), size_bytes)
