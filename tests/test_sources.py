@@ -56,6 +56,12 @@ def tree(tmp_path: Path) -> Path:
     return root
 
 
+def listed_in(root: Any, class_to_idx: Any = None, **options: Any) -> list[tuple[str, int]]:
+    """As torchvision's ``make_dataset``, which finds the classes where none are given."""
+    classes = find_classes(root)[1] if class_to_idx is None else class_to_idx
+    return scan_folder(root, classes, **options)
+
+
 def outcome(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Outcome:
     """What a call returns or raises, comparable."""
     try:
@@ -89,20 +95,20 @@ def test_scan_gives_what_torchvision_gives(
 ) -> None:
     """Samples, their order, and errors with type and text equal torchvision's, in one thread and in several."""
     monkeypatch.setattr(folders, "SCAN_PATIENCE_S", patience_s)
-    assert outcome(scan_folder, tree, **options) == outcome(folder.make_dataset, tree, **options)
+    assert outcome(listed_in, tree, **options) == outcome(folder.make_dataset, tree, **options)
 
 
 @pytest.mark.parametrize("suffix", ["", "/", "/.", "/../root"])
 def test_scan_spells_paths_as_torchvision_does(tree: Path, suffix: str) -> None:
     """Paths begin with the root exactly as it was given."""
     root = str(tree) + suffix
-    assert scan_folder(root, extensions=ENDINGS) == folder.make_dataset(root, extensions=ENDINGS)
+    assert listed_in(root, extensions=ENDINGS) == folder.make_dataset(root, extensions=ENDINGS)
 
 
 def test_scan_expands_the_home_folder(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``~`` is the user's home, as with torchvision."""
     monkeypatch.setenv("HOME", str(tree.parent))
-    found = scan_folder("~/root", extensions=ENDINGS)
+    found = listed_in("~/root", extensions=ENDINGS)
     assert found == folder.make_dataset("~/root", extensions=ENDINGS)
     assert found
 
@@ -112,7 +118,7 @@ def test_scan_survives_a_link_to_its_own_parent(tmp_path: Path) -> None:
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "x.jpg").touch()
     (tmp_path / "c" / "loop").symlink_to(tmp_path / "c")
-    assert scan_folder(tmp_path, extensions=ENDINGS) == folder.make_dataset(
+    assert listed_in(tmp_path, extensions=ENDINGS) == folder.make_dataset(
         tmp_path, extensions=ENDINGS
     )
 
@@ -129,7 +135,7 @@ def test_a_listing_that_had_to_wait_is_kept(
 
     def listed_anew() -> bool:
         walks.clear()
-        found = scan_folder(tree, extensions=ENDINGS)
+        found = listed_in(tree, extensions=ENDINGS)
         is_anew = bool(walks)
         assert found == folder.make_dataset(tree, extensions=ENDINGS)
         return is_anew
@@ -141,7 +147,7 @@ def test_a_listing_that_had_to_wait_is_kept(
         os.utime(tree / "b", (0, time.time() + time_s))
         assert listed_anew()
         assert not listed_anew()
-    first = scan_folder(tree, extensions=ENDINGS)[0][0]
+    first = listed_in(tree, extensions=ENDINGS)[0][0]
     within = os.path.dirname(first)
     before = os.stat(within)
     os.rename(first, f"{within}/another.jpg")
@@ -154,7 +160,7 @@ def test_a_listing_that_had_to_wait_is_kept(
         assert listed_anew()
         assert not listed_anew()
     kept.unlink()
-    monkeypatch.setattr(folders, "_times_of_change", lambda found: [1] * len([*found]))
+    monkeypatch.setattr(folders, "_times_of_change", lambda found: dict.fromkeys(found, 1))
     assert listed_anew()
     assert listed_anew()
     monkeypatch.setenv("FASTDATA_LISTINGS", "off")
@@ -179,14 +185,14 @@ def test_a_listing_that_met_an_error_is_not_kept(
 
     with monkeypatch.context() as failing:
         failing.setattr(os, "scandir", fail)
-        assert len(scan_folder(tree, extensions=ENDINGS)) < len(whole)
-    assert scan_folder(tree, extensions=ENDINGS) == whole
+        assert len(listed_in(tree, extensions=ENDINGS)) < len(whole)
+    assert listed_in(tree, extensions=ENDINGS) == whole
 
 
 def test_is_valid_file_runs_in_the_calling_thread_in_order(tree: Path) -> None:
     """The user's callable sees the same paths in the same order as with torchvision."""
     seen: dict[str, list[str]] = {"ours": [], "theirs": []}
-    scan_folder(tree, is_valid_file=lambda path: seen["ours"].append(path) is None)
+    listed_in(tree, is_valid_file=lambda path: seen["ours"].append(path) is None)
     folder.make_dataset(tree, is_valid_file=lambda path: seen["theirs"].append(path) is None)
     assert seen["ours"] == seen["theirs"]
     assert seen["ours"]

@@ -47,7 +47,7 @@ def find_classes(directory: AnyPath) -> tuple[list[str], dict[str, int]]:
 
 def scan_folder(
     root: AnyPath,
-    class_to_idx: dict[str, int] | None = None,
+    class_to_idx: dict[str, int],
     extensions: Endings | None = None,
     is_valid_file: Callable[[str], bool] | None = None,
     allow_empty: bool = False,
@@ -57,9 +57,7 @@ def scan_folder(
     Order and errors are torchvision's. Links are followed. Folders that are slow to list, as over a
     network, are listed in parallel threads; ``is_valid_file`` runs in the calling thread, in order.
     """
-    if class_to_idx is None:
-        _, class_to_idx = find_classes(root)
-    elif not class_to_idx:
+    if not class_to_idx:
         raise ValueError("'class_to_index' must have at least one entry to collect any samples.")
     if (extensions is None) == (is_valid_file is None):
         raise ValueError(
@@ -87,7 +85,7 @@ def scan_folder(
 
 def _list_classes(root: AnyPath, names: list[str], endings: Endings) -> Iterator[list[str]]:
     """List folders in turn, the rest in threads once listing has waited more than it worked."""
-    if isinstance(root, Place) and root.is_remote:
+    if isinstance(root, Place):
         # In the order of _list_files, all folders at once.
         for found in [root.submit_find(name) for name in names]:
             files = sorted(found.result(), key=os.path.split)
@@ -108,7 +106,7 @@ def _list_classes(root: AnyPath, names: list[str], endings: Endings) -> Iterator
                 break
         paths = [files for _, files in listed]
         if kept is not None and _clock_of_waits() - waited_s > KEEP_PATIENCE_S:
-            folders = [*tops, *itertools.chain.from_iterable(found for found, _ in listed)]
+            folders = itertools.chain.from_iterable(found for found, _ in listed)
             _write_listing(kept, folders, paths, began_s - SETTLED_S)
     yield from paths
 
@@ -153,9 +151,8 @@ def _read_listing(kept: Path | None) -> list[list[str]] | None:
     try:
         header, *names, end = kept.read_bytes().split(b"\0")
         facts = json.loads(header)
-        folders: dict[str, int] = facts["changed"]
         is_whole = end == b"" and len(names) == sum(facts["counts"])
-        if not is_whole or _times_of_change(folders) != list(folders.values()):
+        if not is_whole or _times_of_change(facts["changed"]) != facts["changed"]:
             return None
         paths = map(os.fsdecode, names)
         listed = [list(islice(paths, count)) for count in facts["counts"]]
@@ -166,27 +163,30 @@ def _read_listing(kept: Path | None) -> list[list[str]] | None:
 
 
 def _write_listing(
-    kept: Path, folders: Sequence[str], paths: Sequence[Sequence[str]], settled_s: float
+    kept: Path, folders: Iterable[str], paths: Sequence[Sequence[str]], settled_s: float
 ) -> None:
     """Keep it, unless a folder has changed lately, and so might have behind the listing.
 
     Nor where all have one time, as that of the mount: file systems over objects know no other.
     """
     with contextlib.suppress(OSError):  # of a folder that is gone, or a cache that takes no files
-        times = _times_of_change(folders)
-        if not min(times) < max(times) < settled_s * 1e9:
+        changed = _times_of_change(folders)
+        if not min(changed.values()) < max(changed.values()) < settled_s * 1e9:
             return
-        changed = dict(zip(folders, times, strict=True))
         header = json.dumps({"changed": changed, "counts": list(map(len, paths))})
         names = [os.fsencode(path) for path in itertools.chain.from_iterable(paths)]
         Place(kept.parent).write(kept.name, b"\0".join([header.encode(), *names, b""]))
 
 
-def _times_of_change(folders: Iterable[str]) -> list[int]:
-    """When a name in each folder came or went, in ns; OSError where one is not there.
+def _times_of_change(folders: Iterable[str]) -> dict[str, int]:
+    """By folder when a name in it came or went, in ns; OSError where one is not there.
 
     Programs that unpack or copy set the first of the two back, none the other.
     """
+
+    def time_of(folder: str) -> tuple[str, int]:
+        found = os.stat(folder)
+        return folder, max(found.st_mtime_ns, found.st_ctime_ns)
+
     with ThreadPoolExecutor(SCAN_THREADS) as threads:
-        found = threads.map(os.stat, folders)
-        return [max(each.st_mtime_ns, each.st_ctime_ns) for each in found]
+        return dict(threads.map(time_of, folders))

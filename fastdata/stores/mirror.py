@@ -294,7 +294,8 @@ def _in_segments(
     """The index of a ``MirroredStore``, made of one over files of so many bytes."""
     segment_bytes = max(_SEGMENT_BYTES, -(-size_bytes // _MOST_SEGMENTS))
     starts = index["offsets"]
-    stops = starts + (index["sizes"] if "sizes" in index else spec.sample_bytes)
+    sizes = index.get("sizes")
+    stops = starts + (spec.sample_bytes if sizes is None else sizes)
     keys = (index["files"].astype(np.int64) << _FILE_SHIFT) + starts // segment_bytes
     pieces, numbers = np.unique(keys, return_inverse=True)
     begins = np.full(len(pieces), size_bytes)
