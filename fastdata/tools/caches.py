@@ -12,12 +12,12 @@ import shutil
 import tarfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import torch
 from torch.utils import _pytree as pytree
 
 from fastdata.datasets.public import CachedDataset, ImageFolder
@@ -113,7 +113,7 @@ def export_cache(
 def _encoded(dataset: CachedDataset, kind: str, quality: int) -> _Images:
     """All images in their order, encoded by several threads, a few at a time."""
 
-    def encode(index: int) -> bytes:
+    def encode(index: int) -> tuple[int, bytes]:
         leaves = pytree.tree_leaves(dataset[index])
         images = [leaf for leaf in leaves if getattr(leaf, "ndim", 0) > 1]
         if len(images) != 1:
@@ -125,23 +125,22 @@ def _encoded(dataset: CachedDataset, kind: str, quality: int) -> _Images:
         pixels = np.asarray(image)
         if pixels.ndim == 2:
             pixels = pixels[None]
-        elif not isinstance(image, torch.Tensor) and pixels.shape[-1] in (1, 3, 4):
+        elif pixels is image and pixels.shape[-1] in (1, 3, 4):
             pixels = pixels.transpose(2, 0, 1)  # of arrays channels may be last
         try:
-            return encode_image(pixels, kind, quality=quality)
+            return index, encode_image(pixels, kind, quality=quality)
         except (TypeError, ValueError, OSError, LookupError) as cause:
-            found = f"{image.dtype} of shape {tuple(image.shape)}".removeprefix("torch.")
+            found = f"{pixels.dtype} of shape {tuple(image.shape)}"
             raise ValueError(
                 f"sample {index}, {found}, is no image that {kind.upper()} keeps: {cause}"
             ) from cause
 
-    count = len(dataset)
+    length = len(dataset)
     at_once = 16 * usable_cores()
-    bar = progress_bar(count, f"exporting {count:,} images")
+    bar = progress_bar(length, f"exporting {length:,} images")
     with bar, ThreadPoolExecutor(usable_cores()) as pool:
-        for first in range(0, count, at_once):
-            indices = range(first, min(first + at_once, count))
-            for each in zip(indices, pool.map(encode, indices), strict=True):
+        for first in range(0, length, at_once):
+            for each in pool.map(encode, range(length)[first : first + at_once]):
                 yield each
                 bar.update()
 
@@ -171,17 +170,17 @@ def _write_tars(
     images: _Images, folder: Path, ending: str, targets: list[Any], limit_bytes: int
 ) -> None:
     target_ending = "cls" if all(type(target) is int for target in targets) else "json"
-    number = 0
-    filled_bytes = 0
+    names = (folder / f"shard-{number:06}.tar" for number in count())
+    filled_bytes = limit_bytes
     with contextlib.ExitStack() as opened:
         for index, image in images:
-            if not filled_bytes or filled_bytes + len(image) > limit_bytes:
-                opened.close()
-                name = folder / f"shard-{number:06}.tar"
-                tar = opened.enter_context(tarfile.open(name, "w", format=tarfile.USTAR_FORMAT))
-                number += 1
-                filled_bytes = 0
             filled_bytes += len(image)
+            if filled_bytes > limit_bytes:
+                opened.close()
+                tar = opened.enter_context(
+                    tarfile.open(next(names), "w", format=tarfile.USTAR_FORMAT)
+                )
+                filled_bytes = len(image)
             target = json.dumps(targets[index]).encode()
             for kind, data in ((ending, image), (target_ending, target)):
                 info = tarfile.TarInfo(f"{index:08}.{kind}")  # of no time and nobody: one cache
@@ -231,36 +230,33 @@ def inspect_caches(
 
 
 def _look(place: Place, *, verify: bool = False) -> Inspected:
+    problems = []
     try:
-        return _inspect(Cache.read(place), verify=verify)
+        cache = Cache.read(place)
+        if cache.lacks_receipts():
+            problems.append("a shard is damaged, which the next run writes anew")
+        for number in range(len(cache.manifest.parts)):
+            with contextlib.closing(cache.open_part(number, None)) as store:
+                for k, row in enumerate(cache.kept.tolist() if verify else ()):
+                    try:
+                        store.ensure(np.array([k]))
+                    except SampleError as wrong:
+                        problems.append(f"sample {row}, part{number}, is damaged: {wrong}")
+        size = format_bytes(cache.size_bytes)
     except (CacheError, FileNotFoundError) as unreadable:
         return Inspected(str(place), {}, [str(unreadable)])
-
-
-def _inspect(cache: Cache, *, verify: bool) -> Inspected:
-    manifest = cache.manifest
-    problems = []
-    if cache.lacks_receipts():
-        problems.append("a shard is damaged, which the next run writes anew")
-    for number in range(len(manifest.parts)):
-        with contextlib.closing(cache.open_part(number, None)) as store:
-            for k, row in enumerate(cache.kept.tolist() if verify else ()):
-                try:
-                    store.ensure(np.array([k]))
-                except SampleError as wrong:
-                    problems.append(f"sample {row}, part{number}, is damaged: {wrong}")
     facts = {
         "samples": len(cache.kept),
         "left out": len(cache.skipped),
-        "classes": len(manifest.classes or ()),
-        "size": format_bytes(cache.size_bytes),
+        "classes": len(cache.manifest.classes or ()),
+        "size": size,
         "shards": len(cache.shard_names),
-        "root": manifest.root,
-        **manifest.key,
+        "root": cache.manifest.root,
+        **cache.manifest.key,
     }
     if verify and not problems:
         facts["verified"] = "every sample is as it was written"
-    return Inspected(str(cache.place), facts, problems)
+    return Inspected(str(place), facts, problems)
 
 
 # Prune
@@ -285,31 +281,34 @@ def prune_caches(cache_dir: Path, *, gone: bool = False, dry_run: bool = False) 
         dry_run: only say what would go.
     """
     refuse_remote(cache_dir)
-    removals: list[Removal] = []
+    removals = []
     for folder in sorted(cache_dir.iterdir()):
         lock = lock_of(folder)
         is_ours = (folder / INDEX).exists() or os.path.exists(lock.lock_file)
-        if is_ours and folder.is_dir() and not folder.is_symlink():
-            with contextlib.suppress(TimeoutError), lock.acquire(timeout=0):
-                removals += _prune(folder, gone=gone, dry_run=dry_run)
+        if not is_ours or not folder.is_dir() or folder.is_symlink():
+            continue
+        with contextlib.suppress(TimeoutError), lock.acquire(timeout=0):
+            reason = _fault(folder, gone=gone)
+            if reason:
+                files = filter(Path.is_file, folder.rglob("*"))
+                size_bytes = sum(path.stat().st_size for path in files)
+                removals.append(Removal(folder, reason, size_bytes))
+                if not dry_run:
+                    shutil.rmtree(folder)
     return removals
 
 
-def _prune(folder: Path, *, gone: bool, dry_run: bool) -> list[Removal]:
-    found = _look(Place(folder))
-    root = found.facts.get("root")
+def _fault(folder: Path, *, gone: bool) -> str:
+    """Why no run can use a cache; empty of one that is sound."""
     if not (folder / INDEX).exists():
-        reason = "left by a writer that died"
-    elif not found.facts:
-        reason = f"cannot be read: {found.problems[0]}"
-    elif gone and root and not is_url(root) and not os.path.isdir(root):
-        reason = f"{root} is not there"
-    else:
-        return []
-    size_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    if not dry_run:
-        shutil.rmtree(folder)
-    return [Removal(folder, reason, size_bytes)]
+        return "left by a writer that died"
+    found = _look(Place(folder))
+    if not found.facts:
+        return f"cannot be read: {found.problems[0]}"
+    root = found.facts["root"]
+    if gone and root and not is_url(root) and not os.path.isdir(root):
+        return f"{root} is not there"
+    return ""
 
 
 # The commands
