@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from fastdata.errors import is_url, kind_of
+from fastdata.machine.shared import ListView
 from fastdata.pixels.images import Opening, decode_image, is_image, load_image, opening_of
 from fastdata.sources.remote import Place, Requests, facts_of, fleeting_folder
 
@@ -169,8 +170,8 @@ class FileSource:
         if self.is_remote:
             return [self._requests.take(index, self._submit).result() for index in indices]
         files = []
-        for index in indices:
-            with open(self.paths[index], "rb") as stream:
+        for path in chosen(self.paths, indices):
+            with open(path, "rb") as stream:
                 files.append(stream.read())
         return files
 
@@ -207,6 +208,13 @@ class FileSource:
         if len(self) and facts[0].max() < 0:  # nobody has listed them
             facts = np.array(facts_of(map(self.place.locate, self.paths))).T
         return facts
+
+
+def chosen(column: Any, indices: Indices) -> list[Any]:
+    """Of a column of samples the values of these."""
+    if isinstance(column, ListView):
+        return column.chosen(indices)
+    return [column[index] for index in indices]
 
 
 class DatasetSource:

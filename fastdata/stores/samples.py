@@ -38,7 +38,7 @@ from fastdata.pixels.images import (
 )
 from fastdata.pixels.program import Program
 from fastdata.report import log
-from fastdata.sources import FileSource, ItemKeys, Source
+from fastdata.sources import FileSource, ItemKeys, Source, chosen
 from fastdata.stores.readers import ShapesDifferError, Store
 
 SOURCE = "source"
@@ -255,8 +255,9 @@ def _read_together(
     images = open_files(source, indices, upright=by_core.upright)
     form = by_core.opening.form
     prepared = itertools.chain.from_iterable(by_core.prepare(images))
-    for index, pixels in zip(indices, prepared, strict=True):
-        yield take_apart(index, [(pixels, form)], source.targets[index])
+    targets = chosen(source.targets, indices)
+    for index, target, pixels in zip(indices, targets, prepared, strict=True):
+        yield take_apart(index, [(pixels, form)], target)
 
 
 def _read_one(path: ReadPath, index: int) -> ReadSample:
