@@ -11,12 +11,14 @@ import os
 import pickle
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import cached_property
+from enum import Enum
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import ForkingPickler
-from operator import attrgetter
+from operator import attrgetter, is_not, ne
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -33,20 +35,20 @@ from fastdata.datasets.batch import (
     occurrences,
     positions,
 )
-from fastdata.datasets.reader import Reader, ReaderHandle, Watch, fresh
+from fastdata.datasets.reader import Reader, Stored, compile_reader, fresh
 from fastdata.datasets.ring import ring_of
-from fastdata.datasets.serving import Stored, compile_reader
-from fastdata.errors import SampleError, StoreGoneError, kind_of
+from fastdata.errors import SampleError, StoreGoneError
 from fastdata.machine.memory import StoragePlan, StorageReport
-from fastdata.machine.shared import ArrayBlock, ListView, SampleTable
+from fastdata.machine.shared import ArrayBlock, SampleTable
 from fastdata.pixels import (
     StandardTransform,
     TransformPlan,
+    Views,
     describe_steps,
     leading_steps,
     prepare_key,
 )
-from fastdata.pixels.compose import known_name
+from fastdata.pixels.compose import flatten, known_name
 from fastdata.pixels.images import Array, Resize, tensor_class
 from fastdata.pixels.plan import PairStep, Step
 from fastdata.report import log, warn_user
@@ -60,6 +62,29 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from fastdata.stores.build import Listing
+
+
+class ReaderHandle:
+    """A reader, for as long as the dataset that it is of is open; then None."""
+
+    def __init__(
+        self,
+        reader: Reader | None,
+        gone: str = "the dataset was closed; create it again to read from it",
+    ) -> None:
+        self.reader = reader
+        self._gone = gone
+
+    def __call__(self) -> Reader:
+        """What to read a batch by, which its memory stays valid with.
+
+        Raises:
+            StoreGoneError: the dataset was closed.
+        """
+        reader = self.reader
+        if reader is None:
+            raise StoreGoneError(self._gone)
+        return reader
 
 
 _ENDING = threading.RLock()
@@ -89,9 +114,8 @@ class _Opened(Dataset[Any]):
     _reader: Reader
     """What is served now, and how; once the dataset is closed, how it was."""
     _handle: ReaderHandle
-    """The reader, for those who read by it."""
+    """It, for those who read by it; and those that epochs began with before."""
     _handles: weakref.WeakSet[ReaderHandle]
-    """It, and those that epochs began with before another transform came."""
     _seen: Array
     """How often this process has read each sample: what draws are made from where no loader of
     ours says it."""
@@ -327,64 +351,6 @@ class _Opened(Dataset[Any]):
         stored = self._stored
         return stored.samples if stored.source is None else stored.source
 
-    # What torchvision's datasets list of their samples
-
-    @property
-    def targets(self) -> ListView[Any]:
-        """Target of every sample, before ``target_transform``.
-
-        Read-only once a sample was read or prepared; before that they may be assigned.
-        """
-        return ListView(self._reader.length, lambda index: self._handle().stored_target(index))
-
-    @targets.setter
-    def targets(self, targets: Sequence[Any]) -> None:
-        self._relist("targets", targets)
-
-    @property
-    def samples(self) -> ListView[tuple[str, Any]]:
-        """(path, target) of every sample, in torchvision's order; only where samples are files.
-
-        Read-only once one was read or prepared; before that they may be assigned.
-        """
-        return self._files("samples").pairs
-
-    @samples.setter
-    def samples(self, samples: Sequence[tuple[str, Any]]) -> None:
-        self._relist("samples", samples)
-
-    imgs = samples
-
-    def _relist(self, name: str, _: Sequence[Any]) -> None:
-        raise AttributeError(
-            f"{name} of {kind_of(self)} cannot be assigned: samples are kept by their number. Take "
-            "some of them by torch.utils.data.Subset(dataset, indices), other labels by "
-            "target_transform= or by ImageManifest([(path, label), ...])."
-        )
-
-    @cached_property
-    def classes(self) -> list[str]:
-        """Class names, sorted; only where samples are files. Empty if labels are plain numbers.
-
-        They may be assigned, such as names to show; the samples stay as they are.
-        """
-        return list(self._files("classes").class_to_idx or ())
-
-    @cached_property
-    def class_to_idx(self) -> dict[str, int]:
-        """Number of each class; only where samples are files. It may be assigned, too."""
-        return self._files("class_to_idx").class_to_idx or {}
-
-    def _files(self, asked_for: str) -> SampleTable:
-        self._handle()
-        table = self._stored.table
-        # So that hasattr says what it would of torchvision's own.
-        if table is None or not table.has_paths:
-            raise AttributeError(
-                f"{type(self).__name__} has no {asked_for}: it does not list files"
-            )
-        return table
-
 
 class PreparedDataset(_Opened):
     """What all fastdata datasets are, once their source is known; made by its subclasses only.
@@ -535,7 +501,7 @@ class PreparedDataset(_Opened):
                 self._end_waiting()
             return
         if not again:
-            if not stored.is_to_prepare_again(self._transform, was_read=self._was_read):
+            if not self._is_outdated():
                 self._compile()
                 return
             _, key, text = stored.after
@@ -553,6 +519,24 @@ class PreparedDataset(_Opened):
             self._let_go(replace(stored, source=source, files=files, after=None))
             del stored  # before room is looked for
             self._prepare()
+
+    def _is_outdated(self) -> bool:
+        """Whether the store is after other steps than the transform's, or a better one is unused.
+
+        timm makes a dataset without a transform and assigns one later: images were kept whole, and
+        nobody has read any.
+        """
+        stored = self._stored
+        assert stored.after is not None
+        count, key, _ = stored.after
+        if stored.kept is not None and prepare_key(leading_steps(self._transform, count)) != key:
+            return True
+        # After other steps samples may fit, or take less.
+        may_gain = stored.filled_share() == 0 or (not key and not self._was_read)
+        if stored.kept is None:
+            may_gain = stored.options.storage == "auto" and self._reader.length > 0
+        is_known = may_gain and stored.source is not None
+        return is_known and prepare_key(leading_steps(self._transform)) != key
 
     def prepare(self) -> Self:
         """Prepare all samples now, none on their first read; returns the dataset.
@@ -620,27 +604,69 @@ class PreparedDataset(_Opened):
             return made, list(source.paths), list(source.targets), source.loader
         return made, vars(source)
 
-    def __repr__(self) -> str:
-        stored = self._stored
-        kept = self.storage_plan.reason.replace("; ", "\n")
-        if stored.kept is not None and stored.filled_share() < 1:
-            kept += f"\n{stored.filled_share():.0%} prepared so far, the rest on first read"
-        shown = {
-            "Storage": kept if self._handle.reader is not None else "closed",
-            "Transform": self._transform,
-            "Target transform": self.target_transform,
-            "Transforms": self._pair_transform,
-        }
-        lines = [f"Dataset {type(self).__name__}", f"Number of datapoints: {len(self)}"]
-        lines += self._extra_repr()
-        for title, value in shown.items():
-            if value is not None:
-                indent = " " * len(f"    {title}: ")
-                lines.append(f"{title}: {value}".replace("\n", f"\n{indent}"))
-        return "\n    ".join(lines)
 
-    def _extra_repr(self) -> list[str]:
-        return []
+# Changes in place
+
+_ATOMS = (type(None), bool, int, float, complex, str, bytes, type, FunctionType, ModuleType, Enum)
+_ARRAYS = (torch.Tensor, np.ndarray)
+
+
+class Watch:
+    """What transforms consisted of when they were compiled, to notice changes in place."""
+
+    def __init__(self, calls: tuple[Any, ...], unknown: Iterable[Any]) -> None:
+        """Note what there is; not what is in unknown steps, which run as they are."""
+        self._calls = calls
+        met = {id(step): step for step in unknown}
+        held = _held_by((*calls, *_leaves(calls)), met)
+        self._parts = [part for part in held if isinstance(part, (dict, list))]
+        self._copies = [part.copy() for part in self._parts]  # with the same objects in them
+        self._arrays = [array for array in held if isinstance(array, _ARRAYS)]
+        self._octets = list(map(_octets, self._arrays))
+
+    def is_changed(self, calls: tuple[Any, ...]) -> bool:
+        if any(map(is_not, calls, self._calls)):
+            return True
+        try:
+            # Quick: all that is in a part is the same object.
+            if any(map(ne, self._parts, self._copies)):
+                return True
+        except (TypeError, ValueError, RuntimeError):  # arrays cannot be compared so
+            return True
+        return bool(self._arrays) and list(map(_octets, self._arrays)) != self._octets
+
+
+def _held_by(values: Iterable[Any], met: dict[int, Any]) -> list[Any]:
+    """These, and all that is in them, each once and none that was met before."""
+    queue, held = deque(values), []
+    while queue:
+        value = queue.popleft()
+        if id(value) in met or isinstance(value, _ATOMS):
+            continue
+        met[id(value)] = value
+        held.append(value)
+        if isinstance(value, dict):
+            queue.extend(value.values())
+        elif isinstance(value, (list, tuple)):
+            queue.extend(value)
+        elif not isinstance(value, _ARRAYS):
+            queue.append(getattr(value, "__dict__", None))
+    return held
+
+
+def _octets(array: Any) -> bytes:
+    try:
+        return np.asarray(array).tobytes()
+    except (TypeError, RuntimeError):  # of bfloat16, or on a device
+        return b""
+
+
+def _leaves(transform: Any) -> list[Any]:
+    """The steps of a transform, with those of each view in the place of ``Views``."""
+    leaves: list[Any] = []
+    for step in flatten(transform):
+        leaves += _leaves(step.transforms) if type(step) is Views else [step]
+    return leaves
 
 
 # For loaders: no part of the face

@@ -10,14 +10,15 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fastdata.datasets.dataset import PreparedDataset
-from fastdata.datasets.serving import Stored
-from fastdata.errors import is_url
-from fastdata.machine.shared import ArrayBlock, SampleTable
+from fastdata.datasets.reader import Stored
+from fastdata.errors import is_url, kind_of
+from fastdata.machine.shared import ArrayBlock, ListView, SampleTable
 from fastdata.pixels import describe_steps
 from fastdata.pixels.compose import flatten, is_random
 from fastdata.pixels.describe import describe_dataset, unwrapped
@@ -41,7 +42,89 @@ if TYPE_CHECKING:
     from fastdata.stores.build import Listing
 
 
-class _ImageFiles(PreparedDataset):
+class _Shown(PreparedDataset):
+    """What torchvision's datasets show of their samples: lists, and a text."""
+
+    @property
+    def targets(self) -> ListView[Any]:
+        """Target of every sample, before ``target_transform``.
+
+        Read-only once a sample was read or prepared; before that they may be assigned.
+        """
+        return ListView(self._reader.length, lambda index: self._handle().stored_target(index))
+
+    @targets.setter
+    def targets(self, targets: Sequence[Any]) -> None:
+        self._relist("targets", targets)
+
+    @property
+    def samples(self) -> ListView[tuple[str, Any]]:
+        """(path, target) of every sample, in torchvision's order; only where samples are files.
+
+        Read-only once one was read or prepared; before that they may be assigned.
+        """
+        return self._files("samples").pairs
+
+    @samples.setter
+    def samples(self, samples: Sequence[tuple[str, Any]]) -> None:
+        self._relist("samples", samples)
+
+    imgs = samples
+
+    def _relist(self, name: str, _: Sequence[Any]) -> None:
+        raise AttributeError(
+            f"{name} of {kind_of(self)} cannot be assigned: samples are kept by their number. Take "
+            "some of them by torch.utils.data.Subset(dataset, indices), other labels by "
+            "target_transform= or by ImageManifest([(path, label), ...])."
+        )
+
+    @cached_property
+    def classes(self) -> list[str]:
+        """Class names, sorted; only where samples are files. Empty if labels are plain numbers.
+
+        They may be assigned, such as names to show; the samples stay as they are.
+        """
+        return list(self._files("classes").class_to_idx or ())
+
+    @cached_property
+    def class_to_idx(self) -> dict[str, int]:
+        """Number of each class; only where samples are files. It may be assigned, too."""
+        return self._files("class_to_idx").class_to_idx or {}
+
+    def _files(self, asked_for: str) -> SampleTable:
+        self._handle()
+        table = self._stored.table
+        # So that hasattr says what it would of torchvision's own.
+        if table is None or not table.has_paths:
+            raise AttributeError(
+                f"{type(self).__name__} has no {asked_for}: it does not list files"
+            )
+        return table
+
+    def __repr__(self) -> str:
+        stored = self._stored
+        kept = self.storage_plan.reason.replace("; ", "\n")
+        if stored.kept is not None and stored.filled_share() < 1:
+            kept += f"\n{stored.filled_share():.0%} prepared so far, the rest on first read"
+        shown = {
+            "Storage": kept if self._handle.reader is not None else "closed",
+            "Transform": self._transform,
+            "Target transform": self.target_transform,
+            "Transforms": self._pair_transform,
+        }
+        lines = [f"Dataset {type(self).__name__}", f"Number of datapoints: {len(self)}"]
+        lines += self._extra_repr()
+        for title, value in shown.items():
+            if value is not None:
+                indent = " " * len(f"    {title}: ")
+                lines.append(f"{title}: {value}".replace("\n", f"\n{indent}"))
+        return "\n    ".join(lines)
+
+    def _extra_repr(self) -> list[str]:
+        return []
+
+
+class _ImageFiles(_Shown):
     """What datasets of image files have in common."""
 
     root: AnyPath
@@ -328,7 +411,7 @@ class ImageManifest(_ImageFiles):
 
 
 @with_options
-class CachedDataset(PreparedDataset):
+class CachedDataset(_Shown):
     """Any map-style dataset of (sample, target) or of dicts, prepared once and kept.
 
     Args:

@@ -1,8 +1,9 @@
 """Reading: what an epoch is served from, frozen when it begins, and the memory of batches.
 
 A ``Reader`` holds samples, program and targets as one value, so that nothing that is assigned to
-the dataset meanwhile reaches an epoch: shapes, memory and program are of one piece. It also holds
-the memory that samples lie in. Who reads takes it from a ``ReaderHandle`` for as long as one batch
+the dataset meanwhile reaches an epoch, and the memory that samples lie in. ``compile_reader`` makes
+it when a dataset is made, when another transform is assigned, and when an epoch or ``dataset[i]``
+follows a change in place. Who reads takes it from a ``ReaderHandle`` for as long as one batch
 takes; closing the dataset empties that, and the memory goes with the last batch that is being read.
 
 There is one road. A batch has a column for each view of its samples, or for images and masks. A
@@ -10,10 +11,9 @@ column is read whole by the core where all samples are served in one shape; else
 by one, as those are that are kept nowhere. Steps that are not known run on each sample then, and
 the core again on what they leave. One sample is a batch of one.
 
-Fresh memory is what makes batches slow: every page of it is faulted in and cleared before it is
-written. A ``BatchRing`` hands out the same few buffers again and again. Who owns a buffer is
-decided by references, never by counting batches: it comes back when the last tensor over it has
-died.
+Fresh memory makes batches slow: every page is faulted in and cleared before it is written. A
+``BatchRing`` hands out the same few buffers again and again; one comes back when the last tensor
+over it has died.
 
 Shape letters: B batch, C channels, H W size sent, h w size served.
 """
@@ -24,29 +24,28 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from enum import Enum
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from operator import is_not, ne
-from types import FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from fastdata.datasets.batch import (
-    IndexBatch,
-    SampleBatch,
-    rows_of,
-    stacked,
-)
-from fastdata.errors import ChannelsError, RemoteError, SampleError, StoreGoneError, sample_error
+from fastdata.datasets.batch import IndexBatch, SampleBatch, rows_of, stacked
+from fastdata.errors import ChannelsError, RemoteError, SampleError, sample_error
 from fastdata.machine.shared import SampleTable, collate_targets
-from fastdata.pixels import TransformPlan, Views
-from fastdata.pixels.compose import flatten
+from fastdata.pixels import (
+    TransformPlan,
+    core,
+    plan_pairs,
+    plan_transform,
+    prepare_key,
+    split_upright,
+)
 from fastdata.pixels.images import (
     Array,
     OpenedImages,
+    SampleSpec,
     decoded_shape,
     present,
     shown_class,
@@ -55,14 +54,13 @@ from fastdata.pixels.images import (
 )
 from fastdata.pixels.plan import PairStep, Step
 from fastdata.pixels.program import Program
-from fastdata.sources import ItemKeys
+from fastdata.sources import ItemKeys, Source
+from fastdata.stores.prepare import Options, Prepared
 from fastdata.stores.readers import Store
 from fastdata.stores.samples import KeptSamples, Steps, open_files
 
-if TYPE_CHECKING:
-    from fastdata.datasets.serving import Stored
-
 ALIGN_BYTES = 64
+_DECODED = SampleSpec(shape=None, dtype="uint8", form="pil")
 
 
 Output = tuple[tuple[int, ...], np.dtype[Any]]
@@ -97,6 +95,67 @@ def room(
 def fresh(size_bytes: int) -> memoryview:
     """Memory that nobody takes back."""
     return np.empty(size_bytes, np.uint8).data
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """How the samples of a dataset were prepared.
+
+    Attributes:
+        source: what samples are read from, to prepare them again; copies in other processes may not
+            know it where samples are kept.
+        files: paths and targets, where they are known beforehand.
+        options: of the dataset.
+        prepared: what is kept, and why.
+        first_steps: the dataset's ``prepare=`` and ``resize=``, which run before the transform.
+        after: how many leading steps of the transform samples are stored after, or did not fit
+            after, their key, and their text for errors; None before they are prepared.
+        is_upright: whether samples were turned as their EXIF says, so that nothing of it is missed.
+        is_remote: whether samples that are not kept are fetched from behind a URL.
+    """
+
+    source: Source | None
+    files: SampleTable | None
+    options: Options
+    prepared: Prepared
+    first_steps: tuple[Step, ...] = ()
+    after: tuple[int, str, str] | None = None
+    is_upright: bool = False
+    is_remote: bool = False
+
+    @cached_property
+    def kept(self) -> KeptSamples | None:
+        return self.prepared.kept
+
+    @cached_property
+    def samples(self) -> Any:
+        """Kept ones, or what they are read from; None once the dataset is closed."""
+        return self.source if self.kept is None else self.kept
+
+    @cached_property
+    def table(self) -> SampleTable | None:
+        """Paths and targets; None where they are asked of the source."""
+        return self.files if self.kept is None else self.kept.table
+
+    def filled_share(self, index: Array | None = None) -> float:
+        """Share of the samples, or of those of ``index``, that are kept already."""
+        return 0.0 if self.kept is None else self.kept.filled_share(index)
+
+    def split(self, transform: Any, **facts: Any) -> TransformPlan:
+        """Split a transform; a ValueError if it does not begin with the stored steps."""
+        if self.kept is None or self.after is None:
+            return plan_transform(transform, **facts)
+        count, key, text = self.after
+        plan = plan_transform(transform, prepared=count, **facts)
+        if prepare_key(plan.prepare) != key:
+            raise ValueError(
+                f"samples are stored after {text or 'no step'}, "
+                "but the transform now begins with "
+                f"{', '.join(map(repr, plan.prepare)) or 'none'}. Give it the same first steps, or "
+                "assign another transform to dataset.transform in the process that made the "
+                "dataset, which prepares samples again."
+            )
+        return plan
 
 
 class Column(NamedTuple):
@@ -138,13 +197,11 @@ class Column(NamedTuple):
             return samples
         shapes = set(map(decoded_shape, samples))
         shape = shapes.pop() if len(shapes) == 1 else None
-        output = None
-        if shape is not None:
-            try:
-                output = last.output(shape, is_of_all=True)
-            except ChannelsError as wrong:
-                wrong.index = int(batch.positions[0])
-                raise
+        try:
+            output = None if shape is None else last.output(shape, is_of_all=True)
+        except ChannelsError as wrong:
+            wrong.index = int(batch.positions[0])
+            raise
         if shape is None or output is None:
             return list(map(plan.run_last, samples))
         decoded = [np.ascontiguousarray(image).reshape(*shape[1:], shape[0]) for image in samples]
@@ -152,29 +209,6 @@ class Column(NamedTuple):
         images = OpenedImages.decoded(decoded)
         last.run(images, batch.positions, batch.visits, batch.seed, out)
         return last.as_tensor(out)
-
-
-class ReaderHandle:
-    """A reader, for as long as the dataset that it is of is open; then None."""
-
-    def __init__(
-        self,
-        reader: Reader | None,
-        gone: str = "the dataset was closed; create it again to read from it",
-    ) -> None:
-        self.reader = reader
-        self._gone = gone
-
-    def __call__(self) -> Reader:
-        """What to read a batch by, which its memory stays valid with.
-
-        Raises:
-            StoreGoneError: the dataset was closed.
-        """
-        reader = self.reader
-        if reader is None:
-            raise StoreGoneError(self._gone)
-        return reader
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -269,8 +303,9 @@ class Reader:
     @cached_property
     def _are_ragged(self) -> bool:
         """Whether one that differs from all others may be served alone, though not in a batch."""
-        stores = [] if self.kept is None else self.kept.stores
-        return bool(stores) and not (self.outputs and all(it.spec.is_dense for it in stores))
+        kept = self.kept
+        is_dense = kept is not None and all(store.spec.is_dense for store in kept.stores)
+        return kept is not None and not (self.outputs and is_dense)
 
     @cached_property
     def can_write_channels_last(self) -> bool:
@@ -468,6 +503,140 @@ class Reader:
             self.samples.expect(batch.positions.tolist())
 
 
+# From how samples were prepared and the user's transform to a reader
+
+
+def compile_reader(
+    stored: Stored,
+    *,
+    transform: Any,
+    target_transform: Step | None,
+    pair_transform: PairStep | None,
+    own: str,
+) -> Reader:
+    """Compile the user's transforms for samples as they are stored.
+
+    Raises:
+        ValueError: the transform does not begin with the steps that samples are stored after.
+    """
+    beforehand = steps = stored.first_steps
+    is_upright = stored.is_upright
+    if pair_transform is not None:
+        plan, columns = _compile_pairs(stored, pair_transform)
+    elif stored.kept is not None:
+        plan, columns = _compile_kept(stored, stored.kept, transform)
+    elif (decoding := _compile_files(stored, transform)) is not None:
+        is_upright, plan, columns = decoding
+        beforehand = ()
+    else:
+        known: Any = "last" if stored.options.batch_ops else "off"
+        plan = stored.split(transform, batch_ops=known, obstacle=core.obstacle())
+        columns = tuple(map(_unread_column, plan.each))
+        steps = (*steps, *plan.prepare)
+    return Reader(
+        stored=stored,
+        length=len(stored.samples),
+        target_transform=target_transform,
+        pair_transform=pair_transform if plan.per_sample else None,
+        plan=replace(plan, beforehand=beforehand),
+        columns=columns,
+        prepare=Steps(steps),
+        is_upright=is_upright,
+        own=own,
+    )
+
+
+def _unread_column(plan: TransformPlan) -> Column:
+    """Of samples that are read one by one."""
+    return Column(plan, last=Program(plan.last.batch_ops, _DECODED) if plan.last else None)
+
+
+def _column(plan: TransformPlan, spec: SampleSpec, shape: tuple[int, ...]) -> Column:
+    program = Program(plan.batch_ops, spec)
+    return _unread_column(plan)._replace(program=program, output=program.output(shape))
+
+
+def _compile_kept(
+    stored: Stored, kept: KeptSamples, transform: Any
+) -> tuple[TransformPlan, tuple[Column, ...]]:
+    store = kept.images
+    spec, shape = store.spec, store.shape(0)
+    is_image = len(shape) == 3
+    obstacle = "samples have several parts" if kept.is_tuple else core.obstacle()
+    plan = stored.split(
+        transform,
+        form=spec.form,
+        dtype=spec.dtype,
+        batch_ops="auto" if stored.options.batch_ops else "off",
+        channels=_channels_of(store) if is_image else None,
+        obstacle=obstacle or (None if is_image else f"samples have {len(shape)} dimensions"),
+    )
+    # Views that begin with steps of the user's own share what is read.
+    are_unread = plan.views and not plan.is_batched and not any(it.batch_texts for it in plan.each)
+    if kept.is_tuple or are_unread:
+        return plan, tuple(map(_unread_column, plan.each))
+    with kept.naming_damage():
+        return plan, tuple(_column(view, spec, shape) for view in plan.each)
+
+
+def _compile_files(
+    stored: Stored, transform: Any
+) -> tuple[bool, TransformPlan, tuple[Column, ...]] | None:
+    """What makes batches of files as they are read, by all steps; None where that cannot be."""
+    opening = stored.samples.opening
+    if opening is None or opening.channels is None or core.obstacle() is not None:
+        return None
+    is_upright, steps = split_upright((*stored.first_steps, transform))
+    plan = plan_transform(
+        steps,
+        form=opening.form,
+        channels=opening.channels,
+        batch_ops="auto" if stored.options.batch_ops else "off",
+        prepared=0,
+        first=is_upright - len(stored.first_steps),
+    )
+    if not plan.is_batched:
+        return None
+    columns = tuple(_column(view, _DECODED, (3, 1, 1)) for view in plan.each)
+    if not all(column.output for column in columns):
+        return None
+    return is_upright or opening.is_upright, plan, columns
+
+
+def _compile_pairs(
+    stored: Stored, transforms: PairStep
+) -> tuple[TransformPlan, tuple[Column, ...]]:
+    """Of what takes sample and target: one column of images and one of masks."""
+    kept = stored.kept
+    obstacle = core.obstacle() if stored.options.batch_ops else "batch_ops=False"
+    if kept is None or not kept.target_is_part:
+        plan = plan_pairs(transforms, obstacle="only images with a tv_tensors.Mask are served")
+        return plan, (Column(plan),)
+    image, mask = kept.stores[0], kept.stores[1]
+    shapes = image.shape(0), mask.shape(0)
+    if (image.spec.dtype, mask.spec.dtype, mask.spec.form) != ("uint8", "uint8", "mask"):
+        obstacle = "only uint8 images with a uint8 tv_tensors.Mask are served"
+    if obstacle is None and (len(shapes[0]) != 3 or shapes[1][:-2] not in ((), (1,))):
+        obstacle = f"images of shape {shapes[0]} and masks of {shapes[1]} are not served"
+    differ = (image.shapes[:, -2:] != mask.shapes[:, -2:]).any(axis=1)
+    if obstacle is None and differ.any():
+        obstacle = f"the mask of sample {differ.argmax()} is not as large as its image"
+    channels = _channels_of(image)
+    plan = plan_pairs(transforms, form=image.spec.form, channels=channels, obstacle=obstacle)
+    if plan.mask is None:
+        return plan, (Column(plan),)
+    stores = zip((plan, plan.mask), kept.stores, shapes, strict=False)
+    return plan, tuple(_column(each, store.spec, shape) for each, store, shape in stores)
+
+
+def _channels_of(images: Store) -> int | None:
+    """Of all images; None where they differ."""
+    if images.spec.shape is not None:
+        return images.spec.shape[0]
+    channels = np.unique(images.shapes[:, 0]).tolist()
+    return channels[0] if len(channels) == 1 else None
+
+
 # Memory that is reused
 
 
@@ -529,67 +698,3 @@ class BatchRing:
         loan.buffer = buffer
         self._loans[id(loan)] = loan
         return lent.data  # arrays over it refer to it, those over the array to the buffer
-
-
-# Changes in place
-
-_ATOMS = (type(None), bool, int, float, complex, str, bytes, type, FunctionType, ModuleType, Enum)
-_ARRAYS = (torch.Tensor, np.ndarray)
-
-
-class Watch:
-    """What transforms consisted of when they were compiled, to notice changes in place."""
-
-    def __init__(self, calls: tuple[Any, ...], unknown: Iterable[Any]) -> None:
-        """Note what there is; not what is in unknown steps, which run as they are."""
-        self._calls = calls
-        met = {id(step): step for step in unknown}
-        held = _held_by((*calls, *_leaves(calls)), met)
-        self._parts = [part for part in held if isinstance(part, (dict, list))]
-        self._copies = [part.copy() for part in self._parts]  # with the same objects in them
-        self._arrays = [array for array in held if isinstance(array, _ARRAYS)]
-        self._octets = list(map(_octets, self._arrays))
-
-    def is_changed(self, calls: tuple[Any, ...]) -> bool:
-        if any(map(is_not, calls, self._calls)):
-            return True
-        try:
-            # Quick: all that is in a part is the same object.
-            if any(map(ne, self._parts, self._copies)):
-                return True
-        except (TypeError, ValueError, RuntimeError):  # arrays cannot be compared so
-            return True
-        return bool(self._arrays) and list(map(_octets, self._arrays)) != self._octets
-
-
-def _held_by(values: Iterable[Any], met: dict[int, Any]) -> list[Any]:
-    """These, and all that is in them, each once and none that was met before."""
-    queue, held = deque(values), []
-    while queue:
-        value = queue.popleft()
-        if id(value) in met or isinstance(value, _ATOMS):
-            continue
-        met[id(value)] = value
-        held.append(value)
-        if isinstance(value, dict):
-            queue.extend(value.values())
-        elif isinstance(value, (list, tuple)):
-            queue.extend(value)
-        elif not isinstance(value, _ARRAYS):
-            queue.append(getattr(value, "__dict__", None))
-    return held
-
-
-def _octets(array: Any) -> bytes:
-    try:
-        return np.asarray(array).tobytes()
-    except (TypeError, RuntimeError):  # of bfloat16, or on a device
-        return b""
-
-
-def _leaves(transform: Any) -> list[Any]:
-    """The steps of a transform, with those of each view in the place of ``Views``."""
-    leaves: list[Any] = []
-    for step in flatten(transform):
-        leaves += _leaves(step.transforms) if type(step) is Views else [step]
-    return leaves

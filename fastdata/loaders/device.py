@@ -27,8 +27,8 @@ import torch
 import torch.cuda
 
 from fastdata.datasets.batch import IndexBatch, stacked
-from fastdata.datasets.dataset import handle_of
-from fastdata.datasets.reader import BatchRing, Reader, ReaderHandle, room
+from fastdata.datasets.dataset import ReaderHandle, handle_of
+from fastdata.datasets.reader import BatchRing, Reader, room
 from fastdata.errors import DeviceError, kind_of
 from fastdata.loaders.epochs import JoinedReader, LoaderView
 from fastdata.loaders.loader import DataLoader

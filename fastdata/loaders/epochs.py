@@ -35,13 +35,14 @@ from fastdata.datasets.batch import (
 )
 from fastdata.datasets.dataset import (
     PreparedDataset,
+    ReaderHandle,
     epoch_of,
     handle_of,
     index_count,
     latest_reader,
     own_reader,
 )
-from fastdata.datasets.reader import BatchRing, Reader, ReaderHandle, Take, fresh, room
+from fastdata.datasets.reader import BatchRing, Reader, Take, fresh, room
 from fastdata.datasets.ring import BatchReceiver, RingCollate
 from fastdata.errors import IngestError, MemoryBudgetError
 from fastdata.loaders.samplers import State
