@@ -36,7 +36,7 @@ from fastdata.machine import memory as host_memory
 from fastdata.machine.memory import budget_bytes, check_device_room, choose_pinning, format_bytes
 from fastdata.pixels.core import Int64s
 from fastdata.pixels.images import SampleSpec
-from fastdata.pixels.ops import MAX_MEANS, MODES, Op, step_number
+from fastdata.pixels.ops import MODES, Op, step_number
 from fastdata.pixels.plan import TransformPlan
 from fastdata.pixels.program import Program
 from fastdata.report import log, warn_user
@@ -513,10 +513,10 @@ def _to_floats(cast: Op) -> Callable[[Tensor], Tensor]:
     scaling = cast.n[1]
     scale = np.array([1.0 if scaling == "SCALE_NONE" else 1 / 255])
     offset = np.zeros(1)
-    if cast.v:  # means, then as many standard deviations
-        std = np.array(cast.v[MAX_MEANS:])
+    if cast.v:  # of each mean and standard deviation
+        mean, std = np.array(cast.v).reshape(-1, 2).T
         scale = scale / std
-        offset = -np.array(cast.v[: len(std)]) / std
+        offset = -mean / std
     divides = scaling == "SCALE_DIVIDE" and not cast.v
     if divides:
         # A divisor that lies on the device: by a number of the host, CUDA multiplies with its

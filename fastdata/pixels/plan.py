@@ -21,8 +21,7 @@ from fastdata.pixels.compose import (
 )
 from fastdata.pixels.describe import describe, name_of
 from fastdata.pixels.images import Form
-from fastdata.pixels.ops import Op
-from fastdata.pixels.state import State, UnknownStepError, interpolation_name, pair, several
+from fastdata.pixels.ops import Op, State, UnknownStepError, interpolation_name, pair, several
 from fastdata.pixels.steps import recognise
 
 Step = Callable[[Any], Any]

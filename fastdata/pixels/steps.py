@@ -26,13 +26,16 @@ from fastdata.pixels.compose import (
     names_in,
     published,
 )
-from fastdata.pixels.core import Float64s
-from fastdata.pixels.ops import MAX_MEANS, Op, choice, in_order, maybe
-from fastdata.pixels.state import (
+from fastdata.pixels.core import CONSTANTS, Float64s
+from fastdata.pixels.ops import (
+    Op,
     State,
     UnknownStepError,
+    choice,
     domain_of,
+    in_order,
     interpolation_name,
+    maybe,
     need_colours,
     need_movable,
     need_uint8,
@@ -49,7 +52,6 @@ from fastdata.pixels.state import (
 _MASK_DTYPES = (torch.int64, torch.int32, torch.float32, torch.uint8)
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _Reader = Callable[[Any, State], Op | State]
-_OpReader = Callable[[Any, State], Op]
 
 
 def recognise(step: Any, state: State) -> State:
@@ -108,13 +110,11 @@ def _read_beside(step: Any, state: State) -> Op | State:
 
 # Geometry
 
-_NO_BORDER = ("PAD_CONSTANT", "PIL_DOMAIN")
-
 
 def _center_crop(step: Any, state: State) -> Op:
     refuse(state.is_normalized, "may pad with 0 after Normalize")
     need_movable(state)
-    return state.op("STEP_CENTER_CROP", (0, 0, 0, 0, *_NO_BORDER, *pair(step.size)))
+    return state.op("STEP_CENTER_CROP", pair(step.size))
 
 
 def _flip(step: Any, state: State) -> Op:
@@ -138,7 +138,7 @@ def _random_crop(step: Any, state: State) -> State:
         padding = [left, top, right, bottom]
     borders = read_borders(padding)
     pads = step.pad_if_needed or any(borders)
-    border, fill = read_border(step, state) if pads else (_NO_BORDER, (0,))
+    border, fill = read_border(step, state) if pads else (("PAD_CONSTANT", "PIL_DOMAIN"), (0,))
     if step.pad_if_needed and any(borders) and not is_v2(step):
         # v1 pads the padded image again, v2 once by the sum.
         state = state.add(state.op("STEP_PAD", (*borders, *border), fill=fill))
@@ -191,10 +191,8 @@ def _rotation(step: Any, state: State) -> Op:
 
 
 def _affine(step: Any, state: State) -> Op:
-    translate = step.translate or (0, 0)
-    scale = step.scale or (1, 1)
-    ranges = (*step.degrees, *translate, *scale, *(step.shear or ()))
-    return _warp("OP_AFFINE", step, state, ranges)
+    ranges = (*step.degrees, *(step.translate or (0, 0)), *(step.scale or (1, 1)))
+    return _warp("OP_AFFINE", step, state, (*ranges, *(step.shear or ())))
 
 
 def _perspective(step: Any, state: State) -> Op:
@@ -203,10 +201,8 @@ def _perspective(step: Any, state: State) -> Op:
 
 def _warp(code: str, step: Any, state: State, ranges: Iterable[float]) -> Op:
     n, fill = read_warp(step, state)
-    center = getattr(step, "center", None) or ()
-    # Ten places for ranges, then the centre.
-    v = [*ranges, *[0.0] * 10][:10]
-    return state.op(code, n, [*v, *center], fill)
+    center = getattr(step, "center", None) or (0, 0)
+    return state.op(code, n, (*center, *ranges), fill)
 
 
 # Values
@@ -217,15 +213,22 @@ def _number(code: str, state: State, domain: str, low: float, high: float) -> Op
     return state.op(code, (0, domain), (low, high))
 
 
-def _value(code: str, attribute: str = "") -> _OpReader:
-    """Read a step that has one number."""
+_VALUES = {
+    "RandomAdjustSharpness": ("OP_SHARPNESS", "sharpness_factor"),
+    "RandomAutocontrast": ("OP_AUTOCONTRAST", ""),
+    "RandomEqualize": ("OP_EQUALIZE", ""),
+    "RandomInvert": ("OP_INVERT", ""),
+    "RandomPosterize": ("OP_POSTERIZE", "bits"),
+    "RandomSolarize": ("OP_SOLARIZE", "threshold"),
+}
+"""Steps that have a probability and at most one number, and the attribute that holds it."""
 
-    def reader(step: Any, state: State) -> Op:
-        need_colours(state)
-        number = getattr(step, attribute, 0)
-        return _number(code, state, domain_of(step, state), number, number)
 
-    return reader
+def _value(step: Any, state: State) -> Op:
+    need_colours(state)
+    code, attribute = _VALUES[known_name(step) or ""]
+    number = getattr(step, attribute, 0)
+    return _number(code, state, domain_of(step, state), number, number)
 
 
 def _jitters(step: Any, state: State) -> list[Op]:
@@ -325,52 +328,22 @@ def _erase(
 
 # Automatic augmentation
 
-_CODES = {
-    "AutoContrast": "OP_AUTOCONTRAST",
-    "Brightness": "OP_BRIGHTNESS",
-    "Color": "OP_SATURATION",
-    "Contrast": "OP_CONTRAST",
-    "Desaturate": "OP_SATURATION",
-    "Equalize": "OP_EQUALIZE",
-    "GaussianBlur": "OP_BOX_BLUR",
-    "GaussianBlurRand": "OP_BOX_BLUR",
-    "Identity": "OP_NOTHING",
-    "Invert": "OP_INVERT",
-    "Posterize": "OP_POSTERIZE",
-    "Rotate": "STEP_ROTATE",
-    "Sharpness": "OP_SHARPNESS",
-    "ShearX": "STEP_SHEAR_X",
-    "ShearY": "STEP_SHEAR_Y",
-    "Solarize": "OP_SOLARIZE",
-    "SolarizeAdd": "OP_SOLARIZE_ADD",
-    "TranslateX": "STEP_TRANSLATE_X",
-    "TranslateY": "STEP_TRANSLATE_Y",
-}
-"""Ops of torchvision's and of timm's policies."""
-_TIMM_FLAGS = {
-    "Desaturate": "TIMM_DESATURATES",
-    "GaussianBlurRand": "TIMM_DRAWS",
-    "Increasing": "TIMM_INCREASING",
-    "Original": "TIMM_ORIGINAL",
-    "Rel": "TIMM_RELATIVE",
-}
-"""What is special about an op of timm's, by its name or that name's ending."""
-
 
 def _auto_augment(step: Any, state: State) -> Op:
     """RandAugment, TrivialAugmentWide, AutoAugment or AugMix."""
     mixes = known_name(step) == "AugMix"  # which makes tensors of PIL images
     warp, fill = read_warp(step, replace(state, kind="tensor") if mixes else state)
     space = _augmentation_space(step, 1, 1)
-    rows = {name: row for row, name in enumerate(space)}
+    rows = list(space)
 
     def magnitude(name: str, p: float = 1.0, bin: int | None = None) -> Op:
-        n = (_CODES[name], space[name][1], bin or 0, rows[name])
+        n = (CONSTANTS[f"POLICY_{name}"], space[name][1], bin or 0, rows.index(name))
         return Op("STEP_MAGNITUDE", n=n, v=(float(p),))
 
     code = "STEP_AUGMENT"
     children: Iterable[Op] = map(magnitude, rows)
-    counts = [getattr(step, "num_ops", 1), _bins_of(step), getattr(step, "magnitude", -1)]
+    bins = _bins_of(step)
+    counts = [getattr(step, "num_ops", 1), bins, getattr(step, "magnitude", -1)]
     depth = 0
     policies = getattr(step, "policies", None) or getattr(step, "_policies", None)
     if policies:
@@ -378,7 +351,7 @@ def _auto_augment(step: Any, state: State) -> Op:
         children = starmap(magnitude, chain.from_iterable(policies))
     elif mixes:
         code = "STEP_AUG_MIX"
-        counts = [step.mixture_width, _bins_of(step), step.severity]
+        counts = [step.mixture_width, bins, step.severity]
         depth = max(0, step.chain_depth)
     is_share = hasattr(step, "_AUGMENTATION_SPACE")  # thresholds, of v2
     alpha = getattr(step, "alpha", 1)
@@ -433,7 +406,7 @@ def _timm_policies(step: Any, state: State) -> Op | State:
 def _timm_op(op: Any) -> Op:
     """Read an ``AugmentOp`` of timm's data/auto_augment.py, on PIL images."""
     name, ending = re.findall("(.*?)(Increasing|Original|Rel|)$", op.name)[0]
-    flag = _TIMM_FLAGS.get(ending or name, 0)
+    flag = CONSTANTS.get(f"TIMM_{ending or name}", 0)
     modes = several(op.kwargs["resample"])
     filters = [interpolation_name(int(mode)).upper() for mode in modes]
     most_level = op.magnitude_max or 10
@@ -442,7 +415,7 @@ def _timm_op(op: Any) -> Op:
         most = op.hparams.get("translate_pct", 0.45)
     return Op(
         "STEP_TIMM_OP",
-        n=(_CODES[name], 0, "PIL_DOMAIN", 0, 1, 0, flag, len(filters), *filters),
+        n=(CONSTANTS[f"POLICY_{name}"], 0, "PIL_DOMAIN", 0, 1, 0, flag, len(filters), *filters),
         v=tuple(map(float, (op.prob, op.magnitude, op.magnitude_std, most_level, most))),
         fill=tuple(map(float, several(op.kwargs["fillcolor"]))),
     )
@@ -481,7 +454,7 @@ def _inner(steps: Iterable[Any], state: State) -> tuple[Op, ...]:
     return after.ops
 
 
-def _sometimes(read: _OpReader) -> _Reader:
+def _sometimes(read: Callable[[Any, State], Op]) -> _Reader:
     """Read what a step with a probability ``p`` does."""
 
     def reader(step: Any, state: State) -> Op:
@@ -493,15 +466,9 @@ def _sometimes(read: _OpReader) -> _Reader:
 # Forms and floats
 
 
-def _reform(step: Any, state: State) -> State:
-    """ToTensor, PILToTensor, ToImage, ToPureTensor, Identity, and those of timm."""
+def _to_tensor(step: Any, state: State) -> State:
+    """Read ToTensor, PILToTensor, and those of timm."""
     name = (known_name(step) or "").removeprefix("timm.")
-    if name == "ToImage":
-        return replace(state, kind="image")
-    if name == "ToPureTensor":
-        return replace(state, kind="tensor") if state.kind == "image" else state
-    if name == "Identity":
-        return state
     refuse(name == "ToNumpy", "makes NumPy arrays; use MaybePILToTensor")
     if state.kind != "pil":
         refuse(not (is_v2(step) or name.startswith("Maybe")), "does not accept tensors")
@@ -545,12 +512,12 @@ def _normalize(step: Any, state: State) -> State:
     dtype = getattr(torch, state.dtype)
     given = [torch.as_tensor(values, dtype=dtype).flatten() for values in (step.mean, step.std)]
     mean, std = (values.tolist() for values in torch.broadcast_tensors(*given))
-    is_known = 1 <= len(mean) <= MAX_MEANS and all(map(math.isfinite, (*mean, *std)))
+    is_known = 1 <= len(mean) <= CONSTANTS["MAX_MEANS"] and all(map(math.isfinite, (*mean, *std)))
     refuse(not is_known or 0 in std, "has a mean or std that is not served")
     # One channel becomes as many as there are means, where torch may broadcast.
     widens = is_v2(step) and not step.inplace
     cast, *others = state.floats
-    v = (*mean, *[0.0] * (MAX_MEANS - len(mean)), *std)
+    v = tuple(chain(*zip(mean, std, strict=True)))
     return replace(state, floats=(replace(cast, n=(*cast.n, len(mean), widens), v=v), *others))
 
 
@@ -572,16 +539,11 @@ READERS: dict[str, _Reader] = {
     "GaussianNoise": _noise,
     "Grayscale": _grayscale,
     "RGB": _rgb,
-    "RandomAdjustSharpness": _sometimes(_value("OP_SHARPNESS", "sharpness_factor")),
-    "RandomAutocontrast": _sometimes(_value("OP_AUTOCONTRAST")),
+    **dict.fromkeys(_VALUES, _sometimes(_value)),
     "RandomChannelPermutation": _permute,
-    "RandomEqualize": _sometimes(_value("OP_EQUALIZE")),
     "RandomErasing": _erasing,
     "RandomGrayscale": _sometimes(_grey),
-    "RandomInvert": _sometimes(_value("OP_INVERT")),
     "RandomPhotometricDistort": _photometric_distort,
-    "RandomPosterize": _sometimes(_value("OP_POSTERIZE", "bits")),
-    "RandomSolarize": _sometimes(_value("OP_SOLARIZE", "threshold")),
     "timm.RandomErasing": _timm_erasing,
     # Steps of steps
     **dict.fromkeys(_POLICIES, _auto_augment),
@@ -591,7 +553,12 @@ READERS: dict[str, _Reader] = {
     "RandomOrder": _order,
     # Forms and floats
     **dict.fromkeys(("ConvertImageDtype", "ToDtype"), _dtype),
-    **dict.fromkeys(("Identity", "PILToTensor", "ToImage", "ToPureTensor", "ToTensor"), _reform),
-    **dict.fromkeys(("timm.MaybePILToTensor", "timm.MaybeToTensor", "timm.ToNumpy"), _reform),
+    "Identity": lambda step, state: state,
+    "ToImage": lambda step, state: replace(state, kind="image"),
+    "ToPureTensor": lambda step, state: (
+        replace(state, kind="tensor") if state.kind == "image" else state
+    ),
+    **dict.fromkeys(("PILToTensor", "ToTensor"), _to_tensor),
+    **dict.fromkeys(("timm.MaybePILToTensor", "timm.MaybeToTensor", "timm.ToNumpy"), _to_tensor),
     "Normalize": _normalize,
 }

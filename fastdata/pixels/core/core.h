@@ -100,12 +100,12 @@ enum {
     OP_AFFINE,    /* n[0..1] height, width wanted; n[6] interpolation NEAREST, BILINEAR or BICUBIC; domain; v[0..5] the matrix
                      from output to input: PIL_DOMAIN the six numbers given to Image.transform(AFFINE), else the theta that
                      torchvision gives to _affine_grid; fill; n[7] whether a fill was given (tensors: else zeros, unmasked)
-                     table: warp; v[0..1] degrees, v[2..3] most translation as a share of width, height, v[4..5] scale,
-                     v[6..9] shear in degrees along x, y; v[10..11] centre x, y */
+                     table: warp; v[0..1] centre x, y, v[2..3] degrees, v[4..5] most translation as a share of width,
+                     height, v[6..7] scale, v[8..11] shear in degrees along x, y */
     OP_PERSPECTIVE, /* the same with v[0..7], the coefficients of PERSPECTIVE and of _perspective_grid. Before these are
                      solved, which Python does: the x and y of the corners at the top left, top right, bottom right, bottom
                      left.
-                     table: warp; v[0] share of half a side that corners move by */
+                     table: warp; v[2] share of half a side that corners move by */
     OP_TURN,      /* n[0] quarter turns counterclockwise: 1, 2, 3 */
     /* Values that become a table of 256 entries for each channel once the image is known.
      * table, for all with v[0] alone, and POSTERIZE: v[0..1] its range, n[1] domain */
@@ -140,16 +140,16 @@ enum {
     /* Values to the batch */
     OP_CAST,      /* what follows works on the values served, normalised or not
                      table: n[0] dtype, n[1] scaling; n[2] how many means there are, n[3] whether one channel becomes as
-                     many; v[0..5] means, v[6..11] standard deviations */
+                     many; v: of each mean and standard deviation */
     LAST_OP = OP_CAST,
     /* In tables only */
     STEP_PAD,         /* n[0..3] borders left, top, right, bottom; n[4] mode, n[5] domain */
     STEP_CROP,        /* the same; n[6..7] height, width; n[8] whether borders are added where the image is too small */
-    STEP_CENTER_CROP, /* n[6..7] height, width */
+    STEP_CENTER_CROP, /* n[0..1] height, width */
     STEP_FLIP,        /* n[0] whether top to bottom; v[0] probability, or n[1]: each second epoch, by d->turn */
     STEP_RESIZED_CROP, /* n[0..1] height, width, n[4] interpolation, n[5] domain; v[0..1] scale, v[2..3] width / height,
                          v[4..5] logarithm of that */
-    STEP_ROTATION,    /* warp; n[0] whether it expands; v[0..1] degrees; v[10..11] centre x, y */
+    STEP_ROTATION,    /* warp; n[0] whether it expands; v[0..1] centre x, y, v[2..3] degrees */
     STEP_SEQUENCE,    /* its children, one after the other */
     STEP_CHOICE,      /* one of its children, or none; of each v[0]: where in [0, 1) its probability ends */
     STEP_ORDER,       /* its children, in random order */
@@ -166,7 +166,17 @@ enum {
                          uniform up to v[1], v[3] most; v[4] most translation, in pixels or as a share of the side */
     STEP_LENGTH,      /* a child of OP_RESIZE */
 };
-enum { TIMM_INCREASING = 1, TIMM_ORIGINAL = 2, TIMM_RELATIVE = 4, TIMM_DESATURATES = 8, TIMM_DRAWS = 16 };
+
+/* Ops as torchvision's and timm's policies name them, and what is special about timm's, by its name or that name's ending. */
+enum {
+    POLICY_Identity = OP_NOTHING, POLICY_AutoContrast = OP_AUTOCONTRAST, POLICY_Brightness = OP_BRIGHTNESS,
+    POLICY_Color = OP_SATURATION, POLICY_Contrast = OP_CONTRAST, POLICY_Desaturate = OP_SATURATION,
+    POLICY_Equalize = OP_EQUALIZE, POLICY_GaussianBlur = OP_BOX_BLUR, POLICY_GaussianBlurRand = OP_BOX_BLUR,
+    POLICY_Invert = OP_INVERT, POLICY_Posterize = OP_POSTERIZE, POLICY_Rotate = STEP_ROTATE, POLICY_Sharpness = OP_SHARPNESS,
+    POLICY_ShearX = STEP_SHEAR_X, POLICY_ShearY = STEP_SHEAR_Y, POLICY_Solarize = OP_SOLARIZE,
+    POLICY_SolarizeAdd = OP_SOLARIZE_ADD, POLICY_TranslateX = STEP_TRANSLATE_X, POLICY_TranslateY = STEP_TRANSLATE_Y,
+};
+enum { TIMM_Increasing = 1, TIMM_Original = 2, TIMM_Rel = 4, TIMM_Desaturate = 8, TIMM_GaussianBlurRand = 16 };
 
 /* What STEP_AUGMENT, STEP_POLICIES or STEP_AUG_MIX may do to images of one size: `count` levels, bins of each row. */
 typedef struct {

@@ -171,17 +171,17 @@ static bool add_timm_warp(Drawing *d, const Step *op, int64_t at, int64_t first,
     double matrix[6] = {1, 0, 0, 0, 1, 0};
     if (code == STEP_ROTATE) return add_rotation(d, op, level * 30.0, interpolation, false, NULL);
     if (code == STEP_SHEAR_X || code == STEP_SHEAR_Y) matrix[is_x ? 1 : 3] = level * 0.3;
-    else matrix[is_x ? 2 : 5] = level * op->v[4] * (op->n[6] & TIMM_RELATIVE ? side : 1);
+    else matrix[is_x ? 2 : 5] = level * op->v[4] * (op->n[6] & TIMM_Rel ? side : 1);
     return add_map(d, op, interpolation, matrix);
 }
 
 static bool add_timm(Drawing *d, const Step *op, int64_t at, int64_t first, double level, double signed_level) {
     const int32_t code = op->n[0], bits = op->n[6];
-    const bool increases = bits & TIMM_INCREASING;
+    const bool increases = bits & TIMM_Increasing;
     double number = 0, value = 0;
     switch (code) {
     case OP_SATURATION:
-        if (bits & TIMM_DESATURATES) {
+        if (bits & TIMM_Desaturate) {
             value = 1.0 - bounded(0.5 + 0.5 * level, 0.5, 1.0);
             break;
         } /* fall through */
@@ -190,7 +190,7 @@ static bool add_timm(Drawing *d, const Step *op, int64_t at, int64_t first, doub
         break;
     case OP_POSTERIZE:
         number = trunc(level * 4);
-        number = fmin(8, increases ? 4 - number : number + (bits & TIMM_ORIGINAL ? 4 : 0));
+        number = fmin(8, increases ? 4 - number : number + (bits & TIMM_Original ? 4 : 0));
         break;
     case OP_SOLARIZE:
         value = fmin(256, trunc(level * 256));
@@ -198,7 +198,7 @@ static bool add_timm(Drawing *d, const Step *op, int64_t at, int64_t first, doub
         break;
     case OP_SOLARIZE_ADD: number = fmin(128, level * 110); break;
     case OP_BOX_BLUR:
-        value = bits & TIMM_DRAWS ? between(d, at, first + 5, 0.1, 2.0 * bounded(level, 0, 1))
+        value = bits & TIMM_GaussianBlurRand ? between(d, at, first + 5, 0.1, 2.0 * bounded(level, 0, 1))
                                   : bounded(0.1 + 1.9 * level, 0.1, 2.0);
         break;
     case OP_INVERT: case OP_AUTOCONTRAST: case OP_EQUALIZE: break;

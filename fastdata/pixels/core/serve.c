@@ -293,7 +293,7 @@ EXPORT void fastdata_values(Table *table) {
     const double factor = divides ? 255 : v->scaling == SCALE_MULTIPLY ? 1 / 255.0 : 1;
     v->factor = (float)factor;
     for (int32_t c = 0; c < v->channels; c++) {
-        const double mean = v->normalizes ? cast->v[c] : 0, std = v->normalizes ? cast->v[MAX_MEANS + c] : 1;
+        const double mean = v->normalizes ? cast->v[2 * c] : 0, std = v->normalizes ? cast->v[2 * c + 1] : 1;
         v->mean[c] = mean, v->std[c] = std;
         for (int x = 0; x < 256; x++) {
             const double wide = (divides ? x / factor : x * factor) - mean;

@@ -364,11 +364,11 @@ bool add_affine(Drawing *d, const Step *step, double degrees, const double moved
 }
 
 bool draw_affine(Drawing *d, const Step *step) {
-    const double *v = step->v, most_x = v[2] * (double)d->width, most_y = v[3] * (double)d->height;
+    const double *v = step->v + 2, most_x = v[2] * (double)d->width, most_y = v[3] * (double)d->height;
     const double degrees = between(d, step->at, 0, v[0], v[1]), scale = between(d, step->at, 3, v[4], v[5]);
     const double x = rint(between(d, step->at, 1, -most_x, most_x)), y = rint(between(d, step->at, 2, -most_y, most_y));
     const double shear[2] = {between(d, step->at, 4, v[6], v[7]), between(d, step->at, 5, v[8], v[9])};
-    return add_affine(d, step, degrees, (double[]){x, y}, scale, shear, step->n[5] ? v + 10 : NULL);
+    return add_affine(d, step, degrees, (double[]){x, y}, scale, shear, step->n[5] ? step->v : NULL);
 }
 
 /* A remainder with the sign of what is divided by, as Python's. */
@@ -430,14 +430,14 @@ bool add_rotation(Drawing *d, const Step *step, double degrees, int32_t interpol
 }
 
 bool draw_rotation(Drawing *d, const Step *step) {
-    const double degrees = between(d, step->at, 0, step->v[0], step->v[1]);
-    return add_rotation(d, step, degrees, step->n[1], step->n[0], step->n[5] ? step->v + 10 : NULL);
+    const double degrees = between(d, step->at, 0, step->v[2], step->v[3]);
+    return add_rotation(d, step, degrees, step->n[1], step->n[0], step->n[5] ? step->v : NULL);
 }
 
 /* RandomPerspective.get_params. Its equations are solved by torch, whose last bits move pixels, so by Python. */
 bool draw_perspective(Drawing *d, const Step *step) {
     const double half_h = (double)(d->height / 2), half_w = (double)(d->width / 2);
-    const int64_t reach_v = truncated(step->v[0] * half_h) + 1, reach_h = truncated(step->v[0] * half_w) + 1;
+    const int64_t reach_v = truncated(step->v[2] * half_h) + 1, reach_h = truncated(step->v[2] * half_w) + 1;
     Op *op = add_warp(d, step, OP_PERSPECTIVE, step->n[1]);
     if (!op) return false;
     for (int corner = 0; corner < 4; corner++) {

@@ -57,7 +57,7 @@ bool draw_crop(Drawing *d, const Step *step) {
 
 /* The window in the middle; an image that is too small is padded with 0 first. */
 bool draw_center_crop(Drawing *d, const Step *step) {
-    const int64_t height = step->n[6], width = step->n[7];
+    const int64_t height = step->n[0], width = step->n[1];
     const int64_t miss_v = most(height - d->height, 0), miss_h = most(width - d->width, 0);
     const int64_t borders[4] = {miss_h / 2, miss_v / 2, (miss_h + 1) / 2, (miss_v + 1) / 2};
     /* Halves to the even number, as Python's round, which torchvision takes. */
