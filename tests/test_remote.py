@@ -328,11 +328,11 @@ def test_files_are_listed_once_and_read_together(
     assert calls[before:] == ["cat_file"] * len(dataset)
     source: Any = dataset._origin()
     source.expect(range(len(dataset)))
-    assert len(source._requests) == len(dataset)
-    assert pickle.loads(pickle.dumps(source))._requests == {}
+    assert len(source.requests) == len(dataset)
+    assert pickle.loads(pickle.dumps(source)).requests == {}
     for index in range(len(dataset)):
         source.read(index)
-    assert not source._requests
+    assert not source.requests
 
 
 def test_a_changed_file_is_an_error(bucket: tuple[str, Path]) -> None:

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
@@ -105,6 +105,7 @@ class Source(Protocol):
     def path(self, index: int) -> str | None: ...
 
 
+@dataclass(eq=False, repr=False)
 class FileSource:
     """One file per sample, here or behind a URL; paths and targets are read by index only.
 
@@ -118,26 +119,20 @@ class FileSource:
             comes in another size was changed since it was listed, which is an error.
     """
 
+    paths: Sequence[str]
+    targets: Sequence[Any]
+    loader: Loader | None
+    place: Place | None = None
+    facts: Any = None
+    requests: Requests = field(default_factory=Requests)
     keys: ClassVar[ItemKeys | None] = None
-
-    def __init__(
-        self,
-        paths: Sequence[str],
-        targets: Sequence[Any],
-        loader: Loader | None,
-        place: Place | None = None,
-        facts: np.ndarray | None = None,
-    ) -> None:
-        self.paths = paths
-        self.targets = targets
-        self.loader = loader
-        self.is_remote = place is not None
-        self.place: Any = place
-        self.facts: Any = facts
-        self._requests = Requests()
 
     def __len__(self) -> int:
         return len(self.paths)
+
+    @property
+    def is_remote(self) -> bool:
+        return self.place is not None
 
     @property
     def opening(self) -> Opening | None:
@@ -160,7 +155,7 @@ class FileSource:
 
     def expect(self, indices: Indices) -> None:
         if self.is_remote:
-            self._requests.expect(indices, self._submit)
+            self.requests.expect(indices, self._submit)
 
     def path(self, index: int) -> str:
         return self.paths[index]
@@ -168,7 +163,7 @@ class FileSource:
     def read_files(self, indices: Indices) -> list[bytes]:
         """The bytes of these files."""
         if self.is_remote:
-            return [self._requests.take(index, self._submit).result() for index in indices]
+            return [self.requests.take(index, self._submit).result() for index in indices]
         files = []
         for path in chosen(self.paths, indices):
             with open(path, "rb") as stream:
@@ -176,10 +171,10 @@ class FileSource:
         return files
 
     def _submit(self, index: int) -> Future[bytes]:
+        assert self.place is not None
         place, name = self.place.locate(self.paths[index])
         size = int(self.facts[index][0])
-        future: Future[bytes] = place.submit(name, size_bytes=None if size < 0 else size)
-        return future
+        return place.submit(name, size_bytes=None if size < 0 else size)
 
     def as_bytes(self) -> Self:
         """The files as they are, unopened: uint8 (bytes,)."""
@@ -202,7 +197,7 @@ class FileSource:
 
     def listing(self) -> np.ndarray | None:
         """Sizes and tags, (2, samples), of remote files."""
-        if not self.is_remote:
+        if self.place is None:
             return None
         facts: np.ndarray = self.facts.T
         if len(self) and facts[0].max() < 0:  # nobody has listed them
