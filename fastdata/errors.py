@@ -25,6 +25,8 @@ __all__ = [
 ]
 
 
+AnyPath = str | os.PathLike[str]
+
 _NAMED = re.compile(
     r"^(?:[\w.]+: )?sample (\d+)(?:, (.+?),)? cannot be read", re.DOTALL | re.MULTILINE
 )
@@ -117,12 +119,12 @@ _URL = re.compile(r"(?!file:)[A-Za-z][\w+.-]+:/")
 """With one slash, which is what ``Path`` leaves of two; a drive of Windows has one letter."""
 
 
-def is_url(path: str | os.PathLike[str]) -> bool:
+def is_url(path: AnyPath) -> bool:
     text = os.fsdecode(path)
     return _URL.match(text) is not None and not os.path.exists(text)
 
 
-def refuse_remote(path: str | os.PathLike[str]) -> None:
+def refuse_remote(path: AnyPath) -> None:
     """Raise ``ValueError`` for a URL where a folder or a file of this machine is needed."""
     if is_url(path):
         raise ValueError(

@@ -94,7 +94,7 @@ def disk_bytes(folder: Path) -> int:
 def part_bytes() -> int:
     """Of the samples, without the head of an .npy file."""
     found = 0
-    for name, (size_bytes, _) in Place(URL).find().items():
+    for name, (size_bytes, _) in Place(URL).find().result().items():
         if "part0" in name:
             found += size_bytes - 128 * name.endswith(".npy")
     return found
@@ -239,7 +239,7 @@ def test_a_deleted_segment_is_readable_where_it_is_mapped(
 
 def damage(url: str, number: int = 0) -> None:
     """Change a byte of the samples' file, behind the URL."""
-    (path,) = [name for name in Place(url).find() if "part0" in name]
+    (path,) = [name for name in Place(url).find().result() if "part0" in name]
     data = bytearray(Place(url).read(path))
     data[-1 - number] ^= 1
     Place(url).write(path, bytes(data))
@@ -338,7 +338,7 @@ def check_all(loader: Any) -> None:
 def test_a_missing_file_is_an_error(tmp_path: Path, pattern: str) -> None:
     """A cache without one of its files, or with one of another size, is refused with the file's name."""
     place = Place(upload(tmp_path)).below(str(find_cache(URL)).rpartition("/")[2])
-    (name,) = (name for name in place.find() if Path(name).match(pattern))
+    (name,) = (name for name in place.find().result() if Path(name).match(pattern))
     place.write(name, place.read(name)[:-1])
     with pytest.raises(CacheError, match=re.escape(name)):
         CachedDataset.from_cache(URL, local_cache=tmp_path / "local")

@@ -55,12 +55,12 @@ def test_places_have_one_face(url: str, tmp_path: Path) -> None:
     place = Place(url.format(tmp_path=tmp_path))
     for name, data in FILES.items():
         place.write(name, data)
-    assert {name: size for name, (size, _) in place.find().items()} == {
+    assert {name: size for name, (size, _) in place.find().result().items()} == {
         name: len(data) for name, data in FILES.items()
     }
-    assert list(place.find("a")) == ["a/1.txt", "a/b/2.txt"]
+    assert list(place.find("a").result()) == ["a/1.txt", "a/b/2.txt"]
     if place.is_remote:
-        assert list(place.submit_find("a", depth=1).result()) == ["a/1.txt"]
+        assert list(place.find("a", depth=1).result()) == ["a/1.txt"]
     assert place.folders() == ["a"]
     assert [place.read(name) for name in FILES] == list(FILES.values())
     assert place.submit("a/b/2.txt", 1, 3).result() == b"wi"
@@ -78,16 +78,16 @@ def test_a_tag_changes_with_the_content() -> None:
     """A file that was replaced has another tag."""
     place = Place("memory://place")
     place.write("name", b"old")
-    before = place.find()["name"]
+    before = place.find().result()["name"]
     place.write("name", b"new")
-    assert before != place.find()["name"]
+    assert before != place.find().result()["name"]
 
 
 def test_what_was_listed_is_in_no_pickle() -> None:
     """A place goes to worker processes without the files that it has come upon."""
     place = Place("memory://place")
     place.write("name", b"data")
-    assert list(place.find()) == list(place.listed) == ["name"]
+    assert list(place.find().result()) == list(place.listed) == ["name"]
     assert not pickle.loads(pickle.dumps(place)).listed
 
 

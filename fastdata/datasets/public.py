@@ -17,7 +17,7 @@ import numpy as np
 
 from fastdata.datasets.dataset import PreparedDataset
 from fastdata.datasets.reader import Stored
-from fastdata.errors import is_url, kind_of
+from fastdata.errors import AnyPath, is_url, kind_of
 from fastdata.machine.shared import ArrayBlock, ListView, SampleTable
 from fastdata.pixels import describe_steps
 from fastdata.pixels.compose import flatten, is_random
@@ -32,7 +32,7 @@ from fastdata.sources import (
     chosen_keys,
     read_manifest,
 )
-from fastdata.sources.folders import AnyPath, find_classes, scan_folder
+from fastdata.sources.folders import find_classes, scan_folder
 from fastdata.sources.remote import Place
 from fastdata.stores.prepare import DatasetOptions, Options, read_options, with_options
 

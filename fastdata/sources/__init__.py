@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from fastdata.errors import is_url, kind_of
+from fastdata.errors import AnyPath, is_url, kind_of
 from fastdata.machine.shared import ListView
 from fastdata.pixels.images import Opening, decode_image, is_image, load_image, opening_of
 from fastdata.sources.remote import Place, Requests, facts_of, fleeting_folder
@@ -363,7 +363,7 @@ class _Table(NamedTuple):
 
 def read_manifest(
     manifest: Any,
-    root: str | os.PathLike[str] | None = None,
+    root: AnyPath | None = None,
     file: str = "file",
     label: str | Sequence[str] | None = "label",
     id: str | None = None,
@@ -405,7 +405,7 @@ def read_manifest(
     return Manifest(paths, targets, classes)
 
 
-def _read_text(path: str | os.PathLike[str], storage_options: StorageChoice) -> tuple[str, str]:
+def _read_text(path: AnyPath, storage_options: StorageChoice) -> tuple[str, str]:
     """The path or URL of a CSV file, and what is in it."""
     title = os.path.expanduser(os.fsdecode(path))
     if is_url(title):

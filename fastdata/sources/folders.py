@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice, repeat
 from pathlib import Path
 
+from fastdata.errors import AnyPath
 from fastdata.machine.memory import user_cache
 from fastdata.report import log
 from fastdata.sources.remote import Place
@@ -32,7 +33,6 @@ KEEP_PATIENCE_S = 1.0
 SETTLED_S = 600.0
 """How long a folder must not have changed; clocks of file servers are wrong by less."""
 
-AnyPath = str | os.PathLike[str]
 Endings = str | tuple[str, ...]
 
 
@@ -87,7 +87,7 @@ def _list_classes(root: AnyPath, names: list[str], endings: Endings) -> Iterator
     """List folders in turn, the rest in threads once listing has waited more than it worked."""
     if isinstance(root, Place):
         # In the order of _list_files, all folders at once.
-        for found in [root.submit_find(name) for name in names]:
+        for found in [root.find(name) for name in names]:
             files = sorted(found.result(), key=os.path.split)
             yield [root.at(name) for name in files if name.lower().endswith(endings)]
         return

@@ -135,7 +135,7 @@ def _find_files(text: str, storage_options: Mapping[str, Any] | None) -> list[Fi
 
 def _match(place: Place, pattern: str) -> list[str]:
     there = (
-        place.submit_find(depth=1).result()
+        place.find(depth=1).result()
         if place.is_remote
         else sorted(glob(pattern, root_dir=place.url))
     )
@@ -148,7 +148,7 @@ def _match(place: Place, pattern: str) -> list[str]:
 
 
 def _list_folder(place: Place) -> list[str]:
-    names = list(place.find())
+    names = list(place.find().result())
     if "index.json" in names:
         index = json.loads(place.read("index.json"))
         where = "remote" if place.is_remote else "local"
@@ -184,12 +184,26 @@ def _naming(what: str) -> Iterator[None]:
         raise ValueError(f"{what}: {type(problem).__name__}: {problem}") from problem
 
 
+class _Latest(threading.local):
+    """The file and the rows that each thread has read last; pickles as nothing."""
+
+    file: File | None = None
+    read_group: Any = None
+    group: int | None = None
+    rows: Any = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Latest, ()
+
+
 class _Samples:
     """Samples that lie in files, one after the other; pickles, and is safe from several threads."""
 
     def __init__(self, files: Sequence[File], columns: Sequence[str] | None) -> None:
         self._files = files
         self._columns = columns
+        self._requests = Requests()
+        self._latest = _Latest()
         self.is_remote = files[0].place.is_remote
         facts = repr(sorted({(file.name, file.size_bytes, file.tag) for file in files}))
         digest = hashlib.blake2b(facts.encode(), digest_size=8).hexdigest()
@@ -247,10 +261,6 @@ class TarSamples(_Samples):
     Items are dicts by ending with ``columns``, and else pairs: of the one image, and of the first
     of ``cls``, ``json`` and ``txt`` that there is.
     """
-
-    def __init__(self, files: Sequence[File], columns: Sequence[str] | None) -> None:
-        super().__init__(files, columns)
-        self._requests = Requests()
 
     def expect(self, indices: Sequence[int]) -> None:
         if self.is_remote:
@@ -328,27 +338,11 @@ def _decode_file(suffix: str, content: bytes) -> Any:
 _IMAGE_START = re.compile(rb"\xff\xd8\xff|\x89PNG|GIF8|BM|II\*\0|MM\0\*|.{8}WEBP", re.DOTALL)
 
 
-class _Latest(threading.local):
-    """The file and the rows that each thread has read last; pickles as nothing."""
-
-    file: File | None = None
-    read_group: Any = None
-    group: int | None = None
-    rows: Any = None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Latest, ()
-
-
 class ArrowRows(_Samples):
     """Rows of Parquet or Arrow files as dicts.
 
     Bytes of an image, as Hugging Face writes them too, are opened.
     """
-
-    def __init__(self, files: Sequence[File], columns: Sequence[str] | None) -> None:
-        super().__init__(files, columns)
-        self._latest = _Latest()
 
     def _list(self, file: File) -> list[tuple[int, int]]:
         counts, _ = _open_table(file)

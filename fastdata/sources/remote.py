@@ -25,7 +25,7 @@ from typing import Any
 
 from torch.utils import _pytree as pytree
 
-from fastdata.errors import RemoteError, is_url
+from fastdata.errors import AnyPath, RemoteError, is_url
 from fastdata.report import log
 
 ATTEMPT_S = 60.0
@@ -135,9 +135,7 @@ class Place:
         OSError: what comes of it is not as long as it must be.
     """
 
-    def __init__(
-        self, url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, url: AnyPath, storage_options: Mapping[str, Any] | None = None) -> None:
         text = os.fsdecode(url)
         self.is_remote = is_url(text)
         self.listed: dict[str, Facts] = {}
@@ -213,12 +211,11 @@ class Place:
         client = self._client()
         return client.open(self._path(client, name), "rb", block_size=_READ_AHEAD_BYTES)
 
-    def find(self, below: str = "") -> dict[str, Facts]:
-        """All files below a folder, by name; none where it is not there."""
-        return self.submit_find(below).result()
+    def find(self, below: str = "", *, depth: int | None = None) -> Future[dict[str, Facts]]:
+        """All files below a folder, by name; none where it is not there.
 
-    def submit_find(self, below: str = "", *, depth: int | None = None) -> Future[dict[str, Facts]]:
-        """``find``; behind a URL it need not look further down than ``depth``."""
+        Behind a URL it need not look further down than ``depth``.
+        """
 
         def facts_by_name(files: Mapping[str, Any]) -> dict[str, Facts]:
             above = len(self._path(self._client(), "")) + 1
@@ -458,7 +455,7 @@ def made_by_this_user(path: Path) -> bool:
     return not hasattr(os, "getuid") or path.lstat().st_uid == os.getuid()
 
 
-def refuse_special(path: str | os.PathLike[str]) -> None:
+def refuse_special(path: AnyPath) -> None:
     """Raise OSError for a pipe, a socket or a device, to open or read which may take for ever."""
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):

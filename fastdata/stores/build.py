@@ -455,7 +455,7 @@ def _make_tasks(
 
 
 def _sizes_in(place: Place) -> dict[str, int]:
-    return {name: size for name, (size, _) in place.find().items() if "/" not in name}
+    return {name: size for name, (size, _) in place.find().result().items() if "/" not in name}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

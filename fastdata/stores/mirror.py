@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -76,7 +76,8 @@ class MirroredStore(DiskStore):
         self._segments = index["segments"]
         self._segment_bytes = self._segments[:, 2] - self._segments[:, 1]
         self.size_bytes = int(self._segment_bytes.sum())
-        self._bytes = _Mapped(self._map)
+        self._bytes = _Mapped()
+        self._bytes.store = self
         # How often each segment was dropped, and what that was when each sample was checked.
         self._drops = np.zeros(len(self._segments), np.int32)
         self._checked = np.full(len(self), -1, np.int32)
@@ -99,7 +100,7 @@ class MirroredStore(DiskStore):
             OSError: the folder cannot be written.
             RemoteError: the place cannot be reached.
         """
-        there = place.find()
+        there = place.find().result()
         for name, size_bytes in sizes.items():
             if there.get(name, (-1, -1))[0] != size_bytes:
                 raise CacheError(f"{place.at(name)} is missing, or has not {size_bytes:,} bytes")
@@ -258,12 +259,10 @@ class MirroredStore(DiskStore):
 class _Mapped(dict[int, Bytes]):
     """Segments that are mapped, by number; one that is not is mapped when it is asked for."""
 
-    def __init__(self, map_segments: Callable[[Sequence[int]], None]) -> None:
-        super().__init__()
-        self._map_segments = map_segments
+    store: MirroredStore
 
     def __missing__(self, number: int) -> Bytes:
-        self._map_segments([number])
+        self.store._map([number])
         return self[number]
 
 

@@ -115,7 +115,7 @@ def test_a_server_that_is_silent(
     """Requests that are not answered are given up, and the file is named."""
     monkeypatch.setattr(remote, "ATTEMPT_S", 0.3)
     place = Place("s3://bucket/train", throttled.storage_options)
-    assert len(place.find()) == 24
+    assert len(place.find().result()) == 24
     throttled.set_faults(FaultPlan(rate=1, kinds=("stall",)))
     with pytest.raises(RemoteError, match=r"class0/0\.png: .*no answer in 0 s \(tried twice\)"):
         place.read("class0/0.png")
@@ -130,13 +130,13 @@ def test_files_are_written_to_s3(s3: MotoS3, tmp_path: Path) -> None:
     place.upload("large", tmp_path / "large")
     place.write("small", b"bytes")
     place.write("small", b"other")
-    assert [(name, size) for name, (size, _) in place.find().items()] == [
+    assert [(name, size) for name, (size, _) in place.find().result().items()] == [
         ("large", 6 << 20),
         ("small", 5),
     ]
     assert place.submit("small", 1, 3).result() == b"th"
     place.remove("small", "large", "none")
-    assert place.find() == {}
+    assert place.find().result() == {}
 
 
 def test_a_missing_bucket(s3: MotoS3, tmp_path: Path) -> None:
@@ -173,14 +173,14 @@ def test_a_cache_is_built_in_s3(s3: MotoS3, tmp_path: Path, folder: Path, engine
             colours, targets = colours_of(dataset), list(dataset.targets)
             assert colours_in(dataset) == colours
     place = Place("s3://bucket/caches", s3.storage_options)
-    built = place.find()
+    built = place.find().result()
     parts = [name for name in built if "part0" in name]
     assert len(parts) > 3
     assert len([name for name in built if "shard" in name]) == len(parts)
     assert s3.storage_options["secret"].encode() not in b"".join(map(place.read, built))
     with ImageFolder("s3://bucket/train", **options) as dataset:
         assert colours_in(dataset) == colours
-    assert place.find() == built
+    assert place.find().result() == built
     streamed = {name: options[name] for name in ("storage_options", "local_cache")}
     with (
         CachedDataset.from_cache("s3://bucket/caches", as_tensors=True, **streamed) as cached,
@@ -209,13 +209,13 @@ def test_a_build_in_s3_goes_on(s3: MotoS3, tmp_path: Path, folder: Path) -> None
     place = Place("s3://bucket/caches", s3.storage_options)
     with pytest.raises(SampleError, match=r"class2/23\.png"):
         ImageFolder.build_cache(folder, prepare_workers=1, **options)
-    left = place.find()
+    left = place.find().result()
     assert left
     assert not [name for name in left if name.endswith("fastdata.npz")]
     with pytest.raises(SampleError, match=r"class2/23\.png"):
         ImageFolder.build_cache(folder, prepare_workers=1, **options)
-    assert place.find() == left
+    assert place.find().result() == left
     (folder / "class2/23.png").write_bytes(whole)
     with ImageFolder.build_cache(folder, **options) as dataset:
         assert colours_in(dataset) == colours_of(dataset)
-    assert [name for name in place.find() if name.endswith("fastdata.npz")]
+    assert [name for name in place.find().result() if name.endswith("fastdata.npz")]
