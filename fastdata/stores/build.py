@@ -66,7 +66,7 @@ from fastdata.stores.readers import (
     naming_full_disk,
     receipt_name,
 )
-from fastdata.stores.samples import ReadPath
+from fastdata.stores.samples import Layout, ReadPath
 from fastdata.stores.writers import (
     WriterPlan,
     ingest,
@@ -97,33 +97,6 @@ _RAY_RETRIES = 10
 # Found, or written
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Wanted:
-    """The samples that are to be served, and where their cache is if there is one.
-
-    Args:
-        path: that samples are read by.
-        options: as given by the user, with ``cache_dir``.
-        table: paths and targets where they are known beforehand; else the cache keeps targets.
-        listing: the files, where samples are files.
-        content: a fingerprint of these, or the number of samples.
-        key: what they depend on besides their files.
-        root: folder of the files; empty where there is none.
-        place: of the cache.
-        home: the same here; of a cache behind a URL what its lock on this machine is named after.
-    """
-
-    path: ReadPath
-    options: Options
-    table: SampleTable | None
-    listing: Listing | None
-    content: str
-    key: dict[str, str]
-    root: str
-    place: Place
-    home: Path
-
-
 def prepare_on_disk(
     path: ReadPath,
     options: Options,
@@ -139,7 +112,7 @@ def prepare_on_disk(
 
     ``opened`` and ``steps`` say what opens and what prepares them, ``is_own_list`` that somebody
     chose the files, so that others over the same root have caches of their own; the rest is as in
-    ``_Wanted``.
+    ``_Build``.
 
     Raises:
         SampleError: a sample cannot be prepared.
@@ -159,67 +132,24 @@ def prepare_on_disk(
         names += [_fingerprint(*paths)] * is_own_list
     name = "-".join([stem, *(each[:_CACHE_CHARACTERS] for each in names)])
     place = Place(options.cache_dir, options.storage_options).below(name)
-    wanted = _Wanted(
+    classes = None if table is None else table.class_to_idx
+    build = _Build(
         path=path,
         options=options,
         table=table,
         listing=listing,
-        content=content,
-        key=key,
-        root=root,
+        manifest=Manifest(key=key, root=root, content=content, classes=classes),
         place=place,
         home=mirror_folder(options.local_cache) / name if place.is_remote else Path(place.url),
     )
     try:
-        return _open(wanted)
+        return build.open()
     except (FileNotFoundError, CacheError) as obstacle:
         reason = str(obstacle)
-    with locked(wanted.home, reason):
-        prepared = _open_or_write(wanted)
+    with locked(build.home, reason):
+        prepared = build.open_or_write()
     warn_of_skipped(prepared.skipped, len(path.source))
     return prepared
-
-
-def _open(wanted: _Wanted) -> Prepared:
-    """Serve from the cache; FileNotFoundError where none is up to date, CacheError of damage."""
-    options = wanted.options
-    own = [codec for codec in options.codecs if not isinstance(codec, str)]
-    coders: list[Decoder] = list(map(find_codec, own))
-    if wanted.path.decoder is not None:
-        coders.append(wanted.path.decoder)
-    with contextlib.suppress(FileNotFoundError):
-        cache = Cache.read(wanted.place)
-        manifest = cache.manifest
-        is_allowed = not cache.skipped or options.on_error == "skip"
-        is_current = (manifest.key, manifest.content) == (wanted.key, wanted.content)
-        if is_current and is_allowed and not cache.lacks_receipts():
-            table = SampleTable(cache.targets) if wanted.table is None else wanted.table
-            return cache.serve(coders, table, options.local_cache)
-    raise FileNotFoundError("it holds no cache of these samples that is up to date")
-
-
-def _open_or_write(wanted: _Wanted) -> Prepared:
-    try:
-        return _open(wanted)  # another process may have written it meanwhile
-    except FileNotFoundError:
-        pass
-    except CacheError as damage:
-        log.warning("the cache is written anew: %s", str(damage))
-    home = wanted.home
-    try:
-        with naming_full_disk(home):
-            if not wanted.place.is_remote:
-                home.mkdir(exist_ok=True)
-            cache = _write(wanted)
-    finally:
-        with contextlib.suppress(OSError):
-            # Of workers that were ended; "-" is in the names of what is complete.
-            begun = {name for name in _sizes_in(wanted.place) if "-" not in name}
-            _sweep(wanted.place, begun - {INDEX})
-            home.rmdir()  # where nothing is in it
-    with contextlib.suppress(OSError):
-        _sweep(wanted.place, _sizes_in(wanted.place).keys() - cache.file_names())
-    return _open(wanted)
 
 
 def lock_of(home: Path) -> FileLock:
@@ -248,104 +178,6 @@ def locked(home: Path, reason: str) -> Iterator[None]:
         yield
     finally:
         lock.release()
-
-
-def _sweep(place: Place, orphans: Collection[str]) -> None:
-    """Remove files that are no cache's, where they are this user's."""
-    place.remove(*[name for name in orphans if _is_removable(place, name)])
-
-
-def _is_removable(place: Place, name: str) -> bool:
-    path = Path(place.url, name)
-    is_linked = path.is_symlink() or path.parent.is_symlink()
-    return place.is_remote or (not is_linked and made_by_this_user(path))
-
-
-# What is to be written
-
-
-def _write(wanted: _Wanted) -> Cache:
-    """Write the shards that are not there, and let the cache hold all from now on."""
-    path, options = wanted.path, wanted.options
-    count = len(path.source)
-    expected = forecast(path)
-    if not expected.layout.target_is_part:  # an error now, if they cannot be kept
-        pack_targets([read.target for read in expected.probed])
-    planned = _plan_writers(wanted, expected)
-    need_bytes = sum(plan.first_bytes for plan in planned)
-    shard_rows = samples_per_shard(count, need_bytes, options.shard_bytes)
-    if options.on_error == "skip":
-        path = path._replace(shape=None)  # files are opened, to leave some out
-
-    def write(plans: Sequence[WriterPlan]) -> Cache:
-        manifest = Manifest(
-            key=wanted.key,
-            root=wanted.root,
-            content=wanted.content,
-            classes=None if wanted.table is None else wanted.table.class_to_idx,
-            parts=tuple(plan.part for plan in plans),
-            layout=expected.layout,
-        )
-        content = wanted.content if wanted.listing is None else ""
-        words = [wanted.key, content, *map(asdict, manifest.parts)]
-        tasks = _make_tasks(count, shard_rows, words, wanted.listing)
-        writer = _ShardWriter(
-            path=path,
-            plans=[replace(plan, first_bytes=plan.first_bytes // len(tasks)) for plan in plans],
-            manifest=replace(manifest, classes=None),  # which may be many, for each receipt
-            place=wanted.place,
-            options=Options(on_error=options.on_error, prepare_workers=1),
-        )
-        columns = _join(wanted, _write_shards(writer, tasks, options))
-        cache = Cache(place=wanted.place, manifest=manifest, columns=columns)
-        wanted.place.write(INDEX, cache.pack())
-        return cache
-
-    return write_any_shapes(write, planned)
-
-
-def _join(wanted: _Wanted, shards: Sequence[Cache]) -> Columns:
-    """The columns of all shards, with what is known of their samples besides."""
-    columns: Columns = {
-        "skipped.json": [each for shard in shards for each in shard.columns["skipped.json"]]
-    }
-    names = ["shards.names", "shards.rows", "shards.bytes", "kept"]  # others may be there
-    for number, located in enumerate(shards[0].located):
-        names += [f"part{number}.{name}" for name in located if name != "files"]
-    for name in names:
-        columns[name] = np.concatenate([shard.columns[name] for shard in shards])
-    kept = np.flatnonzero(columns["kept"]).tolist()
-    if wanted.table is None:
-        targets = [target for shard in shards for target in as_list(shard.targets)]
-    else:
-        targets = list(map(wanted.table.target, kept))
-    columns |= pack_targets(targets)
-    if wanted.listing is not None:
-        listed = wanted.listing.paths.names()
-        paths = [os.fsdecode(listed[row]) for row in kept]
-        if any(map(os.path.isabs, paths)):  # of a file elsewhere
-            paths = [os.path.join(wanted.root, path) for path in paths]
-        packed = PackedPaths.of(paths)
-        columns |= {"paths": packed.blob, "ends": packed.ends}
-    return columns
-
-
-def _plan_writers(wanted: _Wanted, expected: Forecast) -> list[WriterPlan]:
-    """Keep samples raw where the disk has room, else by a lossless codec, or as the user says."""
-    codec = wanted.options.codec
-    free = math.inf
-    if codec == "auto":
-        free = free_bytes(wanted.home) + sum(_sizes_in(wanted.place).values()) - _SPARE_BYTES
-        # A bucket is never full.
-        if wanted.place.is_remote or expected.raw.need_bytes <= free:
-            return expected.plan_writers(expected.raw)
-    trials = try_codecs(look_longer(wanted.path), codec)
-    fits = fitting(trials, free, only_lossless=codec == "auto")
-    if not fits and codec != "auto":
-        raise ValueError(f"codec={codec!r} is not possible here: {trials[0].obstacle}")
-    return expected.plan_writers(
-        fits[0] if fits else expected.raw
-    )  # which says need, free and cure
 
 
 # The files that a cache is made from: their names, sizes and times
@@ -454,32 +286,162 @@ def _make_tasks(
     return tasks
 
 
-def _sizes_in(place: Place) -> dict[str, int]:
-    return {name: size for name, (size, _) in place.find().result().items() if "/" not in name}
+# The build
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _ShardWriter:
-    """Writes shards, in whatever process.
+class _Build:
+    """A cache that samples are served from, and that is written where it is not there.
 
     Args:
-        path: of the samples.
+        path: that samples are read by.
+        options: as given by the user, with ``cache_dir``.
+        table: paths and targets where they are known beforehand; else the cache keeps targets.
+        listing: the files, where samples are files.
+        manifest: of the cache, which knows its parts once it is written.
+        place: of the cache.
+        home: the same here; of a cache behind a URL what its lock on this machine is named after.
         plans: of each part of a shard.
-        manifest: of the cache.
-        place: where files go.
-        options: of a shard.
     """
 
     path: ReadPath
-    plans: Sequence[WriterPlan]
+    options: Options
+    table: SampleTable | None
+    listing: Listing | None
     manifest: Manifest
     place: Place
-    options: Options
+    home: Path
+    plans: Sequence[WriterPlan] = ()
+
+    def open(self) -> Prepared:
+        """Serve from it; FileNotFoundError where none is up to date, CacheError of damage."""
+        options = self.options
+        wanted = self.manifest
+        known: list[Decoder] = [find_codec(it) for it in options.codecs if not isinstance(it, str)]
+        if self.path.decoder is not None:
+            known.append(self.path.decoder)
+        with contextlib.suppress(FileNotFoundError):
+            cache = Cache.read(self.place)
+            found = cache.manifest
+            is_allowed = not cache.skipped or options.on_error == "skip"
+            is_current = (found.key, found.content) == (wanted.key, wanted.content)
+            if is_current and is_allowed and not cache.lacks_receipts():
+                table = SampleTable(cache.targets) if self.table is None else self.table
+                return cache.serve(known, table, options.local_cache)
+        raise FileNotFoundError("it holds no cache of these samples that is up to date")
+
+    def open_or_write(self) -> Prepared:
+        try:
+            return self.open()  # another process may have written it meanwhile
+        except FileNotFoundError:
+            pass
+        except CacheError as damage:
+            log.warning("the cache is written anew: %s", str(damage))
+        try:
+            with naming_full_disk(self.home):
+                if not self.place.is_remote:
+                    self.home.mkdir(exist_ok=True)
+                cache = self._write()
+        finally:
+            with contextlib.suppress(OSError):
+                # Of workers that were ended; "-" is in the names of what is complete.
+                begun = {name for name in self._sizes() if "-" not in name}
+                self._sweep(begun - {INDEX})
+                self.home.rmdir()  # where nothing is in it
+        with contextlib.suppress(OSError):
+            self._sweep(self._sizes().keys() - cache.file_names())
+        return self.open()
+
+    def _sizes(self) -> dict[str, int]:
+        """Of the files that are there, by name."""
+        found = self.place.find().result()
+        return {name: size for name, (size, _) in found.items() if "/" not in name}
+
+    def _sweep(self, orphans: Collection[str]) -> None:
+        """Remove files that are no cache's, where they are this user's."""
+        for path in (Path(self.place.url, name) for name in orphans):
+            is_linked = path.is_symlink() or path.parent.is_symlink()
+            if self.place.is_remote or (not is_linked and made_by_this_user(path)):
+                self.place.remove(path.name)
+
+    # What is to be written
+
+    def _write(self) -> Cache:
+        """Write the shards that are not there, and let the cache hold all from now on."""
+        expected = forecast(self.path)
+        if not expected.layout.target_is_part:  # an error now, if they cannot be kept
+            pack_targets([read.target for read in expected.probed])
+        build = self
+        if self.options.on_error == "skip":
+            # Files are opened, to leave some out.
+            build = replace(self, path=self.path._replace(shape=None))
+        planned = self._plan_writers(expected)
+        return write_any_shapes(lambda plans: build._write_as(plans, expected.layout), planned)
+
+    def _plan_writers(self, expected: Forecast) -> list[WriterPlan]:
+        """Samples raw where the disk has room, else by a lossless codec, or as the user says."""
+        codec = self.options.codec
+        free = math.inf
+        if codec == "auto":
+            free = free_bytes(self.home) + sum(self._sizes().values()) - _SPARE_BYTES
+            # A bucket is never full.
+            if self.place.is_remote or expected.raw.need_bytes <= free:
+                return expected.plan_writers(expected.raw)
+        trials = try_codecs(look_longer(self.path), codec)
+        fits = fitting(trials, free, only_lossless=codec == "auto")
+        if not fits and codec != "auto":
+            raise ValueError(f"codec={codec!r} is not possible here: {trials[0].obstacle}")
+        # Raw says need, free and cure.
+        return expected.plan_writers(fits[0] if fits else expected.raw)
+
+    def _write_as(self, plans: Sequence[WriterPlan], layout: Layout) -> Cache:
+        manifest = replace(self.manifest, parts=tuple(plan.part for plan in plans), layout=layout)
+        content = manifest.content if self.listing is None else ""
+        words = [manifest.key, content, *map(asdict, manifest.parts)]
+        need_bytes = sum(plan.first_bytes for plan in plans)
+        count = len(self.path.source)
+        rows = samples_per_shard(count, need_bytes, self.options.shard_bytes)
+        tasks = _make_tasks(count, rows, words, self.listing)
+        writer = replace(
+            self,
+            table=None,
+            listing=None,
+            manifest=replace(manifest, classes=None),  # which may be many, for each receipt
+            plans=[replace(plan, first_bytes=plan.first_bytes // len(tasks)) for plan in plans],
+        )
+        columns = self._join(writer._write_shards(tasks))
+        cache = Cache(place=self.place, manifest=manifest, columns=columns)
+        self.place.write(INDEX, cache.pack())
+        return cache
+
+    def _join(self, shards: Sequence[Cache]) -> Columns:
+        """The columns of all shards, with what is known of their samples besides."""
+        columns: Columns = {
+            "skipped.json": [each for shard in shards for each in shard.columns["skipped.json"]]
+        }
+        for name in shards[0].columns:
+            if re.match(r"(shards|part\d+)\.|kept$", name):  # others may be there
+                columns[name] = np.concatenate([shard.columns[name] for shard in shards])
+        kept = np.flatnonzero(columns["kept"]).tolist()
+        if self.table is None:
+            targets = [target for shard in shards for target in as_list(shard.targets)]
+        else:
+            targets = list(map(self.table.target, kept))
+        columns |= pack_targets(targets)
+        if self.listing is not None:
+            listed = self.listing.paths.names()
+            paths = [os.fsdecode(listed[row]) for row in kept]
+            if any(map(os.path.isabs, paths)):  # of a file elsewhere
+                paths = [os.path.join(self.manifest.root, path) for path in paths]
+            packed = PackedPaths.of(paths)
+            columns |= {"paths": packed.blob, "ends": packed.ends}
+        return columns
+
+    # Shards
 
     def __call__(self, task: _Task) -> bytes:
-        """Write the files of a shard, and then its receipt, which it gives."""
+        """Write the files of a shard, and then its receipt, which it gives; in any process."""
         path = self.path
-        is_remote = self.place.is_remote
         if multiprocessing.parent_process() is not None:
             # There is a process for each core; and a forked OpenMP pool would hang.
             torch.set_num_threads(1)
@@ -487,13 +449,13 @@ class _ShardWriter:
             path = path._replace(source=path.source.over(task.columns))
         with contextlib.ExitStack() as cleanup:
             folder = Path(self.place.url)
-            if is_remote:
+            if self.place.is_remote:
                 folder = cleanup.enter_context(fleeting_folder())
-            attempt = folder / uuid.uuid4().hex  # there may be several of one shard
-            parts = [attempt.with_suffix(f".{number}") for number in range(len(self.plans))]
-            for part in parts:
-                cleanup.callback(part.unlink, missing_ok=True)
-            plans = [replace(plan, path=part) for plan, part in zip(self.plans, parts, strict=True)]
+            attempt = uuid.uuid4().hex  # there may be several of one shard
+            plans = [
+                replace(plan, path=folder / f"{attempt}.{number}")
+                for number, plan in enumerate(self.plans)
+            ]
             stores, written = ingest(path, plans, task.positions, self.options)
             kept = np.zeros(len(task.positions), bool)
             kept[list(written.targets)] = True
@@ -503,91 +465,89 @@ class _ShardWriter:
                 "shards.bytes": np.array([[store.size_bytes for store in stores]]),
                 "kept": kept,
                 "skipped.json": [[error.path, str(error)] for error in written.errors.values()],
-                **pack_targets(list(written.targets.values())),
             }
             for number, store in enumerate(stores):
                 cleanup.callback(store.close)
                 columns |= {f"part{number}.{name}": it for name, it in store.index.items()}
+            columns |= pack_targets(list(written.targets.values()))
             shard = Cache(place=self.place, manifest=self.manifest, columns=columns)
             receipt = shard.pack()
-            for part, [name] in zip(parts, shard.files(), strict=True):
-                if is_remote:
-                    self.place.upload(name, part)
+            for plan, [name] in zip(plans, shard.files(), strict=True):
+                assert plan.path is not None
+                if self.place.is_remote:
+                    self.place.upload(name, plan.path)
                 else:
-                    os.replace(part, folder / name)
+                    plan.path.replace(folder / name)
             self.place.write(receipt_name(task.name), receipt)
         return receipt
 
+    def _find_complete(self, tasks: Sequence[_Task]) -> dict[str, Cache]:
+        """The shards that are there, by name."""
+        sizes = self._sizes()
+        begun = [task.name for task in tasks if receipt_name(task.name) in sizes]
+        receipts = [self.place.submit(receipt_name(name)) for name in begun]
+        complete = {}
+        for name, receipt in zip(begun, receipts, strict=True):
+            with contextlib.suppress(Exception):  # bytes of others raise anything
+                shard = Cache.unpack(self.place, receipt.result())
+                is_whole = all(files.items() <= sizes.items() for files in shard.files())
+                is_allowed = not shard.skipped or self.options.on_error == "skip"
+                if is_whole and is_allowed and shard.shard_names == [name]:
+                    complete[name] = shard
+        return complete
 
-def _find_complete(place: Place, tasks: Sequence[_Task], *, with_skipped: bool) -> dict[str, Cache]:
-    """The shards that are there, by name."""
-    sizes = _sizes_in(place)
-    begun = [task.name for task in tasks if receipt_name(task.name) in sizes]
-    receipts = [place.submit(receipt_name(name)) for name in begun]
-    complete = {}
-    for name, receipt in zip(begun, receipts, strict=True):
-        with contextlib.suppress(Exception):  # bytes of others raise anything
-            shard = Cache.unpack(place, receipt.result())
-            is_whole = all(files.items() <= sizes.items() for files in shard.files())
-            if is_whole and shard.shard_names == [name] and (with_skipped or not shard.skipped):
-                complete[name] = shard
-    return complete
+    def _write_shards(self, tasks: Sequence[_Task]) -> list[Cache]:
+        """Write all shards that are not complete.
 
+        Raises:
+            SampleError: a sample cannot be prepared; names its path and index.
+            IngestError: a worker of this machine was lost; what is done stays. An executor raises
+                errors of its own.
+            ShapesDifferError: a sample has another shape.
+            ValueError: what prepares samples cannot be pickled.
+        """
+        complete = self._find_complete(tasks)
+        left = [task for task in tasks if task.name not in complete]
+        missing = sum(len(task.positions) for task in left)
+        count = tasks[-1].positions.stop
+        if complete:
+            log.warning(
+                "%d of %d samples are prepared: those of new or changed files, of damaged shards, "
+                "or that a build that was stopped has left",
+                missing,
+                count,
+            )
+        with (
+            contextlib.closing(self._run(left)) as receipts,
+            progress_bar(count, f"preparing {count:,} images") as bar,
+        ):
+            bar.update(count - missing)
+            for receipt in receipts:
+                shard = Cache.unpack(self.place, receipt)
+                complete[shard.shard_names[0]] = shard
+                bar.update(len(shard.columns["kept"]))
+        return [complete[task.name] for task in tasks]
 
-def _write_shards(writer: _ShardWriter, tasks: Sequence[_Task], options: Options) -> list[Cache]:
-    """Write all shards that are not complete.
-
-    Raises:
-        SampleError: a sample cannot be prepared; names its path and index.
-        IngestError: a worker of this machine was lost; what is done stays. An executor raises
-            errors of its own.
-        ShapesDifferError: a sample has another shape.
-        ValueError: what prepares samples cannot be pickled.
-    """
-    complete = _find_complete(writer.place, tasks, with_skipped=options.on_error == "skip")
-    left = [task for task in tasks if task.name not in complete]
-    missing = sum(len(task.positions) for task in left)
-    count = tasks[-1].positions.stop
-    if complete:
-        log.warning(
-            "%d of %d samples are prepared: those of new or changed files, of damaged shards, or "
-            "that a build that was stopped has left",
-            missing,
-            count,
-        )
-    with (
-        contextlib.closing(_run(writer, left, options)) as receipts,
-        progress_bar(count, f"preparing {count:,} images") as bar,
-    ):
-        bar.update(count - missing)
-        for receipt in receipts:
-            shard = Cache.unpack(writer.place, receipt)
-            complete[shard.shard_names[0]] = shard
-            bar.update(len(shard.columns["kept"]))
-    return [complete[task.name] for task in tasks]
-
-
-def _run(
-    writer: _ShardWriter, tasks: Sequence[_Task], options: Options
-) -> Generator[bytes, None, None]:
-    """Write shards, and yield the receipt of each when it is written."""
-    workers = ingest_workers(options)
-    engine = options.engine
-    if engine == "local" and 1 < workers <= len(tasks):
-        forks = needs_processes(writer.path, writer.plans)
-        yield from run_tasks(writer, tasks, workers, forks=forks)
-    elif engine == "local":  # too few to go round: all workers at one after the other
-        alone = replace(writer, options=replace(writer.options, prepare_workers=workers))
-        yield from map(alone, tasks)
-    else:
-        yield from _run_elsewhere(writer, tasks, engine)
+    def _run(self, tasks: Sequence[_Task]) -> Generator[bytes, None, None]:
+        """Write shards, and yield the receipt of each when it is written."""
+        workers = ingest_workers(self.options)
+        engine = self.options.engine
+        one_each = replace(self.options, prepare_workers=1, engine="local", storage_options=None)
+        alone = replace(self, options=one_each)
+        if engine != "local":
+            yield from _run_elsewhere(alone, tasks, engine)
+        elif 1 < workers <= len(tasks):
+            forks = needs_processes(self.path, self.plans)
+            yield from run_tasks(alone, tasks, workers, forks=forks)
+        else:  # too few to go round: all workers at one after the other
+            yield from map(self, tasks)
 
 
 # Tasks of a build that run elsewhere
 
 
 def _run_elsewhere(
-    writer: _ShardWriter, tasks: Sequence[_Task], engine: str | Executor
+    writer: _Build, tasks: Sequence[_Task], engine: str | Executor
 ) -> Iterator[bytes]:
     source = writer.path.source
     if isinstance(source, FileSource):  # a task has the files of its own samples only
@@ -618,7 +578,7 @@ def _attempt(packed: bytes, task: _Task) -> bytes:
     return attempt(lambda task: pickle.loads(packed)(task), task)
 
 
-def _pickled(writer: _ShardWriter) -> bytes:
+def _pickled(writer: _Build) -> bytes:
     try:
         with options_travel():
             return pickle.dumps(writer)
@@ -632,7 +592,7 @@ def _pickled(writer: _ShardWriter) -> bytes:
 
 
 @contextlib.contextmanager
-def _ray(writer: _ShardWriter) -> Iterator[Callable[[_Task], Future[bytes]]]:
+def _ray(writer: _Build) -> Iterator[Callable[[_Task], Future[bytes]]]:
     """Submit tasks to the Ray cluster that this process is connected to, or RAY_ADDRESS has.
 
     Where there is none it starts one here, which ends with it. A task whose node was lost is run

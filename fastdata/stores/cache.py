@@ -40,7 +40,7 @@ from fastdata.stores.codecs import codec_of
 from fastdata.stores.mirror import MirroredStore
 from fastdata.stores.prepare import Prepared
 from fastdata.stores.readers import Decoder, DiskFile, DiskStore, receipt_name
-from fastdata.stores.samples import KeptSamples, Layout
+from fastdata.stores.samples import PLAIN_LAYOUT, KeptSamples, Layout
 from fastdata.stores.writers import StoredPart, open_all
 
 INDEX = "fastdata.npz"
@@ -71,12 +71,10 @@ class Manifest:
     root: str
     content: str = ""
     classes: dict[str, int] | None = None
-    parts: tuple[StoredPart, ...]
-    layout: Layout
+    parts: tuple[StoredPart, ...] = ()
+    layout: Layout = PLAIN_LAYOUT
 
     def __post_init__(self) -> None:
-        if len(self.parts) <= self.layout.target_is_part + len(self.layout.mask_places):
-            raise ValueError(f"its parts do not fit: {self.parts}")
         if self.key.keys() != {"source", "prepare", "codec"}:
             raise ValueError(f"its key does not fit: {self.key}")
 
@@ -210,10 +208,14 @@ class Cache:
     # Checked when it is read; ValueError, or any other, where something cannot be
 
     def _check(self) -> None:
+        parts = self.manifest.parts
+        layout = self.manifest.layout
+        if len(parts) <= layout.target_is_part + len(layout.mask_places):
+            raise ValueError(f"its parts do not fit: {parts}")
         shards = len(self.columns["shards.names"])
         names = self._column("shards.names", "S16", shards).tolist()
         rows = self._column("shards.rows", "int64", shards)
-        sizes = self._column("shards.bytes", "int64", shards, len(self.manifest.parts))
+        sizes = self._column("shards.bytes", "int64", shards, len(parts))
         kept = self._column("kept", "bool", int(rows.sum()))
         if not re.fullmatch(rb"[0-9a-f]*", b"".join(names)):
             raise ValueError(f"{names} are no names of shards")
@@ -299,17 +301,10 @@ class Cache:
     # Serving
 
     def open_part(
-        self,
-        number: int,
-        decoder: Decoder | None,
-        local_cache: LocalCache = None,
-        *,
-        as_tensors: bool = False,
+        self, number: int, decoder: Decoder | None, local_cache: LocalCache = None
     ) -> DiskStore:
         """Map the files of a part; CacheError where one is missing or has another size."""
         spec = self.manifest.parts[number].spec
-        if as_tensors and spec.form == "pil":
-            spec = replace(spec, form="tensor")
         sizes = self.files()[number]
         located = self.located[number]
         if self.place.is_remote:
@@ -323,12 +318,7 @@ class Cache:
         )
 
     def serve(
-        self,
-        known: Sequence[Decoder],
-        table: SampleTable,
-        local_cache: LocalCache = None,
-        *,
-        as_tensors: bool = False,
+        self, known: Sequence[Decoder], table: SampleTable, local_cache: LocalCache = None
     ) -> Prepared:
         """Map all samples.
 
@@ -336,14 +326,11 @@ class Cache:
             known: what may decode a part, beside fastdata's own codecs.
             table: of the samples of the source, or of those kept.
             local_cache: folder that holds what is needed of a cache behind a URL.
-            as_tensors: give images as tensors of their stored pixels, not as PIL images.
         """
         if not len(self.kept):
             raise CacheError(f"{self.place} holds no sample")
         stores = open_all(
-            self.open_part(
-                number, _coder_of(self.place, part, known), local_cache, as_tensors=as_tensors
-            )
+            self.open_part(number, _coder_of(self.place, part, known), local_cache)
             for number, part in enumerate(self.manifest.parts)
         )
         if len(self.kept) < len(table):
@@ -430,17 +417,18 @@ def open_cache(
     """
     cache = Cache.read(place)
     manifest = cache.manifest
+    paths = None
     has_masks = manifest.layout.target_is_part or manifest.layout.mask_places
-    paths = None if has_masks or "paths" not in cache.columns else _paths_of(cache)
+    if "paths" in cache.columns and not has_masks:
+        paths = PackedPaths(cache.columns["paths"], cache.columns["ends"])
+        if not os.path.isabs(paths.blob[: int(paths.ends[0])].tobytes()):
+            paths = replace(paths, prefix=os.path.join(os.fsencode(manifest.root), b""))
     table = SampleTable(cache.targets, paths=paths, class_to_idx=manifest.classes)
-    return cache.serve((), table, local_cache, as_tensors=as_tensors), manifest
-
-
-def _paths_of(cache: Cache) -> PackedPaths:
-    paths = PackedPaths(cache.columns["paths"], cache.columns["ends"])
-    if os.path.isabs(paths.blob[: int(paths.ends[0])].tobytes()):
-        return paths
-    return replace(paths, prefix=os.path.join(os.fsencode(cache.manifest.root), b""))
+    prepared = cache.serve((), table, local_cache)
+    for store in prepared.kept.stores if prepared.kept and as_tensors else ():
+        if store.spec.form == "pil":
+            store.spec = replace(store.spec, form="tensor")
+    return prepared, manifest
 
 
 # Targets as columns

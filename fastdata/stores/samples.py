@@ -81,7 +81,7 @@ class ReadSample(NamedTuple):
     layout: Layout
 
 
-_PLAIN_LAYOUT = Layout()
+PLAIN_LAYOUT = Layout()
 _PLAIN = {int, float, bool, str, bytes, type(None)}
 """Types of targets that hold no images."""
 
@@ -89,7 +89,7 @@ _PLAIN = {int, float, bool, str, bytes, type(None)}
 def take_apart(index: int, parts: list[Part], target: Any, *, is_tuple: bool = False) -> ReadSample:
     """A sample of these parts, with those of its target behind them."""
     if type(target) in _PLAIN and not is_tuple:
-        return ReadSample(index, parts, target, _PLAIN_LAYOUT)
+        return ReadSample(index, parts, target, PLAIN_LAYOUT)
     target_is_part = is_image(target)
     places: tuple[int, ...] = ()
     if target_is_part:
