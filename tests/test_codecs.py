@@ -369,7 +369,7 @@ def test_impossible_filters_raise() -> None:
     """What no sample of this shape can have been filtered by is a CodecError."""
     sample = sample_of((16, 64))
     data = ZstdCodec().encode(sample)
-    with pytest.raises(CodecError, match=r"filter 7, .* shape .16, 64. and uint8"):
+    with pytest.raises(CodecError, match=r"shape .16, 64. and uint8 .* filter 7 "):
         decoded(ZstdCodec(), bytes((7,)) + data[1:], sample)
     with pytest.raises(CodecError, match="filter 200"):
         decoded(ZstdCodec(), bytes((200,)) + data[1:], sample)

@@ -63,30 +63,31 @@ class Codec(ABC):
     def encode(self, sample: Array) -> bytes:
         """Encode a sample; ``ValueError`` says why one cannot be kept."""
 
-    @abstractmethod
     def decode(self, data: memoryview, out: Array) -> None:
         """Fill ``out`` completely, with no more memory than a few times ``out.nbytes``.
 
         Raises:
             CodecError: the data are damaged, or of a sample of another size.
         """
+        if not out.flags.carray:
+            raise ValueError("an array to decode into has to be writeable and C-contiguous")
+        try:
+            self._decode(data, out)
+        except (ImportError, MemoryError):
+            raise
+        except Exception as problem:  # libraries raise errors of their own
+            raise CodecError(
+                f"codec {self.name!r} cannot make a sample of shape {out.shape} and {out.dtype} "
+                f"of {len(data):,} bytes: {problem}. They are damaged or belong to another "
+                "sample; prepare the samples anew."
+            ) from problem
+
+    @abstractmethod
+    def _decode(self, data: memoryview, out: Array) -> None:
+        """``decode``; any error stands for damage."""
 
     def settings(self) -> Settings:
         return {"name": self.name, "format": 1, **vars(self)}
-
-
-def _bytes_to_fill(out: Array) -> Bytes:
-    if not out.flags.carray:
-        raise ValueError("an array to decode into has to be writeable and C-contiguous")
-    return out.reshape(-1).view(np.uint8)
-
-
-def _size_error(codec: Codec, problem: str, out: Array) -> CodecError:
-    return CodecError(
-        f"codec {codec.name!r} found {problem}, but a sample of shape {out.shape} and {out.dtype} "
-        f"needs {out.nbytes:,} bytes. The data are damaged or belong to another sample; "
-        "prepare the samples anew."
-    )
 
 
 @cache
@@ -117,17 +118,11 @@ class Lz4Codec(Codec):
             _library("lz4.block").compress(sample.reshape(-1).view(np.uint8), store_size=False)
         )
 
-    def decode(self, data: memoryview, out: Array) -> None:
-        target = _bytes_to_fill(out)
-        block = _library("lz4.block")
-        try:
-            raw = block.decompress(data, uncompressed_size=target.size)
-        except (block.LZ4BlockError, ValueError, OverflowError) as problem:
-            found = f"{len(data):,} bytes that are no block of at most that size"
-            raise _size_error(self, found, out) from problem
-        if len(raw) != target.size:
-            raise _size_error(self, f"a block of {len(raw):,} bytes", out)
-        target[:] = np.frombuffer(raw, np.uint8)
+    def _decode(self, data: memoryview, out: Array) -> None:
+        raw = _library("lz4.block").decompress(data, uncompressed_size=out.nbytes)
+        if len(raw) != out.nbytes:
+            raise ValueError(f"a block of {len(raw):,} bytes")
+        out.reshape(-1).view(np.uint8)[:] = np.frombuffer(raw, np.uint8)
 
 
 # Reversible prediction
@@ -331,38 +326,34 @@ class ZstdCodec(Codec):
         frame: bytes = compressor.compress(filtered)
         return frame
 
-    def decode(self, data: memoryview, out: Array) -> None:
-        """Fill ``out``; what memory it takes besides the thread keeps, and none for whole words."""
-        target = _bytes_to_fill(out)
+    def _decode(self, data: memoryview, out: Array) -> None:
+        # What memory it takes besides the thread keeps, and none for whole words.
+        target = out.reshape(-1).view(np.uint8)
         layout = layout_of(out.shape, out.dtype)
         length = _HEAD_BYTES + int.from_bytes(data[1:_HEAD_BYTES], "little")
         if length != len(data):
-            raise _size_error(self, f"{len(data):,} bytes where their head says {length:,}", out)
+            raise ValueError(f"their head says {length:,}")
         chosen = data[0]
         if chosen & ~layout.filters[-1]:
-            raise _size_error(self, f"filter {chosen}, which is none of its format 1", out)
+            raise ValueError(f"filter {chosen} is none of such samples in format 1")
         filtered = target
         is_in_place = layout.size == target.size and target.ctypes.data % _WORD.itemsize == 0
         if chosen and (chosen & SPLIT or not is_in_place):
             filtered = _scratch.take("filtered", (layout.size,))
-        self._decompress(data[_HEAD_BYTES:], filtered, out)
+        self._decompress(data[_HEAD_BYTES:], filtered)
         if chosen:
             undo_filter(filtered, layout, chosen, target)
 
-    def _decompress(self, frame: memoryview, filtered: Bytes, out: Array) -> None:
+    def _decompress(self, frame: memoryview, filtered: Bytes) -> None:
         """Fill ``filtered``; the size that a frame claims is checked before it is decompressed."""
-        library = _library("zstandard")
+        size = _library("zstandard").frame_content_size(frame)
         written = 0
-        try:
-            size = library.frame_content_size(frame)
-            # It holds as many bytes as fit, so zstd writes to `filtered` without a buffer.
-            if 0 < size == filtered.size:
-                written = _decompressor(get_ident()).stream_reader(frame).readinto(filtered)
-        except library.ZstdError as problem:
-            raise _size_error(self, f"a damaged frame ({problem})", out) from problem
+        # It holds as many bytes as fit, so zstd writes to `filtered` without a buffer.
+        if 0 < size == filtered.size:
+            written = _decompressor(get_ident()).stream_reader(frame).readinto(filtered)
         if not written == size == filtered.size:
             claim = f"a frame of {size:,} bytes where {filtered.size:,} are due"
-            raise _size_error(self, f"{claim}, {written:,} of them whole", out)
+            raise ValueError(f"{claim}, {written:,} of them whole")
 
 
 def _middle_rows(sample: Array) -> Array:
@@ -421,14 +412,9 @@ class JpegCodec(Codec):
             )
         return encode_image(sample, "JPEG", quality=self.quality, subsampling=self.subsampling)
 
-    def decode(self, data: memoryview, out: Array) -> None:
-        """Fill ``out``; the size in the file's header is checked before any pixel is decoded."""
-        _bytes_to_fill(out)
-        try:
-            decode_planes_into(data, out)
-        except (OSError, ValueError) as problem:
-            found = f"{len(data):,} bytes that give no such image ({problem})"
-            raise _size_error(self, found, out) from problem
+    def _decode(self, data: memoryview, out: Array) -> None:
+        # The size in the file's header is checked before any pixel is decoded.
+        decode_planes_into(data, out)
 
 
 class OwnCodec(Codec):
@@ -447,6 +433,8 @@ class OwnCodec(Codec):
 
     def decode(self, data: memoryview, out: Array) -> None:
         self.codec.decode(data, out)
+
+    _decode = decode
 
     def settings(self) -> Settings:
         return {"name": self.name}
