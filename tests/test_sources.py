@@ -15,8 +15,8 @@ import torch
 from PIL import Image
 
 from conftest import shown
-from fastdata.sources import DatasetSource, FileSource, folders, read_manifest
-from fastdata.sources.folders import find_classes, scan_folder
+from fastdata import sources
+from fastdata.sources import DatasetSource, FileSource, find_classes, read_manifest, scan_folder
 
 folder = pytest.importorskip(
     "torchvision.datasets.folder", reason="the reference is torchvision's own scan"
@@ -94,7 +94,7 @@ def test_scan_gives_what_torchvision_gives(
     tree: Path, options: dict[str, Any], patience_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Samples, their order, and errors with type and text equal torchvision's, in one thread and in several."""
-    monkeypatch.setattr(folders, "SCAN_PATIENCE_S", patience_s)
+    monkeypatch.setattr(sources, "SCAN_PATIENCE_S", patience_s)
     assert outcome(listed_in, tree, **options) == outcome(folder.make_dataset, tree, **options)
 
 
@@ -127,7 +127,7 @@ def test_a_listing_that_had_to_wait_is_kept(
     tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is used until a file comes or goes; not where a folder changed lately, or where it is switched off."""
-    monkeypatch.setattr(folders, "KEEP_PATIENCE_S", float("-inf"))
+    monkeypatch.setattr(sources, "KEEP_PATIENCE_S", float("-inf"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     walks: list[str] = []
     walk = os.walk
@@ -142,7 +142,7 @@ def test_a_listing_that_had_to_wait_is_kept(
 
     assert listed_anew()
     assert listed_anew()  # the folders have just been made
-    monkeypatch.setattr(folders, "SETTLED_S", -60.0)
+    monkeypatch.setattr(sources, "SETTLED_S", -60.0)
     for time_s in (30, 31):  # else all may have one time, as where there are none
         os.utime(tree / "b", (0, time.time() + time_s))
         assert listed_anew()
@@ -160,7 +160,7 @@ def test_a_listing_that_had_to_wait_is_kept(
         assert listed_anew()
         assert not listed_anew()
     kept.unlink()
-    monkeypatch.setattr(folders, "_times_of_change", lambda found: dict.fromkeys(found, 1))
+    monkeypatch.setattr(sources, "_times_of_change", lambda found: dict.fromkeys(found, 1))
     assert listed_anew()
     assert listed_anew()
     monkeypatch.setenv("FASTDATA_LISTINGS", "off")
@@ -171,8 +171,8 @@ def test_a_listing_that_met_an_error_is_not_kept(
     tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a server fails to list for a moment is left out, as by torchvision, but not from then on."""
-    monkeypatch.setattr(folders, "KEEP_PATIENCE_S", float("-inf"))
-    monkeypatch.setattr(folders, "SETTLED_S", -60.0)
+    monkeypatch.setattr(sources, "KEEP_PATIENCE_S", float("-inf"))
+    monkeypatch.setattr(sources, "SETTLED_S", -60.0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     os.utime(tree / "b", (0, time.time() + 30))
     whole = folder.make_dataset(tree, extensions=ENDINGS)

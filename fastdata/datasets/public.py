@@ -30,9 +30,10 @@ from fastdata.sources import (
     FileSource,
     Source,
     chosen_keys,
+    find_classes,
     read_manifest,
+    scan_folder,
 )
-from fastdata.sources.folders import find_classes, scan_folder
 from fastdata.sources.remote import Place
 from fastdata.stores.prepare import DatasetOptions, Options, read_options, with_options
 
