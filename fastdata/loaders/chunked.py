@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
-from fastdata.datasets.dataset import PreparedDataset, index_count, latest_reader
+from fastdata.datasets.dataset import PreparedDataset, latest_reader
 from fastdata.datasets.reader import BatchRing
 from fastdata.errors import FastDataError
 from fastdata.loaders.epochs import HELD_BY_USER, Counted, LoaderView
@@ -279,6 +279,7 @@ class ChunkedLoader:
         self.dataset = dataset
         self._view = LoaderView.find(dataset)
         self._stores = [store for part in self._view.parts for store in _disk_stores(part)]
+        self._mirrors = [store for store in self._stores if isinstance(store, MirroredStore)]
         self._is_mixed = shuffle and bool(self._stores)
         pieces = (mix_chunks or _PIECES_PER_CHUNK) if self._is_mixed else 1
         ranks = find_rank(rank, world_size).world_size
@@ -300,7 +301,7 @@ class ChunkedLoader:
                 locate=self._locate,
                 chunk_samples=size,
                 batch_size=batch_size,
-                is_remote=any(isinstance(store, MirroredStore) for store in self._stores),
+                is_remote=bool(self._mirrors),
                 from_cache=self._empties_cache,
             )
         if self._is_mixed:
@@ -340,12 +341,11 @@ class ChunkedLoader:
         share_bytes = memory.available_bytes().bytes // local_ranks() + in_use_bytes
         most_bytes = _MOST_MIXED_BYTES if self._is_mixed else _MOST_BYTES
         fixed_bytes = _ORDER_BYTES * len(self.dataset) + (1 + HELD_BY_USER) * batch_bytes
-        for store in stores:
-            if isinstance(store, MirroredStore):
-                fixed_bytes += CHUNKS_HELD * FETCH_BYTES
-                # Of what the mirror may take, one share is what others' blocks waste.
-                room_bytes = store.limit_bytes // (local_ranks() * (CHUNKS_HELD + 1))
-                most_bytes = min(most_bytes, _MOST_FETCHED_BYTES, room_bytes)
+        for mirror in self._mirrors:
+            fixed_bytes += CHUNKS_HELD * FETCH_BYTES
+            # Of what the mirror may take, one share is what others' blocks waste.
+            room_bytes = mirror.limit_bytes // (local_ranks() * (CHUNKS_HELD + 1))
+            most_bytes = min(most_bytes, _MOST_FETCHED_BYTES, room_bytes)
         edges_bytes = 2 * mmap.PAGESIZE * len(stores)  # pages of a piece that others' samples share
         fixed_bytes += CHUNKS_HELD * pieces * edges_bytes
         sample_bytes = _ENTRY_BYTES + sum(store.heaviest_bytes(_NEIGHBOURS) for store in stores)
@@ -369,14 +369,15 @@ class ChunkedLoader:
 
     def _locate(self, samples: Int64s) -> Located:
         """In which files samples of the loader lie, and where in these."""
-        ends = self._view.ends
         if self._view.subset is not None:
-            samples = np.sort(self._view.subset[samples] % ends[-1])  # -1 is the last one
-        pieces = np.split(samples, np.searchsorted(samples, ends[:-1]))
-        for part, end, piece in zip(self._view.parts, ends, pieces, strict=True):
+            # -1 is the last one.
+            samples = np.sort(self._view.subset[samples] % self._view.index_count)
+        starts = self._view.starts
+        pieces = np.split(samples, np.searchsorted(samples, starts[1:]))
+        for part, start, piece in zip(self._view.parts, starts, pieces, strict=True):
             if len(piece):
                 for store in _disk_stores(part):
-                    yield store, piece - (end - index_count(part))
+                    yield store, piece - start
 
     def __len__(self) -> int:
         return len(self._loader)

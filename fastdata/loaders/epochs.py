@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import AbstractContextManager, nullcontext
@@ -57,22 +57,22 @@ prepared."""
 class JoinedHandle:
     """Of the readers of several datasets."""
 
-    def __init__(self, handles: Sequence[ReaderHandle], ends: Array) -> None:
+    def __init__(self, handles: Sequence[ReaderHandle], starts: Array) -> None:
         self._handles = handles
-        self._ends = ends
+        self._starts = starts
 
     def __call__(self) -> JoinedReader:
-        return JoinedReader([handle() for handle in self._handles], self._ends)
+        return JoinedReader([handle() for handle in self._handles], self._starts)
 
-    reader = property(__call__)
+    reader = None  # as one that is made anew for each batch
 
 
 class JoinedReader:
     """The readers of several datasets as one, for a batch; what it has of a ``Reader`` is alike."""
 
-    def __init__(self, readers: Sequence[Reader], ends: Array) -> None:
+    def __init__(self, readers: Sequence[Reader], starts: Array) -> None:
         self._readers = readers
-        self._ends = ends
+        self._starts = starts
         self.obstacle = next(filter(None, (reader.obstacle for reader in readers)), None)
         forms = {} if self.obstacle else {reader.image_form: None for reader in readers}
         if len(forms) > 1:
@@ -108,10 +108,10 @@ class JoinedReader:
 
     def _pieces(self, batch: IndexBatch) -> Iterator[tuple[int, Array, IndexBatch]]:
         """The number of each dataset with indices in a batch, their rows, and its own batch."""
-        number_B = np.searchsorted(self._ends, batch.positions, side="right")
+        number_B = np.searchsorted(self._starts, batch.positions, side="right") - 1
         for number in np.unique(number_B).tolist():
             row_B = np.flatnonzero(number_B == number)
-            position_B = batch.positions[row_B] - (self._ends[number - 1] if number else 0)
+            position_B = batch.positions[row_B] - self._starts[number]
             own_seed = self._readers[number].stored.options.seed
             seed = batch.seed if own_seed is None else own_seed
             piece = IndexBatch.of(position_B.tolist(), position_B, batch.visits[row_B], seed)
@@ -129,12 +129,12 @@ class LoaderView:
     Attributes:
         parts: the datasets.
         subset: which of their samples the loader sees; None: all.
-        ends: of each dataset, the index behind its last.
+        starts: of each dataset, the index of its first.
     """
 
     parts: Sequence[PreparedDataset]
     subset: Array | None
-    ends: Array
+    starts: Array
 
     @classmethod
     def find(cls, dataset: Any) -> LoaderView:
@@ -144,13 +144,14 @@ class LoaderView:
         if isinstance(dataset, PreparedDataset):
             parts.append(dataset)
         else:
-            subset = _joined(dataset, parts)
-            if subset is None:
+            try:
+                subset = _join(dataset, parts)
+            except TypeError:
                 parts = []
-        return cls(parts, subset, np.cumsum([index_count(part) for part in parts]))
+        return cls(parts, subset, np.cumsum([0, *map(index_count, parts)])[:-1])
 
     def __getitems__(self, batch: IndexBatch) -> list[Any]:
-        joined = JoinedReader(list(map(latest_reader, self.parts)), self.ends)
+        joined = JoinedReader(list(map(latest_reader, self.parts)), self.starts)
         return joined.in_order(batch, lambda k, piece: self.parts[k].__getitems__(piece))
 
     @property
@@ -166,13 +167,12 @@ class LoaderView:
     @property
     def epoch(self) -> int | None:
         """As the user set it on a dataset."""
-        return next((epoch for epoch in map(epoch_of, self.parts) if epoch is not None), None)
+        return _first(map(epoch_of, self.parts))
 
     @property
     def seed(self) -> int | None:
         """As the user gave it to a dataset."""
-        seeds = (latest_reader(part).stored.options.seed for part in self.parts)
-        return next((seed for seed in seeds if seed is not None), None)
+        return _first(latest_reader(part).stored.options.seed for part in self.parts)
 
     def reader(self) -> Reader | JoinedReader | None:
         """What a coming epoch is served by, after what was changed in place."""
@@ -184,14 +184,14 @@ class LoaderView:
 
     def _one(self, readers: list[Reader]) -> Reader | JoinedReader | None:
         if len(readers) > 1:
-            return JoinedReader(readers, self.ends)
+            return JoinedReader(readers, self.starts)
         return readers[0] if readers else None
 
     def handle(self) -> ReaderHandle | JoinedHandle | None:
         """What an epoch reads by that begins now."""
         handles = list(map(handle_of, self.parts))
         if len(handles) > 1:
-            return JoinedHandle(handles, self.ends)
+            return JoinedHandle(handles, self.starts)
         return handles[0] if handles else None
 
     @property
@@ -213,27 +213,26 @@ class LoaderView:
         return whole
 
 
-def _joined(dataset: Any, parts: list[PreparedDataset]) -> Array | None:
+def _first(given: Iterable[int | None]) -> int | None:
+    return next((number for number in given if number is not None), None)
+
+
+def _join(dataset: Any, parts: list[PreparedDataset]) -> Array:
     """The indices of a dataset's samples among those of all ``parts`` in a row; adds its own parts.
 
-    None if there is anything but fastdata datasets, or one that is as long as a subclass of one's
-    own says.
+    Raises:
+        TypeError: there is anything but fastdata datasets, one that is as long as a subclass of
+            one's own says, or indices that only such a class's own methods know the meaning of.
     """
-    if isinstance(dataset, PreparedDataset) and len(dataset) == index_count(dataset):
-        number = next((k for k, part in enumerate(parts) if part is dataset), len(parts))
-        parts[number:] = parts[number:] or [dataset]
-        return np.arange(len(dataset)) + sum(map(index_count, parts[:number]))
     if type(dataset) is Subset:
-        whole = _joined(dataset.dataset, parts)
-        try:
-            return None if whole is None else whole[as_numbers(dataset.indices)]
-        except TypeError:  # only a subclass's own methods know what these mean
-            return None
-    if type(dataset) is not ConcatDataset:
-        return None
-    pieces = [_joined(each, parts) for each in dataset.datasets]
-    known = [piece for piece in pieces if piece is not None]
-    return np.concatenate(known) if len(known) == len(pieces) else None
+        return _join(dataset.dataset, parts)[as_numbers(dataset.indices)]
+    if type(dataset) is ConcatDataset:
+        return np.concatenate([_join(each, parts) for each in dataset.datasets])
+    if not isinstance(dataset, PreparedDataset) or len(dataset) != index_count(dataset):
+        raise TypeError
+    number = next((k for k, part in enumerate(parts) if part is dataset), len(parts))
+    parts[number:] = parts[number:] or [dataset]
+    return np.arange(len(dataset)) + sum(map(index_count, parts[:number]))
 
 
 class _Whole(Dataset[Any]):
@@ -244,8 +243,7 @@ class _Whole(Dataset[Any]):
     def __getitems__(self, indices: list[int]) -> list[Any]:
         if isinstance(indices, IndexBatch):
             return self.behind.__getitems__(indices)
-        whole = getattr(super(), "__getitems__", None)
-        return whole(indices) if whole else [self[index] for index in indices]
+        return [self[index] for index in indices]
 
 
 class _WholeSubset(_Whole, Subset[Any]): ...
@@ -325,10 +323,12 @@ class LoopCounts:
     """What the training loop has got, and how long it waited for it.
 
     Attributes:
+        ring: that batches come through.
         begun_at: when it asked first.
         left_at: when it was last answered; between these it waited or was busy.
     """
 
+    ring: Slots | None = None
     batches: int = 0
     samples: int = 0
     wait_s: float = 0.0
@@ -355,6 +355,9 @@ class Progress:
     """How far one epoch has come.
 
     Attributes:
+        may_be_told: whether a sampler has ``set_epoch``, which Lightning calls between ``iter`` and
+            ``next``. Nothing is read ahead before ``next`` then; else from ``iter`` on, as by
+            torch's loader.
         epoch: its number, which random draws are made from; None before the first.
         base_seed: of worker processes, and of draws where the dataset has no seed; None until
             drawn.
@@ -365,10 +368,11 @@ class Progress:
         first: batches handed over before that.
         drawn: batches whose indices were drawn.
         handed: of these, those that were handed over.
-        draws: of the batch that was drawn last.
+        draws: the ``DrawKey`` of the batch that was drawn last.
         seen: the mark that the user has come to where a prefetcher reads ahead of them.
     """
 
+    may_be_told: bool = False
     epoch: int | None = None
     base_seed: int | None = None
     start: State | None = None
@@ -378,7 +382,7 @@ class Progress:
     drawn: int = 0
     handed: int = 0
     is_finished: bool = False
-    draws: DrawKey | None = None
+    draws: Any = None
     seen: tuple[int, bool] | None = None
 
     def mark(self) -> tuple[int, bool]:
@@ -461,16 +465,6 @@ class Counted(torch_loader._BaseDataLoaderIter):
                 self.after_batch()
 
 
-def _may_be_told(loader: AnyLoader) -> bool:
-    """Whether a sampler has ``set_epoch``: Lightning calls it between ``iter()`` and ``next()``.
-
-    Nothing is read ahead before ``next`` then; else from ``iter()`` on, as by torch's loader.
-    """
-    outer = loader.batch_sampler
-    samplers = (loader.sampler, outer, getattr(outer, "sampler", None))
-    return any(hasattr(sampler, "set_epoch") for sampler in samplers)
-
-
 class InlineIter(Counted, torch_loader._SingleProcessDataLoaderIter):
     """torch's engine in the training loop, counted."""
 
@@ -484,12 +478,12 @@ class ProcessIter(Counted, torch_loader._MultiProcessingDataLoaderIter):
         if not isinstance(view.collate_fn, RingCollate):
             slots = (view.prefetch_factor or 0) + 1 + held
             view.collate_fn = RingCollate(view.collate_fn, slots=slots)
-        self.ring = self.receiver = view.collate_fn.receiver
+        self.ring = view.collate_fn.receiver
         super().__init__(view, progress)
 
     def _reset(self, loader: AnyLoader, first_iter: bool = False) -> None:
         ahead = self._prefetch_factor
-        if _may_be_told(loader):
+        if self.progress.may_be_told:
             self._prefetch_factor = 0
         try:
             super()._reset(loader, first_iter)
@@ -526,13 +520,12 @@ class ThreadIter(Counted):
         self,
         view: AnyLoader,
         progress: Progress,
-        ring: BatchRing,
-        read: Callable[[Any, Any], Any],
+        read: BatchMaker,
         *,
         threads: int,
     ) -> None:
         super().__init__(view, progress)
-        self.ring = ring
+        self.ring = read.ring
         self._read = read
         self._task_info = deque[Future[Any]]()
         self._ahead = threads * (view.prefetch_factor or 1)
@@ -540,7 +533,7 @@ class ThreadIter(Counted):
         if threads:
             self._threads = ThreadPoolExecutor(threads, thread_name_prefix="fastdata-loader")
             self.stop = weakref.finalize(self, _stop, self._threads)  # type: ignore[method-assign]
-            if not _may_be_told(view):
+            if not progress.may_be_told:
                 self._submit(self._threads)
 
     def _next_data(self) -> Any:

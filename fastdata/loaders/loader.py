@@ -164,7 +164,6 @@ class DataLoader(_TorchLoader[_T_co]):
         self.pin_memory = self._pinning.pin
         self._engine = self._choose_engine()
         self._counts = LoopCounts()
-        self._latest_ring: epochs.Slots | None = None  # that its batches came through
 
     def __iter__(self) -> Any:
         return self._get_iterator()
@@ -228,9 +227,8 @@ class DataLoader(_TorchLoader[_T_co]):
                     channels_last=is_channels_last,
                     read=read,
                 )
-                iterator = epochs.ThreadIter(view, progress, ring, maker, threads=engine.workers)
-        iterator.counts = self._counts = LoopCounts()
-        self._latest_ring = iterator.ring
+                iterator = epochs.ThreadIter(view, progress, maker, threads=engine.workers)
+        iterator.counts = self._counts = LoopCounts(ring=iterator.ring)
         if iterator.ring:
             iterator.ring.fresh_count = 0
         iterator.handle = handle
@@ -252,8 +250,6 @@ class DataLoader(_TorchLoader[_T_co]):
 
     @property
     def _index_sampler(self) -> Any:
-        if isinstance(self.dataset, IterableDataset):
-            return super()._index_sampler
         return self._epochs
 
     def check_worker_number_rationality(self) -> None:
@@ -270,7 +266,8 @@ class DataLoader(_TorchLoader[_T_co]):
 
     def report(self) -> EpochReport:
         """How the latest epoch went; ``.path`` says how batches are read, and why."""
-        engine, ring = self._engine, self._latest_ring
+        engine = self._engine
+        ring = self._counts.ring
         return EpochReport(
             path=engine.path,
             engine=engine.kind if engine.workers else "inline",
@@ -398,7 +395,7 @@ class DataLoader(_TorchLoader[_T_co]):
         reader = self._served.latest()
         sample_bytes = None if reader is None else reader.served_bytes
         pinned_bytes = None
-        if sample_bytes is not None and self.batch_size is not None:
+        if sample_bytes and self.batch_size:
             under_way = max(1, self.num_workers * (self.prefetch_factor or 0)) + 1
             pinned_bytes = sample_bytes * self.batch_size * under_way
         has_accelerator = torch.cuda.is_available() or torch.xpu.is_available()
@@ -419,12 +416,11 @@ def _warn(dataset: Any, sampler: Any, served: LoaderView, *, asks_processes: boo
             "loader's sampler shares out none. Give the loader distributed='auto', or a sampler "
             "that knows its rank."
         )
-    if served.parts:
-        new = [part for part in served.parts if id(part) not in _SAID]
-        _SAID.update((id(part), part) for part in new)
-        notice = next(filter(None, map(_fallback_notice, new)), "")
-    else:
-        notice = "" if isinstance(dataset, IterableDataset) else _wrapped_notice(dataset)
+    new = [part for part in served.parts if id(part) not in _SAID]
+    _SAID.update((id(part), part) for part in new)
+    notice = next(filter(None, map(_fallback_notice, new)), "")
+    if not served.parts and not isinstance(dataset, IterableDataset):
+        notice = _wrapped_notice(dataset)
     if notice and not asks_processes:
         warn_user(f"batches are not served whole: {notice}")
 

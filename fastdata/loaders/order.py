@@ -85,7 +85,9 @@ class Epochs:
         self._seeds_once = seeds_once
         self._set: int | None = None  # number of the coming epochs, by the user
         self._samplers = _nested(sampler)
-        last = self._samplers[-1] if self._samplers else None
+        told = [*self._samplers, getattr(sampler, "sampler", None)]
+        self._may_be_told = any(hasattr(each, "set_epoch") for each in told)
+        last = self._samplers[-1]
         self._ranked = last if isinstance(last, RankSampler) else None
         self._is_known = all(
             type(each) in _KNOWN or each is self._ranked for each in self._samplers
@@ -124,6 +126,7 @@ class Epochs:
         chosen = self.served.epoch if self._set is None else self._set
         if chosen is not None and not progress.is_begun:
             progress.epoch = chosen
+        progress.may_be_told = self._may_be_told
         self.progress = progress
         return progress
 
@@ -372,12 +375,13 @@ def _index_batches(
     subset = served.subset
     count = served.index_count
     length = count if subset is None else len(subset)
-    earlier: np.ndarray | None = None  # of each index, how many smaller ones are of its sample
+    earlier: Any = None  # of each index, how many smaller ones are of its sample
+    copies = 1
     if subset is not None and count:
         earlier = count_earlier(np.zeros(count, np.uint32), subset % count)
-        earlier = earlier if earlier.any() else None
+        copies += int(earlier.max(initial=0))
     seen = None
-    if earlier is not None or not _gives_each_once(sampler):
+    if copies > 1 or not _gives_each_once(sampler):
         seen = np.zeros(length, np.uint32)
 
     def draw(indices: list[int]) -> Any:
@@ -392,8 +396,8 @@ def _index_batches(
             before_B = count_earlier(seen, index_B)
             for row, occurrence in occurrences(indices):
                 before_B[row] = occurrence
-            if earlier is not None:
-                before_B = before_B * (int(earlier.max()) + 1) + earlier[index_B]
+            if copies > 1:
+                before_B = before_B * copies + earlier[index_B]
             visit_B += before_B * ranks + rank << REPEAT_SHIFT
         if subset is not None:
             index_B = subset[index_B]

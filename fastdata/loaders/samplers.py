@@ -134,14 +134,13 @@ def balanced(targets: Any, replacement: bool = False) -> Order:
         >>> np.bincount(targets[list(sampler)]).tolist()
         [2, 2, 2]
     """
-    names, classes = np.unique(_targets_of(targets), return_inverse=True)
+    _, classes = np.unique(_targets_of(targets), return_inverse=True)
     draw = partial(_draw_balanced, classes, replacement)
     identity = {"order": "balanced", "replacement": replacement, "targets": _checksum(classes)}
-    length = len(classes)
-    if replacement:
-        return Order(draw, length, length, math.inf, identity)
-    most = len(names) * int(np.bincount(classes).min())
-    return Order(draw, length, most, most, identity)
+    counts = np.bincount(classes)
+    once = len(counts) * int(counts.min())
+    count, most = (len(classes), math.inf) if replacement else (once, once)
+    return Order(draw, len(classes), count, most, identity)
 
 
 def _draw_balanced(classes: Int64s, replacement: bool, seed: int, epoch: int, count: int) -> Int64s:
@@ -245,8 +244,7 @@ def _draw_mixed(lengths: Int64s, shares: Float64s, seed: int, epoch: int, count:
         ]
         parts.append(first + np.concatenate([*rounds, [0]])[:taken])
         first += length
-    order: Int64s = np.concatenate(parts)[_draw_shuffled(count, seed, epoch, count)]
-    return order
+    return np.concatenate(parts)[_draw_shuffled(count, seed, epoch, count)]
 
 
 def chunked(
@@ -278,16 +276,9 @@ def chunked(
         >>> sorted(chunked(5, piece_samples=2, chunk_samples=4).draw(0, 0, 5).tolist())
         [0, 1, 2, 3, 4]
     """
+    identity = locals() | {"chunk_samples": chunk_samples if piece_samples > 1 else None}
     spare = 0 if drop_last else world_size - 1
     count = (length + spare) // world_size * world_size
-    identity = {
-        "length": length,
-        "shuffle": shuffle,
-        "piece_samples": piece_samples,
-        "chunk_samples": chunk_samples if piece_samples > 1 else None,
-        "drop_last": drop_last,
-        "world_size": world_size,
-    }
     draw = partial(_draw_sequence, length)
     if shuffle:
         draw = partial(_draw_chunked, length, piece_samples, chunk_samples, world_size)
@@ -299,17 +290,16 @@ def _draw_chunked(
 ) -> Int64s:
     seed ^= _CHUNK_SALT
     stream = _sort(np.arange(-(-length // piece)), seed, epoch)
-    if piece > 1:
-        stream = (stream[:, None] * piece + np.arange(piece)).reshape(-1)
-        stream = stream[stream < length]  # the last piece may be shorter
+    stream = (stream[:, None] * piece + np.arange(piece)).reshape(-1)
+    stream = stream[stream < length]  # the last piece may be shorter
     by_rank = np.resize(stream, (world_size, count // world_size))
     if piece > 1:
         for row in by_rank:
             for start in range(0, len(row), chunk):
                 some = slice(start, start + chunk)
                 row[some] = _sort(row[some], seed, epoch, length)  # by other keys than pieces
-    in_turn: Int64s = by_rank.T.reshape(-1)
-    return in_turn
+    order: Int64s = by_rank.T.reshape(-1)
+    return order
 
 
 class RankSampler(DistributedSampler[int]):
