@@ -286,10 +286,7 @@ class ChunkedLoader:
         make = partial(
             chunked, len(dataset), shuffle=shuffle, drop_last=drop_last, world_size=ranks
         )
-        samples = make().num_samples // ranks
-        self.plan = self._plan(
-            memory_limit, samples, chunk_samples, pieces, num_workers, is_shared=ranks > 1
-        )
+        self.plan = self._plan(memory_limit, make(), ranks, chunk_samples, pieces, num_workers)
         size = self.plan.chunk_samples
         hold = None
         if self._stores:
@@ -322,14 +319,13 @@ class ChunkedLoader:
     def _plan(
         self,
         memory_limit: int | float | str,
-        samples: int,
+        order: Order,
+        ranks: int,
         chunk_samples: int | None,
         pieces: int,
         num_workers: int | None,
-        *,
-        is_shared: bool,
     ) -> ChunkPlan:
-        """Plan batches, and chunks of so many pieces, of an epoch of so many samples."""
+        """Plan batches, and chunks of so many pieces, of an order that so many ranks share."""
         stores = self._stores
         for store in stores:
             store.release()  # chunks will be there in its place
@@ -351,7 +347,7 @@ class ChunkedLoader:
         sample_bytes = _ENTRY_BYTES + sum(store.heaviest_bytes(_NEIGHBOURS) for store in stores)
         subset = self._view.subset
         has_gaps = subset is not None and bool((np.diff(subset) != 1).any())
-        if has_gaps or (is_shared and not self.shuffle):  # no sample has a neighbour in its chunk
+        if has_gaps or (ranks > 1 and not self.shuffle):  # no sample has a neighbour in its chunk
             sample_bytes += edges_bytes
         return memory.plan_chunks(
             memory.parse_bytes(memory_limit, of=share_bytes),
@@ -359,7 +355,7 @@ class ChunkedLoader:
             fixed_bytes=fixed_bytes,
             batch_bytes=batch_bytes,
             batch_size=self.batch_size,
-            samples=samples,
+            samples=order.num_samples // ranks,
             worker_bytes=0 if is_served or stores else memory.PROCESS_BYTES,
             most_workers=1 if stores and not is_served else num_workers or memory.usable_cores(),
             sample_bytes=sample_bytes if stores else 0,

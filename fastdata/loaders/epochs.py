@@ -6,6 +6,7 @@ thread, and the iterators hand batches over. They move a ``Progress`` on.
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 import weakref
@@ -206,9 +207,8 @@ class LoaderView:
         """What is read in place of a loader's ``dataset``, so that batches keep their draws."""
         if self.subset is None:
             return dataset
-        kind = _WholeConcat if type(dataset) is ConcatDataset else _WholeSubset
-        whole = kind.__new__(kind)
-        vars(whole).update(vars(dataset))
+        whole = copy.copy(dataset)
+        whole.__class__ = _WholeConcat if type(dataset) is ConcatDataset else _WholeSubset
         whole.behind = self.parts[0] if len(self.parts) == 1 else replace(self, subset=None)
         return whole
 

@@ -25,11 +25,22 @@ from torch.utils.data import dataloader as torch_loader
 
 from fastdata.datasets.batch import ChannelsLast, collate
 from fastdata.datasets.dataset import PreparedDataset, latest_reader, own_reader
-from fastdata.datasets.reader import BatchRing
+from fastdata.datasets.reader import BatchRing, Reader
 from fastdata.datasets.ring import RingCollate
 from fastdata.errors import counted
-from fastdata.loaders import epochs
-from fastdata.loaders.epochs import HELD_BY_USER, Counted, Engine, LoaderView, LoopCounts, Progress
+from fastdata.loaders.epochs import (
+    HELD_BY_USER,
+    AnyLoader,
+    BatchMaker,
+    Engine,
+    InlineIter,
+    JoinedReader,
+    LoaderView,
+    LoopCounts,
+    ProcessIter,
+    Progress,
+    ThreadIter,
+)
 from fastdata.loaders.order import Epochs, length_of
 from fastdata.loaders.samplers import RankSampler, Uneven
 from fastdata.machine import memory
@@ -218,7 +229,7 @@ class DataLoader(_TorchLoader[_T_co]):
                 iterator = self._iterate_torch(view, progress, held)
             else:
                 self._iterator = None  # persistent worker processes that have done their part
-                maker = epochs.BatchMaker(
+                maker = BatchMaker(
                     dataset=dataset,
                     handle=None if self._served.has_own else handle,
                     ring=ring,
@@ -227,26 +238,25 @@ class DataLoader(_TorchLoader[_T_co]):
                     channels_last=is_channels_last,
                     read=read,
                 )
-                iterator = epochs.ThreadIter(view, progress, maker, threads=engine.workers)
+                iterator = ThreadIter(view, progress, maker, threads=engine.workers)
         iterator.counts = self._counts = LoopCounts(ring=iterator.ring)
         if iterator.ring:
             iterator.ring.fresh_count = 0
         iterator.handle = handle
         return iterator
 
-    def _iterate_torch(self, view: epochs.AnyLoader, progress: Progress, held: int) -> Counted:
+    def _iterate_torch(self, view: AnyLoader, progress: Progress, held: int) -> Any:
         if self.num_workers == 0:
-            return epochs.InlineIter(view, progress)
+            return InlineIter(view, progress)
         iterator: Any = self._iterator  # of workers that persist
         if iterator is None:
             self.check_worker_number_rationality()
-            iterator = epochs.ProcessIter(view, progress, held=held)
+            iterator = ProcessIter(view, progress, held=held)
         else:
             iterator.progress = progress
             iterator._reset(view)
         self._iterator = iterator if self.persistent_workers else None
-        counted: Counted = iterator
-        return counted
+        return iterator
 
     @property
     def _index_sampler(self) -> Any:
@@ -301,7 +311,7 @@ class DataLoader(_TorchLoader[_T_co]):
         if isinstance(self.dataset, IterableDataset):
             warn_user(_NO_STREAM)
             return {}
-        if not self.in_order and self.num_workers > 1 and self._choose_engine().kind == "process":
+        if not self.in_order and self.num_workers > 1 and self._engine.kind == "process":
             warn_user(_NO_ORDER)
         return self._epochs.state(self._identity())
 
@@ -349,14 +359,14 @@ class DataLoader(_TorchLoader[_T_co]):
     # Decisions
 
     def _choose_engine(self) -> Engine:
-        served, count = self._served, self.num_workers
-        obstacle = self._thread_obstacle()
-        if obstacle is not None and (count or not served.parts):
+        count = self.num_workers
+        reader = self._served.latest()
+        obstacle = self._thread_obstacle(reader)
+        if obstacle is not None and (count or reader is None):
             path = f"{count} worker process{'es' * (count > 1)} over a shared ring"
             path = path if count else "torch's engine in the training loop"
             return Engine("process", f"{path}: {obstacle}", count)
         path = "whole batches"
-        reader = served.latest()
         is_whole = reader is not None and reader.obstacle is None
         if not is_whole:
             path = "samples one by one" + (f" ({reader.obstacle})" if reader else "")
@@ -369,14 +379,13 @@ class DataLoader(_TorchLoader[_T_co]):
         threads = min(count, memory.usable_cores()) if is_whole else count
         return Engine("thread", f"{path}, read by {counted(threads, 'thread')}", threads)
 
-    def _thread_obstacle(self) -> str | None:
+    def _thread_obstacle(self, reader: Reader | JoinedReader | None) -> str | None:
         if isinstance(self.dataset, IterableDataset):
             return "an IterableDataset is read in order"
         if self.batch_sampler is None:
             return "batch_size=None asks for single samples"
         if self.workers != "auto":
             return "workers='process'" if self.workers == "process" else None
-        reader = self._served.latest()
         if reader is None:
             return f"{type(self.dataset).__name__} is no fastdata dataset"
         init = getattr(self.worker_init_fn, "func", self.worker_init_fn)

@@ -25,7 +25,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils import data as torch_data
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from fastdata.datasets.batch import (
     REPEAT_SHIFT,
@@ -39,14 +46,17 @@ from fastdata.loaders.epochs import LoaderView, Progress
 from fastdata.loaders.samplers import RankSampler, State, name_differences
 
 _KNOWN = (
-    torch_data.RandomSampler,
-    torch_data.SubsetRandomSampler,
-    torch_data.WeightedRandomSampler,
-    torch_data.BatchSampler,
-    torch_data.SequentialSampler,
-    torch_data.DistributedSampler,
-    RankSampler,
-    *(list, tuple, range, np.ndarray, torch.Tensor),
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    BatchSampler,
+    SequentialSampler,
+    DistributedSampler,
+    list,
+    tuple,
+    range,
+    np.ndarray,
+    torch.Tensor,
 )
 """Samplers that draw from torch's generators only, or not at all."""
 VERSION = 4
@@ -264,8 +274,21 @@ class Epochs:
         Raises:
             ValueError: it is of another loader; says what differs.
         """
+        if state and state.get("version") != VERSION:
+            raise ValueError(
+                f"this is no state of a fastdata DataLoader of version {VERSION}: it has version "
+                f"{state.get('version')!r} and the keys {sorted(state)}"
+            )
         if state:
-            self._check(state, loader)
+            # How samples are shared out may differ.
+            shares = ("batch_size", "world_size", "sampler_length")
+            free = {} if self._batch_size is None else dict.fromkeys(shares)
+            differing = name_differences(state["loader"] | free, self._identity(loader) | free)
+            if differing:
+                raise ValueError(
+                    f"the state is of another loader: {differing}. Make the loader as it was when "
+                    "the state was saved, or begin a new epoch without the state."
+                )
         self.progress = Progress(
             epoch=self.progress.epoch,
             base_seed=self._kept_seed,
@@ -275,28 +298,15 @@ class Epochs:
         if self._ranked is not None:
             self._ranked.is_set = False  # an epoch that is set from now on counts
 
-    def _check(self, state: State, loader: State) -> None:
-        if state.get("version") != VERSION:
-            raise ValueError(
-                f"this is no state of a fastdata DataLoader of version {VERSION}: it has version "
-                f"{state.get('version')!r} and the keys {sorted(state)}"
-            )
-        # How samples are shared out may differ.
-        shares = ("batch_size", "world_size", "sampler_length")
-        free = {} if self._batch_size is None else dict.fromkeys(shares)
-        differing = name_differences(state["loader"] | free, self._identity(loader) | free)
-        if differing:
-            raise ValueError(
-                f"the state is of another loader: {differing}. Make the loader as it was when the "
-                "state was saved, or begin a new epoch without the state."
-            )
-
     def _identity(self, loader: State) -> State:
         """What a state and the loader that takes it must have alike."""
         identity = loader | {
             "generators": len(self._generators),
             "sampler": " > ".join(type(sampler).__name__ for sampler in self._samplers),
         }
+        size = self._batch_size
+        if size is not None:
+            identity["batch_size"] = size
         if self._ranked is not None:
             identity |= {"world_size": self._ranked.num_replicas, "order": self._ranked.identity}
         return identity
@@ -328,7 +338,7 @@ class Epochs:
         outer = self.sampler
         if outer is ranked:
             return 1
-        is_batched = type(outer) is torch_data.BatchSampler and outer.sampler is ranked
+        is_batched = type(outer) is BatchSampler and outer.sampler is ranked
         return outer.batch_size if is_batched else None
 
     @property
@@ -348,20 +358,16 @@ class Epochs:
 
 def _nested(sampler: Any) -> list[Any]:
     """A sampler and those in it, as far as their states are not part of its own."""
-    if sampler is None:
-        return []
-    if _keeps_state(sampler):
-        return [sampler]
     inner = getattr(sampler, "batch_sampler", getattr(sampler, "sampler", None))
-    return [sampler, *_nested(inner)]
+    return [sampler] if inner is None or _keeps_state(sampler) else [sampler, *_nested(inner)]
 
 
 def _gives_each_once(sampler: Any) -> bool:
     """Whether no index comes twice in an epoch, as far as that is known."""
-    inner = sampler.sampler if type(sampler) is torch_data.BatchSampler else None
-    if type(inner) is torch_data.RandomSampler:
+    inner = sampler.sampler if type(sampler) is BatchSampler else None
+    if type(inner) is RandomSampler:
         return not inner.replacement and inner.num_samples == len(inner.data_source)
-    return type(inner) is torch_data.SequentialSampler
+    return type(inner) is SequentialSampler
 
 
 def _index_batches(

@@ -102,10 +102,13 @@ def weighted(weights: Any) -> Order:
         (0, True)
     """
     given = np.asarray(weights, np.float64)
-    wrong = np.flatnonzero(~(np.isfinite(given) & (given >= 0)))
-    if len(wrong) or not given.any():
-        found = f"weight {wrong[0]} is {given[wrong[0]]}" if len(wrong) else "all weights are zero"
-        raise ValueError(f"{found}; weights must be finite, not negative, and one above zero")
+    is_right = np.isfinite(given) & (given >= 0) & given.any()
+    if not is_right.all():
+        wrong = is_right.argmin()
+        raise ValueError(
+            f"weight {wrong} is {given[wrong]}; weights must be finite, not negative, and one above "
+            "zero"
+        )
     identity = {"order": "weighted", "weights": _checksum(given)}
     return Order(partial(_draw_weighted, given), len(given), len(given), math.inf, identity)
 
