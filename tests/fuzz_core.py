@@ -44,6 +44,7 @@ CHILD_OF = {
     "STEP_AUGMENT": "STEP_MAGNITUDE",
     "STEP_POLICIES": "STEP_MAGNITUDE",
     "STEP_AUG_MIX": "STEP_MAGNITUDE",
+    "STEP_PHOTOMETRIC": "STEP_SEQUENCE",
     "STEP_TIMM": "STEP_TIMM_POLICY",
     "STEP_TIMM_POLICY": "STEP_TIMM_OP",
 }
@@ -84,7 +85,7 @@ class Fuzz:
         return table
 
     def children(self, code: str, depth: int) -> list[str]:
-        count = int(self.rng.integers(1, 5))
+        count = 5 if code == "STEP_PHOTOMETRIC" else int(self.rng.integers(1, 5))
         if code in CHILD_OF:
             return [CHILD_OF[code]] * count * (1 + (code == "STEP_POLICIES"))
         if code in ("STEP_CHOICE", "STEP_ORDER"):

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fastdata.pixels.describe import nested
 from fastdata.pixels.images import TO_RGB
 
 
@@ -300,16 +301,11 @@ _MORE = ("_IF_", "STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF", "DELETE_", "EXC", 
 @cache
 def _names_read(code: CodeType) -> frozenset[str] | None:
     """Names that a function looks up; None if it does more than to call."""
-    names = set(code.co_names)
-    if any(word in step.opname for step in dis.get_instructions(code) for word in _MORE):
+    codes = list(nested(code))
+    steps = chain.from_iterable(map(dis.get_instructions, codes))
+    if any(word in step.opname for step in steps for word in _MORE):
         return None
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            inner_names = _names_read(inner)
-            if inner_names is None:
-                return None
-            names |= inner_names
-    return frozenset(names)
+    return frozenset(chain.from_iterable(each.co_names for each in codes))
 
 
 def _try(function: FunctionType, names: frozenset[str], owner: Any, image: _Image) -> Any:

@@ -272,7 +272,7 @@ def _reduced(value: Any) -> Iterator[Any]:
 
 def _globals_of(code: types.CodeType, namespace: Mapping[str, Any]) -> dict[str, Any]:
     """The globals that code names, by name; of the user's own modules what it may use of them."""
-    codes = list(_nested(code))
+    codes = list(nested(code))
     names = frozenset().union(*[each.co_names for each in codes])
     held = {}
     constants: list[Any] = []
@@ -290,11 +290,12 @@ def _globals_of(code: types.CodeType, namespace: Mapping[str, Any]) -> dict[str,
     return held
 
 
-def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
+def nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    """The code itself, and that of the functions in it."""
     yield code
     for value in code.co_consts:
         if isinstance(value, types.CodeType):
-            yield from _nested(value)
+            yield from nested(value)
 
 
 def _used_of(value: Any, names: frozenset[str]) -> Any:

@@ -561,20 +561,17 @@ def _cut_start(there: int, wanted: int) -> int:
 
 
 def _resized_size(height: int, width: int, size: Bound) -> tuple[int, int]:
-    if isinstance(size, str):
-        kind, _, number = size.partition(":")
-        size = int(number)
-        shorter, longer = sorted((height, width))
-        if size >= (shorter if kind == "short" else longer):
-            return height, width
-        if kind == "long":
-            other = max(1, int(size * shorter / longer))
-            return (size, other) if height > width else (other, size)
-    if not isinstance(size, int):
+    if not isinstance(size, (int, str)):
         return size
-    if width <= height:
-        return int(size * height / width), size
-    return size, int(size * width / height)
+    kind, _, number = str(size).rpartition(":")
+    side = int(number)
+    shorter, longer = sorted((height, width))
+    sides = side, int(side * longer / shorter)
+    if kind == "long":
+        sides = max(1, int(side * shorter / longer)), side
+    if kind and sides > (shorter, longer):  # nothing is enlarged
+        sides = shorter, longer
+    return sides[::-1] if height > width else sides
 
 
 @functools.cache

@@ -176,12 +176,10 @@ def plan_transform(
         >>> plan.is_batched, plan.obstacle
         (False, 'the transform ends with a PIL image')
     """
-    reason = ""
     if batch_ops == "off":
-        reason = "runs as written, because batch_ops=False"
-    elif obstacle is not None:
-        reason = f"runs as written, because {obstacle}"
-    elif dtype != "uint8":
+        obstacle = "batch_ops=False"
+    reason = f"runs as written, because {obstacle}" if obstacle else ""
+    if not reason and dtype != "uint8":
         reason = f"gets {dtype} samples, and batch ops know uint8 only"
     steps = flatten(transform)
     each = _each_view(steps)
@@ -191,8 +189,8 @@ def plan_transform(
         state = State(kind=form, channels=channels)
         plans.append(_plan(view, len(prepare), first, state, reason, batch_ops == "last"))
         first += len(view)
-    views: Any = steps[-1] if steps else None
-    return _joined(steps[:-1], views, plans, form) if isinstance(views, Views) else plans[0]
+    *before, views = steps or (None,)
+    return _joined(before, views, plans, form) if isinstance(views, Views) else plans[0]
 
 
 def _plan(
@@ -250,7 +248,7 @@ def _read_last(steps: Sequence[Step], skipped: int, at: int, before: State) -> T
 
 
 def _joined(
-    before: tuple[Step, ...], views: Views, plans: Sequence[TransformPlan], form: Form
+    before: list[Step], views: Views, plans: Sequence[TransformPlan], form: Form
 ) -> TransformPlan:
     """One plan of views behind common steps, each of which was planned by itself."""
     prepare = plans[0].prepare
@@ -281,10 +279,10 @@ def leading_steps(transform: Any, prepared: int | None = None) -> tuple[Step, ..
 
 def _each_view(steps: tuple[Step, ...]) -> list[tuple[Step, ...]]:
     """The steps of each view that they end with, or of the only one."""
-    views = steps[-1] if steps else None
+    *before, views = steps or (None,)
     if not isinstance(views, Views):
         return [steps]
-    return [(*steps[:-1], *flatten(transform)) for transform in views.transforms]
+    return [(*before, *flatten(transform)) for transform in views.transforms]
 
 
 def _leading(each: list[tuple[Step, ...]], prepared: int | None) -> tuple[Step, ...]:

@@ -162,8 +162,8 @@ class Program:
         _, [after] = self._draw(_keys(seed, visit, index_1), shapes_13)
         out_1Chw = np.empty((1, *after.tolist()), self._dtype)
         self.run(source, index_1, visit, seed, out_1Chw)
-        served: Array = out_1Chw[0]
-        return served if len(shape) == 3 else served[0]
+        served: Array = out_1Chw[0] if len(shape) == 3 else out_1Chw[0, 0]
+        return served
 
     def prepare(self, images: core.Samples) -> Iterator[Array]:
         """Serve images by ops that draw nothing at random: neighbours of one size together.

@@ -6,7 +6,6 @@ run as it is. Where more than pixels changes, it gives the state of samples afte
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -129,34 +128,24 @@ def _pad(step: Any, state: State) -> Op:
     return state.op("STEP_PAD", (*read_borders(step.padding), *border), fill=fill)
 
 
-def _random_crop(step: Any, state: State) -> State:
+def _random_crop(step: Any, state: State) -> Op:
     need_movable(state)
-    padding = step.padding
-    if padding and is_v2(step):
-        # Which keeps them in the order of F.pad of torch.
-        left, right, top, bottom = padding
-        padding = [left, top, right, bottom]
-    borders = read_borders(padding)
+    borders = read_borders(step.padding)
     pads = step.pad_if_needed or any(borders)
     border, fill = read_border(step, state) if pads else (("PAD_CONSTANT", "PIL_DOMAIN"), (0,))
-    if step.pad_if_needed and any(borders) and not is_v2(step):
-        # v1 pads the padded image again, v2 once by the sum.
-        state = state.add(state.op("STEP_PAD", (*borders, *border), fill=fill))
-        borders = (0, 0, 0, 0)
-    n = (*borders, *border, *pair(step.size), step.pad_if_needed)
-    return state.add(state.op("STEP_CROP", n, fill=fill))
+    n = (*borders, *border, *pair(step.size), step.pad_if_needed, is_v2(step))
+    return state.op("STEP_CROP", n, fill=fill)
 
 
 def _resized_crop(step: Any, state: State) -> Op:
     refuse(step.ratio[0] <= 0, "has a ratio that is not served")
     ranges = (*step.scale, *step.ratio, *np.log(step.ratio))
-    crops = []
-    for name in several(step.interpolation):  # timm draws one of two
-        n = (*pair(step.size), 0, 0, *read_filters(step, state, name))
-        crops.append(state.op("STEP_RESIZED_CROP", n, ranges))
-    if len(crops) == 1:
-        return crops[0]
-    return choice(state.inner().at, [[crop] for crop in crops])
+    size = (*pair(step.size), 0, 0)
+    crops = [
+        [state.op("STEP_RESIZED_CROP", (*size, *read_filters(step, state, name)), ranges)]
+        for name in several(step.interpolation)  # timm draws one of two
+    ]
+    return choice(state.inner().at, crops) if len(crops) > 1 else crops[0][0]
 
 
 _BOUNDS = {"RandomShortestSize": 1, "short": 2, "long": 3}
@@ -246,15 +235,9 @@ def _color_jitter(step: Any, state: State) -> Op:
     return in_order(state.at, [[jitter] for jitter in _jitters(step, state)])
 
 
-def _photometric_distort(step: Any, state: State) -> State:
-    """Contrast comes before saturation and hue, or behind them; channels are permuted last."""
-    brightness, contrast, *middle = (
-        maybe(state.inner(10 + number).at, [jitter], step.p)
-        for number, jitter in enumerate(_jitters(step, state))
-    )
-    orders = choice(state.inner(20).at, [[contrast, *middle], [*middle, contrast]])
-    permuted = maybe(state.inner(22).at, [state.inner(21).op("OP_PERMUTE")], step.p)
-    return state.add(brightness).add(orders).add(permuted)
+def _photometric_distort(step: Any, state: State) -> Op:
+    children = [*_jitters(step, state), state.inner(21).op("OP_PERMUTE")]
+    return state.op("STEP_PHOTOMETRIC", v=[step.p], children=children)
 
 
 def _grey(step: Any, state: State, channels: int = 0) -> Op:
@@ -511,35 +494,39 @@ def _normalize(step: Any, state: State) -> State:
     refuse(state.is_normalized, "comes after another Normalize")
     dtype = getattr(torch, state.dtype)
     given = [torch.as_tensor(values, dtype=dtype).flatten() for values in (step.mean, step.std)]
-    mean, std = (values.tolist() for values in torch.broadcast_tensors(*given))
-    is_known = 1 <= len(mean) <= CONSTANTS["MAX_MEANS"] and all(map(math.isfinite, (*mean, *std)))
-    refuse(not is_known or 0 in std, "has a mean or std that is not served")
+    both = torch.stack(torch.broadcast_tensors(*given), 1)
+    is_known = 1 <= len(both) <= CONSTANTS["MAX_MEANS"] and both.isfinite().all()
+    refuse(not (is_known and both[:, 1].all()), "has a mean or std that is not served")
     # One channel becomes as many as there are means, where torch may broadcast.
     widens = is_v2(step) and not step.inplace
     cast, *others = state.floats
-    v = tuple(chain(*zip(mean, std, strict=True)))
-    return replace(state, floats=(replace(cast, n=(*cast.n, len(mean), widens), v=v), *others))
+    cast = replace(cast, n=(*cast.n, len(both), widens), v=tuple(both.flatten().tolist()))
+    return replace(state, floats=(cast, *others))
 
 
 READERS: dict[str, _Reader] = {
     # Geometry
-    **dict.fromkeys(("AlternatingFlip", "RandomHorizontalFlip", "RandomVerticalFlip"), _flip),
+    "AlternatingFlip": _flip,
     "CenterCrop": _center_crop,
     "Pad": _pad,
     "RandomAffine": _affine,
     "RandomCrop": _random_crop,
+    "RandomHorizontalFlip": _flip,
     "RandomPerspective": _sometimes(_perspective),
+    "RandomResize": _resize,
     "RandomResizedCrop": _resized_crop,
     "RandomRotation": _rotation,
-    **dict.fromkeys(("Resize", "RandomResize", "RandomShortestSize"), _resize),
+    "RandomShortestSize": _resize,
+    "RandomVerticalFlip": _flip,
+    "Resize": _resize,
     "timm.RandomResizedCropAndInterpolation": _resized_crop,
     # Values
+    **dict.fromkeys(_VALUES, _sometimes(_value)),
     "ColorJitter": _color_jitter,
     "GaussianBlur": _blur,
     "GaussianNoise": _noise,
     "Grayscale": _grayscale,
     "RGB": _rgb,
-    **dict.fromkeys(_VALUES, _sometimes(_value)),
     "RandomChannelPermutation": _permute,
     "RandomErasing": _erasing,
     "RandomGrayscale": _sometimes(_grey),
@@ -547,18 +534,23 @@ READERS: dict[str, _Reader] = {
     "timm.RandomErasing": _timm_erasing,
     # Steps of steps
     **dict.fromkeys(_POLICIES, _auto_augment),
-    **dict.fromkeys(("timm.AutoAugment", "timm.RandAugment"), _timm_policies),
     "RandomApply": _apply,
     "RandomChoice": _choice,
     "RandomOrder": _order,
+    "timm.AutoAugment": _timm_policies,
+    "timm.RandAugment": _timm_policies,
     # Forms and floats
-    **dict.fromkeys(("ConvertImageDtype", "ToDtype"), _dtype),
+    "ConvertImageDtype": _dtype,
     "Identity": lambda step, state: state,
+    "Normalize": _normalize,
+    "PILToTensor": _to_tensor,
+    "ToDtype": _dtype,
     "ToImage": lambda step, state: replace(state, kind="image"),
     "ToPureTensor": lambda step, state: (
         replace(state, kind="tensor") if state.kind == "image" else state
     ),
-    **dict.fromkeys(("PILToTensor", "ToTensor"), _to_tensor),
-    **dict.fromkeys(("timm.MaybePILToTensor", "timm.MaybeToTensor", "timm.ToNumpy"), _to_tensor),
-    "Normalize": _normalize,
+    "ToTensor": _to_tensor,
+    "timm.MaybePILToTensor": _to_tensor,
+    "timm.MaybeToTensor": _to_tensor,
+    "timm.ToNumpy": _to_tensor,
 }

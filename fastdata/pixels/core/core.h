@@ -144,7 +144,8 @@ enum {
     LAST_OP = OP_CAST,
     /* In tables only */
     STEP_PAD,         /* n[0..3] borders left, top, right, bottom; n[4] mode, n[5] domain */
-    STEP_CROP,        /* the same; n[6..7] height, width; n[8] whether borders are added where the image is too small */
+    STEP_CROP,        /* the same; n[6..7] height, width; n[8] whether borders are added where the image is too small, n[9] in
+                         v2's way: in one with the others, which stand as left, right, top, bottom */
     STEP_CENTER_CROP, /* n[0..1] height, width */
     STEP_FLIP,        /* n[0] whether top to bottom; v[0] probability, or n[1]: each second epoch, by d->turn */
     STEP_RESIZED_CROP, /* n[0..1] height, width, n[4] interpolation, n[5] domain; v[0..1] scale, v[2..3] width / height,
@@ -153,6 +154,8 @@ enum {
     STEP_SEQUENCE,    /* its children, one after the other */
     STEP_CHOICE,      /* one of its children, or none; of each v[0]: where in [0, 1) its probability ends */
     STEP_ORDER,       /* its children, in random order */
+    STEP_PHOTOMETRIC, /* RandomPhotometricDistort. v[0] probability of each child: brightness, contrast, saturation, hue and
+                         permutation, or contrast behind hue */
     STEP_AUGMENT,     /* RandAugment, TrivialAugmentWide. warp; n[6] how many in a row, n[7] bins, n[8] the bin, -1: drawn;
                          n[9] whether thresholds are shares of 255. Children are what it chooses from */
     STEP_POLICIES,    /* AutoAugment. warp, n[7], n[9]; children are pairs, of each v[0] probability, n[2] bin */

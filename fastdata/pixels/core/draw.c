@@ -143,6 +143,19 @@ static bool draw_order(Drawing *d, const Step *step) {
     return true;
 }
 
+/* v2.RandomPhotometricDistort: what is drawn of its children has the numbers 10 to 13 and 22, their order 20. */
+static bool draw_photometric(Drawing *d, const Step *step) {
+    static const int orders[2][5] = {{0, 1, 2, 3, 4}, {0, 2, 3, 1, 4}};
+    if (step->count != 5) return deny(d, step, REFUSED_TABLE, NULL, 0);
+    const bool is_late = uniform(d, child(step->at, 20), 0) >= 0.5;
+    for (int place = 0; place < 5; place++) {
+        const int k = orders[is_late][place];
+        const bool is_drawn = uniform(d, child(step->at, k < 4 ? 10 + k : 22), 0) < step->v[0];
+        if ((is_drawn || d->is_probe) && !draw_steps(d, d->table, step->first + k, 1)) return false;
+    }
+    return true;
+}
+
 static bool draw_cast(Drawing *d, const Step *step) {
     const int64_t channels = d->channels, means = step->n[2];
     const bool widens = channels == 1 && step->n[3];
@@ -175,6 +188,7 @@ static bool draw_step(Drawing *d, const Step *step) {
     case STEP_SEQUENCE: return draw_steps(d, d->table, step->first, step->count);
     case STEP_CHOICE: return draw_choice(d, step);
     case STEP_ORDER: return draw_order(d, step);
+    case STEP_PHOTOMETRIC: return draw_photometric(d, step);
     case STEP_AUGMENT: return draw_augment(d, step);
     case STEP_POLICIES: return draw_policies(d, step);
     case STEP_AUG_MIX: return draw_aug_mix(d, step);

@@ -42,8 +42,13 @@ bool draw_pad(Drawing *d, const Step *step) {
 /* torchvision adds the missing length on both sides, so that the place of the image stays random. */
 bool draw_crop(Drawing *d, const Step *step) {
     const int32_t *n = step->n;
-    int64_t borders[4] = {n[0], n[1], n[2], n[3]};
+    const bool is_v2 = n[9];
+    int64_t borders[4] = {n[0], n[is_v2 ? 2 : 1], n[is_v2 ? 1 : 2], n[3]};
     const int64_t height = n[6], width = n[7];
+    if (n[8] && !is_v2 && (n[0] || n[1] || n[2] || n[3])) { /* v1 pads the padded image again */
+        if (!draw_pad(d, step)) return false;
+        memset(borders, 0, sizeof borders);
+    }
     if (n[8]) {
         const int64_t miss_v = most(height - (d->height + borders[1] + borders[3]), 0);
         const int64_t miss_h = most(width - (d->width + borders[0] + borders[2]), 0);
