@@ -373,11 +373,11 @@ def test_room_that_another_process_has_reserved_is_not_asked_for_again(
     writer = Writer.open(WriterPlan(part=part, path=tmp_path / "0" if is_on_disk else None), 2)
     with contextlib.closing(pickle.loads(pickle.dumps(writer)).file) as theirs:
         other = Writer(writer.plan, theirs, writer.index)
-        other.write(0, np.ones(3 << 20, np.uint8), (3 << 20,))
+        other.write(0, np.ones(3 << 20, np.uint8), "array")
     free = {"bytes": 2 << 20}
     monkeypatch.setattr(memory, "available_bytes", lambda: memory.Available(free["bytes"], "x"))
     monkeypatch.setattr("fastdata.stores.readers.free_bytes", lambda folder: free["bytes"])
-    writer.write(1, np.full(3 << 19, 2, np.uint8), (3 << 19,))
+    writer.write(1, np.full(3 << 19, 2, np.uint8), "array")
     free["bytes"] = 0
     with contextlib.closing(writer.finish(np.arange(2))) as store:
         assert [set(store.read(k).tolist()) for k in range(2)] == [{1}, {2}]

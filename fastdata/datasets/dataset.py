@@ -54,7 +54,8 @@ from fastdata.pixels.plan import PairStep, Step
 from fastdata.report import log, warn_user
 from fastdata.sources import FileSource, Source
 from fastdata.stores.prepare import Options, Prepared, prepare_storage, report_storage
-from fastdata.stores.samples import KeptSamples, read_path
+from fastdata.stores.readers import KeptSamples
+from fastdata.stores.writers import read_path
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor

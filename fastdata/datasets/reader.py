@@ -56,8 +56,8 @@ from fastdata.pixels.plan import PairStep, Step
 from fastdata.pixels.program import Program
 from fastdata.sources import ItemKeys, Source
 from fastdata.stores.prepare import Options, Prepared
-from fastdata.stores.readers import Store
-from fastdata.stores.samples import KeptSamples, Steps, open_files
+from fastdata.stores.readers import KeptSamples, Store
+from fastdata.stores.writers import Steps, open_files
 
 ALIGN_BYTES = 64
 _DECODED = SampleSpec(shape=None, dtype="uint8", form="pil")
@@ -139,7 +139,7 @@ class Stored:
 
     def filled_share(self, index: Array | None = None) -> float:
         """Share of the samples, or of those of ``index``, that are kept already."""
-        return 0.0 if self.kept is None else self.kept.filled_share(index)
+        return 0.0 if self.kept is None else self.kept.images.filled_share(index)
 
     def split(self, transform: Any, **facts: Any) -> TransformPlan:
         """Split a transform; a ValueError if it does not begin with the stored steps."""

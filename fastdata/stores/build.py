@@ -37,6 +37,7 @@ from fastdata.errors import CacheError, is_url
 from fastdata.machine.memory import fitting, parse_bytes, usable_cores
 from fastdata.machine.processes import attempt, run_tasks, settle
 from fastdata.machine.shared import PackedPaths, SampleTable
+from fastdata.pixels.images import Array
 from fastdata.report import log, progress_bar
 from fastdata.sources import FileSource
 from fastdata.sources.remote import Place, fleeting_folder, made_by_this_user, options_travel
@@ -62,12 +63,13 @@ from fastdata.stores.prepare import (
 )
 from fastdata.stores.readers import (
     Decoder,
+    Layout,
     free_bytes,
     naming_full_disk,
     receipt_name,
 )
-from fastdata.stores.samples import Layout, ReadPath
 from fastdata.stores.writers import (
+    ReadPath,
     WriterPlan,
     ingest,
     ingest_workers,
@@ -223,7 +225,7 @@ def _ask(paths: Sequence[str]) -> list[tuple[int, int]]:
     return facts
 
 
-def _fingerprint(*data: str | bytes | np.ndarray) -> str:
+def _fingerprint(*data: str | bytes | Array) -> str:
     digest = hashlib.sha256()
     for each in data:
         if isinstance(each, np.ndarray):
@@ -554,23 +556,19 @@ def _run_elsewhere(
         tasks = [task._replace(columns=source.columns_of(task.positions)) for task in tasks]
         no_files = source.over(source.columns_of(()))
         writer = replace(writer, path=writer.path._replace(source=no_files))
+    opened: _Submit = _ray(writer)
     if isinstance(engine, Executor):
         packed = _pickled(writer)
-        yield from _run_by(lambda task: engine.submit(_attempt, packed, task), tasks)
-    else:
-        with _ray(writer) as submit:
-            yield from _run_by(submit, tasks)
-
-
-def _run_by(submit: Callable[[_Task], Future[bytes]], tasks: Sequence[_Task]) -> Iterator[bytes]:
+        opened = contextlib.nullcontext(lambda task: engine.submit(_attempt, packed, task))
     running: list[Future[bytes]] = []
-    try:
-        running.extend(map(submit, tasks))
-        for future in as_completed(running):
-            yield settle(future.result())
-    finally:
-        # What is being written now stays, too.
-        wait([future for future in running if not future.cancel()])
+    with opened as submit:
+        try:
+            running.extend(map(submit, tasks))
+            for future in as_completed(running):
+                yield settle(future.result())
+        finally:
+            # What is being written now stays, too.
+            wait([future for future in running if not future.cancel()])
 
 
 def _attempt(packed: bytes, task: _Task) -> bytes:
@@ -589,6 +587,9 @@ def _pickled(writer: _Build) -> bytes:
             "within others; or engine='local', which forks, or engine='ray', which sends their "
             "code."
         ) from problem
+
+
+_Submit = contextlib.AbstractContextManager[Callable[[_Task], "Future[bytes]"]]
 
 
 @contextlib.contextmanager

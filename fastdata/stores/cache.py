@@ -23,7 +23,7 @@ import re
 import types
 import typing
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -35,12 +35,20 @@ import torch
 from fastdata.errors import CacheError, MemoryBudgetError, RemoteError, SampleError
 from fastdata.machine.memory import StoragePlan, format_bytes, user_cache
 from fastdata.machine.shared import ArrayBlock, PackedPaths, SampleTable
+from fastdata.pixels.images import Array
 from fastdata.sources.remote import Place, facts_of
 from fastdata.stores.codecs import codec_of
 from fastdata.stores.mirror import MirroredStore
 from fastdata.stores.prepare import Prepared
-from fastdata.stores.readers import Decoder, DiskFile, DiskStore, receipt_name
-from fastdata.stores.samples import PLAIN_LAYOUT, KeptSamples, Layout
+from fastdata.stores.readers import (
+    PLAIN_LAYOUT,
+    Decoder,
+    DiskFile,
+    DiskStore,
+    KeptSamples,
+    Layout,
+    receipt_name,
+)
 from fastdata.stores.writers import StoredPart, open_all
 
 INDEX = "fastdata.npz"
@@ -179,7 +187,7 @@ class Cache:
         return [name.decode() for name in self.columns["shards.names"].tolist()]
 
     @property
-    def kept(self) -> np.ndarray:
+    def kept(self) -> Array:
         """The rows that were not left out."""
         return np.flatnonzero(self.columns["kept"])
 
@@ -230,9 +238,9 @@ class Cache:
         for name in ("skipped", "targets", "located"):
             getattr(self, name)  # which checks them
 
-    def _column(self, name: str, dtype: str, *shape: int) -> np.ndarray:
+    def _column(self, name: str, dtype: str, *shape: int) -> Array:
         """A column, which has this type and shape."""
-        column: np.ndarray = self.columns[name]
+        column: Array = self.columns[name]
         if column.dtype != np.dtype(dtype) or column.shape != shape:
             found = f"{column.dtype}{list(column.shape)}"
             raise ValueError(f"{name} are {found} where {dtype}{list(shape)} are needed")
@@ -433,16 +441,12 @@ def open_cache(
 
 # Targets as columns
 
-_KINDS: dict[str, Callable[[np.ndarray], Any]] = {
-    "number": lambda column: column,
-    "tensor": lambda column: list(torch.from_numpy(column)),
-    "array": list,
-    "scalar": list,
-}
-"""Of targets that are a column of numbers: what it stands for."""
+
+_KINDS = ("number", "tensor", "array", "scalar")
+"""Of targets that are a column of numbers."""
 
 
-def pack_targets(targets: Sequence[Any] | np.ndarray) -> Columns:
+def pack_targets(targets: Sequence[Any] | Array) -> Columns:
     """Targets as columns: ``targets.json`` says of which kind they are, and in which column.
 
     Raises:
@@ -454,7 +458,7 @@ def pack_targets(targets: Sequence[Any] | np.ndarray) -> Columns:
     return columns
 
 
-def _pack_targets(targets: Sequence[Any] | np.ndarray, columns: Columns) -> Any:
+def _pack_targets(targets: Sequence[Any] | Array, columns: Columns) -> Any:
     with contextlib.closing(SampleTable(targets)) as table:
         kind = table.target_kind
         if kind in _KINDS:
@@ -491,7 +495,11 @@ def _unpack_targets(packed: Any, columns: Columns, count: int) -> Any:
     if not is_number or column.shape[:1] != (count,):
         given = f"{column.dtype}{list(column.shape)}"
         raise ValueError(f"{found} are {given} where numbers[{count}] are needed")
-    return _KINDS[kind](column)
+    if kind not in _KINDS:
+        raise KeyError(kind)
+    if kind == "number":
+        return column
+    return list(torch.from_numpy(column) if kind == "tensor" else column)
 
 
 def as_list(targets: Any) -> list[Any]:

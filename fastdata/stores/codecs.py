@@ -38,6 +38,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fastdata.errors import CodecError
+from fastdata.pixels.core import Bytes
 from fastdata.pixels.describe import describe
 from fastdata.pixels.images import (
     Array,
@@ -46,7 +47,6 @@ from fastdata.pixels.images import (
     encode_image,
     round_up_8,
 )
-from fastdata.stores.readers import Bytes
 
 Settings = dict[str, "int | str | bool"]
 """Plain values that JSON keeps: ``name``, ``format`` (the version of the byte format),

@@ -21,9 +21,10 @@ from filelock import FileLock
 from fastdata.errors import CacheError, SampleError
 from fastdata.machine.memory import format_bytes, parse_bytes
 from fastdata.machine.shared import ArrayBlock
-from fastdata.pixels.images import SampleSpec, addresses_of
+from fastdata.pixels.core import Bytes
+from fastdata.pixels.images import Array, SampleSpec, addresses_of
 from fastdata.sources.remote import Place
-from fastdata.stores.readers import Bytes, Decoder, DiskStore, free_bytes, naming_full_disk
+from fastdata.stores.readers import Decoder, DiskStore, free_bytes, naming_full_disk
 
 FETCH_BYTES = 64 << 20
 """On their way at once, where 50 ms at 1 GB/s are 48 MiB."""
@@ -89,7 +90,7 @@ class MirroredStore(DiskStore):
         place: Place,
         sizes: Mapping[str, int],
         spec: SampleSpec,
-        index: Mapping[str, np.ndarray],
+        index: Mapping[str, Array],
         decoder: Decoder | None,
         local_cache: Path,
     ) -> MirroredStore:
@@ -112,7 +113,7 @@ class MirroredStore(DiskStore):
         folder = local_cache / f"{_FOLDER}{digest[:16]}"
         return cls(place, list(sizes), spec, segments, decoder, folder, limit_bytes)
 
-    def ensure(self, index_B: np.ndarray) -> None:
+    def ensure(self, index_B: Array) -> None:
         unchecked_B = index_B[self._checked[index_B] != self._drops[self._file_of[index_B]]]
         if len(unchecked_B):
             self.bring(unchecked_B)
@@ -128,11 +129,11 @@ class MirroredStore(DiskStore):
             self.drop(np.array([index]))
             super()._check(index)
 
-    def addresses(self, index_B: np.ndarray) -> np.ndarray:
+    def addresses(self, index_B: Array) -> Array:
         self.ensure(index_B)
         numbers, number_B = np.unique(self._file_of[index_B], return_inverse=True)
         mapped = [self._bytes[number] for number in numbers.tolist()]
-        addresses_B: np.ndarray = addresses_of(mapped)[number_B] + self._offsets[index_B]
+        addresses_B: Array = addresses_of(mapped)[number_B] + self._offsets[index_B]
         held_B = addresses_B.view(_Addresses)
         held_B.mapped = mapped
         return held_B
@@ -146,10 +147,10 @@ class MirroredStore(DiskStore):
 
     # What of the files is mapped
 
-    def bring(self, index_B: np.ndarray) -> None:
+    def bring(self, index_B: Array) -> None:
         self._map(np.unique(self._file_of[index_B]).tolist())
 
-    def drop(self, index_B: np.ndarray, *, from_cache: bool = False) -> None:
+    def drop(self, index_B: Array, *, from_cache: bool = False) -> None:
         # What others have brought, too, is mapped again when it is read.
         numbers = np.unique(self._file_of[index_B])
         self._drops[numbers] += 1
@@ -287,9 +288,7 @@ def _list_segments(local_cache: Path) -> Iterator[tuple[int, int, Path]]:
             yield facts.st_mtime_ns, facts.st_size, path
 
 
-def _in_segments(
-    index: Mapping[str, np.ndarray], spec: SampleSpec, size_bytes: int
-) -> dict[str, np.ndarray]:
+def _in_segments(index: Mapping[str, Array], spec: SampleSpec, size_bytes: int) -> dict[str, Array]:
     """The index of a ``MirroredStore``, made of one over files of so many bytes."""
     segment_bytes = max(_SEGMENT_BYTES, -(-size_bytes // _MOST_SEGMENTS))
     starts = index["offsets"]

@@ -58,23 +58,19 @@ from fastdata.pixels.images import Array, Bound, SampleSpec, SourceDecoder
 from fastdata.report import log, warn_user
 from fastdata.sources import DatasetSource, FileSource
 from fastdata.sources.remote import StorageOptions
-from fastdata.stores.readers import Decoder, Store
-from fastdata.stores.samples import (
-    SOURCE,
-    KeptSamples,
-    Layout,
-    ReadPath,
-    ReadSample,
-    read_samples,
-)
+from fastdata.stores.readers import SOURCE, Decoder, KeptSamples, Layout, Store
 from fastdata.stores.writers import (
     ALIGN_BYTES,
     NO_LIMIT,
     LazyStore,
+    ReadPath,
+    ReadSample,
     StoredPart,
+    WritePath,
     WriterPlan,
     check_skipped,
     ingest,
+    read_samples,
     write_any_shapes,
 )
 
@@ -424,7 +420,7 @@ def _fill(
     # copied there at once.
     is_certain = path.by_core is not None and path.shape is not None and plan.storage == "shared"
     if is_certain and table is not None and options.on_error == "raise" and not options.at_once:
-        stores = [LazyStore.open(path, plans[0])]
+        stores = [LazyStore(WritePath.open(path, plans, indices))]
     else:
         stores, written = write_any_shapes(
             lambda plans: ingest(path, plans, indices, options), plans
@@ -472,20 +468,13 @@ def _key(expected: Forecast, options: Options, table: SampleTable | None, by: Se
 
     source = expected.path.source
     name = options.cache_key
-    words: list[Any] = [
-        options.storage,
-        options.at_once,
-        options.on_error,
-        options.memory_limit,
-        name,
-    ]
-    words += [describe_codec(options.codec, name), describe(list(by), name)]
+    words: list[Any] = [options.storage, options.at_once, options.on_error, options.memory_limit]
+    words += [describe_codec(options.codec, name), describe(list(by), name), name]
     words += [len(source), expected.parts]
     if isinstance(source, DatasetSource):
         words += [_describe(source.dataset, name), source.columns]
     digest = hashlib.blake2b(digest_size=16)
-    columns = () if table is None else table.columns()
-    for column in columns:
+    for column in () if table is None else table.columns():
         digest.update(np.ascontiguousarray(column).data)
     for read in expected.probed:
         words += [read.number, read.target]

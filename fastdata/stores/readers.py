@@ -1,5 +1,9 @@
 """Reading samples, of one shape or of many, raw or encoded, from memory or from files on disk.
 
+A sample is a sequence of parts: the image, or each value of a tuple such as (image, mask), and
+behind these the targets that are images themselves. Each part has a store, and ``KeptSamples`` puts
+samples together again.
+
 A file on disk is made under a name that nobody has opened before, written, sealed, and never
 changed again; who opens it maps it read-only, so that the page cache holds one copy for all
 processes and for the next run.
@@ -14,29 +18,41 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from fastdata.errors import (
     CacheError,
+    ChannelsError,
     FastDataError,
     MemoryBudgetError,
     SampleError,
     StoreGoneError,
+    sample_error,
 )
 from fastdata.machine.memory import format_bytes
-from fastdata.machine.shared import OPEN_FLAGS, ArrayBlock, Block
-from fastdata.pixels.images import Array, SampleSpec, SourceDecoder, addresses_of, open_libjpeg
+from fastdata.machine.processes import Leader
+from fastdata.machine.shared import OPEN_FLAGS, ArrayBlock, Block, SampleTable, collate_targets
+from fastdata.pixels.core import Bytes
+from fastdata.pixels.images import (
+    Array,
+    SampleSpec,
+    SourceDecoder,
+    addresses_of,
+    open_libjpeg,
+    present,
+)
+from fastdata.sources import ItemKeys
 from fastdata.sources.remote import refuse_special
 
 if TYPE_CHECKING:
     from fastdata.stores.codecs import Codec
 
-Bytes = npt.NDArray[np.uint8]
 Decoder: TypeAlias = "Codec | SourceDecoder"
+SOURCE = "source"
 
 _WORD_BYTES = 8
 _GAP_BYTES = 64
@@ -295,6 +311,115 @@ def checksum(data: Bytes) -> int:
     whole = data.size // _WORD_BYTES * _WORD_BYTES
     total = int(data[:whole].view("<u8").sum(dtype=np.uint64))
     return (total + int.from_bytes(data[whole:].tobytes(), "little")) & 0xFFFF_FFFF_FFFF_FFFF
+
+
+# Samples of their parts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How samples are put together of their parts.
+
+    Args:
+        is_tuple: whether they are tuples of parts.
+        target_is_part: whether targets are the last part.
+        keys: of items that are dicts.
+        mask_places: of targets that are tuples, the places of images, which are the last parts.
+    """
+
+    is_tuple: bool = False
+    target_is_part: bool = False
+    keys: ItemKeys | None = None
+    mask_places: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        keys = self.keys
+        if keys and (keys.image not in keys.names or len({*keys.names}) < len(keys.names)):
+            raise ValueError(f"its keys do not fit: {keys}")
+
+
+PLAIN_LAYOUT = Layout()
+
+
+@dataclass(frozen=True)
+class KeptSamples(Layout):
+    """The kept samples of a dataset, and their targets; a source of them, too.
+
+    Args:
+        stores: one for each part.
+        table: of the targets that are no parts; or what has its ``has_paths``, ``path``,
+            ``target``, ``collated_targets``, ``close`` and length.
+        shared_by: tells other ranks of the machine where they lie.
+    """
+
+    stores: tuple[Store, ...]
+    table: SampleTable | Any
+    opening = None
+    is_remote = False
+    shared_by: Leader | None = None
+
+    @property
+    def images(self) -> Store:
+        """The first part."""
+        return self.stores[0]
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def expect(self, indices: Sequence[int]) -> None:
+        self.images.expect(indices)
+
+    def path(self, index: int) -> str | None:
+        return self.table.path(index) if self.table.has_paths else None
+
+    def read(self, index: int) -> tuple[Any, Any]:
+        """Sample and target as they were before they were stored, in memory of the caller's own."""
+        count = len(self.stores) - self.target_is_part - len(self.mask_places)
+        parts = tuple(self._owned(store, index) for store in self.stores[:count])
+        sample = parts if self.is_tuple else parts[0]
+        return sample, self.target(index)
+
+    def target(self, index: int) -> Any:
+        if self.target_is_part:
+            return self._owned(self.stores[-1], index)
+        target = self.table.target(index)
+        if not self.mask_places:
+            return target
+        values = list(target)
+        stores = self.stores[-len(self.mask_places) :]
+        for place, store in zip(self.mask_places, stores, strict=True):
+            values[place] = self._owned(store, index)
+        return tuple(values)
+
+    def collated_targets(self, index_B: Array) -> Any:
+        """What ``default_collate`` makes of the targets of a batch."""
+        if self.target_is_part or self.mask_places:
+            return collate_targets([self.target(index) for index in index_B.tolist()])
+        return self.table.collated_targets(index_B)
+
+    def _owned(self, store: Store, index: int) -> Any:
+        with self.naming_damage():
+            array = store.read(index)
+        return present(array.copy() if store.gives_views else array, store.spec.form)
+
+    @contextlib.contextmanager
+    def naming_damage(self) -> Iterator[None]:
+        """Have a store's error of a damaged sample name its path."""
+        try:
+            yield
+        except SampleError as damaged:
+            index = damaged.index
+            path = self.path(index)
+            if damaged.path == path:
+                raise
+            cause = damaged.__cause__
+            if cause is not None and self.images.codec == SOURCE:  # what is wrong with the file
+                raise sample_error(path, index, cause) from cause
+            what = str(damaged).partition("cannot be read: ")[2]
+            raise SampleError(what, index=index, path=path) from cause
+        except ChannelsError as wrong:
+            path = self.path(wrong.index)
+            raise SampleError(wrong.reason, index=wrong.index, path=path) from wrong
 
 
 # Files on disk

@@ -1,4 +1,6 @@
-"""Writing stores: in memory or files, by any worker; all samples now, or each on its first read.
+"""From a source to stores, in memory or files, by any worker: all samples now, or on first read.
+
+Samples are read, prepared and taken apart into parts, each of which a ``Writer`` puts into a store.
 
 All at once by threads where the core prepares them, by processes where somebody else's code does.
 Whatever happens, a killed worker or Ctrl-C included, no worker outlives it and unfinished memory is
@@ -9,29 +11,48 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from fastdata.errors import IngestError, MemoryBudgetError, SampleError, sample_error
+from fastdata.errors import (
+    CacheError,
+    IngestError,
+    MemoryBudgetError,
+    RemoteError,
+    SampleError,
+    sample_error,
+)
 from fastdata.machine import memory
 from fastdata.machine.memory import format_bytes
 from fastdata.machine.processes import run_tasks
 from fastdata.machine.shared import ArrayBlock, Block
-from fastdata.pixels.images import SampleSpec, SourceDecoder
-from fastdata.report import progress_bar
-from fastdata.sources import FileSource
-from fastdata.stores.readers import DiskFile, ShapesDifferError, Store, checksum
-from fastdata.stores.samples import (
-    AT_ONCE,
-    NO_FAULT_OF_A_SAMPLE,
-    Part,
-    ReadPath,
-    Steps,
-    read_samples,
+from fastdata.pixels import core, plan_transform, split_upright
+from fastdata.pixels.images import (
+    Array,
+    Form,
+    OpenedImages,
+    Opening,
+    SampleSpec,
+    SourceDecoder,
+    is_image,
+    is_pil,
+    to_stored,
+)
+from fastdata.pixels.program import Program
+from fastdata.report import log, progress_bar
+from fastdata.sources import FileSource, Source, chosen
+from fastdata.stores.readers import (
+    PLAIN_LAYOUT,
+    DiskFile,
+    Layout,
+    ShapesDifferError,
+    Store,
+    checksum,
 )
 
 if TYPE_CHECKING:
@@ -45,9 +66,215 @@ ALIGN_BYTES = 64
 _FIRST_BYTES = 64 << 20
 """Of memory, set aside at once; and how many more at a time."""
 _MORE_BYTES = 16 << 20
+_AT_ONCE = 16
+"""Samples that are read together."""
 NO_LIMIT = 1 << 62
 _ENDS = "used and reserved"
 _Made = TypeVar("_Made")
+
+
+# Reading samples
+
+
+Part = tuple[Array, Form]
+"""Of a sample: its values, and what it was."""
+
+
+class ReadSample(NamedTuple):
+    """A prepared sample, taken apart; its target has None where that is a part."""
+
+    number: int
+    parts: Sequence[Part]
+    target: Any
+    layout: Layout
+
+
+_PLAIN = {int, float, bool, str, bytes, type(None)}
+"""Types of targets that hold no images."""
+
+
+def take_apart(index: int, parts: list[Part], target: Any, *, is_tuple: bool = False) -> ReadSample:
+    """A sample of these parts, with those of its target behind them."""
+    if type(target) in _PLAIN and not is_tuple:
+        return ReadSample(index, parts, target, PLAIN_LAYOUT)
+    target_is_part = is_image(target)
+    places: tuple[int, ...] = ()
+    if target_is_part:
+        parts.append(to_stored(target, is_mask=True))
+        target = None
+    elif type(target) is tuple:
+        places = tuple(k for k, value in enumerate(target) if is_pil(value))
+        parts += [to_stored(target[k], is_mask=True) for k in places]
+        target = tuple(None if k in places else value for k, value in enumerate(target))
+    layout = Layout(is_tuple=is_tuple, target_is_part=target_is_part, mask_places=places)
+    return ReadSample(index, parts, target, layout)
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    steps: tuple[Callable[[Any], Any], ...]
+
+    def __call__(self, sample: Any) -> Any:
+        for step in self.steps:
+            sample = step(sample)
+        return sample
+
+
+@dataclass(frozen=True)
+class FilePreparer:
+    """Prepares an image file by the core, without an image in between: planes (C, h, w), uint8.
+
+    Args:
+        prepare: of opened images makes planes (n, C, h, w), uint8, of neighbours of one size; they
+            stay until the next are asked for.
+        opening: of the loader that it stands for.
+        upright: whether images are turned as their EXIF says first.
+    """
+
+    prepare: Callable[[OpenedImages], Iterator[Array]]
+    opening: Opening
+    upright: bool = False
+
+    def __call__(self, data: bytes | memoryview) -> Array:
+        def by_pillow(_: int) -> Array:
+            return self.opening.decode_pixels(data, upright=self.upright)
+
+        images = OpenedImages.of_files(
+            [data], by_pillow, upright=self.upright, channels=self.opening.channels
+        )
+        return np.array(next(self.prepare(images))[0])
+
+
+class ReadPath(NamedTuple):
+    """Where samples come from, and what is done to each before it is stored."""
+
+    source: Source
+    prepare: Steps
+    shape: tuple[int, ...] | None = None
+    """Of every prepared sample, where it follows from the steps."""
+
+    by_core: FilePreparer | None = None
+    """What opens and prepares samples without the GIL; None where it is others' code."""
+
+    @property
+    def decoder(self) -> SourceDecoder | None:
+        """Prepares the bytes of files; None where samples are none, or are opened by others."""
+        if self.by_core is not None:
+            return SourceDecoder(self.by_core, Steps(()))
+        opening = self.source.opening
+        return None if opening is None else SourceDecoder(opening.decode, self.prepare)
+
+
+def read_path(source: Source, steps: tuple[Callable[[Any], Any], ...]) -> ReadPath:
+    """How samples to be stored are read: image files by the core, where it knows all steps."""
+    as_written = ReadPath(source, Steps(steps))
+    opening = source.opening
+    if opening is None or (steps and opening.form == "tensor"):  # whose resize the core rounds
+        return as_written
+    obstacle = core.obstacle()
+    if obstacle is not None:
+        log.info("Pillow prepares the images, which takes longer: %s", obstacle)
+        return as_written
+    upright, served = split_upright(steps)
+    plan = plan_transform(served, form=opening.form, channels=opening.channels, prepared=0)
+    if plan.kind != opening.form or plan.per_sample:
+        return as_written
+    program = Program(plan.batch_ops, SampleSpec(shape=None, dtype="uint8", form="pil"))
+    output = None if opening.channels is None else program.output((opening.channels, 1, 1))
+    by_core = FilePreparer(program.prepare, opening, upright or opening.is_upright)
+    return as_written._replace(by_core=by_core, shape=None if output is None else output[0])
+
+
+_NO_FAULT_OF_A_SAMPLE = (
+    MemoryError,
+    SampleError,
+    IngestError,
+    RemoteError,
+    CacheError,
+    ShapesDifferError,
+)
+"""Errors that name what they are of, or that no sample is to blame for."""
+
+
+@contextlib.contextmanager
+def naming_sample(source: Source, index: int, *, is_read: bool = False) -> Iterator[None]:
+    """Make what goes wrong with a sample an error that names its path and index.
+
+    A SampleError, if it is the sample that is at fault.
+    """
+    try:
+        yield
+    except _NO_FAULT_OF_A_SAMPLE:
+        raise
+    except Exception as cause:  # user code and decoders raise anything; all of it is named and kept
+        raise sample_error(source.path(index), index, cause, is_read=is_read) from cause
+
+
+def open_files(source: FileSource, indices: Sequence[int], *, upright: bool) -> OpenedImages:
+    """The files of samples, for the core; what is wrong with one is a SampleError."""
+    try:
+        files = source.read_files(indices)
+    except OSError:  # of one of them
+        files = []
+        for index in indices:
+            with naming_sample(source, index):
+                files += source.read_files([index])
+
+    opening = source.opening
+    assert opening is not None
+
+    def by_pillow(b: int) -> Array:
+        with naming_sample(source, indices[b]):
+            return opening.decode_pixels(files[b], upright=upright)
+
+    return OpenedImages.of_files(files, by_pillow, upright=upright, channels=opening.channels)
+
+
+def read_samples(path: ReadPath, indices: Sequence[int]) -> Iterator[ReadSample | SampleError]:
+    """Read and prepare samples, in order, or say what is wrong with one.
+
+    Each may lie over those before.
+    """
+    for first in range(0, len(indices), _AT_ONCE):
+        group = indices[first : first + _AT_ONCE]
+        done = 0
+        if path.by_core is not None:
+            # One after the other tells whose an error is.
+            with contextlib.suppress(SampleError, ValueError):
+                for read in _read_together(path, path.by_core, group):
+                    done += 1
+                    yield read
+        for index in group[done:]:
+            try:
+                yield _read_one(path, index)
+            except SampleError as error:
+                yield error
+
+
+def _read_together(
+    path: ReadPath, by_core: FilePreparer, indices: Sequence[int]
+) -> Iterator[ReadSample]:
+    source = path.source
+    assert isinstance(source, FileSource)
+    images = open_files(source, indices, upright=by_core.upright)
+    form = by_core.opening.form
+    prepared = itertools.chain.from_iterable(by_core.prepare(images))
+    targets = chosen(source.targets, indices)
+    for index, target, pixels in zip(indices, targets, prepared, strict=True):
+        yield take_apart(index, [(pixels, form)], target)
+
+
+def _read_one(path: ReadPath, index: int) -> ReadSample:
+    with naming_sample(path.source, index):
+        sample, target = path.source.read(index)
+    with naming_sample(path.source, index, is_read=True):
+        prepared = path.prepare(sample)
+        is_tuple = isinstance(prepared, (tuple, list))
+        parts = list(map(to_stored, prepared if is_tuple else [prepared]))
+        return take_apart(index, parts, target, is_tuple=is_tuple)
+
+
+# Writers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,22 +375,39 @@ class Writer:
         file.write(0, head)
         return cls(plan, file, ArrayBlock(index, seal=False))
 
-    def write(self, row: int, data: np.ndarray, shape: tuple[int, ...]) -> None:
-        """Store a sample of this shape, as it is or encoded.
+    def write(
+        self, row: int, array: Array, form: Form, shape: tuple[int, ...] | None = None
+    ) -> None:
+        """Store a sample, as it is or encoded; of a file that is kept ``shape`` may be known.
 
         Raises:
+            TypeError: it is of another type than the others.
             MemoryBudgetError: there is no room left within the limit.
             ShapesDifferError: it is not of the common shape, or has more or fewer dimensions than
                 the others.
             CacheError: the disk is full.
         """
         part = self.plan.part
-        if part.spec.shape not in (None, shape) or len(shape) != part.dimensions:
-            others = part.spec.shape or f"{part.dimensions} dimensions"
+        spec = part.spec
+        coder = self.plan.coder
+        data = np.ascontiguousarray(array)
+        if isinstance(coder, SourceDecoder):
+            shape = shape or coder.sample(data.data).shape
+        else:
+            shape = array.shape  # of no axes too, where ``data`` has one
+            if data.dtype != spec.dtype or form != spec.form:
+                raise TypeError(
+                    f"it is of {data.dtype} {form}, the others are of {spec.dtype} {spec.form}; "
+                    "give all samples one type in prepare="
+                )
+            if coder is not None:
+                data = np.frombuffer(coder.encode(data.reshape(shape)), np.uint8)
+        if spec.shape not in (None, shape) or len(shape) != part.dimensions:
+            others = spec.shape or f"{part.dimensions} dimensions"
             what = f"sample {row} has shape {shape}, those before it {others}"
             raise ShapesDifferError(what)
         index = self.index
-        if "sizes" in index:
+        if not part.is_table:
             index["offsets"][row] = self._take(data.nbytes)
             index["sizes"][row] = data.nbytes
             index["shapes"][row] = shape
@@ -196,7 +440,7 @@ class Writer:
             raise MemoryBudgetError(f"{what} need more than the {limit} that is free")
         return min(end + _MORE_BYTES, limit_bytes)
 
-    def finish(self, rows: np.ndarray) -> Store:
+    def finish(self, rows: Array) -> Store:
         """Seal the file, and give the samples in these rows, all that were written, as a store."""
         self.index.pop("is_there", None)
         part = self.plan.part
@@ -271,7 +515,7 @@ class WritePath(NamedTuple):
                     raise read
                 try:
                     self._write(row, read.parts)
-                except NO_FAULT_OF_A_SAMPLE:
+                except _NO_FAULT_OF_A_SAMPLE:
                     raise
                 except Exception as cause:  # encoders raise anything; all of it is named and kept
                     path = self.path.source.path(index)
@@ -286,19 +530,7 @@ class WritePath(NamedTuple):
             problem = f"it has {len(parts)} parts among samples of {len(self.writers)}"
             raise TypeError(f"{problem}; give all samples one type in prepare=")
         for writer, (array, form) in zip(self.writers, parts, strict=True):
-            coder = writer.plan.coder
-            spec = writer.plan.part.spec
-            shape = array.shape
-            data = np.ascontiguousarray(array).reshape(shape)  # which makes one axis of none
-            if isinstance(coder, SourceDecoder):
-                shape = self.path.shape or coder.sample(data.data).shape
-            elif data.dtype != spec.dtype or form != spec.form:
-                others = f"the others are of {spec.dtype} {spec.form}"
-                cure = "give all samples one type in prepare="
-                raise TypeError(f"it is of {data.dtype} {form}, {others}; {cure}")
-            elif coder is not None:
-                data = np.frombuffer(coder.encode(data), np.uint8)
-            writer.write(row, data, shape)
+            writer.write(row, array, form, self.path.shape)
 
     def close(self) -> None:
         for writer in self.writers:
@@ -340,7 +572,7 @@ def ingest(
         IngestError: a worker died.
         ShapesDifferError: a sample has another shape than planned; see ``write_any_shapes``.
     """
-    size = _FETCHED_AT_ONCE if path.source.is_remote else AT_ONCE
+    size = _FETCHED_AT_ONCE if path.source.is_remote else _AT_ONCE
     tasks = [indices[first : first + size] for first in range(0, len(indices), size)]
     workers = min(ingest_workers(options), len(tasks))
     forks = needs_processes(path, plans)
@@ -418,19 +650,15 @@ class LazyStore(Store):
         self._to_write = to_write
         self._is_there = writer.index["is_there"]  # (N,), for every process to see
 
-    @classmethod
-    def open(cls, path: ReadPath, plan: WriterPlan) -> LazyStore:
-        return cls(WritePath.open(path, [plan], range(len(path.source))))
-
     def expect(self, indices: Sequence[int]) -> None:
         missing = [index for index in indices if not self._is_there[index]]
         self._to_write.path.source.expect(missing)
 
-    def filled_share(self, index_B: np.ndarray | None = None) -> float:
+    def filled_share(self, index_B: Array | None = None) -> float:
         is_there = self._is_there if index_B is None else self._is_there[index_B]
         return float(np.count_nonzero(is_there) / max(is_there.size, 1))
 
-    def ensure(self, index_B: np.ndarray) -> None:
+    def ensure(self, index_B: Array) -> None:
         """See to it that samples are there.
 
         Raises:
