@@ -179,8 +179,6 @@ class Block:
 
     def seal(self) -> None:
         """Make the block read-only for everybody; on Linux the kernel enforces it."""
-        if self.is_sealed:
-            return
         self._map = None
         self.is_sealed = True
         if self.path is None and sys.platform != "win32":
@@ -290,8 +288,7 @@ def _refusal(size_bytes: int, why: str) -> MemoryBudgetError:
 def _release(fd: int, path: Path | None, creator_pid: int) -> None:
     with contextlib.suppress(OSError):
         os.close(fd)
-    if path is not None and os.getpid() == creator_pid:
-        with contextlib.suppress(OSError):
+        if path is not None and os.getpid() == creator_pid:
             path.unlink()
 
 

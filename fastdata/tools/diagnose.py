@@ -181,8 +181,7 @@ class Diagnosis(Report):
             yield f"({self.note})"
         if not self.imports or self.kept_per_s is None or self.limit == "model":
             return
-        limit = "model" if self.model_per_s < self.kept_per_s else "loader"
-        loop = min(self.model_per_s, self.kept_per_s)
+        loop, limit = min((self.kept_per_s, "loader"), (self.model_per_s, "model"))
         yield ""
         yield "change the imports, and keep the script:"
         yield f"    from fastdata import {self.imports}"
@@ -327,8 +326,9 @@ def _when_kept(loader: Any, found: Diagnosis) -> dict[str, Any]:
     """The rate if fastdata kept the samples in memory, where that is clearly faster."""
     dataset = loader.dataset
     base = _in_subsets(dataset)
-    is_stream = isinstance(dataset, IterableDataset)
-    if found.limit == "model" or _is_kept(base) or is_stream or loader.batch_size is None:
+    if found.limit == "model" or _is_kept(base) or loader.batch_size is None:
+        return {}
+    if isinstance(dataset, IterableDataset):
         return {}
     if type(getattr(base, "transforms", None)).__name__ not in ("NoneType", "StandardTransform"):
         raise ValueError("its transform takes the target too")
@@ -487,7 +487,7 @@ def run_script(script: Path, arguments: list[str], batches: int) -> list[TimedLo
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))
     loops: dict[int, TimedLoop] = {}
-    kinds: tuple[Any, ...] = (TorchDataLoader, DataLoader, CudaPrefetcher)
+    kinds: list[Any] = [TorchDataLoader, DataLoader, CudaPrefetcher]
     begins = {kind: kind.__iter__ for kind in kinds}
 
     def begin_timed(loader: Any, begin: Callable[[Any], Any]) -> Any:
