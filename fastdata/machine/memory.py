@@ -77,7 +77,7 @@ def available_bytes() -> Available:
     """
     import psutil  # 7 ms, which only those functions take that ask it
 
-    available = Available(bytes=int(psutil.virtual_memory().available), limited_by="system memory")
+    available = Available(int(psutil.virtual_memory().available), "system memory")
     for text in _read_cgroups(*_MEMORY_FILES):
         # No limit is "max", and -1 in version 1.
         used_bytes, *limits = map(int, re.findall(r"^\d+$", text, re.M) or [0])
@@ -85,8 +85,7 @@ def available_bytes() -> Available:
         used_bytes = max(0, used_bytes - max(idle, default=0))
         for limit_bytes in limits:
             if limit_bytes - used_bytes < available.bytes:
-                free_bytes = max(0, limit_bytes - used_bytes)
-                available = Available(bytes=free_bytes, limited_by="cgroup limit")
+                available = Available(max(0, limit_bytes - used_bytes), "cgroup limit")
     return available
 
 
@@ -164,8 +163,7 @@ def parse_bytes(value: int | float | str, *, of: int) -> int:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(I)?)?B\s*", value, re.I | re.A)
         if match is not None:
             number, unit, is_binary = match.groups(default="")
-            base = 1024 if is_binary else 1000
-            return int(float(number) * base ** _UNITS.index(unit.upper()))
+            return int(float(number) * (1024 if is_binary else 1000) ** _UNITS.index(unit.upper()))
     elif isinstance(value, float) and 0 < value <= 1:
         return int(value * of)
     elif type(value) is int and value >= 0:  # no bool
@@ -208,8 +206,10 @@ class Budget(NamedTuple):
         if self.limited_by == "memory_limit=":  # which is below what is free less the reserve
             return f"memory_limit= allows {format_bytes(self.bytes)}"
         sharing = f" shared by {self.ranks} ranks" if self.ranks > 1 else ""
-        reserve = f"{format_bytes(self.reserve_bytes)} kept in reserve"
-        return f"{format_bytes(self.bytes)} is free ({self.limited_by}{sharing}, {reserve})"
+        return (
+            f"{format_bytes(self.bytes)} is free ({self.limited_by}{sharing}, "
+            f"{format_bytes(self.reserve_bytes)} kept in reserve)"
+        )
 
 
 def budget_bytes(
@@ -222,8 +222,8 @@ def budget_bytes(
     if memory_limit is not None:
         limit = parse_bytes(memory_limit, of=available.bytes)
         if limit < free:
-            return Budget(bytes=limit, reserve_bytes=reserve, limited_by="memory_limit=")
-    return Budget(bytes=free, reserve_bytes=reserve, limited_by=available.limited_by, ranks=ranks)
+            return Budget(limit, reserve, "memory_limit=")
+    return Budget(free, reserve, available.limited_by, ranks)
 
 
 # The storage
@@ -272,10 +272,14 @@ class StorageReport(Report):
             if trial.obstacle is not None:
                 yield trial.codec, *"----", f"no: {trial.obstacle}"
                 continue
-            size = format_bytes(trial.need_bytes)
-            rate = f"{trial.decode_per_s:,.0f}"
-            fits = words[trial.need_bytes <= self.budget.bytes]
-            yield trial.codec, size, f"{trial.ratio:.2f}", rate, words[trial.lossless], fits
+            yield (
+                trial.codec,
+                format_bytes(trial.need_bytes),
+                f"{trial.ratio:.2f}",
+                f"{trial.decode_per_s:,.0f}",
+                words[trial.lossless],
+                words[trial.need_bytes <= self.budget.bytes],
+            )
         yield f"{self.budget}; figures from {self.looked_at} samples"
 
 
@@ -307,24 +311,26 @@ def choose_storage(
     free = format_bytes(budget.bytes)
     kept: Storage = "device" if storage == "device" else "shared"
     if storage != "compressed" and raw_bytes <= budget.bytes:
-        return StoragePlan(storage=kept, reason=f"storage={kept!r}: {need} of {free} free")
+        return StoragePlan(kept, f"storage={kept!r}: {need} of {free} free")
     if storage != kept:
         usable = fitting(trials, only_lossless=only_lossless)
         fast = fitting(usable, budget.bytes)
         if fast:
             best = fast[0]
-            lossy = "" if best.lossless else ", lossy"
-            taken = f"about {format_bytes(best.need_bytes)} of {free} free; raw needs {need}"
-            reason = f"storage='compressed', codec={best.codec!r}{lossy}: {taken}"
-            return StoragePlan(storage="compressed", codec=best.codec, reason=reason)
+            reason = (
+                f"storage='compressed', codec={best.codec!r}{'' if best.lossless else ', lossy'}: "
+                f"about {format_bytes(best.need_bytes)} of {free} free; raw needs {need}"
+            )
+            return StoragePlan("compressed", reason, best.codec)
         need = format_bytes(min((trial.need_bytes for trial in usable), default=raw_bytes))
         if storage == "auto":
-            return StoragePlan(storage="none", reason=f"storage='none': needs {need} but {budget}")
+            return StoragePlan("none", f"storage='none': needs {need} but {budget}")
         if not usable:
             reasons = "; ".join(f"{trial.codec}: {trial.obstacle}" for trial in trials)
             raise ValueError(f"storage='compressed' is not possible here: {reasons}.")
-    cures = would_fit(trials, budget)
-    raise MemoryBudgetError(f"storage={storage!r} needs {need} but {budget}. {cures}")
+    raise MemoryBudgetError(
+        f"storage={storage!r} needs {need} but {budget}. {would_fit(trials, budget)}"
+    )
 
 
 def fitting(
@@ -401,11 +407,13 @@ def choose_pinning(
     elif pinned_bytes is None:
         refusal = "how large batches are is not known before one is read"
     elif pinned_bytes > budget.bytes * PINNING_SHARE:
-        share = f"at most {PINNING_SHARE:.1%} of {free} free ({budget.limited_by}) is locked"
-        refusal = f"{format_bytes(pinned_bytes)} needed, {share}"
+        refusal = (
+            f"{format_bytes(pinned_bytes)} needed, at most {PINNING_SHARE:.1%} of {free} free "
+            f"({budget.limited_by}) is locked"
+        )
     else:
-        return PinningPlan(pin=True, reason=f"pinned: {format_bytes(pinned_bytes)} of {free} free")
-    return PinningPlan(pin=False, reason=f"not pinned: {refusal}")
+        return PinningPlan(True, f"pinned: {format_bytes(pinned_bytes)} of {free} free")
+    return PinningPlan(False, f"not pinned: {refusal}")
 
 
 # Chunks of data larger than memory
@@ -455,8 +463,10 @@ class ChunkPlan:
     def __str__(self) -> str:
         chunks = "no chunks, because no samples lie on disk"
         if self.chunk_samples:
-            size = format_bytes(self.chunk_bytes)
-            chunks = f"{CHUNKS_HELD} chunks of {self.chunk_samples} samples, {size} each"
+            chunks = (
+                f"{CHUNKS_HELD} chunks of {self.chunk_samples} samples, "
+                f"{format_bytes(self.chunk_bytes)} each"
+            )
         return (
             f"{chunks}; with {format_bytes(self.batches_bytes)} of batches and the "
             f"{format_bytes(self.in_use_bytes)} in use before, {format_bytes(self.peak_bytes)} "
@@ -532,8 +542,10 @@ def _too_little(plan: ChunkPlan) -> str:
     need_mib = (math.ceil(need_bytes / _FIGURE_BYTES) + 1) * _FIGURE_BYTES >> 20
     chunks = ""
     if plan.chunk_samples:
-        size = format_bytes(CHUNKS_HELD * plan.chunk_bytes)
-        chunks = f"{CHUNKS_HELD} chunks of {plan.chunk_samples} samples take {size}, "
+        chunks = (
+            f"{CHUNKS_HELD} chunks of {plan.chunk_samples} samples take "
+            f"{format_bytes(CHUNKS_HELD * plan.chunk_bytes)}, "
+        )
     return (
         f"memory_limit={format_bytes(plan.limit_bytes)} is for the whole process tree, and at "
         f"least {need_mib:,} MiB is needed: {format_bytes(plan.in_use_bytes)} is in use already, "

@@ -135,10 +135,10 @@ def run_to_be() -> str | None:
 
     Lightning makes the datasets first, and then starts the other ranks as its children.
     """
-    is_main = multiprocessing.parent_process() is None and get_worker_info() is None
-    uses_lightning = not sys.modules.keys().isdisjoint(_SELF_LAUNCHED)
-    may_lead = is_main and uses_lightning and hasattr(os, "memfd_create")
-    return _process_name(os.getpid()) if may_lead else None
+    is_worker = multiprocessing.parent_process() is not None or get_worker_info() is not None
+    if is_worker or sys.modules.keys().isdisjoint(_SELF_LAUNCHED):
+        return None
+    return _process_name(os.getpid()) if hasattr(os, "memfd_create") else None
 
 
 def _process_name(pid: int) -> str:
@@ -258,8 +258,7 @@ def _meeting_folder() -> Path:
 def _meeting_name(run: str, key: str) -> str:
     """Of the machine since it was started, the processes seen here, the run and the dataset."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-    namespace = os.stat("/proc/self/ns/pid").st_ino
-    text = f"{boot}\n{namespace}\n{run}\n{key}"
+    text = f"{boot}\n{os.stat('/proc/self/ns/pid').st_ino}\n{run}\n{key}"
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 

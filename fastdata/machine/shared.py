@@ -130,8 +130,8 @@ class Block:
             return
         available = memory.available_bytes()
         if size_bytes > available.bytes:
-            free = f"{memory.format_bytes(available.bytes)} is free ({available.limited_by})"
-            raise _refusal(size_bytes, f": {free}")
+            free = memory.format_bytes(available.bytes)
+            raise _refusal(size_bytes, f": {free} is free ({available.limited_by})")
 
     def _named(self, problem: OSError, size_bytes: int) -> Exception:
         """What to raise, which says it where there is no room left."""
@@ -496,9 +496,11 @@ class SampleTable:
 
     def reduced_to(self, kept: Sequence[int]) -> SampleTable:
         """The table of some samples."""
-        paths = [self.path(index) for index in kept]
-        targets = [self.target(index) for index in kept]
-        return SampleTable(targets, paths=paths, class_to_idx=self.class_to_idx)
+        return SampleTable(
+            list(map(self.target, kept)),
+            paths=list(map(self.path, kept)),
+            class_to_idx=self.class_to_idx,
+        )
 
     def close(self) -> None:
         self._columns.close()

@@ -48,7 +48,6 @@ def make_recipe(recipe: str, dtype: str) -> Any:
         dtype: ``"uint8"``, or ``"float32"``, which is normalised.
     """
     v1 = import_torchvision().transforms
-    blur_px = CROP_PX // 20 * 2 + 1
     crop = [v1.RandomResizedCrop(CROP_PX)]
     if recipe == "crop":
         crop = [v1.Resize(PREPARED_PX), v1.CenterCrop(PREPARED_PX), v1.RandomCrop(CROP_PX)]
@@ -58,7 +57,7 @@ def make_recipe(recipe: str, dtype: str) -> Any:
         "simclr": [
             v1.RandomApply([v1.ColorJitter(0.8, 0.8, 0.8, 0.2)], p=0.8),
             v1.RandomGrayscale(p=0.2),
-            v1.RandomApply([v1.GaussianBlur(blur_px, (0.1, 2.0))], p=0.5),
+            v1.RandomApply([v1.GaussianBlur(CROP_PX // 20 * 2 + 1, (0.1, 2.0))], p=0.5),
         ],
     }
     last = [v1.PILToTensor()]
@@ -148,8 +147,10 @@ def _report_lines(
     recipes: dict[str, Figures], count: int, options: argparse.Namespace
 ) -> Iterator[Line]:
     """A row for each recipe, and a line to quote."""
-    loader = f"batch {options.batch_size}, num_workers={options.num_workers}"
-    yield f"{count:,} images ({options.folder or 'drawn for this run'}); {options.dtype}, {loader}"
+    yield (
+        f"{count:,} images ({options.folder or 'drawn for this run'}); {options.dtype}, "
+        f"batch {options.batch_size}, num_workers={options.num_workers}"
+    )
     yield ""
     yield "images/s", "torchvision + torch", "fastdata", "ratio", "prepared once in"
     for name, recipe in recipes.items():
@@ -161,8 +162,10 @@ def _report_lines(
     yield f"fastdata squares of {PREPARED_PX} that are prepared once; medians of {_ROUNDS} rounds."
     ratios = [recipe["ratio"] for recipe in recipes.values()]
     times = " to ".join(f"{ratio:.1f}" for ratio in sorted({min(ratios), max(ratios)}))
-    what = f"{', '.join(recipes)}; {cpu_model()}, {usable_cores()} cores"
-    yield f"fastdata reads {times} times as many images/s as torchvision + torch ({what})"
+    yield (
+        f"fastdata reads {times} times as many images/s as torchvision + torch "
+        f"({', '.join(recipes)}; {cpu_model()}, {usable_cores()} cores)"
+    )
 
 
 def _say(words: str) -> None:
@@ -194,8 +197,12 @@ def _measure_recipe(
 
 
 def _rate(kind: Any, dataset: Any, options: argparse.Namespace) -> float:
-    order = shuffled(dataset)
-    loader = kind(dataset, options.batch_size, sampler=order, num_workers=options.num_workers)
+    loader = kind(
+        dataset,
+        options.batch_size,
+        sampler=shuffled(dataset),
+        num_workers=options.num_workers,
+    )
     return measure(loader, seconds=_RATE_S, limit_s=4 * _RATE_S)
 
 
@@ -231,9 +238,8 @@ def photo(seed: int, size: tuple[int, int] = (512, 384)) -> npt.NDArray[np.uint8
     rng = np.random.default_rng(seed)
     width, height = size
     colours = rng.integers(0, 256, (2 + height // 32, 2 + width // 32, 3), dtype=np.uint8)
-    shapes = np.asarray(Image.fromarray(colours).resize(size, Image.Resampling.BICUBIC))
-    grain = rng.normal(0, 9, (height, width, 1))
-    return np.clip(shapes + grain, 0, 255).astype(np.uint8)
+    shapes = Image.fromarray(colours).resize(size, Image.Resampling.BICUBIC)
+    return np.clip(shapes + rng.normal(0, 9, (height, width, 1)), 0, 255).astype(np.uint8)
 
 
 # The command

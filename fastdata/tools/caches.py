@@ -205,7 +205,7 @@ class Inspected(NamedTuple):
     problems: list[str]
 
     def __str__(self) -> str:
-        facts = [f"{name:10} {fact}" for name, fact in self.facts.items()]
+        facts = (f"{name:10} {fact}" for name, fact in self.facts.items())
         return "\n  ".join([self.folder, *facts, *self.problems])
 
 
@@ -225,8 +225,7 @@ def inspect_caches(
     Raises:
         FileNotFoundError: there is none.
     """
-    places = cache_places(Place(path, storage_options))
-    return [_look(place, verify=verify) for place in places]
+    return [_look(place, verify=verify) for place in cache_places(Place(path, storage_options))]
 
 
 def _look(place: Place, *, verify: bool = False) -> Inspected:

@@ -168,8 +168,11 @@ class Diagnosis(Report):
         yield "  step", _ms(self.step_s), _percent(1 - self.waited)
         yield "the loop", f"{self.loop_per_s:,.0f}", "samples/s"
         if self.loader_per_s is not None:
-            words = f"samples/s, {counted(self.workers, 'worker')}"
-            yield "the loader alone", f"{self.loader_per_s:,.0f}", words
+            yield (
+                "the loader alone",
+                f"{self.loader_per_s:,.0f}",
+                f"samples/s, {counted(self.workers, 'worker')}",
+            )
         if self.parts:
             yield "a sample, on one core", "", ""
         for part in self.parts:
@@ -347,8 +350,8 @@ def _when_kept(loader: Any, found: Diagnosis) -> dict[str, Any]:
         need = format_bytes(kept.storage_report().raw_bytes * len(dataset) // len(some))
     if rate < _CLEAR * (found.loader_per_s or 0):
         return {}
-    budget = budget_bytes(available_bytes())
-    return {"kept_per_s": rate, "kept": f"all {len(dataset):,} need {need}, and {budget}"}
+    kept_in = f"all {len(dataset):,} need {need}, and {budget_bytes(available_bytes())}"
+    return {"kept_per_s": rate, "kept": kept_in}
 
 
 def _parts(loader: Any, found: Diagnosis) -> dict[str, Any]:

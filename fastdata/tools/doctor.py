@@ -48,12 +48,13 @@ def examine_machine() -> list[Check]:
 def _cores() -> Iterator[Check]:
     cores = memory.usable_cores()
     machine = os.cpu_count() or cores
-    problem = (
-        "loading and training take turns on one core: give the job more "
-        "(docker run --cpus, sbatch --cpus-per-task, taskset)"
-    )
-    found = f"{cores} of {machine}, by CPU affinity and cgroup quota"
-    yield Check("cores", found, problem=problem if cores == 1 < machine else "")
+    problem = ""
+    if cores == 1 < machine:
+        problem = (
+            "loading and training take turns on one core: give the job more "
+            "(docker run --cpus, sbatch --cpus-per-task, taskset)"
+        )
+    yield Check("cores", f"{cores} of {machine}, by CPU affinity and cgroup quota", "", problem)
     # Torch counts the affinity's cores and knows nothing of a quota.
     threads = torch.get_num_threads()
     advice = f"export OMP_NUM_THREADS={cores}: more threads than usable cores wait for each other"
@@ -86,7 +87,7 @@ def _libraries() -> Iterator[Check]:
     obstacle = core.obstacle()
     problem = "install fastdata with pip; without its core every step runs per sample, in Python"
     found = obstacle or f"there, for {platform.machine()}"
-    yield Check("compiled core", found, problem=problem if obstacle else "")
+    yield Check("compiled core", found, "", problem if obstacle else "")
     obstacle = images.jpeg_obstacle()
     advice = (
         "Pillow decodes whole images, which takes longer; its wheels for Linux and macOS "
@@ -125,8 +126,9 @@ def _torch() -> Check:
     problem = " ".join(str(warning.message) for warning in said)
     if torch.version.cuda is None:
         problem = "install a build of torch for CUDA: https://pytorch.org/get-started/locally"
-    usual = "compare nvidia-smi and python -m torch.utils.collect_env"
-    return Check("torch", found, problem=problem or usual)
+    if not problem:
+        problem = "compare nvidia-smi and python -m torch.utils.collect_env"
+    return Check("torch", found, "", problem)
 
 
 def _numa() -> Iterator[Check]:

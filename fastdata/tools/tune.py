@@ -91,21 +91,21 @@ class TuneResult(Report):
     def call(self) -> str:
         """The loader to paste into a script, shuffled as the probes were."""
         settings = {"batch_size": self.best["batch_size"], "shuffle": True} | self.best
-        words = ", ".join(f"{name}={value!r}" for name, value in settings.items())
-        return f"DataLoader(dataset, {words})"
+        words = (f"{name}={value!r}" for name, value in settings.items())
+        return f"DataLoader(dataset, {', '.join(words)})"
 
     def _lines(self) -> Iterator[Line]:
         names = list(self.probes[0].settings)
         yield *names, "samples/s", ""
         for probe in self.probes:
             arguments = _arguments(probe.settings)
-            words = "best" if arguments == self.best else probe.failed
             values = [str(arguments.get(name, "-")) for name in names]
+            words = "best" if arguments == self.best else probe.failed
             yield *values, f"{probe.samples_per_s:,.0f}", words
-        gain = self.samples_per_s / self.start_samples_per_s
+        rate = self.samples_per_s
         end = "nothing more to gain" if self.is_complete else "the time was over"
         yield f"{len(self.probes)} probes in {self.seconds:.1f} s: {end}"
-        yield f"{self.samples_per_s:,.0f} samples/s, {gain:.2f} times the start's:"
+        yield f"{rate:,.0f} samples/s, {rate / self.start_samples_per_s:.2f} times the start's:"
         yield f"loader = {self.call}"
 
 
@@ -157,9 +157,10 @@ def tune(
     """
     space = parameters or _usual_space(dataset)
     usual = min(_WORKERS_PER_GPU, usable_cores())
-    counts = space.get("num_workers", [usual])
     start = {name: values[0] for name, values in space.items()}
-    start["num_workers"] = min(counts, key=lambda count: abs(count - usual))
+    start["num_workers"] = min(
+        space.get("num_workers", [usual]), key=lambda count: abs(count - usual)
+    )
     start["batch_size"] = batch_size
     began = time.perf_counter()
     bar = progress_bar(math.ceil(max_seconds), "tuning", unit="s", enabled=progress)
