@@ -106,10 +106,10 @@ def test_a_block_grows_and_is_trimmed(portable: bool) -> None:
     """Growing keeps what was written; trimming gives back the rest."""
     with Block.create(4, portable=portable) as block:
         block.write(0, np.full(4, 5, np.uint8))
-        block.grow(100)
+        block.resize(100)
         block.write(96, np.full(4, 6, np.uint8))
         assert block.array("uint8", (100,))[[0, 3, 50, 99]].tolist() == [5, 5, 0, 6]
-        block.trim(10)
+        block.resize(10)
         assert block.size_bytes == 10
         with pytest.raises(ValueError, match="buffer is smaller than requested size"):
             block.array("uint8", (11,))
@@ -169,7 +169,7 @@ def test_a_block_that_may_not_grow_says_so_and_stays(portable: bool) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
         try:
             with pytest.raises(MemoryBudgetError, match=r"196 B .* cannot be reserved \(File too"):
-                block.grow(200)
+                block.resize(200)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert block.size_bytes == 4

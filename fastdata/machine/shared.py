@@ -96,13 +96,13 @@ class Block:
             flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
             block = cls(os.memfd_create("fastdata", flags), None)
         try:
-            block.grow(size_bytes, at_once=True)
+            block.resize(size_bytes, at_once=True)
         except BaseException:
             block.close()
             raise
         return block
 
-    def grow(self, size_bytes: int, *, at_once: bool = False) -> None:
+    def resize(self, size_bytes: int, *, at_once: bool = False) -> None:
         """Have room for ``size_bytes`` in total, or change nothing; arrays keep their range.
 
         Set aside at once, running out is no bus error later, but one here. Else the kernel does so
@@ -138,11 +138,6 @@ class Block:
         if problem.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
             return problem
         return _refusal(size_bytes, f" ({problem.strerror})")
-
-    def trim(self, size_bytes: int) -> None:
-        self.size_bytes = max(size_bytes, 1)  # nothing cannot be mapped
-        self._map = None
-        os.ftruncate(self._fd, self.size_bytes)
 
     def write(self, offset: int, data: np.ndarray) -> None:
         """Copy a C-contiguous array to byte ``offset``.

@@ -447,7 +447,7 @@ class DiskFile(Block):
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | OPEN_FLAGS
         file = cls(os.open(path, flags, 0o666), path)
         try:
-            file.grow(size_bytes, at_once=True)
+            file.resize(size_bytes, at_once=True)
         except BaseException:
             file.close()
             path.unlink()

@@ -425,7 +425,7 @@ class Writer:
             if end > ends[1]:
                 # What other processes have reserved is there, and not asked for again.
                 self.file.size_bytes = ends[1].item()
-                self.file.grow(self._larger(end))
+                self.file.resize(self._larger(end))
                 ends[1] = self.file.size_bytes
             ends[0] = end
         return start
@@ -445,7 +445,9 @@ class Writer:
         self.index.pop("is_there", None)
         part = self.plan.part
         if not part.is_table:
-            self.file.trim(self.index.pop(_ENDS)[0].item())
+            # Some was reserved by other processes.
+            used_bytes, self.file.size_bytes = self.index.pop(_ENDS).tolist()
+            self.file.resize(max(used_bytes, 1))  # nothing cannot be mapped
         self.file.seal()
         index = ArrayBlock({name: column[rows] for name, column in self.index.items()})
         self.index.close()

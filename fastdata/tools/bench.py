@@ -238,7 +238,7 @@ def photo(seed: int, size: tuple[int, int] = (512, 384)) -> npt.NDArray[np.uint8
     rng = np.random.default_rng(seed)
     width, height = size
     colours = rng.integers(0, 256, (2 + height // 32, 2 + width // 32, 3), dtype=np.uint8)
-    shapes = Image.fromarray(colours).resize(size, Image.Resampling.BICUBIC)
+    shapes = np.asarray(Image.fromarray(colours).resize(size, Image.Resampling.BICUBIC))
     return np.clip(shapes + rng.normal(0, 9, (height, width, 1)), 0, 255).astype(np.uint8)
 
 

@@ -238,6 +238,7 @@ def diagnose(
     return _examine(loop)
 
 
+@dataclass
 class TimedLoop:
     """A loader whose loops are timed, but for the first batch, which workers start for.
 
@@ -249,13 +250,12 @@ class TimedLoop:
         (6, 3, True)
     """
 
-    def __init__(self, loader: Any, most_batches: int | None = None) -> None:
-        self.loader = loader
-        self.wait_s = 0.0
-        self.busy_s = 0.0
-        self.batches = 0
-        self.samples = 0
-        self._most_batches = most_batches
+    loader: Any
+    most_batches: int | None = None
+    wait_s: float = 0.0
+    busy_s: float = 0.0
+    batches: int = 0
+    samples: int = 0
 
     def __iter__(self) -> Iterator[Any]:
         return self.over(iter(self.loader))
@@ -274,7 +274,7 @@ class TimedLoop:
                 self.wait_s += came_at - asked_at
                 self.busy_s += done_at - came_at
             self.batches += 1
-            if self.batches == self._most_batches:
+            if self.batches == self.most_batches:
                 raise _EnoughError
             asked_at = done_at
 
