@@ -181,16 +181,9 @@ class SampleBatch(list[Any]):
 
         Raises what ``default_collate`` raises of targets that it cannot collate.
         """
-        return self._with(self._parts[0]) if self.is_intact else None
-
-    def padded(self) -> Any:
-        """As ``stacked``, with ``Padded`` images."""
-        images = self._parts[0]
-        sizes = torch.tensor(images.shape[-2:]).repeat(len(images), 1)
-        return self._with(Padded(images, sizes)) if self.is_intact else None
-
-    def _with(self, images: Any) -> Any:
-        _, targets, each_target, _ = self._parts
+        if not self.is_intact:
+            return None
+        images, targets, each_target, _ = self._parts
         return [images, collate_targets(each_target) if targets is None else targets]
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -246,20 +239,20 @@ def collate(samples: list[Any], *, pad: float | None = None) -> Any:
     """
     if pad is None:
         return default_collate(samples)  # which asks the function below about a SampleBatch
-    whole = samples.padded() if isinstance(samples, SampleBatch) else None
+    whole = samples.stacked if isinstance(samples, SampleBatch) else None
     if whole is not None:
-        return whole
+        images, targets = whole
+        sizes = torch.tensor(images.shape[-2:]).repeat(len(images), 1)
+        return [Padded(images, sizes), targets]
     first = samples[0]
     if isinstance(first, Mapping):
         key = _image_key(first)
-        names = [name for name in first if name != key]
-        batch = default_collate([{name: sample[name] for name in names} for sample in samples])
-        padded = _pad([sample[key] for sample in samples], pad)
-        return {name: padded if name == key else batch[name] for name in first}
+        batch = default_collate([{**sample, key: 0} for sample in samples])
+        return batch | {key: _pad([sample[key] for sample in samples], pad)}
     if isinstance(first, (list, tuple)):
-        rest = default_collate([tuple(sample[1:]) for sample in samples])
-        parts = [_pad([sample[0] for sample in samples], pad), *rest]
-        return type(first)(*parts) if hasattr(first, "_fields") else parts
+        batch = default_collate([(0, *sample[1:]) for sample in samples])
+        batch[0] = _pad([sample[0] for sample in samples], pad)
+        return type(first)(*batch) if hasattr(first, "_fields") else batch
     return _pad(samples, pad)
 
 
@@ -346,27 +339,21 @@ class BatchDraws(TorchDispatchMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not _can_be_seeded(function):
-            return function(*args, **kwargs)
-        given = pytree.tree_leaves((args, kwargs))
-        is_seeded = any(isinstance(it, torch.Generator) for it in given)
-        devices = [getattr(it, "device", it) for it in given]
-        is_on_cpu = all(it.type == "cpu" for it in devices if isinstance(it, torch.device))
-        if is_on_cpu and not is_seeded:
-            return function.overloadpacket(*args, **kwargs, generator=self._generator)
+        if _can_be_seeded(function):
+            given = pytree.tree_leaves((args, kwargs))
+            is_seeded = any(isinstance(it, torch.Generator) for it in given)
+            devices = [getattr(it, "device", it) for it in given]
+            is_on_cpu = all(it.type == "cpu" for it in devices if isinstance(it, torch.device))
+            if is_on_cpu and not is_seeded:
+                return function.overloadpacket(*args, **kwargs, generator=self._generator)
         return function(*args, **kwargs)
 
 
 @cache
 def _can_be_seeded(function: Any) -> bool:
     """Whether an operation draws, and it or another of its name takes a generator."""
-    names = [
-        *(argument.name for argument in function._schema.arguments),
-        *function.overloadpacket.overloads(),
-    ]
-    return torch.Tag.nondeterministic_seeded in function.tags and any(
-        "generator" in name for name in names
-    )
+    named = f"{function._schema} {function.overloadpacket.overloads()}"
+    return torch.Tag.nondeterministic_seeded in function.tags and "generator" in named
 
 
 # Which visit to a sample this is: the number that its random draws are made from
