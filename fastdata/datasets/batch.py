@@ -38,10 +38,7 @@ def as_numbers(indices: Any) -> Array:
         found = np.asarray(indices)
         if found.ndim == 1 and found.dtype.kind in "iu":
             return found.astype(np.int64, copy=False)
-    try:
-        return np.asarray(array("q", indices))
-    except TypeError as error:
-        raise TypeError(f"indices of samples must be a list of whole numbers: {error}") from None
+    return np.asarray(array("q", indices))
 
 
 def positions(index_B: Array, length: int) -> Array:
@@ -261,10 +258,9 @@ def _image_key(sample: Mapping[Any, Any]) -> Any:
         key for key, value in sample.items() if isinstance(value, torch.Tensor) and value.ndim == 3
     ]
     if len(images) != 1:
-        found = ", ".join(map(str, images)) or "none"
         raise TypeError(
-            f"pad= needs one image, a tensor (C, H, W), in each sample, and finds {found} among "
-            f"{', '.join(map(str, sample))}"
+            f"pad= needs one image, a tensor (C, H, W), in each sample, and finds {images} among "
+            f"{list(sample)}"
         )
     return images[0]
 

@@ -173,13 +173,6 @@ class Column(NamedTuple):
     output: Output | None = None
     last: Program | None = None
 
-    def read_alone(self, batch: IndexBatch, store: Store) -> list[Any]:
-        """What a whole column holds, of samples in whatever shape each has."""
-        assert self.program is not None
-        run_one = self.program.run_one
-        pairs = zip(batch.positions.tolist(), batch.visits, strict=True)
-        return self.shown(run_one(store, index, visit, batch.seed) for index, visit in pairs)
-
     def shown(self, served: Iterable[Array]) -> list[Any]:
         """Samples after the batch ops, as the rest of the transform wants them."""
         kind, program = self.plan.kind, self.program
@@ -380,45 +373,49 @@ class Reader:
     def _columns(
         self, batch: IndexBatch, take: Take, *, is_alone: bool
     ) -> tuple[list[Any], list[Any] | None]:
-        """What is made of a batch's samples; and their targets, where no column is of masks."""
-        if self.obstacle is None and not is_alone:
-            whole = self._whole(batch, take)
-            return whole, None if self.plan.mask else self.targets_of(batch)
-        read, targets = self._read(batch, is_alone=is_alone)
-        if self.plan.mask:
-            return read, None
-        if self.pair_transform is None:
-            # Of the ring there is one piece of memory a batch.
-            take = fresh if len(read) > 1 else take
-            pairs = zip(self.columns, read, strict=True)
-            read = [column.finished(samples, batch, take) for column, samples in pairs]
-        return read, self.targets_of(batch, targets)
+        """What is made of a batch's samples; and their targets, where no column is of masks.
 
-    def _read(self, batch: IndexBatch, *, is_alone: bool) -> tuple[list[Any], list[Any] | None]:
-        """Each column's samples before unknown steps; and targets, where reading told them."""
-        kept, targets = self.kept, None
-        if not self.programs:
+        Each ``is_alone`` where they may differ in shape.
+        """
+        plan, kept, programs = self.plan, self.kept, self.programs
+        if self.obstacle is None and not is_alone:
+            return self._whole(batch, take), None if plan.mask else self.targets_of(batch)
+        index_B = batch.positions.tolist()
+        targets = None
+        if not programs:
             if self.stored.is_remote:
                 self.expect(batch)
             read = self._from_source if kept is None else kept.read
-            samples, targets = map(list, zip(*map(read, batch.positions.tolist()), strict=True))
-            columns = [samples] * len(self.columns)
-        elif is_alone and kept is not None:
-            stores = kept.stores if self.plan.mask else kept.stores[:1] * len(self.columns)
-            with kept.naming_damage():
-                columns = [
-                    column.read_alone(batch, store)
-                    for column, store in zip(self.columns, stores, strict=False)
-                ]
+            samples, targets = map(list, zip(*map(read, index_B), strict=True))
+            columns: list[Any] = [samples] * len(self.columns)
         else:
-            outs = room(len(batch), self.outputs, fresh)
-            self.read_into(outs, batch)
-            rows = [[out[b, ...] for b in range(len(out))] for out in outs]
-            columns = [column.shown(row) for column, row in zip(self.columns, rows, strict=True)]
+            rows: Iterable[list[Array]]
+            if is_alone and kept is not None:
+                stores = kept.stores if plan.mask else kept.stores[:1] * len(programs)
+                pairs = list(zip(index_B, batch.visits, strict=True))
+                with kept.naming_damage():
+                    rows = [
+                        [program.run_one(store, index, visit, batch.seed) for index, visit in pairs]
+                        for program, store in zip(programs, stores, strict=False)
+                    ]
+            else:
+                outs = room(len(batch), self.outputs, fresh)
+                self.read_into(outs, batch)
+                rows = [[out[b, ...] for b in range(len(out))] for out in outs]
+            columns = list(map(Column.shown, self.columns, rows))
         if kept is not None and not self.is_upright:
             # They tell nothing of an EXIF that they were not turned by.
             columns = [list(map(without_exif, samples)) for samples in columns]
-        return columns, targets
+        if plan.mask:
+            return columns, None
+        if self.pair_transform is None:
+            # Of the ring there is one piece of memory a batch.
+            take = fresh if len(columns) > 1 else take
+            columns = [
+                column.finished(samples, batch, take)
+                for column, samples in zip(self.columns, columns, strict=True)
+            ]
+        return columns, self.targets_of(batch, targets)
 
     def _from_source(self, index: int) -> tuple[Any, Any]:
         source = self.samples
