@@ -96,8 +96,8 @@ def _nothing_kept(reason: str) -> Prepared:
     return Prepared(storage_plan=StoragePlan(storage="none", reason=reason))
 
 
-_DERIVED = {"_reader", "_handle", "_handles", "_watch", "_writing", "_seen", "_seen_in"}
-"""What copies in other processes have of their own."""
+_OWN = {"_reader", "_handle", "_handles", "_watch", "_writing", "_seen", "_stored", "_epoch"}
+"""What copies in other processes have of their own, or get apart."""
 
 
 class _Opened(Dataset[Any]):
@@ -117,11 +117,9 @@ class _Opened(Dataset[Any]):
     _handle: ReaderHandle
     """It, for those who read by it; and those that epochs began with before."""
     _handles: weakref.WeakSet[ReaderHandle]
-    _seen: Array
-    """How often this process has read each sample: what draws are made from where no loader of
-    ours says it."""
-    _seen_in: Any = None
-    """The process that has, and in which epoch; None where none has."""
+    _seen: tuple[Any, Array] | None = None
+    """The process and epoch that samples were read in, and how often each was: what draws are made
+    from where no loader of ours says it."""
     _writing: tuple[Any, Any] = ("local", None)
     """Engine and size of shards of a cache."""
     _was_read = False
@@ -159,7 +157,7 @@ class _Opened(Dataset[Any]):
         if self._epoch is None:
             self._epoch = ArrayBlock({"epoch": np.zeros(1, np.int64)}, seal=False)
         self._epoch["epoch"][0] = epoch
-        self._seen_in = None
+        self._seen = None
 
     def close(self) -> None:
         """Give the memory back, unless other views are open; idempotent.
@@ -202,12 +200,11 @@ class _Opened(Dataset[Any]):
             # An error while a process starts would end it, and nobody would be told why: it is
             # raised when it reads.
             opened = bytes(ForkingPickler.dumps(opened))
-        names = vars(self).keys() - _DERIVED - {"_stored", "_epoch"}
         return {
             # Unpickling it imports what samples are.
             "_imported": [tensor_class(store.spec.form) for store in stores],
             "_opened": opened,
-            **{name: vars(self)[name] for name in names},
+            **{name: it for name, it in vars(self).items() if name not in _OWN},
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -313,7 +310,7 @@ class _Opened(Dataset[Any]):
 
     def _serve(self, stored: Stored) -> None:
         self._stored = stored
-        self._seen_in = None
+        self._seen = None
         self._handles = weakref.WeakSet()
         self._compile()
 
@@ -414,10 +411,11 @@ class PreparedDataset(_Opened):
         epoch = epoch_of(self)
         visit_B = np.full(len(index_B), epoch or 0, np.int64)
         if reader.may_draw:
-            if self._seen_in != (os.getpid(), epoch):
-                self._seen = np.zeros(reader.length, np.uint32)
-                self._seen_in = os.getpid(), epoch
-            visit_B += count_earlier(self._seen, index_B)
+            here = os.getpid(), epoch
+            seen = self._seen
+            if seen is None or seen[0] != here:
+                self._seen = seen = here, np.zeros(reader.length, np.uint32)
+            visit_B += count_earlier(seen[1], index_B)
             for row, occurrence in occurrences(indices):  # other ranks may have the same sample
                 visit_B[row] += occurrence << REPEAT_SHIFT
         worker = get_worker_info()
@@ -485,7 +483,7 @@ class PreparedDataset(_Opened):
         other = type(self).__new__(type(self))
         vars(other).update(vars(self))
         other._handles = weakref.WeakSet()
-        other._seen_in = None
+        other._seen = None
         other._epoch = self._epoch and ArrayBlock(self._epoch, seal=False)
         other._was_read = True  # by the first view, maybe
         other.transform = transform

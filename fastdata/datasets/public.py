@@ -176,31 +176,26 @@ class _ImageFiles(_Shown):
         self._handle()
         if self._was_read or self.filled_share() > 0:
             super()._relist(name, listed)
-        paths = self._files(name).all_paths()
+        before = self._files(name)
+        targets, paths = listed, before.all_paths()
+        rows = {path: row for row, path in enumerate(paths)}
         if name == "samples":
-            self._list([path for path, _ in listed], [target for _, target in listed])
-        elif len(listed) == len(paths):
-            self._list(paths, listed)
-        else:
+            paths, targets = [path for path, _ in listed], [target for _, target in listed]
+        elif len(listed) != len(paths):
             raise ValueError(
                 f"{len(listed)} targets for {len(paths)} samples. For fewer samples assign "
                 "samples, which bring their targets."
             )
+        if self._facts is not None:  # of those that were listed before
+            facts = np.vstack([self._facts["facts"], [(-1, -1)]])
+            index = [rows.get(path, -1) for path in paths]
+            self._facts = ArrayBlock({"facts": facts[index]})
+        table = SampleTable(targets, paths=paths, class_to_idx=before.class_to_idx)
+        self._let_go(replace(self._stored, source=self._files_of(table), files=table))
         if self._stored.after is None:
             self._serve(self._stored)
         else:
             self._bring_up(again=True)
-
-    def _list(self, paths: list[str], targets: Sequence[Any]) -> None:
-        """Have these files in place of those listed so far, with what is known of them."""
-        before = self._files("samples")
-        if self._facts is not None:
-            rows = {path: row for row, path in enumerate(before.all_paths())}
-            index = [rows.get(path, -1) for path in paths]
-            facts = np.vstack([self._facts["facts"], [(-1, -1)]])[index]
-            self._facts = ArrayBlock({"facts": facts})
-        table = SampleTable(targets, paths=paths, class_to_idx=before.class_to_idx)
-        self._let_go(replace(self._stored, source=self._files_of(table), files=table))
 
     @property
     def loader(self) -> Callable[[str], Any]:

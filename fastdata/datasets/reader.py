@@ -74,17 +74,15 @@ def room(
 
     (B, C, h, w) may lie as (B, h, w, C).
     """
-    pieces = []
+    starts = []
     end = 0
     for shape, dtype in outputs:
-        start = -(-end // ALIGN_BYTES) * ALIGN_BYTES
-        length = count * math.prod(shape)
-        pieces.append((shape, dtype, length, start))
-        end = start + length * dtype.itemsize
+        starts.append(-(-end // ALIGN_BYTES) * ALIGN_BYTES)
+        end = starts[-1] + count * math.prod(shape) * dtype.itemsize
     memory = take(end)
     arrays = []
-    for shape, dtype, length, start in pieces:
-        values = np.frombuffer(memory, dtype, length, start)
+    for (shape, dtype), start in zip(outputs, starts, strict=True):
+        values = np.frombuffer(memory, dtype, count * math.prod(shape), start)
         if channels_last:
             channels, height, width = shape
             lying = values.reshape(count, height, width, channels).transpose(0, 3, 1, 2)
@@ -140,22 +138,6 @@ class Stored:
     def filled_share(self, index: Array | None = None) -> float:
         """Share of the samples, or of those of ``index``, that are kept already."""
         return 0.0 if self.kept is None else self.kept.images.filled_share(index)
-
-    def split(self, transform: Any, **facts: Any) -> TransformPlan:
-        """Split a transform; a ValueError if it does not begin with the stored steps."""
-        if self.kept is None or self.after is None:
-            return plan_transform(transform, **facts)
-        count, key, text = self.after
-        plan = plan_transform(transform, prepared=count, **facts)
-        if prepare_key(plan.prepare) != key:
-            raise ValueError(
-                f"samples are stored after {text or 'no step'}, "
-                "but the transform now begins with "
-                f"{', '.join(map(repr, plan.prepare)) or 'none'}. Give it the same first steps, or "
-                "assign another transform to dataset.transform in the process that made the "
-                "dataset, which prepares samples again."
-            )
-        return plan
 
 
 class Column(NamedTuple):
@@ -377,9 +359,10 @@ class Reader:
 
         Each ``is_alone`` where they may differ in shape.
         """
-        plan, kept, programs = self.plan, self.kept, self.programs
+        plan = self.plan
         if self.obstacle is None and not is_alone:
             return self._whole(batch, take), None if plan.mask else self.targets_of(batch)
+        kept, programs = self.kept, self.programs
         index_B = batch.positions.tolist()
         targets = None
         if not programs:
@@ -527,7 +510,7 @@ def compile_reader(
         beforehand = ()
     else:
         known: Any = "last" if stored.options.batch_ops else "off"
-        plan = stored.split(transform, batch_ops=known, obstacle=core.obstacle())
+        plan = plan_transform(transform, batch_ops=known, obstacle=core.obstacle())
         columns = tuple(map(_unread_column, plan.each))
         steps = (*steps, *plan.prepare)
     return Reader(
@@ -560,14 +543,24 @@ def _compile_kept(
     spec, shape = store.spec, store.shape(0)
     is_image = len(shape) == 3
     obstacle = "samples have several parts" if kept.is_tuple else core.obstacle()
-    plan = stored.split(
+    assert stored.after is not None
+    count, key, text = stored.after
+    plan = plan_transform(
         transform,
+        prepared=count,
         form=spec.form,
         dtype=spec.dtype,
         batch_ops="auto" if stored.options.batch_ops else "off",
         channels=_channels_of(store) if is_image else None,
         obstacle=obstacle or (None if is_image else f"samples have {len(shape)} dimensions"),
     )
+    if prepare_key(plan.prepare) != key:
+        raise ValueError(
+            f"samples are stored after {text or 'no step'}, but the transform now begins with "
+            f"{', '.join(map(repr, plan.prepare)) or 'none'}. Give it the same first steps, or "
+            "assign another transform to dataset.transform in the process that made the "
+            "dataset, which prepares samples again."
+        )
     # Views that begin with steps of the user's own share what is read.
     are_unread = plan.views and not plan.is_batched and not any(it.batch_texts for it in plan.each)
     if kept.is_tuple or are_unread:
