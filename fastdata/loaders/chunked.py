@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,9 +29,6 @@ from fastdata.machine.processes import find_rank, local_ranks
 from fastdata.report import EpochReport
 from fastdata.stores.mirror import FETCH_BYTES, MirroredStore
 from fastdata.stores.readers import DiskStore
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = ["ChunkedLoader"]
 
@@ -193,7 +190,7 @@ class ChunkSampler(RankSampler):
             self.resident.passed()
 
 
-class ChunkedLoader:
+class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
     """Trains on data larger than memory: a ``DataLoader`` in an order of chunks, under a limit.
 
     Chunk k + 1 is read from disk while chunk k is served, which is let go of then. Samples that are
@@ -452,9 +449,6 @@ class ChunkedLoader:
     def close(self) -> None:
         """End what runs and give the memory back; batches handed over stay valid. Idempotent."""
         self._end("the loader was closed")
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -74,12 +74,11 @@ class JoinedReader:
     def __init__(self, readers: Sequence[Reader], starts: Array) -> None:
         self._readers = readers
         self._starts = starts
-        self.obstacle = next(filter(None, (reader.obstacle for reader in readers)), None)
+        self.obstacle = _first(reader.obstacle for reader in readers)
         forms = {} if self.obstacle else {reader.image_form: None for reader in readers}
         if len(forms) > 1:
             self.obstacle = f"the datasets serve images that differ, {' and '.join(forms)}"
-        transforms = (reader.target_transform for reader in readers)
-        self.target_transform = next(filter(None, transforms), None)
+        self.target_transform = _first(reader.target_transform for reader in readers)
         self.served_bytes = None if self.obstacle else readers[0].served_bytes
 
     def __call__(self, batch: IndexBatch, take: Take = fresh) -> Any:
@@ -168,12 +167,14 @@ class LoaderView:
     @property
     def epoch(self) -> int | None:
         """As the user set it on a dataset."""
-        return _first(map(epoch_of, self.parts))
+        epoch: int | None = _first(map(epoch_of, self.parts))
+        return epoch
 
     @property
     def seed(self) -> int | None:
         """As the user gave it to a dataset."""
-        return _first(latest_reader(part).stored.options.seed for part in self.parts)
+        seed: int | None = _first(latest_reader(part).stored.options.seed for part in self.parts)
+        return seed
 
     def reader(self) -> Reader | JoinedReader | None:
         """What a coming epoch is served by, after what was changed in place."""
@@ -213,8 +214,8 @@ class LoaderView:
         return whole
 
 
-def _first(given: Iterable[int | None]) -> int | None:
-    return next((number for number in given if number is not None), None)
+def _first(given: Iterable[Any]) -> Any:
+    return next((value for value in given if value is not None), None)
 
 
 def _join(dataset: Any, parts: list[PreparedDataset]) -> Array:
@@ -253,7 +254,6 @@ class _WholeConcat(_Whole, ConcatDataset[Any]): ...
 
 
 Slots = BatchRing | BatchReceiver
-AnyLoader: TypeAlias = "torch_loader.DataLoader[Any]"
 HELD_BY_USER = 2
 """Batches that the training loop may hold without costing new memory: the current one and one
 looked ahead."""
@@ -292,8 +292,8 @@ class BatchMaker:
     ring: BatchRing
     collate_fn: Callable[[Any], Any]
     in_thread: bool
-    channels_last: bool = False
-    read: Callable[[Any, BatchRing], Any] | None = None
+    channels_last: bool
+    read: Callable[[Any, BatchRing], Any] | None
 
     def __call__(self, indices: Any, draws: DrawKey) -> Any:
         with shown_as("fastdata: read"):
@@ -421,17 +421,16 @@ class Counted(torch_loader._BaseDataLoaderIter):
     after_batch: Callable[[], Any] | None = None
     _task_info: Any = ()  # batches that were drawn, but not handed over; torch's own name
 
-    def __init__(self, view: AnyLoader, progress: Progress) -> None:
+    def __init__(self, view: Any, progress: Progress) -> None:
         self.progress = progress
         super().__init__(view)
 
     @property
-    def _base_seed(self) -> int:
-        assert self.progress.base_seed is not None
+    def _base_seed(self) -> Any:
         return self.progress.base_seed
 
     @_base_seed.setter
-    def _base_seed(self, drawn: int) -> None:
+    def _base_seed(self, drawn: Any) -> None:
         if self.progress.base_seed is None:
             self.progress.base_seed = drawn
 
@@ -474,14 +473,14 @@ class ProcessIter(Counted, torch_loader._MultiProcessingDataLoaderIter):
 
     _put_later = 0  # batches that workers are asked for at ``next``
 
-    def __init__(self, view: AnyLoader, progress: Progress, *, held: int) -> None:
+    def __init__(self, view: Any, progress: Progress, *, held: int) -> None:
         if not isinstance(view.collate_fn, RingCollate):
             slots = (view.prefetch_factor or 0) + 1 + held
             view.collate_fn = RingCollate(view.collate_fn, slots=slots)
         self.ring = view.collate_fn.receiver
         super().__init__(view, progress)
 
-    def _reset(self, loader: AnyLoader, first_iter: bool = False) -> None:
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
         ahead = self._prefetch_factor
         if self.progress.may_be_told:
             self._prefetch_factor = 0
@@ -518,7 +517,7 @@ class ThreadIter(Counted):
 
     def __init__(
         self,
-        view: AnyLoader,
+        view: Any,
         progress: Progress,
         read: BatchMaker,
         *,
@@ -529,23 +528,24 @@ class ThreadIter(Counted):
         self._read = read
         self._task_info = deque[Future[Any]]()
         self._ahead = threads * (view.prefetch_factor or 1)
-        self._threads: ThreadPoolExecutor | None = None
+        self._threads: Any = None
         if threads:
             self._threads = ThreadPoolExecutor(threads, thread_name_prefix="fastdata-loader")
             self.stop = weakref.finalize(self, _stop, self._threads)  # type: ignore[method-assign]
             if not progress.may_be_told:
-                self._submit(self._threads)
+                self._submit()
 
     def _next_data(self) -> Any:
         if self._threads is None:
-            batch = self._read(next(self._sampler_iter), self.progress.draws)
+            indices = next(self._sampler_iter)
+            batch = self._read(indices, self.progress.draws)
         else:
-            batch = self._receive(self._threads)
+            batch = self._receive()
         return copy_to_pinned(batch) if self._pin_memory else batch
 
-    def _receive(self, threads: ThreadPoolExecutor) -> Any:
+    def _receive(self) -> Any:
         if not self._task_info:
-            self._submit(threads)
+            self._submit()
         if not self._task_info:
             self.stop()
             raise StopIteration
@@ -564,9 +564,9 @@ class ThreadIter(Counted):
             return future.result()
         finally:
             del future, error  # an exception would keep them, and they the exception
-            self._submit(threads)
+            self._submit()
 
-    def _submit(self, threads: ThreadPoolExecutor) -> None:
+    def _submit(self) -> None:
         """Have as many batches read as are to be ahead."""
         while not self.ended and len(self._task_info) < self._ahead:
             try:
@@ -577,7 +577,7 @@ class ThreadIter(Counted):
                 future: Future[Any] = Future()
                 future.set_exception(error)
             else:
-                future = threads.submit(self._read, indices, self.progress.draws)
+                future = self._threads.submit(self._read, indices, self.progress.draws)
             self._task_info.append(future)
 
 

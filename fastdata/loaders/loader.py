@@ -30,7 +30,6 @@ from fastdata.datasets.ring import RingCollate
 from fastdata.errors import counted
 from fastdata.loaders.epochs import (
     HELD_BY_USER,
-    AnyLoader,
     BatchMaker,
     Engine,
     InlineIter,
@@ -205,7 +204,6 @@ class DataLoader(_TorchLoader[_T_co]):
             _warn(
                 self.dataset, self.sampler, self._served, asks_processes=self.workers == "process"
             )
-        is_prefetched = ring is not None
         if ring is None:
             ring = self._ring = self._ring or BatchRing(self.ring_slots(held))
         handle = self._served.handle()
@@ -221,7 +219,7 @@ class DataLoader(_TorchLoader[_T_co]):
             vars(self),
             dataset=dataset,
             generator=torch.Generator() if is_seeded else self.generator,
-            pin_memory=self.pin_memory and not (self._pinning.reason and is_prefetched),
+            pin_memory=self.pin_memory and not (self._pinning.reason and ring is not self._ring),
             collate_fn=_collating(self.collate_fn, self.memory_format),
         )
         with torch.random.fork_rng(devices=[], enabled=progress.is_begun):
@@ -245,7 +243,7 @@ class DataLoader(_TorchLoader[_T_co]):
         iterator.handle = handle
         return iterator
 
-    def _iterate_torch(self, view: AnyLoader, progress: Progress, held: int) -> Any:
+    def _iterate_torch(self, view: Any, progress: Progress, held: int) -> Any:
         if self.num_workers == 0:
             return InlineIter(view, progress)
         iterator: Any = self._iterator  # of workers that persist
