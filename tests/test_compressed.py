@@ -101,14 +101,15 @@ def test_samples_of_many_shapes_are_kept(image_folder: Folder, codec: str) -> No
 
 
 @pytest.mark.parametrize("steps", TRANSFORMS[1:4])
-def test_a_crop_of_kept_jpeg_is_that_of_the_whole(image_folder: Folder, steps: Any) -> None:
+@pytest.mark.parametrize("options", [{"codec": "jpeg", "resize": (40, 57)}, {"codec": "source"}])
+def test_a_crop_of_kept_jpeg_is_that_of_the_whole(
+    image_folder: Folder, options: dict[str, Any], steps: Any
+) -> None:
     """Only the box is decoded, in memory and on disk, and the batch is the one of the decoded samples."""
     root = image_folder(per_class=5, size=(73, 51))
-    kept: dict[str, Any] = {
-        "storage": "compressed",
-        "codec": "jpeg",
-        "resize": (40, 57),
-    }
+    Image.new("L", (60, 44), 9).save(root / "cat" / "gray.jpg")
+    Image.new("CMYK", (60, 44), (9, 99, 3, 40)).save(root / "cat" / "inks.jpg")
+    kept: dict[str, Any] = {"storage": "compressed", **options}
     on_disk = kept | {"storage": "disk", "cache_dir": root.parent / "cache"}
     with (
         ImageFolder(root, **kept) as whole,

@@ -471,6 +471,7 @@ class SourceDecoder:
     open_bytes: Callable[[memoryview], Any]
     # Of what the file was opened as makes a PIL image, an array or a tensor.
     prepare: Callable[[Any], Any]
+    makes_jpeg_files: bool = False  # that the core may decode, as nothing is done to images
 
     name = "source"
     lossless = True

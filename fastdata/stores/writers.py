@@ -160,7 +160,8 @@ class ReadPath(NamedTuple):
     def decoder(self) -> SourceDecoder | None:
         """Prepares the bytes of files; None where samples are none, or are opened by others."""
         if self.by_core is not None:
-            return SourceDecoder(self.by_core, Steps(()))
+            is_whole = not (self.prepare.steps or self.by_core.upright)
+            return SourceDecoder(self.by_core, Steps(()), makes_jpeg_files=is_whole)
         opening = self.source.opening
         return None if opening is None else SourceDecoder(opening.decode, self.prepare)
 
