@@ -1,9 +1,9 @@
 """How close to the speed of its memory does a GPU run batch ops?
 
-Each section is one batch of samples that lie on the device already. Its rows are the time of ``DeviceProgram.run``,
-from a store there too, and the time in which the device copies as many bytes as the batch has when it is read and
-written once: the stored bytes of what is served, and the served ones. That copy is the limit, whatever the kernels. The
-last row is the drawing on the host, which happens beside all this.
+Each section is one batch of samples that lie on the device already, in a store. Its rows are the time in which they are
+cut and converted, the conversion alone, and the time in which the device copies as many bytes as the batch has when it
+is read and written once: the stored bytes of what is served, and the served ones. That copy is the limit, whatever the
+kernels. The last row is the drawing on the host.
 
 Without a GPU it compares the roads of the CPU at a small size instead: that shows that they work, and nothing of speed.
 """
@@ -21,12 +21,12 @@ import torch
 
 from _helper import Row, in_turns, parser, print_rows, save_rows, transforms
 from fastdata import plan_transform
-from fastdata.loaders.device import DeviceProgram
+from fastdata.loaders.device import Window, _to_floats, window_obstacle
 from fastdata.pixels.images import SampleSpec
 from fastdata.pixels.program import Program
 from fastdata.tools.bench import IMAGENET_MEAN, IMAGENET_STD
 
-BATCHES = 20
+BATCHES = 8
 """Batches between two looks at the clock, of different samples, so that no cache holds them."""
 SEED = 0
 
@@ -42,8 +42,8 @@ class Samples:
         self.device, self.batch_size, self.batches = device, batch_size, batches
         self.spec = SampleSpec(shape=(3, side_px, side_px), dtype="uint8", form="pil")
         self.store = torch.randint(
-            0, 256, (batches * batch_size, 3, side_px, side_px), dtype=torch.uint8
-        ).to(device)
+            0, 256, (batches * batch_size, 3, side_px, side_px), dtype=torch.uint8, device=device
+        )
         order = np.random.default_rng(0).permutation(len(self.store)).reshape(batches, batch_size)
         self.index = list(order)
         self.index_on_device = [torch.from_numpy(rows).to(device) for rows in order]
@@ -69,12 +69,6 @@ def milliseconds(device: torch.device, run: Callable[[int], object], batches: in
     return first.elapsed_time(last) / batches
 
 
-def least_bytes(prog: DeviceProgram, batch_size: int) -> int:
-    """Of a batch: each pixel served is read once as uint8 and written once."""
-    size_bytes = 1 if prog.to_floats is None else 4
-    return batch_size * int(np.prod(prog.shape)) * (1 + size_bytes)
-
-
 def copy_of(samples: Samples, size_bytes: int) -> Callable[[int], object]:
     """Copy so many bytes, counted as read and as written, from one place of the device to another."""
     source = torch.randint(0, 256, (samples.batches, size_bytes // 2), dtype=torch.uint8).to(
@@ -86,18 +80,25 @@ def copy_of(samples: Samples, size_bytes: int) -> Callable[[int], object]:
 
 def section(title: str, steps: list[Any], samples: Samples, rounds: int) -> list[Row]:
     plan = plan_transform(transforms.Compose(steps), form="pil")
-    prog = DeviceProgram(plan, samples.spec)
-    assert prog.host is None, f"{prog.host_step} runs on the CPU"
-    draws = [prog.draw(index_B, 0, SEED).to(samples.device) for index_B in samples.index]
-    stored = [samples.store[index_B] for index_B in samples.index_on_device]
-    size_bytes = least_bytes(prog, samples.batch_size)
+    program, cast = Program(plan.batch_ops, samples.spec).without_cast()
+    assert not window_obstacle(plan, samples.spec)
+    window = Window(program, samples.spec.shape or ())
+    draws = [window.draw(index_B, 0, SEED).to(samples.device) for index_B in samples.index]
+    served = window.cut(samples.store, samples.index_on_device[0], draws[0])
+    convert = _to_floats(cast) if cast else None
+    # Each pixel served is read once as uint8 and written once.
+    size_bytes = served.numel() * (5 if cast else 1 + 1)
+
+    def run(number: int) -> object:
+        cut = window.cut(samples.store, samples.index_on_device[number], draws[number])
+        return convert(cut) if convert else cut
+
     runs: dict[str, Callable[[int], object]] = {
         "copy of as many bytes": copy_of(samples, size_bytes),
-        "run": lambda number: prog.run(stored[number], draws[number]),
-        "run, from a store": lambda number: prog.run(
-            samples.store, draws[number], samples.index_on_device[number]
-        ),
+        "cut of a store": run,
     }
+    if convert is not None:
+        runs["conversion alone"] = lambda number: convert(served)
     if samples.device.type == "cpu":
         runs["Program.run, on the CPU"] = cpu_run(plan, samples)
     measures: dict[str, Measure] = {
@@ -107,18 +108,20 @@ def section(title: str, steps: list[Any], samples: Samples, rounds: int) -> list
     measures["draw, on the host"] = partial(
         milliseconds,
         torch.device("cpu"),
-        lambda number: prog.draw(samples.index[number], 0, SEED),
+        lambda number: window.draw(samples.index[number], 0, SEED),
         samples.batches,
     )
     figures = in_turns(measures, rounds)
-    words = f"{title}: {samples.batch_size} x {samples.spec.shape} to {prog.shape}, {size_bytes / 1e6:,.1f} MB"
+    words = f"{title}: {samples.batch_size} x {samples.spec.shape} to {window.shape}, {size_bytes / 1e6:,.1f} MB"
     return [
         Row(
             section=words,
             name=name,
             unit="ms",
             rounds=figures[name],
-            against="copy of as many bytes" if name in ("run", "run, from a store") else "",
+            against="copy of as many bytes"
+            if name in ("cut of a store", "conversion alone")
+            else "",
         )
         for name in figures
     ]

@@ -18,20 +18,16 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
 from itertools import cycle, islice
-from math import prod
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import numpy as np
 import torch
 
 from _helper import Row, in_turns, print_rows, save_rows, transforms
 from fastdata import CachedDataset, CudaPrefetcher, DataLoader, plan_transform
-from fastdata.loaders.device import DeviceProgram
-from fastdata.pixels.images import SampleSpec
+from fastdata.loaders.device import _to_floats
 from fastdata.tools.bench import IMAGENET_MEAN, IMAGENET_STD
 
 MIB = 1 << 20
@@ -45,28 +41,12 @@ FLIP_AND_FLOATS = [
     transforms.ConvertImageDtype(torch.float32),
     transforms.Normalize(IMAGENET_MEAN, IMAGENET_STD),
 ]
-CROP_STEPS = [transforms.RandomCrop(192), *FLIP_AND_FLOATS]
 
 
-def program_of(steps: list[Any]) -> DeviceProgram:
-    spec = SampleSpec(shape=IMAGE_SHAPE, dtype="uint8", form="tensor")
-    return DeviceProgram(plan_transform(transforms.Compose(steps), form="tensor"), spec)
-
-
-def ops_work(
-    steps: list[Any],
-) -> tuple[Callable[[torch.Tensor], Any], Callable[[torch.Tensor], int]]:
-    """Batch ops with the draws of one batch, and what they must move: each pixel served, read and written once."""
-    program = program_of(steps)
-
-    @cache
-    def draws(count: int, device: torch.device) -> torch.Tensor:
-        return program.draw(np.arange(count), 0, 0).to(device)
-
-    return (
-        lambda images: program.run(images, draws(len(images), images.device)),
-        lambda images: len(images) * prod(program.shape) * (1 + 4),
-    )
+def conversion_of(steps: list[Any]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What a prefetcher does to uint8 batches of these steps."""
+    plan = plan_transform(transforms.Compose(steps), form="tensor")
+    return _to_floats(plan.batch_ops[-1])
 
 
 DEVICE_WORK: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[torch.Tensor], int]]] = {
@@ -74,7 +54,7 @@ DEVICE_WORK: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[torch.Tens
         lambda images: images.to(torch.float16),
         lambda images: images.nbytes + 2 * images.numel(),
     ),
-    "crop, flip, Normalize": ops_work(CROP_STEPS),
+    "ToTensor, Normalize": (conversion_of(FLIP_AND_FLOATS), lambda images: 5 * images.numel()),
 }
 """Name -> what runs on a uint8 batch on the device, and the bytes that it must read and write at least."""
 
@@ -371,7 +351,7 @@ def device_gb_per_s(work: Callable[[], Any], size_bytes: int, repeats: int = 50)
 
 def measure_batch_ops(batch_size: int, chosen: argparse.Namespace) -> list[Row]:
     """Images a second of a loop with an empty step."""
-    noise = torch.randint(0, 256, (4 * batch_size, 3, STORED_PX, STORED_PX), dtype=torch.uint8)
+    noise = torch.randint(0, 256, (16 * batch_size, 3, STORED_PX, STORED_PX), dtype=torch.uint8)
     samples = [(image, 0) for image in noise]
     crop = transforms.Compose([transforms.RandomCrop(224), *FLIP_AND_FLOATS])
     roads: dict[str, tuple[Any, Any]] = {

@@ -278,6 +278,32 @@ def store_on_the_device(sim: Sim) -> None:
         sim.violation(f"the store was sent more than once: {sum(sim.sent)} bytes")
 
 
+@scenario
+def store_and_streams(sim: Sim) -> None:
+    """Batches that are cut together are taken on several streams; the copy of the store goes with the prefetcher."""
+    loader, right = loader_of("device", "crop", 0), expected_of("crop")
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    made = []
+    before, prefetch_device.GROUP_BYTES = (
+        prefetch_device.GROUP_BYTES,
+        4 * 105 * 4 * rng(sim).choice((0, 1, 100)),
+    )
+    for _ in range(2):
+        loader.set_epoch(2)
+        with prefetcher(sim, loader) as batches:
+            taking = Taking(sim, batches)
+            for number in range(len(right)):
+                with torch.cuda.stream(streams[rng(sim).randrange(2)]):
+                    images, labels = next(taking)
+                    made.append((images.clone(), labels.clone()))
+                    del images, labels
+                    torch.full((number + 1, 3, 7, 5), 255.0, device=torch.device("cuda"))
+            del taking
+        torch.full((16, 3, 8, 6), 255, dtype=torch.uint8, device=torch.device("cuda"))
+    prefetch_device.GROUP_BYTES = before
+    check(made, right * 2)
+
+
 # Bounds
 
 

@@ -277,13 +277,13 @@ def test_a_graph_is_captured_beside_loader_threads(dataset: CachedDataset, mode:
 def test_a_graph_is_captured_beside_the_prefetcher(mode: str) -> None:
     """Captures in the middle of an epoch succeed, and batches stay right, whatever the thread asks CUDA for."""
     moving = torch.ones(MIB, device="cuda")
-    graph = torch.cuda.CUDAGraph()
     seen = []
     with CudaPrefetcher(
         [torch.full((MIB,), i % 251, dtype=torch.uint8) for i in range(60)]
     ) as batches:
         for number, batch in enumerate(batches):
             if number % 10 == 5:
+                graph = torch.cuda.CUDAGraph()  # holds one capture
                 with torch.cuda.graph(graph, capture_error_mode=mode):
                     for _ in range(200):
                         moving.mul_(1.0)
@@ -296,16 +296,21 @@ def test_a_graph_is_captured_beside_the_prefetcher(mode: str) -> None:
 def test_a_compiled_net_with_graphs_gets_right_batches() -> None:
     """``torch.compile(mode="reduce-overhead")`` captures and replays graphs in the loop."""
     pytest.importorskip("triton")
-    layers = torch.nn.Sequential(
-        torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)
-    ).cuda()
-    net = torch.compile(layers, mode="reduce-overhead")
-    loader = [torch.full((32, 64), float(i % 7)) for i in range(40)]
-    with torch.no_grad(), CudaPrefetcher(loader) as batches:
-        for number, batch in enumerate(batches):
-            torch.testing.assert_close(
-                net(batch).clone(), layers(loader[number].cuda()), rtol=1e-3, atol=1e-3
-            )
+    done = run_alone(  # the compiler keeps threads and processes
+        """
+import torch
+from fastdata import CudaPrefetcher
+layers = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)).cuda()
+net = torch.compile(layers, mode="reduce-overhead")
+loader = [torch.full((32, 64), float(i % 7)) for i in range(40)]
+with torch.no_grad(), CudaPrefetcher(loader) as batches:
+    for number, batch in enumerate(batches):
+        expected = layers(loader[number].cuda())
+        torch.testing.assert_close(net(batch).clone(), expected, rtol=1e-3, atol=1e-3)
+print(number)
+"""
+    )
+    assert done.stdout.split() == ["39"], done.stderr
 
 
 def test_a_loop_bound_by_launches_is_hardly_slowed() -> None:
@@ -404,7 +409,7 @@ with CudaPrefetcher([torch.zeros(1 << 20)] * 50) as batches:
 print([thread.name for thread in threading.enumerate()])
 """
     )
-    assert done.stdout.splitlines() == ["True", "['MainThread']"]
+    assert done.stdout.splitlines() == ["True", "['MainThread']"], done.stderr
     assert "Exception in thread" not in done.stderr
 
 
@@ -448,7 +453,9 @@ def test_batch_ops_on_the_gpu_give_the_batches_of_the_cpu(name: str, storage: An
                 seeded(dataset, num_workers=num_workers), batch_ops="device"
             ) as batches:
                 arrived = [(images.cpu(), labels.cpu()) for images, labels in batches]
-                assert batches.report().batch_ops.startswith("on cuda:")
+                is_there = batches.report().batch_ops.startswith("on cuda:")
+            is_cut_there = storage == "device" and name != "resized"
+            assert is_there is (is_cut_there or expected[0][0].is_floating_point())
             assert len(arrived) == len(expected)
             for (images, labels), (right, numbers) in zip(arrived, expected, strict=True):
                 assert labels.tolist() == numbers.tolist()
@@ -516,9 +523,9 @@ def test_a_store_too_large_for_the_gpu_is_an_error(monkeypatch: pytest.MonkeyPat
 
 
 def test_stored_samples_are_pinned_where_they_are_gathered() -> None:
-    """Only draws and labels are copied once more on the host."""
+    """Only labels are copied once more on the host."""
     with noisy("shared", STEPS["crop, normalised"]) as dataset:
         with CudaPrefetcher(seeded(dataset, num_workers=2)) as batches:
             assert len(list(batches)) == 4
             report = batches.report()
-        assert (report.in_place_bytes, report.pageable_bytes) == (96 * 3 * 64 * 48, 0)
+        assert (report.in_place_bytes, report.pageable_bytes) == (96 * 3 * 56 * 40, 0)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import re
-import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -17,13 +15,14 @@ from torch.utils.data import DataLoader as TorchLoader
 from torchvision import transforms as v1
 from torchvision.transforms import v2
 
-from conftest import FolderMaker
+from conftest import FolderMaker, save_image
 from fastdata import (
     CachedDataset,
     CudaPrefetcher,
     DataLoader,
     FastDataWarning,
     ImageFolder,
+    Views,
     collate,
 )
 from fastdata.errors import MemoryBudgetError
@@ -395,6 +394,61 @@ def test_ops_are_on_the_device_while_a_lazy_store_is_filled(
         assert batches.report().batch_ops == "on cuda:0, the conversion only"
 
 
+@pytest.mark.parametrize("storage", ["none", "shared", "compressed"])
+def test_floats_are_made_on_the_device_of_images_of_any_size(
+    gpu: Sim, image_folder: FolderMaker, storage: Any
+) -> None:
+    """Whether they are kept or not: what is cut of them is sent as uint8."""
+    root = image_folder()
+    save_image(root / "cat" / "larger.jpg", 7, (17, 13))
+    transform = v1.Compose([v1.RandomResizedCrop(6), v1.ToTensor(), v1.Normalize(0.5, 0.2)])
+    with ImageFolder(str(root), transform=transform, seed=0, storage=storage) as dataset:
+        expected = list(loader_of(dataset))
+        batches = on_device(loader_of(dataset, num_workers=2))
+        assert_same(taken(batches), expected)
+        assert batches.report().batch_ops == "on cuda:0, the conversion only"
+        assert sum(gpu.sent) == len(dataset) * (3 * 6 * 6 + 8) + 2 * 4
+
+
+def test_floats_of_several_views_are_made_on_the_device(gpu: Sim) -> None:
+    """Each view has a conversion of its own, or none."""
+    with cached(CROP) as dataset:
+        dataset.transform = Views(v1.Compose([*CROP, *FLOATS]), v1.Compose(CROP))
+        expected = list(loader_of(dataset))
+        found = list(on_device(loader_of(dataset, num_workers=1)))
+    for k, is_float in enumerate((True, False)):
+        of_view = [(batch[0][k].cpu(), batch[1].cpu()) for batch in found]
+        assert_same(of_view, [(images[k], labels) for images, labels in expected])
+        assert of_view[0][0].is_floating_point() is is_float
+
+
+def test_a_loop_that_changes_its_stream_has_whole_batches(gpu: Sim) -> None:
+    """Small batches of a store on the device are cut together, on the stream of the first."""
+    with cached([*CROP, *FLOATS], storage="device") as dataset:
+        expected = list(loader_of(dataset))
+        found = []
+        epoch = iter(on_device(loader_of(dataset)))
+        for _ in expected:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                found.append([part.cpu() for part in next(epoch)])
+    assert_same(found, expected)
+
+
+def test_an_error_of_the_sampler_comes_behind_the_batches_before_it(gpu: Sim) -> None:
+    """Although these are cut together with what would have come."""
+
+    class Failing(list[list[int]]):
+        def __iter__(self) -> Iterator[list[int]]:
+            yield from super().__iter__()
+            raise KeyError("no more")
+
+    with cached([*CROP, *FLOATS], storage="device") as dataset:
+        batches = iter(on_device(DataLoader(dataset, batch_sampler=Failing([[1, 2], [3]]))))
+        assert [next(batches)[1].tolist() for _ in range(2)] == [[1, 2], [3]]
+        with pytest.raises(KeyError, match="no more"):
+            next(batches)
+
+
 def test_ops_that_must_be_on_the_device_and_cannot_are_an_error(
     dataset: CachedDataset, gpu: Sim
 ) -> None:
@@ -439,29 +493,6 @@ def test_a_store_on_the_device_is_sent_once(gpu: Sim, monkeypatch: pytest.Monkey
         assert dataset[3][0].shape == (3, 7, 5)
         assert batches.report().batch_ops == "on cuda:0, from a copy of the store there (3.2 KiB)"
         assert len(mirrors(gpu)) == 1
-
-
-def test_epochs_of_two_threads_share_a_store_on_the_device(
-    gpu: Sim, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is sent once, whoever is the first to need it."""
-    both_need_it = threading.Barrier(2)
-    plain = prefetch_device.DeviceProgram.draw
-
-    def draw(*args: Any) -> Any:
-        with contextlib.suppress(threading.BrokenBarrierError):
-            both_need_it.wait(5)
-        return plain(*args)
-
-    monkeypatch.setattr(prefetch_device.DeviceProgram, "draw", draw)
-    monkeypatch.setattr(prefetch_device, "CHUNK_BYTES", STORED_BYTES)
-    with mirrored() as dataset, on_device(loader_of(dataset)) as batches:
-        threads = [threading.Thread(target=lambda: next(iter(batches))) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert gpu.sent.count(STORED_BYTES) == LENGTH
 
 
 def test_samples_that_are_prepared_again_are_sent_again(gpu: Sim) -> None:

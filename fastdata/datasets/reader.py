@@ -52,6 +52,7 @@ from fastdata.pixels.images import (
     tensor_class,
     without_exif,
 )
+from fastdata.pixels.ops import Op
 from fastdata.pixels.plan import PairStep, Step
 from fastdata.pixels.program import Program
 from fastdata.sources import ItemKeys, Source
@@ -283,6 +284,22 @@ class Reader:
         return kept is not None and not (self.outputs and is_dense)
 
     @cached_property
+    def uncast(self) -> tuple[Reader, list[Op | None]]:
+        """This without the conversion to floats that columns end with; and these, None of others.
+
+        Only if there is no obstacle.
+        """
+        columns, casts = [], []
+        for column, (shape, _) in zip(self.columns, self.outputs, strict=True):
+            assert column.program is not None
+            program, cast = column.program.without_cast()
+            if cast is not None:
+                column = column._replace(program=program, output=(shape, np.dtype(np.uint8)))
+            columns.append(column)
+            casts.append(cast)
+        return replace(self, columns=tuple(columns)), casts
+
+    @cached_property
     def can_write_channels_last(self) -> bool:
         pairs = zip(self.programs, self.outputs, strict=False)
         return all(program.can_write_channels_last(shape) for program, (shape, _) in pairs)
@@ -309,7 +326,7 @@ class Reader:
 
         Memory is what ``take`` gives.
         """
-        tensors = self._whole(batch, take)
+        tensors = self.whole(batch, take)
         return self.joined(tensors, None if self.plan.mask else self.targets(batch))
 
     def joined(self, tensors: list[torch.Tensor], targets: Any) -> Any:
@@ -361,7 +378,7 @@ class Reader:
         """
         plan = self.plan
         if self.obstacle is None and not is_alone:
-            return self._whole(batch, take), None if plan.mask else self.targets_of(batch)
+            return self.whole(batch, take), None if plan.mask else self.targets_of(batch)
         kept, programs = self.kept, self.programs
         index_B = batch.positions.tolist()
         targets = None
@@ -450,7 +467,8 @@ class Reader:
 
     # Whole columns
 
-    def _whole(self, batch: IndexBatch, take: Take) -> list[torch.Tensor]:
+    def whole(self, batch: IndexBatch, take: Take) -> list[torch.Tensor]:
+        """A batch of each column."""
         is_last = batch.channels_last and self.can_write_channels_last
         outs = room(len(batch), self.outputs, take, channels_last=is_last)
         self.read_into(outs, batch)

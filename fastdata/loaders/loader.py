@@ -186,6 +186,7 @@ class DataLoader(_TorchLoader[_T_co]):
         ring: BatchRing | None = None,
         held: int = HELD_BY_USER,
         read: Callable[[Any, BatchRing], Any] | None = None,
+        alone: str = "",
     ) -> Any:
         """Begin an epoch, as ``iter`` does; the iterator's ``progress`` is how far it is.
 
@@ -194,6 +195,7 @@ class DataLoader(_TorchLoader[_T_co]):
                 to it.
             held: batches that the one who takes them may hold at a time without costing new memory.
             read: makes a batch of indices in place of the dataset; threads only.
+            alone: why it is called in the training loop, whatever threads there were to be.
         """
         if self._served.parts and type(self.dataset) in (Subset, ConcatDataset):
             # Whose indices may be others now.
@@ -207,7 +209,7 @@ class DataLoader(_TorchLoader[_T_co]):
         if ring is None:
             ring = self._ring = self._ring or BatchRing(self.ring_slots(held))
         handle = self._served.handle()
-        engine = self._engine = self._choose_engine()
+        engine = self._engine = Engine("thread", alone, 0) if alone else self._choose_engine()
         progress = self._epochs.begin()
         is_seeded = self.persistent_workers and progress.base_seed is not None
         is_channels_last = self.memory_format is torch.channels_last

@@ -45,6 +45,7 @@ from fastdata.loaders.device import (
     DeviceLike,
     DeviceOps,
     PinnedMemory,
+    StoreCut,
     Transform,
     WhereOps,
     allocated_bytes,
@@ -157,7 +158,7 @@ class CudaPrefetcher:
     Raises:
         DeviceError: torch does not see the device.
         ValueError: when an epoch begins: batch ops are to run on the device and cannot.
-        MemoryBudgetError: in place of the first batch: ``storage="device"`` does not fit there.
+        MemoryBudgetError: when an epoch begins: ``storage="device"`` does not fit there.
 
     An exception of the loader or of ``transform`` is raised where its batch would have come. What a
     loader draws from global generators while it is read is drawn in the thread; what it draws for
@@ -192,8 +193,9 @@ class CudaPrefetcher:
         self.device = resolve_device(device)
         self.depth = depth
         is_asked = channels_last or getattr(loader, "memory_format", None) is torch.channels_last
-        casts: dict[str, Any] = {"dtype": dtype, "channels_last": is_asked}
-        self._finish = partial(_finish, transform=transform, **casts)
+        self._cast = partial(_cast, dtype=dtype, channels_last=is_asked)
+        cast = self._cast if dtype or is_asked else None
+        self._finish = partial(_finish, transform=transform, cast=cast)
         self._ring: BatchRing | None = None
         self._live: weakref.WeakSet[Epoch] = weakref.WeakSet()
         # Of the latest epoch; of an empty one before the first.
@@ -252,7 +254,9 @@ class CudaPrefetcher:
         pinned = self._pinned
         if pinned is None:
             return Transfer(iter(loader), self.device, self._finish)
-        read, ops = self._ops.begin()
+        read, ops, cut = self._ops.begin()
+        if cut is not None:
+            return self._begin_there(cut, pinned)
         finish = partial(self._finish, ops=ops)
         self._stream = self._stream or torch.cuda.Stream(self.device)
         cuda = {"stream": self._stream, "pinned": pinned, "depth": self.depth}
@@ -267,6 +271,29 @@ class CudaPrefetcher:
         progress.hand_over(progress.mark())  # what is read ahead of the user does not count
         marks = {"mark": progress.mark, "hand_over": progress.hand_over}
         return Transfer(iterator, self.device, finish, **marks, **cuda)
+
+    def _begin_there(self, cut: StoreCut, pinned: PinnedMemory) -> Transfer:
+        """An epoch of batches of a store on the device, made by the one who asks for them."""
+        path = f"whole batches, cut on {self.device}"
+        indices = self.loader.iterate(BatchRing(0), read=_as_it_is, alone=path)
+        progress = indices.progress
+        marks = [progress.mark()]  # of the latest batch
+
+        def read() -> Iterator[Any]:
+            for batch, marks[0] in cut.batches(indices, transfer.send, self._cast):
+                yield batch
+            marks[0] = progress.mark()
+
+        progress.hand_over(marks[0])
+        transfer = Transfer(
+            read(),
+            self.device,
+            self._finish,
+            pinned=pinned,
+            mark=lambda: marks[0],
+            hand_over=progress.hand_over,
+        )
+        return transfer
 
     def report(self) -> PrefetchReport:
         ask = getattr(self.loader, "report", None)
@@ -301,19 +328,23 @@ class CudaPrefetcher:
         self.close()
 
 
+def _as_it_is(batch: Any, ring: BatchRing) -> Any:
+    return batch
+
+
 def _finish(
     batch: Any,
     *,
     transform: Transform | None,
+    cast: Transform | None,
     ops: Transform | None = None,
-    **casts: Any,
 ) -> Any:
     """Batch ops, casts and the user's transform, in this order, on the calling thread's stream."""
     if ops is not None:
         batch = ops(batch)
-    if any(casts.values()):
+    if cast is not None:
         tensors, build = flatten(batch)
-        batch = build([_cast(tensor, **casts) for tensor in tensors])
+        batch = build(list(map(cast, tensors)))
     if transform is None:
         return batch
     try:
@@ -335,6 +366,16 @@ def _cast(tensor: Any, dtype: torch.dtype | None, channels_last: bool) -> Any:
 
 
 # An epoch
+
+
+def _refuse_capture() -> None:
+    # A build without CUDA captures nothing, and what it has in place of the question raises.
+    if torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "next() of a CudaPrefetcher was called while a CUDA graph is captured, which "
+            "cannot hold the arrival of a batch. Take the batch before the capture, and copy "
+            "it to a tensor that the graph reads."
+        )
 
 
 def _event() -> Any:
@@ -398,6 +439,8 @@ class Transfer:
         """
         if self._is_stopped:
             raise StopIteration
+        if self.device.type == "cuda":
+            _refuse_capture()
         asked_at = time.perf_counter()
         try:
             with shown_as("fastdata: wait"):
@@ -442,7 +485,7 @@ class Transfer:
         try:
             batch = next(self.iterator)
             samples = sample_count(batch)
-            return BatchHandle(self.finish(batch), samples)
+            return BatchHandle(self.finish(batch), samples, self.mark())
         except Exception as error:  # noqa: BLE001  # raised where the batch would have come
             return error
 
@@ -451,13 +494,6 @@ class Transfer:
             raise RuntimeError(
                 "an iterator of a prefetcher works in the process that made it; call iter() in "
                 "this one"
-            )
-        # A build without CUDA captures nothing, and what it has in place of the question raises.
-        if torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "next() of a CudaPrefetcher was called while a CUDA graph is captured, which "
-                "cannot hold the arrival of a batch. Take the batch before the capture, and copy "
-                "it to a tensor that the graph reads."
             )
         user_stream = torch.cuda.current_stream(self.device)
         if self._thread is None:
@@ -559,6 +595,12 @@ class Transfer:
         # Of each batch in flight one, the next, and one that torch has not found to be read yet.
         need_bytes = (self.depth + 2) * staged_bytes
         self.pinned.copies_bytes = max(need_bytes, self.pinned.copies_bytes)
+
+    def send(self, tensor: torch.Tensor) -> Any:
+        """Bring a tensor to the device, on the current stream."""
+        tensors = [tensor]
+        self._stage(tensors)
+        return self._copy(tensors[0])
 
     def _copy(self, tensor: Any) -> Any:
         """Queue the copy of a tensor, one transfer if it is dense; others go in torch's own way."""

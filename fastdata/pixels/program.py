@@ -82,6 +82,12 @@ class Program:
     def __reduce__(self) -> tuple[Any, ...]:
         return Program, (self._ops, self._spec)
 
+    def without_cast(self) -> tuple[Program, Op | None]:
+        """This up to the conversion to floats that it ends with, and that; None if it has none."""
+        if not self._ops or self._ops[-1].code != "OP_CAST":
+            return self, None
+        return Program(self._ops[:-1], self._spec), self._ops[-1]
+
     def output(
         self, sample_shape: Shape, *, is_of_all: bool = False
     ) -> tuple[Shape, np.dtype[Any]] | None:
