@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -220,6 +221,8 @@ def test_apart_raises_what_was_raised() -> None:
         apart(lambda: fail(KeyError("absent")), limit_s=20)
     with pytest.raises(RuntimeError, match="OddError: 3"):
         apart(lambda: fail(OddError(1, 2)), limit_s=20)
+    with pytest.raises(RuntimeError, match="SystemExit: 3"):
+        apart(lambda: sys.exit(3), limit_s=20)
     with pytest.raises(RuntimeError, match="exit code -9"):
         apart(lambda: os.kill(os.getpid(), signal.SIGKILL), limit_s=20)
 

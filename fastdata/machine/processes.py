@@ -102,11 +102,10 @@ def find_rank(rank: int | None = None, world_size: int | None = None) -> Rank:
 def _known_rank() -> Rank | None:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return Rank(torch.distributed.get_rank(), torch.distributed.get_world_size())
-    for rank_name, world_size_name, _ in _LAUNCHERS:
-        rank = os.environ.get(rank_name, "")
-        world_size = os.environ.get(world_size_name, "")
-        if rank.isdecimal() and world_size.isdecimal():
-            return Rank(int(rank), int(world_size))
+    for *names, _ in _LAUNCHERS:
+        found = [os.environ.get(name, "") for name in names]
+        if all(map(str.isdecimal, found)):
+            return Rank(*map(int, found))
     return None
 
 
@@ -228,7 +227,7 @@ def _meet(path: Path, known: Sequence[Any]) -> Leader | Follower:
             if found is not None:
                 return found
             file.truncate(0)
-            _sweep(path.parent)
+            _sweep(path)
             return Leader(os.dup(file.fileno()), path)
 
 
@@ -262,13 +261,13 @@ def _meeting_name(run: str, key: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _sweep(folder: Path) -> None:
-    """Remove what killed leaders left; who leads now holds the lock."""
-    for path in folder.iterdir():
+def _sweep(own: Path) -> None:
+    """Remove what killed leaders left."""
+    for path in own.parent.iterdir():
         with contextlib.suppress(OSError), path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             pid = file.readline().partition(b" ")[0]
-            if not pid or not is_running(int(pid)):
+            if path != own and not (pid and is_running(int(pid))):
                 path.unlink()
 
 
@@ -407,16 +406,16 @@ def attempt_job(task: Any) -> bytes:
 def attempt(job: Callable[[Any], Any], task: Any) -> bytes:
     """What the job returns, or the error that it raises and its traceback, pickled for ``settle``.
 
-    An error that cannot be pickled travels as text.
+    An error that cannot be pickled travels as text, and so does an exit.
     """
     try:
         return pickle.dumps((job(task), None, ""), protocol=5)
-    except Exception as error:  # noqa: BLE001  # whatever it is, the parent raises it
+    except BaseException as error:  # noqa: BLE001  # whatever it is, the parent raises it
         text = f"in a worker process, {task}:\n{traceback.format_exc()}"
         with contextlib.suppress(Exception):
             answer = pickle.dumps((None, error, text))
-            pickle.loads(answer)
-            return answer
+            if isinstance(pickle.loads(answer)[1], Exception):
+                return answer
         return pickle.dumps((None, IngestError(f"{type(error).__name__}: {error}"), text))
 
 

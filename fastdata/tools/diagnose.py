@@ -135,7 +135,7 @@ class Diagnosis(Report):
             return "host-to-device"
         if not self.parts:
             return "loader"
-        costs = dict.fromkeys(LIMITS, 0.0)
+        costs = dict.fromkeys([part.limit for part in self.parts], 0.0)
         for part in self.parts:
             costs[part.limit] += part.seconds
         largest = max(costs, key=costs.__getitem__)
