@@ -151,7 +151,7 @@ def made(dataset: CachedDataset) -> dict[str, Any]:
         "samples": [int(image.reshape(-1)[0]) for image, _ in dataset],
         "shapes": {tuple(image.shape) for image, _ in dataset},
         "targets": [int(target) for _, target in dataset],
-        "inodes": [os.fstat(file.fileno()).st_ino for file in store.files],
+        "inodes": [os.fstat(file.fd).st_ino for file in store.files],
         "reason": dataset.storage_plan.reason,
         "skipped": [error.index for error in dataset.skipped],
     }
@@ -463,7 +463,7 @@ import os, subprocess, sys
 sys.modules["lightning_fabric"] = sys
 from fastdata import ImageFolder
 dataset = ImageFolder(sys.argv[1]).prepare()
-inode = os.fstat(dataset.reader().kept.stores[0].files[0].fileno()).st_ino
+inode = os.fstat(dataset.reader().kept.stores[0].files[0].fd).st_ino
 ranks = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
 command = [sys.executable, "-c", sys.argv[2], sys.argv[1]]
 found = subprocess.run(command, env=os.environ | ranks, capture_output=True, text=True)
@@ -473,7 +473,7 @@ CHILD = """
 import os, sys
 from fastdata import ImageFolder
 dataset = ImageFolder(sys.argv[1]).prepare()
-inode = os.fstat(dataset.reader().kept.stores[0].files[0].fileno()).st_ino
+inode = os.fstat(dataset.reader().kept.stores[0].files[0].fd).st_ino
 print(inode, "parent" if f"prepared with rank 0 (process {os.getppid()})" in dataset.storage_plan.reason else "own")
 """
 
@@ -660,9 +660,7 @@ def test_two_datasets_of_one_rank_have_memory_of_their_own(images: Path) -> None
         with one, two:
             pipe.send("made")
             pipe.recv()
-            return [
-                os.fstat(it.reader().kept.stores[0].files[0].fileno()).st_ino for it in (one, two)
-            ]
+            return [os.fstat(it.reader().kept.stores[0].files[0].fd).st_ino for it in (one, two)]
 
     with Ranks(2, work) as run:
         run.receive_all()

@@ -37,7 +37,7 @@ def _add_one(block: Block, done: object) -> None:
 @KINDS
 def test_written_bytes_are_read_back(portable: bool) -> None:
     """What is written at an offset is read there, and the rest of the block is zero."""
-    with Block.create(100, portable=portable) as block:
+    with closing(Block.create(100, portable=portable)) as block:
         block.write(10, np.arange(6, dtype=np.uint16).reshape(2, 3))
         assert block.array("uint16", (2, 3), 10).tolist() == [[0, 1, 2], [3, 4, 5]]
         assert block.array("uint8", (10,)).tolist() == [0] * 10
@@ -46,7 +46,7 @@ def test_written_bytes_are_read_back(portable: bool) -> None:
 @KINDS
 def test_the_smallest_block_is_one_byte(portable: bool) -> None:
     """A block of one byte holds it; one of none is refused."""
-    with Block.create(1, portable=portable) as block:
+    with closing(Block.create(1, portable=portable)) as block:
         block.write(0, np.array([7], np.uint8))
         assert block.array("uint8", (1,)).tolist() == [7]
     with pytest.raises(OSError, match="Invalid argument"):
@@ -58,7 +58,7 @@ def test_the_smallest_block_is_one_byte(portable: bool) -> None:
 def test_another_process_writes_to_the_same_memory(portable: bool, method: str) -> None:
     """A process reached by any start method sees and changes the creator's memory, not a copy."""
     context = multiprocessing.get_context(method)
-    with Block.create(4, portable=portable) as block:
+    with closing(Block.create(4, portable=portable)) as block:
         mine = block.array("uint8", (4,))
         mine[:] = 7
         done = context.Event()
@@ -74,17 +74,17 @@ def test_another_process_writes_to_the_same_memory(portable: bool, method: str) 
 @KINDS
 def test_a_pickled_block_is_small_whatever_its_size(portable: bool) -> None:
     """A handle does not grow with the memory behind it."""
-    with Block.create(1 << 20, portable=portable) as block:
+    with closing(Block.create(1 << 20, portable=portable)) as block:
         assert len(pickle.dumps(block)) < 300
 
 
 @KINDS
 def test_a_sealed_block_cannot_be_written(portable: bool) -> None:
     """Sealing makes arrays read-only, in this process and in one that attaches later."""
-    with Block.create(8, portable=portable) as block:
+    with closing(Block.create(8, portable=portable)) as block:
         block.write(0, np.arange(8, dtype=np.uint8))
         block.seal()
-        with pickle.loads(pickle.dumps(block)) as attached:
+        with closing(pickle.loads(pickle.dumps(block))) as attached:
             for view in (block, attached):
                 array = view.array("uint8", (8,))
                 assert array.tolist() == list(range(8))
@@ -95,7 +95,7 @@ def test_a_sealed_block_cannot_be_written(portable: bool) -> None:
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memfd")
 def test_the_kernel_refuses_writes_to_a_sealed_block() -> None:
     """Not even a write by descriptor changes sealed memory."""
-    with Block.create(8) as block:
+    with closing(Block.create(8)) as block:
         block.seal()
         with pytest.raises(PermissionError):
             block.write(0, np.ones(1, np.uint8))
@@ -104,7 +104,7 @@ def test_the_kernel_refuses_writes_to_a_sealed_block() -> None:
 @KINDS
 def test_a_block_grows_and_is_trimmed(portable: bool) -> None:
     """Growing keeps what was written; trimming gives back the rest."""
-    with Block.create(4, portable=portable) as block:
+    with closing(Block.create(4, portable=portable)) as block:
         block.write(0, np.full(4, 5, np.uint8))
         block.resize(100)
         block.write(96, np.full(4, 6, np.uint8))
@@ -140,7 +140,7 @@ def test_a_handle_of_an_ended_process_is_refused() -> None:
 
 def test_a_handle_of_a_recycled_process_number_is_refused() -> None:
     """A descriptor that now leads to another file is not taken for the block."""
-    with Block.create(4) as block:
+    with closing(Block.create(4)) as block:
         function, (pid, fd, inode, *rest) = block.__reduce__()
         with pytest.raises(StoreGoneError, match="number was given to another"):
             function(pid, fd, inode + 1, *rest)
@@ -148,9 +148,9 @@ def test_a_handle_of_a_recycled_process_number_is_refused() -> None:
 
 def test_a_handle_of_a_file_that_was_cut_is_refused() -> None:
     """Nothing is mapped of which a part is not there any more."""
-    with Block.create(4, portable=True) as block:
+    with closing(Block.create(4, portable=True)) as block:
         handle = pickle.dumps(block)
-        os.truncate(block.fileno(), 3)
+        os.truncate(block.fd, 3)
         with pytest.raises(StoreGoneError):
             pickle.loads(handle)
 
@@ -165,7 +165,7 @@ def test_too_large_a_block_is_an_error_and_leaves_nothing() -> None:
 def test_a_block_that_may_not_grow_says_so_and_stays(portable: bool) -> None:
     """A limit of the size of files (``ulimit -f``) is an error of memory, not of the sample that is written."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with Block.create(4, portable=portable) as block:
+    with closing(Block.create(4, portable=portable)) as block:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
         try:
             with pytest.raises(MemoryBudgetError, match=r"196 B .* cannot be reserved \(File too"):
@@ -179,7 +179,7 @@ def test_a_block_that_cannot_be_mapped_says_so() -> None:
     """A limit of address space (``ulimit -v``) is an error of memory, with need and cure."""
     limits = resource.getrlimit(resource.RLIMIT_AS)
     mapped_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    with Block.create(1 << 26) as block:
+    with closing(Block.create(1 << 26)) as block:
         resource.setrlimit(resource.RLIMIT_AS, (mapped_bytes + (1 << 25), limits[1]))
         try:
             with pytest.raises(MemoryBudgetError, match=r"64\.0 MiB .*reserved \(Cannot allocate"):
@@ -204,7 +204,7 @@ def test_a_file_left_by_a_killed_process_is_swept(
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"made\n"
-        with Block.create(4, portable=True):
+        with closing(Block.create(4, portable=True)):
             assert len(list(tmp_path.iterdir())) == 2
         process.send_signal(signal.SIGKILL)
     assert len(list(tmp_path.iterdir())) == 1
@@ -383,7 +383,7 @@ FORK = multiprocessing.get_context("fork")
 
 @pytest.fixture
 def block() -> Any:
-    with Block.create(8) as block:
+    with closing(Block.create(8)) as block:
         yield block
 
 
@@ -469,7 +469,7 @@ def test_closing_a_copy_lets_go_of_nothing(
         monkeypatch.delattr(fcntl, "F_OFD_SETLK")
     is_held, may_end = FORK.Event(), FORK.Event()
     may_end.set()
-    with Block.create(8, portable=portable) as block:
+    with closing(Block.create(8, portable=portable)) as block:
         with block.hold(0):
             pickle.loads(pickle.dumps(block)).close()
             process = FORK.Process(target=_hold, args=(block, 0, is_held, may_end))
@@ -495,7 +495,7 @@ def test_two_blocks_are_held_at_once_on_windows(monkeypatch: pytest.MonkeyPatch)
         with one.hold(0), other.hold(0):
             held.set()
 
-    with Block.create(1) as one, Block.create(1) as other:
+    with closing(Block.create(1)) as one, closing(Block.create(1)) as other:
         monkeypatch.setattr(sys, "platform", "win32")
         threading.Thread(target=hold_both, daemon=True).start()
         assert held.wait(10)

@@ -83,7 +83,7 @@ class Block:
         self.path = path
         self.size_bytes = os.fstat(fd).st_size
         self.is_sealed = is_sealed
-        self._fd = fd
+        self.fd = fd
         self._map: mmap.mmap | None = None
         self._close = weakref.finalize(self, _release, fd, path if is_owner else None, os.getpid())
 
@@ -112,9 +112,9 @@ class Block:
         self._ask_for(more_bytes)
         try:
             if at_once and hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(self._fd, 0, size_bytes)
+                os.posix_fallocate(self.fd, 0, size_bytes)
             else:
-                os.ftruncate(self._fd, size_bytes)
+                os.ftruncate(self.fd, size_bytes)
         except OSError as problem:
             raise self._named(problem, more_bytes) from None
         self.size_bytes = size_bytes
@@ -154,7 +154,7 @@ class Block:
             return
         try:
             while rest.nbytes:
-                written = os.pwrite(self._fd, rest, offset)
+                written = os.pwrite(self.fd, rest, offset)
                 rest = rest[written:]
                 offset += written
         except OSError as problem:
@@ -167,7 +167,7 @@ class Block:
                 raise StoreGoneError("the dataset was closed; create it again to read from it")
             how = _READ_ONLY if self.is_sealed else {"access": mmap.ACCESS_WRITE}
             try:
-                self._map = mmap.mmap(self._fd, self.size_bytes, **how)
+                self._map = mmap.mmap(self.fd, self.size_bytes, **how)
             except OSError as problem:  # a limit of address space
                 raise self._named(problem, self.size_bytes) from None
         return np.frombuffer(self._map, dtype, math.prod(shape), offset).reshape(shape)
@@ -180,7 +180,7 @@ class Block:
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
             # Somebody still maps it for writing: then only our views are read-only.
             with contextlib.suppress(OSError):
-                fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, seals)
+                fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
 
     @contextlib.contextmanager
     def hold(self, *places: int) -> Iterator[None]:
@@ -196,7 +196,7 @@ class Block:
             return
         # The lock of a description that is opened anew is nobody else's, no thread's and no forked
         # process's, and stays when a copy of the block is closed.
-        fd = os.open(self.path or f"/proc/self/fd/{self._fd}", os.O_RDWR | OPEN_FLAGS)
+        fd = os.open(self.path or f"/proc/self/fd/{self.fd}", os.O_RDWR | OPEN_FLAGS)
         try:
             try:
                 for place in sorted(places):  # in one order, or two would wait for each other
@@ -211,27 +211,18 @@ class Block:
                 _change_lock(fd, fcntl.F_UNLCK, 0, 0)
             os.close(fd)
 
-    def fileno(self) -> int:
-        return self._fd
-
     def close(self) -> None:
         """Give back the descriptor and the mapping; arrays handed out stay valid. Idempotent."""
         self._map = None
         self._close()
-
-    def __enter__(self) -> Block:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __reduce__(self) -> tuple[object, ...]:
         if not self._close.alive:
             raise StoreGoneError(
                 "the dataset was closed; a closed dataset cannot be sent to another process"
             )
-        pid, inode = os.getpid(), os.fstat(self._fd).st_ino
-        return self.attach, (pid, self._fd, inode, self.size_bytes, self.path, self.is_sealed)
+        pid, inode = os.getpid(), os.fstat(self.fd).st_ino
+        return self.attach, (pid, self.fd, inode, self.size_bytes, self.path, self.is_sealed)
 
     @classmethod
     def attach(

@@ -507,7 +507,7 @@ class DiskFile(Block):
         self._map = None
         self.is_sealed = True
         with naming_full_disk(self.path.parent):
-            os.fsync(self._fd)
+            os.fsync(self.fd)
 
     # Reading
 
@@ -556,7 +556,7 @@ class DiskFile(Block):
             # A huge page goes as a whole or not at all.
             first_byte = start // _HUGE_BYTES * _HUGE_BYTES
             stop_byte = -(-(start + size) // _HUGE_BYTES) * _HUGE_BYTES
-            os.posix_fadvise(self._fd, first_byte, stop_byte - first_byte, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(self.fd, first_byte, stop_byte - first_byte, os.POSIX_FADV_DONTNEED)
 
     def release(self) -> None:
         if self._map is not None:
