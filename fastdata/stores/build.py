@@ -265,29 +265,6 @@ class _Task(NamedTuple):
         return f"samples {self.positions[0]} to {self.positions[-1]}"
 
 
-def _make_tasks(
-    count: int, size: int, words: Sequence[Any], listing: Listing | None
-) -> list[_Task]:
-    """Cut samples into runs, each named after all that its bytes depend on.
-
-    Args:
-        count: samples.
-        size: of a run.
-        words: plain values that all samples depend on besides their files.
-        listing: the files, where samples are files.
-    """
-    basis = json.dumps([VERSION, *words], sort_keys=True)
-    paths = [] if listing is None else listing.paths.names()
-    tasks = []
-    for first in range(0, count, size):
-        run = slice(first, first + size)
-        name = _fingerprint(basis, str(run), b"\0".join(paths[run]))
-        if listing is not None:
-            name = _fingerprint(name, listing.facts[:, run])
-        tasks.append(_Task(name[:_SHARD_CHARACTERS], range(count)[run]))
-    return tasks
-
-
 # The build
 
 
@@ -398,12 +375,8 @@ class _Build:
 
     def _write_as(self, plans: Sequence[WriterPlan], layout: Layout) -> Cache:
         manifest = replace(self.manifest, parts=tuple(plan.part for plan in plans), layout=layout)
-        content = manifest.content if self.listing is None else ""
-        words = [manifest.key, content, *map(asdict, manifest.parts)]
         need_bytes = sum(plan.first_bytes for plan in plans)
-        count = len(self.path.source)
-        rows = samples_per_shard(count, need_bytes, self.options.shard_bytes)
-        tasks = _make_tasks(count, rows, words, self.listing)
+        tasks = self._cut(manifest, need_bytes)
         writer = replace(
             self,
             table=None,
@@ -415,6 +388,26 @@ class _Build:
         cache = Cache(place=self.place, manifest=manifest, columns=columns)
         self.place.write(INDEX, cache.pack())
         return cache
+
+    def _cut(self, manifest: Manifest, need_bytes: int) -> list[_Task]:
+        """Runs of samples, each named after all that its bytes depend on."""
+        paths: list[bytes] = []
+        content = manifest.content
+        if self.listing is not None:
+            paths = self.listing.paths.names()
+            content = ""
+        words = [VERSION, manifest.key, content, *map(asdict, manifest.parts)]
+        basis = json.dumps(words, sort_keys=True)
+        samples = range(len(self.path.source))
+        size = samples_per_shard(len(samples), need_bytes, self.options.shard_bytes)
+        tasks = []
+        for first in samples[::size]:
+            run = slice(first, first + size)
+            name = _fingerprint(basis, str(run), b"\0".join(paths[run]))
+            if self.listing is not None:
+                name = _fingerprint(name, self.listing.facts[:, run])
+            tasks.append(_Task(name[:_SHARD_CHARACTERS], samples[run]))
+        return tasks
 
     def _join(self, shards: Sequence[Cache]) -> Columns:
         """The columns of all shards, with what is known of their samples besides."""
@@ -486,10 +479,10 @@ class _Build:
     def _find_complete(self, tasks: Sequence[_Task]) -> dict[str, Cache]:
         """The shards that are there, by name."""
         sizes = self._sizes()
-        begun = [task.name for task in tasks if receipt_name(task.name) in sizes]
-        receipts = [self.place.submit(receipt_name(name)) for name in begun]
+        receipts = {task.name: receipt_name(task.name) for task in tasks}
+        begun = {name: self.place.submit(it) for name, it in receipts.items() if it in sizes}
         complete = {}
-        for name, receipt in zip(begun, receipts, strict=True):
+        for name, receipt in begun.items():
             with contextlib.suppress(Exception):  # bytes of others raise anything
                 shard = Cache.unpack(self.place, receipt.result())
                 is_whole = all(files.items() <= sizes.items() for files in shard.files())

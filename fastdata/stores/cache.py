@@ -274,7 +274,8 @@ class Cache:
         part = self.manifest.parts[number]
         shape = part.spec.shape
         name = f"part{number}"
-        shards = np.repeat(np.arange(len(self.shard_names)), self.columns["shards.rows"])[self.kept]
+        rows = self.columns["shards.rows"]
+        shards = np.repeat(np.arange(len(rows)), rows)[self.kept]
         count = len(shards)
         offsets = self._column(f"{name}.offsets", "int64", count)
         index: Columns = {

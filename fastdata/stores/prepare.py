@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect
+import itertools
 import math
 import os
 import time
@@ -291,7 +292,7 @@ def forecast(path: ReadPath, *, probes: int = 8) -> Forecast:
     path.source.expect(indices)
     probed: list[ReadSample] = []
     errors: list[SampleError] = []
-    for read in read_samples(path, indices):
+    for read in itertools.chain.from_iterable(read_samples(path, indices)):
         if isinstance(read, SampleError):
             errors.append(read)
         elif not probed or len(read.parts) == len(probed[0].parts):
@@ -305,7 +306,7 @@ def forecast(path: ReadPath, *, probes: int = 8) -> Forecast:
         samples = [read.parts[number][0] for read in probed]
         shape = None
         align_bytes = ALIGN_BYTES
-        if all(sample.shape == first.shape for sample in samples):
+        if len({sample.shape for sample in samples}) == 1:
             shape = first.shape
             align_bytes = 1
         sizes = [-(-sample.nbytes // align_bytes) * align_bytes for sample in samples]

@@ -231,10 +231,12 @@ def open_files(source: FileSource, indices: Sequence[int], *, upright: bool) -> 
     return OpenedImages.of_files(files, by_pillow, upright=upright, channels=opening.channels)
 
 
-def read_samples(path: ReadPath, indices: Sequence[int]) -> Iterator[ReadSample | SampleError]:
+def read_samples(
+    path: ReadPath, indices: Sequence[int]
+) -> Iterator[Sequence[ReadSample | SampleError]]:
     """Read and prepare samples, in order, or say what is wrong with one.
 
-    Each may lie over those before.
+    They come in runs, each of which may lie over those before.
     """
     for first in range(0, len(indices), _AT_ONCE):
         group = indices[first : first + _AT_ONCE]
@@ -242,27 +244,29 @@ def read_samples(path: ReadPath, indices: Sequence[int]) -> Iterator[ReadSample 
         if path.by_core is not None:
             # One after the other tells whose an error is.
             with contextlib.suppress(SampleError, ValueError):
-                for read in _read_together(path, path.by_core, group):
-                    done += 1
-                    yield read
+                for run in _read_together(path, path.by_core, group):
+                    done += len(run)
+                    yield run
         for index in group[done:]:
             try:
-                yield _read_one(path, index)
+                yield [_read_one(path, index)]
             except SampleError as error:
-                yield error
+                yield [error]
 
 
 def _read_together(
     path: ReadPath, by_core: FilePreparer, indices: Sequence[int]
-) -> Iterator[ReadSample]:
+) -> Iterator[list[ReadSample]]:
     source = path.source
     assert isinstance(source, FileSource)
     images = open_files(source, indices, upright=by_core.upright)
     form = by_core.opening.form
-    prepared = itertools.chain.from_iterable(by_core.prepare(images))
-    targets = chosen(source.targets, indices)
-    for index, target, pixels in zip(indices, targets, prepared, strict=True):
-        yield take_apart(index, [(pixels, form)], target)
+    targets = iter(zip(indices, chosen(source.targets, indices), strict=True))
+    for planes in by_core.prepare(images):
+        yield [
+            take_apart(index, [(pixels, form)], target)
+            for pixels, (index, target) in zip(planes, targets, strict=False)
+        ]
 
 
 def _read_one(path: ReadPath, index: int) -> ReadSample:
@@ -408,7 +412,7 @@ class Writer:
             what = f"sample {row} has shape {shape}, those before it {others}"
             raise ShapesDifferError(what)
         index = self.index
-        if not part.is_table:
+        if "sizes" in index:
             index["offsets"][row] = self._take(data.nbytes)
             index["sizes"][row] = data.nbytes
             index["shapes"][row] = shape
@@ -511,13 +515,20 @@ class WritePath(NamedTuple):
     def write(self, indices: Sequence[int]) -> Written:
         """Read, prepare and write samples."""
         written = Written({}, {})
-        for index, read in zip(indices, read_samples(self.path, indices), strict=True):
+        runs = read_samples(self.path, indices)
+        for index, read in zip(indices, itertools.chain.from_iterable(runs), strict=True):
             row = index - self.first_index
             try:
                 if isinstance(read, SampleError):
                     raise read
                 try:
-                    self._write(row, read.parts)
+                    if len(read.parts) != len(self.writers):
+                        raise TypeError(
+                            f"it has {len(read.parts)} parts among samples of "
+                            f"{len(self.writers)}; give all samples one type in prepare="
+                        )
+                    for writer, (array, form) in zip(self.writers, read.parts, strict=True):
+                        writer.write(row, array, form, self.path.shape)
                 except _NO_FAULT_OF_A_SAMPLE:
                     raise
                 except Exception as cause:  # encoders raise anything; all of it is named and kept
@@ -527,13 +538,6 @@ class WritePath(NamedTuple):
             except SampleError as error:
                 written.errors[row] = error
         return written
-
-    def _write(self, row: int, parts: Sequence[Part]) -> None:
-        if len(parts) != len(self.writers):
-            problem = f"it has {len(parts)} parts among samples of {len(self.writers)}"
-            raise TypeError(f"{problem}; give all samples one type in prepare=")
-        for writer, (array, form) in zip(self.writers, parts, strict=True):
-            writer.write(row, array, form, self.path.shape)
 
     def close(self) -> None:
         for writer in self.writers:
