@@ -204,6 +204,7 @@ class _Samples:
         self._columns = columns
         self._requests = Requests()
         self._latest = _Latest()
+        self.is_remote = files[0].place.is_remote
         facts = repr(sorted({(file.name, file.size_bytes, file.tag) for file in files}))
         digest = hashlib.blake2b(facts.encode(), digest_size=8).hexdigest()
         self._fastdata_identity = f"{len(files)} files {digest}"
@@ -223,6 +224,9 @@ class _Samples:
 
     def _read(self, index: int, file: File) -> Any:
         raise NotImplementedError
+
+    def expect(self, indices: Sequence[int]) -> None:
+        """Fetch these samples in the background, where that can be done; asked if ``is_remote``."""
 
     def __len__(self) -> int:
         return len(self._where)
@@ -258,12 +262,7 @@ class TarSamples(_Samples):
     of ``cls``, ``json`` and ``txt`` that there is.
     """
 
-    @property
-    def is_remote(self) -> bool:
-        return self._files[0].place.is_remote
-
     def expect(self, indices: Sequence[int]) -> None:
-        """Fetch these samples in the background, behind a URL."""
         self._requests.expect(indices, self._submit)
 
     def _submit(self, index: int) -> Future[bytes]:
