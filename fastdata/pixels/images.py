@@ -364,24 +364,28 @@ class OpenedImages(core.Samples):
     """Images for the core: JPEG files as they lie in memory, opened by their headers, or pixels.
 
     Args:
-        arrays: files or pixels.
-        shapes_B3: channels, height and width of each, as it is served.
+        sources_B: addresses of files.
+        sizes_B: their bytes.
         by_pillow: gives the pixels (H, W, C) of image ``b`` where the core does not decode its
             file, and where that turns out to be damaged; what it raises is raised.
+        how: files are opened, as ``core.jpeg_headers`` has it.
     """
 
     is_interleaved = True
 
     def __init__(
-        self,
-        arrays: Sequence[Array],
-        shapes_B3: Int32s,
-        by_pillow: Callable[[int], Array],
+        self, sources_B: Int64s, sizes_B: Int64s, by_pillow: Callable[[int], Array], **how: Any
     ) -> None:
-        super().__init__(addresses_of(arrays), shapes_B3)
-        self._alive: list[Array] = list(arrays)
+        self._sizes_B = sizes_B
         self._by_pillow = by_pillow
-        self._sizes_B = np.empty(len(shapes_B3), np.int64)  # read where files are decoded
+        self._alive: list[Array] = []
+        self._turns_B = np.zeros(len(sizes_B), np.int32)
+        shapes_B3 = np.zeros((len(sizes_B), 3), np.int32)
+        jpeg, _ = open_libjpeg()
+        if jpeg is not None:
+            shapes_B3, self._turns_B = core.jpeg_headers(sources_B, sizes_B, **how)
+            self.files = ctypes.byref(jpeg), sizes_B.ctypes.data, self._turns_B.ctypes.data
+        super().__init__(sources_B, shapes_B3)
 
     @classmethod
     def of_files(
@@ -396,28 +400,17 @@ class OpenedImages(core.Samples):
         from PIL import Image
 
         arrays = [np.frombuffer(data, np.uint8) for data in files]
-        turns_B = np.zeros(len(files), np.int32)
-        opened = cls(arrays, np.zeros((len(files), 3), np.int32), by_pillow)
-        jpeg, _ = open_libjpeg()
-        if jpeg is not None:
-            sizes_B = np.array([data.size for data in arrays], np.int64)
-            opened.shapes_B3, turns_B = core.jpeg_headers(
-                opened.sources_B,
-                sizes_B,
-                upright=upright,
-                channels=channels,
-                most_pixels=Image.MAX_IMAGE_PIXELS or math.inf,
-            )
-            opened._decode_by(jpeg, sizes_B, turns_B)
-        for b in np.flatnonzero(turns_B == 0).tolist():
-            opened.leave_to_pillow(b)
-        return opened
+        sizes_B = np.array([data.size for data in arrays], np.int64)
+        most = Image.MAX_IMAGE_PIXELS or math.inf
+        how = {"upright": upright, "channels": channels, "most_pixels": most}
+        opened = cls(addresses_of(arrays), sizes_B, by_pillow, **how)
+        opened._alive += arrays
+        return opened._leave(opened._turns_B == 0)
 
     @classmethod
     def decoded(cls, images: Sequence[Array]) -> OpenedImages:
         """Pixels (H, W, C) that are there already, C-contiguous."""
-        shapes = [(image.shape[2], *image.shape[:2]) for image in images]
-        return cls(images, np.array(shapes, np.int32).reshape(-1, 3), images.__getitem__)
+        return cls.of_files([b""] * len(images), images.__getitem__)
 
     @classmethod
     def stored(
@@ -431,21 +424,16 @@ class OpenedImages(core.Samples):
 
         ``read`` gives (C, H, W) of one that is not in order.
         """
-        jpeg, _ = open_libjpeg()
-        assert jpeg is not None
-        found_B3, turns_B = core.jpeg_headers(sources_B, sizes_B)
-        opened = cls([], shapes_B3, read)
+        opened = cls(sources_B.copy(), sizes_B.copy(), read)
         opened.is_interleaved = False
-        opened.sources_B = sources_B.copy()
-        opened._decode_by(jpeg, sizes_B.copy(), turns_B)
-        for b in np.flatnonzero((found_B3 != shapes_B3).any(axis=1)).tolist():
-            opened.leave_to_pillow(b)
-        return opened
+        is_other_B = (opened.shapes_B3 != shapes_B3).any(axis=1)
+        opened.shapes_B3 = shapes_B3
+        return opened._leave(is_other_B)
 
-    def _decode_by(self, jpeg: core.Jpeg, sizes_B: Int64s, turns_B: Int32s) -> None:
-        self._sizes_B = sizes_B
-        self.files = ctypes.byref(jpeg), sizes_B.ctypes.data, turns_B.ctypes.data
-        self._alive.append(turns_B)
+    def _leave(self, is_left_B: Array) -> OpenedImages:
+        for b in np.flatnonzero(is_left_B).tolist():
+            self.leave_to_pillow(b)
+        return self
 
     def leave_to_pillow(self, b: int) -> None:
         """Have image ``b`` decoded by PIL, or raise what is wrong with it."""

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain, starmap
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -87,7 +87,12 @@ def _read_published(step: Any, state: State) -> Op:
     return maybe(state.at, [_number(code, state.inner(), "PIL_DOMAIN", low, high)], p)
 
 
-_POLICIES = names_in("AugMix AutoAugment RandAugment TrivialAugmentWide")
+_POLICIES = {
+    "AugMix": "STEP_AUG_MIX",
+    "AutoAugment": "STEP_POLICIES",
+    "RandAugment": "STEP_AUGMENT",
+    "TrivialAugmentWide": "STEP_AUGMENT",
+}
 _MOVING = names_in(
     "CenterCrop Pad RandomAffine RandomApply RandomChoice RandomCrop RandomHorizontalFlip "
     "RandomOrder RandomPerspective RandomResize RandomResizedCrop RandomRotation "
@@ -314,31 +319,30 @@ def _erase(
 
 def _auto_augment(step: Any, state: State) -> Op:
     """RandAugment, TrivialAugmentWide, AutoAugment or AugMix."""
-    mixes = known_name(step) == "AugMix"  # which makes tensors of PIL images
+    code = _POLICIES[known_name(step) or ""]
+    mixes = code == "STEP_AUG_MIX"  # which makes tensors of PIL images
     warp, fill = read_warp(step, replace(state, kind="tensor") if mixes else state)
     space = _augmentation_space(step, 1, 1)
     rows = list(space)
-
-    def magnitude(name: str, p: float = 1.0, bin: int | None = None) -> Op:
-        n = (CONSTANTS[f"POLICY_{name}"], space[name][1], bin or 0, rows.index(name))
-        return Op("STEP_MAGNITUDE", n=n, v=(float(p),))
-
-    code = "STEP_AUGMENT"
-    children: Iterable[Op] = map(magnitude, rows)
-    bins = _bins_of(step)
-    counts = [getattr(step, "num_ops", 1), bins, getattr(step, "magnitude", -1)]
-    depth = 0
-    policies = getattr(step, "policies", None) or getattr(step, "_policies", None)
-    if policies:
-        code = "STEP_POLICIES"
-        children = starmap(magnitude, chain.from_iterable(policies))
-    elif mixes:
-        code = "STEP_AUG_MIX"
-        counts = [step.mixture_width, bins, step.severity]
-        depth = max(0, step.chain_depth)
-    is_share = hasattr(step, "_AUGMENTATION_SPACE")  # thresholds, of v2
-    alpha = getattr(step, "alpha", 1)
-    op = state.op(code, (*warp, *counts, is_share, depth), [alpha], fill, children)
+    policies: Any = getattr(step, "policies", None) or getattr(step, "_policies", ())
+    chosen = [*chain.from_iterable(policies)] or [(row, 1, None) for row in rows]
+    children = [
+        Op(
+            "STEP_MAGNITUDE",
+            n=(CONSTANTS[f"POLICY_{name}"], space[name][1], bin or 0, rows.index(name)),
+            v=(float(p),),
+        )
+        for name, p, bin in chosen
+    ]
+    n = (
+        *warp,
+        getattr(step, "mixture_width", getattr(step, "num_ops", 1)),
+        _bins_of(step),
+        getattr(step, "severity", getattr(step, "magnitude", -1)),
+        hasattr(step, "_AUGMENTATION_SPACE"),  # thresholds are shares, of v2
+        getattr(step, "chain_depth", 0),
+    )
+    op = state.op(code, n, [getattr(step, "alpha", 1)], fill, children)
     return replace(op, levels=partial(_levels, step))
 
 
@@ -355,20 +359,17 @@ def _augmentation_space(step: Any, height: int, width: int) -> dict[str, tuple[A
         if not getattr(step, "all_ops", True):
             space = step._PARTIAL_AUGMENTATION_SPACE
         return {name: (make(bins, height, width), sign) for name, (make, sign) in space.items()}
-    if known_name(step) == "TrivialAugmentWide":
-        space = step._augmentation_space(bins)
-    else:
-        space = step._augmentation_space(bins, (height, width))
-    return dict(space)
+    sizes = () if known_name(step) == "TrivialAugmentWide" else ((height, width),)
+    return dict(step._augmentation_space(bins, *sizes))
 
 
 def _levels(step: Any, height: int, width: int) -> Float64s:
     """Magnitudes (names, bins) for images of a size, 0 where one has none."""
     space = _augmentation_space(step, height, width)
     levels = np.zeros((len(space), _bins_of(step)))
-    for row, (values, _) in enumerate(space.values()):
+    for row, (values, _) in zip(levels, space.values(), strict=True):
         if values is not None:
-            levels[row] = values.double().numpy()
+            row[:] = values
     return levels
 
 
