@@ -10,7 +10,7 @@ import pytest
 from torchvision import transforms as v1
 
 from fastdata.pixels import core, plan_transform
-from fastdata.pixels.draws import draw_integers, draw_uniform, sample_keys
+from fastdata.pixels.core import draw_integers, draw_uniform, sample_keys
 from fastdata.pixels.images import SampleSpec
 from fastdata.pixels.ops import Op, child, sequence
 from fastdata.pixels.program import Program

@@ -25,8 +25,7 @@ from torchvision.transforms import v2
 from fastdata import AlternatingFlip
 from fastdata.pixels import plan_transform
 from fastdata.pixels.compose import known_name
-from fastdata.pixels.core import CONSTANTS
-from fastdata.pixels.draws import draw_integers, draw_uniform, sample_keys
+from fastdata.pixels.core import CONSTANTS, draw_integers, draw_uniform, sample_keys
 from fastdata.pixels.ops import child
 from fastdata.pixels.program import Program
 from fastdata.pixels.steps import READERS

@@ -20,7 +20,7 @@ from torchvision.transforms.v2 import functional as F  # noqa: N812
 from conftest import shown
 from fastdata import CachedDataset, DataLoader
 from fastdata.pixels import plan_transform
-from fastdata.pixels.draws import draw_uniform, sample_keys
+from fastdata.pixels.core import draw_uniform, sample_keys
 from fastdata.pixels.images import SampleSpec
 from fastdata.pixels.program import Program
 
