@@ -379,9 +379,9 @@ class ImageManifest(_ImageFiles):
         listed = read_manifest(manifest, root, file, label, id, chosen.storage_options)
         # Of one is enough: most lie side by side.
         url = next((path for path in listed.paths if "://" in path), "")
-        if url and is_url(url):
-            folders = [folder for folder in (root, beside) if folder is not None and is_url(folder)]
-            self._place = Place([*folders, os.path.dirname(url)][0], chosen.storage_options)
+        if is_url(url):
+            folder = next(filter(is_url, (root or "", beside)), os.path.dirname(url))
+            self._place = Place(folder, chosen.storage_options)
             self.root = self._place.url
         else:
             self.root = Place(beside).url if root is None else os.fspath(root)
@@ -576,9 +576,8 @@ def _list_files(source: Source) -> tuple[Listing | None, str]:
     """The files of samples, and their folder; none where samples are no files."""
     from fastdata.stores.build import list_paths
 
-    found = [source.path(index) for index in range(len(source))]
-    paths = [path for path in found if path is not None]
-    if not paths or len(paths) < len(found):
+    paths = list(filter(None, map(source.path, range(len(source)))))
+    if not paths or len(paths) < len(source):
         return None, ""
     root = ""
     # Not of relative paths and others, or on several drives.

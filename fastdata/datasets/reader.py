@@ -622,10 +622,12 @@ def _compile_pairs(
         return plan, (Column(plan),)
     image, mask = kept.stores[0], kept.stores[1]
     shapes = image.shape(0), mask.shape(0)
-    if (image.spec.dtype, mask.spec.dtype, mask.spec.form) != ("uint8", "uint8", "mask"):
-        obstacle = "only uint8 images with a uint8 tv_tensors.Mask are served"
-    if obstacle is None and (len(shapes[0]) != 3 or shapes[1][:-2] not in ((), (1,))):
-        obstacle = f"images of shape {shapes[0]} and masks of {shapes[1]} are not served"
+    kinds = image.spec.dtype, mask.spec.dtype, mask.spec.form, len(shapes[0])
+    if kinds != ("uint8", "uint8", "mask", 3) or shapes[1][:-2] not in ((), (1,)):
+        obstacle = (
+            "only uint8 images with a uint8 tv_tensors.Mask of one channel are served, "
+            f"not {shapes[0]} with {shapes[1]}"
+        )
     differ = (image.shapes[:, -2:] != mask.shapes[:, -2:]).any(axis=1)
     if obstacle is None and differ.any():
         obstacle = f"the mask of sample {differ.argmax()} is not as large as its image"
@@ -671,12 +673,10 @@ class BatchRing:
 
     def __init__(self, slots: int, allocate: Callable[[int], Array] | None = None) -> None:
         self._allocate = allocate or partial(np.empty, dtype=np.uint8)
-        # None: a slot whose buffer is not allocated yet.
-        self._free: deque[Loan | None] = deque([None] * slots)
-        self._loans: dict[int, Loan] = {}  # by id
+        self._free: deque[Loan | None] = deque([None] * slots)  # None: of no buffer yet
+        self._loans: dict[int, Loan] = {}  # by id, those that came back too
         self._slots = slots
         self.fresh_count = 0  # how often all slots were lent and the batch got memory of its own
-        self._grown_bytes: list[int] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy lends memory of its own."""
@@ -684,7 +684,7 @@ class BatchRing:
 
     @property
     def bytes_held(self) -> int:
-        return sum(self._grown_bytes)
+        return sum(loan.buffer.nbytes for loan in list(self._loans.values()))
 
     def take(self, size_bytes: int) -> memoryview:
         """Memory that is lent as long as anything over it lives."""
@@ -693,14 +693,9 @@ class BatchRing:
         except IndexError:
             self.fresh_count += 1
             return fresh(size_bytes)
-        buffer: Array | None = None
-        if loan is not None:
-            del self._loans[id(loan)]
-            buffer = loan.buffer
+        buffer = None if loan is None else self._loans.pop(id(loan)).buffer
         if buffer is None or buffer.nbytes < size_bytes:
-            old_bytes = 0 if buffer is None else buffer.nbytes
             buffer = self._allocate(size_bytes)
-            self._grown_bytes.append(buffer.nbytes - old_bytes)
         lent = buffer[:size_bytes]
         loan = Loan(lent, self._free.append)
         loan.buffer = buffer
