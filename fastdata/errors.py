@@ -145,7 +145,7 @@ def sample_error(
     name = type(cause).__name__
     # Pillow names the stream that it was given, which is nothing of the user's.
     said = re.sub(r" <_io\..*>", "", str(cause), flags=re.DOTALL).rstrip(".")
-    code = cause.errno if isinstance(cause, OSError) else None
+    code = getattr(cause, "errno", None)
     if isinstance(cause, RuntimeError) and "Cannot allocate memory" in str(cause):  # torch's
         code = errno.ENOMEM
     if code in _CURES_OF_MACHINES:

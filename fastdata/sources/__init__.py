@@ -27,7 +27,7 @@ from fastdata.machine.memory import user_cache
 from fastdata.machine.shared import ListView
 from fastdata.pixels.images import Opening, decode_image, is_image, load_image, opening_of
 from fastdata.report import log
-from fastdata.sources.remote import Place, Requests, facts_of, fleeting_folder
+from fastdata.sources.remote import Place, Requests, StorageChoice, facts_of, fleeting_folder
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 Indices = Sequence[int]
 Pair = tuple[Any, Any]
 """Sample and target."""
-StorageChoice = Mapping[str, Any] | None
 
 
 # What items are

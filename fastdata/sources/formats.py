@@ -14,7 +14,7 @@ import os
 import re
 import tarfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -28,7 +28,7 @@ import numpy as np
 
 from fastdata.errors import RemoteError, is_url
 from fastdata.pixels.images import IMAGE_EXTENSIONS, decode_image
-from fastdata.sources.remote import Place, Requests, facts_of
+from fastdata.sources.remote import Place, Requests, StorageChoice, facts_of
 
 _KINDS = {".tar": "tar", ".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow"}
 _SPLIT = re.compile(r"(?:^|[/_.-])(train|val|valid|validation|test)(?=[/_.-])")
@@ -41,6 +41,11 @@ _OTHERS = {
     "chunks": ("chunks of litdata", "litdata.StreamingDataset({url!r})"),
 }
 """By a key of ``index.json``: what lies there, and the call that reads it."""
+
+
+Columns = Sequence[str] | None
+"""That items shall have; None for what a kind of files has of itself."""
+Spans = list[tuple[int, int]]
 
 
 class File(NamedTuple):
@@ -58,8 +63,8 @@ class File(NamedTuple):
 
 def open_dataset(
     paths: Any,
-    storage_options: Mapping[str, Any] | None = None,
-    columns: Sequence[str] | None = None,
+    storage_options: StorageChoice = None,
+    columns: Columns = None,
 ) -> Any:
     """The map-style dataset of files; None where they are of no known kind.
 
@@ -114,7 +119,7 @@ def _expand_braces(text: str) -> Iterator[str]:
         yield from _expand_braces(text[: braces.start()] + choice + text[braces.end() :])
 
 
-def _find_files(text: str, storage_options: Mapping[str, Any] | None) -> list[File]:
+def _find_files(text: str, storage_options: StorageChoice) -> list[File]:
     folder, name = os.path.split(text)
     is_pattern = re.search(r"[*?]", name) and not os.path.exists(text)
     if is_pattern or _kind_of(name):
@@ -199,7 +204,7 @@ class _Latest(threading.local):
 class _Samples:
     """Samples that lie in files, one after the other; pickles, and is safe from several threads."""
 
-    def __init__(self, files: Sequence[File], columns: Sequence[str] | None) -> None:
+    def __init__(self, files: Sequence[File], columns: Columns) -> None:
         self._files = files
         self._columns = columns
         self._requests = Requests()
@@ -218,7 +223,7 @@ class _Samples:
         with _naming(f"{file} cannot be read"):
             return np.array(self._list(file), np.int64).reshape(-1, 2)
 
-    def _list(self, file: File) -> list[tuple[int, int]]:
+    def _list(self, file: File) -> Spans:
         """Of each sample in a file two numbers, by which ``_read`` finds it."""
         raise NotImplementedError
 
@@ -269,7 +274,7 @@ class TarSamples(_Samples):
         file: File = self._files[self._file_of(index)]
         return file.place.submit(file.name, *self._where[index].tolist())
 
-    def _list(self, file: File) -> list[tuple[int, int]]:
+    def _list(self, file: File) -> Spans:
         """The first byte of a sample, of a header, and the one behind its last.
 
         What lies between is a tar of its own, but for its end.
@@ -343,7 +348,7 @@ class ArrowRows(_Samples):
     Bytes of an image, as Hugging Face writes them too, are opened.
     """
 
-    def _list(self, file: File) -> list[tuple[int, int]]:
+    def _list(self, file: File) -> Spans:
         counts, _ = _open_table(file)
         return [(group, row) for group, count in enumerate(counts) for row in range(count)]
 
@@ -386,7 +391,7 @@ def _open_table(file: File) -> tuple[list[int], Callable[..., Any]]:
     reader = pyarrow.ipc.open_file(data) if is_file else pyarrow.ipc.open_stream(data)
     batches = reader.read_all().to_batches()
 
-    def read_batch(group: int, columns: Sequence[str] | None) -> Any:
+    def read_batch(group: int, columns: Columns) -> Any:
         batches[group].validate(full=True)
         return batches[group] if columns is None else batches[group].select(columns)
 

@@ -69,6 +69,7 @@ _CLIENTS: dict[tuple[int, str, str], Any] = {}
 _OPTIONS_TRAVEL: ContextVar[bool] = ContextVar("fastdata_options_travel", default=False)
 
 
+StorageChoice = Mapping[str, Any] | None
 Facts = tuple[int, int]
 """Of a file: its size, -1 where that is not told, and a number that tells its content."""
 
@@ -135,7 +136,7 @@ class Place:
         OSError: what comes of it is not as long as it must be.
     """
 
-    def __init__(self, url: AnyPath, storage_options: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, url: AnyPath, storage_options: StorageChoice = None) -> None:
         text = os.fsdecode(url)
         self.is_remote = is_url(text)
         self.listed: dict[str, Facts] = {}
