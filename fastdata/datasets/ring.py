@@ -23,6 +23,7 @@ import secrets
 import sys
 import weakref
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from types import FrameType
@@ -404,7 +405,7 @@ class BatchReceiver:
         else:
             self._drop_ended()
             try:
-                with pickle.loads(block) as opened:
+                with closing(pickle.loads(block)) as opened:
                     memory = opened.array("uint8", (opened.size_bytes,))
             except StoreGoneError:
                 raise StoreGoneError(
