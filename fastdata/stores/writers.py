@@ -358,12 +358,16 @@ class Writer:
     def open(cls, plan: WriterPlan, length: int) -> Writer:
         """Of a new file with so many rows."""
         part = plan.part
-        head = np.zeros(0, np.uint8)
+        spec = part.spec
         index = {"offsets": np.zeros(length, np.int64)}
-        if part.is_table:
-            head = np.frombuffer(_npy_head(part.spec, length), np.uint8)
-            index["offsets"] += head.size + np.arange(length) * part.spec.sample_bytes
-            size_bytes = head.size + length * part.spec.sample_bytes
+        # What ``np.save`` writes before an array (rows, *shape): a multiple of 64 bytes.
+        head = io.BytesIO()
+        if part.codec is None and spec.shape is not None:
+            what = {"descr": np.dtype(spec.dtype).str, "fortran_order": False}
+            shape = (length, *spec.shape)
+            np.lib.format.write_array_header_1_0(head, {**what, "shape": shape})
+            index["offsets"] += head.tell() + np.arange(length) * spec.sample_bytes
+            size_bytes = head.tell() + length * spec.sample_bytes
         else:
             index["sizes"] = np.zeros(length, np.int64)
             index["shapes"] = np.zeros((length, part.dimensions), np.int32)
@@ -377,7 +381,7 @@ class Writer:
         else:
             index["sums"] = np.zeros(length, np.uint64)
             file = DiskFile.reserve(plan.path, size_bytes)
-        file.write(0, head)
+        file.write(0, np.frombuffer(head.getvalue(), np.uint8))
         return cls(plan, file, ArrayBlock(index, seal=False))
 
     def write(
@@ -422,28 +426,26 @@ class Writer:
 
     def _take(self, size_bytes: int) -> int:
         """The first byte of so many that are nobody else's."""
-        align_bytes = ALIGN_BYTES if self.plan.coder is None else 1
+        coder = self.plan.coder
+        limit_bytes = self.plan.limit_bytes
+        align_bytes = ALIGN_BYTES if coder is None else 1
         ends = self.index[_ENDS]
         with self.index.block.hold(0):
             start: int = ends[0].item()
             end = start + -(-max(size_bytes, 1) // align_bytes) * align_bytes
+            if end > limit_bytes:
+                what = "prepared samples of many shapes"
+                if coder is not None:
+                    what = f"samples encoded by codec={coder.name!r}"
+                limit = format_bytes(limit_bytes)
+                raise MemoryBudgetError(f"{what} need more than the {limit} that is free")
             if end > ends[1]:
                 # What other processes have reserved is there, and not asked for again.
                 self.file.size_bytes = ends[1].item()
-                self.file.resize(self._larger(end))
+                self.file.resize(min(end + _MORE_BYTES, limit_bytes))
                 ends[1] = self.file.size_bytes
             ends[0] = end
         return start
-
-    def _larger(self, end: int) -> int:
-        limit_bytes = self.plan.limit_bytes
-        if end > limit_bytes:
-            what = "prepared samples of many shapes"
-            if self.plan.coder is not None:
-                what = f"samples encoded by codec={self.plan.coder.name!r}"
-            limit = format_bytes(limit_bytes)
-            raise MemoryBudgetError(f"{what} need more than the {limit} that is free")
-        return min(end + _MORE_BYTES, limit_bytes)
 
     def finish(self, rows: Array) -> Store:
         """Seal the file, and give the samples in these rows, all that were written, as a store."""
@@ -478,16 +480,6 @@ def open_all(opening: Iterable[_Opened]) -> list[_Opened]:
             opened.append(each)
         cleanup.pop_all()
     return opened
-
-
-def _npy_head(spec: SampleSpec, rows: int) -> bytes:
-    """What ``np.save`` writes before an array (rows, *shape): a multiple of 64 bytes."""
-    assert spec.shape is not None
-    head = io.BytesIO()
-    shape = (rows, *spec.shape)
-    what = {"descr": np.dtype(spec.dtype).str, "fortran_order": False, "shape": shape}
-    np.lib.format.write_array_header_1_0(head, what)
-    return head.getvalue()
 
 
 # From a source to the writers of its samples' parts
