@@ -719,7 +719,7 @@ def test_a_cache_that_cannot_be_mapped_says_so(tmp_path: Path) -> None:
     path.write_bytes(bytes(1 << 26))
     limits = resource.getrlimit(resource.RLIMIT_AS)
     mapped_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    with DiskFile.open(path, 1 << 26) as file:
+    with contextlib.closing(DiskFile.open(path, 1 << 26)) as file:
         resource.setrlimit(resource.RLIMIT_AS, (mapped_bytes + (1 << 25), limits[1]))
         try:
             with pytest.raises(

@@ -476,8 +476,16 @@ class _Build:
             self.place.write(receipt_name(task.name), receipt)
         return receipt
 
-    def _find_complete(self, tasks: Sequence[_Task]) -> dict[str, Cache]:
-        """The shards that are there, by name."""
+    def _write_shards(self, tasks: Sequence[_Task]) -> list[Cache]:
+        """Write all shards that are not complete.
+
+        Raises:
+            SampleError: a sample cannot be prepared; names its path and index.
+            IngestError: a worker of this machine was lost; what is done stays. An executor raises
+                errors of its own.
+            ShapesDifferError: a sample has another shape.
+            ValueError: what prepares samples cannot be pickled.
+        """
         sizes = self._sizes()
         receipts = {task.name: receipt_name(task.name) for task in tasks}
         begun = {name: self.place.submit(it) for name, it in receipts.items() if it in sizes}
@@ -489,19 +497,6 @@ class _Build:
                 is_allowed = not shard.skipped or self.options.on_error == "skip"
                 if is_whole and is_allowed and shard.shard_names == [name]:
                     complete[name] = shard
-        return complete
-
-    def _write_shards(self, tasks: Sequence[_Task]) -> list[Cache]:
-        """Write all shards that are not complete.
-
-        Raises:
-            SampleError: a sample cannot be prepared; names its path and index.
-            IngestError: a worker of this machine was lost; what is done stays. An executor raises
-                errors of its own.
-            ShapesDifferError: a sample has another shape.
-            ValueError: what prepares samples cannot be pickled.
-        """
-        complete = self._find_complete(tasks)
         left = [task for task in tasks if task.name not in complete]
         missing = sum(len(task.positions) for task in left)
         count = tasks[-1].positions.stop
@@ -513,12 +508,12 @@ class _Build:
                 count,
             )
         with (
-            contextlib.closing(self._run(left)) as receipts,
+            contextlib.closing(self._run(left)) as written,
             progress_bar(count, f"preparing {count:,} images") as bar,
         ):
             bar.update(count - missing)
-            for receipt in receipts:
-                shard = Cache.unpack(self.place, receipt)
+            for data in written:
+                shard = Cache.unpack(self.place, data)
                 complete[shard.shard_names[0]] = shard
                 bar.update(len(shard.columns["kept"]))
         return [complete[task.name] for task in tasks]

@@ -128,6 +128,7 @@ class Lz4Codec(Codec):
 # Reversible prediction
 
 _WORD = np.dtype("<u8")
+_WORD_BYTES = 8
 _SHORTEST_ROW_BYTES = 32
 """Shorter rows are joined: to fill them up to whole words would cost more than prediction gains."""
 
@@ -160,7 +161,7 @@ class Layout(NamedTuple):
 
     @property
     def size(self) -> int:
-        return math.prod(self.words) * _WORD.itemsize
+        return math.prod(self.words) * _WORD_BYTES
 
 
 @lru_cache(maxsize=256)
@@ -176,7 +177,7 @@ def layout_of(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Layout:
             break
     rows = axes.pop() if axes else 1
     planes = math.prod(axes)
-    words = round_up_8(row_bytes) // _WORD.itemsize
+    words = round_up_8(row_bytes) // _WORD_BYTES
     is_one_row = planes * rows == 1
     split = SPLIT if lane > 1 else 0
     filters = [0, split, split | ABOVE, split | ABOVE | LEFT]
@@ -205,13 +206,13 @@ def apply_filter(sample: Bytes, layout: Layout, chosen: int) -> Bytes:
         elements = np.stack([red - green, green, blue - green])
     planes, row_count, row_bytes = layout.rows
     rows = elements.reshape(planes, row_count, -1)
-    fill = -row_bytes % _WORD.itemsize // lane
+    fill = -row_bytes % _WORD_BYTES // lane
     if fill:
         rows = np.pad(rows, ((0, 0), (0, 0), (0, fill)), mode="edge")
     words = np.ascontiguousarray(rows).view(_WORD).reshape(layout.words)
     if chosen & ABOVE:
         words = np.concatenate([words[:, :1], words[:, 1:] - words[:, :-1]], axis=1)
-    if chosen & LEFT and lane < _WORD.itemsize:
+    if chosen & LEFT and lane < _WORD_BYTES:
         words = words - (words << np.uint64(8 * lane))
     filtered = words.ravel()
     if chosen & SPLIT:
@@ -230,7 +231,7 @@ def undo_filter(filtered: Bytes, layout: Layout, chosen: int, out: Bytes) -> Non
     if chosen & SPLIT:
         filtered = _join(filtered, lane)
     words = filtered.view(_WORD).reshape(layout.words)
-    if chosen & LEFT and lane < _WORD.itemsize:
+    if chosen & LEFT and lane < _WORD_BYTES:
         ones = sum(1 << shift for shift in range(0, 64, 8 * lane))  # 1 in each element of a word
         words *= np.uint64(ones)
     if chosen & ABOVE:
@@ -337,7 +338,7 @@ class ZstdCodec(Codec):
         if chosen & ~layout.filters[-1]:
             raise ValueError(f"filter {chosen} is none of such samples in format 1")
         filtered = target
-        is_in_place = layout.size == target.size and target.ctypes.data % _WORD.itemsize == 0
+        is_in_place = layout.size == target.size and target.ctypes.data % _WORD_BYTES == 0
         if chosen and (chosen & SPLIT or not is_in_place):
             filtered = _scratch.take("filtered", (layout.size,))
         self._decompress(data[_HEAD_BYTES:], filtered)

@@ -395,8 +395,8 @@ def _prepare(expected: Forecast, options: Options, table: SampleTable | None) ->
         try:
             return _fill(expected, options, table, plan, trial, budget)
         except MemoryBudgetError as error:  # samples turned out larger than those looked at
-            tried = trials or try_codecs(look_longer(expected.path), options.codec)
-            trials = [it for it in tried if it is not trial]
+            trials = trials or try_codecs(look_longer(expected.path), options.codec)
+            trials = [it for it in trials if it is not trial]
             if options.storage != "auto":
                 said = str(error).rstrip(".")
                 raise MemoryBudgetError(f"{said}. {would_fit(trials, budget)}") from error
@@ -525,10 +525,9 @@ def look_longer(path: ReadPath) -> Forecast:
 
 def report_storage(path: ReadPath, options: Options) -> StorageReport:
     expected = look_longer(path)
-    is_shared = find_run() is not None
     return StorageReport(
         raw_bytes=expected.raw.need_bytes,
-        budget=_budget(options, is_shared=is_shared),
+        budget=_budget(options, is_shared=find_run() is not None),
         trials=tuple(try_codecs(expected, "auto", options.codec)),
         looked_at=len(expected.probed),
     )

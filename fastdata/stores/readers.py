@@ -504,8 +504,7 @@ class DiskFile(Block):
 
     def seal(self) -> None:
         """See to it that all of it is on the disk."""
-        self._map = None
-        self.is_sealed = True
+        super().seal()
         with naming_full_disk(self.path.parent):
             os.fsync(self.fd)
 
