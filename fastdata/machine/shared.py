@@ -416,18 +416,14 @@ class SampleTable:
             self._prefix = packed.prefix
         if class_to_idx is not None:
             columns["classes"] = np.frombuffer(json.dumps(dict(class_to_idx)).encode(), np.uint8)
-        self._columns = ArrayBlock(columns)
+        self.columns = ArrayBlock(columns)
 
     def __len__(self) -> int:
         return self._length
 
-    def columns(self) -> Iterable[np.ndarray]:
-        """All that it holds."""
-        return self._columns.values()
-
     @property
     def class_to_idx(self) -> dict[str, int] | None:
-        text = self._columns.get("classes")
+        text = self.columns.get("classes")
         return None if text is None else json.loads(text.tobytes())
 
     @property
@@ -445,25 +441,25 @@ class SampleTable:
     def target(self, index: int) -> Any:
         kind = self.target_kind
         if kind == "number":
-            return self._columns["targets"][index].item()
+            return self.columns["targets"][index].item()
         if kind == "object":  # pickled by this process's family; nobody else can write there
             return pickle.loads(self._packed("object", index))
         if kind == "scalar":
-            return self._columns["targets"][index]
-        row = np.array(self._columns["targets"][index])  # of no dimensions too
+            return self.columns["targets"][index]
+        row = np.array(self.columns["targets"][index])  # of no dimensions too
         return torch.from_numpy(row) if kind == "tensor" else row
 
     def path(self, index: int) -> str:
         return os.fsdecode(self._prefix + self._packed("path", index))
 
     def _packed(self, name: str, index: int) -> bytes:
-        ends = self._columns[f"{name}_ends"]
+        ends = self.columns[f"{name}_ends"]
         start = ends[index - 1] if index else 0
-        return self._columns[name][start : ends[index]].tobytes()
+        return self.columns[name][start : ends[index]].tobytes()
 
     def all_paths(self) -> list[str]:
         """All paths, four times as fast as one by one."""
-        packed = PackedPaths(self._columns["path"], self._columns["path_ends"])
+        packed = PackedPaths(self.columns["path"], self.columns["path_ends"])
         return [os.fsdecode(self._prefix + name) for name in packed.names()]
 
     def pair(self, index: int) -> tuple[str, Any]:
@@ -471,7 +467,7 @@ class SampleTable:
 
     def target_array(self) -> np.ndarray | None:
         """Targets with the samples on the first axis, read-only; None if they are no numbers."""
-        return self._columns.get("targets")
+        return self.columns.get("targets")
 
     def collated_targets(self, index_B: np.ndarray) -> Any:
         """What ``default_collate`` makes of the targets of a batch."""
@@ -489,7 +485,7 @@ class SampleTable:
         )
 
     def close(self) -> None:
-        self._columns.close()
+        self.columns.close()
 
 
 def collate_targets(targets: list[Any]) -> Any:
