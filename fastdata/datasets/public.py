@@ -43,6 +43,10 @@ if TYPE_CHECKING:
     from fastdata.stores.build import Listing
 
 
+_UNKNOWN = (-1, -1)
+"""Size and tag of a remote file."""
+
+
 class _Shown(PreparedDataset):
     """What torchvision's datasets show of their samples: lists, and a text."""
 
@@ -148,8 +152,7 @@ class _ImageFiles(_Shown):
         if self._place is not None:
             listed = self._place.listed
             names = [self._place.locate(path)[1] for path in paths]
-            known = [listed.get(name, (-1, -1)) for name in names]
-            self._facts = ArrayBlock({"facts": np.array(known, np.int64).reshape(-1, 2)})
+            self._know([listed.get(name, _UNKNOWN) for name in names])
             self._place.listed = {}
         self._build(self._files_of(table), options, transform, target_transform, files=table)
 
@@ -162,6 +165,9 @@ class _ImageFiles(_Shown):
         opened = describe_steps([self._loader], self._stored.options.cache_key)
         opened = f"{opened}, {self._list_name}" if self._list_name else opened
         return opened, list_paths(table.all_paths(), root, source.listing()), root
+
+    def _know(self, facts: list[Any]) -> None:
+        self._facts = ArrayBlock({"facts": np.array(facts, np.int64).reshape(-1, 2)})
 
     def _files_of(self, table: SampleTable) -> FileSource:
         facts = None if self._facts is None else self._facts["facts"]
@@ -178,7 +184,6 @@ class _ImageFiles(_Shown):
             super()._relist(name, listed)
         before = self._files(name)
         targets, paths = listed, before.all_paths()
-        rows = {path: row for row, path in enumerate(paths)}
         if name == "samples":
             paths, targets = [path for path, _ in listed], [target for _, target in listed]
         elif len(listed) != len(paths):
@@ -186,10 +191,9 @@ class _ImageFiles(_Shown):
                 f"{len(listed)} targets for {len(paths)} samples. For fewer samples assign "
                 "samples, which bring their targets."
             )
-        if self._facts is not None:  # of those that were listed before
-            facts = np.vstack([self._facts["facts"], [(-1, -1)]])
-            index = [rows.get(path, -1) for path in paths]
-            self._facts = ArrayBlock({"facts": facts[index]})
+        if self._facts is not None:
+            known = dict(zip(before.all_paths(), self._facts["facts"].tolist(), strict=True))
+            self._know([known.get(path, _UNKNOWN) for path in paths])
         table = SampleTable(targets, paths=paths, class_to_idx=before.class_to_idx)
         self._let_go(replace(self._stored, source=self._files_of(table), files=table))
         if self._stored.after is None:
