@@ -279,9 +279,9 @@ class Reader:
     @cached_property
     def _are_ragged(self) -> bool:
         """Whether one that differs from all others may be served alone, though not in a batch."""
-        kept = self.kept
-        is_dense = kept is not None and all(store.spec.is_dense for store in kept.stores)
-        return kept is not None and not (self.outputs and is_dense)
+        if self.kept is None:
+            return False
+        return not (self.outputs and all(store.spec.is_dense for store in self.kept.stores))
 
     @cached_property
     def uncast(self) -> tuple[Reader, list[Op | None]]:
@@ -372,10 +372,7 @@ class Reader:
     def _columns(
         self, batch: IndexBatch, take: Take, *, is_alone: bool
     ) -> tuple[list[Any], list[Any] | None]:
-        """What is made of a batch's samples; and their targets, where no column is of masks.
-
-        Each ``is_alone`` where they may differ in shape.
-        """
+        """What is made of a batch's samples; and their targets, where no column is of masks."""
         plan = self.plan
         if self.obstacle is None and not is_alone:
             return self.whole(batch, take), None if plan.mask else self.targets_of(batch)
@@ -389,7 +386,6 @@ class Reader:
             samples, targets = map(list, zip(*map(read, index_B), strict=True))
             columns: list[Any] = [samples] * len(self.columns)
         else:
-            rows: Iterable[list[Array]]
             if is_alone and kept is not None:
                 stores = kept.stores if plan.mask else kept.stores[:1] * len(programs)
                 pairs = list(zip(index_B, batch.visits, strict=True))
