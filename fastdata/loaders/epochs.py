@@ -41,7 +41,6 @@ from fastdata.datasets.dataset import (
     handle_of,
     index_count,
     latest_reader,
-    own_reader,
 )
 from fastdata.datasets.reader import BatchRing, Reader, Take, fresh, room
 from fastdata.datasets.ring import BatchReceiver, RingCollate
@@ -89,21 +88,19 @@ class JoinedReader:
             readers[number].read_into(outs, piece, row_B)
         targets = None
         if first.plan.mask is None:
-            of_each = self.in_order(batch, lambda k, piece: readers[k].targets_of(piece))
+            of_each = self.in_order(batch, [reader.targets_of for reader in readers])
             targets = collate_targets(of_each)
         tensors = list(map(torch.Tensor.view, map(torch.from_numpy, outs), first.dtypes))
         return first.joined(tensors, targets)
 
     def items(self, batch: IndexBatch, take: Take = fresh) -> list[Any]:
-        return self.in_order(batch, lambda k, piece: self._readers[k].items(piece))
+        return self.in_order(batch, [reader.items for reader in self._readers])
 
-    def in_order(
-        self, batch: IndexBatch, read: Callable[[int, IndexBatch], list[Any]]
-    ) -> list[Any]:
-        """What is read of each sample by the number of its dataset, in the order of the batch."""
+    def in_order(self, batch: IndexBatch, reads: Sequence[Callable[..., list[Any]]]) -> list[Any]:
+        """What each dataset's ``reads`` gives of its samples, in the order of the batch."""
         found: dict[int, Any] = {}
         for number, row_B, piece in self._pieces(batch):
-            found |= zip(row_B.tolist(), read(number, piece), strict=True)
+            found |= zip(row_B.tolist(), reads[number](piece), strict=True)
         return [found[row] for row in range(len(found))]
 
     def _pieces(self, batch: IndexBatch) -> Iterator[tuple[int, Array, IndexBatch]]:
@@ -152,12 +149,7 @@ class LoaderView:
 
     def __getitems__(self, batch: IndexBatch) -> list[Any]:
         joined = JoinedReader(list(map(latest_reader, self.parts)), self.starts)
-        return joined.in_order(batch, lambda k, piece: self.parts[k].__getitems__(piece))
-
-    @property
-    def has_own(self) -> bool:
-        """Whether a subclass's own methods make items, so that only it can be asked for batches."""
-        return any(own_reader(part) is not None for part in self.parts)
+        return joined.in_order(batch, [part.__getitems__ for part in self.parts])
 
     @property
     def index_count(self) -> int:

@@ -229,9 +229,11 @@ class DataLoader(_TorchLoader[_T_co]):
                 iterator = self._iterate_torch(view, progress, held)
             else:
                 self._iterator = None  # persistent worker processes that have done their part
+                # Where a subclass's own methods make items, only it can be asked for batches.
+                has_own = any(map(own_reader, self._served.parts))
                 maker = BatchMaker(
                     dataset=dataset,
-                    handle=None if self._served.has_own else handle,
+                    handle=None if has_own else handle,
                     ring=ring,
                     collate_fn=self.collate_fn,
                     in_thread=engine.workers > 0,

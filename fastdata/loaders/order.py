@@ -119,7 +119,16 @@ class Epochs:
     def begin(self) -> Progress:
         """Begin the next epoch, or the rest of the one whose state was loaded."""
         state = self.progress.pending
-        if state is not None and self._goes_on(state):
+        ranked = self._ranked
+        if state is not None and ranked is not None:
+            saved = _rank_state(state["start"])
+            is_set = ranked.is_set
+            if not is_set or ranked.epoch == saved["epoch"]:
+                ranked.load_state_dict(saved)
+                ranked.is_set = is_set
+            elif state["is_begun"]:
+                state = None  # the sampler was told to begin another epoch
+        if state is not None:
             passed = state["num_yielded"]
             progress = Progress(
                 epoch=state["epoch"] or 0,
@@ -139,19 +148,6 @@ class Epochs:
         progress.may_be_told = self._may_be_told
         self.progress = progress
         return progress
-
-    def _goes_on(self, state: State) -> bool:
-        """Put a RankSampler where the state stands; False if it was told to begin another epoch."""
-        ranked = self._ranked
-        if ranked is None:
-            return True
-        saved = _rank_state(state["start"])
-        is_set = ranked.is_set
-        if is_set and ranked.epoch != saved["epoch"]:
-            return not state["is_begun"]
-        ranked.load_state_dict(saved)
-        ranked.is_set = is_set
-        return True
 
     def _batches(self, progress: Progress) -> Iterator[Any]:
         """The indices of an epoch's batches, from where it stands, and notes their draws.
@@ -238,9 +234,9 @@ class Epochs:
             # The sampler may have been told of another epoch since.
             reached = _rank_state(start)
             begun = reached.copy()
-            drop_last = self.sampler.drop_last
-            batches = handed - progress.first
-            reached |= ranked.state_since(begun, batches, size, drop_last=drop_last)
+            reached |= ranked.state_dict(
+                handed - progress.first, size, drop_last=self.sampler.drop_last, begun=begun
+            )
             is_over = is_over or reached["epoch"] != begun["epoch"]
         if is_over:
             handed = 0

@@ -435,8 +435,13 @@ class RankSampler(DistributedSampler[int]):
     @property
     def identity(self) -> State:
         """What the order follows from besides the epoch: a state is of samplers equal in these."""
-        named = {"sampler": type(self).__name__, "samples": self.order_length}
-        return named | {"length": self._order.length, "seed": self.seed} | self._order.identity
+        return {
+            "sampler": type(self).__name__,
+            "samples": self.order_length,
+            "length": self._order.length,
+            "seed": self.seed,
+            **self._order.identity,
+        }
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that comes; one that was loaded goes on if it is the same."""
@@ -457,7 +462,12 @@ class RankSampler(DistributedSampler[int]):
         return plain | {"order": self.identity}
 
     def state_dict(
-        self, batches: int = 0, batch_size: int = 1, *, drop_last: bool = False
+        self,
+        batches: int = 0,
+        batch_size: int = 1,
+        *,
+        drop_last: bool = False,
+        begun: State | None = None,
     ) -> State:
         """Return where the epoch stands, as a dict of plain values, the same on every rank.
 
@@ -470,12 +480,9 @@ class RankSampler(DistributedSampler[int]):
                 state is the beginning of the next epoch.
             batch_size: samples in each, on one rank.
             drop_last: the loader's, which decides what batch is the last one.
+            begun: the state that the iterator began in, where that is not the latest one.
         """
-        begun = self._state(self.epoch, self.position)
-        return self.state_since(begun, batches, batch_size, drop_last=drop_last)
-
-    def state_since(self, begun: State, batches: int, batch_size: int, *, drop_last: bool) -> State:
-        """As ``state_dict``, of an epoch that began in another state."""
+        begun = begun or self._state(self.epoch, self.position)
         epoch, position = begun["epoch"], begun["position"]
         left = self._share_of(self.order_length - position, rank=0)  # who has the most
         if batches and batches >= (left if drop_last else left + batch_size - 1) // batch_size:
