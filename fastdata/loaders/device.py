@@ -352,19 +352,19 @@ class StoreCut:
         Small ones are cut several at once.
 
         Args:
-            indices: of each batch; a loader's iterator.
+            indices: a loader's iterator; of each batch a tensor and its indices.
             send: brings a tensor to the device.
             cast: done to all images.
         """
         mark = indices.progress.mark
         sample_bytes = 4 * prod(self._window.shape)
-        for first in indices:
+        for _, first in indices:
             marks = [mark()]
             group = [first]
             count = GROUP_BYTES // (sample_bytes * len(first))
             failed: Exception | None = None
             try:
-                for batch in islice(indices, count):
+                for _, batch in islice(indices, count):
                     group.append(batch)
                     marks.append(mark())
             except Exception as error:  # noqa: BLE001  # raised where its batch would have come
