@@ -267,7 +267,7 @@ def test_array_targets_come_back_as_copies(make: Any) -> None:
     first[0] = 99
     assert type(first) is type(make([1.0]))
     assert table.target(0).tolist() == [1.0, 2.0]
-    assert table.target_array() is not None
+    assert table.columns.get("targets") is not None
 
 
 @pytest.mark.parametrize(
@@ -313,7 +313,7 @@ def test_targets_without_dimensions_stay_tensors_and_arrays(make: Any) -> None:
 def test_scalars_of_numpy_are_kept_as_numbers() -> None:
     """A label out of an array, as most datasets of one's own give them, costs its bytes, and no pickle."""
     with contextlib.closing(SampleTable([np.int64(3), np.int64(4)])) as table:
-        array = table.target_array()
+        array = table.columns.get("targets")
         assert array is not None
         assert array.tolist() == [3, 4]
 
@@ -321,7 +321,7 @@ def test_scalars_of_numpy_are_kept_as_numbers() -> None:
 def test_ragged_array_targets_are_kept_as_objects() -> None:
     """Arrays of different shapes are no column of numbers."""
     table = SampleTable([torch.zeros(2), torch.zeros(3)])
-    assert table.target_array() is None
+    assert table.columns.get("targets") is None
     assert [len(target) for target in table.targets] == [2, 3]
 
 

@@ -438,7 +438,7 @@ class Reader:
         is_image = self.kept is not None and (self.kept.target_is_part or self.kept.mask_places)
         if is_image or self.target_transform is not None or not isinstance(table, SampleTable):
             return None
-        return table.target_array() if table.target_kind == "number" else None
+        return table.columns["targets"] if table.target_kind == "number" else None
 
     def targets(self, batch: IndexBatch) -> Any:
         """What ``default_collate`` makes of the targets of a batch."""

@@ -406,7 +406,7 @@ class SampleTable:
         paths: Sequence[str] | PackedPaths | None = None,
         class_to_idx: Mapping[str, int] | None = None,
     ) -> None:
-        columns, self.target_kind = _target_columns(targets)
+        columns, self.target_kind = target_columns(targets)
         self.has_paths = paths is not None
         self._length = len(targets)
         self._prefix = b""
@@ -465,13 +465,9 @@ class SampleTable:
     def pair(self, index: int) -> tuple[str, Any]:
         return self.path(index), self.target(index)
 
-    def target_array(self) -> np.ndarray | None:
-        """Targets with the samples on the first axis, read-only; None if they are no numbers."""
-        return self.columns.get("targets")
-
     def collated_targets(self, index_B: np.ndarray) -> Any:
         """What ``default_collate`` makes of the targets of a batch."""
-        array = self.target_array()
+        array = self.columns.get("targets")
         if array is not None:
             return torch.from_numpy(array[index_B])
         return collate_targets([self.target(index) for index in index_B.tolist()])
@@ -501,7 +497,7 @@ _KINDS = {
 }
 
 
-def _target_columns(
+def target_columns(
     targets: Sequence[Any] | np.ndarray | torch.Tensor,
 ) -> tuple[dict[str, np.ndarray], str]:
     """The arrays that hold targets, and their kind."""

@@ -34,7 +34,7 @@ import torch
 
 from fastdata.errors import CacheError, MemoryBudgetError, RemoteError, SampleError
 from fastdata.machine.memory import StoragePlan, format_bytes, user_cache
-from fastdata.machine.shared import ArrayBlock, PackedPaths, SampleTable
+from fastdata.machine.shared import ArrayBlock, PackedPaths, SampleTable, target_columns
 from fastdata.pixels.images import Array
 from fastdata.sources.remote import Place, facts_of
 from fastdata.stores.codecs import codec_of
@@ -460,12 +460,11 @@ def pack_targets(targets: Sequence[Any] | Array) -> Columns:
 
 
 def _pack_targets(targets: Sequence[Any] | Array, columns: Columns) -> Any:
-    with contextlib.closing(SampleTable(targets)) as table:
-        kind = table.target_kind
-        if kind in _KINDS:
-            name = f"targets.{len(columns)}"
-            columns[name] = np.array(table.target_array())
-            return {kind: name}
+    found, kind = target_columns(targets)
+    if kind in _KINDS:
+        name = f"targets.{len(columns)}"
+        columns[name] = found["targets"]
+        return {kind: name}
     if {*map(type, targets)} == {tuple} and targets[0] and len({*map(len, targets)}) == 1:
         return [_pack_targets(place, columns) for place in zip(*targets, strict=True)]
     targets = list(targets)
