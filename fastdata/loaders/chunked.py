@@ -265,7 +265,7 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
         self.batch_size = batch_size
         self.drop_last = drop_last
         self.shuffle = shuffle
-        self._epoch: weakref.ref[Counted] | None = None
+        self._live = weakref.WeakSet[Counted]()  # the latest epoch, as long as somebody has it
         has_no_index = isinstance(dataset, (str, bytes, os.PathLike, IterableDataset))
         if has_no_index or not hasattr(dataset, "__getitem__"):
             raise TypeError(
@@ -301,7 +301,7 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
         if self._is_mixed:
             make = partial(make, piece_samples=max(size // pieces, 1), chunk_samples=size)
         self._sampler = ChunkSampler(make, hold, seed=seed, rank=rank, world_size=world_size)
-        self._loader: DataLoader[Any] = DataLoader(
+        self._loader = DataLoader(
             dataset,
             batch_size,
             sampler=self._sampler,
@@ -387,12 +387,11 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
         if self._stores:
             iterator.after_batch = self._sampler.passed
             iterator.stop = weakref.finalize(iterator, _finish, self._sampler, iterator.stop)
-        self._epoch = weakref.ref(iterator)
+        self._live = weakref.WeakSet([iterator])
         return iterator
 
     def _end(self, reason: str) -> None:
-        iterator = self._epoch() if self._epoch else None
-        if iterator is not None:
+        for iterator in self._live:
             iterator.ended = reason
             iterator.stop()
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch.utils.data import (
-    ConcatDataset,
     Dataset,
     IterableDataset,
     RandomSampler,
@@ -197,8 +196,7 @@ class DataLoader(_TorchLoader[_T_co]):
             read: makes a batch of indices in place of the dataset; threads only.
             alone: why it is called in the training loop, whatever threads there were to be.
         """
-        if self._served.parts and type(self.dataset) in (Subset, ConcatDataset):
-            # Whose indices may be others now.
+        if self._served.subset is not None:  # which may have other indices now
             self._served = self._epochs.served = LoaderView.find(self.dataset)
         self._served.reader()  # which notices what was changed in place
         if not self._has_warned:
