@@ -588,15 +588,12 @@ class Scratch(threading.local):
     Fresh pages cost more than most kernels that fill them.
     """
 
-    def __init__(self) -> None:
-        self._buffers: dict[str, Bytes] = {}
-
     def take(self, name: str, shape: tuple[int, ...]) -> Bytes:
         """Give the thread's buffer of that name, with what was left in it, at first zeros."""
         size = math.prod(shape)
-        buffer = self._buffers.get(name)
+        buffer: Bytes | None = vars(self).get(name)
         if buffer is None or buffer.size < size:
-            buffer = self._buffers[name] = np.zeros(round_up_8(size), np.uint8)
+            buffer = vars(self)[name] = np.zeros(round_up_8(size), np.uint8)
         return buffer[:size].reshape(shape)
 
 

@@ -71,13 +71,13 @@ class Program:
 
     @functools.cached_property
     def _every(self) -> list[Op]:
+        """All ops, as they lie in the table."""
         return flattened(self._ops)
 
     @functools.cached_property
     def _table(self) -> core.Table:
-        self._levels: core.Levels = {}
         self._has_perspectives = "OP_PERSPECTIVE" in [op.code for op in self._every]
-        return compiled(self._every, self._levels)
+        return compiled(self._every, {})
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Program, (self._ops, self._spec)
@@ -103,9 +103,8 @@ class Program:
         if self._ops:
             # What is drawn on a probe, whose size may be unknown.
             height, width = (0, 0) if shape is None else shape[-2:]
-            zero = np.zeros(1, np.int64)
             probe = np.array([(_planes(sample_shape)[0], height, width)], np.int32)
-            _, [after] = self._draw(core.Keys(0, zero, zero), probe, is_probe=True)
+            _, [after] = self._draw(_keys(0, 0, np.zeros(1, np.int64)), probe, is_probe=True)
             shape = tuple(after[-len(sample_shape) :].tolist()) if after[1] else None
         return None if shape is None else (shape, self._dtype)
 
@@ -213,9 +212,10 @@ class Program:
             b = refused.place
             raise refusal_of(op, refused, int(keys.indices[b]), shapes_B3[b]) from None
         height, width = refused.numbers[:2]
-        known = self._levels if len(self._levels) < _MOST_LEVELS else {}
-        self._levels = {**known, (refused.step, height, width): op.levels(height, width)}
-        self._table = compiled(self._every, self._levels)  # calls that run have the one before
+        known = self._table.kept[2]
+        levels = dict(known) if len(known) < _MOST_LEVELS else {}
+        levels[refused.step, height, width] = op.levels(height, width)
+        self._table = compiled(self._every, levels)  # calls that run have the one before
 
     def as_tensor(self, served: Array) -> torch.Tensor:
         """A tensor over the same memory; NumPy has no bfloat16, and holds its bits."""
@@ -224,6 +224,7 @@ class Program:
     def _serve_store(
         self, pairs: list[_Pair], store: Readable, keys: core.Keys, rows_B: Int64s | None
     ) -> None:
+        """Serve samples of a store where they lie, or as they are decoded."""
         index_B = keys.indices
         indices = index_B.tolist()
         if self._stored is None:
@@ -231,30 +232,28 @@ class Program:
         else:
             # A fifth of what np.full takes.
             shapes_B3 = np.array([self._stored], np.int32).repeat(len(indices), 0)
-        files = None if store.gives_views else store.jpeg_files(index_B)
-        if files is not None:
-            samples: core.Samples = OpenedImages.stored(
-                *files, shapes_B3, lambda b: store.read(indices[b])
-            )
-        elif store.gives_views:
-            samples = core.Samples(store.addresses(index_B), shapes_B3)
-        else:
-            samples = core.Samples(np.empty(len(indices), np.int64), shapes_B3)
-            # A few at a time, while their pixels are in the cache.
-            for first in range(0, len(indices), _AHEAD):
-                ahead = indices[first : first + _AHEAD]
-                for b, index in enumerate(ahead):
-                    pixels = self._scratch.take(f"decoded {b}", store.shape(index))
-                    store.read_into(index, pixels)
-                    samples.sources_B[first + b] = pixels.ctypes.data
-                _serve(pairs, samples, keys, rows_B, first, first + len(ahead))
+        if store.gives_views:
+            _serve(pairs, core.Samples(store.addresses(index_B), shapes_B3), keys, rows_B)
             return
-        _serve(pairs, samples, keys, rows_B)
+        files = store.jpeg_files(index_B)
+        if files is not None:
+            images = OpenedImages.stored(*files, shapes_B3, lambda b: store.read(indices[b]))
+            _serve(pairs, images, keys, rows_B)
+            return
+        samples = core.Samples(np.empty(len(indices), np.int64), shapes_B3)
+        # A few at a time, while their pixels are in the cache.
+        for first in range(0, len(indices), _AHEAD):
+            ahead = indices[first : first + _AHEAD]
+            for b, index in enumerate(ahead):
+                pixels = self._scratch.take(f"decoded {b}", store.shape(index))
+                store.read_into(index, pixels)
+                samples.sources_B[first + b] = pixels.ctypes.data
+            _serve(pairs, samples, keys, rows_B, first, first + len(ahead))
 
     def _served(self, out: Array, keys: core.Keys, shapes_B3: Int32s) -> core.Batch:
         """What the core fills ``out`` by."""
         is_last = not out.flags.c_contiguous
-        if is_last and not (out.ndim == 4 and out.transpose(0, 2, 3, 1).flags.c_contiguous):
+        if is_last and not out.transpose(0, 2, 3, 1).flags.c_contiguous:
             raise ValueError("the memory for a batch must be C-contiguous or channels_last")
         table = self._table
         addresses = ctypes.addressof(table), out.ctypes.data

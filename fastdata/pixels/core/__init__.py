@@ -77,10 +77,10 @@ class Values(ctypes.Structure):
 
 
 class Table(ctypes.Structure):
-    """A transform; ``kept`` are the arrays that it points to."""
+    """A transform; ``kept`` are the arrays that it points to, the last of them by size."""
 
     _fields_ = _fields_of("Table", Values=Values)
-    kept: tuple[Any, ...]
+    kept: tuple[Array, Array, Levels]
 
 
 class Refusal(ctypes.Structure):
@@ -365,9 +365,9 @@ def serve(
 
 # Draws, as draw.c has them
 
-# Each sample of each epoch owns a SplitMix64 stream. Its start is a hash of (seed, epoch, index) and
-# its n-th output depends on n only, so a draw is the same whoever computes it, in whatever order and
-# in however large a batch.
+# Each sample of each epoch owns a SplitMix64 stream. Its start is a hash of (seed, epoch, index),
+# and its n-th output depends on n only: a draw is the same whoever computes it, in whatever order
+# and in however large a batch.
 #
 # Source of the mixing function and its constants: G. L. Steele, D. Lea, C. H. Flood, "Fast
 # splittable pseudorandom number generators", OOPSLA 2014, with the variant 13 constants of
