@@ -68,7 +68,8 @@ def test_places_have_one_face(url: str, tmp_path: Path) -> None:
     assert size == 3
     assert place.submit("a/1.txt", 2).result() == b"e"
     assert place.below("a").read("1.txt") == b"one"
-    place.remove("a/1.txt", "a/none")
+    place.remove("a/1.txt")
+    place.remove("a/none")
     with pytest.raises(FileNotFoundError, match=r"a/1\.txt"):
         place.read("a/1.txt")
     assert facts_of([(place, "a/1.txt"), (place, "c.txt/none")]) == [(-1, -1)] * 2

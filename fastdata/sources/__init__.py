@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
@@ -610,16 +611,16 @@ def _list_classes(root: AnyPath, names: list[str], endings: Endings) -> Iterator
     if paths is None:
         began_s = time.time()
         waited_s = _clock_of_waits()
-        listed = []
+        folders: list[str] = []
+        list_files = partial(_list_files, endings=endings, folders=folders)
+        paths = []
         for top in tops:
-            listed.append(_list_files(top, endings))
+            paths.append(list_files(top))
             if _clock_of_waits() - waited_s > SCAN_PATIENCE_S:
                 with ThreadPoolExecutor(SCAN_THREADS) as threads:
-                    listed += threads.map(_list_files, tops[len(listed) :], repeat(endings))
+                    paths += threads.map(list_files, tops[len(paths) :])
                 break
-        paths = [files for _, files in listed]
         if kept is not None and _clock_of_waits() - waited_s > KEEP_PATIENCE_S:
-            folders = itertools.chain.from_iterable(found for found, _ in listed)
             _write_listing(kept, folders, paths, began_s - SETTLED_S)
     yield from paths
 
@@ -629,12 +630,11 @@ def _clock_of_waits() -> float:
     return time.perf_counter() - 2 * time.thread_time()
 
 
-def _list_files(top: str, endings: Endings) -> tuple[list[str], list[str]]:
-    """The folders below ``top``, and the files in them that end in one of ``endings``.
+def _list_files(top: str, endings: Endings, folders: list[str]) -> list[str]:
+    """The files below ``top`` that end in one of ``endings``, in torchvision's order.
 
-    In torchvision's order.
+    Adds the folders that they are in to ``folders``.
     """
-    folders: list[str] = []
     paths: list[str] = []
     # What cannot be listed is left out; "" is no folder, so that no such listing is kept.
     walked = os.walk(top, followlinks=True, onerror=lambda _: folders.append(""))
@@ -642,7 +642,7 @@ def _list_files(top: str, endings: Endings) -> tuple[list[str], list[str]]:
         folders.append(folder)
         prefix = os.path.join(folder, "")
         paths += [prefix + name for name in sorted(names) if name.lower().endswith(endings)]
-    return folders, paths
+    return paths
 
 
 # A listing that had to wait, as on a network file system, is kept in the user's cache folder: a
@@ -667,7 +667,7 @@ def _read_listing(kept: Path) -> list[list[str]] | None:
 
 
 def _write_listing(
-    kept: Path, folders: Iterable[str], paths: Sequence[Sequence[str]], settled_s: float
+    kept: Path, folders: list[str], paths: Sequence[Sequence[str]], settled_s: float
 ) -> None:
     """Keep it, unless a folder has changed lately, and so might have behind the listing.
 
@@ -678,7 +678,7 @@ def _write_listing(
         if not min(changed.values()) < max(changed.values()) < settled_s * 1e9:
             return
         header = json.dumps({"changed": changed, "counts": list(map(len, paths))})
-        names = [os.fsencode(path) for path in itertools.chain.from_iterable(paths)]
+        names = map(os.fsencode, itertools.chain.from_iterable(paths))
         Place(kept.parent).write(kept.name, b"\0".join([header.encode(), *names, b""]))
 
 

@@ -243,18 +243,17 @@ class Place:
 
     # Writing
 
-    def write(self, name: str, data: bytes | memoryview) -> None:
+    def write(self, name: str, data: bytes) -> None:
         """Make these bytes the file, at once and for good: nobody sees half of it."""
-        self._submit("pipe_file", name, bytes(data)).result()
+        self._submit("pipe_file", name, data).result()
 
     def upload(self, name: str, path: Path) -> None:
         """Make a copy of a file of this machine the file of that name, behind a URL."""
         self._submit("put_file", name, source=(str(path),)).result()
 
-    def remove(self, *names: str) -> None:
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):
-                self._submit("rm_file", name).result()
+    def remove(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._submit("rm_file", name).result()
 
     # The client
 
@@ -274,8 +273,8 @@ class Place:
         return _CLIENTS[key]
 
     def _path(self, client: Any, name: str) -> str:
-        root = client._strip_protocol(self.url).rstrip("/")
-        return "/".join(part for part in (root, name) if part)
+        root: str = client._strip_protocol(self.url).rstrip("/")
+        return f"{root}/{name}" if name else root
 
     def _submit(
         self,
@@ -296,7 +295,12 @@ class Place:
 
         async def request(again: str = "") -> Any:
             try:
-                answer = _call(client, method, *arguments, **options)
+                if method in ("find", "ls", "info"):
+                    client.invalidate_cache()  # of another's listings
+                if client.async_impl:
+                    answer = getattr(client, f"_{method}")(*arguments, **options)
+                else:
+                    answer = asyncio.to_thread(getattr(client, method), *arguments, **options)
                 return then(await asyncio.wait_for(answer, ATTEMPT_S))
             except FileNotFoundError:
                 raise FileNotFoundError(f"{url} is not there") from None
@@ -330,14 +334,6 @@ class Place:
             if is_text and not text.startswith(("http://", "https://")):
                 said = said.replace(text, "***")
         return f"{type(problem).__name__}: {said.rstrip('.')}"
-
-
-async def _call(client: Any, method: str, *arguments: Any, **options: Any) -> Any:
-    if method in ("find", "ls", "info"):
-        client.invalidate_cache()  # of another's listings
-    if client.async_impl:
-        return await getattr(client, f"_{method}")(*arguments, **options)
-    return await asyncio.to_thread(getattr(client, method), *arguments, **options)
 
 
 class _SizeError(OSError):

@@ -135,7 +135,8 @@ def test_files_are_written_to_s3(s3: MotoS3, tmp_path: Path) -> None:
         ("small", 5),
     ]
     assert place.submit("small", 1, 3).result() == b"th"
-    place.remove("small", "large", "none")
+    for name in ("small", "large", "none"):
+        place.remove(name)
     assert place.find().result() == {}
 
 
