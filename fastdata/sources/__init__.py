@@ -381,9 +381,8 @@ def read_manifest(
     names = list(dict.fromkeys(name for name in (file, *labels, id) if name is not None))
     folder = ""
     if isinstance(manifest, str | os.PathLike):
-        title, text = _read_text(manifest, storage_options)
-        table = _read_csv(title, text, names)
-        folder = os.path.dirname(title)
+        table = _read_csv(manifest, names, storage_options)
+        folder = os.path.dirname(table.title)
     elif hasattr(manifest, "columns"):  # a frame of pandas or Polars
         title = f"the {type(manifest).__name__}"
         _check_columns(title, list(manifest.columns), names)
@@ -412,8 +411,7 @@ def read_manifest(
     return Manifest(paths, targets, classes)
 
 
-def _read_text(path: AnyPath, storage_options: StorageChoice) -> tuple[str, str]:
-    """The path or URL of a CSV file, and what is in it."""
+def _read_csv(path: AnyPath, names: list[str], storage_options: StorageChoice) -> _Table:
     title = os.path.expanduser(os.fsdecode(path))
     if is_url(title):
         place = Place(title, storage_options)
@@ -422,12 +420,9 @@ def _read_text(path: AnyPath, storage_options: StorageChoice) -> tuple[str, str]
     else:
         data = Path(title).read_bytes()
     try:
-        return title, data.decode("utf-8-sig")
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError as problem:
         raise ValueError(f"{title} is no text in UTF-8 ({problem}). Save it as such.") from problem
-
-
-def _read_csv(title: str, text: str, names: list[str]) -> _Table:
     rows = csv.reader(io.StringIO(text, newline=""))
     header = next(rows, [])
     _check_columns(title, header, names)

@@ -305,9 +305,10 @@ class TarSamples(_Samples):
             for key, suffix, info in _members(tar):  # noqa: B007  # all have one key
                 contents[suffix] = data[info.offset_data : info.offset_data + info.size]
         names = _pair_of(list(contents)) if self._columns is None else self._columns
-        item = {
-            name: key if name == "__key__" else _decode_file(name, contents[name]) for name in names
-        }
+        item = {}
+        for name in names:
+            decode = _DECODERS.get(name.rpartition(".")[2], bytes)
+            item[name] = key if name == "__key__" else decode(contents[name])
         return tuple(item.values()) if self._columns is None else item
 
 
@@ -331,10 +332,6 @@ def _members(tar: tarfile.TarFile) -> Iterator[tuple[str, str, tarfile.TarInfo]]
         name = re.fullmatch(r"(?!(?:.*/)?__[^/]*__[/.])((?:.*/)?[^./]+)\.([^/]+)", info.name)
         if info.isreg() and name is not None:
             yield name[1], name[2].lower(), info
-
-
-def _decode_file(suffix: str, content: bytes) -> Any:
-    return _DECODERS.get(suffix.rpartition(".")[2], bytes)(content)
 
 
 # Parquet and Arrow
