@@ -219,7 +219,7 @@ def test_manifest_with_names_numbers_the_sorted_classes(tmp_path: Path) -> None:
     """Names become positions in their sorted order; root= and other column names are respected."""
     path = write(tmp_path / "m.csv", "path,x,kind\n1.jpg,,dog\n2.jpg,,cat\n3.jpg,,dog\n")
     manifest = read_manifest(path, root="/r", file="path", label="kind")
-    assert manifest == (["/r/1.jpg", "/r/2.jpg", "/r/3.jpg"], [1, 0, 1], ["cat", "dog"])
+    assert manifest == (["/r/1.jpg", "/r/2.jpg", "/r/3.jpg"], [1, 0, 1], {"cat": 0, "dog": 1})
 
 
 def test_manifest_with_a_decimal_point_has_floats(tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_manifest_passes_ids_through(tmp_path: Path) -> None:
     assert list(read_manifest(path, label=None).targets) == [0, 1]
     assert list(read_manifest(path, label=None, id="id").targets) == ["007", "x"]
     assert list(read_manifest(path, label=None, id="file").targets) == ["a.jpg", "b.jpg"]
-    assert read_manifest(path, id="id")[1:] == ([(1, "007"), (0, "x")], ["ant", "cat"])
+    assert read_manifest(path, id="id")[1:] == ([(1, "007"), (0, "x")], {"ant": 0, "cat": 1})
 
 
 def test_manifest_from_a_frame_is_that_of_its_csv(tmp_path: Path) -> None:

@@ -393,13 +393,10 @@ class ImageManifest(_ImageFiles):
         if is_path:
             is_beside = Place(beside).url == Place(self.root).url
             self._list_name = os.path.basename(manifest) if is_beside else Place(manifest).url
-        classes = (
-            None if listed.classes is None else {name: i for i, name in enumerate(listed.classes)}
-        )
         self._build_files(
             listed.paths,
             listed.targets,
-            classes,
+            listed.class_to_idx,
             loader,
             chosen,
             transform,

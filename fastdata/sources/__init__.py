@@ -340,11 +340,11 @@ _MISSING = ("None", "nan", "NaT", "<NA>")
 
 
 class Manifest(NamedTuple):
-    """Samples that a user lists; ``classes`` is None where no labels are names."""
+    """Samples that a user lists; ``class_to_idx`` is None where no labels are names."""
 
     paths: list[str]
     targets: Any
-    classes: list[str] | None
+    class_to_idx: dict[str, int] | None
 
 
 class _Table(NamedTuple):
@@ -399,16 +399,16 @@ def read_manifest(
         for path in table.texts(file)
     ]
     targets: Any = range(len(paths))
-    classes = None
+    class_to_idx = None
     if isinstance(label, str):
-        targets, classes = _read_labels(table, label)
+        targets, class_to_idx = _read_labels(table, label)
     elif labels:
         targets = _read_vectors(table, labels)
     if id is not None:
         table.texts(id)  # none is missing
         ids = table.columns[id]
         targets = list(zip(targets, ids, strict=True)) if labels else ids
-    return Manifest(paths, targets, classes)
+    return Manifest(paths, targets, class_to_idx)
 
 
 def _read_csv(path: AnyPath, names: list[str], storage_options: StorageChoice) -> _Table:
@@ -474,8 +474,8 @@ def _read_list(samples: Iterable[Any], names: list[str]) -> _Table:
     )
 
 
-def _read_labels(table: _Table, label: str) -> tuple[Any, list[str] | None]:
-    """Targets, and the class names where labels are names."""
+def _read_labels(table: _Table, label: str) -> tuple[Any, dict[str, int] | None]:
+    """Targets, and the numbers of classes where labels are names."""
     values = table.columns[label]
     if np.ndim(values[0]):
         vectors = torch.tensor(list(map(_plain, values)))
@@ -492,9 +492,8 @@ def _read_labels(table: _Table, label: str) -> tuple[Any, list[str] | None]:
             f"{table.row} {table.numbers[number]} is a number. Write all labels as numbers or all "
             "as names, such as 'class_7'."
         )
-    classes = sorted(set(texts))
-    numbers = {name: number for number, name in enumerate(classes)}
-    return [numbers[name] for name in texts], classes
+    class_to_idx = {name: number for number, name in enumerate(sorted(set(texts)))}
+    return [class_to_idx[name] for name in texts], class_to_idx
 
 
 def _plain(value: Any) -> Any:
