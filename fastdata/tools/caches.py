@@ -70,7 +70,7 @@ def export_cache(
         ValueError: samples are no images, or their targets cannot be kept so; says which.
 
     Example:
-        >>> import tempfile
+        >>> import tempfile, torch
         >>> squares = [(torch.full((3, 4, 4), i, dtype=torch.uint8), i * i) for i in range(3)]
         >>> with tempfile.TemporaryDirectory() as root:
         ...     cache, tars = f"{root}/cache", f"{root}/tars"
