@@ -598,5 +598,5 @@ def _encode(coder: Decoder | None, expected: Forecast, part: int) -> list[memory
     if len(expected.parts) > 1:
         raise ValueError("samples have several parts")
     assert isinstance(source, FileSource)
-    files = source.as_bytes()
-    return [memoryview(files.read(read.number)[0]) for read in expected.probed]
+    numbers = [read.number for read in expected.probed]
+    return [memoryview(data) for data in source.read_files(numbers)]

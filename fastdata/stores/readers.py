@@ -347,13 +347,12 @@ class KeptSamples(Layout):
 
     Args:
         stores: one for each part.
-        table: of the targets that are no parts; or what has its ``has_paths``, ``path``,
-            ``target``, ``collated_targets``, ``close`` and length.
+        table: of the targets that are no parts.
         shared_by: tells other ranks of the machine where they lie.
     """
 
     stores: tuple[Store, ...]
-    table: SampleTable | Any
+    table: SampleTable
     opening = None
     is_remote = False
     shared_by: Leader | None = None

@@ -464,8 +464,8 @@ class Writer:
         """Give up what was written, a file on disk included. Idempotent."""
         self.file.close()
         self.index.close()
-        if isinstance(self.file, DiskFile):
-            self.file.path.unlink(missing_ok=True)
+        if self.plan.path is not None:
+            self.plan.path.unlink(missing_ok=True)
 
 
 _Opened = TypeVar("_Opened", bound="Store | Writer | Block")
