@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastdata.errors import CacheError, MemoryBudgetError, RemoteError, SampleError
+from fastdata.errors import AnyPath, CacheError, MemoryBudgetError, RemoteError, SampleError
 from fastdata.machine.memory import StoragePlan, format_bytes, user_cache
 from fastdata.machine.shared import ArrayBlock, PackedPaths, SampleTable, target_columns
 from fastdata.pixels.images import Array
@@ -57,7 +57,6 @@ _MOST_SAMPLE_BYTES = 1 << 36
 
 Columns = dict[str, Any]
 """Of an index by name: arrays; of JSON what it says."""
-LocalCache = str | os.PathLike[str] | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -310,7 +309,7 @@ class Cache:
     # Serving
 
     def open_part(
-        self, number: int, decoder: Decoder | None, local_cache: LocalCache = None
+        self, number: int, decoder: Decoder | None, local_cache: AnyPath | None = None
     ) -> DiskStore:
         """Map the files of a part; CacheError where one is missing or has another size."""
         spec = self.manifest.parts[number].spec
@@ -327,7 +326,7 @@ class Cache:
         )
 
     def serve(
-        self, known: Sequence[Decoder], table: SampleTable, local_cache: LocalCache = None
+        self, known: Sequence[Decoder], table: SampleTable, local_cache: AnyPath | None = None
     ) -> Prepared:
         """Map all samples.
 
@@ -368,7 +367,7 @@ def _coder_of(place: Place, part: StoredPart, known: Sequence[Decoder]) -> Decod
         ) from unknown
 
 
-def mirror_folder(local_cache: LocalCache) -> Path:
+def mirror_folder(local_cache: AnyPath | None) -> Path:
     """Where caches behind URLs are kept: by default in the user's cache folder."""
     return Path(local_cache or user_cache() / "remote").expanduser().absolute()
 
@@ -376,9 +375,7 @@ def mirror_folder(local_cache: LocalCache) -> Path:
 # Opened without the dataset that it was made from
 
 
-def find_cache(
-    path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
-) -> Place:
+def find_cache(path: AnyPath, storage_options: Mapping[str, Any] | None = None) -> Place:
     """The cache that a path or URL means: itself, or the only one in it.
 
     Raises:
@@ -412,7 +409,7 @@ def cache_places(home: Place) -> list[Place]:
 
 
 def open_cache(
-    place: Place, *, as_tensors: bool = False, local_cache: LocalCache = None
+    place: Place, *, as_tensors: bool = False, local_cache: AnyPath | None = None
 ) -> tuple[Prepared, Manifest]:
     """Map a cache and all that it knows of its samples; also gives its manifest.
 

@@ -12,7 +12,6 @@ import hashlib
 import inspect
 import itertools
 import math
-import os
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -33,7 +32,7 @@ from typing import (
 
 import numpy as np
 
-from fastdata.errors import MemoryBudgetError, SampleError
+from fastdata.errors import AnyPath, MemoryBudgetError, SampleError
 from fastdata.machine import memory
 from fastdata.machine.memory import (
     Budget,
@@ -93,11 +92,11 @@ class Options:
     storage: Storage = "auto"
     codec: Any = "auto"
     resize: Bound | None = None
-    cache_dir: str | os.PathLike[str] | None = None
+    cache_dir: AnyPath | None = None
     cache_key: str | None = None
     memory_limit: int | float | str | None = None
     storage_options: Mapping[str, Any] | None = None
-    local_cache: str | os.PathLike[str] | None = None
+    local_cache: AnyPath | None = None
     seed: int | None = None
     on_error: OnError = "raise"
     prepare_workers: int | None = None
@@ -201,11 +200,11 @@ class DatasetOptions(TypedDict, total=False):
     storage: Storage
     codec: Any
     resize: Bound | None
-    cache_dir: str | os.PathLike[str] | None
+    cache_dir: AnyPath | None
     cache_key: str | None
     memory_limit: int | float | str | None
     storage_options: Mapping[str, Any] | None
-    local_cache: str | os.PathLike[str] | None
+    local_cache: AnyPath | None
     seed: int | None
     on_error: OnError
     prepare_workers: int | None

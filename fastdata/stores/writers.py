@@ -64,7 +64,7 @@ _FETCHED_AT_ONCE = 128
 ALIGN_BYTES = 64
 """Each raw sample of a shape of its own begins at a multiple of these."""
 _FIRST_BYTES = 64 << 20
-"""Of memory, set aside at once; and how many more at a time."""
+"""Set aside at once, which the others wait for; and how many more at a time."""
 _MORE_BYTES = 16 << 20
 _AT_ONCE = 16
 """Samples that are read together."""
@@ -371,9 +371,7 @@ class Writer:
         else:
             index["sizes"] = np.zeros(length, np.int64)
             index["shapes"] = np.zeros((length, part.dimensions), np.int32)
-            size_bytes = max(min(plan.first_bytes, plan.limit_bytes), 1)
-            if plan.path is None:
-                size_bytes = min(size_bytes, _FIRST_BYTES)
+            size_bytes = max(min(plan.first_bytes, plan.limit_bytes, _FIRST_BYTES), 1)
             index[_ENDS] = np.array([0, size_bytes])
         if plan.path is None:
             index["is_there"] = np.zeros(length, np.bool_)  # for ``LazyStore``
