@@ -583,6 +583,8 @@ def test_states_of_numpys_numbers_are_plain() -> None:
     loader.set_epoch(epoch)
     next(iter(loader))
     _through_json(loader.state_dict())
+    list(loader)
+    _through_json(loader.state_dict())
 
 
 def test_dropped_batches_do_not_count_in_torchs_loader() -> None:

@@ -446,7 +446,7 @@ class RankSampler(DistributedSampler[int]):
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that comes; one that was loaded goes on if it is the same."""
         if epoch != self.epoch:
-            self.epoch = epoch
+            self.epoch = operator.index(epoch)
             self.position = 0
             self.has_begun = False
         self.is_set = True
