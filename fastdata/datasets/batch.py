@@ -58,6 +58,9 @@ def positions(index_B: Array, length: int) -> Array:
 _READ_SALT = 0x72656164
 
 
+Collate = Callable[[Any], Any]
+
+
 class IndexBatch(list[int]):
     """The sample indices of one batch, and what the samples' random draws are made from.
 
@@ -311,7 +314,7 @@ class DrawKey(NamedTuple):
         """For what is drawn where the batch is read."""
         return self._replace(seed=self.seed ^ _READ_SALT)
 
-    def collated(self, collate_fn: Callable[[Any], Any], samples: Any) -> Any:
+    def collated(self, collate_fn: Collate, samples: Any) -> Any:
         # As a partial, with pad=, too.
         is_ours = getattr(collate_fn, "func", collate_fn) in (collate, default_collate)
         with nullcontext() if is_ours else BatchDraws(self):  # ours draw nothing
@@ -440,7 +443,7 @@ def as_channels_last(batch: Any) -> Any:
 class ChannelsLast:
     """A ``collate_fn`` whose batches come ``as_channels_last``."""
 
-    func: Callable[[Any], Any]  # named as a partial's, by which fastdata's own are known
+    func: Collate  # named as a partial's, by which fastdata's own are known
 
     def __call__(self, samples: Any) -> Any:
         return as_channels_last(self.func(samples))

@@ -64,6 +64,9 @@ if TYPE_CHECKING:
 
     from fastdata.stores.build import Listing
 
+    Described = tuple[str, Listing | None, str]
+    """For a cache: text, the same where samples are; their files and folder, if any."""
+
 
 class ReaderHandle:
     """A reader, for as long as the dataset that it is of is open; then None."""
@@ -304,8 +307,7 @@ class _Opened(Dataset[Any]):
         is_upright = "exif_transpose" in map(known_name, steps)
         self._serve(replace(old, prepared=prepared, after=after, is_upright=is_upright))
 
-    def _describe(self, source: Source) -> tuple[str, Listing | None, str]:
-        """For a cache: text, the same where samples are; their files and folder, if any."""
+    def _describe(self, source: Source) -> Described:
         raise NotImplementedError
 
     def _serve(self, stored: Stored) -> None:

@@ -40,6 +40,7 @@ from fastdata.stores.prepare import DatasetOptions, Options, read_options, with_
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
+    from fastdata.datasets.dataset import Described
     from fastdata.stores.build import Listing
 
 
@@ -156,7 +157,7 @@ class _ImageFiles(_Shown):
             self._place.listed = {}
         self._build(self._files_of(table), options, transform, target_transform, files=table)
 
-    def _describe(self, source: Source) -> tuple[str, Listing | None, str]:
+    def _describe(self, source: Source) -> Described:
         from fastdata.stores.build import list_paths
 
         root, table = os.fspath(self.root), self._stored.table
@@ -485,7 +486,7 @@ class CachedDataset(_Shown):
             _refuse_frozen_draws(dataset)
         self._build(source, chosen, transform, target_transform, prepare=prepare)
 
-    def _describe(self, source: Source) -> tuple[str, Listing | None, str]:
+    def _describe(self, source: Source) -> Described:
         cache_key = self._stored.options.cache_key
         assert isinstance(source, DatasetSource)
         listing, root = _list_files(source)

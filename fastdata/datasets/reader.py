@@ -500,6 +500,9 @@ class Reader:
 # From how samples were prepared and the user's transform to a reader
 
 
+Compiled = tuple[TransformPlan, tuple[Column, ...]]
+
+
 def compile_reader(
     stored: Stored,
     *,
@@ -520,7 +523,7 @@ def compile_reader(
     elif stored.kept is not None:
         plan, columns = _compile_kept(stored, stored.kept, transform)
     elif (decoding := _compile_files(stored, transform)) is not None:
-        is_upright, plan, columns = decoding
+        is_upright, (plan, columns) = decoding
         beforehand = ()
     else:
         known: Any = "last" if stored.options.batch_ops else "off"
@@ -550,9 +553,7 @@ def _column(plan: TransformPlan, spec: SampleSpec, shape: tuple[int, ...]) -> Co
     return _unread_column(plan)._replace(program=program, output=program.output(shape))
 
 
-def _compile_kept(
-    stored: Stored, kept: KeptSamples, transform: Any
-) -> tuple[TransformPlan, tuple[Column, ...]]:
+def _compile_kept(stored: Stored, kept: KeptSamples, transform: Any) -> Compiled:
     store = kept.images
     spec, shape = store.spec, store.shape(0)
     is_image = len(shape) == 3
@@ -583,9 +584,7 @@ def _compile_kept(
         return plan, tuple(_column(view, spec, shape) for view in plan.each)
 
 
-def _compile_files(
-    stored: Stored, transform: Any
-) -> tuple[bool, TransformPlan, tuple[Column, ...]] | None:
+def _compile_files(stored: Stored, transform: Any) -> tuple[bool, Compiled] | None:
     """What makes batches of files as they are read, by all steps; None where that cannot be."""
     opening = stored.samples.opening
     if opening is None or opening.channels is None or core.obstacle() is not None:
@@ -604,12 +603,10 @@ def _compile_files(
     columns = tuple(_column(view, _DECODED, (3, 1, 1)) for view in plan.each)
     if not all(column.output for column in columns):
         return None
-    return is_upright or opening.is_upright, plan, columns
+    return is_upright or opening.is_upright, (plan, columns)
 
 
-def _compile_pairs(
-    stored: Stored, transforms: PairStep
-) -> tuple[TransformPlan, tuple[Column, ...]]:
+def _compile_pairs(stored: Stored, transforms: PairStep) -> Compiled:
     """Of what takes sample and target: one column of images and one of masks."""
     kept = stored.kept
     obstacle = core.obstacle() if stored.options.batch_ops else "batch_ops=False"

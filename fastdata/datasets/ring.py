@@ -35,6 +35,7 @@ from torch.utils.data import Subset, get_worker_info
 from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils.worker import _worker_loop
 
+from fastdata.datasets.batch import Collate
 from fastdata.datasets.batch import collate as default_collate
 from fastdata.datasets.reader import ALIGN_BYTES, Loan, fresh
 from fastdata.errors import MemoryBudgetError, StoreGoneError
@@ -141,7 +142,7 @@ class WorkerRing:
         memory = None if self._filled is None else self._filled.reserve(size_bytes)
         return memory or fresh(size_bytes)
 
-    def send(self, collate: Callable[[Any], Any], samples: Any) -> SentBatch:
+    def send(self, collate: Collate, samples: Any) -> SentBatch:
         if self._filled is None:
             self._begin()
         try:
@@ -169,7 +170,7 @@ class WorkerRing:
             self._filled.lent = None
             self._filled = None
 
-    def _collate(self, collate: Callable[[Any], Any], samples: Any) -> Any:
+    def _collate(self, collate: Collate, samples: Any) -> Any:
         """Collate; torch's ``default_collate`` stacks tensors straight into the slot."""
         functions: Any = torch_collate.default_collate_fn_map
         torchs = torch_collate.collate_tensor_fn
