@@ -246,7 +246,13 @@ def collate(samples: list[Any], *, pad: float | None = None) -> Any:
         return [Padded(images, sizes), targets]
     first = samples[0]
     if isinstance(first, Mapping):
-        key = _image_key(first)
+        keys = [key for key, it in first.items() if isinstance(it, torch.Tensor) and it.ndim == 3]
+        if len(keys) != 1:
+            raise TypeError(
+                "pad= needs one image, a tensor (C, H, W), in each sample, and finds "
+                f"{keys} among {list(first)}"
+            )
+        [key] = keys
         batch = default_collate([{**sample, key: 0} for sample in samples])
         return batch | {key: _pad([sample[key] for sample in samples], pad)}
     if isinstance(first, (list, tuple)):
@@ -254,18 +260,6 @@ def collate(samples: list[Any], *, pad: float | None = None) -> Any:
         batch[0] = _pad([sample[0] for sample in samples], pad)
         return type(first)(*batch) if hasattr(first, "_fields") else batch
     return _pad(samples, pad)
-
-
-def _image_key(sample: Mapping[Any, Any]) -> Any:
-    images = [
-        key for key, value in sample.items() if isinstance(value, torch.Tensor) and value.ndim == 3
-    ]
-    if len(images) != 1:
-        raise TypeError(
-            f"pad= needs one image, a tensor (C, H, W), in each sample, and finds {images} among "
-            f"{list(sample)}"
-        )
-    return images[0]
 
 
 def _pad(images: list[Any], value: float) -> Padded:

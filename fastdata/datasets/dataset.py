@@ -168,7 +168,7 @@ class _Opened(Dataset[Any]):
         Batches already served stay valid, and a batch that is being read is read to its end. An
         epoch that runs ends with StoreGoneError.
         """
-        for handle in {*self._handles, self._handle}:
+        for handle in set(self._handles):
             handle.reader = None  # the memory goes with the last batch that is being read from it
         self._let_go(replace(self._stored, source=None, files=None))
         self._epoch = None

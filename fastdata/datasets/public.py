@@ -474,7 +474,8 @@ class CachedDataset(_Shown):
         chosen = read_options(CachedDataset, options, self._writing)
         chosen_columns = None if columns is None else chosen_keys(columns)
         self._pair_transform = _checked(transforms, transform, target_transform)
-        if _are_paths(dataset):
+        each = dataset if isinstance(dataset, list) and dataset else [dataset]
+        if all(isinstance(path, (str, os.PathLike)) for path in each):
             # 20 ms, which only files of others take.
             from fastdata.sources.formats import open_dataset
 
@@ -563,8 +564,6 @@ class CachedDataset(_Shown):
         dataset.root = manifest.root
         dataset._serve(
             Stored(
-                source=None,
-                files=None,
                 options=Options(seed=seed, batch_ops=batch_ops),
                 prepared=prepared,
                 after=(0, "", ""),
@@ -599,11 +598,6 @@ def _checked(transforms: Any, transform: Any, target_transform: Any) -> Any:
     return transforms
 
 
-def _are_paths(dataset: Any) -> bool:
-    each = dataset if isinstance(dataset, list) and dataset else [dataset]
-    return all(isinstance(path, (str, os.PathLike)) for path in each)
-
-
 _USUAL_NAMES = ("transforms", "transform", "target_transform")
 
 
@@ -617,7 +611,7 @@ def _refuse_frozen_draws(dataset: Any) -> None:
         if drawn and name in _USUAL_NAMES:
             random[text] = None
         # Under another name it may stay unused; labels are renamed, not augmented.
-        elif drawn or (drawn is None and name != "target_transform"):
+        elif drawn or (drawn is None and name in ("transforms", "transform", "set_transform")):
             unknown[text] = None
     if random:
         raise ValueError(
@@ -647,11 +641,11 @@ def _own_steps(dataset: Any) -> Iterator[tuple[str, str, Any]]:
     shown = getattr(dataset, "format", None)
     if isinstance(shown, dict) and shown.get("type") == "custom":  # Hugging Face's
         calls["set_transform"] = shown.get("format_kwargs", {}).get("transform")
-    owner = type(dataset).__name__
-    yield from ((owner, name, step) for name, call in calls.items() for step in flatten(call))
     for name, call in getattr(dataset, "__dict__", {}).items():
         if name not in _USUAL_NAMES and callable(call):
-            yield from ((owner, name, step) for step in flatten(call) if is_random(step))
+            calls[name] = call
+    owner = type(dataset).__name__
+    yield from ((owner, name, step) for name, call in calls.items() for step in flatten(call))
     parts = getattr(dataset, "datasets", None)
     parts = list(parts.values()) if isinstance(parts, dict) else parts
     each = parts if isinstance(parts, (list, tuple)) else ()

@@ -101,11 +101,11 @@ class Stored:
     """How the samples of a dataset were prepared.
 
     Attributes:
+        options: of the dataset.
+        prepared: what is kept, and why.
         source: what samples are read from, to prepare them again; copies in other processes may not
             know it where samples are kept.
         files: paths and targets, where they are known beforehand.
-        options: of the dataset.
-        prepared: what is kept, and why.
         first_steps: the dataset's ``prepare=`` and ``resize=``, which run before the transform.
         after: how many leading steps of the transform samples are stored after, or did not fit
             after, their key, and their text for errors; None before they are prepared.
@@ -113,10 +113,10 @@ class Stored:
         is_remote: whether samples that are not kept are fetched from behind a URL.
     """
 
-    source: Source | None
-    files: SampleTable | None
     options: Options
     prepared: Prepared
+    source: Source | None = None
+    files: SampleTable | None = None
     first_steps: tuple[Step, ...] = ()
     after: tuple[int, str, str] | None = None
     is_upright: bool = False
