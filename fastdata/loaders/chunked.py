@@ -174,10 +174,9 @@ class ChunkSampler(RankSampler):
 
     def find_ranks(self) -> None:
         super().find_ranks()
-        if self.num_replicas != self._order.identity["world_size"]:
-            self._order = self._make(world_size=self.num_replicas)
-            self.order_length = self._order.num_samples
-            super().find_ranks()
+        self._order = self._make(world_size=self.num_replicas)
+        self.order_length = self._order.num_samples
+        super().find_ranks()
 
     def _waited_for(self, indices: Iterator[int], samples: Int64s) -> Iterator[int]:
         if self._hold is None:
