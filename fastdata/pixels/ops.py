@@ -74,7 +74,7 @@ def choice(
 ) -> Op:
     """One of several sequences of ops; of each is told where in [0, 1) its share ends."""
     weights = [1.0] * len(sequences) if weights is None else weights
-    ends = np.cumsum(np.array(weights, np.float64))
+    ends = np.cumsum(weights, dtype=np.float64)
     shares = (ends / ends[-1]).tolist()
     return Op(code, at, children=tuple(map(sequence, sequences, shares)))
 

@@ -271,7 +271,7 @@ _Pair = tuple[Program, Array]
 
 
 def _keys(seed: int, visits_B: int | Int64s, index_B: Int64s) -> core.Keys:
-    visits_B = np.zeros(len(index_B), np.int64) + visits_B
+    visits_B = np.full(len(index_B), visits_B, np.int64)
     return core.Keys(seed, visits_B, np.ascontiguousarray(index_B, np.int64))
 
 

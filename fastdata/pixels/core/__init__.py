@@ -83,12 +83,6 @@ class Table(ctypes.Structure):
     kept: tuple[Array, Array, Levels]
 
 
-class Refusal(ctypes.Structure):
-    """Why a sample was refused."""
-
-    _fields_ = _fields_of("Refusal")
-
-
 class Batch(ctypes.Structure):
     """What samples are served as: a table, and room for (B, channels, height, width).
 
@@ -107,6 +101,8 @@ class Jpeg(ctypes.Structure):
     library: ctypes.CDLL
 
 
+_Refusal = ctypes.c_int64 * 9
+"""As core.h has it: the reason, the program, the step, and numbers."""
 OP = _array_of("Op")
 STEP = _array_of("Step")
 LEVELS = _array_of("Levels")
@@ -173,14 +169,14 @@ class CoreError(Exception):
         numbers: what stands beside the reason in core.h.
     """
 
-    def __init__(self, place: int, refusal: Refusal) -> None:
+    def __init__(self, place: int, reason: int, program: int, step: int, *numbers: int) -> None:
         names = list(CONSTANTS)
-        self.reason = names[names.index("OK") + refusal.reason]
+        self.reason = names[names.index("OK") + reason]
         super().__init__(f"the compiled core refused sample {place} of a batch: {self.reason}")
         self.place = place
-        self.program: int = refusal.program
-        self.step: int = refusal.step
-        self.numbers: tuple[int, ...] = tuple(refusal.n)
+        self.program = program
+        self.step = step
+        self.numbers = numbers
 
 
 # JPEG files
@@ -290,7 +286,7 @@ def draw(
     Raises:
         CoreError: a step is not for such a sample.
     """
-    refusal = Refusal()
+    refusal = _Refusal()
     after_B3 = np.array(shapes_B3, np.int32, order="C")
     ops_BS = np.empty((len(after_B3), room), OP)
     most = load().fastdata_draw(
@@ -303,10 +299,10 @@ def draw(
         ops_BS.ctypes.data,
         room,
         is_probe,
-        ctypes.byref(refusal),
+        refusal,
     )
     if most < 0:
-        raise CoreError(-1 - most, refusal)
+        raise CoreError(-1 - most, *refusal)
     if most > room:
         return draw(table, keys, shapes_B3, room=most)
     return ops_BS[:, :most], after_B3
@@ -338,7 +334,7 @@ def serve(
             not in order.
         MemoryError: there is no memory for an image.
     """
-    refusal = Refusal()
+    refusal = _Refusal()
     place = load().fastdata_serve(
         samples.sources_B.ctypes.data,
         samples.shapes_B3.ctypes.data,
@@ -352,15 +348,15 @@ def serve(
         len(every),
         first,
         len(samples.sources_B) if last is None else last,
-        ctypes.byref(refusal),
+        refusal,
     )
     if place < 0:
         return
-    if refusal.reason == CONSTANTS["NO_MEMORY"]:
+    if refusal[0] == CONSTANTS["NO_MEMORY"]:
         raise MemoryError(
             f"there is no memory for the intermediate images of sample {place} of a batch"
         )
-    raise CoreError(place, refusal)
+    raise CoreError(place, *refusal)
 
 
 # Draws, as draw.c has them

@@ -213,8 +213,7 @@ typedef struct {
 
 /* Why a sample was refused, by which program of a batch and which step in its table; numbers stand beside each reason. */
 typedef struct {
-    int32_t reason, program, step, padding;
-    int64_t n[6];
+    int64_t reason, program, step, n[6];
 } Refusal;
 
 enum {

@@ -47,7 +47,7 @@ int64_t truncated(double value) {
 }
 
 bool deny(Drawing *d, const Step *step, int32_t reason, const int64_t *n, int count) {
-    d->refusal->reason = reason, d->refusal->step = (int32_t)(step - d->table->steps);
+    d->refusal->reason = reason, d->refusal->step = step - d->table->steps;
     for (int k = 0; k < count; k++) d->refusal->n[k] = n[k];
     return false;
 }

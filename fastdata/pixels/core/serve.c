@@ -616,7 +616,7 @@ static int serve_one(const Batch *batch, int64_t b, int64_t programs, Scratch *s
     const uint64_t key = sample_key(batch->seed, visit, index), turn = turn_of(visit, index);
     for (const Batch *each = batch; each; each = each->next, number++) {
         refusal->program = number;
-        if (!draw_sample(each, b, shape, key, turn, drawn + number, refusal)) return refusal->reason;
+        if (!draw_sample(each, b, shape, key, turn, drawn + number, refusal)) return (int)refusal->reason;
     }
     Image image = {.data = (uint8_t *)batch->sources_B[b], .channels = shape[0], .height = shape[1], .width = shape[2]};
     image.plane = batch->interleaved ? 1 : height * width;
@@ -662,7 +662,7 @@ EXPORT int64_t fastdata_serve(const uint8_t *const *sources_B, const int32_t *sh
         const int64_t values = (last - first) * each->channels * each->height * each->width;
         each->rows_B = rows_B, each->next = k + 1 < programs ? each + 1 : NULL;
         each->streams = values * ITEM_BYTES[each->table->values.dtype] > STREAMED_BYTES;
-        refusal->program = (int32_t)k, refusal->reason = REFUSED_TABLE;
+        refusal->program = k, refusal->reason = REFUSED_TABLE;
         if (!is_sound(each->table)) return first;
     }
     Scratch *scratch = borrow();
