@@ -13,7 +13,6 @@ import ctypes
 import functools
 import io
 import math
-import os
 import re
 import sys
 import threading
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeGuard
 import numpy as np
 import torch
 
-from fastdata.errors import kind_of
+from fastdata.errors import AnyPath, kind_of
 from fastdata.pixels import core
 from fastdata.pixels.core import Bytes, Int32s, Int64s
 
@@ -257,7 +256,7 @@ def jpeg_obstacle() -> str:
     return open_libjpeg()[1]
 
 
-def load_image(path: str | os.PathLike[str]) -> Image.Image:
+def load_image(path: AnyPath) -> Image.Image:
     """Open an image file as torchvision's default loader does: mode RGB."""
     with open(path, "rb") as stream:
         return _open(stream)

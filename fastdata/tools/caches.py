@@ -21,7 +21,7 @@ import numpy as np
 from torch.utils import _pytree as pytree
 
 from fastdata.datasets.public import CachedDataset, ImageFolder
-from fastdata.errors import CacheError, SampleError, counted, is_url, refuse_remote
+from fastdata.errors import AnyPath, CacheError, SampleError, counted, is_url, refuse_remote
 from fastdata.machine.memory import format_bytes, parse_bytes, usable_cores
 from fastdata.pixels.images import CenterCrop, encode_image
 from fastdata.report import progress_bar
@@ -40,8 +40,8 @@ _FOLDER_NAME = re.compile(r"(?!\.)[^/\\\0]+")
 
 
 def export_cache(
-    cache: str | os.PathLike[str],
-    out: str | os.PathLike[str],
+    cache: AnyPath,
+    out: AnyPath,
     *,
     to: Literal["webdataset", "folder"],
     image_format: ImageFormat = "png",
@@ -210,7 +210,7 @@ class Inspected(NamedTuple):
 
 
 def inspect_caches(
-    path: str | os.PathLike[str],
+    path: AnyPath,
     storage_options: Mapping[str, Any] | None = None,
     *,
     verify: bool = False,
