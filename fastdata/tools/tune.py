@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from statistics import fmean
 from typing import Any
@@ -255,23 +255,25 @@ def _cost(settings: Settings) -> tuple[float, float]:
     return workers, workers * settings.get("prefetch_factor", 2)
 
 
+@dataclass
 class _Judge:
     """Measures settings, remembers what it found, and says which of two wins."""
 
-    def __init__(self, dataset: Any, collate_fn: Any, deadline: float, bar: Any) -> None:
-        self.probes: list[Probe] = []
-        self._dataset = dataset
-        self._collate_fn = collate_fn
-        self._bar = bar
-        self._deadline = deadline
-        self._probe_s = min(1.0, max(0.2, (deadline - time.perf_counter()) / _PROBES))
-        self._sample_s, self._sample_bytes = apart(self._look, limit_s=None)
+    dataset: Any
+    collate_fn: Any
+    deadline: float
+    bar: Any
+    probes: list[Probe] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.probe_s = min(1.0, max(0.2, (self.deadline - time.perf_counter()) / _PROBES))
+        self.sample_s, self.sample_bytes = apart(self._look, limit_s=None)
 
     def _look(self) -> tuple[float, int]:
         """Seconds and bytes of a sample; what the dataset raises is the user's to see."""
-        self._dataset[0]
+        self.dataset[0]
         began = time.perf_counter()
-        tensors, _ = flatten(self._collate_fn([self._dataset[0]]))
+        tensors, _ = flatten(self.collate_fn([self.dataset[0]]))
         seconds = time.perf_counter() - began
         return seconds, sum(getattr(tensor, "nbytes", 0) for tensor in tensors)
 
@@ -300,12 +302,12 @@ class _Judge:
         """
         began = time.perf_counter()
         is_begun = len(self.probes) > 1
-        if is_begun and self._deadline - began < self._probe_s:
+        if is_begun and self.deadline - began < self.probe_s:
             raise TimeoutError
         rate = 0.0
         failed = ""
         try:
-            rate = self._measure(settings, self._deadline - began)
+            rate = self._measure(settings, self.deadline - began)
         except TimeoutError:
             raise
         except Exception as error:  # a user's dataset raises anything
@@ -313,25 +315,23 @@ class _Judge:
                 raise
             failed = f"{type(error).__name__}: {error}".partition("\n")[0]
         self.probes.append(Probe(settings, rate, failed))
-        self._bar.update(round(time.perf_counter() - began))
+        self.bar.update(round(time.perf_counter() - began))
 
     def _measure(self, settings: Settings, left_s: float) -> float:
         ahead = settings["num_workers"] * settings.get("prefetch_factor", 2)
-        need = (2 + ahead) * settings["batch_size"] * self._sample_bytes
+        need = (2 + ahead) * settings["batch_size"] * self.sample_bytes
         budget = budget_bytes(available_bytes())
         if need > budget.bytes:
             raise MemoryBudgetError(f"batches would take {format_bytes(need)}, but {budget}")
         options = _arguments(settings)
-        if not hasattr(self._dataset, "__getitems__"):
-            most = int(_BATCH_S / max(self._sample_s, 1e-9))
+        if not hasattr(self.dataset, "__getitems__"):
+            most = int(_BATCH_S / max(self.sample_s, 1e-9))
             options["batch_size"] = min(options["batch_size"], max(1, most))
-        order = shuffled(self._dataset, len(self.probes))
+        order = shuffled(self.dataset, len(self.probes))
 
         def work() -> float:
-            loader = DataLoader(
-                self._dataset, sampler=order, collate_fn=self._collate_fn, **options
-            )
-            return measure(loader, seconds=self._probe_s, limit_s=left_s)
+            loader = DataLoader(self.dataset, sampler=order, collate_fn=self.collate_fn, **options)
+            return measure(loader, seconds=self.probe_s, limit_s=left_s)
 
         return apart(work, limit_s=left_s + _GRACE_S)
 
