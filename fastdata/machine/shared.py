@@ -93,8 +93,7 @@ class Block:
         if portable:
             block = cls(*_open_temporary(), is_owner=True)
         else:
-            flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-            block = cls(os.memfd_create("fastdata", flags), None)
+            block = cls(os.memfd_create("fastdata", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), None)
         try:
             block.resize(size_bytes, at_once=True)
         except BaseException:
@@ -280,8 +279,7 @@ def _release(fd: int, path: Path | None, creator_pid: int) -> None:
 
 def _change_lock(fd: int, kind: int, start: int, size: int) -> None:
     """Lock bytes for an open file description, fcntl(2), once they are free; or give them up."""
-    request = struct.pack("hhqqi4x", kind, os.SEEK_SET, start, size, 0)
-    fcntl.fcntl(fd, fcntl.F_OFD_SETLKW, request)
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLKW, struct.pack("hhqqi4x", kind, os.SEEK_SET, start, size, 0))
 
 
 class ArrayBlock(dict[str, np.ndarray]):

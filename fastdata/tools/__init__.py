@@ -132,8 +132,8 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 def keep(document: dict[str, Any], options: argparse.Namespace) -> None:
     """Write the figures, if they were asked for, with the versions and the machine."""
     if options.json:
-        facts = {"versions": versions(), "machine": machine_facts()}
-        options.json.write_text(json.dumps(document | facts, indent=2, default=str) + "\n", "utf-8")
+        document |= {"versions": versions(), "machine": machine_facts()}
+        options.json.write_text(json.dumps(document, indent=2, default=str) + "\n", "utf-8")
         print(f"figures: {options.json}")
 
 
