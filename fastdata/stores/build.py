@@ -229,7 +229,7 @@ def _fingerprint(*data: str | bytes | Array) -> str:
     digest = hashlib.sha256()
     for each in data:
         if isinstance(each, np.ndarray):
-            each = np.ascontiguousarray(each).tobytes()
+            each = each.tobytes()
         digest.update(os.fsencode(each))
     return digest.hexdigest()
 

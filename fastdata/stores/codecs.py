@@ -232,8 +232,8 @@ def undo_filter(filtered: Bytes, layout: Layout, chosen: int, out: Bytes) -> Non
         filtered = _join(filtered, lane)
     words = filtered.view(_WORD).reshape(layout.words)
     if chosen & LEFT and lane < _WORD_BYTES:
-        ones = sum(1 << shift for shift in range(0, 64, 8 * lane))  # 1 in each element of a word
-        words *= np.uint64(ones)
+        # 1 in each element of a word.
+        words *= np.uint64(0xFFFF_FFFF_FFFF_FFFF // ((1 << 8 * lane) - 1))
     if chosen & ABOVE:
         np.add.accumulate(words, axis=1, out=words)
     if filtered.ctypes.data != out.ctypes.data:
@@ -247,7 +247,7 @@ def undo_filter(filtered: Bytes, layout: Layout, chosen: int, out: Bytes) -> Non
 
 
 def _bias(lane: int) -> Any:
-    return np.dtype(f"<u{lane}").type(sum(0x80 << shift for shift in range(0, 8 * lane - 8, 8)))
+    return np.dtype(f"<u{lane}").type(int.from_bytes(b"\x80" * (lane - 1), "little"))
 
 
 def _join(split: Bytes, lane: int) -> Bytes:

@@ -475,7 +475,7 @@ def _key(expected: Forecast, options: Options, table: SampleTable | None, by: Se
         words += [_describe(source.dataset, name), source.columns]
     digest = hashlib.blake2b(digest_size=16)
     for column in () if table is None else table.columns.values():
-        digest.update(np.ascontiguousarray(column).data)
+        digest.update(column.tobytes())
     for read in expected.probed:
         words += [read.number, read.target]
         for array, _ in read.parts:

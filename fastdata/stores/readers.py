@@ -19,6 +19,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -237,9 +238,8 @@ class DiskStore(Store):
 
     def heaviest_bytes(self, samples: int) -> float:
         """The mean size of those so many neighbours that are the heaviest."""
-        ends = np.concatenate(([0], np.cumsum(self._sizes)))
         samples = min(samples, len(self))
-        return float((ends[samples:] - ends[: len(ends) - samples]).max() / samples)
+        return float(np.convolve(self._sizes, np.ones(samples), "valid").max() / samples)
 
     def ensure(self, index_B: Array) -> None:
         checked = self.index["checked"]
@@ -434,11 +434,13 @@ class DiskFile(Block):
 
     path: Path
 
-    def __init__(self, fd: int, path: Path, *, is_sealed: bool = False) -> None:
-        super().__init__(fd, path, is_sealed=is_sealed)
-        # The pages that brought pieces begin or end in, how often: two may share one. Threads may
-        # miscount one, which is then dropped early and read again.
-        self._borders: Counter[int] = Counter()
+    @cached_property
+    def _borders(self) -> Counter[int]:
+        """The pages that brought pieces begin or end in, how often: two may share one.
+
+        Threads may miscount one, which is then dropped early and read again.
+        """
+        return Counter()
 
     @classmethod
     def reserve(cls, path: Path, size_bytes: int) -> DiskFile:
