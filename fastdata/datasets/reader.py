@@ -619,7 +619,7 @@ def _compile_pairs(stored: Stored, transforms: PairStep) -> Compiled:
     if kinds != ("uint8", "uint8", "mask", 3) or shapes[1][:-2] not in ((), (1,)):
         obstacle = (
             "only uint8 images with a uint8 tv_tensors.Mask of one channel are served, "
-            f"not {shapes[0]} with {shapes[1]}"
+            f"not {image.spec.dtype} {shapes[0]} with {mask.spec.dtype} {shapes[1]}"
         )
     differ = (image.shapes[:, -2:] != mask.shapes[:, -2:]).any(axis=1)
     if obstacle is None and differ.any():
