@@ -236,7 +236,7 @@ def is_reforming(step: Any) -> bool:
 def is_random(step: Any) -> bool | None:
     """Whether a step draws at random; None where that is not known."""
     if type(step) is Views:
-        drawn = {is_random(each) for transform in step.transforms for each in flatten(transform)}
+        drawn = set(map(is_random, flatten(step.transforms)))
         return True if True in drawn else None if None in drawn else False
     name = known_name(step)
     if name is None:

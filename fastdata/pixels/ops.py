@@ -18,7 +18,7 @@ import torch
 from fastdata.errors import ChannelsError, counted
 from fastdata.pixels import core
 from fastdata.pixels.compose import is_v2
-from fastdata.pixels.core import CONSTANTS, Array, Float64s, Levels
+from fastdata.pixels.core import CONSTANTS, Float64s, Levels
 from fastdata.pixels.images import Form, pillow_chooses_order, tensor_class
 
 Fill = tuple[float, ...]
@@ -373,23 +373,3 @@ def _torch_resizes_fast() -> bool:
     """Whether torch has a fast kernel for uint8; v2 takes float32 where it has not."""
     is_arm = platform.machine() in ("aarch64", "arm64")
     return is_arm or torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-
-
-def solve_perspectives(ops_BS: Array) -> Float64s:
-    """Coefficients (B, S, 8) of what is done to samples, where that is a perspective.
-
-    As ``_get_perspective_coeffs`` of torchvision's transforms/functional.py, all in one call:
-    another solver's last bits move pixels, as what it gives is rounded to float32.
-    """
-    solved_BS8 = np.zeros((*ops_BS.shape, 8))
-    is_warp_BS = ops_BS["code"] == CONSTANTS["OP_PERSPECTIVE"]
-    equations_P89 = torch.from_numpy(core.equations(ops_BS[is_warp_BS]))
-    try:
-        found = torch.linalg.lstsq(equations_P89[..., :8], equations_P89[..., 8:], driver="gels")
-    except torch.linalg.LinAlgError as cause:  # type: ignore[attr-defined]
-        raise ValueError(
-            "RandomPerspective drew corners that lie on a line, as torchvision's does of small "
-            "images. Use larger ones or a smaller distortion_scale."
-        ) from cause
-    solved_BS8[is_warp_BS] = found.solution[..., 0].float()
-    return solved_BS8

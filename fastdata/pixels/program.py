@@ -18,7 +18,7 @@ import torch
 from fastdata.pixels import core
 from fastdata.pixels.core import Array, Int32s, Int64s
 from fastdata.pixels.images import OpenedImages, SampleSpec, Scratch
-from fastdata.pixels.ops import Op, compiled, flattened, refusal_of, solve_perspectives
+from fastdata.pixels.ops import Op, compiled, flattened, refusal_of
 
 Shape = tuple[int, ...]
 
@@ -260,7 +260,7 @@ class Program:
         batch = core.Batch(*addresses, *(1, *out.shape[1:])[-3:], is_last)
         batch.kept = [table]
         if self._has_perspectives:
-            solved_BS8 = solve_perspectives(self._draw(keys, shapes_B3)[0])
+            solved_BS8 = core.solve_perspectives(self._draw(keys, shapes_B3)[0])
             batch.kept.append(solved_BS8)
             batch.solved_BS8, batch.solved = solved_BS8.ctypes.data, solved_BS8.shape[1]
         return batch

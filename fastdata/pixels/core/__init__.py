@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
@@ -308,11 +309,26 @@ def draw(
     return ops_BS[:, :most], after_B3
 
 
-def equations(ops_P: Array) -> Float64s:
-    """What the coefficients of perspectives solve, eight by nine numbers for each."""
-    equations_P89 = np.empty((len(ops_P), 8, 9))
-    load().fastdata_equations(ops_P.ctypes.data, len(ops_P), equations_P89.ctypes.data)
-    return equations_P89
+def solve_perspectives(ops_BS: Array) -> Float64s:
+    """Coefficients (B, S, 8) of what is done to samples, where that is a perspective.
+
+    As ``_get_perspective_coeffs`` of torchvision's transforms/functional.py, all in one call:
+    another solver's last bits move pixels, as what it gives is rounded to float32.
+    """
+    solved_BS8 = np.zeros((*ops_BS.shape, 8))
+    is_warp_BS = ops_BS["code"] == CONSTANTS["OP_PERSPECTIVE"]
+    ops_P = ops_BS[is_warp_BS]
+    equations_P89 = torch.empty((len(ops_P), 8, 9), dtype=torch.float64)
+    load().fastdata_equations(ops_P.ctypes.data, len(ops_P), equations_P89.data_ptr())
+    try:
+        found = torch.linalg.lstsq(equations_P89[..., :8], equations_P89[..., 8:], driver="gels")
+    except torch.linalg.LinAlgError as cause:  # type: ignore[attr-defined]
+        raise ValueError(
+            "RandomPerspective drew corners that lie on a line, as torchvision's does of small "
+            "images. Use larger ones or a smaller distortion_scale."
+        ) from cause
+    solved_BS8[is_warp_BS] = found.solution[..., 0].float()
+    return solved_BS8
 
 
 def serve(
