@@ -189,9 +189,9 @@ _CURES_OF_SOUND_FILES = {
     "PermissionError": "Give the user that runs this permission to read the file",
     "FileNotFoundError": "Bring the file back, or correct its path",
 }
-_JPEG = "a JPEG"
 _KINDS = {
-    rb"\xff\xd8\xff": _JPEG,
+    rb"\xff\xd8\xff.*\xff\xd9\Z": "a JPEG",
+    rb"\xff\xd8\xff": "a JPEG without its end, probably cut off",
     rb"RIFF.{4}WEBP": "a damaged WebP",
     rb"\x89PNG": "a damaged PNG",
     rb"GIF8": "a damaged GIF",
@@ -202,9 +202,9 @@ _KINDS = {
     rb"%PDF": "a PDF",
     rb"PK\x03\x04": "a ZIP archive",
     rb"\x1f\x8b": "a gzip archive",
-    rb"\0+\Z": "only zeros at its start",
+    rb"\0{64}|\0+\Z": "only zeros at its start",
 }
-"""What begins as these patterns say."""
+"""By what a file's first 64 bytes, and its last two behind them, are like; the first that fits."""
 
 
 def _describe_file(path: str) -> str:
@@ -213,13 +213,11 @@ def _describe_file(path: str) -> str:
             start = stream.read(64)
             size = stream.seek(0, os.SEEK_END)
             stream.seek(max(0, size - 2))
-            end = stream.read()
+            ends = start + stream.read()
     except OSError as problem:
         return f"a file that cannot be opened ({problem.strerror or problem})"
     if size == 0:
         return "an empty file (0 bytes)"
-    found = (kind for sign, kind in _KINDS.items() if re.match(sign, start, re.DOTALL | re.I))
+    found = (kind for sign, kind in _KINDS.items() if re.match(sign, ends, re.DOTALL | re.I))
     kind = next(found, f"no image: it starts with {start[:16]!r}")
-    if kind == _JPEG and end != b"\xff\xd9":
-        kind = "a JPEG without its end, probably cut off"
     return f"a file of {size:,} bytes, {kind}"
