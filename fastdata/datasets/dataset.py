@@ -44,7 +44,6 @@ from fastdata.pixels import (
     StandardTransform,
     TransformPlan,
     Views,
-    describe_steps,
     leading_steps,
     prepare_key,
 )
@@ -62,10 +61,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from fastdata.stores.build import Listing
-
-    Described = tuple[str, Listing | None, str]
-    """For a cache: text, the same where samples are; their files and folder, if any."""
+    from fastdata.stores.build import Described
 
 
 class ReaderHandle:
@@ -281,30 +277,23 @@ class _Opened(Dataset[Any]):
         options, source = old.options, old.source
         assert source is not None
         leading = leading_steps(self._transform)
-        steps = (*old.first_steps, *leading)
-        path = read_path(source, steps)
+        path = read_path(source, (*old.first_steps, *leading))
         if options.cache_dir is None or len(source) == 0:
-            by = (*steps, getattr(source, "loader", None))
-            prepared = prepare_storage(path, options, old.files, by=by)
+            prepared = prepare_storage(path, options, old.files)
         else:
             # 20 ms with filelock, which only caches take.
             from fastdata.stores.build import prepare_on_disk
 
-            opened, listing, root = self._describe(source)
-            is_pil = source.opening is not None and source.opening.form == "pil"
             prepared = prepare_on_disk(
                 path,
                 options,
                 old.files,
-                opened=opened,
-                steps=describe_steps(steps, options.cache_key, is_pil=is_pil),
-                listing=listing,
-                root=root,
+                self._describe(source),
                 is_own_list=self._list_name is None,
             )
         self._was_read = False
         after = len(leading), prepare_key(leading), ", ".join(map(repr, leading))
-        is_upright = "exif_transpose" in map(known_name, steps)
+        is_upright = "exif_transpose" in map(known_name, path.prepare.steps)
         self._serve(replace(old, prepared=prepared, after=after, is_upright=is_upright))
 
     def _describe(self, source: Source) -> Described:

@@ -40,8 +40,7 @@ from fastdata.stores.prepare import DatasetOptions, Options, read_options, with_
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
-    from fastdata.datasets.dataset import Described
-    from fastdata.stores.build import Listing
+    from fastdata.stores.build import Described, Listing
 
 
 _UNKNOWN = (-1, -1)

@@ -37,6 +37,7 @@ from fastdata.errors import CacheError, is_url
 from fastdata.machine.memory import fitting, parse_bytes, usable_cores
 from fastdata.machine.processes import attempt, run_tasks, settle
 from fastdata.machine.shared import PackedPaths, SampleTable
+from fastdata.pixels import describe_steps
 from fastdata.pixels.images import Array
 from fastdata.report import log, progress_bar
 from fastdata.sources import FileSource
@@ -103,18 +104,14 @@ def prepare_on_disk(
     path: ReadPath,
     options: Options,
     table: SampleTable | None,
+    described: Described,
     *,
-    opened: str,
-    steps: str,
-    listing: Listing | None,
-    root: str,
     is_own_list: bool = False,
 ) -> Prepared:
     """Serve from the cache of these samples; write it first, or what of it is missing.
 
-    ``opened`` and ``steps`` say what opens and what prepares them, ``is_own_list`` that somebody
-    chose the files, so that others over the same root have caches of their own; the rest is as in
-    ``_Build``.
+    ``is_own_list`` says that somebody chose the files, so that others over the same root have
+    caches of their own; the rest is as in ``_Build``.
 
     Raises:
         SampleError: a sample cannot be prepared.
@@ -122,6 +119,9 @@ def prepare_on_disk(
         ValueError: samples or targets cannot be kept in files.
     """
     assert options.cache_dir is not None
+    opened, listing, root = described
+    is_pil = getattr(path.source.opening, "form", None) == "pil"
+    steps = describe_steps(path.prepare.steps, options.cache_key, is_pil=is_pil)
     codec = describe_codec(options.codec, options.cache_key)
     key = {"source": opened, "prepare": steps, "codec": codec}
     root = os.path.abspath(os.path.expanduser(root)) if root and not is_url(root) else root
@@ -196,6 +196,10 @@ class Listing(NamedTuple):
 
     paths: PackedPaths
     facts: npt.NDArray[np.int64]
+
+
+Described = tuple[str, Listing | None, str]
+"""Of a dataset: text, the same where samples are; their files and folder, if any."""
 
 
 def list_paths(

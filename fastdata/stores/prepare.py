@@ -328,13 +328,11 @@ class Prepared:
     skipped: Sequence[SampleError] = ()
 
 
-def prepare_storage(
-    path: ReadPath, options: Options, table: SampleTable | None, by: Sequence[Any] = ()
-) -> Prepared:
+def prepare_storage(path: ReadPath, options: Options, table: SampleTable | None) -> Prepared:
     """Decide where samples are kept; keep them there unless the decision is ``"none"``.
 
     ``table`` has paths and targets where they are known beforehand; else targets come from the
-    source. ``by`` are the steps and the loader that samples are read and prepared by.
+    source.
     """
     count = len(path.source)
     if options.storage == "none" or not count:
@@ -349,7 +347,7 @@ def prepare_storage(
     # Of which every rank has its own.
     own = [getattr(path.source, name, None) for name in ("loader", "dataset")]
     known = [*own, path.prepare, *options.codecs]
-    place = _meet(expected, options, table, by, known)
+    place = _meet(expected, options, table, known)
     if isinstance(place, Follower):
         prepared: Prepared = place.value
         warn_of_skipped(prepared.skipped, count)
@@ -442,7 +440,6 @@ def _meet(
     expected: Forecast,
     options: Options,
     table: SampleTable | None,
-    by: Sequence[Any],
     known: Sequence[Any],
 ) -> Leader | Follower | None:
     """Prepare for them, or have it from the one that does; None: each on its own."""
@@ -451,14 +448,14 @@ def _meet(
     if to_be is None:
         return None
     try:
-        return lead_or_follow(to_be, _key(expected, options, table, by), known)
+        return lead_or_follow(to_be, _key(expected, options, table), known)
     except ValueError as refused:
         if run is not None:
             warn_user(f"each rank prepares and holds samples of its own: {refused}")
         return None
 
 
-def _key(expected: Forecast, options: Options, table: SampleTable | None, by: Sequence[Any]) -> str:
+def _key(expected: Forecast, options: Options, table: SampleTable | None) -> str:
     """What all have in common who have the same samples, and made as many such datasets before.
 
     Raises:
@@ -469,7 +466,8 @@ def _key(expected: Forecast, options: Options, table: SampleTable | None, by: Se
     source = expected.path.source
     name = options.cache_key
     words: list[Any] = [options.storage, options.at_once, options.on_error, options.memory_limit]
-    words += [describe_codec(options.codec, name), describe(list(by), name), name]
+    by = [*expected.path.prepare.steps, getattr(source, "loader", None)]
+    words += [describe_codec(options.codec, name), describe(by, name), name]
     words += [len(source), expected.parts]
     if isinstance(source, DatasetSource):
         words += [_describe(source.dataset, name), source.columns]
