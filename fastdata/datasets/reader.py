@@ -75,15 +75,17 @@ def room(
 
     (B, C, h, w) may lie as (B, h, w, C).
     """
-    starts = []
+    pieces = []
     end = 0
     for shape, dtype in outputs:
-        starts.append(-(-end // ALIGN_BYTES) * ALIGN_BYTES)
-        end = starts[-1] + count * math.prod(shape) * dtype.itemsize
+        start = -(-end // ALIGN_BYTES) * ALIGN_BYTES
+        length = count * math.prod(shape)
+        pieces.append((shape, dtype, length, start))
+        end = start + length * dtype.itemsize
     memory = take(end)
     arrays = []
-    for (shape, dtype), start in zip(outputs, starts, strict=True):
-        values = np.frombuffer(memory, dtype, count * math.prod(shape), start)
+    for shape, dtype, length, start in pieces:
+        values = np.frombuffer(memory, dtype, length, start)
         if channels_last:
             channels, height, width = shape
             lying = values.reshape(count, height, width, channels).transpose(0, 3, 1, 2)
