@@ -47,8 +47,14 @@ Form = Literal["pil", "tensor", "array", "image", "mask", "video"]
 torchvision's ``tv_tensors``. Boxes, which have a format and a canvas besides, are never samples,
 only beside them."""
 _TV_TENSORS: dict[str, Form] = {"Image": "image", "Mask": "mask", "Video": "video"}
-_WIDE_MODES = {"I;16": (1, "uint16"), "I": (1, "int32"), "F": (1, "float32")}
-_MODES = {"L": (1, "uint8"), "RGB": (3, "uint8"), "RGBA": (4, "uint8"), **_WIDE_MODES}
+_MODES = {
+    "L": (1, "uint8"),
+    "RGB": (3, "uint8"),
+    "RGBA": (4, "uint8"),
+    "I;16": (1, "uint16"),
+    "I": (1, "int32"),
+    "F": (1, "float32"),
+}
 """PIL's modes that can be stored -> planes and dtype; those of uint8 are named after their
 planes."""
 

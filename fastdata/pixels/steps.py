@@ -189,10 +189,6 @@ def _affine(step: Any, state: State) -> Op:
     return _warp("OP_AFFINE", step, state, (*ranges, *(step.shear or ())))
 
 
-def _perspective(step: Any, state: State) -> Op:
-    return _warp("OP_PERSPECTIVE", step, state, [step.distortion_scale])
-
-
 def _warp(code: str, step: Any, state: State, ranges: Iterable[float]) -> Op:
     n, fill = read_warp(step, state)
     center = getattr(step, "center", None) or (0, 0)
@@ -234,10 +230,6 @@ def _jitters(step: Any, state: State) -> list[Op]:
         for number, name in enumerate(("brightness", "contrast", "saturation", "hue"))
         if getattr(step, name)
     ]
-
-
-def _color_jitter(step: Any, state: State) -> Op:
-    return in_order(state.at, [[jitter] for jitter in _jitters(step, state)])
 
 
 def _photometric_distort(step: Any, state: State) -> Op:
@@ -288,7 +280,7 @@ def _noise(step: Any, state: State) -> Op:
 def _erasing(step: Any, state: State) -> Op:
     # v1 calls normal numbers "random", and v2 None.
     is_random = step.value is None or isinstance(step.value, str)
-    fill = () if is_random else several(step.value)
+    fill = (0,) if is_random else several(step.value)
     ranges = (step.p, *step.scale, *np.log(step.ratio))
     return _erase(state, ranges, (1, 1), fill, int(is_random))
 
@@ -298,7 +290,7 @@ def _timm_erasing(step: Any, state: State) -> Op:
     refuse(step.num_splits > 1, "erases only some splits of a batch")
     mode = 1 if step.per_pixel else 2 * bool(step.rand_color)
     ranges = (step.probability, step.min_area, step.max_area, *step.log_aspect_ratio)
-    return _erase(state, ranges, (step.min_count, step.max_count), () if mode else (0,), mode)
+    return _erase(state, ranges, (step.min_count, step.max_count), (0,), mode)
 
 
 def _erase(
@@ -408,18 +400,6 @@ def _timm_op(op: Any) -> Op:
 # Steps of steps
 
 
-def _apply(step: Any, state: State) -> Op:
-    return maybe(state.at, _inner(step.transforms, state.inner()), step.p)
-
-
-def _choice(step: Any, state: State) -> Op:
-    return choice(state.at, _inner_each(step, state), step.p)
-
-
-def _order(step: Any, state: State) -> Op:
-    return in_order(state.at, _inner_each(step, state))
-
-
 def _inner_each(step: Any, state: State) -> list[tuple[Op, ...]]:
     """Ops of each step of a step."""
     return [_inner([part], state.inner(number)) for number, part in enumerate(step.transforms)]
@@ -513,7 +493,9 @@ READERS: dict[str, _Reader] = {
     "RandomAffine": _affine,
     "RandomCrop": _random_crop,
     "RandomHorizontalFlip": _flip,
-    "RandomPerspective": _sometimes(_perspective),
+    "RandomPerspective": _sometimes(
+        lambda step, state: _warp("OP_PERSPECTIVE", step, state, [step.distortion_scale])
+    ),
     "RandomResize": _resize,
     "RandomResizedCrop": _resized_crop,
     "RandomRotation": _rotation,
@@ -523,7 +505,7 @@ READERS: dict[str, _Reader] = {
     "timm.RandomResizedCropAndInterpolation": _resized_crop,
     # Values
     **dict.fromkeys(_VALUES, _sometimes(_value)),
-    "ColorJitter": _color_jitter,
+    "ColorJitter": lambda step, state: in_order(state.at, [[op] for op in _jitters(step, state)]),
     "GaussianBlur": _blur,
     "GaussianNoise": _noise,
     "Grayscale": _grayscale,
@@ -535,9 +517,11 @@ READERS: dict[str, _Reader] = {
     "timm.RandomErasing": _timm_erasing,
     # Steps of steps
     **dict.fromkeys(_POLICIES, _auto_augment),
-    "RandomApply": _apply,
-    "RandomChoice": _choice,
-    "RandomOrder": _order,
+    "RandomApply": lambda step, state: maybe(
+        state.at, _inner(step.transforms, state.inner()), step.p
+    ),
+    "RandomChoice": lambda step, state: choice(state.at, _inner_each(step, state), step.p),
+    "RandomOrder": lambda step, state: in_order(state.at, _inner_each(step, state)),
     "timm.AutoAugment": _timm_policies,
     "timm.RandAugment": _timm_policies,
     # Forms and floats
