@@ -248,9 +248,8 @@ class _Samples:
 
 # WebDataset
 
-_IMAGES = tuple(ending.removeprefix(".") for ending in IMAGE_EXTENSIONS)
 _DECODERS: dict[str, Callable[[bytes], Any]] = {
-    **dict.fromkeys(_IMAGES, decode_image),
+    **{ending.removeprefix("."): decode_image for ending in IMAGE_EXTENSIONS},
     "cls": int,
     "txt": bytes.decode,
     "json": json.loads,
@@ -271,7 +270,7 @@ class TarSamples(_Samples):
         self._requests.expect(indices, self._submit)
 
     def _submit(self, index: int) -> Future[bytes]:
-        file: File = self._files[self._file_of(index)]
+        file = self._files[self._file_of(index)]
         return file.place.submit(file.name, *self._where[index].tolist())
 
     def _list(self, file: File) -> Spans:
@@ -314,7 +313,7 @@ class TarSamples(_Samples):
 
 def _pair_of(names: list[str]) -> list[str]:
     """The one image, and its target."""
-    images = [name for name in names if name.rpartition(".")[2] in _IMAGES]
+    images = [name for name in names if f".{name}".endswith(IMAGE_EXTENSIONS)]
     targets = [name for name in _TARGETS if name in names]
     if len(images) != 1 or not targets:
         raise ValueError(
@@ -376,13 +375,13 @@ def _open_table(file: File) -> tuple[list[int], Callable[..., Any]]:
         raise ImportError(
             "Parquet and Arrow files need pyarrow: pip install 'fastdata[arrow]'"
         ) from missing
-    is_remote = file.place.is_remote
-    data = file.place.open(file.name) if is_remote else pyarrow.memory_map(str(file))
+    place = file.place
+    data = place.open(file.name) if place.is_remote else pyarrow.memory_map(str(file))
     if _kind_of(file.name) == "parquet":
         parquet = pyarrow.parquet.ParquetFile(data)
-        groups = map(parquet.metadata.row_group, range(parquet.num_row_groups))
-        read_row_group = partial(parquet.read_row_group, use_threads=False)
-        return [group.num_rows for group in groups], read_row_group
+        groups = range(parquet.num_row_groups)
+        counts = [parquet.metadata.row_group(group).num_rows for group in groups]
+        return counts, partial(parquet.read_row_group, use_threads=False)
     is_file = data.read(6) == b"ARROW1"
     data.seek(0)
     reader = pyarrow.ipc.open_file(data) if is_file else pyarrow.ipc.open_stream(data)
