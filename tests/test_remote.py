@@ -60,7 +60,7 @@ def test_places_have_one_face(url: str, tmp_path: Path) -> None:
     }
     assert list(place.find("a").result()) == ["a/1.txt", "a/b/2.txt"]
     if place.is_remote:
-        assert list(place.find("a", depth=1).result()) == ["a/1.txt"]
+        assert list(place.find("a", maxdepth=1).result()) == ["a/1.txt"]
     assert place.folders() == ["a"]
     assert [place.read(name) for name in FILES] == list(FILES.values())
     assert place.submit("a/b/2.txt", 1, 3).result() == b"wi"

@@ -140,7 +140,7 @@ def _find_files(text: str, storage_options: StorageChoice) -> list[File]:
 
 def _match(place: Place, pattern: str) -> list[str]:
     there = (
-        place.find(depth=1).result()
+        place.find(maxdepth=1).result()
         if place.is_remote
         else sorted(glob(pattern, root_dir=place.url))
     )

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import hashlib
 import os
+import posixpath
 import shutil
 import stat
 import tempfile
@@ -212,10 +213,10 @@ class Place:
         client = self._client()
         return client.open(self._path(client, name), "rb", block_size=_READ_AHEAD_BYTES)
 
-    def find(self, below: str = "", *, depth: int | None = None) -> Future[dict[str, Facts]]:
+    def find(self, below: str = "", **options: int) -> Future[dict[str, Facts]]:
         """All files below a folder, by name; none where it is not there.
 
-        Behind a URL it need not look further down than ``depth``.
+        Behind a URL it need not look further down than ``maxdepth=``.
         """
 
         def facts_by_name(files: Mapping[str, Any]) -> dict[str, Facts]:
@@ -225,7 +226,6 @@ class Place:
                 self.listed.update(found)
             return found
 
-        options: dict[str, Any] = {} if depth is None else {"maxdepth": depth}
         return self._submit("find", below, detail=True, then=facts_by_name, **options)
 
     def folders(self) -> list[str]:
@@ -238,8 +238,8 @@ class Place:
             with os.scandir(self.url) as entries:
                 return sorted(entry.name for entry in entries if entry.is_dir())
         listed = self._submit("ls", "", detail=True).result()
-        paths = [each["name"].rstrip("/") for each in listed if each["type"] == "directory"]
-        return sorted(path.rpartition("/")[2] for path in paths)
+        paths = (each["name"].rstrip("/") for each in listed if each["type"] == "directory")
+        return sorted(map(posixpath.basename, paths))
 
     # Writing
 
