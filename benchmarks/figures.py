@@ -160,7 +160,35 @@ def decode_table() -> str:
     return "\n".join(lines)
 
 
-TABLES = {"recipes": recipe_table, "limits": limit_table, "decode": decode_table}
+def train_table() -> str:
+    """Models alone, and fed by fastdata; the rest of a loop that is fed by torch is in docs/gpus.md."""
+    sections = medians("gpu-train.json")
+    lines = [
+        "| images/s | the model alone | fed by fastdata | | its GPU waits | |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, rows in sections.items():
+        model, _, what = name.partition(": ")
+        if what == "images trained on":
+            alone = rows["the model alone, on one batch"]
+            ours = rows["fastdata"]
+            waits = sections[
+                f"{model}: a step's time in which the GPU's stream waits for its batch"
+            ]
+            used = sections[f"{model}: utilisation by the driver"]
+            lines.append(
+                f"| {model} | {alone:,.0f} | **{ours:,.0f}** | {ours / alone:.2f} "
+                f"| {waits['fastdata']:.2f} % of a step | {used['fastdata']:.1f} % utilised |"
+            )
+    return "\n".join(lines)
+
+
+TABLES = {
+    "recipes": recipe_table,
+    "limits": limit_table,
+    "decode": decode_table,
+    "train": train_table,
+}
 
 
 def with_tables(page: str) -> str:
