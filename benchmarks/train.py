@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import chain, islice, repeat
 from pathlib import Path
 from statistics import mean
@@ -46,7 +47,7 @@ from fastdata.tools.bench import IMAGENET_MEAN, IMAGENET_STD
 
 IS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if IS_GPU else "cpu")
-BATCH, CROP_PX, WARM_STEPS = (256, 224, 12) if IS_GPU else (4, 64, 1)
+BATCH, CROP_PX, WARM_STEPS = (256, 224, 48) if IS_GPU else (4, 64, 1)
 CLASSES = 1000
 FLOAT = torch.bfloat16
 ALONE = "the model alone, on one batch"
@@ -57,6 +58,7 @@ DECODED_THERE = "the same, decoded on the GPU"
 
 Step = Callable[[torch.Tensor, torch.Tensor], None]
 Batches = Iterable[Any]
+Feed = Callable[[], Batches]
 
 
 def main() -> None:
@@ -105,8 +107,12 @@ def main() -> None:
 # What feeds a model
 
 
-def make_feeds(folder: str, stack: ExitStack) -> tuple[dict[str, Batches], dict[str, Any]]:
-    """Batches on the GPU by each way, without end, and what was chosen for them."""
+def make_feeds(folder: str, stack: ExitStack) -> tuple[dict[str, Feed], dict[str, Any]]:
+    """Batches on the GPU by each way, without end, and what was chosen for them.
+
+    Each is begun anew for a round, and its workers end with it: else they would fill their queues while another one is
+    measured.
+    """
     crop = [transforms.RandomResizedCrop(CROP_PX), transforms.RandomHorizontalFlip()]
     floats = [transforms.ToTensor(), transforms.Normalize(IMAGENET_MEAN, IMAGENET_STD)]
 
@@ -123,22 +129,22 @@ def make_feeds(folder: str, stack: ExitStack) -> tuple[dict[str, Batches], dict[
     vanilla = datasets.ImageFolder(folder, transforms.Compose([*crop, *floats]))
     rates = {}
     for workers in {usable_cores() * 3 // 4, usable_cores()}:
-        rates[workers] = measure(moved(torch_loader(vanilla, workers)), None, 2.0).images_per_s
+        feed = partial(moved, vanilla, workers)
+        rates[workers] = measure(feed, None, 2.0).images_per_s
     workers = max(rates, key=lambda count: rates[count])
     settings["torch_workers"] = rates
 
     uint8 = datasets.ImageFolder(folder, transforms.Compose([*crop, transforms.PILToTensor()]))
-    feeds = {
-        FASTDATA: forever(prefetcher),
-        CPU: moved(torch_loader(vanilla, workers)),
-        FLOATS_THERE: moved(torch_loader(uint8, workers)),
+    feeds: dict[str, Feed] = {
+        FASTDATA: partial(forever, prefetcher),
+        CPU: partial(moved, vanilla, workers),
+        FLOATS_THERE: partial(moved, uint8, workers),
     }
     if IS_GPU:
         from torchvision.io import read_file
 
         files = datasets.ImageFolder(folder, loader=read_file)
-        reading = torch_loader(files, usable_cores() // 2, collate_fn=end_to_end)
-        feeds[DECODED_THERE] = decoded_there(reading, transforms.Compose(crop))
+        feeds[DECODED_THERE] = partial(decoded_there, files, transforms.Compose(crop))
     return feeds, settings
 
 
@@ -165,17 +171,18 @@ def forever(batches: Batches) -> Iterator[Any]:
     return chain.from_iterable(repeat(batches))
 
 
-def moved(loader: Batches) -> Iterator[Any]:
+def moved(data: Any, workers: int) -> Iterator[Any]:
     """As most scripts do."""
-    for images, labels in forever(loader):
+    for images, labels in forever(torch_loader(data, workers)):
         images = images.to(DEVICE, memory_format=torch.channels_last, non_blocking=True)
         yield _as_fed(images), labels.to(DEVICE, non_blocking=True)
 
 
-def decoded_there(loader: Batches, crop: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[Any]:
+def decoded_there(data: Any, crop: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[Any]:
     from torchvision.io import ImageReadMode, decode_jpeg
 
-    for files, sizes, labels in forever(loader):
+    reading = torch_loader(data, usable_cores() // 2, collate_fn=end_to_end)
+    for files, sizes, labels in forever(reading):
         images = decode_jpeg(list(files.split(sizes)), mode=ImageReadMode.RGB, device="cuda")
         batch = torch.stack([crop(image) for image in images])
         batch = batch.contiguous(memory_format=torch.channels_last)
@@ -217,7 +224,7 @@ def make_step(name: str) -> Step:
     return step
 
 
-def train_rows(model: str, feeds: dict[str, Batches], rounds: int, seconds: float) -> list[Row]:
+def train_rows(model: str, feeds: dict[str, Feed], rounds: int, seconds: float) -> list[Row]:
     images = torch.randn(BATCH, 3, CROP_PX, CROP_PX, device=DEVICE, dtype=FLOAT)
     images = images.to(memory_format=torch.channels_last)
     labels = torch.randint(0, CLASSES, (BATCH,), device=DEVICE)
@@ -226,7 +233,7 @@ def train_rows(model: str, feeds: dict[str, Batches], rounds: int, seconds: floa
     step(images, labels)
     synchronize()
     print(f"{model}: compiled in {time.perf_counter() - start:.1f} s", flush=True)
-    ways: dict[str, Batches] = {ALONE: repeat((images, labels)), **feeds}
+    ways: dict[str, Feed] = {ALONE: lambda: repeat((images, labels)), **feeds}
     found: dict[str, list[Measured]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, feed in ways.items():
@@ -269,9 +276,12 @@ class Measured:
         self.utilisation_percent = utilisation_percent
 
 
-def measure(feed: Batches, step: Step | None, seconds: float) -> Measured:
-    """Take batches, with the step if there is one, for so long; the first ones do not count."""
-    iterator = iter(feed)
+def measure(feed: Feed, step: Step | None, seconds: float) -> Measured:
+    """Take batches, with the step if there is one, for so long.
+
+    The first ones do not count, in which workers start, and what they have read ahead is used up.
+    """
+    iterator = iter(feed())
     for batch in islice(iterator, WARM_STEPS):
         if step is not None:
             step(*batch)
