@@ -477,8 +477,8 @@ class Window:
         self.shape, _ = output
         self._program = program
         self._stored_shape = stored_shape
-        # Of each row, and of each column, with the border around them, where it comes from.
-        self._lines: list[Ints] = []
+        # By axis, mirrored or not, and by its first line: where each of a window's lines comes from.
+        self._windows: list[Ints] = []
         self._fill: list[int] = []  # a value for each channel
         records = self._records(np.zeros(1, np.int64), 0, 0)[0]
         self.count = len(records)
@@ -489,10 +489,10 @@ class Window:
         is_constant = mode == "constant"
         fill: Any = {"constant_values": _FILLED} if is_constant else {}
         dtype = np.promote_types(np.int16, np.min_scalar_type(-max(self._stored_shape)))
-        for length, border in zip(
-            self._stored_shape[1:], ((top, bottom), (left, right)), strict=True
-        ):
-            self._lines.append(np.pad(np.arange(length, dtype=dtype), border, mode, **fill))
+        for axis, border in ((1, (top, bottom)), (2, (left, right))):
+            lines = np.pad(np.arange(self._stored_shape[axis], dtype=dtype), border, mode, **fill)
+            windows = np.lib.stride_tricks.sliding_window_view(lines, self.shape[axis])
+            self._windows.append(np.stack([windows, windows[:, ::-1]]))
         if is_constant and left + top + right + bottom:
             colour = records[0]["v"][8:].astype(int).tolist()
             self._fill = [colour[min(c, 3)] for c in range(self._stored_shape[0])]
@@ -508,15 +508,13 @@ class Window:
             int16 (B, h + w), of huge samples int32: the row stored of each row served, then the
             columns, -1 where it is filled. None where samples are served as they are stored.
         """
-        if not self._lines:
+        if not self._windows:
             return None
         n_B9 = self._records(index_B, visits_B, seed)["n"][:, 0]
-        sources = []
-        for axis, lines in enumerate(self._lines):
-            length = self.shape[1 + axis]
-            is_mirrored_B1 = n_B9[:, 8:] >> (1 - axis) & 1
-            first_B1 = n_B9[:, 4 + axis, None] + is_mirrored_B1 * (length - 1)
-            sources.append(lines[first_B1 + (1 - 2 * is_mirrored_B1) * np.arange(length)])
+        sources = [
+            windows[n_B9[:, 8] >> (1 - axis) & 1, n_B9[:, 4 + axis]]
+            for axis, windows in enumerate(self._windows)
+        ]
         return torch.from_numpy(np.concatenate(sources, axis=1))
 
     def cut(self, samples_NCHW: Tensor, index_B: Tensor, source_BL: Tensor | None) -> Tensor:
