@@ -213,7 +213,7 @@ class Place:
         client = self._client()
         return client.open(self._path(client, name), "rb", block_size=_READ_AHEAD_BYTES)
 
-    def find(self, below: str = "", **options: int) -> Future[dict[str, Facts]]:
+    def find(self, below: str = "", **options: Any) -> Future[dict[str, Facts]]:
         """All files below a folder, by name; none where it is not there.
 
         Behind a URL it need not look further down than ``maxdepth=``.
