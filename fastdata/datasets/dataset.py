@@ -1,8 +1,8 @@
 """Datasets: torch map-style datasets of samples, kept or read anew, and a compiled transform.
 
-What stands here is the face that torchvision's datasets have. How samples were prepared, and how
-they are served, are values: ``Stored`` and ``Reader``. The datasets that users make are in
-public.py.
+What stands here makes them, reads from them, and takes them to other processes. How samples were
+prepared, and how they are served, are values: ``Stored`` and ``Reader``. What is shown of samples,
+and the datasets that users make, are in public.py.
 """
 
 from __future__ import annotations
