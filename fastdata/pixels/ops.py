@@ -111,7 +111,9 @@ def compiled(every: Sequence[Op], levels: Levels) -> core.Table:
         records,
         levels,
         fuses=is_torchs and _torch_fuses(),
-        resizes_fast=_torch_resizes_fast(),
+        # Torch has no kernel for uint8 elsewhere, and v2 takes float32.
+        resizes_fast=platform.machine() in ("aarch64", "arm64")
+        or torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"),
         chooses_order=pillow_chooses_order(),
     )
 
@@ -177,23 +179,21 @@ class State:
         return replace(self, at=child(self.at, number))
 
 
-def refuse(wrong: Any, reason: str) -> None:
-    if wrong:
-        raise UnknownStepError(reason)
-
-
 def need_uint8(state: State) -> None:
-    refuse(state.floats, "comes after the conversion to floats")
+    if state.floats:
+        raise UnknownStepError("comes after the conversion to floats")
 
 
 def need_colours(state: State) -> None:
-    refuse(state.channels not in (None, 1, 3), "gets images of other than 1 or 3 channels")
+    if state.channels not in (None, 1, 3):
+        raise UnknownStepError("gets images of other than 1 or 3 channels")
     need_uint8(state)
 
 
 def need_movable(state: State) -> None:
     """Geometry is done before the conversion; erased rectangles and noise would not move along."""
-    refuse(state.floats[1:], "comes after erasing or noise among floats")
+    if state.floats[1:]:
+        raise UnknownStepError("comes after erasing or noise among floats")
 
 
 # Arguments
@@ -208,13 +208,15 @@ def several(value: Any) -> Sequence[Any]:
 def pair(size: Any) -> tuple[int, int]:
     values = several(size)
     is_known = len(values) in (1, 2) and all(isinstance(value, int) for value in values)
-    refuse(not is_known, "has a size that is not served")
+    if not is_known:
+        raise UnknownStepError("has a size that is not served")
     return values[0], values[-1]
 
 
 def interpolation_name(mode: Any) -> str:
     name = _PIL_INTERPOLATIONS[mode] if isinstance(mode, int) else str(getattr(mode, "value", mode))
-    refuse(name not in (*_PIL_INTERPOLATIONS, "nearest-exact"), _INTERPOLATION)
+    if name not in (*_PIL_INTERPOLATIONS, "nearest-exact"):
+        raise UnknownStepError(_INTERPOLATION)
     return name
 
 
@@ -226,7 +228,8 @@ def value_for(value: Any, state: State) -> Any:
     for key, given in value.items():
         if kind in (key, getattr(key, "__module__", None)):
             return given
-    refuse("others" not in value, "has a dict with nothing for such samples")
+    if "others" not in value:
+        raise UnknownStepError("has a dict with nothing for such samples")
     return value["others"]
 
 
@@ -245,9 +248,11 @@ def read_filters(step: Any, state: State, interpolation: Any) -> tuple[str, str]
     name = interpolation_name(interpolation)
     if state.kind != "pil":
         is_known = name in _TENSOR_INTERPOLATIONS
-        refuse(not is_known, _INTERPOLATION)
+        if not is_known:
+            raise UnknownStepError(_INTERPOLATION)
         is_sharp = "nearest" in name or step.antialias
-        refuse(not is_sharp, "resizes tensors without antialias")
+        if not is_sharp:
+            raise UnknownStepError("resizes tensors without antialias")
     return name.upper().replace("-", "_"), domain_of(step, state)
 
 
@@ -256,7 +261,8 @@ def read_warp(step: Any, state: State) -> tuple[tuple[int | str, ...], Fill]:
     need_colours(state)
     name = "nearest" if state.is_beside else interpolation_name(step.interpolation)
     served = ("nearest", "bilinear", "bicubic") if state.kind == "pil" else ("nearest", "bilinear")
-    refuse(name not in served, _INTERPOLATION)
+    if name not in served:
+        raise UnknownStepError(_INTERPOLATION)
     fill = _read_fill(step, state, "PIL_DOMAIN", "constant")
     has_center = bool(getattr(step, "center", None))
     how = (domain_of(step, state), is_v2(step), fill is not None, has_center)
@@ -268,10 +274,12 @@ def read_border(step: Any, state: State) -> tuple[tuple[str, str], Fill]:
     need_movable(state)
     domain = domain_of(step, state)
     mode = step.padding_mode
-    refuse(mode not in MODES, "has a padding_mode that is not served")
+    if mode not in MODES:
+        raise UnknownStepError("has a padding_mode that is not served")
     fill = _read_fill(step, state, domain, mode)
     changes = mode == "constant" and (state.is_normalized or any(fill or ()))
-    refuse(state.floats and changes, "pads with a constant after the conversion to floats")
+    if state.floats and changes:
+        raise UnknownStepError("pads with a constant after the conversion to floats")
     return (f"PAD_{mode.upper()}", domain), fill or (0,)
 
 
@@ -279,7 +287,8 @@ def read_borders(padding: Any) -> tuple[int, ...]:
     """Left, top, right and bottom."""
     values = several(padding or 0)
     are_whole = all(isinstance(value, int) and value >= 0 for value in values)
-    refuse(len(values) not in (1, 2, 4) or not are_whole, "has a padding that is not served")
+    if len(values) not in (1, 2, 4) or not are_whole:
+        raise UnknownStepError("has a padding that is not served")
     return tuple(values) * (4 // len(values))
 
 
@@ -291,12 +300,14 @@ def _read_fill(step: Any, state: State, domain: str, mode: str) -> Fill | None:
     values = several(fill)
     is_one = mode != "constant" and len(values) > 1 and domain == "V2_DOMAIN"
     is_number = state.is_beside or is_one or domain == "V1_DOMAIN"
-    refuse(is_number and values is fill, "has a fill for each channel of tensors")
+    if is_number and values is fill:
+        raise UnknownStepError("has a fill for each channel of tensors")
     if mode != "constant":
         return None
     levels = tuple(map(int, values))
     is_known = 1 <= len(levels) <= 4 and all(0 <= level <= 255 for level in levels)
-    refuse(not is_known, "has a fill outside of 0 to 255")
+    if not is_known:
+        raise UnknownStepError("has a fill outside of 0 to 255")
     return levels
 
 
@@ -367,9 +378,3 @@ def _torch_fuses() -> bool:
     row = torch.tensor([-1 - 2**-11, 1 + 2**-12, 1.0])
     column = torch.tensor([[1.0], [1 + 2**-12], [0.0]]).expand(1, 3, 2)
     return bool(row.expand(1, _FUSED_ROWS, 3).bmm(column).any())
-
-
-def _torch_resizes_fast() -> bool:
-    """Whether torch has a fast kernel for uint8; v2 takes float32 where it has not."""
-    is_arm = platform.machine() in ("aarch64", "arm64")
-    return is_arm or torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")

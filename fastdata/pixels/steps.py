@@ -43,7 +43,6 @@ from fastdata.pixels.ops import (
     read_borders,
     read_filters,
     read_warp,
-    refuse,
     several,
     value_for,
 )
@@ -82,8 +81,10 @@ def _read_published(step: Any, state: State) -> Op:
         raise UnknownStepError("is not a known batch op")
     code, low, high, p = values
     need_colours(state)
-    refuse(state.kind != "pil" or state.is_beside, "takes PIL images only")
-    refuse(not 0 <= low <= high, "blurs by a radius that is not served")
+    if state.kind != "pil" or state.is_beside:
+        raise UnknownStepError("takes PIL images only")
+    if not 0 <= low <= high:
+        raise UnknownStepError("blurs by a radius that is not served")
     return maybe(state.at, [_number(code, state.inner(), "PIL_DOMAIN", low, high)], p)
 
 
@@ -104,8 +105,10 @@ _MOVING = names_in(
 def _read_beside(step: Any, state: State) -> Op | State:
     """Read what v2 does to a mask beside its image."""
     name = known_name(step) or ""
-    refuse(not is_v2(step), "is not of torchvision.transforms.v2, and takes no masks")
-    refuse(name in _POLICIES, "does not accept masks")
+    if not is_v2(step):
+        raise UnknownStepError("is not of torchvision.transforms.v2, and takes no masks")
+    if name in _POLICIES:
+        raise UnknownStepError("does not accept masks")
     if name == "ToPureTensor":
         return replace(state, kind="tensor")
     is_moved = name in _MOVING and state.kind == "mask"
@@ -116,7 +119,8 @@ def _read_beside(step: Any, state: State) -> Op | State:
 
 
 def _center_crop(step: Any, state: State) -> Op:
-    refuse(state.is_normalized, "may pad with 0 after Normalize")
+    if state.is_normalized:
+        raise UnknownStepError("may pad with 0 after Normalize")
     need_movable(state)
     return state.op("STEP_CENTER_CROP", pair(step.size))
 
@@ -143,7 +147,8 @@ def _random_crop(step: Any, state: State) -> Op:
 
 
 def _resized_crop(step: Any, state: State) -> Op:
-    refuse(step.ratio[0] <= 0, "has a ratio that is not served")
+    if step.ratio[0] <= 0:
+        raise UnknownStepError("has a ratio that is not served")
     ranges = (*step.scale, *step.ratio, *np.log(step.ratio))
     size = (*pair(step.size), 0, 0)
     crops = [
@@ -173,14 +178,16 @@ def _resize(step: Any, state: State) -> Op:
         sides = several(step.size or ())
         if len(sides) == 2:
             return state.op("OP_RESIZE", (*pair(sides), 0, 0, *filters))
-        refuse(len(sides) != 1, "has a size that is not served")
+        if len(sides) != 1:
+            raise UnknownStepError("has a size that is not served")
     lengths = [Op("STEP_LENGTH", n=(int(side),)) for side in sides]
     n = (0, 0, longest, _BOUNDS.get(name, 0), *filters)
     return state.op("OP_RESIZE", n, children=lengths)
 
 
 def _rotation(step: Any, state: State) -> Op:
-    refuse(step.expand and state.kind != "pil", "expands tensors")
+    if step.expand and state.kind != "pil":
+        raise UnknownStepError("expands tensors")
     return _warp("STEP_ROTATION", step, state, step.degrees)
 
 
@@ -244,21 +251,24 @@ def _grey(step: Any, state: State, channels: int = 0) -> Op:
 
 def _grayscale(step: Any, state: State) -> State:
     channels = step.num_output_channels
-    refuse(channels not in (1, 3), "makes other than 1 or 3 channels")
+    if channels not in (1, 3):
+        raise UnknownStepError("makes other than 1 or 3 channels")
     grey = state.add(_grey(step, state, channels))
     keeps_one = state.channels == 1 and domain_of(step, state) == "V1_DOMAIN"
     return grey if keeps_one else replace(grey, channels=channels)
 
 
 def _rgb(step: Any, state: State) -> State:
-    refuse(state.channels not in (1, 3), "makes RGB of images whose mode is not known")
+    if state.channels not in (1, 3):
+        raise UnknownStepError("makes RGB of images whose mode is not known")
     if state.channels == 3:
         return state
     return replace(state.add(_grey(step, state, 3)), channels=3)
 
 
 def _permute(step: Any, state: State) -> Op:
-    refuse((state.channels or 3) > 4, "permutes more than 4 channels")
+    if (state.channels or 3) > 4:
+        raise UnknownStepError("permutes more than 4 channels")
     need_uint8(state)
     return state.op("OP_PERMUTE")
 
@@ -269,9 +279,11 @@ def _blur(step: Any, state: State) -> Op:
 
 
 def _noise(step: Any, state: State) -> Op:
-    refuse(state.kind == "pil", "does not accept PIL images")
+    if state.kind == "pil":
+        raise UnknownStepError("does not accept PIL images")
     is_erased = any(op.code == "OP_ERASE" for op in state.floats)
-    refuse(state.is_normalized or is_erased, "comes after Normalize or erasing")
+    if state.is_normalized or is_erased:
+        raise UnknownStepError("comes after Normalize or erasing")
     if not state.floats:
         need_colours(state)
     return state.op("OP_NOISE", (step.clip,), (step.mean, step.sigma))
@@ -287,7 +299,8 @@ def _erasing(step: Any, state: State) -> Op:
 
 def _timm_erasing(step: Any, state: State) -> Op:
     """With 0, or normal numbers, one for each pixel or one for each channel."""
-    refuse(step.num_splits > 1, "erases only some splits of a batch")
+    if step.num_splits > 1:
+        raise UnknownStepError("erases only some splits of a batch")
     mode = 1 if step.per_pixel else 2 * bool(step.rand_color)
     ranges = (step.probability, step.min_area, step.max_area, *step.log_aspect_ratio)
     return _erase(state, ranges, (step.min_count, step.max_count), (0,), mode)
@@ -296,11 +309,14 @@ def _timm_erasing(step: Any, state: State) -> Op:
 def _erase(
     state: State, ranges: Iterable[float], counts: tuple[int, int], fill: Sequence[Any], mode: int
 ) -> Op:
-    refuse(state.kind == "pil", "does not accept PIL images")
-    refuse(len(fill) > 4, "erases with more than 4 values")
+    if state.kind == "pil":
+        raise UnknownStepError("does not accept PIL images")
+    if len(fill) > 4:
+        raise UnknownStepError("erases with more than 4 values")
     if not state.floats:
         is_served = not mode and all(0 <= value <= 255 for value in fill)
-        refuse(not is_served, "erases uint8 with random values, or with others than 0 to 255")
+        if not is_served:
+            raise UnknownStepError("erases uint8 with random values, or with others than 0 to 255")
     # Places 2 to 5 are those of the box, which is drawn.
     n = (*counts, 0, 0, 0, 0, mode, state.is_normalized)
     return state.op("OP_ERASE", n, ranges, tuple(map(float, fill)) or (0.0,))
@@ -367,12 +383,14 @@ def _levels(step: Any, height: int, width: int) -> Float64s:
 
 def _timm_policies(step: Any, state: State) -> Op | State:
     need_colours(state)
-    refuse(state.kind != "pil", "does not accept tensors")
+    if state.kind != "pil":
+        raise UnknownStepError("does not accept tensors")
     if known_name(step) == "timm.AutoAugment":
         policies = [list(map(_timm_op, policy)) for policy in step.policy]
         return choice(state.at, policies, code="STEP_TIMM")
     weights = step.choice_weights
-    refuse(weights is not None and step.num_layers > 1, "chooses without replacement")
+    if weights is not None and step.num_layers > 1:
+        raise UnknownStepError("chooses without replacement")
     ops = [[_timm_op(op)] for op in step.ops]
     for layer in range(step.num_layers):
         state = state.add(choice(state.inner(layer).at, ops, weights, "STEP_TIMM"))
@@ -414,7 +432,8 @@ def _inner(steps: Iterable[Any], state: State) -> tuple[Op, ...]:
             after = recognise(step, after)
         except UnknownStepError as unknown:
             raise UnknownStepError(f"contains {type(step).__name__}, which {unknown}") from unknown
-    refuse(replace(after, ops=(), at=before.at) != before, "changes what only some samples are")
+    if replace(after, ops=(), at=before.at) != before:
+        raise UnknownStepError("changes what only some samples are")
     return after.ops
 
 
@@ -433,9 +452,11 @@ def _sometimes(read: Callable[[Any, State], Op]) -> _Reader:
 def _to_tensor(step: Any, state: State) -> State:
     """Read ToTensor, PILToTensor, and those of timm."""
     name = (known_name(step) or "").removeprefix("timm.")
-    refuse(name == "ToNumpy", "makes NumPy arrays; use MaybePILToTensor")
+    if name == "ToNumpy":
+        raise UnknownStepError("makes NumPy arrays; use MaybePILToTensor")
     if state.kind != "pil":
-        refuse(not (is_v2(step) or name.startswith("Maybe")), "does not accept tensors")
+        if not (is_v2(step) or name.startswith("Maybe")):
+            raise UnknownStepError("does not accept tensors")
         return state
     state = replace(state, kind="tensor")
     if name.endswith("PILToTensor"):
@@ -449,16 +470,19 @@ def _dtype(step: Any, state: State) -> Op | State:
     dtype = value_for(step.dtype, state)
     if state.is_beside and dtype is not None and isinstance(step.dtype, dict):
         is_known = dtype in _MASK_DTYPES and not state.floats
-        refuse(not is_known, "converts masks to a dtype that is not served")
+        if not is_known:
+            raise UnknownStepError("converts masks to a dtype that is not served")
         return _cast(state, dtype, "NONE")
     if dtype is None or state.is_beside:  # a dtype for all is for images only
         return state
     if state.kind == "pil":
-        refuse(not is_to_dtype, "does not accept PIL images")
+        if not is_to_dtype:
+            raise UnknownStepError("does not accept PIL images")
         return state  # ToDtype leaves everything but tensors as it is
     if dtype == getattr(torch, state.dtype):
         return state
-    refuse(state.floats or dtype not in _FLOATS, "converts to a dtype that is not served")
+    if state.floats or dtype not in _FLOATS:
+        raise UnknownStepError("converts to a dtype that is not served")
     if is_to_dtype and not step.scale:
         return _cast(state, dtype, "NONE")
     return _cast(state, dtype, "MULTIPLY" if is_v2(step) else "DIVIDE")
@@ -470,14 +494,18 @@ def _cast(state: State, dtype: torch.dtype, scaling: str) -> Op:
 
 
 def _normalize(step: Any, state: State) -> State:
-    refuse(state.kind == "pil", "does not accept PIL images")
-    refuse(not state.floats, "does not accept uint8")
-    refuse(state.is_normalized, "comes after another Normalize")
+    if state.kind == "pil":
+        raise UnknownStepError("does not accept PIL images")
+    if not state.floats:
+        raise UnknownStepError("does not accept uint8")
+    if state.is_normalized:
+        raise UnknownStepError("comes after another Normalize")
     dtype = getattr(torch, state.dtype)
     given = [torch.as_tensor(values, dtype=dtype).flatten() for values in (step.mean, step.std)]
     both = torch.stack(torch.broadcast_tensors(*given), 1)
     is_known = 1 <= len(both) <= CONSTANTS["MAX_MEANS"] and both.isfinite().all()
-    refuse(not (is_known and both[:, 1].all()), "has a mean or std that is not served")
+    if not (is_known and both[:, 1].all()):
+        raise UnknownStepError("has a mean or std that is not served")
     # One channel becomes as many as there are means, where torch may broadcast.
     widens = is_v2(step) and not step.inplace
     cast, *others = state.floats
