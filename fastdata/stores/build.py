@@ -328,8 +328,7 @@ class _Build:
         finally:
             with contextlib.suppress(OSError):
                 # Of workers that were ended; "-" is in the names of what is complete.
-                begun = {name for name in self._sizes() if "-" not in name}
-                self._sweep(begun - {INDEX})
+                self._sweep({name for name in self._sizes() if "-" not in name} - {INDEX})
                 self.home.rmdir()  # where nothing is in it
         with contextlib.suppress(OSError):
             self._sweep(self._sizes().keys() - cache.file_names())
@@ -594,8 +593,9 @@ def _ray(writer: _Build) -> Iterator[Callable[[_Task], Future[bytes]]]:
     try:
         import ray
     except ImportError as missing:
-        text = "engine='ray' needs Ray, which is not installed: pip install 'fastdata[ray]'"
-        raise ImportError(text) from missing
+        raise ImportError(
+            "engine='ray' needs Ray, which is not installed: pip install 'fastdata[ray]'"
+        ) from missing
     is_connected = ray.is_initialized()
     if not is_connected:
         ray.init(log_to_driver=False, logging_level="error")

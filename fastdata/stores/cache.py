@@ -142,8 +142,9 @@ class Cache:
         except (FileNotFoundError, RemoteError, MemoryBudgetError):
             raise
         except Exception as problem:  # bytes of others raise anything
-            what = f"{type(problem).__name__}: {problem}"
-            raise CacheError(f"{place.at(INDEX)} cannot be read: {what}") from problem
+            raise CacheError(
+                f"{place.at(INDEX)} cannot be read: {type(problem).__name__}: {problem}"
+            ) from problem
 
     @classmethod
     def unpack(cls, place: Place, data: bytes) -> Cache:
@@ -162,8 +163,9 @@ class Cache:
                 columns[name] = json.loads(column.tobytes())
         document = columns.pop("manifest.json")
         if document["version"] != VERSION:
-            found = f"it has version {document['version']!r}"
-            raise ValueError(f"{found}; this fastdata reads {VERSION}")
+            raise ValueError(
+                f"it has version {document['version']!r}; this fastdata reads {VERSION}"
+            )
         cache = cls(place=place, manifest=_typed(Manifest, document), columns=columns)
         cache._check()
         return cache
@@ -318,8 +320,8 @@ class Cache:
         if self.place.is_remote:
             folder = mirror_folder(local_cache)
             return MirroredStore.open(self.place, sizes, spec, located, decoder, folder)
-        home = Path(self.place.url)
-        files = open_all(DiskFile.open(home / name, size) for name, size in sizes.items())
+        home = self.place.url
+        files = open_all(DiskFile.open(Path(home, name), size) for name, size in sizes.items())
         checked = np.zeros(len(self.kept), np.uint8)
         return DiskStore(
             files, spec, ArrayBlock({**located, "checked": checked}, seal=False), decoder

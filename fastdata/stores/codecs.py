@@ -470,8 +470,9 @@ def find_codec(codec: str | object) -> Codec:
         return _CODECS[codec]()
     if not (hasattr(codec, "encode") and hasattr(codec, "decode")):
         known = ", ".join(map(repr, ("auto", "source", *KNOWN_CODECS)))
-        what = f"codec={codec!r} is not one of {known}, nor an object with encode and decode"
-        raise ValueError(what)
+        raise ValueError(
+            f"codec={codec!r} is not one of {known}, nor an object with encode and decode"
+        )
     return OwnCodec(codec)
 
 

@@ -384,8 +384,9 @@ def _prepare(expected: Forecast, options: Options, table: SampleTable | None) ->
         if plan.storage == "none":
             if refused:
                 plan = plan._replace(reason=f"storage='none': {refused}")
-            cure = "Every epoch decodes again; cache_dir= or a smaller resize= may help."
-            warn_user(f"{plan.reason}. {cure}")
+            warn_user(
+                f"{plan.reason}. Every epoch decodes again; cache_dir= or a smaller resize= may help."
+            )
             return Prepared(storage_plan=plan)
         log.info("%s", plan.reason)
         trial = next((it for it in trials or () if it.codec == plan.codec), expected.raw)
@@ -506,8 +507,10 @@ def _budget(options: Options, *, is_shared: bool) -> Budget:
 def warn_of_skipped(skipped: Sequence[SampleError], count: int) -> None:
     if skipped:
         check_skipped({error.index: error for error in skipped}, count)
-        left_out = f"{len(skipped)} of {count} samples cannot be prepared and were left out"
-        warn_user(f"{left_out}; dataset.skipped lists them. The first: {skipped[0]}")
+        warn_user(
+            f"{len(skipped)} of {count} samples cannot be prepared and were left out; "
+            f"dataset.skipped lists them. The first: {skipped[0]}"
+        )
 
 
 # Codecs, tried on a few samples: how small they make them, and how fast they give them back
@@ -552,8 +555,9 @@ def _coders_by_name(codec: Any, expected: Forecast) -> dict[str, Coders]:
         return choices
     each = codec if isinstance(codec, (tuple, list)) else [codec] * parts
     if len(each) != parts:
-        what = f"codec= has {len(each)} codecs, but samples have {parts} parts"
-        raise ValueError(f"{what}; give one for each")
+        raise ValueError(
+            f"codec= has {len(each)} codecs, but samples have {parts} parts; give one for each"
+        )
     coders = tuple(map(find_codec, each))
     return {"+".join(dict.fromkeys(coder.name for coder in coders)): coders}
 

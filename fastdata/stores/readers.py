@@ -189,8 +189,9 @@ class Store:
         except MemoryError:
             raise
         except Exception as cause:  # decoders raise anything; all of it is named and kept
-            what = f"{len(data):,} bytes of codec {self.codec!r} in the store: {cause}"
-            raise SampleError(what, index=index) from cause
+            raise SampleError(
+                f"{len(data):,} bytes of codec {self.codec!r} in the store: {cause}", index=index
+            ) from cause
 
     def gather_into(self, index_B: Array, out_B: Array) -> None:
         """Put samples of one shape into ``out_B`` (B, *shape), C-contiguous.
@@ -259,8 +260,10 @@ class DiskStore(Store):
             path.with_name(receipt_name(path.stem.partition("-")[2])).unlink(missing_ok=True)
         except OSError as problem:
             cure = f"that cannot be noted ({problem.strerror}): build {path.parent} anew"
-        what = f"its bytes in {path.parent} are not those that were written"
-        return f"{what} (a failing disk, or a foreign hand); {cure}"
+        return (
+            f"its bytes in {path.parent} are not those that were written (a failing disk, or a "
+            f"foreign hand); {cure}"
+        )
 
     # What of the files is in memory
 
@@ -375,8 +378,7 @@ class KeptSamples(Layout):
         """Sample and target as they were before they were stored, in memory of the caller's own."""
         count = len(self.stores) - self.target_is_part - len(self.mask_places)
         parts = tuple(self._owned(store, index) for store in self.stores[:count])
-        sample = parts if self.is_tuple else parts[0]
-        return sample, self.target(index)
+        return (parts if self.is_tuple else parts[0]), self.target(index)
 
     def target(self, index: int) -> Any:
         if self.target_is_part:

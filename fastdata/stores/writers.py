@@ -106,8 +106,12 @@ def take_apart(index: int, parts: list[Part], target: Any, *, is_tuple: bool = F
         places = tuple(k for k, value in enumerate(target) if is_pil(value))
         parts += [to_stored(target[k], is_mask=True) for k in places]
         target = tuple(None if k in places else value for k, value in enumerate(target))
-    layout = Layout(is_tuple=is_tuple, target_is_part=target_is_part, mask_places=places)
-    return ReadSample(index, parts, target, layout)
+    return ReadSample(
+        index,
+        parts,
+        target,
+        Layout(is_tuple=is_tuple, target_is_part=target_is_part, mask_places=places),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,8 +415,7 @@ class Writer:
                 data = np.frombuffer(coder.encode(data.reshape(shape)), np.uint8)
         if spec.shape not in (None, shape) or len(shape) != part.dimensions:
             others = spec.shape or f"{part.dimensions} dimensions"
-            what = f"sample {row} has shape {shape}, those before it {others}"
-            raise ShapesDifferError(what)
+            raise ShapesDifferError(f"sample {row} has shape {shape}, those before it {others}")
         index = self.index
         if "sizes" in index:
             index["offsets"][row] = self._take(data.nbytes)
@@ -522,8 +525,7 @@ class WritePath(NamedTuple):
                 except _NO_FAULT_OF_A_SAMPLE:
                     raise
                 except Exception as cause:  # encoders raise anything; all of it is named and kept
-                    path = self.path.source.path(index)
-                    raise sample_error(path, index, cause) from cause
+                    raise sample_error(self.path.source.path(index), index, cause) from cause
                 written.targets[row] = read.target
             except SampleError as error:
                 written.errors[row] = error
