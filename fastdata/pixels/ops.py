@@ -207,8 +207,7 @@ def several(value: Any) -> Sequence[Any]:
 
 def pair(size: Any) -> tuple[int, int]:
     values = several(size)
-    is_known = len(values) in (1, 2) and all(isinstance(value, int) for value in values)
-    if not is_known:
+    if len(values) not in (1, 2) or not all(isinstance(value, int) for value in values):
         raise UnknownStepError("has a size that is not served")
     return values[0], values[-1]
 
@@ -247,11 +246,9 @@ def read_filters(step: Any, state: State, interpolation: Any) -> tuple[str, str]
         return "NEAREST", "V2_DOMAIN"
     name = interpolation_name(interpolation)
     if state.kind != "pil":
-        is_known = name in _TENSOR_INTERPOLATIONS
-        if not is_known:
+        if name not in _TENSOR_INTERPOLATIONS:
             raise UnknownStepError(_INTERPOLATION)
-        is_sharp = "nearest" in name or step.antialias
-        if not is_sharp:
+        if "nearest" not in name and not step.antialias:
             raise UnknownStepError("resizes tensors without antialias")
     return name.upper().replace("-", "_"), domain_of(step, state)
 
@@ -305,8 +302,7 @@ def _read_fill(step: Any, state: State, domain: str, mode: str) -> Fill | None:
     if mode != "constant":
         return None
     levels = tuple(map(int, values))
-    is_known = 1 <= len(levels) <= 4 and all(0 <= level <= 255 for level in levels)
-    if not is_known:
+    if not 1 <= len(levels) <= 4 or not all(0 <= level <= 255 for level in levels):
         raise UnknownStepError("has a fill outside of 0 to 255")
     return levels
 

@@ -34,13 +34,26 @@ class Readable(Protocol):
     """The face of a store that serving needs."""
 
     @property
-    def gives_views(self) -> bool: ...
-    def shape(self, index: int, /) -> Shape: ...
-    def read(self, index: int, /) -> Array: ...
-    def read_into(self, index: int, out: Array, /) -> None: ...
-    def addresses(self, index_B: Int64s, /) -> Int64s: ...
-    def jpeg_files(self, index_B: Int64s, /) -> tuple[Int64s, Int64s] | None: ...
-    def gather_into(self, index_B: Int64s, out_B: Array, /) -> None: ...
+    def gives_views(self) -> bool:
+        """Whether samples lie in memory as they are served."""
+
+    def shape(self, index: int, /) -> Shape:
+        """Of one sample."""
+
+    def read(self, index: int, /) -> Array:
+        """One sample, a view or a fresh array."""
+
+    def read_into(self, index: int, out: Array, /) -> None:
+        """Decode one sample into memory of its shape."""
+
+    def addresses(self, index_B: Int64s, /) -> Int64s:
+        """Where samples lie."""
+
+    def jpeg_files(self, index_B: Int64s, /) -> tuple[Int64s, Int64s] | None:
+        """Addresses and sizes of samples that the core decodes; else None."""
+
+    def gather_into(self, index_B: Int64s, out_B: Array, /) -> None:
+        """Copy samples as they are."""
 
 
 class Program:

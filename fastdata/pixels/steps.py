@@ -313,10 +313,8 @@ def _erase(
         raise UnknownStepError("does not accept PIL images")
     if len(fill) > 4:
         raise UnknownStepError("erases with more than 4 values")
-    if not state.floats:
-        is_served = not mode and all(0 <= value <= 255 for value in fill)
-        if not is_served:
-            raise UnknownStepError("erases uint8 with random values, or with others than 0 to 255")
+    if not state.floats and (mode or not all(0 <= value <= 255 for value in fill)):
+        raise UnknownStepError("erases uint8 with random values, or with others than 0 to 255")
     # Places 2 to 5 are those of the box, which is drawn.
     n = (*counts, 0, 0, 0, 0, mode, state.is_normalized)
     return state.op("OP_ERASE", n, ranges, tuple(map(float, fill)) or (0.0,))
@@ -469,8 +467,7 @@ def _dtype(step: Any, state: State) -> Op | State:
     is_to_dtype = known_name(step) == "ToDtype"
     dtype = value_for(step.dtype, state)
     if state.is_beside and dtype is not None and isinstance(step.dtype, dict):
-        is_known = dtype in _MASK_DTYPES and not state.floats
-        if not is_known:
+        if dtype not in _MASK_DTYPES or state.floats:
             raise UnknownStepError("converts masks to a dtype that is not served")
         return _cast(state, dtype, "NONE")
     if dtype is None or state.is_beside:  # a dtype for all is for images only
