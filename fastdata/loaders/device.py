@@ -477,7 +477,7 @@ class Window:
         self.shape, _ = output
         self._program = program
         self._stored_shape = stored_shape
-        # By axis, mirrored or not, and by its first line: where each of a window's lines comes from.
+        # By axis, mirrored or not, and by its first line: where a window's lines come from.
         self._windows: list[Ints] = []
         self._fill: list[int] = []  # a value for each channel
         records = self._records(np.zeros(1, np.int64), 0, 0)[0]

@@ -106,8 +106,8 @@ def weighted(weights: Any) -> Order:
     if not is_right.all():
         wrong = is_right.argmin()
         raise ValueError(
-            f"weight {wrong} is {given[wrong]}; weights must be finite, not negative, and one above "
-            "zero"
+            f"weight {wrong} is {given[wrong]}; weights must be finite, not negative, and one "
+            "above zero"
         )
     identity = {"order": "weighted", "weights": _checksum(given)}
     return Order(partial(_draw_weighted, given), len(given), len(given), math.inf, identity)

@@ -385,7 +385,8 @@ def _prepare(expected: Forecast, options: Options, table: SampleTable | None) ->
             if refused:
                 plan = plan._replace(reason=f"storage='none': {refused}")
             warn_user(
-                f"{plan.reason}. Every epoch decodes again; cache_dir= or a smaller resize= may help."
+                f"{plan.reason}. Every epoch decodes again; cache_dir= or a smaller resize= may "
+                "help."
             )
             return Prepared(storage_plan=plan)
         log.info("%s", plan.reason)
