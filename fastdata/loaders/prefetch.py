@@ -11,15 +11,14 @@ begin with. Who may write to memory when:
 
     pinned host memory   held by the thread until the event after its copy is done
     device memory        made on the thread's stream; the training loop's stream waits for the copy
-    before it reads, and
-                         ``record_stream`` keeps the memory until that stream has done what it was
-                         given
-    a store on a device  made, read and given back on the thread's stream only (``DeviceOps``)
+                         before it reads, and ``record_stream`` keeps the memory until that stream
+                         has done what it was given
     the whole device     the thread copies a batch when the device has left the one ``depth + 1``
-    before it
+                         before it
 
 Batch ops of fastdata's loaders run on the thread's stream, after the copies, or on the CPU before
-batches are sent.
+batches are sent. Batches of a store that lies on the device need no thread: they are cut on the
+stream of the loop as it asks for them (``StoreCut``).
 """
 
 from __future__ import annotations
@@ -285,14 +284,8 @@ class CudaPrefetcher:
             marks[0] = progress.mark()
 
         progress.hand_over(marks[0])
-        transfer = Transfer(
-            read(),
-            self.device,
-            self._finish,
-            pinned=pinned,
-            mark=lambda: marks[0],
-            hand_over=progress.hand_over,
-        )
+        said = {"mark": lambda: marks[0], "hand_over": progress.hand_over}
+        transfer = Transfer(read(), self.device, self._finish, pinned=pinned, **said)
         return transfer
 
     def report(self) -> PrefetchReport:
