@@ -203,7 +203,7 @@ MUTANTS = [
     ),
     # The store on the device, and epochs
     Mutant(
-        "the store is copied for every batch",
+        "the store is copied for every epoch",
         DEVICE,
         "            if store not in self._copies:\n",
         "            if True:\n",

@@ -15,7 +15,7 @@ import torch
 import mutants
 import scenarios
 
-SCHEDULES = int(os.environ.get("FASTDATA_SCHEDULES", "40"))  # CI has 200
+SCHEDULES = int(os.environ.get("FASTDATA_SCHEDULES", "24"))  # CI has 200
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -224,7 +224,7 @@ class DeviceOps:
             return None, None, None
         obstacle = self._obstacle(reader)
         has_store = any(part.storage == "device" for part in self._served.parts)
-        if obstacle is not None or not isinstance(reader, Reader):
+        if obstacle is not None or isinstance(reader, JoinedReader):
             self._leave_to_the_cpu(obstacle, warns=has_store and self._asked != "cpu")
             return None, None, None
         handle = handle_of(self._served.parts[0])
