@@ -200,7 +200,11 @@ class _Describer(pickle.Pickler):
         if kind is types.CodeType:
             return tuple(getattr(value, fact, b"") for fact in _CODE_FACTS)
         if kind is types.FunctionType:
-            return _parts_of_function(value)
+            code = value.__code__
+            empty = types.CellType()
+            closed = [cell.cell_contents for cell in value.__closure__ or () if cell != empty]
+            defaults = (value.__defaults__, value.__kwdefaults__)
+            return code, defaults, closed, vars(value), _globals_of(code, value.__globals__)
         if kind in _WRAPPING:
             return tuple(getattr(value, part, None) for part in _WRAPPED)
         if kind in (set, frozenset):
@@ -234,15 +238,8 @@ def _is_plain(values: Collection[Any]) -> bool:
 
 
 def _hash_of(data: Any) -> str:
+    """Of the bytes of a file or an array."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
-
-
-def _parts_of_function(function: types.FunctionType) -> tuple[Any, ...]:
-    code = function.__code__
-    empty = types.CellType()
-    closed = [cell.cell_contents for cell in function.__closure__ or () if cell != empty]
-    defaults = (function.__defaults__, function.__kwdefaults__)
-    return code, defaults, closed, vars(function), _globals_of(code, function.__globals__)
 
 
 def _contents_of(kind: type) -> list[tuple[str, Any]]:
@@ -299,6 +296,7 @@ def nested(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def _used_of(value: Any, names: frozenset[str]) -> Any:
+    """A value, or what code that looks up these names may use of a module."""
     if not isinstance(value, types.ModuleType) or _origin(value.__name__) is not None:
         return value
     # Of a whole module, only what may be used: any other change in it changes nothing here.

@@ -54,15 +54,15 @@ _TYPES: dict[str, Any] = {"void": None} | {
 """By their names in C; a pointer is a ``c_void_p``."""
 
 
-def _fields_of(record: str, **records: Any) -> list[tuple[str, Any]]:
-    """The fields of a record, which may hold some of ``records``."""
+def _fields_of(record: str) -> list[tuple[str, Any]]:
+    """The fields of a record, which may hold one before it."""
     [body] = re.findall(rf"typedef struct(?: \w+)? {{([^}}]*)}} {record};", _HEADER)
     fields: list[tuple[str, Any]] = []
     for line in body.split(";")[:-1]:
         kind, names = re.sub(r"\b(const|struct) |\)\(.*", "", line).split(maxsplit=1)
         for name in names.split(","):
             word, *length = re.findall(r"(?!const\b)\w+", name)
-            field = ctypes.c_void_p if "*" in name else (_TYPES | records)[kind]
+            field = ctypes.c_void_p if "*" in name else _TYPES[kind]
             fields.append((word, field * int(length[0]) if length else field))
     return fields
 
@@ -77,10 +77,13 @@ class Values(ctypes.Structure):
     _fields_ = _fields_of("Values")
 
 
+_TYPES["Values"] = Values
+
+
 class Table(ctypes.Structure):
     """A transform; ``kept`` are the arrays that it points to, the last of them by size."""
 
-    _fields_ = _fields_of("Table", Values=Values)
+    _fields_ = _fields_of("Table")
     kept: tuple[Array, Array, Levels]
 
 
