@@ -103,6 +103,7 @@ MUTANTS = [
         PREFETCH,
         "            self._thread.join(_PATIENCE_S)",
         "            pass",
+        "lost_device",
     ),
     Mutant(
         "slots are given back while they are lent",
