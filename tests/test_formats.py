@@ -162,6 +162,16 @@ def test_damaged_tars_are_errors(
         open_dataset(path)
 
 
+def test_a_tar_whose_file_is_larger_than_its_place_is_refused(tmp_path: Path) -> None:
+    """As pax headers can say, behind tarfile's back: nothing of that size is read."""
+    with tarfile.open(tmp_path / "x.tar", "w", format=tarfile.PAX_FORMAT) as tar:
+        info = tarfile.TarInfo("1.txt")
+        info.pax_headers = {"GNU.sparse.realsize": str(1 << 50)}
+        tar.addfile(info)
+    with pytest.raises(ValueError, match=r"x.tar cannot be read: .*1.txt does not lie within it"):
+        open_dataset(tmp_path / "x.tar")
+
+
 def test_tars_are_refused_that_cannot_be_sought(tmp_path: Path) -> None:
     """Files twice in a sample and compressed tars are named with the reason."""
     with pytest.raises(ValueError, match=r"it holds 1.PNG twice"):

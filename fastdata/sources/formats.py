@@ -284,8 +284,8 @@ class TarSamples(_Samples):
                 for _, members in groupby(_members(tar), itemgetter(0)):
                     infos: dict[str, tarfile.TarInfo] = {}
                     for _, suffix, info in members:
-                        if info.issparse():
-                            raise ValueError(f"its file {info.name} is sparse")
+                        if info.issparse() or info.offset_data + info.size > file.size_bytes:
+                            raise ValueError(f"its file {info.name} does not lie within it")
                         if suffix in infos:
                             raise ValueError(f"it holds {info.name} twice")
                         infos[suffix] = info
