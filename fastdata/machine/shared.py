@@ -31,7 +31,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -39,9 +39,6 @@ from torch.utils.data import default_collate
 
 from fastdata.errors import MemoryBudgetError, StoreGoneError
 from fastdata.machine import memory
-
-if TYPE_CHECKING:
-    pass
 
 if sys.platform != "win32":
     import fcntl

@@ -100,7 +100,7 @@ def apart(work: Callable[[], _T], *, limit_s: float | None) -> _T:
         return work()
     available_bytes()  # imports what its threads would import while it forks
 
-    def job(_: None) -> _T:
+    def job(_: str) -> _T:
         warnings.simplefilter("ignore")  # the user's own run says them
         # What a library has started in threads of the parent is dead in the copy, OpenMP's pool
         # among it, which waits for its threads for ever; a thread that is new gets a pool of its
@@ -108,7 +108,7 @@ def apart(work: Callable[[], _T], *, limit_s: float | None) -> _T:
         return ThreadPoolExecutor(1).submit(work).result()
 
     with forked(job) as (pool, [process]):
-        answer = pool.submit(attempt_job, None)
+        answer = pool.submit(attempt_job, "measuring")
         if not wait([answer], limit_s).done:
             raise TimeoutError(f"no answer within {limit_s:.1f} s")
         try:

@@ -125,12 +125,12 @@ def tune(
     What costs more processes or memory must gain 3 %. The search begins with the usual rule of 4
     workers per GPU, or with as many as there are cores.
 
-    The dataset does not change, and no process is left behind. Probes of a dataset that is slow to
-    read are in smaller batches of the same samples.
+    No process is left behind. Probes of a dataset that is slow to read are in smaller batches of
+    the same samples.
 
     Args:
         dataset: any map-style dataset, fastdata's or not. Of one that is still being prepared, up
-            to 512 samples are prepared for the probes.
+            to 512 samples are prepared for the probes, and stay so.
         batch_size: samples in a batch.
         max_seconds: time box; the best so far is the result when it is over.
         parameters: names of the loader's arguments and the values to choose from, numbers in
