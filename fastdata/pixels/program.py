@@ -284,7 +284,9 @@ _Pair = tuple[Program, Array]
 
 
 def _keys(seed: int, visits_B: int | Int64s, index_B: Int64s) -> core.Keys:
-    visits_B = np.full(len(index_B), visits_B, np.int64)
+    if not isinstance(visits_B, np.ndarray):
+        visits_B = np.full(len(index_B), visits_B)
+    visits_B = np.ascontiguousarray(visits_B, np.int64)
     return core.Keys(seed, visits_B, np.ascontiguousarray(index_B, np.int64))
 
 
