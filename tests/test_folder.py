@@ -118,7 +118,11 @@ def test_without_a_transform_nothing_is_prepared_before_the_first_read(
         assert next(iter(TorchLoader(other, batch_size=6)))[0].shape == (6, 3, 4, 4)
         assert other.plan.prepare
     with ImageFolder(root, **options) as unread:
-        pass
+        with copy.copy(unread) as copied:
+            pass
+        with pytest.raises(StoreGoneError, match="was closed"):
+            copied[0]
+        assert unread[5][0].size == (12, 10)
     with pytest.raises(StoreGoneError, match="was closed"):
         unread[0]
     read.clear()

@@ -489,6 +489,8 @@ class PreparedDataset(_Opened):
         if stored.after is None:
             if again or self._transform is not None:
                 self._end_waiting()
+            else:
+                self._compile()
             return
         if not again:
             if not self._is_outdated():
