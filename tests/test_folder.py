@@ -15,7 +15,7 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import Subset
+from torch.utils.data import Subset, get_worker_info
 from torchvision import transforms as v1
 from torchvision.datasets import ImageFolder as TorchvisionFolder
 from torchvision.datasets.folder import IMG_EXTENSIONS
@@ -143,6 +143,29 @@ def test_what_waits_in_a_worker_process_is_served_unkept(image_folder: Folder) -
         assert dataset.filled_share() == 1
         for (image, label), (other, wanted) in zip(unkept, kept, strict=True):
             assert (image.tobytes(), label) == (other.tobytes(), wanted)
+
+
+def _shrink(_: int) -> None:
+    info = get_worker_info()
+    assert info is not None
+    info.dataset.transform = v1.Compose([v1.Resize((2, 2)), v1.PILToTensor()])  # type: ignore[attr-defined]
+
+
+def _storage(_: Any) -> str:
+    info = get_worker_info()
+    assert info is not None
+    return info.dataset.storage  # type: ignore[attr-defined,no-any-return]
+
+
+def test_a_worker_process_prepares_no_samples_for_itself(image_folder: Folder) -> None:
+    """What did not fit stays unkept there, whatever transform it is given: each worker would hold all."""
+    with pytest.warns(FastDataWarning, match="Every epoch decodes again"):
+        dataset = ImageFolder(image_folder(), v1.PILToTensor(), memory_limit=100)
+    options: Any = {"collate_fn": _storage, "worker_init_fn": _shrink}
+    with dataset:
+        assert set(TorchLoader(dataset, num_workers=1, **options)) == {"none"}
+        dataset.transform = v1.Compose([v1.Resize((2, 2)), v1.PILToTensor()])
+        assert dataset.storage == "shared"
 
 
 def test_a_first_transform_that_is_assigned_decides_what_is_stored(

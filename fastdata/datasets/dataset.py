@@ -527,8 +527,9 @@ class PreparedDataset(_Opened):
         may_gain = stored.filled_share() == 0 or (not key and not self._was_read)
         if stored.kept is None:
             may_gain = stored.options.storage == "auto" and self._reader.length > 0
-        is_known = may_gain and stored.source is not None
-        return is_known and prepare_key(leading_steps(self._transform)) != key
+        # A worker process has nobody to share a store of its own with.
+        may_gain &= stored.source is not None and get_worker_info() is None
+        return may_gain and prepare_key(leading_steps(self._transform)) != key
 
     def prepare(self) -> Self:
         """Prepare all samples now, none on their first read; returns the dataset.
