@@ -17,7 +17,14 @@ from fsspec.implementations.memory import MemoryFileSystem
 from PIL import Image
 
 from conftest import shown
-from fastdata import CachedDataset, ChunkedLoader, DataLoader, ImageFolder, ImageManifest
+from fastdata import (
+    CachedDataset,
+    ChunkedLoader,
+    DataLoader,
+    FastDataWarning,
+    ImageFolder,
+    ImageManifest,
+)
 from fastdata.errors import RemoteError, SampleError
 from fastdata.sources import remote
 from fastdata.sources.remote import Place, facts_of, options_travel
@@ -434,3 +441,13 @@ def test_some_of_a_remote_folder_stay_remote(bucket: tuple[str, Path]) -> None:
         Place(path).write("", b"another")
         with pytest.raises(SampleError, match="7 bytes came"):
             there[1]
+
+
+def test_what_was_left_out_shifts_no_sizes(bucket: tuple[str, Path]) -> None:
+    """Where a sample is skipped, those that follow it are read again without the size of another."""
+    url, _ = bucket
+    Place(url).write("cat/0.jpg", b"damaged")
+    with pytest.warns(FastDataWarning, match="1 of 7 samples"):
+        dataset = ImageFolder(url, resize=(8, 8), on_error="skip")
+    with dataset:
+        assert dataset.storage_report().looked_at == len(dataset) == 6

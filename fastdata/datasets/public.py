@@ -171,6 +171,8 @@ class _ImageFiles(_Shown):
 
     def _files_of(self, table: SampleTable) -> FileSource:
         facts = None if self._facts is None else self._facts["facts"]
+        if facts is not None and len(facts) > len(table):  # some were left out: asked for anew
+            facts = np.full((len(table), 2), _UNKNOWN)
         return FileSource(table.paths, table.targets, self._loader, self._place, facts)
 
     def _origin(self) -> Source:
