@@ -449,6 +449,19 @@ def test_an_error_of_the_sampler_comes_behind_the_batches_before_it(gpu: Sim) ->
             next(batches)
 
 
+@pytest.mark.parametrize("steps", [[], [v2.RandomHorizontalFlip()]], ids=["alone", "flipped"])
+@pytest.mark.parametrize("storage", ["shared", "device"])
+def test_gray_images_are_sent_with_one_channel(gpu: Sim, steps: list[Any], storage: Any) -> None:
+    """Where normalisation makes three of it."""
+    floats = v2.ToDtype(torch.float32, scale=True), v2.Normalize((0.4, 0.5, 0.6), (0.2, 0.3, 0.4))
+    samples = [(image[:1], label) for image, label in list(cached(()))]
+    transform = v2.Compose([*steps, *floats])
+    with CachedDataset(samples, transform=transform, seed=0, storage=storage) as dataset:
+        batches = on_device(loader_of(dataset))
+        assert_same(taken(batches), list(loader_of(dataset)))
+        assert batches.report().batch_ops.startswith("on cuda:0")
+
+
 def test_ops_that_must_be_on_the_device_and_cannot_are_an_error(
     dataset: CachedDataset, gpu: Sim
 ) -> None:

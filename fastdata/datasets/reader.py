@@ -292,11 +292,14 @@ class Reader:
         Only if there is no obstacle.
         """
         columns, casts = [], []
-        for column, (shape, _) in zip(self.columns, self.outputs, strict=True):
+        for number, column in enumerate(self.columns):
             assert column.program is not None
             program, cast = column.program.without_cast()
-            if cast is not None:
-                column = column._replace(program=program, output=(shape, np.dtype(np.uint8)))
+            if cast is not None:  # which may make three channels of one
+                shape: tuple[int, ...] = (3, 1, 1)
+                if self.kept is not None:
+                    shape = self.kept.stores[number if self.plan.mask else 0].shape(0)
+                column = column._replace(program=program, output=program.output(shape))
             columns.append(column)
             casts.append(cast)
         return replace(self, columns=tuple(columns)), casts
