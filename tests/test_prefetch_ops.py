@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import ConcatDataset, Subset
 from torch.utils.data import DataLoader as TorchLoader
 from torchvision import transforms as v1
+from torchvision import tv_tensors
 from torchvision.transforms import v2
 
 from conftest import FolderMaker, save_image
@@ -460,6 +461,34 @@ def test_gray_images_are_sent_with_one_channel(gpu: Sim, steps: list[Any], stora
         batches = on_device(loader_of(dataset))
         assert_same(taken(batches), list(loader_of(dataset)))
         assert batches.report().batch_ops.startswith("on cuda:0")
+
+
+@pytest.mark.parametrize("storage", ["shared", "device"])
+def test_images_with_masks_are_cut_before_the_transfer(gpu: Sim, storage: Any) -> None:
+    """Also where the store is to lie on the device, which is said."""
+    steps = v2.Compose([v2.RandomCrop((5, 4)), v2.RandomHorizontalFlip()])
+    samples = [
+        (tv_tensors.Image(image), tv_tensors.Mask(image[:1])) for image, _ in list(cached(()))
+    ]
+    with CachedDataset(samples, transforms=steps, seed=0, storage=storage) as dataset:
+        expected = list(loader_of(dataset))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert_same(taken(on_device(loader_of(dataset, num_workers=1))), expected)
+    assert ["image and mask" in str(it.message) for it in caught] == [True] * (storage == "device")
+
+
+def test_floats_that_are_erased_are_no_work_for_a_device(gpu: Sim) -> None:
+    """Asked for there they are an error; floats that are stored are not taken for such."""
+    why = "not possible here: erasing or noise comes after"
+    with cached([*FLOATS, v1.RandomErasing()]) as dataset, pytest.raises(ValueError, match=why):
+        iter(on_device(loader_of(dataset), batch_ops="device"))
+    with CachedDataset([(torch.ones(SHAPE), 0)]) as dataset:
+        batches = on_device(loader_of(dataset))
+        list(batches)
+        assert batches.report().batch_ops == (
+            "on the CPU: they serve float32, which is sent as it is"
+        )
 
 
 def test_ops_that_must_be_on_the_device_and_cannot_are_an_error(

@@ -233,8 +233,8 @@ class DeviceOps:
         why = ""
         if has_store:
             why = window_obstacle(reader.plan, _store(reader).spec)
-        if has_store and reader.plan.views:
-            why = "several views of an image are made on the CPU"
+        if has_store and len(casts) > 1:
+            why = "several views of an image, or image and mask, are made on the CPU"
         if has_store and not why:
             store = _store(reader)
             if store not in self._copies:
@@ -243,9 +243,8 @@ class DeviceOps:
             self.described = f"on {self._device}, from a copy of the store there ({size})"
             return None, None, StoreCut(handle, self._copies[store], converts[0])
         if not any(casts):
-            late = "erasing or noise comes after the conversion to floats"
-            are_floats = any(dtype.is_floating_point for dtype in reader.dtypes)
-            why = why or (late if are_floats else "they serve uint8, which is sent as it is")
+            kinds = " and ".join({str(dtype)[6:]: None for dtype in reader.dtypes})
+            why = why or f"they serve {kinds}, which is sent as it is"
             self._leave_to_the_cpu(why, warns=has_store)
             return None, None, None
         self._leave_to_the_cpu(why, warns=has_store)
@@ -260,6 +259,10 @@ class DeviceOps:
             obstacle = self._loader.device_obstacle() or reader.obstacle
         if obstacle is None and isinstance(reader, JoinedReader):
             obstacle = "the samples of a ConcatDataset lie in several stores"
+        elif obstacle is None and isinstance(reader, Reader) and not any(reader.uncast[1]):
+            ops = (op for column in reader.columns for op in column.plan.batch_ops)
+            if any(op.code == "OP_CAST" for op in ops):
+                obstacle = "erasing or noise comes after the conversion to floats"
         if self._asked == "device" and obstacle is not None:
             raise ValueError(
                 f"batch_ops='device' is not possible here: {obstacle}. Use batch_ops='auto'."
