@@ -213,7 +213,7 @@ MUTANTS = [
     Mutant(
         "a loop that changes its stream does not wait for what is cut",
         DEVICE,
-        "                now.wait_stream(stream)\n",
+        "            now.wait_stream(self._stream)\n",
         "",
         "store_and_streams",
     ),
@@ -234,8 +234,8 @@ MUTANTS = [
     Mutant(
         "memory of what is cut is free for others while another stream reads it",
         DEVICE,
-        "                        tensor.record_stream(now)\n",
-        "                        pass\n",
+        "                    tensor.record_stream(now)\n",
+        "                    pass\n",
         "store_and_streams",
     ),
     Mutant(

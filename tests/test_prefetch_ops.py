@@ -463,6 +463,30 @@ def test_gray_images_are_sent_with_one_channel(gpu: Sim, steps: list[Any], stora
         assert batches.report().batch_ops.startswith("on cuda:0")
 
 
+def test_a_batch_that_cannot_be_had_leaves_the_others_in_their_places(gpu: Sim) -> None:
+    """Of several that are cut together; each target is asked for once, texts too."""
+    asked = []
+
+    def shown(number: int) -> str:
+        asked.append(number)
+        return {6: None}.get(number, f"n{number}").upper()  # type: ignore[union-attr]
+
+    indices = [[1, 2], [LENGTH], [3], [5, 6], [7]]
+    with cached(CROP, storage="device", target_transform=shown) as dataset:
+        loader = DataLoader(dataset, batch_sampler=indices, workers="thread")
+        found: list[Any] = []
+        epoch = iter(on_device(loader))
+        while True:
+            try:
+                found.append(next(epoch)[1])
+            except StopIteration:
+                break
+            except (AttributeError, IndexError) as error:
+                found.append(type(error))
+    assert found == [("N1", "N2"), IndexError, ("N3",), AttributeError, ("N7",)]
+    assert asked == [1, 2, 3, 5, 6, 7]
+
+
 @pytest.mark.parametrize("storage", ["shared", "device"])
 def test_images_with_masks_are_cut_before_the_transfer(gpu: Sim, storage: Any) -> None:
     """Also where the store is to lie on the device, which is said."""

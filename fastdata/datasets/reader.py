@@ -436,7 +436,7 @@ class Reader:
         return self.stored.table if self.kept is None else self.kept
 
     @cached_property
-    def _numbers(self) -> Array | None:
+    def numbers(self) -> Array | None:
         """The targets of all samples, where each is a number and batches need nothing else."""
         table = self.stored.table
         # A cache has numbers where targets are images.
@@ -447,16 +447,16 @@ class Reader:
 
     def targets(self, batch: IndexBatch) -> Any:
         """What ``default_collate`` makes of the targets of a batch."""
-        if self._numbers is not None:
-            return torch.from_numpy(self._numbers[batch.positions])
+        if self.numbers is not None:
+            return torch.from_numpy(self.numbers[batch.positions])
         if self._listing is None or self.target_transform is not None:
             return collate_targets(self.targets_of(batch))
         return self._listing.collated_targets(batch.positions)
 
     def targets_of(self, batch: IndexBatch, read: list[Any] | None = None) -> list[Any]:
         """The target of each sample; ``read``: those before ``target_transform``, where known."""
-        if self._numbers is not None:
-            return list(self._numbers[batch.positions].tolist())
+        if self.numbers is not None:
+            return list(self.numbers[batch.positions].tolist())
         targets = list(map(self.stored_target, batch.positions.tolist())) if read is None else read
         if self.target_transform is not None and self.pair_transform is None:
             targets = list(map(self.target_transform, targets))

@@ -15,9 +15,9 @@ from __future__ import annotations
 import ctypes
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import islice
 from math import prod
 from typing import Any, Literal
 
@@ -259,7 +259,7 @@ class DeviceOps:
             obstacle = self._loader.device_obstacle() or reader.obstacle
         if obstacle is None and isinstance(reader, JoinedReader):
             obstacle = "the samples of a ConcatDataset lie in several stores"
-        elif obstacle is None and isinstance(reader, Reader) and not any(reader.uncast[1]):
+        elif obstacle is None and not (isinstance(reader, JoinedReader) or any(reader.uncast[1])):
             ops = (op for column in reader.columns for op in column.plan.batch_ops)
             if any(op.code == "OP_CAST" for op in ops):
                 obstacle = "erasing or noise comes after the conversion to floats"
@@ -330,14 +330,23 @@ def _to_floats(cast: Op) -> Transform:
 # A store on the device
 
 
-class StoreCut:
-    """Makes batches of the samples of a dataset, dense uint8, that lie on the device.
+class StoreCut(Iterator[Any]):
+    """Batches of the samples of a dataset, dense uint8, that lie on the device.
+
+    They come on the stream of who asks for them; small ones are cut several at once. An error of
+    the loader is raised where its batch would have come.
 
     Args:
         handle: of the dataset.
         samples_NCHW: the samples.
         convert: to floats; None where uint8 is served.
+
+    Attributes:
+        marks: how far the loader had come with the latest batch.
+        send: brings a tensor to the device.
     """
+
+    send: Send
 
     def __init__(
         self, handle: ReaderHandle, samples_NCHW: Tensor, convert: Transform | None
@@ -348,38 +357,60 @@ class StoreCut:
         self._stream: Any = None  # that batches were cut on
         [program] = handle().uncast[0].programs
         self._window = Window(program, tuple(samples_NCHW.shape[1:]))
+        # Images, targets and mark of batches that were cut, and what comes after these.
+        self._made: deque[tuple[Any, Any, Any]] = deque()
+        self._ends: list[Exception] = []
 
-    def batches(self, indices: Any, send: Send, cast: Transform) -> Iterator[tuple[Any, Any]]:
-        """Each batch, and how far the loader had come with it, on the stream of who asks for them.
+    def begin(self, loader: DataLoader[Any], cast: Transform) -> Any:
+        """Begin an epoch, whose images are all given to ``cast``; gives its ``progress``."""
+        path = f"whole batches, cut on {self._samples_NCHW.device}"
+        read = partial(_read_targets, self._handle)
+        self._indices = loader.iterate(BatchRing(0), read=read, alone=path)
+        self._cast = cast
+        self.marks = [self._indices.progress.mark()]
+        return self._indices.progress
 
-        Small ones are cut several at once.
+    def __next__(self) -> Any:
+        if not (self._made or self._ends):
+            self._cut()
+        if not self._made:
+            self.marks[0] = self._indices.progress.mark()
+            raise self._ends.pop()
+        images, targets, self.marks[0] = self._made.popleft()
+        batch = self._handle().joined([images], _sent(targets, self.send))
+        now = torch.cuda.current_stream(self._samples_NCHW.device)
+        if now != self._stream:  # the loop has changed to another
+            now.wait_stream(self._stream)
+            for tensor in flatten(batch)[0]:
+                if isinstance(tensor, Tensor):
+                    tensor.record_stream(now)
+        return batch
 
-        Args:
-            indices: a loader's iterator; of each batch a tensor and its indices.
-            send: brings a tensor to the device.
-            cast: done to all images.
-        """
-        mark = indices.progress.mark
-        sample_bytes = 4 * prod(self._window.shape)
-        for _, first in indices:
-            marks = [mark()]
-            group = [first]
-            count = GROUP_BYTES // (sample_bytes * len(first))
-            failed: Exception | None = None
+    @torch.inference_mode(False)  # which may hold where the first of several is asked for
+    def _cut(self) -> None:
+        """Cut the next batches, up to the end, or to one that cannot be had."""
+        group: list[IndexBatch] = []
+        targets: Any = []
+        marks = []
+        room_bytes = GROUP_BYTES
+        while not group or room_bytes > 0:
             try:
-                for _, batch in islice(indices, count):
-                    group.append(batch)
-                    marks.append(mark())
+                found = next(self._indices, None)
             except Exception as error:  # noqa: BLE001  # raised where its batch would have come
-                failed = error
-            yield from zip(self._cut(group, send, cast), marks, strict=True)
-            if failed is not None:
-                raise failed
-
-    def _cut(self, group: list[IndexBatch], send: Send, cast: Transform) -> Iterator[Any]:
-        reader = self._handle()
-        device = self._samples_NCHW.device
-        stream = torch.cuda.current_stream(device)
+                self._ends.append(error)
+                break
+            if found is None:
+                self._ends.append(StopIteration())
+                break
+            _, batch, target = found
+            group.append(batch)
+            targets.append(target)
+            marks.append(self._indices.progress.mark())
+            room_bytes -= 4 * prod(self._window.shape) * len(batch)
+        if not group:
+            return
+        numbers = self._handle().numbers
+        stream = torch.cuda.current_stream(self._samples_NCHW.device)
         if self._stream is not None and self._stream != stream:
             stream.wait_stream(self._stream)  # constants were sent on it
         self._stream = stream
@@ -387,25 +418,24 @@ class StoreCut:
         index_B = np.concatenate([batch.positions for batch in group])
         visits_B = np.concatenate([batch.visits for batch in group])
         draws = self._window.draw(index_B, visits_B, group[0].seed)
-        draws = None if draws is None else send(draws)
-        images = self._window.cut(self._samples_NCHW, send(torch.from_numpy(index_B)), draws)
+        draws = None if draws is None else self.send(draws)
+        images = self._window.cut(self._samples_NCHW, self.send(torch.from_numpy(index_B)), draws)
         if self._convert is not None:
             images = self._convert(images)
+        # Not as views, of which autograd refuses some uses.
         sizes = list(map(len, group))
-        targets = reader.targets(IndexBatch.of((), index_B, visits_B, group[0].seed))
-        if isinstance(targets, Tensor):
-            each: Iterable[Any] = send(targets).split(sizes)
-        else:
-            each = (_sent(reader.targets(batch), send) for batch in group)
-        for part, target in zip(cast(images).split(sizes), each, strict=True):
-            cut = reader.joined([part], target)
-            now = torch.cuda.current_stream(device)
-            if now != stream:  # the loop has changed to another
-                now.wait_stream(stream)
-                for tensor in flatten(cut)[0]:
-                    if isinstance(tensor, Tensor):
-                        tensor.record_stream(now)
-            yield cut
+        parts = self._cast(images).unsafe_split_with_sizes(sizes)
+        if numbers is not None:
+            targets = self.send(torch.from_numpy(numbers[index_B])).unsafe_split_with_sizes(sizes)
+        self._made.extend(zip(parts, targets, marks, strict=True))
+
+
+def _read_targets(handle: ReaderHandle, batch: IndexBatch, ring: BatchRing) -> list[Any]:
+    """Indices and targets, behind a tensor that tells how many there are."""
+    reader = handle()
+    # Numbers of several batches are sent at once.
+    targets = reader.targets(batch) if reader.numbers is None else None
+    return [torch.from_numpy(batch.positions), batch, targets]
 
 
 def _upload(store: Store, device: torch.device) -> torch.Tensor:

@@ -219,7 +219,8 @@ class DataLoader(_TorchLoader[_T_co]):
             vars(self),
             dataset=dataset,
             generator=torch.Generator() if is_seeded else self.generator,
-            pin_memory=self.pin_memory and not (self._pinning.reason and ring is not self._ring),
+            pin_memory=self.pin_memory
+            and not (alone or (self._pinning.reason and ring is not self._ring)),
             collate_fn=_collating(self.collate_fn, self.memory_format),
         )
         with torch.random.fork_rng(devices=[], enabled=progress.is_begun):

@@ -273,19 +273,12 @@ class CudaPrefetcher:
 
     def _begin_there(self, cut: StoreCut, pinned: PinnedMemory) -> Transfer:
         """An epoch of batches of a store on the device, made by the one who asks for them."""
-        path = f"whole batches, cut on {self.device}"
-        indices = self.loader.iterate(BatchRing(0), read=_as_it_is, alone=path)
-        progress = indices.progress
-        marks = [progress.mark()]  # of the latest batch
-
-        def read() -> Iterator[Any]:
-            for batch, marks[0] in cut.batches(indices, transfer.send, self._cast):
-                yield batch
-            marks[0] = progress.mark()
-
+        progress = cut.begin(self.loader, self._cast)
+        marks = cut.marks
         progress.hand_over(marks[0])
         said = {"mark": lambda: marks[0], "hand_over": progress.hand_over}
-        transfer = Transfer(read(), self.device, self._finish, pinned=pinned, **said)
+        transfer = Transfer(cut, self.device, self._finish, pinned=pinned, **said)
+        cut.send = transfer.send
         return transfer
 
     def report(self) -> PrefetchReport:
@@ -319,11 +312,6 @@ class CudaPrefetcher:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _as_it_is(batch: Any, ring: BatchRing) -> list[Any]:
-    """Indices, behind a tensor that tells how many there are: a list of numbers is counted late."""
-    return [torch.from_numpy(batch.positions), batch]
 
 
 def _finish(
