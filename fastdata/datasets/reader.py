@@ -12,8 +12,7 @@ by one, as those are that are kept nowhere. Steps that are not known run on each
 the core again on what they leave. One sample is a batch of one.
 
 Fresh memory makes batches slow: every page is faulted in and cleared before it is written. A
-``BatchRing`` hands out the same few buffers again and again; one comes back when the last tensor
-over it has died.
+``BatchRing`` hands out the same few buffers again and again, once their last tensors have died.
 
 Shape letters: B batch, C channels, H W size sent, h w size served.
 """
