@@ -417,9 +417,11 @@ class _Build:
         columns: Columns = {
             "skipped.json": [each for shard in shards for each in shard.columns["skipped.json"]]
         }
-        for name in shards[0].columns:
-            if re.match(r"(shards|part\d+)\.|kept$", name):  # others may be there
-                columns[name] = np.concatenate([shard.columns[name] for shard in shards])
+        names = ["shards.names", "shards.rows", "shards.bytes", "kept"]  # others may be there
+        for number, located in enumerate(shards[0].located):
+            names += [f"part{number}.{name}" for name in located if name != "files"]
+        for name in names:
+            columns[name] = np.concatenate([shard.columns[name] for shard in shards])
         kept = np.flatnonzero(columns["kept"]).tolist()
         if self.table is None:
             targets = [target for shard in shards for target in as_list(shard.targets)]
