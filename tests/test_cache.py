@@ -678,6 +678,19 @@ def test_a_disk_that_cannot_hold_the_cache_is_an_error(
         CachedDataset(data, cache_dir=tmp_path, cache_key="k", codec="zstd")
 
 
+def test_a_disk_with_little_room_takes_what_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Samples turn out larger than those that were looked at; no more is asked for than needed."""
+    monkeypatch.setattr(readers_module, "free_bytes", lambda folder: 1 << 20)
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64), np.uint8)
+    looked_at = {round(k * 99 / 24) for k in range(25)}
+    data = [(noise * (k not in looked_at), k) for k in range(100)]
+    options: Any = {"cache_dir": tmp_path, "cache_key": "k", "codec": "zstd"}
+    with CachedDataset(data, **options) as dataset:
+        assert np.array_equal(dataset[1][0], noise)
+
+
 def refuse_to_write(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     """Have writing to files on disk fail."""
     plain = os.pwrite

@@ -64,8 +64,7 @@ _FETCHED_AT_ONCE = 128
 ALIGN_BYTES = 64
 """Each raw sample of a shape of its own begins at a multiple of these."""
 _FIRST_BYTES = 64 << 20
-"""Set aside at once, which the others wait for; and how many more at a time."""
-_MORE_BYTES = 16 << 20
+"""Set aside at once, which the others wait for."""
 _AT_ONCE = 16
 """Samples that are read together."""
 NO_LIMIT = 1 << 62
@@ -443,7 +442,7 @@ class Writer:
             if end > ends[1]:
                 # What other processes have reserved is there, and not asked for again.
                 self.file.size_bytes = ends[1].item()
-                self.file.resize(min(end + _MORE_BYTES, limit_bytes))
+                self.file.resize(min(end + end // 64, limit_bytes))
                 ends[1] = self.file.size_bytes
             ends[0] = end
         return start
