@@ -80,6 +80,19 @@ def test_more_ops_than_there_is_room_for_are_refused() -> None:
         program.run_one(store, 2, 0, 0)
 
 
+@pytest.mark.parametrize("border", [2**30, -9])
+def test_a_crop_of_what_cannot_be_padded_is_refused(border: int) -> None:
+    """Whoever pads the padded image again has one between that is too large, or has no pixel."""
+    steps = np.zeros(2, core.STEP)
+    steps["fills"], steps["code"] = (
+        1,
+        [core.CONSTANTS[f"STEP_{code}"] for code in ("SEQUENCE", "CROP")],
+    )
+    steps["first"][0] = steps["count"][0] = 1
+    steps["n"][1] = [*[border] * 4, 0, 0, 5, 5, True, False, 0, 0]
+    assert reason_of(core.make_table(steps, {}, **MACHINE)) == "REFUSED_OUTSIDE"
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_random_tables_are_served_or_refused(seed: int) -> None:
     """None ends the process; ``.ci/run`` has many more of them, under AddressSanitizer."""
@@ -87,7 +100,7 @@ def test_random_tables_are_served_or_refused(seed: int) -> None:
     assert {"served", "REFUSED_TABLE"} <= outcomes
 
 
-def test_draws_are_those_of_draws_py() -> None:
+def test_draws_are_those_of_samplers() -> None:
     """What the core draws is the function of key, step and number that samplers draw by."""
     flip = Op("STEP_FLIP", 5, v=(0.3,))
     crop = Op("STEP_CROP", child(2, 7), (0, 0, 0, 0, "PAD_CONSTANT", "PIL_DOMAIN", 4, 3, 0))

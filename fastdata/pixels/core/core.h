@@ -260,6 +260,7 @@ int64_t integer(const Drawing *d, int64_t at, int64_t draw, int64_t count); /* i
 bool deny(Drawing *d, const Step *step, int32_t reason, const int64_t *n, int count);
 Op *add(Drawing *d, const Step *step, int32_t code, int32_t domain); /* NULL: refused */
 bool set_size(Drawing *d, int64_t height, int64_t width, int how);
+bool leaves_pixels(Drawing *d, const Step *step); /* and not more than can be counted; else false: refused */
 int64_t truncated(double value); /* truncated, and of the range of what is no int32 the end */
 /* A box as torchvision's RandomResizedCrop and RandomErasing draw them, in ten tries; false where none fits. */
 bool draw_box(const Drawing *d, int64_t at, int64_t first, const double scale[2], const double log_ratio[2], double share,

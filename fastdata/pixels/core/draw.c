@@ -67,6 +67,12 @@ Op *add(Drawing *d, const Step *step, int32_t code, int32_t domain) {
     return op;
 }
 
+bool leaves_pixels(Drawing *d, const Step *step) {
+    const bool is_image = (d->height > 0 && d->width > 0) || d->is_probe;
+    const bool fits = is_image && d->height <= INT32_MAX && d->width <= INT32_MAX && d->height * d->width < INT64_MAX >> 6;
+    return fits || deny(d, step, REFUSED_OUTSIDE, NULL, 0);
+}
+
 bool set_size(Drawing *d, int64_t height, int64_t width, int how) {
     d->height = height, d->width = width;
     d->is_known = how == FIXED || (how == FOLLOWS && d->is_known);
@@ -205,9 +211,7 @@ bool draw_steps(Drawing *d, const Table *table, int64_t first, int64_t count) {
     for (int64_t k = 0; k < count && is_drawn; k++) {
         is_drawn = draw_step(d, step + k);
         if (d->is_probe) d->height = d->height < 0 ? 0 : d->height, d->width = d->width < 0 ? 0 : d->width;
-        const bool is_image = (d->height > 0 && d->width > 0) || d->is_probe;
-        const bool fits = is_image && d->height <= INT32_MAX && d->width <= INT32_MAX;
-        if (is_drawn && !fits) is_drawn = deny(d, step + k, REFUSED_OUTSIDE, NULL, 0);
+        is_drawn = is_drawn && leaves_pixels(d, step + k);
     }
     d->depth--;
     return is_drawn;

@@ -46,7 +46,7 @@ bool draw_crop(Drawing *d, const Step *step) {
     int64_t borders[4] = {n[0], n[is_v2 ? 2 : 1], n[is_v2 ? 1 : 2], n[3]};
     const int64_t height = n[6], width = n[7];
     if (n[8] && !is_v2 && (n[0] || n[1] || n[2] || n[3])) { /* v1 pads the padded image again */
-        if (!draw_pad(d, step)) return false;
+        if (!draw_pad(d, step) || !leaves_pixels(d, step)) return false;
         memset(borders, 0, sizeof borders);
     }
     if (n[8]) {
