@@ -415,7 +415,11 @@ class OpenedImages(core.Samples):
     @classmethod
     def decoded(cls, images: Sequence[Array]) -> OpenedImages:
         """Pixels (H, W, C) that are there already, C-contiguous."""
-        return cls.of_files([b""] * len(images), images.__getitem__)
+        no_files_B = np.zeros(len(images), np.int64)
+        opened = cls(addresses_of(images), no_files_B, images.__getitem__)
+        shapes = [(image.shape[2], *image.shape[:2]) for image in images]
+        opened.shapes_B3[:] = np.reshape(shapes, (-1, 3))
+        return opened
 
     @classmethod
     def stored(
