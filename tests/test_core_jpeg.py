@@ -310,6 +310,15 @@ def test_a_size_is_checked_before_there_is_memory_for_it(monkeypatch: pytest.Mon
         decode_image(bytes(data))
 
 
+def test_a_damaged_file_stays_one() -> None:
+    """What Pillow raises of it is raised each time: its bytes are never taken for pixels."""
+    data = saved(photo(61, 90))[:-400]
+    opened = OpenedImages.of_files([data], lambda _: pixels_of(data))
+    for _ in range(2):
+        with pytest.raises(OSError, match="truncated"):
+            cut(opened, (11, 20, 30, 41))
+
+
 def test_a_file_that_lacks_scans_is_smoothed_as_pillow_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -446,8 +446,8 @@ class OpenedImages(core.Samples):
 
     def leave_to_pillow(self, b: int) -> None:
         """Have image ``b`` decoded by PIL, or raise what is wrong with it."""
-        self._sizes_B[b] = 0
         pixels = self._by_pillow(b)
+        self._sizes_B[b] = 0  # pixels from here on; what was damaged stays a file
         self._alive.append(pixels)
         self.sources_B[b] = pixels.ctypes.data
         shape = pixels.shape
