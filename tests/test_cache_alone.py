@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
 import shutil
+import weakref
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -109,6 +111,18 @@ def test_a_copied_cache_serves_what_its_folder_held(
         assert (dataset.classes, dataset.class_to_idx) == (theirs.classes, theirs.class_to_idx)
         assert (dataset.root, dataset.storage, dataset.skipped) == (str(root), "disk", [])
         assert str(copy) in repr(dataset)
+
+
+def test_a_dropped_dataset_gives_its_memory_back_at_once(tmp_path: Path) -> None:
+    """Neither one that writes a cache nor one that looks for it waits for the garbage collector."""
+    data = [(torch.full((2, 3), i, dtype=torch.uint8), i) for i in range(4)]
+    gc.disable()
+    try:
+        written = weakref.ref(CachedDataset(data, cache_dir=tmp_path, cache_key="k"))
+        opened = weakref.ref(CachedDataset.from_cache(tmp_path))
+        assert written() is opened() is None
+    finally:
+        gc.enable()
 
 
 def test_a_lossy_cache_is_served_as_it_is(image_folder: Folder) -> None:

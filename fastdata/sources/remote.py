@@ -321,7 +321,8 @@ class Place:
         try:
             future.set_result(then(getattr(client, method)(*arguments, **options)))
         except Exception as problem:  # noqa: BLE001  # raised by whoever asks for the result
-            future.set_exception(problem)
+            # Whose traceback would hold this frame, which holds it, and all that called.
+            future.set_exception(problem.with_traceback(None))
         return future
 
     def _said(self, problem: Exception) -> str:
@@ -357,10 +358,8 @@ def facts_of(files: Iterable[tuple[Place, str]]) -> list[Facts]:
     asked = [place._submit("info", name, then=_facts) for place, name in files]
     found = []
     for future in asked:
-        try:
-            found.append(future.result())
-        except (FileNotFoundError, NotADirectoryError):
-            found.append((-1, -1))
+        is_missing = isinstance(future.exception(), FileNotFoundError | NotADirectoryError)
+        found.append((-1, -1) if is_missing else future.result())
     return found
 
 
