@@ -442,7 +442,7 @@ class Writer:
             if end > ends[1]:
                 # What other processes have reserved is there, and not asked for again.
                 self.file.size_bytes = ends[1].item()
-                self.file.resize(min(end + end // 64, limit_bytes))
+                self.file.resize(min(end + end // 32, limit_bytes))
                 ends[1] = self.file.size_bytes
             ends[0] = end
         return start
