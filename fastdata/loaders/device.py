@@ -222,34 +222,34 @@ class DeviceOps:
         reader = self._served.reader()  # which notices what was changed in place
         if reader is None:
             return None, None, None
-        obstacle = self._obstacle(reader)
         has_store = any(part.storage == "device" for part in self._served.parts)
+        obstacle = self._obstacle(reader)
         if obstacle is not None or isinstance(reader, JoinedReader):
-            self._leave_to_the_cpu(obstacle, warns=has_store and self._asked != "cpu")
+            self.described = f"on the CPU: {obstacle}"
+            if has_store and self._asked != "cpu":
+                self._warn_of_the_store(obstacle)
             return None, None, None
         handle = handle_of(self._served.parts[0])
         _, casts = reader.uncast
         converts = [None if cast is None else _to_floats(cast) for cast in casts]
-        why = ""
-        if has_store:
-            why = window_obstacle(reader.plan, _store(reader).spec)
-        if has_store and len(casts) > 1:
-            why = "several views of an image, or image and mask, are made on the CPU"
+        why = _store_obstacle(reader) if has_store else ""
         if has_store and not why:
-            store = _store(reader)
-            if store not in self._copies:
-                self._copies[store] = _upload(store, self._device)
-            size = format_bytes(_size_bytes(store))
-            self.described = f"on {self._device}, from a copy of the store there ({size})"
-            return None, None, StoreCut(handle, self._copies[store], converts[0])
+            return None, None, self._cut_of(_store(reader), handle, converts[0])
+        if has_store:
+            self._warn_of_the_store(why)
         if not any(casts):
             kinds = " and ".join({str(dtype)[6:]: None for dtype in reader.dtypes})
-            why = why or f"they serve {kinds}, which is sent as it is"
-            self._leave_to_the_cpu(why, warns=has_store)
+            self.described = f"on the CPU: {why or f'they serve {kinds}, which is sent as it is'}"
             return None, None, None
-        self._leave_to_the_cpu(why, warns=has_store)
         self.described = f"on {self._device}, the conversion only{why and f': {why}'}"
         return partial(_read, handle), partial(_finish, handle, converts), None
+
+    def _cut_of(self, store: Store, handle: ReaderHandle, convert: Transform | None) -> StoreCut:
+        if store not in self._copies:
+            self._copies[store] = _upload(store, self._device)
+        size = format_bytes(_size_bytes(store))
+        self.described = f"on {self._device}, from a copy of the store there ({size})"
+        return StoreCut(handle, self._copies[store], convert)
 
     def _obstacle(self, reader: Reader | JoinedReader) -> str | None:
         if not isinstance(self._loader, DataLoader) or not is_own(self._loader):
@@ -269,9 +269,8 @@ class DeviceOps:
             )
         return "batch_ops='cpu'" if self._asked == "cpu" else obstacle
 
-    def _leave_to_the_cpu(self, why: str | None, *, warns: bool) -> None:
-        self.described = f"on the CPU: {why}"
-        if warns and not self._has_warned:
+    def _warn_of_the_store(self, why: str | None) -> None:
+        if not self._has_warned:
             self._has_warned = True
             warn_user(f"storage='device' has no effect: {why}")
 
@@ -471,6 +470,13 @@ def _store(reader: Reader) -> Store:
 
 def _size_bytes(store: Store) -> int:
     return len(store) * store.spec.sample_bytes
+
+
+def _store_obstacle(reader: Reader) -> str:
+    """Why batches cannot be cut of a reader's store on a device; empty if they can."""
+    if len(reader.columns) > 1:
+        return "several views of an image, or image and mask, are made on the CPU"
+    return window_obstacle(reader.plan, _store(reader).spec)
 
 
 def window_obstacle(plan: TransformPlan, spec: SampleSpec) -> str:

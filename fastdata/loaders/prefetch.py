@@ -274,7 +274,7 @@ class CudaPrefetcher:
     def _begin_there(self, cut: StoreCut, pinned: PinnedMemory) -> Transfer:
         """An epoch of batches of a store on the device, made by the one who asks for them."""
         progress = cut.begin(self.loader, self._cast)
-        marks = cut.marks
+        marks = cut.marks  # not the cut itself, which holds a copy of the store
         progress.hand_over(marks[0])
         said = {"mark": lambda: marks[0], "hand_over": progress.hand_over}
         transfer = Transfer(cut, self.device, self._finish, pinned=pinned, **said)
