@@ -206,8 +206,8 @@ MUTANTS = [
     Mutant(
         "the store is copied for every epoch",
         DEVICE,
-        "            if store not in self._copies:\n",
-        "            if True:\n",
+        "        if store not in self._copies:\n",
+        "        if True:\n",
         "store_on_the_device",
     ),
     Mutant(

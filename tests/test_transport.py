@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import os
 import pickle
+import select
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -781,3 +785,37 @@ def test_receivers_are_forgotten_with_their_collate_function() -> None:
     gc.collect()
     assert token not in rings._receivers
     assert BatchReceiver.of(token).bytes_held == 0
+
+
+def test_a_worker_whose_parent_is_killed_as_it_begins_ends() -> None:
+    """Torch's watch of the parent, which begins later, would take the one that adopts it for that."""
+    code = """
+import os, signal, sys, time
+import torch
+from fastdata import DataLoader
+
+def begin():
+    parent = os.getppid()
+    os.write(int(sys.argv[1]), b"%d" % os.getpid())
+    os.kill(parent, signal.SIGKILL)
+    while os.getppid() == parent:
+        time.sleep(0.01)
+
+os.register_at_fork(after_in_child=begin)
+for _ in DataLoader([torch.zeros(2)] * 4, num_workers=1, multiprocessing_context="fork"):
+    pass
+"""
+    reader, writer = os.pipe()
+    with open(reader, "rb", buffering=0) as told:
+        subprocess.run(
+            [sys.executable, "-c", code, str(writer)], pass_fds=[writer], check=False, timeout=100
+        )
+        os.close(writer)
+        worker = int(told.read(20))
+        try:
+            is_over, _, _ = select.select([told], [], [], 20)
+            assert is_over
+            assert told.read(1) == b""
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker, signal.SIGKILL)

@@ -7,6 +7,8 @@ thread, and the iterators hand batches over. They move a ``Progress`` on.
 from __future__ import annotations
 
 import copy
+import multiprocessing
+import os
 import threading
 import time
 import weakref
@@ -16,6 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -460,6 +463,15 @@ class InlineIter(Counted, torch_loader._SingleProcessDataLoaderIter):
     """torch's engine in the training loop, counted."""
 
 
+def _end_alone(parent_pid: int, number: int) -> None:
+    """End a worker whose parent was killed as it began: torch's watch of the parent begins later.
+
+    In place of a ``worker_init_fn``; a user's own is left as it is, and its traceback.
+    """
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
 class ProcessIter(Counted, torch_loader._MultiProcessingDataLoaderIter):
     """torch's worker processes, counted, with batches that come through a shared ring."""
 
@@ -470,6 +482,10 @@ class ProcessIter(Counted, torch_loader._MultiProcessingDataLoaderIter):
             slots = (view.prefetch_factor or 0) + 1 + held
             view.collate_fn = RingCollate(view.collate_fn, slots=slots)
         self.ring = view.collate_fn.receiver
+        context = view.multiprocessing_context or multiprocessing
+        # A forkserver's child is no child of this process.
+        if view.worker_init_fn is None and context.get_start_method() != "forkserver":
+            view.worker_init_fn = partial(_end_alone, os.getpid())
         super().__init__(view, progress)
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
