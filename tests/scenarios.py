@@ -288,19 +288,21 @@ def store_and_streams(sim: Sim) -> None:
         prefetch_device.GROUP_BYTES,
         4 * 105 * 4 * rng(sim).choice((0, 1, 100)),
     )
-    for _ in range(2):
-        loader.set_epoch(2)
-        with prefetcher(sim, loader) as batches:
-            taking = Taking(sim, batches)
-            for number in range(len(right)):
-                with torch.cuda.stream(streams[rng(sim).randrange(2)]):
-                    images, labels = next(taking)
-                    made.append((images.clone(), labels.clone()))
-                    del images, labels
-                    torch.full((number + 1, 3, 7, 5), 255.0, device=torch.device("cuda"))
-            del taking
-        torch.full((16, 3, 8, 6), 255, dtype=torch.uint8, device=torch.device("cuda"))
-    prefetch_device.GROUP_BYTES = before
+    try:
+        for _ in range(2):
+            loader.set_epoch(2)
+            with prefetcher(sim, loader) as batches:
+                taking = Taking(sim, batches)
+                for number in range(len(right)):
+                    with torch.cuda.stream(streams[rng(sim).randrange(2)]):
+                        images, labels = next(taking)
+                        made.append((images.clone(), labels.clone()))
+                        del images, labels
+                        torch.full((number + 1, 3, 7, 5), 255.0, device=torch.device("cuda"))
+                del taking
+            torch.full((16, 3, 8, 6), 255, dtype=torch.uint8, device=torch.device("cuda"))
+    finally:
+        prefetch_device.GROUP_BYTES = before
     check(made, right * 2)
 
 

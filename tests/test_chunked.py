@@ -643,5 +643,6 @@ def test_what_batches_have_fetched_themselves_is_let_go_of() -> None:
             from_cache=False,
         )
     )
+    assert made[0]._coming[1].cancel()  # whose batches were ahead of the thread
     made[0].close()
     assert dropped == list(range(16))
