@@ -187,7 +187,7 @@ class Cache:
     def shard_names(self) -> list[str]:
         return [name.decode() for name in self.columns["shards.names"].tolist()]
 
-    @property
+    @cached_property
     def kept(self) -> Array:
         """The rows that were not left out."""
         return np.flatnonzero(self.columns["kept"])

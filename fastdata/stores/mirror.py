@@ -180,7 +180,7 @@ class MirroredStore(DiskStore):
         if not missing:
             return
         with self.index.block.hold(os.getpid()):  # of the threads of a process one at a time
-            at_once = max(FETCH_BYTES // max(self._segment_bytes[missing]), 1)
+            at_once = max(FETCH_BYTES // self._segment_bytes[missing].max(), 1)
             for first in range(0, len(missing), at_once):
                 self._fetch(missing[first : first + at_once])
 

@@ -240,7 +240,8 @@ class DiskStore(Store):
     def heaviest_bytes(self, samples: int) -> float:
         """The mean size of those so many neighbours that are the heaviest."""
         samples = min(samples, len(self))
-        return float(np.convolve(self._sizes, np.ones(samples), "valid").max() / samples)
+        ends = np.append(0, np.cumsum(self._sizes))
+        return float((ends[samples:] - ends[:-samples]).max() / samples)
 
     def ensure(self, index_B: Array) -> None:
         checked = self.index["checked"]
@@ -499,8 +500,6 @@ class DiskFile(Block):
                 "that limit (ulimit -v), or that of open files (ulimit -n), or give storage='none' "
                 "or a smaller resize=."
             )
-        if isinstance(problem, CacheError):
-            return problem
         if problem.errno in _FULL:
             return _full(self.path.parent, f"it ran out of room ({problem.strerror})")
         return CacheError(f"{self.path} cannot be written ({problem.strerror})")
