@@ -200,7 +200,7 @@ class Reader:
         plan: of the transform.
         columns: of each batch.
         prepare: what is done to single samples that are kept nowhere.
-        is_upright: whether samples were turned as their EXIF says before they were stored.
+        is_upright: whether EXIF has turned samples that are stored, or turns files that are read.
         own: which method of a subclass is asked for each item; empty where there is none.
     """
 

@@ -52,10 +52,6 @@ from fastdata.loaders.samplers import State
 from fastdata.machine.shared import collate_targets
 from fastdata.pixels.images import Array
 
-MOSTLY_PREPARED = 0.9
-"""Share of the samples from which on threads are worth it, although the rest are still to be
-prepared."""
-
 
 class JoinedHandle:
     """Of the readers of several datasets."""

@@ -179,7 +179,7 @@ def format_bytes(count: int) -> str:
     """Write bytes for people, as ``'1.2 GiB'``."""
     size: float = count
     unit = ""
-    for larger in "KMGT":
+    for larger in _UNITS[1:]:
         if round(size, 1) < 1024:
             break
         size /= 1024

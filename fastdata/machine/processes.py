@@ -378,7 +378,7 @@ def _begin(
     os.setpgid(0, 0)  # so that what it starts is ended with it, all at once
     _use_cores(cores)
     multiprocessing.current_process().name = "fastdata-ingest"
-    # Ctrl-C may reach the whole group; the parent ends this process.
+    # Ctrl-C is the parent's, which ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     gc.freeze()  # what the parent left to its garbage collector is the parent's to finalise

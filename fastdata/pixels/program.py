@@ -188,7 +188,7 @@ class Program:
 
         The next ones may lie over them.
         """
-        numbers_B = np.arange(len(images.shapes_B3))
+        numbers_B = np.arange(len(images.shapes_B3), dtype=np.int64)
         keys = _keys(0, 0, numbers_B)
         _, shapes_after_B3 = self._draw(keys, images.shapes_B3)
         first = 0

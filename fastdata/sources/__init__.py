@@ -428,7 +428,7 @@ def _read_csv(path: AnyPath, names: list[str], storage_options: StorageChoice) -
     _check_columns(title, header, names)
     positions = list(map(header.index, names))
     numbers = []
-    chosen = []
+    picked = []
     for row in filter(None, rows):
         if len(row) > len(header):
             raise ValueError(
@@ -437,8 +437,8 @@ def _read_csv(path: AnyPath, names: list[str], storage_options: StorageChoice) -
             )
         row += [""] * (len(header) - len(row))
         numbers.append(rows.line_num)
-        chosen.append([row[position].strip() for position in positions])
-    return _Table(title, "line", numbers, dict(zip(names, zip(*chosen, strict=True), strict=False)))
+        picked.append([row[position].strip() for position in positions])
+    return _Table(title, "line", numbers, dict(zip(names, zip(*picked, strict=True), strict=False)))
 
 
 def _check_columns(title: str, there: list[str], names: list[str]) -> None:

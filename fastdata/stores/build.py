@@ -306,9 +306,8 @@ class _Build:
         with contextlib.suppress(FileNotFoundError):
             cache = Cache.read(self.place)
             found = cache.manifest
-            is_allowed = not cache.skipped or options.on_error == "skip"
             is_current = (found.key, found.content) == (wanted.key, wanted.content)
-            if is_current and is_allowed and not cache.lacks_receipts():
+            if is_current and self._allows(cache) and not cache.lacks_receipts():
                 table = SampleTable(cache.targets) if self.table is None else self.table
                 return cache.serve(known, table, options.local_cache)
         raise FileNotFoundError("it holds no cache of these samples that is up to date")
@@ -451,9 +450,9 @@ class _Build:
             folder = Path(self.place.url)
             if self.place.is_remote:
                 folder = cleanup.enter_context(fleeting_folder())
-            attempt = uuid.uuid4().hex  # there may be several of one shard
+            fresh = uuid.uuid4().hex  # there may be several of one shard
             plans = [
-                replace(plan, path=folder / f"{attempt}.{number}")
+                replace(plan, path=folder / f"{fresh}.{number}")
                 for number, plan in enumerate(self.plans)
             ]
             stores, written = ingest(path, plans, task.positions, self.options)
@@ -481,6 +480,9 @@ class _Build:
             self.place.write(receipt_name(task.name), receipt)
         return receipt
 
+    def _allows(self, cache: Cache) -> bool:
+        return not cache.skipped or self.options.on_error == "skip"
+
     def _write_shards(self, tasks: Sequence[_Task]) -> list[Cache]:
         """Write all shards that are not complete.
 
@@ -499,8 +501,7 @@ class _Build:
             with contextlib.suppress(Exception):  # bytes of others raise anything
                 shard = Cache.unpack(self.place, receipt.result())
                 is_whole = all(files.items() <= sizes.items() for files in shard.files())
-                is_allowed = not shard.skipped or self.options.on_error == "skip"
-                if is_whole and is_allowed and shard.shard_names == [name]:
+                if is_whole and self._allows(shard) and shard.shard_names == [name]:
                     complete[name] = shard
         left = [task for task in tasks if task.name not in complete]
         missing = sum(len(task.positions) for task in left)

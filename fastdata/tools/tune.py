@@ -24,7 +24,6 @@ from fastdata.datasets.batch import collate, flatten
 from fastdata.datasets.dataset import PreparedDataset
 from fastdata.datasets.public import ImageFolder
 from fastdata.errors import MemoryBudgetError
-from fastdata.loaders.epochs import MOSTLY_PREPARED
 from fastdata.loaders.loader import DataLoader
 from fastdata.machine.memory import available_bytes, budget_bytes, format_bytes, usable_cores
 from fastdata.report import Line, Report, progress_bar
@@ -41,6 +40,9 @@ _BATCH_S = 0.1
 """A batch of a probe takes a worker about this long, where it may be smaller than the user's."""
 _PROBES = 80
 _GRACE_S = 2.0
+_MOSTLY_PREPARED = 0.9
+"""Share of the samples from which on threads are worth it, although the rest are still to be
+prepared."""
 _SAMPLES_PREPARED = 512
 
 
@@ -224,7 +226,7 @@ def _usual_space(dataset: Any) -> dict[str, Sequence[Any]]:
 def _prepared(dataset: Any) -> Any:
     """The dataset; where it is still being prepared some of its samples, prepared now."""
     is_kept = isinstance(dataset, PreparedDataset) and dataset.storage != "none"
-    if not is_kept or dataset.filled_share() >= MOSTLY_PREPARED:
+    if not is_kept or dataset.filled_share() >= _MOSTLY_PREPARED:
         return dataset
     chosen = islice(shuffled(dataset), min(len(dataset), _SAMPLES_PREPARED))
     some = Subset(dataset, sorted(chosen))
