@@ -87,7 +87,8 @@ class SampleError(FastDataError, OSError):
                 raise TypeError(
                     "SampleError needs index=, the position of the sample in its dataset"
                 )
-            index, path = int(named[-1][0]), named[-1][1] or None
+            index = int(named[-1][0])
+            path = named[-1][1] or None
         elif not _NAMED.match(message):
             message = f"sample {index}{f', {path},' if path else ''} cannot be read: {message}"
         super().__init__(message)

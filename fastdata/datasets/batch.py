@@ -108,7 +108,8 @@ class OwnItem:
 
     def batch_of(self, position: int, reader: int, own_seed: int | None) -> IndexBatch:
         """Of a read by the dataset of this id and, where the user gave it one, this seed."""
-        visit_1, read = self._visit_1, self._reads[reader]
+        visit_1 = self._visit_1
+        read = self._reads[reader]
         self._reads[reader] += 1
         if read or position != self._item_1[0]:
             visit_1 = sample_keys(read, visit_1, self._item_1).view(np.int64)

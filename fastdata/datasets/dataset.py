@@ -274,7 +274,8 @@ class _Opened(Dataset[Any]):
 
     def _prepare(self) -> None:
         old = self._stored
-        options, source = old.options, old.source
+        options = old.options
+        source = old.source
         assert source is not None
         leading = leading_steps(self._transform)
         path = read_path(source, (*old.first_steps, *leading))
@@ -320,7 +321,8 @@ class _Opened(Dataset[Any]):
 
     def _read_by(self, reader: Reader) -> None:
         """Have coming epochs read by it; those that have begun go on as they did."""
-        self._reader, self._handle = reader, ReaderHandle(reader)
+        self._reader = reader
+        self._handle = ReaderHandle(reader)
         self._handles.add(self._handle)
 
     def _refresh(self) -> None:
@@ -580,7 +582,8 @@ class PreparedDataset(_Opened):
         Takes about a second: up to 25 samples are read, encoded and decoded.
         """
         self._handle()  # which says that it was closed
-        source, stored = self._origin(), self._stored
+        source = self._origin()
+        stored = self._stored
         steps = () if source is stored.kept else (*stored.first_steps, *self.plan.prepare)
         return report_storage(read_path(source, steps), stored.options)
 
@@ -631,7 +634,8 @@ class Watch:
 
 def _held_by(values: Iterable[Any], met: dict[int, Any]) -> list[Any]:
     """These, and all that is in them, each once and none that was met before."""
-    queue, held = deque(values), []
+    queue = deque(values)
+    held = []
     while queue:
         value = queue.popleft()
         if id(value) in met or isinstance(value, _ATOMS):

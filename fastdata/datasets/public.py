@@ -159,7 +159,8 @@ class _ImageFiles(_Shown):
     def _describe(self, source: Source) -> Described:
         from fastdata.stores.build import list_paths
 
-        root, table = os.fspath(self.root), self._stored.table
+        root = os.fspath(self.root)
+        table = self._stored.table
         assert isinstance(source, FileSource)
         assert table is not None
         opened = describe_steps([self._loader], self._stored.options.cache_key)
@@ -185,9 +186,11 @@ class _ImageFiles(_Shown):
         if self._was_read or self.filled_share() > 0:
             super()._relist(name, listed)
         before = self._files(name)
-        targets, paths = listed, before.all_paths()
+        paths = before.all_paths()
+        targets = listed
         if name == "samples":
-            paths, targets = [path for path, _ in listed], [target for _, target in listed]
+            paths = [path for path, _ in listed]
+            targets = [target for _, target in listed]
         elif len(listed) != len(paths):
             raise ValueError(
                 f"{len(listed)} targets for {len(paths)} samples. For fewer samples assign "
@@ -287,7 +290,8 @@ class ImageFolder(_ImageFiles):
             is_valid_file=is_valid_file,
             allow_empty=allow_empty,
         )
-        paths, targets = [path for path, _ in samples], [target for _, target in samples]
+        paths = [path for path, _ in samples]
+        targets = [target for _, target in samples]
         self._build_files(paths, targets, class_to_idx, loader, chosen, transform, target_transform)
 
     @staticmethod
@@ -559,7 +563,8 @@ class CachedDataset(_Shown):
 
         dataset = cls.__new__(cls)
         dataset._pair_transform = _checked(transforms, transform, target_transform)
-        dataset._transform, dataset.target_transform = transform, target_transform
+        dataset._transform = transform
+        dataset.target_transform = target_transform
         home = find_cache(path, storage_options)
         prepared, manifest = open_cache(home, as_tensors=as_tensors, local_cache=local_cache)
         dataset.root = manifest.root

@@ -167,9 +167,9 @@ class Column(NamedTuple):
 
     def finished(self, samples: list[Any], batch: IndexBatch, take: Take) -> Any:
         """What unknown steps, and those behind them, make of samples: whole where that can be."""
-        plan, last = self.plan, self.last
-        if plan.per_sample:
-            samples = [plan.run_unknown(sample) for sample in samples]
+        last = self.last
+        if self.plan.per_sample:
+            samples = list(map(self.plan.run_unknown, samples))
         if last is None:
             return samples
         shapes = set(map(decoded_shape, samples))
@@ -180,7 +180,7 @@ class Column(NamedTuple):
             wrong.index = int(batch.positions[0])
             raise
         if shape is None or output is None:
-            return list(map(plan.run_last, samples))
+            return list(map(self.plan.run_last, samples))
         decoded = [np.ascontiguousarray(image).reshape(*shape[1:], shape[0]) for image in samples]
         [out] = room(len(samples), [output], take)
         images = OpenedImages.decoded(decoded)
@@ -617,7 +617,7 @@ def _compile_pairs(stored: Stored, transforms: PairStep) -> Compiled:
     if kept is None or not kept.target_is_part:
         plan = plan_pairs(transforms, obstacle="only images with a tv_tensors.Mask are served")
         return plan, (Column(plan),)
-    image, mask = kept.stores[0], kept.stores[1]
+    image, mask, *_ = kept.stores
     shapes = image.shape(0), mask.shape(0)
     kinds = image.spec.dtype, mask.spec.dtype, mask.spec.form, len(shapes[0])
     if kinds != ("uint8", "uint8", "mask", 3) or shapes[1][:-2] not in ((), (1,)):

@@ -43,7 +43,8 @@ from fastdata.machine.memory import is_running
 from fastdata.machine.shared import Block
 from fastdata.pixels.images import Array
 
-_FREE, _LENT = 0, 1
+_FREE = 0
+_LENT = 1
 _PAGE_BYTES = 4096
 _STATE_BYTES = ALIGN_BYTES  # the first byte of a slot has a cache line of its own before the data
 # A tensor travels with its whole storage, as in torch, up to so many times its own bytes.
@@ -334,7 +335,9 @@ class _Packer(pickle.Pickler):
             if is_small and self._slot.offset_of(octets) is None:
                 return NotImplemented
             self._storages[storage.data_ptr()] = octets
-        offset, size, strides = value.storage_offset(), tuple(value.shape), value.stride()
+        offset = value.storage_offset()
+        size = tuple(value.shape)
+        strides = value.stride()
         return _tensor, (octets, value.dtype, offset, size, strides)
 
 

@@ -80,7 +80,8 @@ class JoinedReader:
         self.served_bytes = None if self.obstacle else readers[0].served_bytes
 
     def __call__(self, batch: IndexBatch, take: Take = fresh) -> Any:
-        readers, first = self._readers, self._readers[0]
+        readers = self._readers
+        first = readers[0]
         is_last = batch.channels_last and all(each.can_write_channels_last for each in readers)
         outs = room(len(batch), first.outputs, take, channels_last=is_last)
         for number, row_B, piece in self._pieces(batch):

@@ -145,7 +145,8 @@ class DataLoader(_TorchLoader[_T_co]):
         if distributed not in ("off", "auto", "exact"):
             raise ValueError(f"distributed={distributed!r} is not one of 'off', 'auto', 'exact'")
         if distributed != "off" and sampler is None and batch_sampler is None:
-            sampler, shuffle = _share(dataset, bool(shuffle), drop_last, distributed), None
+            sampler = _share(dataset, bool(shuffle), drop_last, distributed)
+            shuffle = None
         if isinstance(pin_memory, str) and pin_memory != "auto":
             raise ValueError(f"pin_memory={pin_memory!r} is neither True, False nor 'auto'")
         if isinstance(num_workers, str):

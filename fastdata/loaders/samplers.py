@@ -483,7 +483,8 @@ class RankSampler(DistributedSampler[int]):
             begun: the state that the iterator began in, where that is not the latest one.
         """
         begun = begun or self._state(self.epoch, self.position)
-        epoch, position = begun["epoch"], begun["position"]
+        epoch = begun["epoch"]
+        position = begun["position"]
         left = self._share_of(self.order_length - position, rank=0)  # who has the most
         if batches and batches >= (left if drop_last else left + batch_size - 1) // batch_size:
             return self._state(epoch + 1, 0)

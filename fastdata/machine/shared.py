@@ -217,7 +217,8 @@ class Block:
             raise StoreGoneError(
                 "the dataset was closed; a closed dataset cannot be sent to another process"
             )
-        pid, inode = os.getpid(), os.fstat(self.fd).st_ino
+        pid = os.getpid()
+        inode = os.fstat(self.fd).st_ino
         return self.attach, (pid, self.fd, inode, self.size_bytes, self.path, self.is_sealed)
 
     @classmethod
@@ -383,7 +384,8 @@ class PackedPaths:
 
     def names(self) -> list[bytes]:
         """All names without the prefix."""
-        blob, ends = self.blob.tobytes(), self.ends.tolist()
+        blob = self.blob.tobytes()
+        ends = self.ends.tolist()
         return [blob[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 

@@ -536,7 +536,8 @@ class CenterCrop:
 
     def __call__(self, image: Image.Image) -> Image.Image:
         height, width = self.size
-        left, top = _cut_start(image.width, width), _cut_start(image.height, height)
+        left = _cut_start(image.width, width)
+        top = _cut_start(image.height, height)
         return image.crop((left, top, left + width, top + height))
 
 

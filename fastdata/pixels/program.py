@@ -275,7 +275,8 @@ class Program:
         if self._has_perspectives:
             solved_BS8 = core.solve_perspectives(self._draw(keys, shapes_B3)[0])
             batch.kept.append(solved_BS8)
-            batch.solved_BS8, batch.solved = solved_BS8.ctypes.data, solved_BS8.shape[1]
+            batch.solved_BS8 = solved_BS8.ctypes.data
+            batch.solved = solved_BS8.shape[1]
         return batch
 
 
