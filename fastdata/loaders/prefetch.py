@@ -509,12 +509,12 @@ class Transfer:
                         pass
                 self.iterator = iter(())
             finally:
+                # Of a lost device they stay: to free pinned memory asks it, and aborts the process.
                 while self._in_flight:
                     self._let_go()
         except BaseException as error:  # noqa: BLE001  # raised where its batch would have come
             # Without this frame.
             outcome = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
-        self._in_flight.clear()  # of a lost device, which reads nothing any more
         self._ready.put(outcome)
         del outcome  # it would keep this frame, and this frame it
 
