@@ -276,7 +276,7 @@ def make_table(steps: Array, levels: Levels, **facts: bool) -> Table:
 
 
 def draw(
-    table: Table, keys: Keys, shapes_B3: Int32s, *, is_probe: bool = False, room: int = 8
+    table: Table, keys: Keys, shapes_B3: Int32s, *, is_probe: bool = False, room: int = 1
 ) -> tuple[Array, Int32s]:
     """Draw samples of these channels, heights and widths.
 
