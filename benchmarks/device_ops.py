@@ -82,15 +82,15 @@ def section(title: str, steps: list[Any], samples: Samples, rounds: int) -> list
     plan = plan_transform(transforms.Compose(steps), form="pil")
     program, cast = Program(plan.batch_ops, samples.spec).without_cast()
     assert not window_obstacle(plan, samples.spec)
-    window = Window(program, samples.spec.shape or ())
+    window = Window(program, samples.store)
     draws = [window.draw(index_B, 0, SEED).to(samples.device) for index_B in samples.index]
-    served = window.cut(samples.store, samples.index_on_device[0], draws[0])
+    served = window.cut(samples.index_on_device[0], draws[0])
     convert = _to_floats(cast) if cast else None
     # Each pixel served is read once as uint8 and written once.
     size_bytes = served.numel() * (5 if cast else 1 + 1)
 
     def run(number: int) -> object:
-        cut = window.cut(samples.store, samples.index_on_device[number], draws[number])
+        cut = window.cut(samples.index_on_device[number], draws[number])
         return convert(cut) if convert else cut
 
     runs: dict[str, Callable[[int], object]] = {

@@ -241,8 +241,8 @@ MUTANTS = [
     Mutant(
         "memory of the copy is free for others while another stream reads it",
         DEVICE,
-        "        self._samples_NCHW.record_stream(stream)\n",
-        "",
+        "            tensor.record_stream(stream)\n",
+        "            pass\n",
         "store_and_streams",
     ),
     Mutant(

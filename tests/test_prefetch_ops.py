@@ -545,12 +545,12 @@ def mirrored(**options: Any) -> CachedDataset:
 
 
 def test_a_store_on_the_device_is_sent_once(gpu: Sim, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In chunks; then positions, draws and labels are all there is."""
+    """In chunks; then positions, draws and labels are all there is, and where each window's lines lie."""
     monkeypatch.setattr(prefetch_device, "CHUNK_BYTES", 5 * STORED_BYTES + 7)
     with mirrored() as dataset, on_device(loader_of(dataset, num_workers=1)) as batches:
         expected = list(loader_of(dataset))
         assert_same(taken(batches), expected)
-        batch_bytes = LENGTH * (8 + 2 * (7 + 5) + 8)
+        batch_bytes = LENGTH * (8 + 2 * 4 + 8) + 2 * 4 * (7 + 5) * 8
         assert [gpu.sent.count(size * STORED_BYTES) for size in (5, 3)] == [4, 1]
         gpu.sent.clear()
         assert_same(taken(batches), expected)

@@ -121,9 +121,10 @@ class Ops:
         self.has_floats = cast is not None
         self.obstacle = window_obstacle(plan, store.spec)
 
-    def window(self, store: ArrayStore) -> Window:
+    def window(self, store: ArrayStore, device: torch.device) -> Window:
+        """Over all samples of a store, which lie on the device."""
         assert not self.obstacle
-        return Window(self.host, store.samples[0].shape)
+        return Window(self.host, torch.from_numpy(np.stack(store.samples)).to(device))
 
     def sent(self, store: ArrayStore, index_B: np.ndarray) -> torch.Tensor:
         output = self.host.output(store.samples[0].shape)
@@ -133,12 +134,10 @@ class Ops:
         return torch.from_numpy(out)
 
     def cut(self, store: ArrayStore, index_B: np.ndarray, device: torch.device) -> torch.Tensor:
-        """Of a store that lies on the device."""
-        window = self.window(store)
+        window = self.window(store, device)
         draws = window.draw(index_B, EPOCH, SEED)
-        samples = torch.from_numpy(np.stack(store.samples)).to(device)
         rows = torch.from_numpy(index_B).to(device)
-        return window.cut(samples, rows, None if draws is None else draws.to(device))
+        return window.cut(rows, None if draws is None else draws.to(device))
 
 
 def run_both(
@@ -317,39 +316,39 @@ def test_a_sample_does_not_depend_on_its_batch(device: torch.device) -> None:
 
 
 def test_draws_are_one_small_tensor() -> None:
-    """Two bytes for each row and column served, of one int16 tensor: where it comes from."""
-    window = Ops(WINDOWS, store_of()).window(store_of())
+    """Two numbers a sample, in one tensor: which rows and which columns."""
+    cpu = torch.device("cpu")
+    window = Ops(WINDOWS, store_of()).window(store_of(), cpu)
     draws = window.draw(np.arange(24), EPOCH, SEED)
     assert draws is not None
-    assert draws.dtype == torch.int16
+    assert draws.dtype == torch.int32
     assert draws.is_contiguous()
-    assert draws.shape == (24, sum(window.shape[1:]))
+    assert draws.shape == (2, 24)
     mixed = window.draw(np.arange(24), np.arange(24) % 2, SEED)
     assert mixed is not None
     assert not torch.equal(mixed, draws)
-    plain = Ops([v1.ToTensor()], store_of()).window(store_of())
+    plain = Ops([v1.ToTensor()], store_of()).window(store_of(), cpu)
     assert plain.draw(np.arange(24), EPOCH, SEED) is None
 
 
 def test_no_ops(device: torch.device) -> None:
     """A plan that does nothing takes samples out of a store."""
     store = store_of("tensor")
-    window = Window(Program((), store.spec), (3, *SIZE))
     samples = torch.from_numpy(np.stack(store.samples)).to(device)
+    window = Window(Program((), store.spec), samples)
     index_B = torch.tensor([2, 0], device=device)
-    assert torch.equal(window.cut(samples, index_B, None), samples[index_B])
+    assert torch.equal(window.cut(index_B, None), samples[index_B])
     assert window.shape == (3, *SIZE)
 
 
 def test_the_stored_samples_are_only_read(device: torch.device) -> None:
     """Nothing writes into the store that it is given."""
     store = store_of()
-    samples = torch.from_numpy(np.stack(store.samples)).to(device)
-    window = Ops([v1.RandomCrop(SIZE, padding=3), v1.ToTensor()], store).window(store)
+    window = Ops([v1.RandomCrop(SIZE, padding=3), v1.ToTensor()], store).window(store, device)
     draws = window.draw(np.arange(24), EPOCH, SEED)
     assert draws is not None
-    window.cut(samples, torch.arange(24, device=device), draws.to(device))
-    assert torch.equal(samples.cpu(), torch.from_numpy(np.stack(store.samples)))
+    window.cut(torch.arange(24, device=device), draws.to(device))
+    assert torch.equal(window.tensors[0].cpu(), torch.from_numpy(np.stack(store.samples)))
 
 
 # What it costs
@@ -374,13 +373,12 @@ def test_a_device_is_asked_for_nothing_it_is_slow_or_wrong_at(steps: list[Any]) 
     """No value comes back, no shape depends on one, no mixed dtypes go into ``out=``, no pixel its own index."""
     store = store_of()
     ops = Ops(steps, store)
-    window = ops.window(store)
+    window = ops.window(store, torch.device("cpu"))
     draws = window.draw(np.arange(24), EPOCH, SEED)
-    samples = torch.from_numpy(np.stack(store.samples))
     index_B = torch.arange(24)
-    ops.floats(window.cut(samples, index_B, draws))  # makes the constants
+    ops.floats(window.cut(index_B, draws))  # makes the constants
     with OnDevice() as made:
-        ops.floats(window.cut(samples, index_B, draws))
+        ops.floats(window.cut(index_B, draws))
     pixels = 24 * 3 * window.shape[1] * window.shape[2]
     passes = [
         name for name, tensor in made.made if tensor.numel() >= pixels and "empty" not in name
@@ -422,16 +420,15 @@ def test_no_host_synchronisation_on_a_gpu() -> None:
     device = torch.device("cuda")
     store = store_of()
     ops = Ops(WINDOWS, store)
-    window = ops.window(store)
-    samples = torch.from_numpy(np.stack(store.samples)).to(device)
+    window = ops.window(store, device)
     index_B = torch.arange(24, device=device)
     drawn = window.draw(np.arange(24), EPOCH, SEED)
     assert drawn is not None
     draws = drawn.pin_memory()
-    ops.floats(window.cut(samples, index_B, draws.to(device)))
+    ops.floats(window.cut(index_B, draws.to(device)))
     torch.cuda.synchronize()
     with no_synchronisation():
-        ops.floats(window.cut(samples, index_B, draws.to(device, non_blocking=True)))
+        ops.floats(window.cut(index_B, draws.to(device, non_blocking=True)))
     torch.cuda.synchronize()
 
 

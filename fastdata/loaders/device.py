@@ -6,8 +6,7 @@ padded and mirrored; what differs between samples is where rows and columns come
 host draws. (Samples that are sent gain nothing by that: to draw for the device takes the host as
 long as to cut.) Nothing asks the device for a value, so the host never waits.
 
-Shape letters: N stored samples, B batch, C channels, H W size stored, h w size served, L h + w or
-one of them.
+Shape letters: N stored samples, B batch, C channels, H W size stored, h w size served.
 """
 
 from __future__ import annotations
@@ -351,18 +350,18 @@ class StoreCut(Iterator[Any]):
         self, handle: ReaderHandle, samples_NCHW: Tensor, convert: Transform | None
     ) -> None:
         self._handle = handle
-        self._samples_NCHW = samples_NCHW
+        self._device = samples_NCHW.device
         self._convert = convert
         self._stream: Any = None  # that batches were cut on
         [program] = handle().uncast[0].programs
-        self._window = Window(program, tuple(samples_NCHW.shape[1:]))
+        self._window = Window(program, samples_NCHW)
         # Images, targets and mark of batches that were cut, and what comes after these.
         self._made: deque[tuple[Any, Any, Any]] = deque()
         self._ends: list[Exception] = []
 
     def begin(self, loader: DataLoader[Any], cast: Transform) -> Any:
         """Begin an epoch, whose images are all given to ``cast``; gives its ``progress``."""
-        path = f"whole batches, cut on {self._samples_NCHW.device}"
+        path = f"whole batches, cut on {self._device}"
         read = partial(_read_targets, self._handle)
         self._indices = loader.iterate(BatchRing(0), read=read, alone=path)
         self._cast = cast
@@ -377,7 +376,7 @@ class StoreCut(Iterator[Any]):
             raise self._ends.pop()
         images, targets, self.marks[0] = self._made.popleft()
         batch = self._handle().joined([images], _sent(targets, self.send))
-        now = torch.cuda.current_stream(self._samples_NCHW.device)
+        now = torch.cuda.current_stream(self._device)
         if now != self._stream:  # the loop has changed to another
             now.wait_stream(self._stream)
             for tensor in flatten(batch)[0]:
@@ -409,16 +408,17 @@ class StoreCut(Iterator[Any]):
         if not group:
             return
         numbers = self._handle().numbers
-        stream = torch.cuda.current_stream(self._samples_NCHW.device)
+        stream = torch.cuda.current_stream(self._device)
         if self._stream is not None and self._stream != stream:
             stream.wait_stream(self._stream)  # constants were sent on it
         self._stream = stream
-        self._samples_NCHW.record_stream(stream)
+        for tensor in self._window.tensors:
+            tensor.record_stream(stream)
         index_B = np.concatenate([batch.positions for batch in group])
         visits_B = np.concatenate([batch.visits for batch in group])
         draws = self._window.draw(index_B, visits_B, group[0].seed)
         draws = None if draws is None else self.send(draws)
-        images = self._window.cut(self._samples_NCHW, self.send(torch.from_numpy(index_B)), draws)
+        images = self._window.cut(self.send(torch.from_numpy(index_B)), draws)
         if self._convert is not None:
             images = self._convert(images)
         # Not as views, of which autograd refuses some uses.
@@ -487,21 +487,23 @@ def window_obstacle(plan: TransformPlan, spec: SampleSpec) -> str:
         return f"the stored samples are {spec.dtype} of shape {spec.shape}, not images (C, H, W)"
     ops = tuple(op for op in plan.batch_ops if op.code != "OP_CAST")
     unable = next((op for op in ops if not _only_cuts(op)), None)
-    if unable is None and ops and Window(Program(ops, spec), spec.shape).count != 1:
-        unable = ops[-1]
+    if unable is None and ops:
+        drawn = _drawn(Program(ops, spec), spec.shape, np.zeros(1, np.int64), 0, 0)
+        unable = None if drawn.shape[1] == 1 else ops[-1]
     if unable is None:
         return ""
     return f"{plan.batch_texts[step_number(unable.at) - len(plan.prepare)]} runs on the CPU"
 
 
 class Window:
-    """What all batch ops are together, where they only cut, pad and mirror.
+    """What all batch ops are together, where they only cut, pad and mirror samples.
 
-    ``draw`` makes a batch's random numbers on the host, and ``cut`` its pixels, wherever the
-    tensors lie that it is given. They are those of ``Program``, to the bit.
+    ``draw`` makes a batch's random numbers on the host, and ``cut`` its pixels, where the samples
+    lie. They are those of ``Program``, to the bit.
 
     Attributes:
         shape: of a sample as it is served, (C, h, w).
+        tensors: what ``cut`` reads.
     """
 
     # The core draws one OP_WINDOW for all ops that it fuses. As core.h says, its ``n`` are the
@@ -510,76 +512,78 @@ class Window:
     # bit 1 its rows; from bit 8 on the border's mode). ``v`` from 8 on is the border's colour. All
     # but the window's place, and whether it is mirrored, is the same for all samples.
 
-    def __init__(self, program: Program, stored_shape: Shape) -> None:
+    def __init__(self, program: Program, samples_NCHW: Tensor) -> None:
+        stored_shape = tuple(samples_NCHW.shape[1:])
         output = program.output(stored_shape)
         assert output is not None
         self.shape, _ = output
-        self._program = program
-        self._stored_shape = stored_shape
-        # By axis, mirrored or not, and by its first line: where a window's lines come from.
-        self._windows: list[Ints] = []
+        self.tensors = [samples_NCHW]
+        self._records = partial(_drawn, program, stored_shape)
+        self._starts: list[int] = []  # by axis, the number of places where a window may begin
         self._fill: list[int] = []  # a value for each channel
-        records = self._records(np.zeros(1, np.int64), 0, 0)[0]
-        self.count = len(records)
-        if self.count != 1:
+        [records] = self._records(np.zeros(1, np.int64), 0, 0)
+        if not len(records):
             return
         left, top, right, bottom, *_, flags = records[0]["n"].tolist()
         mode: Any = MODES[flags >> 8]
         is_constant = mode == "constant"
         fill: Any = {"constant_values": _FILLED} if is_constant else {}
-        dtype = np.promote_types(np.int16, np.min_scalar_type(-max(self._stored_shape)))
         for axis, border in ((1, (top, bottom)), (2, (left, right))):
-            lines = np.pad(np.arange(self._stored_shape[axis], dtype=dtype), border, mode, **fill)
+            lines = np.pad(np.arange(stored_shape[axis]), border, mode, **fill)
+            # Where the lines of each window come from, and then of each that is mirrored.
             windows = np.lib.stride_tricks.sliding_window_view(lines, self.shape[axis])
-            self._windows.append(np.stack([windows, windows[:, ::-1]]))
+            both = torch.from_numpy(np.concatenate([windows, windows[:, ::-1]]))
+            self.tensors.append(both.to(samples_NCHW.device))
+            self._starts.append(len(windows))
         if is_constant and left + top + right + bottom:
             colour = records[0]["v"][8:].astype(int).tolist()
-            self._fill = [colour[min(c, 3)] for c in range(self._stored_shape[0])]
-
-    def _records(self, index_B: Int64s, visits_B: int | Int64s, seed: int) -> Ints:
-        shapes_B3 = np.full((len(index_B), 3), self._stored_shape, np.int32)
-        return self._program.draw(index_B, visits_B, seed, shapes_B3)
+            self._fill = [colour[min(c, 3)] for c in range(stored_shape[0])]
 
     def draw(self, index_B: Int64s, visits_B: int | Int64s, seed: int) -> Tensor | None:
-        """Draw where the rows and columns of a batch come from, on the host.
+        """Draw the windows of a batch, on the host.
 
         Returns:
-            int16 (B, h + w), of huge samples int32: the row stored of each row served, then the
-            columns, -1 where it is filled. None where samples are served as they are stored.
+            int32 (2, B): of the rows, and of the columns, which window it is. None where samples
+            are served as they are stored.
         """
-        if not self._windows:
+        if not self._starts:
             return None
         n_B9 = self._records(index_B, visits_B, seed)["n"][:, 0]
-        sources = [
-            windows[n_B9[:, 8] >> (1 - axis) & 1, n_B9[:, 4 + axis]]
-            for axis, windows in enumerate(self._windows)
-        ]
-        return torch.from_numpy(np.concatenate(sources, axis=1))
+        flip_B = n_B9[:, 8]
+        rows, columns = self._starts
+        number_2B = np.stack(
+            [n_B9[:, 4] + (flip_B >> 1 & 1) * rows, n_B9[:, 5] + (flip_B & 1) * columns]
+        )
+        return torch.from_numpy(number_2B)
 
-    def cut(self, samples_NCHW: Tensor, index_B: Tensor, source_BL: Tensor | None) -> Tensor:
-        """Serve samples (B, C, h, w), int64 ``index_B`` of a store, by what was drawn for them.
+    def cut(self, index_B: Tensor, number_2B: Tensor | None) -> Tensor:
+        """Serve samples (B, C, h, w), int64 ``index_B``, by what was drawn for them.
 
         All lie on one device. Indices are not checked, which would wait for the device.
         """
+        samples_NCHW, *lines = self.tensors
         batch_BCHW = samples_NCHW.index_select(0, index_B)
-        if source_BL is None:
+        if number_2B is None:
             return batch_BCHW
         channels, _, width = batch_BCHW.shape[1:]
-        rows = self.shape[1]
-        at_BL = source_BL.to(torch.int64)
-        if self._fill:
-            at_BL = at_BL.clamp(min=0)
+        row_Bh, column_Bw = map(Tensor.index_select, lines, (0, 0), number_2B)
         # Rows first, then columns of these: an index for each pixel would be read from memory.
-        row_B1h1 = at_BL[:, None, :rows, None]
-        column_B11w = at_BL[:, None, None, rows:]
-        lines_BChW = batch_BCHW.gather(2, row_B1h1.expand(-1, channels, -1, width))
-        cut = lines_BChW.gather(3, column_B11w.expand(-1, channels, rows, -1))
+        at_B1h1 = row_Bh.clamp(min=0)[:, None, :, None]
+        lines_BChW = batch_BCHW.gather(2, at_B1h1.expand(-1, channels, -1, width))
+        at_B11w = column_Bw.clamp(min=0)[:, None, None]
+        cut = lines_BChW.gather(3, at_B11w.expand(-1, channels, row_Bh.shape[1], -1))
         if self._fill:
-            is_filled_BL = source_BL < 0
-            is_filled_Bhw = is_filled_BL[:, :rows, None] | is_filled_BL[:, None, rows:]
+            is_filled_Bhw = (row_Bh < 0)[:, :, None] | (column_Bw < 0)[:, None]
             for plane_Bhw, value in zip(cut.unbind(1), self._fill, strict=True):
                 plane_Bhw.masked_fill_(is_filled_Bhw, value)
         return cut
+
+
+def _drawn(
+    program: Program, shape: Shape, index_B: Int64s, visits_B: int | Int64s, seed: int
+) -> Ints:
+    """What the core would do to samples of one shape, ``core.OP`` (B, S)."""
+    return program.draw(index_B, visits_B, seed, np.full((len(index_B), 3), shape, np.int32))
 
 
 def _only_cuts(op: Op) -> bool:
