@@ -313,6 +313,9 @@ def _hunt(mutant: Mutant, source: str) -> str:
 def main() -> None:
     import torch
 
+    from torchvision_ops import import_torchvision
+
+    import_torchvision()  # beside a CPU build of torch
     import scenarios
 
     torch.set_num_threads(1)
