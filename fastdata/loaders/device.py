@@ -294,18 +294,13 @@ def _finish(handle: ReaderHandle, converts: list[Transform | None], batch: list[
 def _to_floats(cast: Op) -> Transform:
     """Conversion to floats and normalisation of uint8, in one pass over the pixels."""
     scaling = cast.n[1]
-    scale = np.array([1.0 if scaling == "SCALE_NONE" else 1 / 255])
-    offset = np.zeros(1)
-    if cast.v:  # of each mean and standard deviation
-        mean, std = np.array(cast.v).reshape(-1, 2).T
-        scale = scale / std
-        offset = -mean / std
+    unit = 1.0 if scaling == "SCALE_NONE" else 255.0
+    mean, std = np.array(cast.v or (0.0, 1.0)).reshape(-1, 2).T
+    # A divisor that lies on the device: by a number of the host, CUDA multiplies with its rounded
+    # inverse.
     divides = scaling == "SCALE_DIVIDE" and not cast.v
-    if divides:
-        # A divisor that lies on the device: by a number of the host, CUDA multiplies with its
-        # rounded inverse.
-        scale = np.array([255.0])
-    both = np.stack(np.broadcast_arrays(scale, offset))[:, :, None, None]
+    scale = unit * std if divides else 1 / (unit * std)
+    both = np.stack([scale, -mean / std])[:, :, None, None]
     served: torch.dtype = getattr(torch, str(cast.n[0]).lower())
     # Halves are rounded once.
     both_2C11 = torch.tensor(both, dtype=torch.promote_types(served, torch.float32))
