@@ -56,26 +56,26 @@ def measure(loader: Iterable[Any], *, seconds: float, limit_s: float = math.inf)
     end = time.perf_counter() + limit_s
     in_epochs = 0
     spent_s = 0.0
-    while True:
+    while spent_s < seconds:
         began = start = now = time.perf_counter()
         samples = before_start = 0
-        for count, batch in enumerate(loader):
-            if start == began and count % turn == 0:
-                has_waited = count > turn and now - began >= _WARM_UP * seconds
-                if count >= ahead or has_waited:
-                    start = now
-                    before_start = samples
+        for count, batch in enumerate(loader, 1):
             samples += sample_count(batch) or 1
             now = time.perf_counter()
+            if count % turn:
+                continue
             is_enough = start > began and now - start >= seconds
-            if (count + 1) % turn == 0 and (is_enough or now > end):
+            if is_enough or now > end:
                 return (samples - before_start) / (now - start)
+            has_waited = count > turn and now - began >= _WARM_UP * seconds
+            if start == began and (count >= ahead or has_waited):
+                start = now
+                before_start = samples
         if not samples:
             raise ValueError("the loader gives no batch to measure")
         in_epochs += samples
         spent_s += now - began
-        if spent_s >= seconds:
-            return in_epochs / spent_s
+    return in_epochs / spent_s
 
 
 def shuffled(dataset: Sized, seed: int = 0) -> RandomSampler:
