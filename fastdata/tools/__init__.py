@@ -125,8 +125,15 @@ def apart(work: Callable[[], _T], *, limit_s: float | None) -> _T:
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="keep every figure, with versions"
+        "--json", type=_to_write, metavar="FILE", help="keep every figure, with versions"
     )
+
+
+def _to_write(text: str) -> Path:
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is no file in a folder that is there")
+    return path
 
 
 def keep(document: dict[str, Any], options: argparse.Namespace) -> None:
