@@ -25,7 +25,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.utils.data import RandomSampler
 
-from fastdata.errors import refuse_remote
+from fastdata.errors import AnyPath, refuse_remote
 from fastdata.loaders.epochs import sample_count
 from fastdata.machine.memory import available_bytes, cpu_model, usable_cores
 from fastdata.machine.processes import attempt_job, forked, settle
@@ -144,10 +144,10 @@ def keep(document: dict[str, Any], options: argparse.Namespace) -> None:
         print(f"figures: {options.json}")
 
 
-def check_folder(folder: str) -> None:
+def check_folder(folder: AnyPath, wanted: str = "the root of class folders of images") -> None:
     refuse_remote(folder)
     if not os.path.isdir(folder):
-        raise FileNotFoundError(f"{folder} is no folder: give the root of class folders of images")
+        raise FileNotFoundError(f"{folder} is no folder: give {wanted}")
 
 
 def positive(text: str) -> int:

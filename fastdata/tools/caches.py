@@ -278,8 +278,11 @@ def prune_caches(cache_dir: Path, *, gone: bool = False, dry_run: bool = False) 
         cache_dir: holds caches.
         gone: also caches of folders that are not there now, which can only be opened on their own.
         dry_run: only say what would go.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
     """
-    refuse_remote(cache_dir)
+    check_folder(cache_dir, "one that keeps caches")
     removals = []
     for folder in sorted(cache_dir.iterdir()):
         lock = lock_of(folder)
