@@ -114,8 +114,8 @@ def _encoded(dataset: CachedDataset, kind: str, quality: int) -> _Images:
     """All images in their order, encoded by several threads, a few at a time."""
 
     def encode(index: int) -> tuple[int, bytes]:
-        leaves = pytree.tree_leaves(dataset[index])
-        images = [leaf for leaf in leaves if getattr(leaf, "ndim", 0) > 1]
+        sample = pytree.tree_leaves(dataset[index])
+        images = [leaf for leaf in sample if getattr(leaf, "ndim", 0) > 1]
         if len(images) != 1:
             raise ValueError(
                 f"sample {index} has {len(images)} images, and one can be exported: samples with "
@@ -337,8 +337,8 @@ def _json(text: str) -> dict[str, Any]:
 
 def add_build(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("folder", metavar="FOLDER", help="class folders of images")
-    add("cache", metavar="CACHE", help="folder that keeps caches")
+    add("root", metavar="FOLDER", help="class folders of images")
+    add("cache_dir", metavar="CACHE", help="folder that keeps caches")
     add(
         "--resize",
         type=positive,
@@ -347,7 +347,8 @@ def add_build(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--crop",
-        type=positive,
+        dest="transform",
+        type=side,
         metavar="PX",
         help="side of the square cut out of the centre; default: all",
     )
@@ -385,15 +386,15 @@ def add_build(parser: argparse.ArgumentParser) -> None:
     _add_storage_options(parser)
 
 
+def side(text: str) -> CenterCrop:
+    """A square of so many pixels at the centre."""
+    return CenterCrop((positive(text), positive(text)))
+
+
 def build(options: argparse.Namespace) -> int:
-    arguments = vars(options)
-    folder = arguments.pop("folder")
-    cache = arguments.pop("cache")
-    crop = arguments.pop("crop")
-    if not is_url(folder):
-        check_folder(folder)
-    centre = CenterCrop((crop, crop)) if crop else None
-    with ImageFolder.build_cache(folder, centre, cache_dir=cache, **arguments) as dataset:
+    if not is_url(options.root):
+        check_folder(options.root)
+    with ImageFolder.build_cache(**vars(options)) as dataset:
         print(f"{counted(len(dataset), 'sample')}; {dataset.storage_plan.reason}")
     return 0
 
