@@ -341,7 +341,7 @@ def test_a_result_is_shown_with_the_call_to_paste() -> None:
     result = quick(Samples(), parameters={"num_workers": (0, 1)}, max_seconds=2)
     lines = repr(result).splitlines()
     assert len(lines) == len(result.probes) + 4
-    assert any(line.endswith("  best") for line in lines)
+    assert sum(line.endswith("  best") for line in lines) == 1
     workers = result.best["num_workers"]
     call = f"DataLoader(dataset, batch_size=4, shuffle=True, num_workers={workers})"
     assert lines[-1] == f"loader = {result.call}" == f"loader = {call}"

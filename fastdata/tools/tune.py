@@ -99,10 +99,11 @@ class TuneResult(Report):
     def _lines(self) -> Iterator[Line]:
         names = list(self.probes[0].settings)
         yield *names, "samples/s", ""
+        best = [probe for probe in self.probes if _arguments(probe.settings) == self.best]
         for probe in self.probes:
             arguments = _arguments(probe.settings)
             values = [str(arguments.get(name, "-")) for name in names]
-            words = "best" if arguments == self.best else probe.failed
+            words = "best" if probe is best[-1] else probe.failed
             yield *values, f"{probe.samples_per_s:,.0f}", words
         rate = self.samples_per_s
         end = "nothing more to gain" if self.is_complete else "the time was over"
