@@ -160,14 +160,12 @@ def tune(
     """
     space = parameters or _usual_space(dataset)
     usual = min(_WORKERS_PER_GPU, usable_cores())
+    counts = space.get("num_workers", [usual])
     start = {name: values[0] for name, values in space.items()}
-    start["num_workers"] = min(
-        space.get("num_workers", [usual]), key=lambda count: abs(count - usual)
-    )
+    start["num_workers"] = min(counts, key=lambda count: abs(count - usual))
     start["batch_size"] = batch_size
     began = time.perf_counter()
-    bar = progress_bar(math.ceil(max_seconds), "tuning", unit="s", enabled=progress)
-    with bar:
+    with progress_bar(math.ceil(max_seconds), "tuning", unit="s", enabled=progress) as bar:
         judge = _Judge(_prepared(dataset), collate_fn or collate, began + max_seconds, bar)
         judge.probe(start)  # finds files and caches cold
         judge.probe(start)
@@ -204,11 +202,13 @@ def ascend(
             if name == "num_workers" and start[name]:
                 values = [value for value in values if value]
             for direction in (1, -1):
-                position = values.index(best[name]) + direction
-                while 0 <= position < len(values) and wins(best | {name: values[position]}, best):
-                    best = best | {name: values[position]}
+                ordered = values[::direction]
+                for value in ordered[ordered.index(best[name]) + 1 :]:
+                    challenger = best | {name: value}
+                    if not wins(challenger, best):
+                        break
+                    best = challenger
                     yield best
-                    position += direction
     no_worker = best | {"num_workers": 0}
     if best["num_workers"] and 0 in space.get("num_workers", ()) and wins(no_worker, best):
         yield no_worker
@@ -304,20 +304,18 @@ class _Judge:
             Exception: the first two probes, of the settings to begin with, fail.
         """
         began = time.perf_counter()
+        left_s = self.deadline - began
         is_begun = len(self.probes) > 1
-        if is_begun and self.deadline - began < self.probe_s:
+        if is_begun and left_s < self.probe_s:
             raise TimeoutError
-        rate = 0.0
-        failed = ""
         try:
-            rate = self._measure(settings, self.deadline - began)
-        except TimeoutError:
-            raise
+            probe = Probe(settings, self._measure(settings, left_s))
         except Exception as error:  # a user's dataset raises anything
-            if not is_begun:
+            if not is_begun or isinstance(error, TimeoutError):
                 raise
             failed = f"{type(error).__name__}: {error}".partition("\n")[0]
-        self.probes.append(Probe(settings, rate, failed))
+            probe = Probe(settings, failed=failed)
+        self.probes.append(probe)
         self.bar.update(round(time.perf_counter() - began))
 
     def _measure(self, settings: Settings, left_s: float) -> float:
