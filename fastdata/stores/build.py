@@ -38,7 +38,6 @@ from fastdata.machine.memory import fitting, parse_bytes, usable_cores
 from fastdata.machine.processes import attempt, run_tasks, settle
 from fastdata.machine.shared import PackedPaths, SampleTable
 from fastdata.pixels import describe_steps
-from fastdata.pixels.images import Array
 from fastdata.report import log, progress_bar
 from fastdata.sources import FileSource
 from fastdata.sources.remote import Place, fleeting_folder, made_by_this_user, options_travel
@@ -63,7 +62,6 @@ from fastdata.stores.prepare import (
     warn_of_skipped,
 )
 from fastdata.stores.readers import (
-    Decoder,
     Layout,
     free_bytes,
     naming_full_disk,
@@ -126,12 +124,12 @@ def prepare_on_disk(
     key = {"source": opened, "prepare": steps, "codec": codec}
     root = os.path.abspath(os.path.expanduser(root)) if root and not is_url(root) else root
     stem = re.sub(r"[^A-Za-z0-9._]+", "-", os.path.basename(root)).strip(".-") or "samples"
-    names = [_fingerprint(json.dumps({**key, "root": root}, sort_keys=True))]
+    names = [_fingerprint(json.dumps({**key, "root": root}, sort_keys=True).encode())]
     content = str(len(path.source))
     if listing is not None:
-        paths = listing.paths.ends, listing.paths.blob
-        content = _fingerprint(*paths, listing.facts)
-        names += [_fingerprint(*paths)] * is_own_list
+        paths = listing.paths.ends.tobytes() + listing.paths.blob.tobytes()
+        content = _fingerprint(paths + listing.facts.tobytes())
+        names += [_fingerprint(paths)] * is_own_list
     name = "-".join([stem, *(each[:_CACHE_CHARACTERS] for each in names)])
     place = Place(options.cache_dir, options.storage_options).below(name)
     classes = None if table is None else table.class_to_idx
@@ -229,13 +227,8 @@ def _ask(paths: Sequence[str]) -> list[tuple[int, int]]:
     return facts
 
 
-def _fingerprint(*data: str | bytes | Array) -> str:
-    digest = hashlib.sha256()
-    for each in data:
-        if isinstance(each, np.ndarray):
-            each = each.tobytes()
-        digest.update(os.fsencode(each))
-    return digest.hexdigest()
+def _fingerprint(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def samples_per_shard(count: int, need_bytes: int, shard_bytes: int | str | None) -> int:
@@ -250,23 +243,6 @@ def samples_per_shard(count: int, need_bytes: int, shard_bytes: int | str | None
     shards = min(math.ceil(need_bytes / size_bytes), _MOST_SHARDS, count)
     rows = math.ceil(count / max(shards, 1))
     return 1 << (rows - 1).bit_length()
-
-
-class _Task(NamedTuple):
-    """A shard that is to be written.
-
-    Args:
-        name: its fingerprint.
-        positions: of its samples in the source.
-        columns: of these, on the way to a process that does not have those of all.
-    """
-
-    name: str
-    positions: range
-    columns: Mapping[str, Any] | None = None
-
-    def __str__(self) -> str:
-        return f"samples {self.positions[0]} to {self.positions[-1]}"
 
 
 # The build
@@ -284,7 +260,6 @@ class _Build:
         manifest: of the cache, which knows its parts once it is written.
         place: of the cache.
         home: the same here; of a cache behind a URL what its lock on this machine is named after.
-        plans: of each part of a shard.
     """
 
     path: ReadPath
@@ -294,22 +269,19 @@ class _Build:
     manifest: Manifest
     place: Place
     home: Path
-    plans: Sequence[WriterPlan] = ()
 
     def open(self) -> Prepared:
         """Serve from it; FileNotFoundError where none is up to date, CacheError of damage."""
         options = self.options
         wanted = self.manifest
-        known: list[Decoder] = [find_codec(it) for it in options.codecs if not isinstance(it, str)]
-        if self.path.decoder is not None:
-            known.append(self.path.decoder)
+        own = [find_codec(codec) for codec in options.codecs if not isinstance(codec, str)]
         with contextlib.suppress(FileNotFoundError):
             cache = Cache.read(self.place)
             found = cache.manifest
             is_current = (found.key, found.content) == (wanted.key, wanted.content)
-            if is_current and self._allows(cache) and not cache.lacks_receipts():
+            if is_current and _allows(options, cache) and not cache.lacks_receipts():
                 table = SampleTable(cache.targets) if self.table is None else self.table
-                return cache.serve(known, table, options.local_cache)
+                return cache.serve([*own, self.path.decoder], table, options.local_cache)
         raise FileNotFoundError("it holds no cache of these samples that is up to date")
 
     def open_or_write(self) -> Prepared:
@@ -327,16 +299,12 @@ class _Build:
         finally:
             with contextlib.suppress(OSError):
                 # Of workers that were ended; "-" is in the names of what is complete.
-                self._sweep({name for name in self._sizes() if "-" not in name} - {INDEX})
+                there = _file_sizes(self.place)
+                self._sweep({name for name in there if "-" not in name} - {INDEX})
                 self.home.rmdir()  # where nothing is in it
         with contextlib.suppress(OSError):
-            self._sweep(self._sizes().keys() - cache.file_names())
+            self._sweep(_file_sizes(self.place).keys() - cache.file_names())
         return self.open()
-
-    def _sizes(self) -> dict[str, int]:
-        """Of the files that are there, by name."""
-        found = self.place.find().result()
-        return {name: size for name, (size, _) in found.items() if "/" not in name}
 
     def _sweep(self, orphans: Collection[str]) -> None:
         """Remove files that are no cache's, where they are this user's."""
@@ -350,21 +318,16 @@ class _Build:
     def _write(self) -> Cache:
         """Write the shards that are not there, and let the cache hold all from now on."""
         expected = forecast(self.path)
-        if not expected.layout.target_is_part:  # an error now, if they cannot be kept
-            pack_targets([read.target for read in expected.probed])
-        build = self
-        if self.options.on_error == "skip":
-            # Files are opened, to leave some out.
-            build = replace(self, path=self.path._replace(shape=None))
+        pack_targets([read.target for read in expected.probed])  # an error now, if it cannot be
         planned = self._plan_writers(expected)
-        return write_any_shapes(lambda plans: build._write_as(plans, expected.layout), planned)
+        return write_any_shapes(lambda plans: self._write_as(plans, expected.layout), planned)
 
     def _plan_writers(self, expected: Forecast) -> list[WriterPlan]:
         """Samples raw where the disk has room, else by a lossless codec, or as the user says."""
         codec = self.options.codec
         free = math.inf
         if codec == "auto":
-            free = free_bytes(self.home) + sum(self._sizes().values()) - _SPARE_BYTES
+            free = free_bytes(self.home) + sum(_file_sizes(self.place).values()) - _SPARE_BYTES
             # A bucket is never full.
             if self.place.is_remote or expected.raw.need_bytes <= free:
                 return expected.plan_writers(expected.raw)
@@ -377,16 +340,18 @@ class _Build:
 
     def _write_as(self, plans: Sequence[WriterPlan], layout: Layout) -> Cache:
         manifest = replace(self.manifest, parts=tuple(plan.part for plan in plans), layout=layout)
-        need_bytes = sum(plan.first_bytes for plan in plans)
-        tasks = self._cut(manifest, need_bytes)
-        writer = replace(
-            self,
-            table=None,
-            listing=None,
-            manifest=replace(manifest, classes=None),  # which may be many, for each receipt
+        tasks = self._cut(manifest, sum(plan.first_bytes for plan in plans))
+        path = self.path
+        if self.options.on_error == "skip":  # files are opened, to leave some out
+            path = path._replace(shape=None)
+        writer = _ShardWriter(
+            path=path,
             plans=[replace(plan, first_bytes=plan.first_bytes // len(tasks)) for plan in plans],
+            options=self.options,
+            manifest=replace(manifest, classes=None),  # which may be many, for each receipt
+            place=self.place,
         )
-        columns = self._join(writer._write_shards(tasks))
+        columns = self._join(writer.write_all(tasks))
         cache = Cache(place=self.place, manifest=manifest, columns=columns)
         self.place.write(INDEX, cache.pack())
         return cache
@@ -399,15 +364,15 @@ class _Build:
             paths = self.listing.paths.names()
             content = ""
         words = [VERSION, manifest.key, content, *map(asdict, manifest.parts)]
-        basis = json.dumps(words, sort_keys=True)
+        basis = json.dumps(words, sort_keys=True).encode()
         samples = range(len(self.path.source))
         size = samples_per_shard(len(samples), need_bytes, self.options.shard_bytes)
         tasks = []
         for first in samples[::size]:
             run = slice(first, first + size)
-            name = _fingerprint(basis, str(run), b"\0".join(paths[run]))
+            name = _fingerprint(basis + str(run).encode() + b"\0".join(paths[run]))
             if self.listing is not None:
-                name = _fingerprint(name, self.listing.facts[:, run])
+                name = _fingerprint(name.encode() + self.listing.facts[:, run].tobytes())
             tasks.append(_Task(name[:_SHARD_CHARACTERS], samples[run]))
         return tasks
 
@@ -436,10 +401,56 @@ class _Build:
             columns |= {"paths": packed.blob, "ends": packed.ends}
         return columns
 
-    # Shards
+
+def _file_sizes(place: Place) -> dict[str, int]:
+    """Of the files that are there, by name."""
+    found = place.find().result()
+    return {name: size for name, (size, _) in found.items() if "/" not in name}
+
+
+def _allows(options: Options, cache: Cache) -> bool:
+    return not cache.skipped or options.on_error == "skip"
+
+
+# Shards
+
+
+class _Task(NamedTuple):
+    """A shard that is to be written.
+
+    Args:
+        name: its fingerprint.
+        positions: of its samples in the source.
+        columns: of these, on the way to a process that does not have those of all.
+    """
+
+    name: str
+    positions: range
+    columns: Mapping[str, Any] | None = None
+
+    def __str__(self) -> str:
+        return f"samples {self.positions[0]} to {self.positions[-1]}"
+
+
+class _ShardWriter(NamedTuple):
+    """What writes shards, in this or any other process.
+
+    Args:
+        path: that samples are read by.
+        plans: of each part of a shard.
+        options: of the dataset.
+        manifest: of each receipt.
+        place: of the cache.
+    """
+
+    path: ReadPath
+    plans: Sequence[WriterPlan]
+    options: Options
+    manifest: Manifest
+    place: Place
 
     def __call__(self, task: _Task) -> bytes:
-        """Write the files of a shard, and then its receipt, which it gives; in any process."""
+        """Write the files of a shard, and then its receipt, which it gives."""
         path = self.path
         if multiprocessing.parent_process() is not None:
             # There is a process for each core; and a forked OpenMP pool would hang.
@@ -480,10 +491,7 @@ class _Build:
             self.place.write(receipt_name(task.name), receipt)
         return receipt
 
-    def _allows(self, cache: Cache) -> bool:
-        return not cache.skipped or self.options.on_error == "skip"
-
-    def _write_shards(self, tasks: Sequence[_Task]) -> list[Cache]:
+    def write_all(self, tasks: Sequence[_Task]) -> list[Cache]:
         """Write all shards that are not complete.
 
         Raises:
@@ -493,16 +501,7 @@ class _Build:
             ShapesDifferError: a sample has another shape.
             ValueError: what prepares samples cannot be pickled.
         """
-        sizes = self._sizes()
-        receipts = {task.name: receipt_name(task.name) for task in tasks}
-        begun = {name: self.place.submit(it) for name, it in receipts.items() if it in sizes}
-        complete = {}
-        for name, receipt in begun.items():
-            with contextlib.suppress(Exception):  # bytes of others raise anything
-                shard = Cache.unpack(self.place, receipt.result())
-                is_whole = all(files.items() <= sizes.items() for files in shard.files())
-                if is_whole and self._allows(shard) and shard.shard_names == [name]:
-                    complete[name] = shard
+        complete = self._complete(tasks)
         left = [task for task in tasks if task.name not in complete]
         missing = sum(len(task.positions) for task in left)
         count = tasks[-1].positions.stop
@@ -524,12 +523,26 @@ class _Build:
                 bar.update(len(shard.columns["kept"]))
         return [complete[task.name] for task in tasks]
 
+    def _complete(self, tasks: Sequence[_Task]) -> dict[str, Cache]:
+        """The shards of tasks that need not be written, by name."""
+        sizes = _file_sizes(self.place)
+        names = [task.name for task in tasks if receipt_name(task.name) in sizes]
+        asked = {name: self.place.submit(receipt_name(name)) for name in names}
+        complete = {}
+        for name, receipt in asked.items():
+            with contextlib.suppress(Exception):  # bytes of others raise anything
+                shard = Cache.unpack(self.place, receipt.result())
+                is_whole = all(files.items() <= sizes.items() for files in shard.files())
+                if is_whole and _allows(self.options, shard) and shard.shard_names == [name]:
+                    complete[name] = shard
+        return complete
+
     def _run(self, tasks: Sequence[_Task]) -> Generator[bytes, None, None]:
         """Write shards, and yield the receipt of each when it is written."""
         workers = ingest_workers(self.options)
         engine = self.options.engine
         one_each = replace(self.options, prepare_workers=1, engine="local", storage_options=None)
-        alone = replace(self, options=one_each)
+        alone = self._replace(options=one_each)
         if engine != "local":
             yield from _run_elsewhere(alone, tasks, engine)
         elif 1 < workers <= len(tasks):
@@ -543,13 +556,13 @@ class _Build:
 
 
 def _run_elsewhere(
-    writer: _Build, tasks: Sequence[_Task], engine: str | Executor
+    writer: _ShardWriter, tasks: Sequence[_Task], engine: str | Executor
 ) -> Iterator[bytes]:
     source = writer.path.source
     if isinstance(source, FileSource):  # a task has the files of its own samples only
         tasks = [task._replace(columns=source.columns_of(task.positions)) for task in tasks]
         no_files = source.over(source.columns_of(()))
-        writer = replace(writer, path=writer.path._replace(source=no_files))
+        writer = writer._replace(path=writer.path._replace(source=no_files))
     opened: _Submit = _ray(writer)
     if isinstance(engine, Executor):
         packed = _pickled(writer)
@@ -570,7 +583,7 @@ def _attempt(packed: bytes, task: _Task) -> bytes:
     return attempt(lambda task: pickle.loads(packed)(task), task)
 
 
-def _pickled(writer: _Build) -> bytes:
+def _pickled(writer: _ShardWriter) -> bytes:
     try:
         with options_travel():
             return pickle.dumps(writer)
@@ -587,7 +600,7 @@ _Submit = contextlib.AbstractContextManager[Callable[[_Task], "Future[bytes]"]]
 
 
 @contextlib.contextmanager
-def _ray(writer: _Build) -> Iterator[Callable[[_Task], Future[bytes]]]:
+def _ray(writer: _ShardWriter) -> Iterator[Callable[[_Task], Future[bytes]]]:
     """Submit tasks to the Ray cluster that this process is connected to, or RAY_ADDRESS has.
 
     Where there is none it starts one here, which ends with it. A task whose node was lost is run

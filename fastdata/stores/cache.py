@@ -328,7 +328,10 @@ class Cache:
         )
 
     def serve(
-        self, known: Sequence[Decoder], table: SampleTable, local_cache: AnyPath | None = None
+        self,
+        known: Sequence[Decoder | None],
+        table: SampleTable,
+        local_cache: AnyPath | None = None,
     ) -> Prepared:
         """Map all samples.
 
@@ -352,12 +355,12 @@ class Cache:
         return Prepared(storage_plan=plan, kept=kept, skipped=self.skipped)
 
 
-def _coder_of(place: Place, part: StoredPart, known: Sequence[Decoder]) -> Decoder | None:
+def _coder_of(place: Place, part: StoredPart, known: Sequence[Decoder | None]) -> Decoder | None:
     """What encodes and decodes a part; None where it is raw."""
     if part.codec is None:
         return None
     for coder in known:
-        if coder.settings() == part.codec:
+        if coder is not None and coder.settings() == part.codec:
             return coder
     try:
         return codec_of(part.codec)

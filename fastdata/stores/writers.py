@@ -507,24 +507,21 @@ class WritePath(NamedTuple):
     def write(self, indices: Sequence[int]) -> Written:
         """Read, prepare and write samples."""
         written = Written({}, {})
+        parts = len(self.writers)
         runs = read_samples(self.path, indices)
         for index, read in zip(indices, itertools.chain.from_iterable(runs), strict=True):
             row = index - self.first_index
             try:
                 if isinstance(read, SampleError):
                     raise read
-                try:
-                    if len(read.parts) != len(self.writers):
+                with naming_sample(self.path.source, index):  # encoders raise anything, too
+                    if len(read.parts) != parts:
                         raise TypeError(
-                            f"it has {len(read.parts)} parts among samples of "
-                            f"{len(self.writers)}; give all samples one type in prepare="
+                            f"it has {len(read.parts)} parts among samples of {parts}; give all "
+                            "samples one type in prepare="
                         )
                     for writer, (array, form) in zip(self.writers, read.parts, strict=True):
                         writer.write(row, array, form, self.path.shape)
-                except _NO_FAULT_OF_A_SAMPLE:
-                    raise
-                except Exception as cause:  # encoders raise anything; all of it is named and kept
-                    raise sample_error(self.path.source.path(index), index, cause) from cause
                 written.targets[row] = read.target
             except SampleError as error:
                 written.errors[row] = error
