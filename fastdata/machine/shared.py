@@ -78,9 +78,9 @@ class Block:
         self, fd: int, path: Path | None, *, is_sealed: bool = False, is_owner: bool = False
     ) -> None:
         self.path = path
-        self.size_bytes = os.fstat(fd).st_size
-        self.is_sealed = is_sealed
         self.fd = fd
+        self.size_bytes = self.reserved_bytes()
+        self.is_sealed = is_sealed
         self._map: mmap.mmap | None = None
         self._close = weakref.finalize(self, _release, fd, path if is_owner else None, os.getpid())
 
@@ -104,7 +104,7 @@ class Block:
         Set aside at once, running out is no bus error later, but one here. Else the kernel does so
         as ``write`` needs it, and those who write do not wait for all of it.
         """
-        more_bytes = size_bytes - self.size_bytes
+        more_bytes = size_bytes - self.reserved_bytes()
         self._ask_for(more_bytes)
         try:
             if at_once and hasattr(os, "posix_fallocate"):
@@ -115,6 +115,10 @@ class Block:
             raise self._named(problem, more_bytes) from None
         self.size_bytes = size_bytes
         self._map = None
+
+    def reserved_bytes(self) -> int:
+        """The size as it is now, after other processes may have changed it."""
+        return os.fstat(self.fd).st_size
 
     def _ask_for(self, size_bytes: int) -> None:
         """Refuse what the machine does not have.

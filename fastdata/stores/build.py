@@ -34,7 +34,7 @@ import torch
 from filelock import FileLock, Timeout
 
 from fastdata.errors import CacheError, is_url
-from fastdata.machine.memory import fitting, parse_bytes, usable_cores
+from fastdata.machine.memory import CodecTrial, fitting, parse_bytes, usable_cores
 from fastdata.machine.processes import attempt, run_tasks, settle
 from fastdata.machine.shared import PackedPaths, SampleTable
 from fastdata.pixels import describe_steps
@@ -319,10 +319,10 @@ class _Build:
         """Write the shards that are not there, and let the cache hold all from now on."""
         expected = forecast(self.path)
         pack_targets([read.target for read in expected.probed])  # an error now, if it cannot be
-        planned = self._plan_writers(expected)
+        planned = expected.plan_writers(self._choose_codec(expected))
         return write_any_shapes(lambda plans: self._write_as(plans, expected.layout), planned)
 
-    def _plan_writers(self, expected: Forecast) -> list[WriterPlan]:
+    def _choose_codec(self, expected: Forecast) -> CodecTrial:
         """Samples raw where the disk has room, else by a lossless codec, or as the user says."""
         codec = self.options.codec
         free = math.inf
@@ -330,13 +330,13 @@ class _Build:
             free = free_bytes(self.home) + sum(_file_sizes(self.place).values()) - _SPARE_BYTES
             # A bucket is never full.
             if self.place.is_remote or expected.raw.need_bytes <= free:
-                return expected.plan_writers(expected.raw)
+                return expected.raw
         trials = try_codecs(look_longer(self.path), codec)
         fits = fitting(trials, free, only_lossless=codec == "auto")
         if not fits and codec != "auto":
             raise ValueError(f"codec={codec!r} is not possible here: {trials[0].obstacle}")
         # Raw says need, free and cure.
-        return expected.plan_writers(fits[0] if fits else expected.raw)
+        return fits[0] if fits else expected.raw
 
     def _write_as(self, plans: Sequence[WriterPlan], layout: Layout) -> Cache:
         manifest = replace(self.manifest, parts=tuple(plan.part for plan in plans), layout=layout)
@@ -432,7 +432,8 @@ class _Task(NamedTuple):
         return f"samples {self.positions[0]} to {self.positions[-1]}"
 
 
-class _ShardWriter(NamedTuple):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _ShardWriter:
     """What writes shards, in this or any other process.
 
     Args:
@@ -542,7 +543,7 @@ class _ShardWriter(NamedTuple):
         workers = ingest_workers(self.options)
         engine = self.options.engine
         one_each = replace(self.options, prepare_workers=1, engine="local", storage_options=None)
-        alone = self._replace(options=one_each)
+        alone = replace(self, options=one_each)
         if engine != "local":
             yield from _run_elsewhere(alone, tasks, engine)
         elif 1 < workers <= len(tasks):
@@ -562,7 +563,7 @@ def _run_elsewhere(
     if isinstance(source, FileSource):  # a task has the files of its own samples only
         tasks = [task._replace(columns=source.columns_of(task.positions)) for task in tasks]
         no_files = source.over(source.columns_of(()))
-        writer = writer._replace(path=writer.path._replace(source=no_files))
+        writer = replace(writer, path=writer.path._replace(source=no_files))
     opened: _Submit = _ray(writer)
     if isinstance(engine, Executor):
         packed = _pickled(writer)

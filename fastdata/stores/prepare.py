@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect
-import itertools
 import math
 import time
 from collections import Counter
@@ -256,21 +255,19 @@ def read_options(made: type, given: Mapping[str, Any], writing: tuple[Any, Any])
 class Forecast:
     """What the stores of a source will look like, told from a few samples spread over it.
 
-    ``parts``, which are raw, are dense if all samples that were probed have one shape; ``raw`` says
-    what they take, which is exact then, else the mean of those probed times N.
+    ``samples`` are those probed, of each part, raw. ``parts`` are dense if they have one shape;
+    ``raw`` says what all take, which is exact then, else the mean of those probed times N.
     """
 
     path: ReadPath
     probed: list[ReadSample]
+    samples: list[list[Array]]
     parts: list[StoredPart]
     raw: CodecTrial
 
     @property
     def layout(self) -> Layout:
         return replace(self.probed[0].layout, keys=self.path.source.keys)
-
-    def samples(self, part: int) -> list[Array]:
-        return [read.parts[part][0] for read in self.probed]
 
     def plan_writers(self, trial: CodecTrial, limit_bytes: int = NO_LIMIT) -> list[WriterPlan]:
         """Of stores for all samples, encoded as was tried; or ``raw``."""
@@ -291,7 +288,7 @@ def forecast(path: ReadPath, *, probes: int = 8) -> Forecast:
     path.source.expect(indices)
     probed: list[ReadSample] = []
     errors: list[SampleError] = []
-    for read in itertools.chain.from_iterable(read_samples(path, indices)):
+    for read in read_samples(path, indices):
         if isinstance(read, SampleError):
             errors.append(read)
         elif not probed or len(read.parts) == len(probed[0].parts):
@@ -299,21 +296,22 @@ def forecast(path: ReadPath, *, probes: int = 8) -> Forecast:
             probed.append(read._replace(parts=parts))
     if not probed:
         raise errors[0]
+    samples: list[list[Array]] = []
     stored: list[StoredPart] = []
     part_bytes: list[int] = []
     for number, (first, form) in enumerate(probed[0].parts):
-        samples = [read.parts[number][0] for read in probed]
+        samples.append([read.parts[number][0] for read in probed])
         shape = None
         align_bytes = ALIGN_BYTES
-        if len({sample.shape for sample in samples}) == 1:
+        if len({sample.shape for sample in samples[-1]}) == 1:
             shape = first.shape
             align_bytes = 1
-        sizes = [-(-sample.nbytes // align_bytes) * align_bytes for sample in samples]
+        sizes = [-(-sample.nbytes // align_bytes) * align_bytes for sample in samples[-1]]
         part_bytes.append(math.ceil(sum(sizes) / len(sizes) * count))
         spec = SampleSpec(shape=shape, dtype=first.dtype.name, form=form)
         stored.append(StoredPart(spec=spec, dimensions=first.ndim))
     raw = CodecTrial("raw", tuple(part_bytes), coders=(None,) * len(stored))
-    return Forecast(path=path, probed=probed, parts=stored, raw=raw)
+    return Forecast(path=path, probed=probed, samples=samples, parts=stored, raw=raw)
 
 
 # The choice of storage, acted out
@@ -392,7 +390,8 @@ def _prepare(expected: Forecast, options: Options, table: SampleTable | None) ->
         log.info("%s", plan.reason)
         trial = next((it for it in trials or () if it.codec == plan.codec), expected.raw)
         try:
-            return _fill(expected, options, table, plan, trial, budget)
+            plans = expected.plan_writers(trial, budget.bytes)
+            return _fill(expected, options, table, plan, plans)
         except MemoryBudgetError as error:  # samples turned out larger than those looked at
             trials = trials or try_codecs(look_longer(expected.path), options.codec)
             trials = [it for it in trials if it is not trial]
@@ -408,11 +407,9 @@ def _fill(
     options: Options,
     table: SampleTable | None,
     plan: StoragePlan,
-    trial: CodecTrial,
-    budget: Budget,
+    plans: Sequence[WriterPlan],
 ) -> Prepared:
     path = expected.path
-    plans = expected.plan_writers(trial, budget.bytes)
     indices = range(len(path.source))
     stores: list[Store]
     skipped: list[SampleError] = []
@@ -570,14 +567,14 @@ def _try(name: str, coders: Coders, expected: Forecast) -> CodecTrial:
     part_bytes: list[int] = []
     seconds = 0.0
     try:
-        encoded = [_encode(coder, expected, part) for part, coder in enumerate(coders)]
+        encoded = [_encode(*each, expected) for each in zip(coders, expected.samples, strict=False)]
     except (ImportError, ValueError) as obstacle:
         return trial._replace(obstacle=str(obstacle))
-    for part, (coder, encodings) in enumerate(zip(coders, encoded, strict=True)):
+    for coder, encodings, samples in zip(coders, encoded, expected.samples, strict=False):
         assert coder is not None
         mean_bytes = sum(map(len, encodings)) / count
         part_bytes.append(math.ceil(mean_bytes * len(expected.path.source)))
-        outs = list(map(np.empty_like, expected.samples(part)))
+        outs = list(map(np.empty_like, samples))
         coder.decode(encodings[0], outs[0])  # which warms up
         begun = time.perf_counter()
         for encoding, out in zip(encodings, outs, strict=True):
@@ -590,13 +587,15 @@ def _try(name: str, coders: Coders, expected: Forecast) -> CodecTrial:
     )
 
 
-def _encode(coder: Decoder | None, expected: Forecast, part: int) -> list[memoryview]:
+def _encode(
+    coder: Decoder | None, samples: Sequence[Array], expected: Forecast
+) -> list[memoryview]:
     """A part of the samples probed; a ValueError says why it cannot be encoded."""
     source = expected.path.source
     if coder is None:
         raise ValueError("the samples are no files, or your own loader= opens them")
     if not isinstance(coder, SourceDecoder):
-        return [memoryview(coder.encode(sample)) for sample in expected.samples(part)]
+        return [memoryview(coder.encode(sample)) for sample in samples]
     if len(expected.parts) > 1:
         raise ValueError("samples have several parts")
     assert isinstance(source, FileSource)

@@ -47,7 +47,6 @@ from fastdata.pixels.program import Program
 from fastdata.report import log, progress_bar
 from fastdata.sources import FileSource, Source, chosen
 from fastdata.stores.readers import (
-    PLAIN_LAYOUT,
     DiskFile,
     Layout,
     ShapesDifferError,
@@ -68,7 +67,7 @@ _FIRST_BYTES = 64 << 20
 _AT_ONCE = 16
 """Samples that are read together."""
 NO_LIMIT = 1 << 62
-_ENDS = "used and reserved"
+_USED = "used bytes"
 _Made = TypeVar("_Made")
 
 
@@ -88,14 +87,8 @@ class ReadSample(NamedTuple):
     layout: Layout
 
 
-_PLAIN = {int, float, bool, str, bytes, type(None)}
-"""Types of targets that hold no images."""
-
-
 def take_apart(index: int, parts: list[Part], target: Any, *, is_tuple: bool = False) -> ReadSample:
     """A sample of these parts, with those of its target behind them."""
-    if type(target) in _PLAIN and not is_tuple:
-        return ReadSample(index, parts, target, PLAIN_LAYOUT)
     target_is_part = is_image(target)
     places: tuple[int, ...] = ()
     if target_is_part:
@@ -104,13 +97,9 @@ def take_apart(index: int, parts: list[Part], target: Any, *, is_tuple: bool = F
     elif type(target) is tuple:
         places = tuple(k for k, value in enumerate(target) if is_pil(value))
         parts += [to_stored(target[k], is_mask=True) for k in places]
-        target = tuple(None if k in places else value for k, value in enumerate(target))
-    return ReadSample(
-        index,
-        parts,
-        target,
-        Layout(is_tuple=is_tuple, target_is_part=target_is_part, mask_places=places),
-    )
+        target = tuple(None if is_pil(value) else value for value in target)
+    layout = Layout(is_tuple=is_tuple, target_is_part=target_is_part, mask_places=places)
+    return ReadSample(index, parts, target, layout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,12 +223,10 @@ def open_files(source: FileSource, indices: Sequence[int], *, upright: bool) -> 
     return OpenedImages.of_files(files, by_pillow, upright=upright, channels=opening.channels)
 
 
-def read_samples(
-    path: ReadPath, indices: Sequence[int]
-) -> Iterator[Sequence[ReadSample | SampleError]]:
+def read_samples(path: ReadPath, indices: Sequence[int]) -> Iterator[ReadSample | SampleError]:
     """Read and prepare samples, in order, or say what is wrong with one.
 
-    They come in runs, each of which may lie over those before.
+    Each may lie in the memory of those before.
     """
     for first in range(0, len(indices), _AT_ONCE):
         group = indices[first : first + _AT_ONCE]
@@ -247,29 +234,26 @@ def read_samples(
         if path.by_core is not None:
             # One after the other tells whose an error is.
             with contextlib.suppress(SampleError, ValueError):
-                for run in _read_together(path, path.by_core, group):
-                    done += len(run)
-                    yield run
+                for read in _read_together(path, path.by_core, group):
+                    done += 1
+                    yield read
         for index in group[done:]:
             try:
-                yield [_read_one(path, index)]
+                yield _read_one(path, index)
             except SampleError as error:
-                yield [error]
+                yield error
 
 
 def _read_together(
     path: ReadPath, by_core: FilePreparer, indices: Sequence[int]
-) -> Iterator[list[ReadSample]]:
+) -> Iterator[ReadSample]:
     source = path.source
     assert isinstance(source, FileSource)
     images = open_files(source, indices, upright=by_core.upright)
-    form = by_core.opening.form
-    targets = iter(zip(indices, chosen(source.targets, indices), strict=True))
-    for planes in by_core.prepare(images):
-        yield [
-            take_apart(index, [(pixels, form)], target)
-            for pixels, (index, target) in zip(planes, targets, strict=False)
-        ]
+    targets = chosen(source.targets, indices)
+    prepared = itertools.chain.from_iterable(by_core.prepare(images))
+    for index, target, pixels in zip(indices, targets, prepared, strict=True):
+        yield take_apart(index, [(pixels, by_core.opening.form)], target)
 
 
 def _read_one(path: ReadPath, index: int) -> ReadSample:
@@ -366,16 +350,16 @@ class Writer:
         # What ``np.save`` writes before an array (rows, *shape): a multiple of 64 bytes.
         head = io.BytesIO()
         if part.codec is None and spec.shape is not None:
-            what = {"descr": np.dtype(spec.dtype).str, "fortran_order": False}
-            shape = (length, *spec.shape)
-            np.lib.format.write_array_header_1_0(head, {**what, "shape": shape})
+            what: dict[str, Any] = {"descr": np.dtype(spec.dtype).str, "fortran_order": False}
+            what["shape"] = (length, *spec.shape)
+            np.lib.format.write_array_header_1_0(head, what)
             index["offsets"] += head.tell() + np.arange(length) * spec.sample_bytes
             size_bytes = head.tell() + length * spec.sample_bytes
         else:
             index["sizes"] = np.zeros(length, np.int64)
             index["shapes"] = np.zeros((length, part.dimensions), np.int32)
             size_bytes = max(min(plan.first_bytes, plan.limit_bytes, _FIRST_BYTES), 1)
-            index[_ENDS] = np.array([0, size_bytes])
+            index[_USED] = np.zeros(1, np.int64)
         if plan.path is None:
             index["is_there"] = np.zeros(length, np.bool_)  # for ``LazyStore``
             file = Block.create(size_bytes)
@@ -429,9 +413,9 @@ class Writer:
         coder = self.plan.coder
         limit_bytes = self.plan.limit_bytes
         align_bytes = ALIGN_BYTES if coder is None else 1
-        ends = self.index[_ENDS]
+        used = self.index[_USED]
         with self.index.block.hold(0):
-            start: int = ends[0].item()
+            start: int = used.item()
             end = start + -(-max(size_bytes, 1) // align_bytes) * align_bytes
             if end > limit_bytes:
                 what = "prepared samples of many shapes"
@@ -439,12 +423,9 @@ class Writer:
                     what = f"samples encoded by codec={coder.name!r}"
                 limit = format_bytes(limit_bytes)
                 raise MemoryBudgetError(f"{what} need more than the {limit} that is free")
-            if end > ends[1]:
-                # What other processes have reserved is there, and not asked for again.
-                self.file.size_bytes = ends[1].item()
+            if end > self.file.reserved_bytes():
                 self.file.resize(min(end + end // 32, limit_bytes))
-                ends[1] = self.file.size_bytes
-            ends[0] = end
+            used[0] = end
         return start
 
     def finish(self, rows: Array) -> Store:
@@ -452,8 +433,7 @@ class Writer:
         self.index.pop("is_there", None)
         part = self.plan.part
         if not part.is_table:
-            # Some was reserved by other processes.
-            used_bytes, self.file.size_bytes = self.index.pop(_ENDS).tolist()
+            used_bytes = self.index.pop(_USED).item()
             self.file.resize(max(used_bytes, 1))  # nothing cannot be mapped
         self.file.seal()
         index = ArrayBlock({name: column[rows] for name, column in self.index.items()})
@@ -506,10 +486,10 @@ class WritePath(NamedTuple):
 
     def write(self, indices: Sequence[int]) -> Written:
         """Read, prepare and write samples."""
+        self.path.source.expect(indices)
         written = Written({}, {})
         parts = len(self.writers)
-        runs = read_samples(self.path, indices)
-        for index, read in zip(indices, itertools.chain.from_iterable(runs), strict=True):
+        for index, read in zip(indices, read_samples(self.path, indices), strict=True):
             row = index - self.first_index
             try:
                 if isinstance(read, SampleError):
@@ -575,14 +555,8 @@ def ingest(
     with contextlib.ExitStack() as cleanup:
         to_write = WritePath.open(path, plans, indices)
         cleanup.callback(to_write.close)
-
-        def write(task: range) -> Written:
-            to_write.path.source.expect(task)
-            return to_write.write(task)
-
-        done = run_tasks(
-            write, tasks, workers if workers > 1 else 0, forks=forks, cores=options.cores
-        )
+        workers = workers if workers > 1 else 0
+        done = run_tasks(to_write.write, tasks, workers, forks=forks, cores=options.cores)
         bar = progress_bar(len(indices), f"preparing {len(indices):,} images")
         with contextlib.closing(done), bar:
             for targets, errors in done:
@@ -659,7 +633,7 @@ class LazyStore(Store):
         Raises:
             SampleError: one cannot be read or prepared; what is there of the others stays.
         """
-        missing = sorted({*index_B[~self._is_there[index_B]].tolist()})
+        missing = np.unique(index_B[~self._is_there[index_B]]).tolist()
         if not missing:
             return
         with self.index.block.hold(*missing):
