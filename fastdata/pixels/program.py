@@ -9,7 +9,7 @@ import ctypes
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -197,7 +197,7 @@ class Program:
             while first < end:
                 last = min(end, first + max(_PREPARED_BYTES // math.prod(shape), 1))
                 out = self._scratch.take("prepared", (last - first, *shape))
-                _serve([(self, out)], images, keys, numbers_B - first, first, last)
+                _serve([(self, out)], images, keys, numbers_B - first, [(first, last)])
                 yield out
                 first = last
 
@@ -254,14 +254,18 @@ class Program:
             _serve(pairs, images, keys, rows_B)
             return
         samples = core.Samples(np.empty(len(indices), np.int64), shapes_B3)
-        # A few at a time, while their pixels are in the cache.
-        for first in range(0, len(indices), _AHEAD):
-            ahead = indices[first : first + _AHEAD]
-            for b, index in enumerate(ahead):
-                pixels = self._scratch.take(f"decoded {b}", store.shape(index))
-                store.read_into(index, pixels)
-                samples.sources_B[first + b] = pixels.ctypes.data
-            _serve(pairs, samples, keys, rows_B, first, first + len(ahead))
+
+        def decoded() -> Iterator[tuple[int, int]]:
+            # A few at a time, while their pixels are in the cache.
+            for first in range(0, len(indices), _AHEAD):
+                last = min(first + _AHEAD, len(indices))
+                for b in range(first, last):
+                    pixels = self._scratch.take(f"decoded {b - first}", store.shape(indices[b]))
+                    store.read_into(indices[b], pixels)
+                    samples.sources_B[b] = pixels.ctypes.data
+                yield first, last
+
+        _serve(pairs, samples, keys, rows_B, decoded())
 
     def _served(self, out: Array, keys: core.Keys, shapes_B3: Int32s) -> core.Batch:
         """What the core fills ``out`` by."""
@@ -296,20 +300,26 @@ def _serve(
     samples: core.Samples,
     keys: core.Keys,
     rows_B: Int64s | None = None,
-    first: int = 0,
-    last: int | None = None,
+    spans: Iterable[tuple[int, int | None]] = ((0, None),),
 ) -> None:
-    """Serve samples [first, last) by several programs in one call of the core."""
+    """Serve samples by several programs, those [first, last) of each span in one call of the core.
+
+    All are drawn first, however they are cut.
+    """
+    spans = iter(spans)
     while True:
-        served = [program._served(out, keys, samples.shapes_B3) for program, out in pairs]
+        every = [program._served(out, keys, samples.shapes_B3) for program, out in pairs]
         try:
-            return core.serve(samples, keys, served, rows=rows_B, first=first, last=last)
+            for first, last in spans:
+                core.serve(samples, keys, every, rows=rows_B, first=first, last=last)
+            return
         except core.CoreError as refused:
-            first = refused.place
+            b = refused.place
             if isinstance(samples, OpenedImages) and refused.reason == "REFUSED_FILE":
-                samples.leave_to_pillow(first)
+                samples.leave_to_pillow(b)
             else:
                 pairs[refused.program][0]._answer(refused, keys, samples.shapes_B3)
+            spans = itertools.chain([(b, last)], spans)
 
 
 def _planes(shape: Shape) -> Shape:
