@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, default_collate
 from torchvision.transforms import v2
 
-from fastdata import CachedDataset, CudaPrefetcher, DataLoader, RingCollate
+from fastdata import CachedDataset, CudaPrefetcher, DataLoader, ImageFolder, RingCollate
 from fastdata.pixels import plan_transform
 from fastdata.pixels.program import Program
 from test_transforms import ArrayStore, images
@@ -142,3 +144,22 @@ def test_another_format_is_refused() -> None:
     """Images have two that batches may come in."""
     with pytest.raises(ValueError, match=r"memory_format=torch\.channels_last_3d is neither"):
         DataLoader(Images(), memory_format=torch.channels_last_3d)
+
+
+@pytest.mark.parametrize("step", [v2.RandomGrayscale(0.5), v2.RandomHorizontalFlip(0.5)])
+def test_files_that_are_served_whole(step: Any, tmp_path: Path) -> None:
+    """A kept file of which nothing is changed is decoded to the format of its batch, as all others are."""
+    rng = np.random.default_rng(0)
+    (tmp_path / "images" / "class").mkdir(parents=True)
+    for number in range(16):
+        image = Image.fromarray(rng.integers(0, 256, (20, 24, 3)).astype(np.uint8))
+        image.save(tmp_path / "images" / "class" / f"{number:02}.png")
+    transform = v2.Compose([step, v2.PILToTensor()])
+    kept = {"cache_dir": tmp_path / "cache", "codec": "jpeg"}
+    with ImageFolder(tmp_path / "images", transform, seed=5, **kept) as dataset:
+        planar = DataLoader(dataset, 8)
+        for (served, _), (wanted, _) in zip(
+            DataLoader(dataset, 8, memory_format=LAST), planar, strict=True
+        ):
+            assert served.is_contiguous(memory_format=LAST)
+            assert torch.equal(served, wanted)

@@ -17,7 +17,8 @@ from PIL import Image, ImageFile, ImageOps
 from torchvision import transforms as v1
 
 from fastdata.pixels import core, images, plan_transform
-from fastdata.pixels.images import OpenedImages, SampleSpec, decode_image
+from fastdata.pixels.core import Samples
+from fastdata.pixels.images import OpenedImages, SampleSpec, addresses_of, decode_image
 from fastdata.pixels.ops import Op
 from fastdata.pixels.program import Program
 from test_core_programs import FILTERS, GEOMETRY, SIDES
@@ -81,7 +82,14 @@ def jpeg_file(sampling: str, kind: str, height: int, width: int) -> bytes:
 
 
 def pixels_of(data: bytes) -> np.ndarray:
-    return np.array(Image.open(io.BytesIO(data)).convert("RGB"))
+    """Planes, as Pillow decodes them."""
+    pixels = np.array(Image.open(io.BytesIO(data)).convert("RGB"))
+    return np.ascontiguousarray(pixels.transpose(2, 0, 1))
+
+
+def held(pixels: np.ndarray) -> Samples:
+    """One sample for the core; its memory is the caller's to keep."""
+    return Samples(addresses_of([pixels]), np.array([pixels.shape], np.int32))
 
 
 def refuse(b: int) -> Any:
@@ -116,7 +124,7 @@ def test_any_box_has_the_pixels_of_the_whole(sampling: str, kind: str) -> None:
     rng = np.random.default_rng([len(sampling), len(kind)])
     for height, width in SIZES:
         data = jpeg_file(sampling, kind, height, width)
-        opened, wanted = OpenedImages.of_files([data], refuse), pixels_of(data).transpose(2, 0, 1)
+        opened, wanted = OpenedImages.of_files([data], refuse), pixels_of(data)
         for top, left, h, w in boxes(rng, *wanted.shape[1:]):
             found = cut(opened, (top, left, h, w))
             assert np.array_equal(found, wanted[:, top : top + h, left : left + w]), (
@@ -156,10 +164,8 @@ def test_a_program_reads_only_what_it_needs_and_serves_the_same() -> None:
             plan = plan_transform(steps, channels=3, prepared=0, first=10 * first)
             programs.append(Program(plan.batch_ops, PIL_SPEC))
         one, other = programs
-        decoded, opened = (
-            OpenedImages.decoded([pixels_of(data)]),
-            OpenedImages.of_files([data], refuse),
-        )
+        pixels = pixels_of(data)
+        decoded, opened = held(pixels), OpenedImages.of_files([data], refuse)
         try:
             wanted = [program.run_one(decoded, 7, 1, 2) for program in programs]
         except ValueError:
@@ -187,9 +193,8 @@ def test_a_crop_behind_a_resize_is_made_of_its_support(name: str, size: Any) -> 
             plan = plan_transform(steps, channels=3, prepared=0, form=form)
             program = Program(plan.batch_ops, SampleSpec(shape=None, dtype="uint8", form=form))
             found = next(program.prepare(OpenedImages.of_files([data], refuse))).copy()
-            assert np.array_equal(
-                found, next(program.prepare(OpenedImages.decoded([pixels_of(data)])))
-            )
+            pixels = pixels_of(data)
+            assert np.array_equal(found, next(program.prepare(held(pixels))))
 
 
 @pytest.mark.parametrize("orientation", range(10))
@@ -296,9 +301,9 @@ def test_damaged_files_are_judged_by_pillow(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def crop_of(whole: np.ndarray) -> np.ndarray:
-    height, width, _ = whole.shape
+    _, height, width = whole.shape
     crop = v1.CenterCrop((-(-height // 3), -(-width // 2)))
-    return np.array(crop(Image.fromarray(whole))).transpose(2, 0, 1)
+    return np.array(crop(Image.fromarray(whole.transpose(1, 2, 0)))).transpose(2, 0, 1)
 
 
 def test_a_size_is_checked_before_there_is_memory_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,7 +333,7 @@ def test_a_file_that_lacks_scans_is_smoothed_as_pillow_does(
     scans = [at for at in range(len(data)) if data[at : at + 2] == b"\xff\xda"]
     for end in scans[1:]:
         cut_off = data[:end] + b"\xff\xd9"
-        wanted = pixels_of(cut_off).transpose(2, 0, 1)
+        wanted = pixels_of(cut_off)
         opened = OpenedImages.of_files([cut_off], lambda _, data=cut_off: pixels_of(data))
         assert np.array_equal(cut(opened, (11, 20, 30, 41)), wanted[:, 11:41, 20:61])
 

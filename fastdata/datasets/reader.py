@@ -43,12 +43,13 @@ from fastdata.pixels import (
 )
 from fastdata.pixels.images import (
     Array,
-    OpenedImages,
     SampleSpec,
+    addresses_of,
     decoded_shape,
     present,
     shown_class,
     tensor_class,
+    to_stored,
     without_exif,
 )
 from fastdata.pixels.ops import Op
@@ -181,9 +182,9 @@ class Column(NamedTuple):
             raise
         if shape is None or output is None:
             return list(map(self.plan.run_last, samples))
-        decoded = [np.ascontiguousarray(image).reshape(*shape[1:], shape[0]) for image in samples]
+        decoded = [to_stored(image)[0] for image in samples]
         [out] = room(len(samples), [output], take)
-        images = OpenedImages.decoded(decoded)
+        images = core.Samples(addresses_of(decoded), np.array([shape] * len(decoded), np.int32))
         last.run(images, batch.positions, batch.visits, batch.seed, out)
         return last.as_tensor(out)
 

@@ -17,7 +17,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeGuard
 
 import numpy as np
@@ -302,19 +302,19 @@ class Opening:
         return self.loader(torch.from_numpy(np.frombuffer(data, np.uint8).copy()))
 
     def decode_pixels(self, data: Buffer, *, upright: bool) -> Array:
-        """The same as pixels (H, W, C), of a PIL image turned as EXIF says if it is ``upright``."""
+        """The same as pixels (C, H, W), of a PIL image turned as EXIF says if it is ``upright``."""
         sample = self.decode(data)
         if self.form == "pil":
             from PIL import ImageOps
 
-            return np.ascontiguousarray(ImageOps.exif_transpose(sample) if upright else sample)
+            return to_stored(ImageOps.exif_transpose(sample) if upright else sample)[0]
         if sample.dtype is not torch.uint8 or sample.ndim != 3:
             raise TypeError(
                 f"it is decoded to {sample.dtype} {list(sample.shape)}, and of a loader that "
                 "fastdata knows it takes uint8 (C, H, W) only. Give a function of your own that "
                 "calls it as loader=."
             )
-        return np.ascontiguousarray(sample.permute(1, 2, 0).numpy())
+        return np.ascontiguousarray(sample.numpy())
 
 
 _OF_PIL = Opening()
@@ -340,17 +340,19 @@ def opening_of(loader: Callable[[str], Any] | None) -> Opening | None:
 def _probe(loader: Callable[[Any], Any]) -> Opening | None:
     """What a loader of tensors does with JPEG files; None if its pixels are not Pillow's."""
     probes = [_make_probe("RGB"), _make_probe("L")]
+    opening = Opening(loader, "tensor")
     try:
-        found = [Opening(loader, "tensor").decode_pixels(data, upright=False) for data in probes]
+        found = [opening.decode_pixels(data, upright=False) for data in probes]
     except Exception:  # noqa: BLE001  # of a version that takes something else
         return None
-    channels = found[1].shape[2]
-    for is_upright in (False, True):
-        wanted = [_OF_PIL.decode_pixels(data, upright=is_upright) for data in probes]
-        wanted[1] = wanted[1][:, :, :channels]
-        if all(map(np.array_equal, wanted, found)):
-            return Opening(loader, "tensor", is_upright, 3 if channels == 3 else None)
-    return None
+    _, height, width = found[0].shape
+    is_upright = height > width
+    wanted = [_OF_PIL.decode_pixels(data, upright=is_upright) for data in probes]
+    channels = len(found[1])
+    wanted[1] = wanted[1][:channels]
+    if not all(map(np.array_equal, wanted, found)):
+        return None
+    return replace(opening, is_upright=is_upright, channels=3 if channels == 3 else None)
 
 
 def _make_probe(mode: str) -> bytes:
@@ -371,12 +373,10 @@ class OpenedImages(core.Samples):
     Args:
         sources_B: addresses of files.
         sizes_B: their bytes.
-        by_pillow: gives the pixels (H, W, C) of image ``b`` where the core does not decode its
+        by_pillow: gives the pixels (C, H, W) of image ``b`` where the core does not decode its
             file, and where that turns out to be damaged; what it raises is raised.
         how: files are opened, as ``core.jpeg_headers`` has it.
     """
-
-    is_interleaved = True
 
     def __init__(
         self, sources_B: Int64s, sizes_B: Int64s, by_pillow: Callable[[int], Array], **how: Any
@@ -413,15 +413,6 @@ class OpenedImages(core.Samples):
         return opened._leave(opened._turns_B == 0)
 
     @classmethod
-    def decoded(cls, images: Sequence[Array]) -> OpenedImages:
-        """Pixels (H, W, C) that are there already, C-contiguous."""
-        no_files_B = np.zeros(len(images), np.int64)
-        opened = cls(addresses_of(images), no_files_B, images.__getitem__)
-        shapes = [(image.shape[2], *image.shape[:2]) for image in images]
-        opened.shapes_B3[:] = np.reshape(shapes, (-1, 3))
-        return opened
-
-    @classmethod
     def stored(
         cls,
         sources_B: Int64s,
@@ -429,12 +420,8 @@ class OpenedImages(core.Samples):
         shapes_B3: Int32s,
         read: Callable[[int], Array],
     ) -> OpenedImages:
-        """JPEG files of these shapes in memory that stays.
-
-        ``read`` gives (C, H, W) of one that is not in order.
-        """
+        """JPEG files of these shapes in memory that stays; ``read`` is ``by_pillow``."""
         opened = cls(sources_B.copy(), sizes_B.copy(), read)
-        opened.is_interleaved = False
         is_other_B = (opened.shapes_B3 != shapes_B3).any(axis=1)
         opened.shapes_B3 = shapes_B3
         return opened._leave(is_other_B)
@@ -450,8 +437,7 @@ class OpenedImages(core.Samples):
         self._sizes_B[b] = 0  # pixels from here on; what was damaged stays a file
         self._alive.append(pixels)
         self.sources_B[b] = pixels.ctypes.data
-        shape = pixels.shape
-        self.shapes_B3[b] = (shape[2], *shape[:2]) if self.is_interleaved else shape
+        self.shapes_B3[b] = pixels.shape
 
 
 def addresses_of(arrays: Sequence[Array]) -> Int64s:

@@ -244,13 +244,11 @@ def decode_jpeg(jpeg: Jpeg, file: Bytes, out_CHW: Bytes) -> bool:
 class Samples:
     """Addresses of uint8 samples; channels, height and width of each.
 
-    They lie as (C, H, W) in memory, ``is_interleaved`` ones as (H, W, C); or they are ``files``:
-    pointers to how the core decodes JPEG files, to the bytes of each, 0 of pixels, and to how they
-    are turned.
+    They lie as (C, H, W) in memory; or they are ``files``: pointers to how the core decodes JPEG
+    files, to the bytes of each, 0 of pixels, and to how they are turned.
     """
 
     files: tuple[Any, Any, Any] = (None, None, None)
-    is_interleaved = False
 
     def __init__(self, sources_B: Int64s, shapes_B3: Int32s) -> None:
         self.sources_B = sources_B
@@ -357,7 +355,6 @@ def serve(
     place = load().fastdata_serve(
         samples.sources_B.ctypes.data,
         samples.shapes_B3.ctypes.data,
-        samples.is_interleaved,
         *samples.files,
         keys.seed,
         keys.visits.ctypes.data,

@@ -364,7 +364,7 @@ typedef struct Batch {
     const double *solved_BS8; /* of perspectives, for `solved` ops of each sample; NULL: there are none */
     int32_t solved, streams;  /* whether values go past the caches: found when the batch is served */
     const int64_t *rows_B;    /* which of them each sample is written to; NULL: its own number */
-    const uint8_t *const *sources_B; /* first byte of each sample, uint8 */
+    const uint8_t *const *sources_B; /* first byte of each sample, uint8 (C, H, W) */
     const int32_t *shapes_B3; /* channels, height, width of each */
     const int64_t *sizes_B;   /* bytes of those that are JPEG files, 0 of pixels; NULL: all are pixels */
     const int32_t *turns_B;   /* EXIF orientations that files are turned by, which their shapes follow; NULL: none is */
@@ -372,7 +372,6 @@ typedef struct Batch {
     uint64_t seed;            /* with the next two what is drawn from */
     const int64_t *visits_B, *indices_B;
     struct Batch *next;       /* what else the same samples are served as */
-    int32_t interleaved, unused; /* whether sources are (H, W, C), not (C, H, W) */
 } Batch;
 
 /* Decode the box from (top, left) on that `out` has the size of, packed or (H, W, C), of a file of height x width. False

@@ -551,6 +551,15 @@ static bool decode_sample(const Batch *batch, int64_t b, const Drawn *drawn, Ima
     return true;
 }
 
+/* Where a sample is served. */
+static Image place_of(const Batch *batch, int64_t b) {
+    Image out = {.channels = batch->channels, .height = batch->height, .width = batch->width};
+    const int64_t row = batch->rows_B ? batch->rows_B[b] : b, values = (int64_t)out.channels * out.height * out.width;
+    pack(&out, batch->out_B + row * values * ITEM_BYTES[batch->table->values.dtype]);
+    if (batch->channels_last) out.plane = 1, out.pixel = out.channels, out.row = (int64_t)out.width * out.channels;
+    return out;
+}
+
 /* Run the ops of a sample and write what comes out. */
 static int serve_image(const Batch *batch, int64_t b, Drawn *drawn, const Image *source, Scratch *scratch,
                        Refusal *refusal) {
@@ -572,16 +581,11 @@ static int serve_image(const Batch *batch, int64_t b, Drawn *drawn, const Image 
     if (!settle(&sample)) return NO_MEMORY;
     uint8_t *buffer = take(scratch, SLOT_WORK, image->width + BUFFER);
     if (!buffer) return NO_MEMORY;
-    int64_t row = batch->rows_B ? batch->rows_B[b] : b;
-    uint8_t *out = batch->out_B + row * batch->channels * batch->height * batch->width * ITEM_BYTES[batch->table->values.dtype];
-    Image served = {.channels = batch->channels, .height = batch->height, .width = batch->width};
-    pack(&served, out);
+    const Image served = place_of(batch, b);
     const bool streams = batch->streams && end - op < 2; /* ops on what was written read it again */
-    if (batch->channels_last) {
-        served.plane = 1, served.pixel = served.channels, served.row = (int64_t)served.width * served.channels;
-        write_channels_last(batch, image, out, buffer, streams);
-    } else
-        for (int32_t c = 0; c < batch->channels; c++) write_plane(batch, image, c, out, buffer, streams);
+    if (batch->channels_last) write_channels_last(batch, image, served.data, buffer, streams);
+    for (int32_t c = 0; c < batch->channels && !batch->channels_last; c++)
+        write_plane(batch, image, c, served.data, buffer, streams);
     for (; op < end; op++) {
         int problem = op->code == OP_CAST ? OK : rewrite(op, &served, &batch->table->values);
         if (problem) return problem;
@@ -608,8 +612,8 @@ static bool is_served_whole(const Batch *batch, int64_t b, const Drawn *drawn, c
 
 static int serve_one(const Batch *batch, int64_t b, int64_t programs, Scratch *scratch, Refusal *refusal) {
     const int32_t *shape = batch->shapes_B3 + 3 * b;
-    int64_t channels = shape[0], height = shape[1], width = shape[2], number = 0;
-    if (channels < 1 || height < 1 || width < 1) return REFUSED_SHAPE;
+    int64_t number = 0;
+    if (shape[0] < 1 || shape[1] < 1 || shape[2] < 1) return REFUSED_SHAPE;
     Drawn *drawn = take(scratch, SLOT_DRAWN, programs * (int64_t)sizeof(Drawn));
     if (!drawn) return NO_MEMORY;
     const int64_t visit = batch->visits_B[b], index = batch->indices_B[b];
@@ -618,17 +622,13 @@ static int serve_one(const Batch *batch, int64_t b, int64_t programs, Scratch *s
         refusal->program = number;
         if (!draw_sample(each, b, shape, key, turn, drawn + number, refusal)) return (int)refusal->reason;
     }
-    Image image = {.data = (uint8_t *)batch->sources_B[b], .channels = shape[0], .height = shape[1], .width = shape[2]};
-    image.plane = batch->interleaved ? 1 : height * width;
-    image.row = batch->interleaved ? width * channels : width;
-    image.pixel = batch->interleaved ? channels : 1;
+    Image image = {.channels = shape[0], .height = shape[1], .width = shape[2]};
+    pack(&image, (uint8_t *)batch->sources_B[b]);
     const bool is_file = batch->sizes_B && batch->sizes_B[b];
     if (is_file && is_served_whole(batch, b, drawn, &image)) {
-        Image out;
-        out.channels = image.channels, out.height = image.height, out.width = image.width;
-        pack(&out, batch->out_B + (batch->rows_B ? batch->rows_B[b] : b) * channels * height * width);
-        const bool is_decoded = decode(batch->jpeg, batch->sources_B[b], batch->sizes_B[b], image.height, image.width, 0, 0,
-                                       &out, scratch);
+        const Image out = place_of(batch, b);
+        const int32_t height = image.height, width = image.width;
+        const bool is_decoded = decode(batch->jpeg, image.data, batch->sizes_B[b], height, width, 0, 0, &out, scratch);
         return is_decoded ? OK : REFUSED_FILE;
     }
     if (is_file && !decode_sample(batch, b, drawn, &image, scratch)) return REFUSED_FILE;
@@ -649,13 +649,13 @@ static void expect(const Batch *batch, int64_t b) {
 }
 
 /* Serve samples [first, last) of a batch by `programs` of them. Returns -1, or the sample that was refused. */
-EXPORT int64_t fastdata_serve(const uint8_t *const *sources_B, const int32_t *shapes_B3, bool interleaved, const Jpeg *jpeg,
+EXPORT int64_t fastdata_serve(const uint8_t *const *sources_B, const int32_t *shapes_B3, const Jpeg *jpeg,
                               const int64_t *sizes_B, const int32_t *turns_B, uint64_t seed, const int64_t *visits_B,
                               const int64_t *indices_B, const int64_t *rows_B, Batch *every, int64_t programs,
                               int64_t first, int64_t last, Refusal *refusal) {
     Batch *batch = every;
-    batch->sources_B = sources_B, batch->shapes_B3 = shapes_B3, batch->interleaved = interleaved;
-    batch->jpeg = jpeg, batch->sizes_B = sizes_B, batch->turns_B = turns_B;
+    batch->sources_B = sources_B, batch->shapes_B3 = shapes_B3, batch->jpeg = jpeg;
+    batch->sizes_B = sizes_B, batch->turns_B = turns_B;
     batch->seed = seed, batch->visits_B = visits_B, batch->indices_B = indices_B;
     for (int64_t k = 0; k < programs; k++) {
         Batch *each = every + k;
