@@ -461,6 +461,52 @@ def test_a_change_in_place_within_another_step_is_noticed(
         assert torch.equal(dataset[3][0], image.flip(-2))
 
 
+class Turning:
+    """Calls a step that lies elsewhere, as whoever trains by stages may have it."""
+
+    turn: Any
+
+    def method(self, image: Any) -> Any:
+        return self.turn(image)
+
+
+def _closure() -> tuple[Any, Callable[[Any], None]]:
+    turn = v2.RandomVerticalFlip(0.0)
+
+    def change(step: Any) -> None:
+        nonlocal turn
+        turn = step
+
+    return lambda image: turn(image), change
+
+
+def _method() -> tuple[Any, Callable[[Any], None]]:
+    owner = Turning()
+    owner.turn = v2.RandomVerticalFlip(0.0)
+    return owner.method, lambda step: setattr(owner, "turn", step)
+
+
+def _global() -> tuple[Any, Callable[[Any], None]]:
+    space: dict[str, Any] = {"steps": [v2.RandomVerticalFlip(0.0)]}
+    exec("def run(image):\n for step in steps: image = step(image)\n return image", space)
+    return v2.Compose([v2.Lambda(space["run"])]), lambda step: space["steps"].append(step)
+
+
+@pytest.mark.parametrize("make", [_closure, _method, _global])
+def test_a_step_that_a_function_reads_elsewhere_is_the_one_that_is_there_now(
+    make: Callable[[], Any],
+) -> None:
+    """A function, a method or a lambda that calls what lies outside of it is asked in each epoch."""
+    transform, change = make()
+    with cached(CachedDataset, transform) as dataset:
+        image = samples()[3][0]
+        loader = DataLoader(dataset, batch_size=4)
+        assert torch.equal(epoch_of(loader)[0][3], image)
+        change(v2.RandomVerticalFlip(1.0))
+        assert torch.equal(epoch_of(loader)[0][3], image.flip(-2))
+        assert torch.equal(dataset[3][0], image.flip(-2))
+
+
 def test_stored_steps_changed_in_place_are_refused() -> None:
     """Where samples are stored after a step, changing it is an error for every reader; undoing it mends all."""
     with cached(CachedDataset, v1.CenterCrop((4, 6)), v1.RandomHorizontalFlip(1.0)) as dataset:

@@ -18,7 +18,7 @@ from enum import Enum
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import ForkingPickler
 from operator import attrgetter, is_not, ne
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -47,7 +47,7 @@ from fastdata.pixels import (
     leading_steps,
     prepare_key,
 )
-from fastdata.pixels.compose import flatten, known_name
+from fastdata.pixels.compose import LIBRARIES, flatten, known_name, outside_of
 from fastdata.pixels.images import Array, Resize, tensor_class
 from fastdata.pixels.plan import PairStep, Step
 from fastdata.report import log, warn_user
@@ -603,7 +603,7 @@ class PreparedDataset(_Opened):
 
 # Changes in place
 
-_ATOMS = (type(None), bool, int, float, complex, str, bytes, type, FunctionType, ModuleType, Enum)
+_ATOMS = (type(None), bool, int, float, complex, str, bytes, type, ModuleType, Enum)
 _ARRAYS = (torch.Tensor, np.ndarray)
 
 
@@ -614,7 +614,8 @@ class Watch:
         """Note what there is; not what is in unknown steps, which run as they are."""
         self._calls = calls
         met = {id(step): step for step in unknown}
-        held = _held_by((*calls, *_leaves(calls)), met)
+        self._outside: list[tuple[Any, Any]] = []
+        held = _held_by((*calls, *_leaves(calls)), met, self._outside)
         self._parts = [part for part in held if isinstance(part, (dict, list))]
         self._copies = [part.copy() for part in self._parts]  # with the same objects in them
         self._arrays = [array for array in held if isinstance(array, _ARRAYS)]
@@ -627,15 +628,17 @@ class Watch:
             # Quick: all that is in a part is the same object.
             if any(map(ne, self._parts, self._copies)):
                 return True
+            for call, read in self._outside:
+                if outside_of(call) != read:
+                    return True
         except (TypeError, ValueError, RuntimeError):  # arrays cannot be compared so
             return True
         return bool(self._arrays) and list(map(_octets, self._arrays)) != self._octets
 
 
-def _held_by(values: Iterable[Any], met: dict[int, Any]) -> list[Any]:
-    """These, and all that is in them, each once and none that was met before."""
-    queue = deque(values)
-    held = []
+def _held_by(values: Iterable[Any], met: dict[int, Any], outside: list[Any]) -> list[Any]:
+    """These, all that is in them, and what their code reads: each once, and none met before."""
+    queue, held = deque(values), []
     while queue:
         value = queue.popleft()
         if id(value) in met or isinstance(value, _ATOMS):
@@ -648,6 +651,9 @@ def _held_by(values: Iterable[Any], met: dict[int, Any]) -> list[Any]:
             queue.extend(value)
         elif not isinstance(value, _ARRAYS):
             queue.append(getattr(value, "__dict__", None))
+            if callable(value) and not type(value).__module__.startswith(LIBRARIES):
+                outside.append((value, outside_of(value)))
+                queue.extend(outside[-1][1].values())
     return held
 
 

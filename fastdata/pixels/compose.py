@@ -10,6 +10,7 @@ from __future__ import annotations
 import dis
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import chain
@@ -179,7 +180,7 @@ class _Named:
 
 # Names
 
-_LIBRARIES = ("torchvision.transforms", "timm.data")
+LIBRARIES = ("torchvision.transforms", "timm.data")
 
 
 def known_name(step: Any) -> str | None:
@@ -190,7 +191,7 @@ def known_name(step: Any) -> str | None:
     ``__torchvision_equal__ = "RandomCrop"`` is taken at its word: same attributes, same pixels.
     """
     kind: Any = type(step)
-    if kind.__module__.startswith(_LIBRARIES):
+    if kind.__module__.startswith(LIBRARIES):
         held: dict[str, Any] = getattr(step, "__dict__", {})
         # As ``is_changed``, in place: steps are asked for their names often.
         is_hooked = held.get("_forward_pre_hooks") or held.get("_forward_hooks")
@@ -306,6 +307,21 @@ def _names_read(code: CodeType) -> frozenset[str] | None:
     if any(word in step.opname for step in steps for word in _MORE):
         return None
     return frozenset(chain.from_iterable(each.co_names for each in codes))
+
+
+def outside_of(call: Any) -> dict[str, Any]:
+    """What the code of a callable that may be seen through reads from outside now, by name."""
+    function, owner = _code_of(call)
+    if not isinstance(function, FunctionType):
+        return {}
+    names = _names_read(function.__code__) or frozenset()
+    found: dict[str, Any] = {}
+    for held in (function.__globals__, getattr(owner, "__dict__", {})):
+        found |= {name: held[name] for name in names & held.keys()}
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    with suppress(ValueError):  # nothing was assigned yet
+        found |= {name: cell.cell_contents for name, cell in cells}
+    return found
 
 
 def _try(function: FunctionType, names: frozenset[str], owner: Any, image: _Image) -> Any:
