@@ -175,6 +175,12 @@ def _say(words: str) -> None:
 def _measure_recipe(
     folder: str, paths: list[str], name: str, transform: Any, options: argparse.Namespace
 ) -> Figures:
+    def rate(kind: Any, dataset: Any) -> float:
+        order = shuffled(dataset)
+        workers = options.num_workers
+        loader = kind(dataset, options.batch_size, sampler=order, num_workers=workers)
+        return measure(loader, seconds=_RATE_S, limit_s=4 * _RATE_S)
+
     is_square = name in ("crop", options.transform)  # by its own first steps
     resize = None if is_square else (PREPARED_PX, PREPARED_PX)
     chosen: dict[str, Any] = {"is_valid_file": frozenset(paths).__contains__, "allow_empty": True}
@@ -186,24 +192,14 @@ def _measure_recipe(
         vanilla = []
         fastdata = []
         for _ in range(_ROUNDS):
-            vanilla.append(apart(partial(_rate, TorchDataLoader, theirs, options), limit_s=60))
-            fastdata.append(apart(partial(_rate, DataLoader, ours, options), limit_s=60))
+            vanilla.append(apart(lambda: rate(TorchDataLoader, theirs), limit_s=60))
+            fastdata.append(apart(lambda: rate(DataLoader, ours), limit_s=60))
     return {
         "vanilla": vanilla,
         "fastdata": fastdata,
         "ratio": median(fastdata) / median(vanilla),
         "prepare_s": prepare_s,
     }
-
-
-def _rate(kind: Any, dataset: Any, options: argparse.Namespace) -> float:
-    loader = kind(
-        dataset,
-        options.batch_size,
-        sampler=shuffled(dataset),
-        num_workers=options.num_workers,
-    )
-    return measure(loader, seconds=_RATE_S, limit_s=4 * _RATE_S)
 
 
 # Images like photographs, for whoever has none at hand

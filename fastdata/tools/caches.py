@@ -89,10 +89,9 @@ def export_cache(
     with opened as dataset, TemporaryDirectory(dir=folder.parent, prefix=".export-") as temporary:
         part = Path(temporary, folder.name)
         part.mkdir()
-        targets = [
-            pytree.tree_map(lambda leaf: leaf.tolist() if hasattr(leaf, "tolist") else leaf, target)
-            for target in dataset.targets
-        ]
+        targets = pytree.tree_map(
+            lambda leaf: leaf.tolist() if hasattr(leaf, "tolist") else leaf, list(dataset.targets)
+        )
         classes: list[str] = getattr(dataset, "classes", [])
         if not all(type(target) is int and 0 <= target < len(classes) for target in targets):
             classes = []
