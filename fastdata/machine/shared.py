@@ -341,10 +341,6 @@ class ListView(Sequence[_T]):
     def __iter__(self) -> Iterator[_T]:
         return map(self._item, range(self._length))
 
-    def chosen(self, indices: Iterable[int]) -> list[_T]:
-        """The items of these indices in [0, length), each in half the time."""
-        return list(map(self._item, indices))
-
     @property
     def _fastdata_identity(self) -> list[_T]:
         return list(self)

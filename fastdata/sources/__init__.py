@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import csv
 import hashlib
 import io
@@ -18,20 +17,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from fastdata.errors import AnyPath, is_url, kind_of
 from fastdata.machine.memory import user_cache
-from fastdata.machine.shared import ListView
 from fastdata.pixels.images import Opening, decode_image, is_image, load_image, opening_of
 from fastdata.report import log
 from fastdata.sources.remote import Place, Requests, StorageChoice, facts_of, fleeting_folder
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 Indices = Sequence[int]
 Pair = tuple[Any, Any]
@@ -172,8 +167,8 @@ class FileSource:
         if self.is_remote:
             return [self.requests.take(index, self._submit).result() for index in indices]
         files = []
-        for path in chosen(self.paths, indices):
-            with open(path, "rb") as stream:
+        for index in indices:
+            with open(self.paths[index], "rb") as stream:
                 files.append(stream.read())
         return files
 
@@ -183,24 +178,14 @@ class FileSource:
         size = int(self.facts[index][0])
         return place.submit(name, size_bytes=None if size < 0 else size)
 
-    def as_bytes(self) -> Self:
-        """The files as they are, unopened: uint8 (bytes,)."""
-        return self.over({"loader": None})  # what one expects the other reads
-
     def columns_of(self, indices: Indices) -> dict[str, Any]:
-        """What is known of these samples, for ``over`` in another process."""
+        """The fields with what is known of these samples, by index, for another process."""
         columns = {"paths": self.paths, "targets": self.targets, "facts": self.facts}
         return {
             name: {index: column[index] for index in indices}
             for name, column in columns.items()
             if column is not None
         }
-
-    def over(self, columns: Mapping[str, Any]) -> Self:
-        """The same with other attributes; columns of samples are read by index only."""
-        other = copy.copy(self)
-        vars(other).update(columns)
-        return other
 
     def listing(self) -> np.ndarray | None:
         """Sizes and tags, (2, samples), of remote files."""
@@ -210,13 +195,6 @@ class FileSource:
         if len(self) and facts[0].max() < 0:  # nobody has listed them
             facts = np.array(facts_of(map(self.place.locate, self.paths))).T
         return facts
-
-
-def chosen(column: Any, indices: Indices) -> list[Any]:
-    """Of a column of samples the values of these."""
-    if isinstance(column, ListView):
-        return column.chosen(indices)
-    return [column[index] for index in indices]
 
 
 class DatasetSource:

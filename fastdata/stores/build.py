@@ -457,7 +457,7 @@ class _ShardWriter:
             # There is a process for each core; and a forked OpenMP pool would hang.
             torch.set_num_threads(1)
         if isinstance(path.source, FileSource) and task.columns is not None:
-            path = path._replace(source=path.source.over(task.columns))
+            path = path._replace(source=replace(path.source, **task.columns))
         with contextlib.ExitStack() as cleanup:
             folder = Path(self.place.url)
             if self.place.is_remote:
@@ -562,7 +562,7 @@ def _run_elsewhere(
     source = writer.path.source
     if isinstance(source, FileSource):  # a task has the files of its own samples only
         tasks = [task._replace(columns=source.columns_of(task.positions)) for task in tasks]
-        no_files = source.over(source.columns_of(()))
+        no_files = replace(source, **source.columns_of(()))
         writer = replace(writer, path=writer.path._replace(source=no_files))
     opened: _Submit = _ray(writer)
     if isinstance(engine, Executor):

@@ -45,7 +45,7 @@ from fastdata.pixels.images import (
 )
 from fastdata.pixels.program import Program
 from fastdata.report import log, progress_bar
-from fastdata.sources import FileSource, Source, chosen
+from fastdata.sources import FileSource, Source
 from fastdata.stores.readers import (
     DiskFile,
     Layout,
@@ -250,10 +250,9 @@ def _read_together(
     source = path.source
     assert isinstance(source, FileSource)
     images = open_files(source, indices, upright=by_core.upright)
-    targets = chosen(source.targets, indices)
     prepared = itertools.chain.from_iterable(by_core.prepare(images))
-    for index, target, pixels in zip(indices, targets, prepared, strict=True):
-        yield take_apart(index, [(pixels, by_core.opening.form)], target)
+    for index, pixels in zip(indices, prepared, strict=True):
+        yield take_apart(index, [(pixels, by_core.opening.form)], source.targets[index])
 
 
 def _read_one(path: ReadPath, index: int) -> ReadSample:
@@ -481,7 +480,8 @@ class WritePath(NamedTuple):
         writers = open_all(Writer.open(plan, len(indices)) for plan in plans)
         if any(isinstance(plan.coder, SourceDecoder) for plan in plans):
             assert isinstance(path.source, FileSource)
-            path = ReadPath(path.source.as_bytes(), Steps(()), path.shape)
+            # Files as they are; what the one expects the other reads.
+            path = ReadPath(replace(path.source, loader=None), Steps(()), path.shape)
         return cls(path, writers, indices[0])
 
     def write(self, indices: Sequence[int]) -> Written:
