@@ -13,12 +13,10 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from fastdata.datasets.dataset import PreparedDataset
 from fastdata.datasets.reader import Stored
 from fastdata.errors import AnyPath, is_url, kind_of
-from fastdata.machine.shared import ArrayBlock, ListView, SampleTable
+from fastdata.machine.shared import ListView, SampleTable
 from fastdata.pixels import describe_steps
 from fastdata.pixels.compose import flatten, is_random
 from fastdata.pixels.describe import describe_dataset, unwrapped
@@ -134,8 +132,7 @@ class _ImageFiles(_Shown):
 
     root: AnyPath
     _place: Place | None = None
-    """That remote files lie below; and ``_facts`` of them."""
-    _facts: ArrayBlock | None = None
+    """That remote files lie below."""
 
     def _build_files(
         self,
@@ -148,12 +145,11 @@ class _ImageFiles(_Shown):
         target_transform: Step | None,
     ) -> None:
         self._loader = loader or load_image
-        table = SampleTable(targets, paths=paths, class_to_idx=class_to_idx)
+        facts = None
         if self._place is not None:
-            listed = self._place.listed
-            names = [self._place.locate(path)[1] for path in paths]
-            self._know([listed.get(name, _UNKNOWN) for name in names])
+            facts = [self._place.listed.get(path, _UNKNOWN) for path in paths]
             self._place.listed = {}
+        table = SampleTable(targets, paths=paths, class_to_idx=class_to_idx, facts=facts)
         self._build(self._files_of(table), options, transform, target_transform, files=table)
 
     def _describe(self, source: Source) -> Described:
@@ -167,14 +163,8 @@ class _ImageFiles(_Shown):
         opened = f"{opened}, {self._list_name}" if self._list_name else opened
         return opened, list_paths(table.all_paths(), root, source.listing()), root
 
-    def _know(self, facts: list[Any]) -> None:
-        self._facts = ArrayBlock({"facts": np.array(facts, np.int64).reshape(-1, 2)})
-
     def _files_of(self, table: SampleTable) -> FileSource:
-        facts = None if self._facts is None else self._facts["facts"]
-        if facts is not None and len(facts) > len(table):  # some were left out: asked for anew
-            facts = np.full((len(table), 2), _UNKNOWN)
-        return FileSource(table.paths, table.targets, self._loader, self._place, facts)
+        return FileSource(table.paths, table.targets, self._loader, self._place, table.facts)
 
     def _origin(self) -> Source:
         """The files, which copies in other processes know too."""
@@ -196,10 +186,11 @@ class _ImageFiles(_Shown):
                 f"{len(listed)} targets for {len(paths)} samples. For fewer samples assign "
                 "samples, which bring their targets."
             )
-        if self._facts is not None:
-            known = dict(zip(before.all_paths(), self._facts["facts"].tolist(), strict=True))
-            self._know([known.get(path, _UNKNOWN) for path in paths])
-        table = SampleTable(targets, paths=paths, class_to_idx=before.class_to_idx)
+        facts = None
+        if before.facts is not None:
+            known = dict(zip(before.all_paths(), before.facts.tolist(), strict=True))
+            facts = [known.get(path, _UNKNOWN) for path in paths]
+        table = SampleTable(targets, paths=paths, class_to_idx=before.class_to_idx, facts=facts)
         self._let_go(replace(self._stored, source=self._files_of(table), files=table))
         if self._stored.after is None:
             self._serve(self._stored)

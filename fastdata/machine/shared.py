@@ -392,6 +392,7 @@ class PackedPaths:
 class SampleTable:
     """Paths (where samples are files), targets and class names of all samples; pickles as a handle.
 
+    Of remote files size and tag, too: ``facts``, int64 (N, 2), -1 where they are not known.
     Targets that are numbers, or arrays, scalars or tensors of one shape and dtype, become one
     array; all others are pickled.
     """
@@ -402,6 +403,7 @@ class SampleTable:
         *,
         paths: Sequence[str] | PackedPaths | None = None,
         class_to_idx: Mapping[str, int] | None = None,
+        facts: Sequence[tuple[int, int]] | np.ndarray | None = None,
     ) -> None:
         columns, self.target_kind = target_columns(targets)
         self.has_paths = paths is not None
@@ -413,6 +415,8 @@ class SampleTable:
             self._prefix = packed.prefix
         if class_to_idx is not None:
             columns["classes"] = np.frombuffer(json.dumps(dict(class_to_idx)).encode(), np.uint8)
+        if facts is not None:
+            columns["facts"] = np.array(facts, np.int64).reshape(-1, 2)
         self.columns = ArrayBlock(columns)
 
     def __len__(self) -> int:
@@ -422,6 +426,10 @@ class SampleTable:
     def class_to_idx(self) -> dict[str, int] | None:
         text = self.columns.get("classes")
         return None if text is None else json.loads(text.tobytes())
+
+    @property
+    def facts(self) -> np.ndarray | None:
+        return self.columns.get("facts")
 
     @property
     def targets(self) -> ListView[Any]:
@@ -475,6 +483,7 @@ class SampleTable:
             list(map(self.target, kept)),
             paths=list(map(self.path, kept)),
             class_to_idx=self.class_to_idx,
+            facts=None if self.facts is None else self.facts[kept],
         )
 
     def close(self) -> None:

@@ -568,10 +568,11 @@ def scan_folder(
 def _list_classes(root: AnyPath, names: list[str], endings: Endings) -> Iterator[list[str]]:
     """List folders in turn, the rest in threads once listing has waited more than it worked."""
     if isinstance(root, Place):
-        # In the order of _list_files, all folders at once.
-        for found in [root.find(name) for name in names]:
-            files = sorted(found.result(), key=os.path.split)
-            yield [root.at(name) for name in files if name.lower().endswith(endings)]
+        for coming in [root.find(name) for name in names]:  # all folders at once
+            found = {root.at(name): facts for name, facts in coming.result().items()}
+            root.listed |= found
+            # In the order of _list_files.
+            yield [url for url in sorted(found, key=os.path.split) if url.lower().endswith(endings)]
         return
     tops = [os.path.join(os.path.expanduser(root), name) for name in names]
     kept = None

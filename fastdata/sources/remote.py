@@ -127,7 +127,7 @@ class Place:
     credentials.
 
     Attributes:
-        listed: what ``find`` came upon behind a URL, by name, for who asks for facts.
+        listed: facts of files that were listed, by URL, for who asks soon.
 
     Raises:
         ValueError: the URL holds a password, or a query, which may be one.
@@ -176,9 +176,6 @@ class Place:
 
     __str__ = __repr__ = __fspath__
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "listed": {}}
-
     # Reading
 
     def read(self, name: str) -> bytes:
@@ -221,10 +218,7 @@ class Place:
 
         def facts_by_name(files: Mapping[str, Any]) -> dict[str, Facts]:
             above = len(self._path(self._client(), "")) + 1
-            found = {path[above:]: _facts(files[path]) for path in sorted(files)}
-            if self.is_remote:
-                self.listed.update(found)
-            return found
+            return {path[above:]: _facts(files[path]) for path in sorted(files)}
 
         return self._submit("find", below, detail=True, then=facts_by_name, **options)
 
