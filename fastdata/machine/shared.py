@@ -363,27 +363,31 @@ class ListView(Sequence[_T]):
         return f"[{', '.join(map(repr, self[:3]))}, ... {len(self) - 4} more ..., {self[-1]!r}]"
 
 
-@dataclass(frozen=True, slots=True)
-class PackedPaths:
-    """File names end to end: ``prefix`` and ``blob`` from ``ends[i - 1]`` to ``ends[i]``.
+@dataclass(slots=True)
+class Packed:
+    """Byte strings end to end: number i is ``blob`` from ``ends[i - 1]`` to ``ends[i]``.
 
-    A million of them are checked and copied without one Python string.
+    A million file names are checked and copied without one Python string.
     """
 
     blob: np.ndarray
     ends: np.ndarray
-    prefix: bytes = b""
 
     @classmethod
-    def of(cls, paths: Iterable[str]) -> PackedPaths:
-        coding = sys.getfilesystemencoding(), sys.getfilesystemencodeerrors()
-        return cls(*_pack([os.fspath(path).encode(*coding) for path in paths]))
+    def of(cls, strings: Iterable[bytes]) -> Packed:
+        strings = list(strings)
+        ends = np.cumsum(list(map(len, strings)), dtype=np.int64)
+        return cls(np.frombuffer(b"".join(strings), np.uint8), ends)
 
     def __len__(self) -> int:
         return len(self.ends)
 
-    def names(self) -> list[bytes]:
-        """All names without the prefix."""
+    def __getitem__(self, index: int) -> bytes:
+        start = self.ends[index - 1] if index else 0
+        return self.blob[start : self.ends[index]].tobytes()
+
+    def all(self) -> list[bytes]:
+        """All of them, four times as fast as one by one."""
         blob = self.blob.tobytes()
         ends = self.ends.tolist()
         return [blob[start:end] for start, end in zip([0, *ends], ends, strict=False)]
@@ -392,7 +396,8 @@ class PackedPaths:
 class SampleTable:
     """Paths (where samples are files), targets and class names of all samples; pickles as a handle.
 
-    Of remote files size and tag, too: ``facts``, int64 (N, 2), -1 where they are not known.
+    Of remote files size and tag, too: ``facts``, int64 (N, 2), -1 where they are not known. Paths
+    begin with ``prefix`` and go on with what is packed.
     Targets that are numbers, or arrays, scalars or tensors of one shape and dtype, become one
     array; all others are pickled.
     """
@@ -401,18 +406,18 @@ class SampleTable:
         self,
         targets: Sequence[Any] | np.ndarray | torch.Tensor,
         *,
-        paths: Sequence[str] | PackedPaths | None = None,
+        paths: Iterable[str] | Packed | None = None,
+        prefix: bytes = b"",
         class_to_idx: Mapping[str, int] | None = None,
         facts: Sequence[tuple[int, int]] | np.ndarray | None = None,
     ) -> None:
         columns, self.target_kind = target_columns(targets)
         self.has_paths = paths is not None
         self._length = len(targets)
-        self._prefix = b""
+        self._prefix = prefix
         if paths is not None:
-            packed = paths if isinstance(paths, PackedPaths) else PackedPaths.of(paths)
+            packed = paths if isinstance(paths, Packed) else Packed.of(map(os.fsencode, paths))
             columns |= {"path": packed.blob, "path_ends": packed.ends}
-            self._prefix = packed.prefix
         if class_to_idx is not None:
             columns["classes"] = np.frombuffer(json.dumps(dict(class_to_idx)).encode(), np.uint8)
         if facts is not None:
@@ -448,24 +453,20 @@ class SampleTable:
         if kind == "number":
             return self.columns["targets"][index].item()
         if kind == "object":  # pickled by this process's family; nobody else can write there
-            return pickle.loads(self._packed("object", index))
+            return pickle.loads(self._packed("object")[index])
         if kind == "scalar":
             return self.columns["targets"][index]
         row = np.array(self.columns["targets"][index])  # of no dimensions too
         return torch.from_numpy(row) if kind == "tensor" else row
 
     def path(self, index: int) -> str:
-        return os.fsdecode(self._prefix + self._packed("path", index))
-
-    def _packed(self, name: str, index: int) -> bytes:
-        ends = self.columns[f"{name}_ends"]
-        start = ends[index - 1] if index else 0
-        return self.columns[name][start : ends[index]].tobytes()
+        return os.fsdecode(self._prefix + self._packed("path")[index])
 
     def all_paths(self) -> list[str]:
-        """All paths, four times as fast as one by one."""
-        packed = PackedPaths(self.columns["path"], self.columns["path_ends"])
-        return [os.fsdecode(self._prefix + name) for name in packed.names()]
+        return [os.fsdecode(self._prefix + name) for name in self._packed("path").all()]
+
+    def _packed(self, name: str) -> Packed:
+        return Packed(self.columns[name], self.columns[f"{name}_ends"])
 
     def pair(self, index: int) -> tuple[str, Any]:
         return self.path(index), self.target(index)
@@ -522,11 +523,5 @@ def target_columns(
             rows = list(map(np.asarray, targets))
             if len({(row.shape, row.dtype) for row in rows}) == 1 and rows[0].dtype.kind in "iufb":
                 return {"targets": np.stack(rows)}, kind
-    blob, ends = _pack([pickle.dumps(target, protocol=5) for target in targets])
-    return {"object": blob, "object_ends": ends}, "object"
-
-
-def _pack(strings: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """Lay byte strings end to end: string i reaches from ``ends[i - 1]`` to ``ends[i]``."""
-    ends = np.cumsum(list(map(len, strings)), dtype=np.int64)
-    return np.frombuffer(b"".join(strings), np.uint8), ends
+    packed = Packed.of(pickle.dumps(target, protocol=5) for target in targets)
+    return {"object": packed.blob, "object_ends": packed.ends}, "object"

@@ -36,7 +36,7 @@ from filelock import FileLock, Timeout
 from fastdata.errors import CacheError, is_url
 from fastdata.machine.memory import CodecTrial, fitting, parse_bytes, usable_cores
 from fastdata.machine.processes import attempt, run_tasks, settle
-from fastdata.machine.shared import PackedPaths, SampleTable
+from fastdata.machine.shared import Packed, SampleTable
 from fastdata.pixels import describe_steps
 from fastdata.report import log, progress_bar
 from fastdata.sources import FileSource
@@ -192,7 +192,7 @@ class Listing(NamedTuple):
             else stands for their content.
     """
 
-    paths: PackedPaths
+    paths: Packed
     facts: npt.NDArray[np.int64]
 
 
@@ -204,8 +204,8 @@ def list_paths(
     paths: Sequence[str], root: str, facts: npt.NDArray[np.int64] | None = None
 ) -> Listing:
     """List the files of a dataset; of remote ones ``facts`` are known."""
-    prefix = os.path.join(os.path.expanduser(root), "") if root else ""
-    packed = PackedPaths.of([os.fspath(path).removeprefix(prefix) for path in paths])
+    prefix = os.fsencode(os.path.join(os.path.expanduser(root), "")) if root else b""
+    packed = Packed.of(os.fsencode(path).removeprefix(prefix) for path in paths)
     if facts is None:  # 1,300,000 are a matter of seconds
         tasks = [paths[i : i + _FILES_PER_TASK] for i in range(0, len(paths), _FILES_PER_TASK)]
         workers = usable_cores() if len(tasks) > 4 else 0
@@ -361,7 +361,7 @@ class _Build:
         paths: list[bytes] = []
         content = manifest.content
         if self.listing is not None:
-            paths = self.listing.paths.names()
+            paths = self.listing.paths.all()
             content = ""
         words = [VERSION, manifest.key, content, *map(asdict, manifest.parts)]
         basis = json.dumps(words, sort_keys=True).encode()
@@ -393,11 +393,11 @@ class _Build:
             targets = list(map(self.table.target, kept))
         columns |= pack_targets(targets)
         if self.listing is not None:
-            listed = self.listing.paths.names()
-            paths = [os.fsdecode(listed[row]) for row in kept]
+            listed = self.listing.paths.all()
+            paths = [listed[row] for row in kept]
             if any(map(os.path.isabs, paths)):  # of a file elsewhere
-                paths = [os.path.join(self.manifest.root, path) for path in paths]
-            packed = PackedPaths.of(paths)
+                paths = [os.path.join(os.fsencode(self.manifest.root), path) for path in paths]
+            packed = Packed.of(paths)
             columns |= {"paths": packed.blob, "ends": packed.ends}
         return columns
 

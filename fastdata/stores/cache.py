@@ -34,7 +34,7 @@ import torch
 
 from fastdata.errors import AnyPath, CacheError, MemoryBudgetError, RemoteError, SampleError
 from fastdata.machine.memory import StoragePlan, format_bytes, user_cache
-from fastdata.machine.shared import ArrayBlock, PackedPaths, SampleTable, target_columns
+from fastdata.machine.shared import ArrayBlock, Packed, SampleTable, target_columns
 from fastdata.pixels.images import Array
 from fastdata.sources.remote import Place, facts_of
 from fastdata.stores.codecs import codec_of
@@ -119,7 +119,7 @@ class Cache:
     * of each part, by sample that was kept, ``part0.sums``, uint64 (``stores.readers.checksum``),
       and ``part0.offsets``, int64, in the file of its shard; unless it is a table also
       ``part0.sizes``, int64, and ``part0.shapes``, int32 (kept, dimensions);
-    * by sample that was kept, where samples are files, ``paths`` and ``ends``, see ``PackedPaths``:
+    * by sample that was kept, where samples are files, ``paths`` and ``ends``, see ``Packed``:
       below the root, or all absolute;
     * the targets of these samples, see ``pack_targets``.
     """
@@ -429,12 +429,13 @@ def open_cache(
     cache = Cache.read(place)
     manifest = cache.manifest
     paths = None
+    prefix = b""
     has_masks = manifest.layout.target_is_part or manifest.layout.mask_places
     if "paths" in cache.columns and not has_masks:
-        paths = PackedPaths(cache.columns["paths"], cache.columns["ends"])
-        if not os.path.isabs(paths.blob[: int(paths.ends[0])].tobytes()):
-            paths = replace(paths, prefix=os.path.join(os.fsencode(manifest.root), b""))
-    table = SampleTable(cache.targets, paths=paths, class_to_idx=manifest.classes)
+        paths = Packed(cache.columns["paths"], cache.columns["ends"])
+        if not os.path.isabs(paths[0]):
+            prefix = os.path.join(os.fsencode(manifest.root), b"")
+    table = SampleTable(cache.targets, paths=paths, prefix=prefix, class_to_idx=manifest.classes)
     prepared = cache.serve((), table, local_cache)
     for store in prepared.kept.stores if prepared.kept and as_tensors else ():
         if store.spec.form == "pil":
