@@ -80,10 +80,14 @@ def open_dataset(
             what reads it.
         ImportError: pyarrow or the URL's file system is not installed.
     """
-    files: list[File] = []
+    there: list[tuple[Place, str]] = []
     for path in paths if isinstance(paths, list) else [paths]:
         for text in _expand_braces(os.path.expanduser(os.fsdecode(path))):
-            files += _find_files(text, storage_options)
+            there += _find_files(text, storage_options)
+    files = [File(*place, *facts) for place, facts in zip(there, facts_of(there), strict=True)]
+    for file in files:
+        if file.size_bytes < 0:
+            raise FileNotFoundError(f"{file} is not there")
     kinds = sorted({_kind_of(file.name) for file in files})
     if len(kinds) > 1:
         raise ValueError(
@@ -119,7 +123,7 @@ def _expand_braces(text: str) -> Iterator[str]:
         yield from _expand_braces(text[: braces.start()] + choice + text[braces.end() :])
 
 
-def _find_files(text: str, storage_options: StorageChoice) -> list[File]:
+def _find_files(text: str, storage_options: StorageChoice) -> list[tuple[Place, str]]:
     folder, name = os.path.split(text)
     is_pattern = re.search(r"[*?]", name) and not os.path.exists(text)
     if is_pattern or _kind_of(name):
@@ -130,12 +134,7 @@ def _find_files(text: str, storage_options: StorageChoice) -> list[File]:
         names = _list_folder(place)
     else:
         return []
-    facts = facts_of((place, name) for name in names)
-    files = [File(place, name, *each) for name, each in zip(names, facts, strict=True)]
-    for file in files:
-        if file.size_bytes < 0:
-            raise FileNotFoundError(f"{file} is not there")
-    return files
+    return [(place, name) for name in names]
 
 
 def _match(place: Place, pattern: str) -> list[str]:
