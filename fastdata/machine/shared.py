@@ -221,13 +221,13 @@ class Block:
             raise StoreGoneError(
                 "the dataset was closed; a closed dataset cannot be sent to another process"
             )
-        pid = os.getpid()
         inode = os.fstat(self.fd).st_ino
-        return self.attach, (pid, self.fd, inode, self.size_bytes, self.path, self.is_sealed)
+        found = os.getpid(), self.fd, inode, self.size_bytes, self.is_sealed
+        return self.attach, (self.path, *found)
 
     @classmethod
     def attach(
-        cls, pid: int, fd: int, inode: int, size_bytes: int, path: Path | None, is_sealed: bool
+        cls, path: Path | None, pid: int, fd: int, inode: int, size_bytes: int, is_sealed: bool
     ) -> Block:
         """Open another process's block: ``/proc/PID/fd/FD``, or ``path`` where there is no memfd.
 

@@ -474,11 +474,9 @@ class DiskFile(Block):
         return file
 
     @classmethod
-    def attach(
-        cls, pid: int, fd: int, inode: int, size_bytes: int, path: Path | None, is_sealed: bool
-    ) -> Block:
+    def attach(cls, path: Path | None, *found: Any) -> Block:
         try:
-            return super().attach(pid, fd, inode, size_bytes, path, is_sealed)
+            return super().attach(path, *found)
         except StoreGoneError:
             raise StoreGoneError(
                 f"the cache was deleted or changed while it was in use: {path} is gone, or another "
