@@ -141,9 +141,9 @@ def test_a_handle_of_an_ended_process_is_refused() -> None:
 def test_a_handle_of_a_recycled_process_number_is_refused() -> None:
     """A descriptor that now leads to another file is not taken for the block."""
     with closing(Block.create(4)) as block:
-        function, (pid, fd, inode, *rest) = block.__reduce__()
+        function, (path, pid, fd, inode, *rest) = block.__reduce__()
         with pytest.raises(StoreGoneError, match="number was given to another"):
-            function(pid, fd, inode + 1, *rest)
+            function(path, pid, fd, inode + 1, *rest)
 
 
 def test_a_handle_of_a_file_that_was_cut_is_refused() -> None:
