@@ -24,7 +24,7 @@ from fastdata import CachedDataset, FastDataWarning, ImageFolder
 from fastdata.errors import CacheError, FastDataError, IngestError, MemoryBudgetError, SampleError
 from fastdata.machine import memory
 from fastdata.pixels.images import SampleSpec
-from fastdata.stores.writers import StoredPart, Writer, WriterPlan
+from fastdata.stores.writers import Writer, WriterPlan
 
 PARENT = os.getpid()
 
@@ -369,8 +369,8 @@ def test_room_that_another_process_has_reserved_is_not_asked_for_again(
 ) -> None:
     """Samples of 3 and 1.5 MiB, by two processes, do not need 5.5 MiB beside the 4 that are taken."""
     spec = SampleSpec(shape=None, dtype="uint8", form="array")
-    part = StoredPart(spec=spec, dimensions=1, codec=None)
-    writer = Writer.open(WriterPlan(part=part, path=tmp_path / "0" if is_on_disk else None), 2)
+    path = tmp_path / "0" if is_on_disk else None
+    writer = Writer.open(WriterPlan(spec=spec, dimensions=1, path=path), 2)
     with contextlib.closing(pickle.loads(pickle.dumps(writer)).file) as theirs:
         other = Writer(writer.plan, theirs, writer.index)
         other.write(0, np.ones(3 << 20, np.uint8), "array")

@@ -69,6 +69,7 @@ from fastdata.stores.readers import (
 )
 from fastdata.stores.writers import (
     ReadPath,
+    StoredPart,
     WriterPlan,
     ingest,
     ingest_workers,
@@ -119,9 +120,11 @@ def prepare_on_disk(
     assert options.cache_dir is not None
     opened, listing, root = described
     is_pil = getattr(path.source.opening, "form", None) == "pil"
-    steps = describe_steps(path.prepare.steps, options.cache_key, is_pil=is_pil)
-    codec = describe_codec(options.codec, options.cache_key)
-    key = {"source": opened, "prepare": steps, "codec": codec}
+    key = {
+        "source": opened,
+        "prepare": describe_steps(path.prepare.steps, options.cache_key, is_pil=is_pil),
+        "codec": describe_codec(options.codec, options.cache_key),
+    }
     root = os.path.abspath(os.path.expanduser(root)) if root and not is_url(root) else root
     stem = re.sub(r"[^A-Za-z0-9._]+", "-", os.path.basename(root)).strip(".-") or "samples"
     names = [_fingerprint(json.dumps({**key, "root": root}, sort_keys=True).encode())]
@@ -132,13 +135,17 @@ def prepare_on_disk(
         names += [_fingerprint(paths)] * is_own_list
     name = "-".join([stem, *(each[:_CACHE_CHARACTERS] for each in names)])
     place = Place(options.cache_dir, options.storage_options).below(name)
-    classes = None if table is None else table.class_to_idx
     build = _Build(
         path=path,
         options=options,
         table=table,
         listing=listing,
-        manifest=Manifest(key=key, root=root, content=content, classes=classes),
+        manifest=Manifest(
+            key=key,
+            root=root,
+            content=content,
+            classes=None if table is None else table.class_to_idx,
+        ),
         place=place,
         home=mirror_folder(options.local_cache) / name if place.is_remote else Path(place.url),
     )
@@ -156,8 +163,7 @@ def lock_of(home: Path) -> FileLock:
     return FileLock(home.with_name(f".{home.name}.lock"))
 
 
-@contextlib.contextmanager
-def locked(home: Path, reason: str) -> Iterator[None]:
+def locked(home: Path, reason: str) -> contextlib.AbstractContextManager[Any]:
     """Hold the lock of a cache's writer, which the system frees when its holder dies.
 
     A CacheError says for what reason it has to be written where it cannot be.
@@ -165,19 +171,15 @@ def locked(home: Path, reason: str) -> Iterator[None]:
     lock = lock_of(home)
     try:
         home.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=0)
+        return lock.acquire(timeout=0)
     except Timeout:
         log.warning("another process is writing %s; this one waits for it", home)
-        lock.acquire()
+        return lock.acquire()
     except OSError as problem:
         raise CacheError(
             f"cache_dir={str(home.parent)!r} cannot be written ({problem.strerror}), and {reason}. "
             "Name a folder that can be written, or run `fastdata build` where it can."
         ) from problem
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 # The files that a cache is made from: their names, sizes and times
@@ -339,7 +341,11 @@ class _Build:
         return fits[0] if fits else expected.raw
 
     def _write_as(self, plans: Sequence[WriterPlan], layout: Layout) -> Cache:
-        manifest = replace(self.manifest, parts=tuple(plan.part for plan in plans), layout=layout)
+        parts = tuple(
+            StoredPart(spec=plan.spec, dimensions=plan.dimensions, codec=plan.codec)
+            for plan in plans
+        )
+        manifest = replace(self.manifest, parts=parts, layout=layout)
         tasks = self._cut(manifest, sum(plan.first_bytes for plan in plans))
         path = self.path
         if self.options.on_error == "skip":  # files are opened, to leave some out
@@ -351,8 +357,8 @@ class _Build:
             manifest=replace(manifest, classes=None),  # which may be many, for each receipt
             place=self.place,
         )
-        columns = self._join(writer.write_all(tasks))
-        cache = Cache(place=self.place, manifest=manifest, columns=columns)
+        shards = writer.write_all(tasks)
+        cache = Cache(place=self.place, manifest=manifest, columns=self._join(shards))
         self.place.write(INDEX, cache.pack())
         return cache
 
@@ -542,13 +548,14 @@ class _ShardWriter:
         """Write shards, and yield the receipt of each when it is written."""
         workers = ingest_workers(self.options)
         engine = self.options.engine
-        one_each = replace(self.options, prepare_workers=1, engine="local", storage_options=None)
+        one_each = replace(self.options, prepare_workers=1, engine="local")
         alone = replace(self, options=one_each)
         if engine != "local":
             yield from _run_elsewhere(alone, tasks, engine)
         elif 1 < workers <= len(tasks):
-            forks = needs_processes(self.path, self.plans)
-            yield from run_tasks(alone, tasks, workers, forks=forks)
+            yield from run_tasks(
+                alone, tasks, workers, forks=needs_processes(self.path, self.plans)
+            )
         else:  # too few to go round: all workers at one after the other
             yield from map(self, tasks)
 

@@ -318,14 +318,14 @@ class Cache:
         sizes = self.files()[number]
         located = self.located[number]
         if self.place.is_remote:
-            folder = mirror_folder(local_cache)
-            return MirroredStore.open(self.place, sizes, spec, located, decoder, folder)
-        home = self.place.url
-        files = open_all(DiskFile.open(Path(home, name), size) for name, size in sizes.items())
-        checked = np.zeros(len(self.kept), np.uint8)
-        return DiskStore(
-            files, spec, ArrayBlock({**located, "checked": checked}, seal=False), decoder
+            return MirroredStore.open(
+                self.place, sizes, spec, located, decoder, mirror_folder(local_cache)
+            )
+        files = open_all(
+            DiskFile.open(Path(self.place.url, name), size) for name, size in sizes.items()
         )
+        located = {**located, "checked": np.zeros(len(self.kept), np.uint8)}
+        return DiskStore(files, spec, ArrayBlock(located, seal=False), decoder)
 
     def serve(
         self,
@@ -350,9 +350,11 @@ class Cache:
             table = table.reduced_to(self.kept.tolist())
         codecs = "+".join(dict.fromkeys(store.codec for store in stores))
         reason = f"storage='disk': {format_bytes(self.size_bytes)} {codecs} in {self.place}"
-        kept = KeptSamples(tuple(stores), table, **vars(self.manifest.layout))
-        plan = StoragePlan("disk", reason, None if codecs == "raw" else codecs)
-        return Prepared(storage_plan=plan, kept=kept, skipped=self.skipped)
+        return Prepared(
+            storage_plan=StoragePlan("disk", reason, None if codecs == "raw" else codecs),
+            kept=KeptSamples(tuple(stores), table, **vars(self.manifest.layout)),
+            skipped=self.skipped,
+        )
 
 
 def _coder_of(place: Place, part: StoredPart, known: Sequence[Decoder | None]) -> Decoder | None:

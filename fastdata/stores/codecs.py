@@ -353,8 +353,10 @@ class ZstdCodec(Codec):
         if 0 < size == filtered.size:
             written = _decompressor(get_ident()).stream_reader(frame).readinto(filtered)
         if not written == size == filtered.size:
-            claim = f"a frame of {size:,} bytes where {filtered.size:,} are due"
-            raise ValueError(f"{claim}, {written:,} of them whole")
+            raise ValueError(
+                f"a frame of {size:,} bytes where {filtered.size:,} are due, {written:,} of them "
+                "whole"
+            )
 
 
 def _middle_rows(sample: Array) -> Array:

@@ -64,7 +64,6 @@ from fastdata.stores.writers import (
     LazyStore,
     ReadPath,
     ReadSample,
-    StoredPart,
     WritePath,
     WriterPlan,
     check_skipped,
@@ -262,22 +261,20 @@ class Forecast:
     path: ReadPath
     probed: list[ReadSample]
     samples: list[list[Array]]
-    parts: list[StoredPart]
+    parts: list[WriterPlan]
     raw: CodecTrial
-
-    @property
-    def layout(self) -> Layout:
-        return replace(self.probed[0].layout, keys=self.path.source.keys)
+    layout: Layout
 
     def plan_writers(self, trial: CodecTrial, limit_bytes: int = NO_LIMIT) -> list[WriterPlan]:
         """Of stores for all samples, encoded as was tried; or ``raw``."""
         spare_bytes = limit_bytes - trial.need_bytes
         plans = []
         for part, coder, size in zip(self.parts, trial.coders, trial.part_bytes, strict=True):
-            if coder is not None:
-                part = replace(part, codec=dict(coder.settings()))
+            codec = None if coder is None else dict(coder.settings())
             limit = max(spare_bytes + size, 1)
-            plans.append(WriterPlan(part=part, coder=coder, first_bytes=size, limit_bytes=limit))
+            plans.append(
+                replace(part, codec=codec, coder=coder, first_bytes=size, limit_bytes=limit)
+            )
         return plans
 
 
@@ -292,12 +289,12 @@ def forecast(path: ReadPath, *, probes: int = 8) -> Forecast:
         if isinstance(read, SampleError):
             errors.append(read)
         elif not probed or len(read.parts) == len(probed[0].parts):
-            parts = [(array.copy(), form) for array, form in read.parts]
-            probed.append(read._replace(parts=parts))
+            copied = [(array.copy(), form) for array, form in read.parts]
+            probed.append(read._replace(parts=copied))
     if not probed:
         raise errors[0]
     samples: list[list[Array]] = []
-    stored: list[StoredPart] = []
+    parts: list[WriterPlan] = []
     part_bytes: list[int] = []
     for number, (first, form) in enumerate(probed[0].parts):
         samples.append([read.parts[number][0] for read in probed])
@@ -309,9 +306,15 @@ def forecast(path: ReadPath, *, probes: int = 8) -> Forecast:
         sizes = [-(-sample.nbytes // align_bytes) * align_bytes for sample in samples[-1]]
         part_bytes.append(math.ceil(sum(sizes) / len(sizes) * count))
         spec = SampleSpec(shape=shape, dtype=first.dtype.name, form=form)
-        stored.append(StoredPart(spec=spec, dimensions=first.ndim))
-    raw = CodecTrial("raw", tuple(part_bytes), coders=(None,) * len(stored))
-    return Forecast(path=path, probed=probed, samples=samples, parts=stored, raw=raw)
+        parts.append(WriterPlan(spec=spec, dimensions=first.ndim))
+    return Forecast(
+        path=path,
+        probed=probed,
+        samples=samples,
+        parts=parts,
+        raw=CodecTrial("raw", tuple(part_bytes), coders=(None,) * len(parts)),
+        layout=replace(probed[0].layout, keys=path.source.keys),
+    )
 
 
 # The choice of storage, acted out
@@ -343,8 +346,8 @@ def prepare_storage(path: ReadPath, options: Options, table: SampleTable | None)
         return Prepared(storage_plan=StoragePlan(storage="none", reason=reason))
     expected = forecast(path)
     # Of which every rank has its own.
-    own = [getattr(path.source, name, None) for name in ("loader", "dataset")]
-    known = [*own, path.prepare, *options.codecs]
+    known = [getattr(path.source, name, None) for name in ("loader", "dataset")]
+    known += [path.prepare, *options.codecs]
     place = _meet(expected, options, table, known)
     if isinstance(place, Follower):
         prepared: Prepared = place.value
@@ -390,8 +393,7 @@ def _prepare(expected: Forecast, options: Options, table: SampleTable | None) ->
         log.info("%s", plan.reason)
         trial = next((it for it in trials or () if it.codec == plan.codec), expected.raw)
         try:
-            plans = expected.plan_writers(trial, budget.bytes)
-            return _fill(expected, options, table, plan, plans)
+            return _fill(expected, options, table, plan, expected.plan_writers(trial, budget.bytes))
         except MemoryBudgetError as error:  # samples turned out larger than those looked at
             trials = trials or try_codecs(look_longer(expected.path), options.codec)
             trials = [it for it in trials if it is not trial]
@@ -428,8 +430,11 @@ def _fill(
             table = SampleTable(list(written.targets.values()))
         elif skipped:
             table = table.reduced_to(list(written.targets))
-    kept = KeptSamples(tuple(stores), table, **vars(expected.layout))
-    return Prepared(storage_plan=plan, kept=kept, skipped=skipped)
+    return Prepared(
+        storage_plan=plan,
+        kept=KeptSamples(tuple(stores), table, **vars(expected.layout)),
+        skipped=skipped,
+    )
 
 
 # With the other ranks of this machine that make the same dataset
@@ -498,8 +503,11 @@ def _describe(dataset: Any, cache_key: str | None) -> str:
 
 
 def _budget(options: Options, *, is_shared: bool) -> Budget:
-    ranks = 1 if is_shared else local_ranks()
-    return budget_bytes(memory.available_bytes(), options.memory_limit, ranks=ranks)
+    return budget_bytes(
+        memory.available_bytes(),
+        options.memory_limit,
+        ranks=1 if is_shared else local_ranks(),
+    )
 
 
 def warn_of_skipped(skipped: Sequence[SampleError], count: int) -> None:

@@ -294,11 +294,10 @@ class StoredPart:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WriterPlan:
-    """A store that is to be written.
+class WriterPlan(StoredPart):
+    """A part of samples, and how its store is to be written.
 
     Args:
-        part: that it has.
         coder: encodes it. A ``SourceDecoder`` keeps files' bytes as they are: each is prepared when
             it is read.
         path: of the new file on disk; None for memory.
@@ -306,7 +305,6 @@ class WriterPlan:
         limit_bytes: the most that may be reserved.
     """
 
-    part: StoredPart
     coder: Codec | SourceDecoder | None = None
     path: Path | None = None
     first_bytes: int = 1
@@ -319,8 +317,7 @@ def write_any_shapes(
     """Write samples as planned, or else one by one with their own shapes."""
     with contextlib.suppress(ShapesDifferError):
         return write(plans)
-    parts = [replace(plan.part, spec=replace(plan.part.spec, shape=None)) for plan in plans]
-    return write([replace(plan, part=part) for plan, part in zip(plans, parts, strict=True)])
+    return write([replace(plan, spec=replace(plan.spec, shape=None)) for plan in plans])
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,12 +340,11 @@ class Writer:
     @classmethod
     def open(cls, plan: WriterPlan, length: int) -> Writer:
         """Of a new file with so many rows."""
-        part = plan.part
-        spec = part.spec
+        spec = plan.spec
         index = {"offsets": np.zeros(length, np.int64)}
         # What ``np.save`` writes before an array (rows, *shape): a multiple of 64 bytes.
         head = io.BytesIO()
-        if part.codec is None and spec.shape is not None:
+        if plan.codec is None and spec.shape is not None:
             what: dict[str, Any] = {"descr": np.dtype(spec.dtype).str, "fortran_order": False}
             what["shape"] = (length, *spec.shape)
             np.lib.format.write_array_header_1_0(head, what)
@@ -356,7 +352,7 @@ class Writer:
             size_bytes = head.tell() + length * spec.sample_bytes
         else:
             index["sizes"] = np.zeros(length, np.int64)
-            index["shapes"] = np.zeros((length, part.dimensions), np.int32)
+            index["shapes"] = np.zeros((length, plan.dimensions), np.int32)
             size_bytes = max(min(plan.first_bytes, plan.limit_bytes, _FIRST_BYTES), 1)
             index[_USED] = np.zeros(1, np.int64)
         if plan.path is None:
@@ -380,8 +376,7 @@ class Writer:
                 the others.
             CacheError: the disk is full.
         """
-        part = self.plan.part
-        spec = part.spec
+        spec = self.plan.spec
         coder = self.plan.coder
         data = np.ascontiguousarray(array)
         if isinstance(coder, SourceDecoder):
@@ -395,8 +390,9 @@ class Writer:
                 )
             if coder is not None:
                 data = np.frombuffer(coder.encode(data.reshape(shape)), np.uint8)
-        if spec.shape not in (None, shape) or len(shape) != part.dimensions:
-            others = spec.shape or f"{part.dimensions} dimensions"
+        dimensions = self.plan.dimensions
+        if spec.shape not in (None, shape) or len(shape) != dimensions:
+            others = spec.shape or f"{dimensions} dimensions"
             raise ShapesDifferError(f"sample {row} has shape {shape}, those before it {others}")
         index = self.index
         if "sizes" in index:
@@ -420,8 +416,9 @@ class Writer:
                 what = "prepared samples of many shapes"
                 if coder is not None:
                     what = f"samples encoded by codec={coder.name!r}"
-                limit = format_bytes(limit_bytes)
-                raise MemoryBudgetError(f"{what} need more than the {limit} that is free")
+                raise MemoryBudgetError(
+                    f"{what} need more than the {format_bytes(limit_bytes)} that is free"
+                )
             if end > self.file.reserved_bytes():
                 self.file.resize(min(end + end // 32, limit_bytes))
             used[0] = end
@@ -430,14 +427,13 @@ class Writer:
     def finish(self, rows: Array) -> Store:
         """Seal the file, and give the samples in these rows, all that were written, as a store."""
         self.index.pop("is_there", None)
-        part = self.plan.part
-        if not part.is_table:
+        if not self.plan.is_table:
             used_bytes = self.index.pop(_USED).item()
             self.file.resize(max(used_bytes, 1))  # nothing cannot be mapped
         self.file.seal()
         index = ArrayBlock({name: column[rows] for name, column in self.index.items()})
         self.index.close()
-        return Store((self.file,), part.spec, index, self.plan.coder)
+        return Store((self.file,), self.plan.spec, index, self.plan.coder)
 
     def close(self) -> None:
         """Give up what was written, a file on disk included. Idempotent."""
@@ -615,7 +611,7 @@ class LazyStore(Store):
 
     def __init__(self, to_write: WritePath) -> None:
         [writer] = to_write.writers
-        super().__init__((writer.file,), writer.plan.part.spec, writer.index)
+        super().__init__((writer.file,), writer.plan.spec, writer.index)
         self._to_write = to_write
         self._is_there = writer.index["is_there"]  # (N,), for every process to see
 
