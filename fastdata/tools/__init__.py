@@ -25,6 +25,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.utils.data import RandomSampler
 
+from fastdata.datasets.dataset import PreparedDataset
 from fastdata.errors import AnyPath, refuse_remote
 from fastdata.loaders.epochs import sample_count
 from fastdata.machine.memory import available_bytes, cpu_model, usable_cores
@@ -82,6 +83,10 @@ def shuffled(dataset: Sized, seed: int = 0) -> RandomSampler:
     """Shuffled indices without an end; equal seeds give equal orders."""
     generator = torch.Generator().manual_seed(seed)
     return RandomSampler(dataset, num_samples=1 << 60, generator=generator)
+
+
+def is_kept(dataset: Any) -> bool:
+    return isinstance(dataset, PreparedDataset) and dataset.storage != "none"
 
 
 # A process of its own

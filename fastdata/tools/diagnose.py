@@ -37,7 +37,7 @@ from fastdata.loaders.prefetch import CudaPrefetcher
 from fastdata.machine.memory import available_bytes, budget_bytes, format_bytes, usable_cores
 from fastdata.pixels.compose import flatten
 from fastdata.report import Line, Report
-from fastdata.tools import apart, measure, positive, shuffled
+from fastdata.tools import apart, is_kept, measure, positive, shuffled
 
 _RATE_S = 1.0
 _SAMPLES_S = 1.5
@@ -329,9 +329,8 @@ def _when_kept(loader: Any, found: Diagnosis) -> dict[str, Any]:
     """The rate if fastdata kept the samples in memory, where that is clearly faster."""
     dataset = loader.dataset
     base = _in_subsets(dataset)
-    if found.limit == "model" or _is_kept(base) or loader.batch_size is None:
-        return {}
-    if isinstance(dataset, IterableDataset):
+    is_indexed = loader.batch_size is not None and not isinstance(dataset, IterableDataset)
+    if found.limit == "model" or is_kept(base) or not is_indexed:
         return {}
     if type(getattr(base, "transforms", None)).__name__ not in ("NoneType", "StandardTransform"):
         raise ValueError("its transform takes the target too")
@@ -383,7 +382,7 @@ def _parts(loader: Any, found: Diagnosis) -> dict[str, Any]:
             if (_clock() - began)[0] > _SAMPLES_S:
                 break
         spent = _clock() - began - step_costs.sum(axis=0)
-    costs = [("transform" if _is_kept(base) else "read", type(dataset).__name__, spent / len(read))]
+    costs = [("transform" if is_kept(base) else "read", type(dataset).__name__, spent / len(read))]
     for step, cost in zip(steps, step_costs, strict=True):
         costs.append(("transform", shorten(repr(step), 44, placeholder=" ..."), cost / len(read)))
     joined = read[0]
@@ -423,10 +422,6 @@ def _in_subsets(dataset: Any) -> Any:
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return dataset
-
-
-def _is_kept(dataset: Any) -> bool:
-    return isinstance(dataset, PreparedDataset) and dataset.storage != "none"
 
 
 @contextlib.contextmanager

@@ -21,13 +21,12 @@ import torch
 from torch.utils.data import Subset
 
 from fastdata.datasets.batch import collate, flatten
-from fastdata.datasets.dataset import PreparedDataset
 from fastdata.datasets.public import ImageFolder
 from fastdata.errors import MemoryBudgetError
 from fastdata.loaders.loader import DataLoader
 from fastdata.machine.memory import available_bytes, budget_bytes, format_bytes, usable_cores
 from fastdata.report import Line, Report, progress_bar
-from fastdata.tools import apart, bench, check_folder, measure, positive, shuffled
+from fastdata.tools import apart, bench, check_folder, is_kept, measure, positive, shuffled
 
 Settings = dict[str, Any]
 
@@ -226,8 +225,7 @@ def _usual_space(dataset: Any) -> dict[str, Sequence[Any]]:
 
 def _prepared(dataset: Any) -> Any:
     """The dataset; where it is still being prepared some of its samples, prepared now."""
-    is_kept = isinstance(dataset, PreparedDataset) and dataset.storage != "none"
-    if not is_kept or dataset.filled_share() >= _MOSTLY_PREPARED:
+    if not is_kept(dataset) or dataset.filled_share() >= _MOSTLY_PREPARED:
         return dataset
     chosen = islice(shuffled(dataset), min(len(dataset), _SAMPLES_PREPARED))
     some = Subset(dataset, sorted(chosen))
