@@ -341,6 +341,10 @@ class ListView(Sequence[_T]):
     def __iter__(self) -> Iterator[_T]:
         return map(self._item, range(self._length))
 
+    def chosen(self, indices: Iterable[int]) -> list[_T]:
+        """The items of these indices in [0, length), each in half the time."""
+        return list(map(self._item, indices))
+
     @property
     def _fastdata_identity(self) -> list[_T]:
         return list(self)
@@ -453,20 +457,19 @@ class SampleTable:
         if kind == "number":
             return self.columns["targets"][index].item()
         if kind == "object":  # pickled by this process's family; nobody else can write there
-            return pickle.loads(self._packed("object")[index])
+            return pickle.loads(Packed(self.columns["object"], self.columns["object_ends"])[index])
         if kind == "scalar":
             return self.columns["targets"][index]
         row = np.array(self.columns["targets"][index])  # of no dimensions too
         return torch.from_numpy(row) if kind == "tensor" else row
 
     def path(self, index: int) -> str:
-        return os.fsdecode(self._prefix + self._packed("path")[index])
+        packed = Packed(self.columns["path"], self.columns["path_ends"])
+        return os.fsdecode(self._prefix + packed[index])
 
     def all_paths(self) -> list[str]:
-        return [os.fsdecode(self._prefix + name) for name in self._packed("path").all()]
-
-    def _packed(self, name: str) -> Packed:
-        return Packed(self.columns[name], self.columns[f"{name}_ends"])
+        packed = Packed(self.columns["path"], self.columns["path_ends"])
+        return [os.fsdecode(self._prefix + name) for name in packed.all()]
 
     def pair(self, index: int) -> tuple[str, Any]:
         return self.path(index), self.target(index)

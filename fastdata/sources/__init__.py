@@ -24,6 +24,7 @@ import torch
 
 from fastdata.errors import AnyPath, is_url, kind_of
 from fastdata.machine.memory import user_cache
+from fastdata.machine.shared import ListView
 from fastdata.pixels.images import Opening, decode_image, is_image, load_image, opening_of
 from fastdata.report import log
 from fastdata.sources.remote import Place, Requests, StorageChoice, facts_of, fleeting_folder
@@ -167,8 +168,8 @@ class FileSource:
         if self.is_remote:
             return [self.requests.take(index, self._submit).result() for index in indices]
         files = []
-        for index in indices:
-            with open(self.paths[index], "rb") as stream:
+        for path in chosen(self.paths, indices):
+            with open(path, "rb") as stream:
                 files.append(stream.read())
         return files
 
@@ -195,6 +196,13 @@ class FileSource:
         if len(self) and facts[0].max() < 0:  # nobody has listed them
             facts = np.array(facts_of(map(self.place.locate, self.paths))).T
         return facts
+
+
+def chosen(column: Any, indices: Indices) -> list[Any]:
+    """Of a column of samples the values of these."""
+    if isinstance(column, ListView):
+        return column.chosen(indices)
+    return [column[index] for index in indices]
 
 
 class DatasetSource:

@@ -45,7 +45,7 @@ from fastdata.pixels.images import (
 )
 from fastdata.pixels.program import Program
 from fastdata.report import log, progress_bar
-from fastdata.sources import FileSource, Source
+from fastdata.sources import FileSource, Source, chosen
 from fastdata.stores.readers import (
     DiskFile,
     Layout,
@@ -251,8 +251,9 @@ def _read_together(
     assert isinstance(source, FileSource)
     images = open_files(source, indices, upright=by_core.upright)
     prepared = itertools.chain.from_iterable(by_core.prepare(images))
-    for index, pixels in zip(indices, prepared, strict=True):
-        yield take_apart(index, [(pixels, by_core.opening.form)], source.targets[index])
+    targets = chosen(source.targets, indices)
+    for index, target, pixels in zip(indices, targets, prepared, strict=True):
+        yield take_apart(index, [(pixels, by_core.opening.form)], target)
 
 
 def _read_one(path: ReadPath, index: int) -> ReadSample:
