@@ -191,19 +191,21 @@ def test_keeping_samples_is_tried() -> None:
         lambda: DataLoader(Stream(), batch_size=3),
         lambda: DataLoader(Stream(), batch_size=3, num_workers=1),
         lambda: DataLoader(Samples(), batch_size=None),
+        lambda: DataLoader([0.5] * 9, batch_size=None),  # type: ignore[arg-type]
         lambda: DataLoader(Samples(), batch_sampler=[[0, 1], [2], [3, 4]]),
         lambda: DataLoader(
             Samples(), batch_size=2, collate_fn=lambda samples: {"images": default_collate(samples)}
         ),
         lambda: fastdata.DataLoader(Samples(), batch_size=2, num_workers=1),
     ],
-    ids=["stream", "stream in workers", "single samples", "batch sampler", "dicts", "ours"],
+    ids=["stream", "in workers", "single samples", "numbers", "batch sampler", "dicts", "ours"],
 )
 def test_any_torch_loader_can_be_diagnosed(make: Callable[[], Any]) -> None:
     """Every form of torch's loader gives all figures."""
     found = diagnose(make())
     assert not found.note
     assert found.loader_per_s
+    assert found.loop_per_s
     assert found.parts
 
 

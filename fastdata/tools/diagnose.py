@@ -264,7 +264,7 @@ class TimedLoop:
         asked_at = time.perf_counter()
         for batch in iterator:
             came_at = time.perf_counter()
-            self.samples += sample_count(batch)
+            self.samples += sample_count(batch) or 1
             yield batch
             if torch.cuda.is_initialized():
                 # Else the GPU's work would count as a wait for the next batch, or as nothing.
@@ -386,12 +386,14 @@ def _parts(loader: Any, found: Diagnosis) -> dict[str, Any]:
     for step, cost in zip(steps, step_costs, strict=True):
         costs.append(("transform", shorten(repr(step), 44, placeholder=" ..."), cost / len(read)))
     joined = read[0]
+    count = 1
     if loader.batch_sampler is not None:
         joined = read[: loader.batch_size]
+        count = len(joined)
     began = _clock()
     loader.collate_fn(joined)
     name = getattr(loader.collate_fn, "__name__", "collate_fn")
-    costs.append(("collate", name, (_clock() - began) / len(joined)))
+    costs.append(("collate", name, (_clock() - began) / count))
     return {"parts": [Part(kind, name, *np.maximum(cost, 0)) for kind, name, cost in costs]}
 
 
