@@ -320,7 +320,10 @@ class _Build:
     def _write(self) -> Cache:
         """Write the shards that are not there, and let the cache hold all from now on."""
         expected = forecast(self.path)
-        pack_targets([read.target for read in expected.probed])  # an error now, if it cannot be
+        targets = [read.target for read in expected.probed]
+        if self.table is not None:
+            targets = [self.table.target(read.number) for read in expected.probed]
+        pack_targets(targets)  # an error now, if they cannot be kept
         planned = expected.plan_writers(self._choose_codec(expected))
         return write_any_shapes(lambda plans: self._write_as(plans, expected.layout), planned)
 

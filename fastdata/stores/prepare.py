@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect
+import itertools
 import math
 import time
 from collections import Counter
@@ -285,7 +286,7 @@ def forecast(path: ReadPath, *, probes: int = 8) -> Forecast:
     path.source.expect(indices)
     probed: list[ReadSample] = []
     errors: list[SampleError] = []
-    for read in read_samples(path, indices):
+    for read in itertools.chain.from_iterable(read_samples(path, indices)):
         if isinstance(read, SampleError):
             errors.append(read)
         elif not probed or len(read.parts) == len(probed[0].parts):

@@ -45,8 +45,9 @@ from fastdata.pixels.images import (
 )
 from fastdata.pixels.program import Program
 from fastdata.report import log, progress_bar
-from fastdata.sources import FileSource, Source, chosen
+from fastdata.sources import FileSource, Source
 from fastdata.stores.readers import (
+    PLAIN_LAYOUT,
     DiskFile,
     Layout,
     ShapesDifferError,
@@ -79,7 +80,10 @@ Part = tuple[Array, Form]
 
 
 class ReadSample(NamedTuple):
-    """A prepared sample, taken apart; its target has None where that is a part."""
+    """A prepared sample, taken apart.
+
+    Its target has None where that is a part. Of files it is None: their table has the targets.
+    """
 
     number: int
     parts: Sequence[Part]
@@ -223,10 +227,12 @@ def open_files(source: FileSource, indices: Sequence[int], *, upright: bool) -> 
     return OpenedImages.of_files(files, by_pillow, upright=upright, channels=opening.channels)
 
 
-def read_samples(path: ReadPath, indices: Sequence[int]) -> Iterator[ReadSample | SampleError]:
+def read_samples(
+    path: ReadPath, indices: Sequence[int]
+) -> Iterator[Sequence[ReadSample | SampleError]]:
     """Read and prepare samples, in order, or say what is wrong with one.
 
-    Each may lie in the memory of those before.
+    They come in runs, each of which may lie over those before.
     """
     for first in range(0, len(indices), _AT_ONCE):
         group = indices[first : first + _AT_ONCE]
@@ -234,26 +240,26 @@ def read_samples(path: ReadPath, indices: Sequence[int]) -> Iterator[ReadSample 
         if path.by_core is not None:
             # One after the other tells whose an error is.
             with contextlib.suppress(SampleError, ValueError):
-                for read in _read_together(path, path.by_core, group):
-                    done += 1
-                    yield read
+                for run in _read_together(path, path.by_core, group):
+                    done += len(run)
+                    yield run
         for index in group[done:]:
             try:
-                yield _read_one(path, index)
+                yield [_read_one(path, index)]
             except SampleError as error:
-                yield error
+                yield [error]
 
 
 def _read_together(
     path: ReadPath, by_core: FilePreparer, indices: Sequence[int]
-) -> Iterator[ReadSample]:
+) -> Iterator[list[ReadSample]]:
     source = path.source
     assert isinstance(source, FileSource)
     images = open_files(source, indices, upright=by_core.upright)
-    prepared = itertools.chain.from_iterable(by_core.prepare(images))
-    targets = chosen(source.targets, indices)
-    for index, target, pixels in zip(indices, targets, prepared, strict=True):
-        yield take_apart(index, [(pixels, by_core.opening.form)], target)
+    form = by_core.opening.form
+    numbers = iter(indices)
+    for planes in by_core.prepare(images):
+        yield [ReadSample(next(numbers), [(pixels, form)], None, PLAIN_LAYOUT) for pixels in planes]
 
 
 def _read_one(path: ReadPath, index: int) -> ReadSample:
@@ -263,6 +269,8 @@ def _read_one(path: ReadPath, index: int) -> ReadSample:
         prepared = path.prepare(sample)
         is_tuple = isinstance(prepared, (tuple, list))
         parts = list(map(to_stored, prepared if is_tuple else [prepared]))
+        if isinstance(path.source, FileSource):
+            target = None
         return take_apart(index, parts, target, is_tuple=is_tuple)
 
 
@@ -486,12 +494,13 @@ class WritePath(NamedTuple):
         self.path.source.expect(indices)
         written = Written({}, {})
         parts = len(self.writers)
-        for index, read in zip(indices, read_samples(self.path, indices), strict=True):
+        runs = read_samples(self.path, indices)
+        for index, read in zip(indices, itertools.chain.from_iterable(runs), strict=True):
             row = index - self.first_index
             try:
                 if isinstance(read, SampleError):
                     raise read
-                with naming_sample(self.path.source, index):  # encoders raise anything, too
+                try:
                     if len(read.parts) != parts:
                         raise TypeError(
                             f"it has {len(read.parts)} parts among samples of {parts}; give all "
@@ -499,6 +508,10 @@ class WritePath(NamedTuple):
                         )
                     for writer, (array, form) in zip(self.writers, read.parts, strict=True):
                         writer.write(row, array, form, self.path.shape)
+                except _NO_FAULT_OF_A_SAMPLE:
+                    raise
+                except Exception as cause:  # encoders raise anything; all of it is named and kept
+                    raise sample_error(self.path.source.path(index), index, cause) from cause
                 written.targets[row] = read.target
             except SampleError as error:
                 written.errors[row] = error
