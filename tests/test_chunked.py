@@ -595,6 +595,12 @@ def test_what_cannot_be_read_by_index_is_refused(data: Any, words: str) -> None:
         ChunkedLoader(data, 4, memory_limit="1GiB")
 
 
+def test_a_batch_without_samples_is_refused() -> None:
+    """In torch's words, as by a DataLoader."""
+    with pytest.raises(ValueError, match="positive integer value, but got batch_size=0"):
+        chunked(Squares(8), batch_size=0)
+
+
 def test_the_report_counts_the_epoch() -> None:
     """Batches and samples of the latest epoch, and the way they took."""
     with chunked(Squares(10)) as loader:

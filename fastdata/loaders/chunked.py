@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import BatchSampler, IterableDataset
 
 from fastdata.datasets.dataset import PreparedDataset, latest_reader
 from fastdata.datasets.reader import BatchRing
@@ -272,6 +272,7 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
                 "way for. Give it a map-style dataset, such as fastdata.ImageFolder(root, "
                 "cache_dir=...), or CachedDataset.from_cache(path) of a cache."
             )
+        BatchSampler([], batch_size, drop_last)  # which refuses other sizes
         self.dataset = dataset
         self._view = LoaderView.find(dataset)
         self._stores = [store for part in self._view.parts for store in _disk_stores(part)]
