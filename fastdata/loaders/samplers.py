@@ -116,9 +116,10 @@ def weighted(weights: Any) -> Order:
 def _draw_weighted(weights: Float64s, seed: int, epoch: int, count: int) -> Int64s:
     chosen = np.flatnonzero(weights)
     ends = np.cumsum(weights[chosen] / weights.max())  # whose sum is finite
-    drawn = draw_uniform(sample_keys(seed ^ _CHOICE_SALT, epoch, np.arange(count)), 0, 0) * ends[-1]
-    order: Int64s = chosen[np.minimum(np.searchsorted(ends, drawn, side="right"), len(chosen) - 1)]
-    return order
+    drawn: Float64s = (
+        draw_uniform(sample_keys(seed ^ _CHOICE_SALT, epoch, np.arange(count)), 0, 0) * ends[-1]
+    )
+    return chosen.take(np.searchsorted(ends, drawn, side="right"), mode="clip")
 
 
 def balanced(targets: Any, replacement: bool = False) -> Order:
@@ -150,14 +151,13 @@ def _draw_balanced(classes: Int64s, replacement: bool, seed: int, epoch: int, co
     counts = np.bincount(classes)
     rounds = -(-count // len(counts))
     keys = sample_keys(seed ^ _ROUND_SALT, epoch, np.arange(rounds * len(counts)))
-    drawn = np.argsort(keys.reshape(rounds, len(counts)), axis=1, kind="stable").reshape(-1)[:count]
+    drawn = np.argsort(keys.reshape(-1, len(counts)), kind="stable").ravel()[:count]
     everything = _draw_shuffled(len(classes), seed, epoch, len(classes))
     members = everything[np.argsort(classes[everything], kind="stable")]  # of all classes in a row
     which = np.arange(count) // len(counts)
     if replacement:
         which = draw_integers(keys[:count], 1, 0, counts[drawn])
-    order: Int64s = members[(np.cumsum(counts) - counts)[drawn] + which]
-    return order
+    return members.take((np.cumsum(counts) - counts)[drawn] + which)
 
 
 def repeated(dataset: Sized | int, repeats: int = 3, shuffle: bool = True) -> Order:
@@ -243,9 +243,9 @@ def _draw_mixed(lengths: Int64s, shares: Float64s, seed: int, epoch: int, count:
     for number, (length, taken) in enumerate(zip(lengths.tolist(), takes, strict=True)):
         rounds = [
             _draw_shuffled(length, seed ^ (number << 32), (epoch << 16) + again, length)
-            for again in range(-(-taken // length))
+            for again in range(-(-taken // length) or 1)
         ]
-        parts.append(first + np.concatenate([*rounds, [0]])[:taken])
+        parts.append(first + np.concatenate(rounds)[:taken])
         first += length
     return np.concatenate(parts)[_draw_shuffled(count, seed, epoch, count)]
 
@@ -293,7 +293,7 @@ def _draw_chunked(
 ) -> Int64s:
     seed ^= _CHUNK_SALT
     stream = _sort(np.arange(-(-length // piece)), seed, epoch)
-    stream = (stream[:, None] * piece + np.arange(piece)).reshape(-1)
+    stream = (stream[:, None] * piece + np.arange(piece)).ravel()
     stream = stream[stream < length]  # the last piece may be shorter
     by_rank = np.resize(stream, (world_size, count // world_size))
     if piece > 1:
@@ -301,7 +301,7 @@ def _draw_chunked(
             for start in range(0, len(row), chunk):
                 some = slice(start, start + chunk)
                 row[some] = _sort(row[some], seed, epoch, length)  # by other keys than pieces
-    order: Int64s = by_rank.T.reshape(-1)
+    order: Int64s = by_rank.T.ravel()
     return order
 
 
@@ -458,8 +458,7 @@ class RankSampler(DistributedSampler[int]):
         return self._state(self.epoch, self.position)
 
     def _state(self, epoch: int, position: int) -> State:
-        plain = {"epoch": operator.index(epoch), "position": operator.index(position)}
-        return plain | {"order": self.identity}
+        return {"epoch": epoch, "position": operator.index(position), "order": self.identity}
 
     def state_dict(
         self,
