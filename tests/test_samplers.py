@@ -625,6 +625,18 @@ def test_a_state_is_forgotten() -> None:
     assert read == RankSampler(COUNT, rank=0, world_size=1).order(0).tolist()
 
 
+def test_a_state_that_an_iterator_began_with_is_forgotten() -> None:
+    """Its epoch comes whole: the place in it goes with the state, although ``iter`` was called."""
+    make = partial(_ranked, RANKED["shuffled"])
+    loader, again = DataLoader(Numbers(), **make(4, 0, 1)), DataLoader(Numbers(), **make(4, 0, 1))
+    next(iter(loader))
+    again.load_state_dict(loader.state_dict())
+    iter(again)
+    again.load_state_dict({})
+    read = [index for batch in again for index in batch.tolist()]
+    assert read == RankSampler(COUNT, rank=0, world_size=1).order(0).tolist()
+
+
 def test_an_epoch_set_after_iter_is_kept(launched: Any) -> None:
     """Lightning sets the epoch that it resumes between ``iter`` and ``next``, and the rest of it comes."""
     launched(0, 1)

@@ -39,7 +39,6 @@ from fastdata.datasets.batch import (
 )
 from fastdata.datasets.dataset import (
     PreparedDataset,
-    ReaderHandle,
     epoch_of,
     handle_of,
     index_count,
@@ -51,19 +50,6 @@ from fastdata.errors import IngestError, MemoryBudgetError
 from fastdata.loaders.samplers import State
 from fastdata.machine.shared import collate_targets
 from fastdata.pixels.images import Array
-
-
-class JoinedHandle:
-    """Of the readers of several datasets."""
-
-    def __init__(self, handles: Sequence[ReaderHandle], starts: Array) -> None:
-        self._handles = handles
-        self._starts = starts
-
-    def __call__(self) -> JoinedReader:
-        return JoinedReader([handle() for handle in self._handles], self._starts)
-
-    reader = None  # as one that is made anew for each batch
 
 
 class JoinedReader:
@@ -113,6 +99,10 @@ class JoinedReader:
             seed = batch.seed if own_seed is None else own_seed
             piece = IndexBatch.of(position_B.tolist(), position_B, batch.visits[row_B], seed)
             yield number, row_B, piece
+
+
+Handle = Callable[[], Reader | JoinedReader]
+"""Gives what an epoch is read by, or raises StoreGoneError once the dataset is closed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,11 +171,11 @@ class LoaderView:
             return JoinedReader(readers, self.starts)
         return readers[0] if readers else None
 
-    def handle(self) -> ReaderHandle | JoinedHandle | None:
+    def handle(self) -> Handle | None:
         """What an epoch reads by that begins now."""
         handles = list(map(handle_of, self.parts))
         if len(handles) > 1:
-            return JoinedHandle(handles, self.starts)
+            return lambda: JoinedReader([handle() for handle in handles], self.starts)
         return handles[0] if handles else None
 
     @property
@@ -280,7 +270,7 @@ class BatchMaker:
     """
 
     dataset: Any
-    handle: ReaderHandle | JoinedHandle | None
+    handle: Handle | None
     ring: BatchRing
     collate_fn: Callable[[Any], Any]
     in_thread: bool
@@ -292,7 +282,7 @@ class BatchMaker:
             handle = self.handle if isinstance(indices, IndexBatch) else None
             if self.read is not None and handle is not None:
                 return self.read(indices, self.ring)
-            reader = None if handle is None else handle.reader or handle()
+            reader = None if handle is None else handle()
             is_whole = reader is not None and reader.obstacle is None
             # Whether no code of the user's own reads.
             is_ours = reader is not None and is_whole and reader.target_transform is None
@@ -350,7 +340,7 @@ class Progress:
         may_be_told: whether a sampler has ``set_epoch``, which Lightning calls between ``iter`` and
             ``next``. Nothing is read ahead before ``next`` then; else from ``iter`` on, as by
             torch's loader.
-        epoch: its number, which random draws are made from; None before the first.
+        epoch: its number, which random draws are made from; -1 before the first.
         base_seed: of worker processes, and of draws where the dataset has no seed; None until
             drawn.
         start: what the order is drawn from; None until the first index is drawn.
@@ -365,7 +355,7 @@ class Progress:
     """
 
     may_be_told: bool = False
-    epoch: int | None = None
+    epoch: int = -1
     base_seed: int | None = None
     start: State | None = None
     state: State | None = None
@@ -406,8 +396,7 @@ class Counted(torch_loader._BaseDataLoaderIter):
     # Of the epoch, as ``progress``; an iterator of persistent workers gets new ones for the next.
     counts: LoopCounts
     ring: Slots | None = None  # that batches come through
-    # Of what is read; ends the epoch once the dataset is closed.
-    handle: ReaderHandle | JoinedHandle | None = None
+    handle: Handle | None = None  # of what is read; ends the epoch once the dataset is closed
 
     ended = ""  # why no more batches come, although there are some
     after_batch: Callable[[], Any] | None = None
@@ -436,7 +425,7 @@ class Counted(torch_loader._BaseDataLoaderIter):
         progress = self.progress
         asked_at = time.perf_counter()
         try:
-            if self.handle is not None and self.handle.reader is None:
+            if self.handle is not None:
                 self.handle()
             # torch's own takes 10 us to tell a profiler of itself, and does nothing else for
             # datasets that have a length.

@@ -128,6 +128,7 @@ class Epochs:
                 ranked.is_set = is_set
             elif state["is_begun"]:
                 state = None  # the sampler was told to begin another epoch
+        progress = self._following()
         if state is not None:
             passed = state["num_yielded"]
             progress = Progress(
@@ -140,8 +141,6 @@ class Epochs:
                 drawn=passed,
                 handed=passed,
             )
-        else:
-            progress = Progress(epoch=self._next_number, base_seed=self._kept_seed)
         chosen = self.served.epoch if self._set is None else self._set
         if chosen is not None and not progress.is_begun:
             progress.epoch = chosen
@@ -163,7 +162,7 @@ class Epochs:
         is_counted = self._is_counted and served.epoch is None
         if ranked is not None and served.parts and (ranked.is_set or is_counted):
             progress.epoch = ranked.coming()["epoch"]
-        epoch = progress.epoch or 0
+        epoch = progress.epoch
         # Where there is one rank some have None.
         sharing = (each for each in self._samplers if getattr(each, "num_replicas", None))
         shared: Any = next(sharing, None)
@@ -230,7 +229,7 @@ class Epochs:
         size = self._batch_size
         if ranked is None or size is None:
             is_over = is_over or handed == length_of(self.sampler)
-        elif progress.start is not None:
+        else:
             # The sampler may have been told of another epoch since.
             reached = _rank_state(start)
             begun = reached.copy()
@@ -253,16 +252,25 @@ class Epochs:
 
     def _coming(self) -> tuple[Progress, State]:
         """How the next epoch would begin if it began now, and what its order is drawn from."""
-        seed = self._kept_seed
+        progress = self._following()
         generator = self._generator or torch.default_generator
         before = generator.get_state()
-        if seed is None:
-            seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator))
+        if progress.base_seed is None:
+            drawn = torch.empty((), dtype=torch.int64).random_(generator=generator)
+            progress.base_seed = int(drawn)
         start = self._capture()
         generator.set_state(before)
         if self._ranked is not None and self._ranked.has_begun:  # one that was set is over too
             _rank_state(start)["epoch"] = self._ranked.epoch + 1
-        return Progress(epoch=self._next_number, base_seed=seed), start
+        return progress, start
+
+    def _following(self) -> Progress:
+        """The epoch after the latest; draws of a new base seed count epochs from 0."""
+        latest = self.progress
+        return Progress(
+            epoch=latest.epoch + 1 if self._is_counted else 0,
+            base_seed=latest.base_seed if self._seeds_once else None,
+        )
 
     def load(self, state: State, loader: State) -> None:
         """Let the next epoch be that of a state.
@@ -270,12 +278,12 @@ class Epochs:
         Raises:
             ValueError: it is of another loader; says what differs.
         """
-        if state and state.get("version") != VERSION:
-            raise ValueError(
-                f"this is no state of a fastdata DataLoader of version {VERSION}: it has version "
-                f"{state.get('version')!r} and the keys {sorted(state)}"
-            )
         if state:
+            if state.get("version") != VERSION:
+                raise ValueError(
+                    f"this is no state of a fastdata DataLoader of version {VERSION}: it has "
+                    f"version {state.get('version')!r} and the keys {sorted(state)}"
+                )
             # How samples are shared out may differ.
             shares = ("batch_size", "world_size", "sampler_length")
             free = {} if self._batch_size is None else dict.fromkeys(shares)
@@ -287,12 +295,15 @@ class Epochs:
                 )
         self.progress = Progress(
             epoch=self.progress.epoch,
-            base_seed=self._kept_seed,
+            base_seed=self.progress.base_seed,
             state=copy.deepcopy(state),
             is_finished=not state,
         )
-        if self._ranked is not None:
-            self._ranked.is_set = False  # an epoch that is set from now on counts
+        ranked = self._ranked
+        if ranked is not None:
+            ranked.is_set = False  # an epoch that is set from now on counts
+            if not (state or ranked.has_begun):  # the iterator of a loaded state was not asked
+                ranked.position = 0
 
     def _identity(self, loader: State) -> State:
         """What a state and the loader that takes it must have alike."""
@@ -300,9 +311,6 @@ class Epochs:
             "generators": len(self._generators),
             "sampler": " > ".join(type(sampler).__name__ for sampler in self._samplers),
         }
-        size = self._batch_size
-        if size is not None:
-            identity["batch_size"] = size
         if self._ranked is not None:
             identity |= {"world_size": self._ranked.num_replicas, "order": self._ranked.identity}
         return identity
@@ -338,18 +346,8 @@ class Epochs:
         return outer.batch_size if is_batched else None
 
     @property
-    def _kept_seed(self) -> int | None:
-        return self.progress.base_seed if self._seeds_once else None
-
-    @property
     def _is_counted(self) -> bool:
         return self._seeds_once or self.served.seed is not None
-
-    @property
-    def _next_number(self) -> int:
-        """Number of the coming epoch, as draws count it: those of a new base seed from 0."""
-        latest = self.progress.epoch
-        return 0 if latest is None or not self._is_counted else latest + 1
 
 
 def _nested(sampler: Any) -> list[Any]:
@@ -405,11 +403,7 @@ def _index_batches(
             index_B = subset[index_B]
             indices = index_B.tolist()
             index_B = positions(index_B, count)
-        batch = IndexBatch(indices)
-        batch.positions = index_B
-        batch.visits = visit_B
-        batch.seed = seed
-        return batch
+        return IndexBatch.of(indices, index_B, visit_B, seed)
 
     return draw
 
