@@ -19,7 +19,6 @@ import copy
 import itertools
 import operator
 import zlib
-from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -38,6 +37,7 @@ from fastdata.datasets.batch import (
     REPEAT_SHIFT,
     DrawKey,
     IndexBatch,
+    as_numbers,
     count_earlier,
     occurrences,
     positions,
@@ -173,13 +173,12 @@ class Epochs:
             is_apart = shared is ranked or type(shared) in _KNOWN
             apart = (0, 1) if is_apart else (rank, ranks)
             draw = _index_batches(served, self.sampler, epoch, seed, *apart)
-        passed = 0 if self._batch_size is not None else progress.first
         indices = self._begun(progress)
-        for number, batch in enumerate(indices):
-            if served.parts:
-                batch = draw(batch)
-            if number < passed:
-                continue
+        if served.parts:
+            indices = map(draw, indices)
+        if self._batch_size is None:  # else the sampler begins where the epoch stands
+            indices = itertools.islice(indices, progress.first, None)
+        for batch in indices:
             progress.drawn += 1
             if progress.drawn == last:
                 # RandomSampler draws once more after its last index: now, before a state is taken
@@ -386,9 +385,7 @@ def _index_batches(
 
     def draw(indices: list[int]) -> Any:
         try:
-            index_B = np.asarray(array("q", indices))
-            if (index_B.view(np.uint64) >= length).any():
-                index_B = positions(index_B, length)
+            index_B = positions(as_numbers(indices), length)
         except (IndexError, TypeError, ValueError):
             return indices  # the dataset knows what they mean, or says that they are wrong
         visit_B = np.full(len(index_B), epoch, np.int64)
