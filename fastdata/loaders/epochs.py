@@ -19,7 +19,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -50,6 +50,9 @@ from fastdata.errors import IngestError, MemoryBudgetError
 from fastdata.loaders.samplers import State
 from fastdata.machine.shared import collate_targets
 from fastdata.pixels.images import Array
+
+
+_T = TypeVar("_T")
 
 
 class JoinedReader:
@@ -134,7 +137,7 @@ class LoaderView:
             try:
                 subset = _join(dataset, parts)
             except TypeError:
-                parts = []
+                parts.clear()
         return cls(parts, subset, np.cumsum([0, *map(index_count, parts)])[:-1])
 
     def __getitems__(self, batch: IndexBatch) -> list[Any]:
@@ -149,14 +152,12 @@ class LoaderView:
     @property
     def epoch(self) -> int | None:
         """As the user set it on a dataset."""
-        epoch: int | None = _first(map(epoch_of, self.parts))
-        return epoch
+        return _first(map(epoch_of, self.parts))
 
     @property
     def seed(self) -> int | None:
         """As the user gave it to a dataset."""
-        seed: int | None = _first(latest_reader(part).stored.options.seed for part in self.parts)
-        return seed
+        return _first(latest_reader(part).stored.options.seed for part in self.parts)
 
     def reader(self) -> Reader | JoinedReader | None:
         """What a coming epoch is served by, after what was changed in place."""
@@ -196,7 +197,7 @@ class LoaderView:
         return whole
 
 
-def _first(given: Iterable[Any]) -> Any:
+def _first(given: Iterable[_T | None]) -> _T | None:
     return next((value for value in given if value is not None), None)
 
 
@@ -213,9 +214,14 @@ def _join(dataset: Any, parts: list[PreparedDataset]) -> Array:
         return np.concatenate([_join(each, parts) for each in dataset.datasets])
     if not isinstance(dataset, PreparedDataset) or len(dataset) != index_count(dataset):
         raise TypeError
-    number = next((k for k, part in enumerate(parts) if part is dataset), len(parts))
-    parts[number:] = parts[number:] or [dataset]
-    return np.arange(len(dataset)) + sum(map(index_count, parts[:number]))
+    start = 0
+    for part in parts:
+        if part is dataset:
+            break
+        start += index_count(part)
+    else:
+        parts.append(dataset)
+    return np.arange(start, start + len(dataset))
 
 
 class _Whole(Dataset[Any]):
@@ -259,7 +265,7 @@ class BatchMaker:
     """Reads and collates a batch, in any thread; holds neither loader nor iterator.
 
     Attributes:
-        dataset: what is read where there is no handle.
+        fetch: reads samples where there is no handle.
         handle: of the reader of the fastdata dataset behind it; None where only the dataset knows
             what an index means.
         ring: that batches take memory from.
@@ -269,7 +275,7 @@ class BatchMaker:
         read: makes a batch of indices in place of all this.
     """
 
-    dataset: Any
+    fetch: Callable[[Any], Any]
     handle: Handle | None
     ring: BatchRing
     collate_fn: Callable[[Any], Any]
@@ -279,22 +285,19 @@ class BatchMaker:
 
     def __call__(self, indices: Any, draws: DrawKey) -> Any:
         with shown_as("fastdata: read"):
-            handle = self.handle if isinstance(indices, IndexBatch) else None
-            if self.read is not None and handle is not None:
-                return self.read(indices, self.ring)
-            reader = None if handle is None else handle()
-            is_whole = reader is not None and reader.obstacle is None
-            # Whether no code of the user's own reads.
-            is_ours = reader is not None and is_whole and reader.target_transform is None
-            is_collated = is_whole and self.collate_fn is collate
-            with nullcontext() if is_ours or not self.in_thread else BatchDraws(draws.apart()):
-                if reader is not None:
-                    read = reader if is_collated else reader.items
-                    batch = read(indices, self.ring.take)
-                elif getattr(self.dataset, "__getitems__", None):
-                    batch = self.dataset.__getitems__(indices)
-                else:
-                    batch = [self.dataset[index] for index in indices]
+            read = self.fetch
+            is_collated = False
+            may_draw = self.in_thread  # the user's own code
+            if self.handle is not None and isinstance(indices, IndexBatch):
+                if self.read is not None:
+                    return self.read(indices, self.ring)
+                reader = self.handle()
+                is_whole = reader.obstacle is None
+                is_collated = is_whole and self.collate_fn is collate
+                read = partial(reader if is_collated else reader.items, take=self.ring.take)
+                may_draw &= not is_whole or reader.target_transform is not None
+            with BatchDraws(draws.apart()) if may_draw else nullcontext():
+                batch = read(indices)
             if not is_collated:
                 batch = draws.collated(self.collate_fn, batch)
             return as_channels_last(batch) if self.channels_last else batch

@@ -21,6 +21,7 @@ from torch.utils.data import (
     default_collate,
 )
 from torch.utils.data import dataloader as torch_loader
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from fastdata.datasets.batch import ChannelsLast, collate
 from fastdata.datasets.dataset import PreparedDataset, latest_reader, own_reader
@@ -139,7 +140,11 @@ class DataLoader(_TorchLoader[_T_co]):
         distributed: Literal["off", "auto", "exact"] = "off",
         memory_format: torch.memory_format = torch.contiguous_format,
     ) -> None:
-        _collating(None, memory_format)  # which refuses others
+        if memory_format not in (torch.contiguous_format, torch.channels_last):
+            raise ValueError(
+                f"memory_format={memory_format!r} is neither torch.contiguous_format nor "
+                "torch.channels_last"
+            )
         if workers not in ("auto", "thread", "process"):
             raise ValueError(f"workers={workers!r} is not one of 'auto', 'thread', 'process'")
         if distributed not in ("off", "auto", "exact"):
@@ -222,7 +227,7 @@ class DataLoader(_TorchLoader[_T_co]):
             generator=torch.Generator() if is_seeded else self.generator,
             pin_memory=self.pin_memory
             and not (alone or (self._pinning.reason and ring is not self._ring)),
-            collate_fn=_collating(self.collate_fn, self.memory_format),
+            collate_fn=_channels_last(self.collate_fn) if is_channels_last else self.collate_fn,
         )
         with torch.random.fork_rng(devices=[], enabled=progress.is_begun):
             if engine.kind == "process":
@@ -231,8 +236,9 @@ class DataLoader(_TorchLoader[_T_co]):
                 self._iterator = None  # persistent worker processes that have done their part
                 # Where a subclass's own methods make items, only it can be asked for batches.
                 has_own = any(map(own_reader, self._served.parts))
+                fetcher = _MapDatasetFetcher(dataset, True, lambda samples: samples, False)
                 maker = BatchMaker(
-                    dataset=dataset,
+                    fetch=fetcher.fetch,
                     handle=None if has_own else handle,
                     ring=ring,
                     collate_fn=self.collate_fn,
@@ -473,15 +479,7 @@ def _wrapped_notice(dataset: Any) -> str:
     return ""
 
 
-def _collating(collate_fn: Any, memory_format: torch.memory_format) -> Any:
-    """A ``collate_fn`` whose batches come in this format."""
-    if memory_format is torch.contiguous_format:
-        return collate_fn
-    if memory_format is not torch.channels_last:
-        raise ValueError(
-            f"memory_format={memory_format!r} is neither torch.contiguous_format nor "
-            "torch.channels_last"
-        )
+def _channels_last(collate_fn: Any) -> Any:
     if isinstance(collate_fn, RingCollate):
         return RingCollate(ChannelsLast(collate_fn.collate), slots=collate_fn.slots)
     return ChannelsLast(collate_fn)
