@@ -51,7 +51,6 @@ from fastdata.loaders.samplers import State
 from fastdata.machine.shared import collate_targets
 from fastdata.pixels.images import Array
 
-
 _T = TypeVar("_T")
 
 
