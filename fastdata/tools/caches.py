@@ -224,10 +224,10 @@ def inspect_caches(
     Raises:
         FileNotFoundError: there is none.
     """
-    return [_look(place, verify=verify) for place in cache_places(Place(path, storage_options))]
+    return [_inspect(place, verify=verify) for place in cache_places(Place(path, storage_options))]
 
 
-def _look(place: Place, *, verify: bool = False) -> Inspected:
+def _inspect(place: Place, *, verify: bool = False) -> Inspected:
     problems = []
     try:
         cache = Cache.read(place)
@@ -303,10 +303,10 @@ def _fault(folder: Path, *, gone: bool) -> str:
     """Why no run can use a cache; empty of one that is sound."""
     if not (folder / INDEX).exists():
         return "left by a writer that died"
-    found = _look(Place(folder))
-    if not found.facts:
-        return f"cannot be read: {found.problems[0]}"
-    root = found.facts["root"]
+    inspected = _inspect(Place(folder))
+    if not inspected.facts:
+        return f"cannot be read: {inspected.problems[0]}"
+    root = inspected.facts["root"]
     if gone and root and not is_url(root) and not os.path.isdir(root):
         return f"{root} is not there"
     return ""
@@ -412,10 +412,10 @@ def add_inspect(parser: argparse.ArgumentParser) -> None:
 def inspect(options: argparse.Namespace) -> int:
     """Show caches; the status is 1 if one is damaged."""
     caches = inspect_caches(options.cache, options.storage_options, verify=options.verify)
-    for found in caches:
-        print(found)
-    keep({"caches": [found._asdict() for found in caches]}, options)
-    return int(any(found.problems for found in caches))
+    for cache in caches:
+        print(cache)
+    keep({"caches": [cache._asdict() for cache in caches]}, options)
+    return int(any(cache.problems for cache in caches))
 
 
 def add_export(parser: argparse.ArgumentParser) -> None:

@@ -299,7 +299,7 @@ def _examine(loop: TimedLoop) -> Diagnosis:
         is_folder = type(loader.dataset).__name__ == "ImageFolder"
         imports = f"DataLoader, {'ImageFolder' if is_folder else 'CachedDataset'}"
     steps = loop.batches - 1
-    found = Diagnosis(
+    diagnosis = Diagnosis(
         batches=steps,
         batch_size=loop.samples / loop.batches,
         wait_s=loop.wait_s / steps,
@@ -311,26 +311,27 @@ def _examine(loop: TimedLoop) -> Diagnosis:
     )
     for what, work in _BESIDE.items() if is_torchs else ():
         try:
-            found = replace(found, **apart(partial(work, loader, found), limit_s=_PATIENCE_S))
+            figures = apart(partial(work, loader, diagnosis), limit_s=_PATIENCE_S)
+            diagnosis = replace(diagnosis, **figures)
         except Exception as error:  # noqa: BLE001  # of the user's code, under settings of ours
             reason = shorten(f"{type(error).__name__}: {error}", 160, placeholder=" ...")
-            return replace(found, note=f"not measured: {what}: {reason}")
-    return found
+            return replace(diagnosis, note=f"not measured: {what}: {reason}")
+    return diagnosis
 
 
-def _loader_alone(loader: Any, found: Diagnosis) -> dict[str, Any]:
+def _loader_alone(loader: Any, diagnosis: Diagnosis) -> dict[str, Any]:
     """The rate of a loader like the user's, which leaves its workers alone."""
     other = copy.copy(loader)
     other.__dict__ |= {"_iterator": None, "pin_memory": False, "persistent_workers": False}
     return {"loader_per_s": measure(other, seconds=_RATE_S, limit_s=6 * _RATE_S)}
 
 
-def _when_kept(loader: Any, found: Diagnosis) -> dict[str, Any]:
+def _when_kept(loader: Any, diagnosis: Diagnosis) -> dict[str, Any]:
     """The rate if fastdata kept the samples in memory, where that is clearly faster."""
     dataset = loader.dataset
     base = _in_subsets(dataset)
     is_indexed = loader.batch_size is not None and not isinstance(dataset, IterableDataset)
-    if found.limit == "model" or is_kept(base) or not is_indexed:
+    if diagnosis.limit == "model" or is_kept(base) or not is_indexed:
         return {}
     if type(getattr(base, "transforms", None)).__name__ not in ("NoneType", "StandardTransform"):
         raise ValueError("its transform takes the target too")
@@ -347,13 +348,13 @@ def _when_kept(loader: Any, found: Diagnosis) -> dict[str, Any]:
         )
         rate = measure(other, seconds=_RATE_S, limit_s=6 * _RATE_S)
         need = format_bytes(kept.storage_report().raw_bytes * len(dataset) // len(some))
-    if rate < _CLEAR * (found.loader_per_s or 0):
+    if rate < _CLEAR * (diagnosis.loader_per_s or 0):
         return {}
     kept_in = f"all {len(dataset):,} need {need}, and {budget_bytes(available_bytes())}"
     return {"kept_per_s": rate, "kept": kept_in}
 
 
-def _parts(loader: Any, found: Diagnosis) -> dict[str, Any]:
+def _parts(loader: Any, diagnosis: Diagnosis) -> dict[str, Any]:
     """What the parts of a sample cost, in the calling thread."""
     if loader.num_workers:
         torch.set_num_threads(1)  # as workers do
