@@ -53,7 +53,7 @@ def user_cache() -> Path:
 
 
 def cpu_model() -> str:
-    found = re.search(r"^model name\s*:\s*(.+)$", _read(Path("/proc"), "cpuinfo"), re.MULTILINE)
+    found = re.search(r"^model name\s*:\s*(.+)$", _read(Path("/proc/cpuinfo")), re.MULTILINE)
     return found[1] if found else platform.processor() or platform.machine()
 
 
@@ -119,25 +119,23 @@ def _read_cgroups(*names: str) -> list[str]:
     """
     texts = []
     controller = names[0].partition(".")[0]
-    for controllers, path in re.findall(
-        r"^\d+:([^:]*):/*(.*)$", _read(CGROUP_TABLE.parent, CGROUP_TABLE.name), re.M
-    ):
+    for controllers, path in re.findall(r"^\d+:([^:]*):/*(.*)$", _read(CGROUP_TABLE), re.M):
         mounts = ["", "unified"]
         if controllers:
             mounts = [controllers, controller] if controller in controllers.split(",") else []
         inside = Path(os.path.normpath(f"/{path}")[1:])
         for mount in dict.fromkeys(mounts):
             for folder in (inside, *inside.parents):
-                texts += [_read(CGROUP_ROOT / mount / folder, *names)]
+                texts += [_read(*(CGROUP_ROOT / mount / folder / name for name in names))]
     return texts
 
 
-def _read(folder: Path, *names: str) -> str:
+def _read(*paths: Path) -> str:
     """The text of those files that can be read, a line each or more."""
     text = ""
-    for name in names:
+    for path in paths:
         with contextlib.suppress(OSError):
-            text += (folder / name).read_text(encoding="ascii", errors="replace") + "\n"
+            text += path.read_text(encoding="ascii", errors="replace") + "\n"
     return text
 
 

@@ -300,7 +300,7 @@ class ArrayBlock(dict[str, np.ndarray]):
             block.seal()
         self.__setstate__((block, layout))
 
-    def __setstate__(self, opened: tuple[Block, list[_Place]]) -> None:
+    def __setstate__(self, opened: tuple[Block, list[_Field]]) -> None:
         self.block, self._layout = opened
         memory = self.block.array("uint8", (self.block.size_bytes,)).data
         for name, dtype, shape, start in self._layout:
@@ -315,7 +315,7 @@ class ArrayBlock(dict[str, np.ndarray]):
         self.block.close()
 
 
-_Place = tuple[str, str, tuple[int, ...], int]
+_Field = tuple[str, str, tuple[int, ...], int]
 """Name, dtype, shape and first byte of an array."""
 
 

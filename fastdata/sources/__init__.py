@@ -325,7 +325,7 @@ _MISSING = ("None", "nan", "NaT", "<NA>")
 """How a frame's values that stand for none show themselves; text that reads so is text."""
 
 
-class Manifest(NamedTuple):
+class Listed(NamedTuple):
     """Samples that a user lists; ``class_to_idx`` is None where no labels are names."""
 
     paths: list[str]
@@ -361,7 +361,7 @@ def read_manifest(
     label: str | Sequence[str] | None = "label",
     id: str | None = None,
     storage_options: StorageChoice = None,
-) -> Manifest:
+) -> Listed:
     """Read paths and targets from what ``ImageManifest`` takes; see there."""
     labels = [label] if isinstance(label, str) else list(() if label is None else label)
     names = list(dict.fromkeys(name for name in (file, *labels, id) if name is not None))
@@ -394,7 +394,7 @@ def read_manifest(
         table.texts(id)  # none is missing
         ids = table.columns[id]
         targets = list(zip(targets, ids, strict=True)) if labels else ids
-    return Manifest(paths, targets, class_to_idx)
+    return Listed(paths, targets, class_to_idx)
 
 
 def _read_csv(path: AnyPath, names: list[str], storage_options: StorageChoice) -> _Table:
@@ -583,12 +583,11 @@ def _list_classes(root: AnyPath, names: list[str], endings: Endings) -> Iterator
             yield [url for url in sorted(found, key=os.path.split) if url.lower().endswith(endings)]
         return
     tops = [os.path.join(os.path.expanduser(root), name) for name in names]
-    kept = None
-    if os.environ.get("FASTDATA_LISTINGS") != "off":
-        # With what relative paths are relative to.
-        named = json.dumps([os.path.abspath(tops[0]), tops, endings])
-        kept = user_cache() / "folders" / hashlib.sha256(named.encode()).hexdigest()[:32]
-    paths = None if kept is None else _read_listing(kept)
+    # With what relative paths are relative to.
+    named = json.dumps([os.path.abspath(tops[0]), tops, endings])
+    kept = user_cache() / "folders" / hashlib.sha256(named.encode()).hexdigest()[:32]
+    is_kept = os.environ.get("FASTDATA_LISTINGS") != "off"
+    paths = _read_listing(kept) if is_kept else None
     if paths is None:
         began_s = time.time()
         waited_s = _clock_of_waits()
@@ -601,7 +600,7 @@ def _list_classes(root: AnyPath, names: list[str], endings: Endings) -> Iterator
                 with ThreadPoolExecutor(SCAN_THREADS) as threads:
                     paths += threads.map(list_files, tops[len(paths) :])
                 break
-        if kept is not None and _clock_of_waits() - waited_s > KEEP_PATIENCE_S:
+        if is_kept and _clock_of_waits() - waited_s > KEEP_PATIENCE_S:
             _write_listing(kept, folders, paths, began_s - SETTLED_S)
     yield from paths
 

@@ -43,7 +43,7 @@ _OTHERS = {
 """By a key of ``index.json``: what lies there, and the call that reads it."""
 
 
-Columns = Sequence[str] | None
+Names = Sequence[str] | None
 """That items shall have; None for what a kind of files has of itself."""
 Spans = list[tuple[int, int]]
 
@@ -64,7 +64,7 @@ class File(NamedTuple):
 def open_dataset(
     paths: Any,
     storage_options: StorageChoice = None,
-    columns: Columns = None,
+    columns: Names = None,
 ) -> Any:
     """The map-style dataset of files; None where they are of no known kind.
 
@@ -203,7 +203,7 @@ class _Latest(threading.local):
 class _Samples:
     """Samples that lie in files, one after the other; pickles, and is safe from several threads."""
 
-    def __init__(self, files: Sequence[File], columns: Columns) -> None:
+    def __init__(self, files: Sequence[File], columns: Names) -> None:
         self._files = files
         self._columns = columns
         self._requests = Requests()
@@ -386,7 +386,7 @@ def _open_table(file: File) -> tuple[list[int], Callable[..., Any]]:
     reader = pyarrow.ipc.open_file(data) if is_file else pyarrow.ipc.open_stream(data)
     batches = reader.read_all().to_batches()
 
-    def read_batch(group: int, columns: Columns) -> Any:
+    def read_batch(group: int, columns: Names) -> Any:
         batches[group].validate(full=True)
         return batches[group] if columns is None else batches[group].select(columns)
 
