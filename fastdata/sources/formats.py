@@ -288,9 +288,8 @@ class TarSamples(_Samples):
                         if suffix in infos:
                             raise ValueError(f"it holds {info.name} twice")
                         infos[suffix] = info
-                    blocks = -(-info.size // tarfile.BLOCKSIZE)
-                    first = next(iter(infos.values()))
-                    spans.append((first.offset, info.offset_data + blocks * tarfile.BLOCKSIZE))
+                        end = tar.offset
+                    spans.append((next(iter(infos.values())).offset, end))
                 stream.seek(tar.offset)
             if stream.read(512) != bytes(512):
                 raise ValueError("it is cut off, or damaged: it does not end as a tar does")
