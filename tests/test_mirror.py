@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import pickle
 import re
@@ -118,6 +119,24 @@ def test_a_remote_cache_is_a_cache(url: str, tmp_path: Path, fetched: Callable[[
             )
             assert "memory://bucket/caches" in dataset.storage_plan.reason
         assert fetched() == needed
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no list of mappings")
+def test_letting_go_of_a_dataset_unmaps_its_segments(tmp_path: Path) -> None:
+    """At once, and not when Python next collects garbage."""
+
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count(str(tmp_path / "local"))
+
+    gc.disable()
+    try:
+        dataset = CachedDataset.from_cache(upload(tmp_path), local_cache=tmp_path / "local")
+        check(dataset, [3])
+        assert mapped() > 0
+        del dataset
+        assert mapped() == 0
+    finally:
+        gc.enable()
 
 
 def test_only_what_is_read_is_fetched(tmp_path: Path, fetched: Callable[[], int]) -> None:

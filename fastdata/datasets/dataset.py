@@ -12,7 +12,7 @@ import pickle
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 from multiprocessing.context import get_spawning_popen
@@ -119,8 +119,8 @@ class _Opened(Dataset[Any]):
     _seen: tuple[Any, Array] | None = None
     """The process and epoch that samples were read in, and how often each was: what draws are made
     from where no loader of ours says it."""
-    _writing: tuple[Any, Any] = ("local", None)
-    """Engine and size of shards of a cache."""
+    _writing: Mapping[str, Any] = {}
+    """Engine and size of shards of a cache, where these were given."""
     _was_read = False
     _list_name: str | None = ""
     """Of the file that lists the samples, which may change; empty where a folder does, None for a
@@ -146,7 +146,7 @@ class _Opened(Dataset[Any]):
             **options: of the dataset.
         """
         dataset = cls.__new__(cls)
-        dataset._writing = engine, shard_bytes
+        dataset._writing = {"engine": engine, "shard_bytes": shard_bytes}
         dataset.__init__(*arguments, **options)  # type: ignore[misc]
         return dataset
 

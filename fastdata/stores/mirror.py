@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -78,7 +79,7 @@ class MirroredStore(DiskStore):
         self._segment_bytes = self._segments[:, 2] - self._segments[:, 1]
         self.size_bytes = int(self._segment_bytes.sum())
         self._bytes = _Mapped()
-        self._bytes.store = self
+        self._bytes.store = weakref.proxy(self)
         # How often each segment was dropped, and what that was when each sample was checked.
         self._drops = np.zeros(len(self._segments), np.int32)
         self._checked = np.full(len(self), -1, np.int32)

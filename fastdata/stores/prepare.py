@@ -215,11 +215,11 @@ def with_options(dataset: type[_Dataset]) -> type[_Dataset]:
     init: Any = dataset.__init__
     shown = inspect.signature(init)
     defaults = inspect.signature(Options).parameters
-    own = [each for name, each in shown.parameters.items() if name != "options"]
+    *own, _ = shown.parameters.values()  # which is **options
     options = [defaults[name] for name in DatasetOptions.__annotations__]
     init.__signature__ = shown.replace(parameters=[*own, *options])
-    meanings = inspect.cleandoc(DatasetOptions.__doc__ or "").partition("Attributes:\n")[2]
-    text = inspect.cleandoc(dataset.__doc__ or "")
+    meanings = (inspect.getdoc(DatasetOptions) or "").partition("Attributes:\n")[2]
+    text = inspect.getdoc(dataset) or ""
     dataset.__doc__ = text.replace("    options: see ``DatasetOptions``.", meanings)
     return dataset
 
@@ -232,10 +232,9 @@ _RETIRED = {
 """Options of earlier versions that scripts still give -> what stands for them."""
 
 
-def read_options(made: type, given: Mapping[str, Any], writing: tuple[Any, Any]) -> Options:
+def read_options(made: type, given: Mapping[str, Any], writing: Mapping[str, Any]) -> Options:
     """The options that a constructor was given; a TypeError for a name it has no argument of."""
     chosen = dict(given)
-    at_once = given.get("fill") == "eager"
     for name in _RETIRED.keys() & given.keys():
         warn_user(f"{name}={chosen.pop(name)!r} is no option any more: {_RETIRED[name]}")
     for name in chosen.keys() - DatasetOptions.__annotations__.keys():
@@ -244,8 +243,7 @@ def read_options(made: type, given: Mapping[str, Any], writing: tuple[Any, Any])
         if close:
             advice = f"Did you mean {close[0]}=?"
         raise TypeError(f"{made.__name__}() has no argument {name}=. {advice}")
-    engine, shard_bytes = writing
-    return Options(**chosen, engine=engine, shard_bytes=shard_bytes, at_once=at_once)
+    return Options(**chosen, **writing, at_once=given.get("fill") == "eager")
 
 
 # A few samples

@@ -91,21 +91,6 @@ class ReadSample(NamedTuple):
     layout: Layout
 
 
-def take_apart(index: int, parts: list[Part], target: Any, *, is_tuple: bool = False) -> ReadSample:
-    """A sample of these parts, with those of its target behind them."""
-    target_is_part = is_image(target)
-    places: tuple[int, ...] = ()
-    if target_is_part:
-        parts.append(to_stored(target, is_mask=True))
-        target = None
-    elif type(target) is tuple:
-        places = tuple(k for k, value in enumerate(target) if is_pil(value))
-        parts += [to_stored(target[k], is_mask=True) for k in places]
-        target = tuple(None if is_pil(value) else value for value in target)
-    layout = Layout(is_tuple=is_tuple, target_is_part=target_is_part, mask_places=places)
-    return ReadSample(index, parts, target, layout)
-
-
 @dataclass(frozen=True, slots=True)
 class Steps:
     steps: tuple[Callable[[Any], Any], ...]
@@ -263,6 +248,7 @@ def _read_together(
 
 
 def _read_one(path: ReadPath, index: int) -> ReadSample:
+    """A sample of its parts, with those of its target behind them."""
     with naming_sample(path.source, index):
         sample, target = path.source.read(index)
     with naming_sample(path.source, index, is_read=True):
@@ -270,8 +256,18 @@ def _read_one(path: ReadPath, index: int) -> ReadSample:
         is_tuple = isinstance(prepared, (tuple, list))
         parts = list(map(to_stored, prepared if is_tuple else [prepared]))
         if isinstance(path.source, FileSource):
+            return ReadSample(index, parts, None, Layout(is_tuple=is_tuple))
+        target_is_part = is_image(target)
+        places: tuple[int, ...] = ()
+        if target_is_part:
+            parts.append(to_stored(target, is_mask=True))
             target = None
-        return take_apart(index, parts, target, is_tuple=is_tuple)
+        elif type(target) is tuple:
+            places = tuple(k for k, value in enumerate(target) if is_pil(value))
+            parts += [to_stored(target[k], is_mask=True) for k in places]
+            target = tuple(None if is_pil(value) else value for value in target)
+        layout = Layout(is_tuple=is_tuple, target_is_part=target_is_part, mask_places=places)
+        return ReadSample(index, parts, target, layout)
 
 
 # Writers
