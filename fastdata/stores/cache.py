@@ -260,7 +260,7 @@ class Cache:
 
     @cached_property
     def targets(self) -> Any:
-        """Of the samples kept: numbers in one array, else a list; zeros if a part has them."""
+        """Of the samples kept: numbers or tensors in one, else a list; zeros if a part has them."""
         count = len(self.kept)
         if self.manifest.layout.target_is_part:
             return np.zeros(count, int)
@@ -504,7 +504,7 @@ def _unpack_targets(packed: Any, columns: Columns, count: int) -> Any:
         raise KeyError(kind)
     if kind == "number":
         return column
-    return list(torch.from_numpy(column) if kind == "tensor" else column)
+    return torch.from_numpy(column) if kind == "tensor" else list(column)
 
 
 def as_list(targets: Any) -> list[Any]:
