@@ -81,10 +81,10 @@ def test_buffers_come_from_the_given_allocator() -> None:
         return np.empty(size_bytes, np.uint8)
 
     ring = BatchRing(2, allocate)
-    held = taken(ring, (4,))
+    held = taken(ring, (128,))
     del held
-    larger = taken(ring, (9,))
+    larger = taken(ring, (192,))
     taken(ring, (2,))
-    assert made == [4, 9, 2]
-    assert ring.bytes_held == 11
-    assert larger.nbytes == 9
+    assert made == [128, 192, 64]  # in whole cache lines
+    assert ring.bytes_held == 256
+    assert larger.nbytes == 192

@@ -25,7 +25,6 @@ from fastdata.errors import counted
 from fastdata.machine.shared import collate_targets
 from fastdata.pixels.core import sample_keys
 from fastdata.pixels.images import Array
-from fastdata.sources import ItemKeys
 
 
 def as_numbers(indices: Any) -> Array:
@@ -51,7 +50,7 @@ def positions(index_B: Array, length: int) -> Array:
         raise IndexError(
             f"index {wrong[0]} is out of range for a dataset of {counted(length, 'sample')}"
         )
-    return np.where(index_B < 0, index_B + length, index_B)
+    return index_B % length
 
 
 # Keeps what is drawn where a batch is read apart from what is where it is collated.
@@ -92,28 +91,34 @@ class IndexBatch(list[int]):
         return batch
 
 
+@dataclasses.dataclass
 class OwnItem:
     """The item that a subclass's own ``__getitem__`` makes: says what its reads are drawn from.
 
     A dataset's first read is on the item's visit if it is of the same index. All others are on
     visits of their own that follow from it, so that two crops of one image differ, and are the same
     whoever reads them.
+
+    Attributes:
+        batch: that it is made for.
+        row: of it in the batch.
+        reads: by the id of a dataset, how many came before.
     """
 
-    def __init__(self, batch: IndexBatch, row: int) -> None:
-        self._item_1 = batch.positions[row : row + 1]
-        self._visit_1 = batch.visits[row : row + 1]
-        self._seed = batch.seed
-        self._reads: Counter[int] = Counter()
+    batch: IndexBatch
+    row: int
+    reads: Counter[int] = dataclasses.field(default_factory=Counter)
 
-    def batch_of(self, position: int, reader: int, own_seed: int | None) -> IndexBatch:
+    def batch_of(self, position: int, dataset: int, own_seed: int | None) -> IndexBatch:
         """Of a read by the dataset of this id and, where the user gave it one, this seed."""
-        visit_1 = self._visit_1
-        read = self._reads[reader]
-        self._reads[reader] += 1
-        if read or position != self._item_1[0]:
-            visit_1 = sample_keys(read, visit_1, self._item_1).view(np.int64)
-        seed = self._seed if own_seed is None else own_seed
+        batch = self.batch
+        visit_1 = batch.visits[self.row : self.row + 1]
+        item_1 = batch.positions[self.row : self.row + 1]
+        read = self.reads[dataset]
+        self.reads[dataset] += 1
+        if read or position != item_1[0]:
+            visit_1 = sample_keys(read, visit_1, item_1).view(np.int64)
+        seed = batch.seed if own_seed is None else own_seed
         return IndexBatch.of([position], np.array([position]), visit_1, seed)
 
 
@@ -127,16 +132,6 @@ class Sample(tuple[Any, ...]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return tuple, (tuple(self),)
-
-
-def stacked(
-    images: torch.Tensor | list[torch.Tensor] | Padded, targets: Any, keys: ItemKeys | None
-) -> Any:
-    """What ``default_collate`` makes of samples whose images and targets it makes these of."""
-    if keys is None:
-        return [images, targets]
-    # Texts, of dicts in a list.
-    return keys.join(images, list(targets) if type(targets) is tuple else targets)
 
 
 class SampleBatch(list[Any]):
@@ -394,12 +389,7 @@ def count_earlier(seen: Array, index_B: Array) -> Array:
     np.add.at(seen, index_B, seen.dtype.type(1))
     order = index_B.argsort(kind="stable")
     sorted_B = index_B[order]
-    is_again_B = sorted_B[1:] == sorted_B[:-1]
-    if is_again_B.any():  # else it takes half the time
-        row_B = np.arange(len(order))
-        first_B = row_B.copy()
-        first_B[1:][is_again_B] = 0
-        before_B[order] += row_B - np.maximum.accumulate(first_B)
+    before_B[order] += np.arange(len(order)) - sorted_B.searchsorted(sorted_B)
     return before_B
 
 

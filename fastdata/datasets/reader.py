@@ -25,12 +25,13 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import accumulate, zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from fastdata.datasets.batch import IndexBatch, SampleBatch, rows_of, stacked
+from fastdata.datasets.batch import IndexBatch, SampleBatch, rows_of
 from fastdata.errors import ChannelsError, RemoteError, SampleError, sample_error
 from fastdata.machine.shared import SampleTable, collate_targets
 from fastdata.pixels import (
@@ -75,22 +76,22 @@ def room(
 
     (B, C, h, w) may lie as (B, h, w, C).
     """
-    pieces = []
-    end = 0
-    for shape, dtype in outputs:
-        start = -(-end // ALIGN_BYTES) * ALIGN_BYTES
-        length = count * math.prod(shape)
-        pieces.append((shape, dtype, length, start))
-        end = start + length * dtype.itemsize
-    memory = take(end)
-    arrays = []
-    for shape, dtype, length, start in pieces:
-        values = np.frombuffer(memory, dtype, length, start)
+    sizes = [aligned(count * math.prod(shape) * dtype.itemsize) for shape, dtype in outputs]
+    memory = take(sum(sizes))
+    arrays: list[Array] = []
+    for (shape, dtype), start in zip(outputs, accumulate(sizes, initial=0), strict=False):
+        values = np.frombuffer(memory, dtype, count * math.prod(shape), start)
         if channels_last:
             channels, height, width = shape
-            lying = values.reshape(count, height, width, channels).transpose(0, 3, 1, 2)
-        arrays.append(lying if channels_last else values.reshape(count, *shape))
+            arrays.append(values.reshape(count, height, width, channels).transpose(0, 3, 1, 2))
+        else:
+            arrays.append(values.reshape(count, *shape))
     return arrays
+
+
+def aligned(size_bytes: int) -> int:
+    """The next multiple of what arrays in one piece of memory begin at."""
+    return -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def fresh(size_bytes: int) -> memoryview:
@@ -149,14 +150,26 @@ class Column(NamedTuple):
     Attributes:
         plan: of the transform.
         program: reads samples and runs the batch ops; None where they are read one by one.
+        shape: of any sample before.
         output: shape and dtype of every sample served; None where they differ.
         last: runs the ops behind steps that are not known.
     """
 
     plan: TransformPlan
     program: Program | None = None
+    shape: tuple[int, ...] = ()
     output: Output | None = None
     last: Program | None = None
+
+    def uncast(self) -> tuple[Column, Op | None]:
+        """This without the conversion to floats that it ends with; and that, None if it has none.
+
+        Only of samples that are served in one shape.
+        """
+        assert self.program is not None
+        program, cast = self.program.without_cast()
+        # Which may make three channels of one.
+        return self._replace(program=program, output=program.output(self.shape)), cast
 
     def shown(self, served: Iterable[Array]) -> list[Any]:
         """Samples after the batch ops, as the rest of the transform wants them."""
@@ -268,12 +281,6 @@ class Reader:
         return [column.program for column in self.columns if column.program is not None]
 
     @cached_property
-    def dtypes(self) -> list[torch.dtype]:
-        """Of what every column serves; NumPy has no bfloat16, and holds its bits."""
-        pairs = zip(self.programs, self.outputs, strict=True)
-        return [program.as_tensor(np.empty(0, dtype)).dtype for program, (_, dtype) in pairs]
-
-    @cached_property
     def _classes(self) -> list[type]:
         """Of what each column serves, in lists of samples."""
         return [shown_class(column.plan.end_kind or "tensor") for column in self.columns]
@@ -291,18 +298,8 @@ class Reader:
 
         Only if there is no obstacle.
         """
-        columns, casts = [], []
-        for number, column in enumerate(self.columns):
-            assert column.program is not None
-            program, cast = column.program.without_cast()
-            if cast is not None:  # which may make three channels of one
-                shape: tuple[int, ...] = (3, 1, 1)
-                if self.kept is not None:
-                    shape = self.kept.stores[number if self.plan.mask else 0].shape(0)
-                column = column._replace(program=program, output=program.output(shape))
-            columns.append(column)
-            casts.append(cast)
-        return replace(self, columns=tuple(columns)), casts
+        columns, casts = zip(*map(Column.uncast, self.columns), strict=True)
+        return replace(self, columns=columns), list(casts)
 
     @cached_property
     def can_write_channels_last(self) -> bool:
@@ -320,8 +317,11 @@ class Reader:
     def image_form(self) -> str:
         """Shape and type of each image in a whole batch."""
         forms = []
-        for column, (shape, _), dtype in zip(self.columns, self.outputs, self.dtypes, strict=True):
-            forms.append(f"{shown_class(column.plan.kind).__name__}{shape} of {str(dtype)[6:]}")
+        for column, program, (shape, _) in zip(
+            self.columns, self.programs, self.outputs, strict=True
+        ):
+            kind = shown_class(column.plan.kind).__name__
+            forms.append(f"{kind}{shape} of {program.served_dtype}")
         return ", ".join(forms) + (f" in {self.keys}" if self.keys else "")
 
     # Batches and items
@@ -331,56 +331,60 @@ class Reader:
 
         Memory is what ``take`` gives.
         """
-        tensors = self.whole(batch, take)
-        return self.joined(tensors, None if self.plan.mask else self.targets(batch))
+        return self.joined(self.parts(batch, take))
 
-    def joined(self, tensors: list[torch.Tensor], targets: Any) -> Any:
-        """The batch of these tensors, one for each column, and of targets, unless masks are."""
-        images: Any = tensors if self.plan.views else tensors[0]
-        targets = tensors[1] if self.plan.mask else targets
+    def parts(self, batch: IndexBatch, take: Take) -> list[Any]:
+        """Images of each view, and behind these the targets, collated, or masks."""
+        tensors = self.whole(batch, take)
+        return tensors if self.plan.mask else [*tensors, self.targets(batch)]
+
+    def joined(self, parts: list[Any]) -> Any:
+        """What ``default_collate`` makes of samples whose ``parts`` these are."""
+        *views, targets = parts
+        images = views if self.plan.views else views[0]
         keys = self.samples.keys
-        return [images, targets] if keys is None else stacked(images, targets, keys)
+        if keys is None:
+            return [images, targets]
+        # Texts, of dicts in a list.
+        return keys.join(images, list(targets) if type(targets) is tuple else targets)
 
     def items(self, batch: IndexBatch, take: Take = fresh) -> list[Any]:
         """A ``SampleBatch`` where samples are pairs with images of one shape, else a list."""
-        columns, targets = self._columns(batch, take, is_alone=not self.outputs)
-        are_whole = all(isinstance(column, torch.Tensor) for column in columns)
-        if self.plan.views or self.keys is not None or not are_whole:
-            return self._listed(columns, targets)
-        kind = self._classes[0]
-        if targets is None:
-            masks = rows_of(columns[1], self._classes[1])
-            return SampleBatch(columns[0], columns[1], masks, kind)
-        return SampleBatch(columns[0], None, targets, kind)
+        parts = self._parts(batch, take, is_alone=not self.outputs)
+        images, targets = parts[0], parts[-1]
+        if self.plan.views or self.keys is not None or not isinstance(images, torch.Tensor):
+            return self._listed(parts)
+        if self.plan.mask:
+            return SampleBatch(
+                images, targets, rows_of(targets, self._classes[1]), self._classes[0]
+            )
+        return SampleBatch(images, None, targets, self._classes[0])
 
     def item(self, batch: IndexBatch) -> Any:
         """Sample and target of a batch of one, in whatever shape it has."""
-        return self._listed(*self._columns(batch, fresh, is_alone=self._are_ragged))[0]
+        return self._listed(self._parts(batch, fresh, is_alone=self._are_ragged))[0]
 
-    def _listed(self, columns: list[Any], targets: list[Any] | None) -> list[Any]:
+    def _listed(self, parts: list[Any]) -> list[Any]:
         """The items of a batch."""
-        each = [
-            rows_of(column, kind) if isinstance(column, torch.Tensor) else column
-            for column, kind in zip(columns, self._classes, strict=True)
-        ]
-        if targets is None:
-            targets = list(each.pop())
-        images: Iterable[Any] = each[0]
+        *views, targets = (
+            rows_of(part, kind) if isinstance(part, torch.Tensor) else part
+            for part, kind in zip_longest(parts, self._classes)
+        )
+        images: Iterable[Any] = views[0]
         if self.plan.views:
-            images = map(self.plan.made, zip(*each, strict=True))
+            images = map(self.plan.made, zip(*views, strict=True))
         pairs: Iterable[Any] = zip(images, targets, strict=True)
         if self.pair_transform is not None:
             pairs = map(self.pair_transform, images, targets)
         keys = self.samples.keys
         return list(pairs) if keys is None else [keys.join(*pair) for pair in pairs]
 
-    def _columns(
-        self, batch: IndexBatch, take: Take, *, is_alone: bool
-    ) -> tuple[list[Any], list[Any] | None]:
-        """What is made of a batch's samples; and their targets, where no column is of masks."""
+    def _parts(self, batch: IndexBatch, take: Take, *, is_alone: bool) -> list[Any]:
+        """As ``parts``, of which those that are lists have an object for each sample."""
         plan = self.plan
         if self.obstacle is None and not is_alone:
-            return self.whole(batch, take), None if plan.mask else self.targets_of(batch)
+            tensors = self.whole(batch, take)
+            return tensors if plan.mask else [*tensors, self.targets_of(batch)]
         kept, programs = self.kept, self.programs
         index_B = batch.positions.tolist()
         targets = None
@@ -408,7 +412,7 @@ class Reader:
             # They tell nothing of an EXIF that they were not turned by.
             columns = [list(map(without_exif, samples)) for samples in columns]
         if plan.mask:
-            return columns, None
+            return columns
         if self.pair_transform is None:
             # Of the ring there is one piece of memory a batch.
             take = fresh if len(columns) > 1 else take
@@ -416,7 +420,7 @@ class Reader:
                 column.finished(samples, batch, take)
                 for column, samples in zip(self.columns, columns, strict=True)
             ]
-        return columns, self.targets_of(batch, targets)
+        return [*columns, self.targets_of(batch, targets)]
 
     def _from_source(self, index: int) -> tuple[Any, Any]:
         source = self.samples
@@ -468,12 +472,16 @@ class Reader:
 
     # Whole columns
 
-    def whole(self, batch: IndexBatch, take: Take) -> list[torch.Tensor]:
+    def whole(self, batch: IndexBatch, take: Take) -> list[Any]:
         """A batch of each column."""
         is_last = batch.channels_last and self.can_write_channels_last
         outs = room(len(batch), self.outputs, take, channels_last=is_last)
         self.read_into(outs, batch)
-        return list(map(torch.Tensor.view, map(torch.from_numpy, outs), self.dtypes))
+        return self.tensors(outs)
+
+    def tensors(self, outs: list[Array]) -> list[Any]:
+        """Over the memory that each column has filled."""
+        return list(map(Program.as_tensor, self.programs, outs))
 
     def read_into(self, outs: list[Array], batch: IndexBatch, rows_B: Array | None = None) -> None:
         """Read a batch's images into ``room()`` for it; or into rows ``rows_B`` of a larger one."""
@@ -555,7 +563,8 @@ def _unread_column(plan: TransformPlan) -> Column:
 
 def _column(plan: TransformPlan, spec: SampleSpec, shape: tuple[int, ...]) -> Column:
     program = Program(plan.batch_ops, spec)
-    return _unread_column(plan)._replace(program=program, output=program.output(shape))
+    output = program.output(shape)
+    return _unread_column(plan)._replace(program=program, shape=shape, output=output)
 
 
 def _compile_kept(stored: Stored, kept: KeptSamples, transform: Any) -> Compiled:

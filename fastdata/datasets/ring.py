@@ -37,7 +37,7 @@ from torch.utils.data._utils.worker import _worker_loop
 
 from fastdata.datasets.batch import Collate
 from fastdata.datasets.batch import collate as default_collate
-from fastdata.datasets.reader import ALIGN_BYTES, Loan, fresh
+from fastdata.datasets.reader import ALIGN_BYTES, Loan, aligned, fresh
 from fastdata.errors import MemoryBudgetError, StoreGoneError
 from fastdata.machine.memory import is_running
 from fastdata.machine.shared import Block
@@ -224,7 +224,7 @@ class _Slot:
         start = self._end
         if self.lent is None or start + size_bytes > self.lent.nbytes:
             return None
-        self._end = _aligned(start + size_bytes)
+        self._end = aligned(start + size_bytes)
         return self.lent.data[start : start + size_bytes]
 
     def stack(self, batch: Any, *, collate_fn_map: Any = None) -> Any:
@@ -258,7 +258,7 @@ class _Slot:
     def _lay_out(self, parts: list[Array], *, is_full: bool = False) -> Spans:
         """Copy what is not here."""
         if is_full or self.handle is None:
-            self._grow(sum(_aligned(part.nbytes) for part in parts))
+            self._grow(sum(aligned(part.nbytes) for part in parts))
         spans = []
         for part in parts:
             start = self.offset_of(part)
@@ -282,10 +282,6 @@ class _Slot:
         self.memory = block.array("uint8", (block.size_bytes,))
         self.handle = os.getpid(), self._name, pickle.dumps(block)
         self.lend()
-
-
-def _aligned(offset: int) -> int:
-    return -(-offset // ALIGN_BYTES) * ALIGN_BYTES
 
 
 # A batch as a pickle of its structure, and the memory of its tensors and arrays apart

@@ -17,6 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import zip_longest
 from math import prod
 from typing import Any, Literal
 
@@ -237,7 +238,7 @@ class DeviceOps:
         if has_store:
             self._warn_of_the_store(why)
         if not any(casts):
-            kinds = " and ".join({str(dtype)[6:]: None for dtype in reader.dtypes})
+            kinds = " and ".join(dict.fromkeys(it.served_dtype for it in reader.programs))
             self.described = f"on the CPU: {why or f'they serve {kinds}, which is sent as it is'}"
             return None, None, None
         self.described = f"on {self._device}, the conversion only{why and f': {why}'}"
@@ -279,16 +280,15 @@ class DeviceOps:
 
 
 def _read(handle: ReaderHandle, batch: IndexBatch, ring: BatchRing) -> list[Any]:
-    """The images of each column as they are sent, and targets."""
+    """The parts of a batch as they are sent."""
     sent, _ = handle().uncast
-    return [*sent.whole(batch, ring.take), None if sent.plan.mask else sent.targets(batch)]
+    return sent.parts(batch, ring.take)
 
 
 def _finish(handle: ReaderHandle, converts: list[Transform | None], batch: list[Any]) -> Any:
-    *columns, targets = batch
-    pairs = zip(columns, converts, strict=True)
-    made = [images if convert is None else convert(images) for images, convert in pairs]
-    return handle().joined(made, targets)
+    pairs = zip_longest(batch, converts)
+    made = [part if convert is None else convert(part) for part, convert in pairs]
+    return handle().joined(made)
 
 
 def _to_floats(cast: Op) -> Transform:
@@ -370,7 +370,7 @@ class StoreCut(Iterator[Any]):
             self.marks[0] = self._indices.progress.mark()
             raise self._ends.pop()
         images, targets, self.marks[0] = self._made.popleft()
-        batch = self._handle().joined([images], _sent(targets, self.send))
+        batch = self._handle().joined([images, _sent(targets, self.send)])
         now = torch.cuda.current_stream(self._device)
         if now != self._stream:  # the loop has changed to another
             now.wait_stream(self._stream)

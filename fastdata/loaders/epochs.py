@@ -74,12 +74,11 @@ class JoinedReader:
         outs = room(len(batch), first.outputs, take, channels_last=is_last)
         for number, row_B, piece in self._pieces(batch):
             readers[number].read_into(outs, piece, row_B)
-        targets = None
+        parts = first.tensors(outs)
         if first.plan.mask is None:
             of_each = self.in_order(batch, [reader.targets_of for reader in readers])
-            targets = collate_targets(of_each)
-        tensors = list(map(torch.Tensor.view, map(torch.from_numpy, outs), first.dtypes))
-        return first.joined(tensors, targets)
+            parts.append(collate_targets(of_each))
+        return first.joined(parts)
 
     def items(self, batch: IndexBatch, take: Take = fresh) -> list[Any]:
         return self.in_order(batch, [reader.items for reader in self._readers])
