@@ -115,7 +115,7 @@ def _numbers(
 
 def _ring(collate_fn: RingCollate, dataset: Any = None) -> Any:
     """The worker's end of a ring, here in the same process; it lives as long as the collate function."""
-    collate_fn._ring = rings.WorkerRing(collate_fn._token, collate_fn.slots, dataset)
+    collate_fn._ring = rings.WorkerRing(collate_fn.receiver, collate_fn.slots, dataset)
     return collate_fn._ring
 
 
@@ -781,7 +781,7 @@ def test_a_ring_without_slots_is_refused() -> None:
 
 def test_receivers_are_forgotten_with_their_collate_function() -> None:
     """Nothing of a RingCollate stays behind in the module."""
-    token = RingCollate()._token
+    token = RingCollate().receiver._token
     gc.collect()
     assert token not in rings._receivers
     assert BatchReceiver.of(token).bytes_held == 0

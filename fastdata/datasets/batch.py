@@ -457,12 +457,10 @@ def _taken_apart(value: Any) -> tuple[dict[Any, Any], Callable[[dict[Any, Any]],
         kind: Any = list if type(value) is SampleBatch else type(value)
         make = getattr(kind, "_make", kind)
         return dict(enumerate(value)), lambda parts: make(parts.values())
-    if type(value) is dict:
-        return value, dict
-    if isinstance(value, MutableMapping):  # which may refuse None in its copy
-        return dict(value), partial(_fill, value)
     if isinstance(value, Mapping):
-        return dict(value), dict
+        # Others that can be changed may refuse None in a copy.
+        is_plain = type(value) is dict or not isinstance(value, MutableMapping)
+        return dict(value), dict if is_plain else partial(_fill, value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         parts = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         return parts, partial(_fill, _fill(value, dict.fromkeys(parts)))

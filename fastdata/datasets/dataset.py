@@ -17,7 +17,7 @@ from dataclasses import replace
 from enum import Enum
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import ForkingPickler
-from operator import attrgetter, is_not, ne
+from operator import attrgetter
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -332,7 +332,7 @@ class _Opened(Dataset[Any]):
             self._end_waiting()
             reader = self._reader
         self._was_read = True
-        if self._watch.is_changed((self._transform, self._pair_transform)):
+        if self._watch.is_changed():
             self._compile()
         elif self.target_transform is not reader.target_transform:
             self._read_by(replace(reader, target_transform=self.target_transform))
@@ -436,14 +436,7 @@ class PreparedDataset(_Opened):
 
     @transform.setter
     def transform(self, transform: Step | None) -> None:
-        self._handle()
-        before = self._transform
-        self._transform = transform
-        try:
-            self._bring_up()
-        except BaseException:
-            self._transform = before
-            raise
+        self._assign("_transform", transform)
 
     @property
     def transforms(self) -> PairStep | None:
@@ -455,7 +448,18 @@ class PreparedDataset(_Opened):
 
     @transforms.setter
     def transforms(self, transforms: PairStep | None) -> None:
-        self._pair_transform = transforms
+        self._assign("_pair_transform", transforms)
+
+    def _assign(self, name: str, value: Any) -> None:
+        """Serve what another transform says; nothing is changed if that cannot be."""
+        self._handle()
+        before = getattr(self, name)
+        setattr(self, name, value)
+        try:
+            self._bring_up()
+        except BaseException:
+            setattr(self, name, before)
+            raise
 
     def with_transform(self, transform: Step | None) -> Self:
         """A second view of the same samples, under another transform, as for validation.
@@ -612,7 +616,6 @@ class Watch:
 
     def __init__(self, calls: tuple[Any, ...], unknown: Iterable[Any]) -> None:
         """Note what there is; not what is in unknown steps, which run as they are."""
-        self._calls = calls
         met = {id(step): step for step in unknown}
         self._outside: list[tuple[Any, Any]] = []
         held = _held_by((*calls, *_leaves(calls)), met, self._outside)
@@ -621,19 +624,17 @@ class Watch:
         self._arrays = [array for array in held if isinstance(array, _ARRAYS)]
         self._octets = list(map(_octets, self._arrays))
 
-    def is_changed(self, calls: tuple[Any, ...]) -> bool:
-        if any(map(is_not, calls, self._calls)):
-            return True
+    def is_changed(self) -> bool:
         try:
             # Quick: all that is in a part is the same object.
-            if any(map(ne, self._parts, self._copies)):
+            if self._parts != self._copies:
                 return True
             for call, read in self._outside:
                 if outside_of(call) != read:
                     return True
         except (TypeError, ValueError, RuntimeError):  # arrays cannot be compared so
             return True
-        return bool(self._arrays) and list(map(_octets, self._arrays)) != self._octets
+        return list(map(_octets, self._arrays)) != self._octets
 
 
 def _held_by(values: Iterable[Any], met: dict[int, Any], outside: list[Any]) -> list[Any]:

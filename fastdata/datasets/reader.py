@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import accumulate, zip_longest
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -64,7 +64,6 @@ from fastdata.stores.writers import Steps, open_files
 ALIGN_BYTES = 64
 _DECODED = SampleSpec(shape=None, dtype="uint8", form="pil")
 
-
 Output = tuple[tuple[int, ...], np.dtype[Any]]
 Take = Callable[[int], memoryview]
 
@@ -76,10 +75,13 @@ def room(
 
     (B, C, h, w) may lie as (B, h, w, C).
     """
-    sizes = [aligned(count * math.prod(shape) * dtype.itemsize) for shape, dtype in outputs]
-    memory = take(sum(sizes))
+    starts, end = [], 0
+    for shape, dtype in outputs:
+        starts.append(end)
+        end += -(-count * math.prod(shape) * dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES
+    memory = take(end)
     arrays: list[Array] = []
-    for (shape, dtype), start in zip(outputs, accumulate(sizes, initial=0), strict=False):
+    for (shape, dtype), start in zip(outputs, starts, strict=True):
         values = np.frombuffer(memory, dtype, count * math.prod(shape), start)
         if channels_last:
             channels, height, width = shape
@@ -87,11 +89,6 @@ def room(
         else:
             arrays.append(values.reshape(count, *shape))
     return arrays
-
-
-def aligned(size_bytes: int) -> int:
-    """The next multiple of what arrays in one piece of memory begin at."""
-    return -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def fresh(size_bytes: int) -> memoryview:
@@ -235,15 +232,10 @@ class Reader:
         """The samples, where they are kept."""
         return self.stored.kept
 
-    @cached_property
-    def samples(self) -> Any:
-        """Kept ones, or what they are read from."""
-        return self.stored.samples
-
     @property
     def keys(self) -> ItemKeys | None:
         """What items are that are no pairs; where none are kept, known once one was read."""
-        return getattr(self.samples, "keys", None)  # none are left of a closed dataset
+        return getattr(self.stored.samples, "keys", None)  # none are left of a closed dataset
 
     @cached_property
     def obstacle(self) -> str | None:
@@ -279,6 +271,11 @@ class Reader:
     def programs(self) -> list[Program]:
         """Of every column; empty where samples are read one by one."""
         return [column.program for column in self.columns if column.program is not None]
+
+    @cached_property
+    def dtypes(self) -> list[torch.dtype]:
+        """Of what every column serves."""
+        return [program.served_dtype for program in self.programs]
 
     @cached_property
     def _classes(self) -> list[type]:
@@ -317,11 +314,8 @@ class Reader:
     def image_form(self) -> str:
         """Shape and type of each image in a whole batch."""
         forms = []
-        for column, program, (shape, _) in zip(
-            self.columns, self.programs, self.outputs, strict=True
-        ):
-            kind = shown_class(column.plan.kind).__name__
-            forms.append(f"{kind}{shape} of {program.served_dtype}")
+        for column, (shape, _), dtype in zip(self.columns, self.outputs, self.dtypes, strict=True):
+            forms.append(f"{shown_class(column.plan.kind).__name__}{shape} of {str(dtype)[6:]}")
         return ", ".join(forms) + (f" in {self.keys}" if self.keys else "")
 
     # Batches and items
@@ -331,18 +325,13 @@ class Reader:
 
         Memory is what ``take`` gives.
         """
-        return self.joined(self.parts(batch, take))
-
-    def parts(self, batch: IndexBatch, take: Take) -> list[Any]:
-        """Images of each view, and behind these the targets, collated, or masks."""
-        tensors = self.whole(batch, take)
-        return tensors if self.plan.mask else [*tensors, self.targets(batch)]
+        return self.joined(self.whole(batch, take, self.targets))
 
     def joined(self, parts: list[Any]) -> Any:
-        """What ``default_collate`` makes of samples whose ``parts`` these are."""
+        """What ``default_collate`` makes of samples of which ``parts`` are a ``whole`` batch."""
         *views, targets = parts
         images = views if self.plan.views else views[0]
-        keys = self.samples.keys
+        keys = self.stored.samples.keys
         if keys is None:
             return [images, targets]
         # Texts, of dicts in a list.
@@ -354,11 +343,10 @@ class Reader:
         images, targets = parts[0], parts[-1]
         if self.plan.views or self.keys is not None or not isinstance(images, torch.Tensor):
             return self._listed(parts)
+        kind, *of_masks = self._classes
         if self.plan.mask:
-            return SampleBatch(
-                images, targets, rows_of(targets, self._classes[1]), self._classes[0]
-            )
-        return SampleBatch(images, None, targets, self._classes[0])
+            return SampleBatch(images, targets, rows_of(targets, *of_masks), kind)
+        return SampleBatch(images, None, targets, kind)
 
     def item(self, batch: IndexBatch) -> Any:
         """Sample and target of a batch of one, in whatever shape it has."""
@@ -366,25 +354,24 @@ class Reader:
 
     def _listed(self, parts: list[Any]) -> list[Any]:
         """The items of a batch."""
-        *views, targets = (
+        *views, targets = [
             rows_of(part, kind) if isinstance(part, torch.Tensor) else part
             for part, kind in zip_longest(parts, self._classes)
-        )
+        ]
         images: Iterable[Any] = views[0]
         if self.plan.views:
             images = map(self.plan.made, zip(*views, strict=True))
         pairs: Iterable[Any] = zip(images, targets, strict=True)
         if self.pair_transform is not None:
             pairs = map(self.pair_transform, images, targets)
-        keys = self.samples.keys
+        keys = self.stored.samples.keys
         return list(pairs) if keys is None else [keys.join(*pair) for pair in pairs]
 
     def _parts(self, batch: IndexBatch, take: Take, *, is_alone: bool) -> list[Any]:
-        """As ``parts``, of which those that are lists have an object for each sample."""
+        """As of a ``whole`` batch, with lists of what is no tensor."""
         plan = self.plan
         if self.obstacle is None and not is_alone:
-            tensors = self.whole(batch, take)
-            return tensors if plan.mask else [*tensors, self.targets_of(batch)]
+            return self.whole(batch, take, self.targets_of)
         kept, programs = self.kept, self.programs
         index_B = batch.positions.tolist()
         targets = None
@@ -423,7 +410,7 @@ class Reader:
         return [*columns, self.targets_of(batch, targets)]
 
     def _from_source(self, index: int) -> tuple[Any, Any]:
-        source = self.samples
+        source = self.stored.samples
         try:
             sample, target = source.read(index)
         except RemoteError:  # a network that is down is no sample's fault
@@ -468,20 +455,19 @@ class Reader:
 
     def stored_target(self, index: int) -> Any:
         listing = self._listing
-        return self.samples.read(index)[1] if listing is None else listing.target(index)
+        return self.stored.samples.read(index)[1] if listing is None else listing.target(index)
 
     # Whole columns
 
-    def whole(self, batch: IndexBatch, take: Take) -> list[Any]:
-        """A batch of each column."""
+    def whole(
+        self, batch: IndexBatch, take: Take, targets_of: Callable[[IndexBatch], Any]
+    ) -> list[Any]:
+        """Images of each view, and behind these the targets, or masks."""
         is_last = batch.channels_last and self.can_write_channels_last
         outs = room(len(batch), self.outputs, take, channels_last=is_last)
         self.read_into(outs, batch)
-        return self.tensors(outs)
-
-    def tensors(self, outs: list[Array]) -> list[Any]:
-        """Over the memory that each column has filled."""
-        return list(map(Program.as_tensor, self.programs, outs))
+        parts = list(map(torch.Tensor.view, map(torch.from_numpy, outs), self.dtypes))
+        return parts if self.plan.mask else [*parts, targets_of(batch)]
 
     def read_into(self, outs: list[Array], batch: IndexBatch, rows_B: Array | None = None) -> None:
         """Read a batch's images into ``room()`` for it; or into rows ``rows_B`` of a larger one."""
@@ -492,7 +478,7 @@ class Reader:
         (program, out), *others = zip(self.programs, outs, strict=True)
         kept = self.kept
         if kept is None:
-            images = open_files(self.samples, index_B.tolist(), upright=self.is_upright)
+            images = open_files(self.stored.samples, index_B.tolist(), upright=self.is_upright)
             program.run(images, index_B, *drawn_by, out, rows_B, others)
             return
         try:
@@ -507,11 +493,10 @@ class Reader:
     def expect(self, batch: IndexBatch) -> None:
         """Have what is fetched for these samples fetched at once."""
         if self.stored.filled_share() < 1:
-            self.samples.expect(batch.positions.tolist())
+            self.stored.samples.expect(batch.positions.tolist())
 
 
 # From how samples were prepared and the user's transform to a reader
-
 
 Compiled = tuple[TransformPlan, tuple[Column, ...]]
 
@@ -561,7 +546,9 @@ def _unread_column(plan: TransformPlan) -> Column:
     return Column(plan, last=Program(plan.last.batch_ops, _DECODED) if plan.last else None)
 
 
-def _column(plan: TransformPlan, spec: SampleSpec, shape: tuple[int, ...]) -> Column:
+def _column(plan: TransformPlan, store: Store | None = None) -> Column:
+    """Of kept samples, or of files as they are decoded."""
+    spec, shape = (_DECODED, (3, 1, 1)) if store is None else (store.spec, store.shape(0))
     program = Program(plan.batch_ops, spec)
     output = program.output(shape)
     return _unread_column(plan)._replace(program=program, shape=shape, output=output)
@@ -569,8 +556,8 @@ def _column(plan: TransformPlan, spec: SampleSpec, shape: tuple[int, ...]) -> Co
 
 def _compile_kept(stored: Stored, kept: KeptSamples, transform: Any) -> Compiled:
     store = kept.images
-    spec, shape = store.spec, store.shape(0)
-    is_image = len(shape) == 3
+    spec, dimensions = store.spec, len(store.shape(0))
+    is_image = dimensions == 3
     obstacle = "samples have several parts" if kept.is_tuple else core.obstacle()
     assert stored.after is not None
     count, key, text = stored.after
@@ -581,7 +568,7 @@ def _compile_kept(stored: Stored, kept: KeptSamples, transform: Any) -> Compiled
         dtype=spec.dtype,
         batch_ops="auto" if stored.options.batch_ops else "off",
         channels=_channels_of(store) if is_image else None,
-        obstacle=obstacle or (None if is_image else f"samples have {len(shape)} dimensions"),
+        obstacle=obstacle or (None if is_image else f"samples have {dimensions} dimensions"),
     )
     if prepare_key(plan.prepare) != key:
         raise ValueError(
@@ -595,7 +582,7 @@ def _compile_kept(stored: Stored, kept: KeptSamples, transform: Any) -> Compiled
     if kept.is_tuple or are_unread:
         return plan, tuple(map(_unread_column, plan.each))
     with kept.naming_damage():
-        return plan, tuple(_column(view, spec, shape) for view in plan.each)
+        return plan, tuple(_column(view, store) for view in plan.each)
 
 
 def _compile_files(stored: Stored, transform: Any) -> tuple[bool, Compiled] | None:
@@ -614,7 +601,7 @@ def _compile_files(stored: Stored, transform: Any) -> tuple[bool, Compiled] | No
     )
     if not plan.is_batched:
         return None
-    columns = tuple(_column(view, _DECODED, (3, 1, 1)) for view in plan.each)
+    columns = tuple(map(_column, plan.each))
     if not all(column.output for column in columns):
         return None
     return is_upright or opening.is_upright, (plan, columns)
@@ -642,16 +629,14 @@ def _compile_pairs(stored: Stored, transforms: PairStep) -> Compiled:
     plan = plan_pairs(transforms, form=image.spec.form, channels=channels, obstacle=obstacle)
     if plan.mask is None:
         return plan, (Column(plan),)
-    stores = zip((plan, plan.mask), kept.stores, shapes, strict=False)
-    return plan, tuple(_column(each, store.spec, shape) for each, store, shape in stores)
+    return plan, tuple(map(_column, (plan, plan.mask), kept.stores))
 
 
 def _channels_of(images: Store) -> int | None:
     """Of all images; None where they differ."""
-    if images.spec.shape is not None:
-        return images.spec.shape[0]
-    channels = np.unique(images.shapes[:, 0]).tolist()
-    return channels[0] if len(channels) == 1 else None
+    channels = images.shapes[:, 0]
+    first = int(channels[0])
+    return first if (channels == first).all() else None
 
 
 # Memory that is reused

@@ -14,7 +14,6 @@ the kernel collects with its last mapping.
 
 from __future__ import annotations
 
-import functools
 import io
 import operator
 import os
@@ -37,7 +36,7 @@ from torch.utils.data._utils.worker import _worker_loop
 
 from fastdata.datasets.batch import Collate
 from fastdata.datasets.batch import collate as default_collate
-from fastdata.datasets.reader import ALIGN_BYTES, Loan, aligned, fresh
+from fastdata.datasets.reader import ALIGN_BYTES, Loan, fresh
 from fastdata.errors import MemoryBudgetError, StoreGoneError
 from fastdata.machine.memory import is_running
 from fastdata.machine.shared import Block
@@ -89,9 +88,8 @@ class RingCollate:
             raise ValueError(f"slots={slots}: a worker needs at least one slot")
         self.collate = collate
         self.slots = slots
-        self._token = secrets.token_hex(8)
+        self.receiver = BatchReceiver.of(secrets.token_hex(8))
         self._ring: WorkerRing | None = None
-        self.receiver = BatchReceiver.of(self._token)
 
     def __call__(self, samples: Any) -> Any:
         worker = get_worker_info()
@@ -102,15 +100,9 @@ class RingCollate:
         indices = fetch.f_locals[fetch.f_code.co_varnames[1]]
         draws = getattr(indices, "draws", None)
         collate = self.collate if draws is None else partial(draws.collated, self.collate)
-        if self._ring is None or self._ring.pid != os.getpid():
-            self._ring = WorkerRing(self._token, self.slots, worker.dataset)
+        if self._ring is None:
+            self._ring = WorkerRing(self.receiver, self.slots, worker.dataset)
         return self._ring.send(collate, samples)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"collate": self.collate, "slots": self.slots, "_token": self._token}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _ring=None, receiver=BatchReceiver.of(state["_token"]))
 
 
 def _fetch_of_worker_loop() -> FrameType | None:
@@ -126,9 +118,8 @@ def _fetch_of_worker_loop() -> FrameType | None:
 class WorkerRing:
     """The slots of one worker, of which one at a time is filled."""
 
-    def __init__(self, token: str, slot_limit: int, dataset: Any = None) -> None:
-        self.pid = os.getpid()
-        self._token = token
+    def __init__(self, receiver: BatchReceiver, slot_limit: int, dataset: Any = None) -> None:
+        self._receiver = receiver
         self._slot_limit = slot_limit
         self._slots: list[_Slot] = []
         self._filled: _Slot | None = None
@@ -151,7 +142,7 @@ class WorkerRing:
             packed = None if self._filled is None else self._filled.pack(batch)
             if packed is None:
                 packed = None, [], bytes(ForkingPickler.dumps(batch))
-            return SentBatch((self._token, *packed))
+            return SentBatch(self._receiver.receive, *packed)
         finally:
             self._end()
 
@@ -224,7 +215,7 @@ class _Slot:
         start = self._end
         if self.lent is None or start + size_bytes > self.lent.nbytes:
             return None
-        self._end = aligned(start + size_bytes)
+        self._end = _aligned(start + size_bytes)
         return self.lent.data[start : start + size_bytes]
 
     def stack(self, batch: Any, *, collate_fn_map: Any = None) -> Any:
@@ -258,7 +249,7 @@ class _Slot:
     def _lay_out(self, parts: list[Array], *, is_full: bool = False) -> Spans:
         """Copy what is not here."""
         if is_full or self.handle is None:
-            self._grow(sum(aligned(part.nbytes) for part in parts))
+            self._grow(sum(_aligned(part.nbytes) for part in parts))
         spans = []
         for part in parts:
             start = self.offset_of(part)
@@ -282,6 +273,10 @@ class _Slot:
         self.memory = block.array("uint8", (block.size_bytes,))
         self.handle = os.getpid(), self._name, pickle.dumps(block)
         self.lend()
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGN_BYTES) * ALIGN_BYTES
 
 
 # A batch as a pickle of its structure, and the memory of its tensors and arrays apart
@@ -351,50 +346,49 @@ def _tensor(
 # The training loop's end
 
 
-class SentBatch(tuple[Any, ...]):
-    """A batch on its way: the arguments of ``_receive``; unpickling it gives the batch."""
+class SentBatch:
+    """A batch on its way: who receives it, and of what; unpickling it gives the batch."""
 
-    __slots__ = ()
+    def __init__(self, receive: Callable[..., Any], *sent: Any) -> None:
+        self._sent = receive, sent
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _receive, tuple(self)
-
-
-def _receive(token: str, handle: Handle | None, spans: Spans, data: bytes) -> Any:
-    """The batch of this structure, which came through the ``RingCollate`` of this token.
-
-    Its parts lie in spans of a slot; without one ``data`` is all of it.
-    """
-    receiver = BatchReceiver.of(token)
-    if handle is None:
-        receiver.fresh_count += 1
-        return pickle.loads(data)
-    whole = receiver.borrow(handle)  # its slices keep it lent, and so does all that is made of them
-    return pickle.loads(data, buffers=[whole[start : start + size] for start, size in spans])
+        return self._sent
 
 
 class BatchReceiver:
     """The slots of workers that this process has mapped; those of ended workers are dropped."""
 
-    def __init__(self) -> None:
+    def __init__(self, token: str) -> None:
+        self._token = token
         self.fresh_count = 0  # batches that came in torch's way, because all slots were lent
         # By name: the handle, and who is told when the latest batch dies.
         self._mapped: dict[str, tuple[Handle, Loan]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy has mapped nothing yet."""
-        return BatchReceiver, ()
+        return BatchReceiver.of, (self._token,)
 
     @classmethod
     def of(cls, token: str) -> BatchReceiver:
         """Return the one that all copies of a ``RingCollate`` in this process share."""
-        _forget_loans_in_children()
-        return _receivers.setdefault(token, cls())
+        return _receivers.setdefault(token, cls(token))
 
     @property
     def bytes_held(self) -> int:
         self._drop_ended()
         return sum(loan.buffer.nbytes for _, loan in list(self._mapped.values()))
+
+    def receive(self, handle: Handle | None, spans: Spans, data: bytes) -> Any:
+        """The batch of this structure, whose parts lie in spans of a slot.
+
+        Without one ``data`` is all of it.
+        """
+        if handle is None:
+            self.fresh_count += 1
+            return pickle.loads(data)
+        # Its slices keep it lent, and so does all that is made of them.
+        whole = self.borrow(handle)
+        return pickle.loads(data, buffers=[whole[start : start + size] for start, size in spans])
 
     def borrow(self, handle: Handle) -> memoryview:
         """The memory of a slot, which is given back when the last that is made of it dies."""
@@ -429,13 +423,11 @@ _receivers: weakref.WeakValueDictionary[str, BatchReceiver] = weakref.WeakValueD
 _GIVE_BACK = operator.methodcaller("set_state", _FREE)
 
 
-@functools.cache
-def _forget_loans_in_children() -> None:
-    """Have a forked process drop what it inherits: the batches are still its parent's."""
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_forget_loans)
-
-
 def _forget_loans() -> None:
+    """Have a forked process drop what it inherits: the batches are still its parent's."""
     for receiver in list(_receivers.values()):
         receiver._mapped.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_loans)

@@ -238,7 +238,7 @@ class DeviceOps:
         if has_store:
             self._warn_of_the_store(why)
         if not any(casts):
-            kinds = " and ".join(dict.fromkeys(it.served_dtype for it in reader.programs))
+            kinds = " and ".join({str(dtype)[6:]: None for dtype in reader.dtypes})
             self.described = f"on the CPU: {why or f'they serve {kinds}, which is sent as it is'}"
             return None, None, None
         self.described = f"on {self._device}, the conversion only{why and f': {why}'}"
@@ -282,7 +282,7 @@ class DeviceOps:
 def _read(handle: ReaderHandle, batch: IndexBatch, ring: BatchRing) -> list[Any]:
     """The parts of a batch as they are sent."""
     sent, _ = handle().uncast
-    return sent.parts(batch, ring.take)
+    return sent.whole(batch, ring.take, sent.targets)
 
 
 def _finish(handle: ReaderHandle, converts: list[Transform | None], batch: list[Any]) -> Any:

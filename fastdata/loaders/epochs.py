@@ -74,7 +74,7 @@ class JoinedReader:
         outs = room(len(batch), first.outputs, take, channels_last=is_last)
         for number, row_B, piece in self._pieces(batch):
             readers[number].read_into(outs, piece, row_B)
-        parts = first.tensors(outs)
+        parts = list(map(torch.Tensor.view, map(torch.from_numpy, outs), first.dtypes))
         if first.plan.mask is None:
             of_each = self.in_order(batch, [reader.targets_of for reader in readers])
             parts.append(collate_targets(of_each))

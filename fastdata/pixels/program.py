@@ -78,8 +78,9 @@ class Program:
         self._spec = spec
         self._stored = spec.shape and _planes(spec.shape)
         casts = [str(op.n[0]).lower() for op in ops if op.code == "OP_CAST"]
-        self.served_dtype = [spec.dtype, *casts][-1]
-        self._dtype = np.dtype(self.served_dtype.replace("bfloat16", "uint16"))
+        served = [spec.dtype, *casts][-1]
+        self.served_dtype: torch.dtype = getattr(torch, served)
+        self._dtype = np.dtype(served.replace("bfloat16", "uint16"))
         self._scratch = Scratch()
 
     @functools.cached_property
@@ -232,7 +233,7 @@ class Program:
 
     def as_tensor(self, served: Array) -> torch.Tensor:
         """A tensor over the same memory; NumPy has no bfloat16, and holds its bits."""
-        return torch.from_numpy(served).view(getattr(torch, self.served_dtype))
+        return torch.from_numpy(served).view(self.served_dtype)
 
     def _serve_store(
         self, pairs: list[_Pair], store: Readable, keys: core.Keys, rows_B: Int64s | None
