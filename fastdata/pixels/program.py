@@ -78,9 +78,8 @@ class Program:
         self._spec = spec
         self._stored = spec.shape and _planes(spec.shape)
         casts = [str(op.n[0]).lower() for op in ops if op.code == "OP_CAST"]
-        served = [spec.dtype, *casts][-1]
-        self.served_dtype: torch.dtype = getattr(torch, served)
-        self._dtype = np.dtype(served.replace("bfloat16", "uint16"))
+        self._served_dtype = [spec.dtype, *casts][-1]
+        self._dtype = np.dtype(self._served_dtype.replace("bfloat16", "uint16"))
         self._scratch = Scratch()
 
     @functools.cached_property
@@ -95,6 +94,11 @@ class Program:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Program, (self._ops, self._spec)
+
+    @property
+    def served_dtype(self) -> torch.dtype:
+        found: torch.dtype = getattr(torch, self._served_dtype)
+        return found
 
     def without_cast(self) -> tuple[Program, Op | None]:
         """This up to the conversion to floats that it ends with, and that; None if it has none."""
