@@ -11,8 +11,8 @@ import os
 import pickle
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import copy_context
 from dataclasses import replace
 from enum import Enum
 from multiprocessing.context import get_spawning_popen
@@ -43,11 +43,10 @@ from fastdata.machine.shared import ArrayBlock, SampleTable
 from fastdata.pixels import (
     StandardTransform,
     TransformPlan,
-    Views,
     leading_steps,
     prepare_key,
 )
-from fastdata.pixels.compose import LIBRARIES, flatten, known_name, outside_of
+from fastdata.pixels.compose import LIBRARIES, known_name, outside_of
 from fastdata.pixels.images import Array, Resize, tensor_class
 from fastdata.pixels.plan import PairStep, Step
 from fastdata.report import log, warn_user
@@ -383,13 +382,13 @@ class PreparedDataset(_Opened):
             return reader.items(batch, fresh if ring is None else ring.take)
         if batch is None:
             return [self[index] for index in indices]
+        return copy_context().run(self._own_items, batch)
+
+    def _own_items(self, batch: IndexBatch) -> list[Any]:
         items = []
-        for k, index in enumerate(batch):
-            token = OWN_ITEM.set(OwnItem(batch, k))
-            try:
-                items.append(self[index])
-            finally:
-                OWN_ITEM.reset(token)
+        for row, index in enumerate(batch):
+            OWN_ITEM.set(OwnItem(batch, row))
+            items.append(self[index])
         return items
 
     def _drawing(self, indices: Sequence[int], reader: Reader) -> IndexBatch:
@@ -618,7 +617,7 @@ class Watch:
         """Note what there is; not what is in unknown steps, which run as they are."""
         met = {id(step): step for step in unknown}
         self._outside: list[tuple[Any, Any]] = []
-        held = _held_by((*calls, *_leaves(calls)), met, self._outside)
+        held = _held_by(calls, met, self._outside)
         self._parts = [part for part in held if isinstance(part, (dict, list))]
         self._copies = [part.copy() for part in self._parts]  # with the same objects in them
         self._arrays = [array for array in held if isinstance(array, _ARRAYS)]
@@ -639,9 +638,9 @@ class Watch:
 
 def _held_by(values: Iterable[Any], met: dict[int, Any], outside: list[Any]) -> list[Any]:
     """These, all that is in them, and what their code reads: each once, and none met before."""
-    queue, held = deque(values), []
-    while queue:
-        value = queue.popleft()
+    queue = list(values)
+    held = []
+    for value in queue:  # which grows
         if id(value) in met or isinstance(value, _ATOMS):
             continue
         met[id(value)] = value
@@ -663,14 +662,6 @@ def _octets(array: Any) -> bytes:
         return np.asarray(array).tobytes()
     except (TypeError, RuntimeError):  # of bfloat16, or on a device
         return b""
-
-
-def _leaves(transform: Any) -> list[Any]:
-    """The steps of a transform, with those of each view in the place of ``Views``."""
-    leaves: list[Any] = []
-    for step in flatten(transform):
-        leaves += _leaves(step.transforms) if type(step) is Views else [step]
-    return leaves
 
 
 # For loaders: no part of the face
