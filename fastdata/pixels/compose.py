@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastdata.pixels.describe import nested
+from fastdata.pixels.describe import read_code
 from fastdata.pixels.images import TO_RGB
 
 
@@ -133,7 +133,7 @@ def flatten(transform: Any) -> tuple[Any, ...]:
         elif name == "ImageClassification" or kind.__module__.startswith("albumentations."):
             steps += _steps_of_preset(step) if name else [_Named(step)]
             continue
-        elif name is None:
+        elif not name:
             parts = seen_through(step)
         elif name == "Lambda" and getattr(step, "types", (object,)) == (object,):
             parts = seen_through(step.lambd)
@@ -183,26 +183,21 @@ class _Named:
 LIBRARIES = ("torchvision.transforms", "timm.data")
 
 
-def known_name(step: Any) -> str | None:
-    """Name of torchvision's or timm's transforms' class, or of ImageOps' functions; else None.
+def known_name(step: Any) -> str:
+    """Name of torchvision's or timm's transforms' class, or of ImageOps' functions; else empty.
 
     Timm's stand behind ``"timm."``.
     A step that was changed on the object itself is nobody's but the user's. A class that says
     ``__torchvision_equal__ = "RandomCrop"`` is taken at its word: same attributes, same pixels.
     """
     kind: Any = type(step)
-    if kind.__module__.startswith(LIBRARIES):
-        held: dict[str, Any] = getattr(step, "__dict__", {})
-        # As ``is_changed``, in place: steps are asked for their names often.
-        is_hooked = held.get("_forward_pre_hooks") or held.get("_forward_hooks")
-        if is_hooked or not _members(kind).isdisjoint(held):
-            return None
-        return f"timm.{kind.__name__}" if kind.__module__.startswith("timm.") else kind.__name__
-    if getattr(step, "__module__", None) == "PIL.ImageOps":
-        return str(step.__name__)
-    # Vars: a subclass is not equal any more.
-    name: str | None = vars(kind).get("__torchvision_equal__")
-    return name
+    if not kind.__module__.startswith(LIBRARIES):
+        of_pillow = getattr(step, "__module__", None) == "PIL.ImageOps"
+        # Vars: a subclass is not equal any more.
+        return str(step.__name__ if of_pillow else vars(kind).get("__torchvision_equal__", ""))
+    if is_changed(step):
+        return ""
+    return f"timm.{kind.__name__}" if kind.__module__.startswith("timm.") else str(kind.__name__)
 
 
 def is_v2(step: Any) -> bool:
@@ -240,7 +235,7 @@ def is_random(step: Any) -> bool | None:
         drawn = set(map(is_random, flatten(step.transforms)))
         return True if True in drawn else None if None in drawn else False
     name = known_name(step)
-    if name is None:
+    if not name:
         return None
     if name in _RANGES:
         return len(set(getattr(step, _RANGES[name]))) > 1
@@ -302,11 +297,8 @@ _MORE = ("_IF_", "STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF", "DELETE_", "EXC", 
 @cache
 def _names_read(code: CodeType) -> frozenset[str] | None:
     """Names that a function looks up; None if it does more than to call."""
-    codes = list(nested(code))
-    steps = chain.from_iterable(map(dis.get_instructions, codes))
-    if any(word in step.opname for step in steps for word in _MORE):
-        return None
-    return frozenset(chain.from_iterable(each.co_names for each in codes))
+    names, steps = read_code(code)
+    return None if any(word in step.opname for step in steps for word in _MORE) else names
 
 
 def outside_of(call: Any) -> dict[str, Any]:

@@ -269,12 +269,11 @@ def _reduced(value: Any) -> Iterator[Any]:
 
 def _globals_of(code: types.CodeType, namespace: Mapping[str, Any]) -> dict[str, Any]:
     """The globals that code names, by name; of the user's own modules what it may use of them."""
-    codes = list(nested(code))
-    names = frozenset().union(*[each.co_names for each in codes])
+    names, steps = read_code(code)
     held = {}
     constants: list[Any] = []
     # Names of attributes and globals look alike in co_names: instructions tell them apart.
-    for step in itertools.chain(*map(dis.get_instructions, codes)):
+    for step in steps:
         name = step.argval
         if step.opname in ("LOAD_CONST", "LOAD_SMALL_INT"):
             constants.append(name)
@@ -287,12 +286,16 @@ def _globals_of(code: types.CodeType, namespace: Mapping[str, Any]) -> dict[str,
     return held
 
 
-def nested(code: types.CodeType) -> Iterator[types.CodeType]:
-    """The code itself, and that of the functions in it."""
-    yield code
+def read_code(code: types.CodeType) -> tuple[frozenset[str], list[dis.Instruction]]:
+    """The names that code and the functions in it look up, and their instructions."""
+    names = set(code.co_names)
+    steps = list(dis.get_instructions(code))
     for value in code.co_consts:
         if isinstance(value, types.CodeType):
-            yield from nested(value)
+            inner_names, inner_steps = read_code(value)
+            names |= inner_names
+            steps += inner_steps
+    return frozenset(names), steps
 
 
 def _used_of(value: Any, names: frozenset[str]) -> Any:

@@ -58,7 +58,7 @@ def recognise(step: Any, state: State) -> State:
     Raises:
         UnknownStepError: it has to run as it is.
     """
-    name = known_name(step) or ""
+    name = known_name(step)
     read = READERS.get(name, _read_published)
     if type(step) is Views:
         raise UnknownStepError("gives several views, which only the last step may")
@@ -104,7 +104,7 @@ _MOVING = names_in(
 
 def _read_beside(step: Any, state: State) -> Op | State:
     """Read what v2 does to a mask beside its image."""
-    name = known_name(step) or ""
+    name = known_name(step)
     if not is_v2(step):
         raise UnknownStepError("is not of torchvision.transforms.v2, and takes no masks")
     if name in _POLICIES:
@@ -164,7 +164,7 @@ _BOUNDS = {"RandomShortestSize": 1, "short": 2, "long": 3}
 
 def _resize(step: Any, state: State) -> Op:
     filters = read_filters(step, state, step.interpolation)
-    name = known_name(step) or ""
+    name = known_name(step)
     longest = getattr(step, "max_size", None) or 0
     if name == "RandomResize":
         sides: Iterable[int] = range(step.min_size, step.max_size)
@@ -223,7 +223,7 @@ _VALUES = {
 
 def _value(step: Any, state: State) -> Op:
     need_colours(state)
-    code, attribute = _VALUES[known_name(step) or ""]
+    code, attribute = _VALUES[known_name(step)]
     number = getattr(step, attribute, 0)
     return _number(code, state, domain_of(step, state), number, number)
 
@@ -325,7 +325,7 @@ def _erase(
 
 def _auto_augment(step: Any, state: State) -> Op:
     """RandAugment, TrivialAugmentWide, AutoAugment or AugMix."""
-    code = _POLICIES[known_name(step) or ""]
+    code = _POLICIES[known_name(step)]
     mixes = code == "STEP_AUG_MIX"  # which makes tensors of PIL images
     warp, fill = read_warp(step, replace(state, kind="tensor") if mixes else state)
     space = _augmentation_space(step, 1, 1)
@@ -449,7 +449,7 @@ def _sometimes(read: Callable[[Any, State], Op]) -> _Reader:
 
 def _to_tensor(step: Any, state: State) -> State:
     """Read ToTensor, PILToTensor, and those of timm."""
-    name = (known_name(step) or "").removeprefix("timm.")
+    name = known_name(step).removeprefix("timm.")
     if name == "ToNumpy":
         raise UnknownStepError("makes NumPy arrays; use MaybePILToTensor")
     if state.kind != "pil":
