@@ -469,7 +469,6 @@ def test_views_are_prepared_by_what_all_begin_with() -> None:
             v1.Compose([v1.RandomVerticalFlip(), Views(v1.ToTensor())]),
             "leads to views that share a random step",
         ),
-        (Views(v1.ToTensor(), v2.ToImage()), "leads to views of several types"),
         (
             v1.Compose([Views(v1.ToTensor()), v1.Lambda(len)]),
             "gives several views, which only the last step may",
@@ -486,6 +485,13 @@ def test_unserved_views_say_why(transform: Any, reason: str) -> None:
     assert type(written) is type(planned)
     if isinstance(written, list):
         assert [type(view) for view in written] == [type(view) for view in planned]
+
+
+def test_views_of_several_types_are_batches() -> None:
+    """Each view is what its own steps make of a sample."""
+    plan = plan_transform(Views(v1.ToTensor(), v2.ToImage()))
+    assert plan.is_batched
+    assert [view.end_kind for view in plan.views] == ["tensor", "image"]
 
 
 def test_each_view_is_split_by_itself() -> None:

@@ -103,10 +103,7 @@ class TransformPlan:
 
     @property
     def end_kind(self) -> Form | None:
-        """What samples are after all steps, as far as that is known."""
-        if self.views:
-            kinds = {view.end_kind for view in self.views}
-            return kinds.pop() if len(kinds) == 1 else None
+        """What samples are after all steps, as far as that is known; views each know their own."""
         if self.last:
             return self.last.kind
         return None if self.per_sample else self.kind
@@ -252,14 +249,8 @@ def _joined(
 ) -> TransformPlan:
     """One plan of views behind common steps, each of which was planned by itself."""
     prepare = plans[0].prepare
-    kinds = {plan.end_kind for plan in plans} - {None}
-    if any(is_random(step) is not False for step in before):
-        reason = "leads to views that share a random step; write it in each of them"
-    elif len(kinds) > 1:
-        reason = "leads to views of several types"
-    else:
-        kind = plans[0].kind
-        return TransformPlan(prepare=prepare, kind=kind, views=tuple(plans), made=views.kind)
+    if all(is_random(step) is False for step in before):
+        return TransformPlan(prepare=prepare, kind=form, views=tuple(plans), made=views.kind)
     more = max(len(prepare) - len(before), 0)
     rest = Views(*(flatten(transform)[more:] for transform in views.transforms))
     rest.kind = views.kind
@@ -267,7 +258,7 @@ def _joined(
         prepare=prepare,
         per_sample=(*before[len(prepare) :], rest),
         kind=form,
-        reason=reason,
+        reason="leads to views that share a random step; write it in each of them",
         made=views.kind,
     )
 
