@@ -212,8 +212,8 @@ def list_paths(
         tasks = [paths[i : i + _FILES_PER_TASK] for i in range(0, len(paths), _FILES_PER_TASK)]
         workers = usable_cores() if len(tasks) > 4 else 0
         with contextlib.closing(run_tasks(_ask, tasks, workers)) as answers:
-            found = [each for answer in answers for each in answer]
-        facts = np.array(found, np.int64).reshape(-1, 2).T
+            facts = np.array([each for answer in answers for each in answer], np.int64)
+        facts = facts.reshape(-1, 2).T
     return Listing(packed, facts)
 
 

@@ -211,8 +211,9 @@ class Cache:
 
     def lacks_receipts(self) -> bool:
         """Whether a shard is to be written again, as only a cache of this machine says."""
-        receipts = set(map(receipt_name, self.shard_names))
-        return not self.place.is_remote and not receipts <= {*os.listdir(self.place.url)}
+        if self.place.is_remote:
+            return False
+        return not {*map(receipt_name, self.shard_names)} <= {*os.listdir(self.place.url)}
 
     # Checked when it is read; ValueError, or any other, where something cannot be
 

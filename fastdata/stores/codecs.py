@@ -97,8 +97,10 @@ def _library(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as missing:
         package = name.partition(".")[0]
-        cure = f"pip install {package}, or use another codec"
-        raise ImportError(f"the codec needs the package {package}: {cure} ({missing})") from missing
+        raise ImportError(
+            f"the codec needs the package {package}: pip install {package}, or use another codec "
+            f"({missing})"
+        ) from missing
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ SPLIT = 8
 """A bias was added (0x80 in each byte but the highest), then all lowest bytes, all second ..."""
 
 
-class Layout(NamedTuple):
+class WordLayout(NamedTuple):
     """How a sample's bytes are laid out as words.
 
     Args:
@@ -165,7 +167,7 @@ class Layout(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def layout_of(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Layout:
+def layout_of(shape: tuple[int, ...], dtype: np.dtype[Any]) -> WordLayout:
     lane = dtype.itemsize // 2 if dtype.kind == "c" else dtype.itemsize
     if lane not in (1, 2, 4, 8):
         lane = 1
@@ -183,7 +185,7 @@ def layout_of(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Layout:
     filters = [0, split, split | ABOVE, split | ABOVE | LEFT]
     if len(shape) >= 3 and shape[0] == 3:
         filters.append(filters[-1] | GREEN)
-    return Layout(
+    return WordLayout(
         rows=(planes, rows, row_bytes),
         words=(1, words, 1) if is_one_row else (planes, rows, words),
         lane=lane,
@@ -191,7 +193,7 @@ def layout_of(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Layout:
     )
 
 
-def apply_filter(sample: Bytes, layout: Layout, chosen: int) -> Bytes:
+def apply_filter(sample: Bytes, layout: WordLayout, chosen: int) -> Bytes:
     """Filter a sample's bytes.
 
     Returns:
@@ -221,7 +223,7 @@ def apply_filter(sample: Bytes, layout: Layout, chosen: int) -> Bytes:
     return filtered.view(np.uint8)
 
 
-def undo_filter(filtered: Bytes, layout: Layout, chosen: int, out: Bytes) -> None:
+def undo_filter(filtered: Bytes, layout: WordLayout, chosen: int, out: Bytes) -> None:
     """Undo ``apply_filter``, in long calls on whole arrays: NumPy gives up the GIL during each.
 
     ``filtered``, ``layout.size`` bytes that begin on a multiple of 8, is overwritten and may be
@@ -455,8 +457,7 @@ def describe_codec(codec: Any, cache_key: str | None = None) -> str:
         return " + ".join(describe_codec(each, cache_key) for each in codec)
     made = find_codec(codec)
     if isinstance(made, OwnCodec):
-        kind = type(made.codec).__qualname__
-        return f"{kind} {made.name} {describe(made.codec, cache_key)}"
+        return f"{type(made.codec).__qualname__} {made.name} {describe(made.codec, cache_key)}"
     return json.dumps(made.settings(), sort_keys=True)
 
 

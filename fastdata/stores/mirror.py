@@ -254,8 +254,15 @@ class MirroredStore(DiskStore):
         self._spare_bytes = spare_bytes - size_bytes
 
     def __reduce__(self) -> tuple[object, ...]:
-        files = self._place, self._names, self.spec, self.index, self._decoder
-        return MirroredStore, (*files, self._folder, self.limit_bytes)
+        return MirroredStore, (
+            self._place,
+            self._names,
+            self.spec,
+            self.index,
+            self._decoder,
+            self._folder,
+            self.limit_bytes,
+        )
 
 
 class _Mapped(dict[int, Bytes]):

@@ -347,23 +347,25 @@ def prepare_storage(path: ReadPath, options: Options, table: SampleTable | None)
     # Of which every rank has its own.
     known = [getattr(path.source, name, None) for name in ("loader", "dataset")]
     known += [path.prepare, *options.codecs]
-    place = _meet(expected, options, table, known)
-    if isinstance(place, Follower):
-        prepared: Prepared = place.value
+    met = _meet(expected, options, table, known)
+    if isinstance(met, Follower):
+        prepared: Prepared = met.value
         warn_of_skipped(prepared.skipped, count)
-        sharing = f"one copy for the ranks of this machine, prepared with {place.leader}"
-        reason = f"{prepared.storage_plan.reason}; {sharing}"
-        return replace(prepared, storage_plan=prepared.storage_plan._replace(reason=reason))
-    if place is None:
+        plan = prepared.storage_plan
+        reason = (
+            f"{plan.reason}; one copy for the ranks of this machine, prepared with {met.leader}"
+        )
+        return replace(prepared, storage_plan=plan._replace(reason=reason))
+    if met is None:
         return _prepare(expected, options, table)
     with contextlib.ExitStack() as cleanup:
-        cleanup.callback(place.close)
+        cleanup.callback(met.close)
         prepared = _prepare(expected, replace(options, cores=cores_of_job()), table)
-        if prepared.kept is None:
-            return prepared
-        place.tell(prepared, known)
-        cleanup.pop_all()
-    return replace(prepared, kept=replace(prepared.kept, shared_by=place))
+        if prepared.kept is not None:
+            met.tell(prepared, known)
+            cleanup.pop_all()
+            prepared = replace(prepared, kept=replace(prepared.kept, shared_by=met))
+    return prepared
 
 
 def _prepare(expected: Forecast, options: Options, table: SampleTable | None) -> Prepared:
@@ -397,8 +399,9 @@ def _prepare(expected: Forecast, options: Options, table: SampleTable | None) ->
             trials = trials or try_codecs(look_longer(expected.path), options.codec)
             trials = [it for it in trials if it is not trial]
             if options.storage != "auto":
-                said = str(error).rstrip(".")
-                raise MemoryBudgetError(f"{said}. {would_fit(trials, budget)}") from error
+                raise MemoryBudgetError(
+                    f"{str(error).rstrip('.')}. {would_fit(trials, budget)}"
+                ) from error
             refused = str(error).partition(". ")[0]
             need_bytes = budget.bytes + 1
 
@@ -469,8 +472,8 @@ def _key(expected: Forecast, options: Options, table: SampleTable | None) -> str
     source = expected.path.source
     name = options.cache_key
     words: list[Any] = [options.storage, options.at_once, options.on_error, options.memory_limit]
-    by = [*expected.path.prepare.steps, getattr(source, "loader", None)]
-    words += [describe_codec(options.codec, name), describe(by, name), name]
+    made_by = [*expected.path.prepare.steps, getattr(source, "loader", None)]
+    words += [describe_codec(options.codec, name), describe(made_by, name), name]
     words += [len(source), expected.parts]
     if isinstance(source, DatasetSource):
         words += [_describe(source.dataset, name), source.columns]
