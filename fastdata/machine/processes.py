@@ -287,7 +287,7 @@ def run_tasks(
     Args:
         job: called with one task; what it raises is raised here.
         tasks: can be pickled, and say as text what they are.
-        workers: below 1 the job runs in the thread that asks.
+        workers: below 2 the job runs in the thread that asks.
         forks: whether workers are processes, if they can be; else the job is one for threads.
         cores: that workers may use, where those of this process are fewer.
 
@@ -295,7 +295,7 @@ def run_tasks(
         IngestError: a worker died.
     """
     can_fork = sys.platform.startswith("linux") and not multiprocessing.current_process().daemon
-    if workers < 1:
+    if workers < 2:
         yield from map(job, tasks)
     elif forks and can_fork:
         done = 0

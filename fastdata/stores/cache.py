@@ -219,8 +219,7 @@ class Cache:
 
     def _check(self) -> None:
         parts = self.manifest.parts
-        layout = self.manifest.layout
-        if len(parts) <= layout.target_is_part + len(layout.mask_places):
+        if len(parts) <= self.manifest.layout.target_parts:
             raise ValueError(f"its parts do not fit: {parts}")
         shards = len(self.columns["shards.names"])
         names = self._column("shards.names", "S16", shards).tolist()
@@ -433,8 +432,7 @@ def open_cache(
     manifest = cache.manifest
     paths = None
     prefix = b""
-    has_masks = manifest.layout.target_is_part or manifest.layout.mask_places
-    if "paths" in cache.columns and not has_masks:
+    if "paths" in cache.columns and not manifest.layout.target_parts:
         paths = Packed(cache.columns["paths"], cache.columns["ends"])
         if not os.path.isabs(paths[0]):
             prefix = os.path.join(os.fsencode(manifest.root), b"")

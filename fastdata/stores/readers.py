@@ -341,6 +341,11 @@ class Layout:
         if keys and (keys.image not in keys.names or len({*keys.names}) < len(keys.names)):
             raise ValueError(f"its keys do not fit: {keys}")
 
+    @property
+    def target_parts(self) -> int:
+        """How many of the parts, the last ones, are of targets."""
+        return self.target_is_part + len(self.mask_places)
+
 
 PLAIN_LAYOUT = Layout()
 
@@ -377,8 +382,8 @@ class KeptSamples(Layout):
 
     def read(self, index: int) -> tuple[Any, Any]:
         """Sample and target as they were before they were stored, in memory of the caller's own."""
-        count = len(self.stores) - self.target_is_part - len(self.mask_places)
-        parts = tuple(self._owned(store, index) for store in self.stores[:count])
+        stores = self.stores[: len(self.stores) - self.target_parts]
+        parts = tuple(self._owned(store, index) for store in stores)
         return (parts if self.is_tuple else parts[0]), self.target(index)
 
     def target(self, index: int) -> Any:
@@ -395,7 +400,7 @@ class KeptSamples(Layout):
 
     def collated_targets(self, index_B: Array) -> Any:
         """What ``default_collate`` makes of the targets of a batch."""
-        if self.target_is_part or self.mask_places:
+        if self.target_parts:
             return collate_targets([self.target(index) for index in index_B.tolist()])
         return self.table.collated_targets(index_B)
 

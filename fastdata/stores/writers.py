@@ -555,14 +555,17 @@ def ingest(
     """
     size = _FETCHED_AT_ONCE if path.source.is_remote else _AT_ONCE
     tasks = [indices[first : first + size] for first in range(0, len(indices), size)]
-    workers = min(ingest_workers(options), len(tasks))
-    forks = needs_processes(path, plans)
     all_written = Written({}, {})
     with contextlib.ExitStack() as cleanup:
         to_write = WritePath.open(path, plans, indices)
         cleanup.callback(to_write.close)
-        workers = workers if workers > 1 else 0
-        done = run_tasks(to_write.write, tasks, workers, forks=forks, cores=options.cores)
+        done = run_tasks(
+            to_write.write,
+            tasks,
+            min(ingest_workers(options), len(tasks)),
+            forks=needs_processes(path, plans),
+            cores=options.cores,
+        )
         bar = progress_bar(len(indices), f"preparing {len(indices):,} images")
         with contextlib.closing(done), bar:
             for targets, errors in done:
