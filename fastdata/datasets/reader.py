@@ -75,7 +75,8 @@ def room(
 
     (B, C, h, w) may lie as (B, h, w, C).
     """
-    starts, end = [], 0
+    starts = []
+    end = 0
     for shape, dtype in outputs:
         starts.append(end)
         end += -(-count * math.prod(shape) * dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES
@@ -170,7 +171,8 @@ class Column(NamedTuple):
 
     def shown(self, served: Iterable[Array]) -> list[Any]:
         """Samples after the batch ops, as the rest of the transform wants them."""
-        kind, program = self.plan.kind, self.program
+        kind = self.plan.kind
+        program = self.program
         if program is None or kind in ("pil", "array"):
             return [present(sample, kind) for sample in served]
         made = tensor_class(kind)
@@ -340,7 +342,8 @@ class Reader:
     def items(self, batch: IndexBatch, take: Take = fresh) -> list[Any]:
         """A ``SampleBatch`` where samples are pairs with images of one shape, else a list."""
         parts = self._parts(batch, take, is_alone=not self.outputs)
-        images, targets = parts[0], parts[-1]
+        images = parts[0]
+        targets = parts[-1]
         if self.plan.views or self.keys is not None or not isinstance(images, torch.Tensor):
             return self._listed(parts)
         kind, *of_masks = self._classes
@@ -372,10 +375,10 @@ class Reader:
         plan = self.plan
         if self.obstacle is None and not is_alone:
             return self.whole(batch, take, self.targets_of)
-        kept, programs = self.kept, self.programs
+        kept = self.kept
         index_B = batch.positions.tolist()
         targets = None
-        if not programs:
+        if not self.programs:
             if self.stored.is_remote:
                 self.expect(batch)
             read = self._from_source if kept is None else kept.read
@@ -383,12 +386,12 @@ class Reader:
             columns: list[Any] = [samples] * len(self.columns)
         else:
             if is_alone and kept is not None:
-                stores = kept.stores if plan.mask else kept.stores[:1] * len(programs)
+                stores = kept.stores if plan.mask else kept.stores[:1] * len(self.programs)
                 pairs = list(zip(index_B, batch.visits, strict=True))
                 with kept.naming_damage():
                     rows = [
                         [program.run_one(store, index, visit, batch.seed) for index, visit in pairs]
-                        for program, store in zip(programs, stores, strict=False)
+                        for program, store in zip(self.programs, stores, strict=False)
                     ]
             else:
                 outs = room(len(batch), self.outputs, fresh)
@@ -556,7 +559,8 @@ def _column(plan: TransformPlan, store: Store | None = None) -> Column:
 
 def _compile_kept(stored: Stored, kept: KeptSamples, transform: Any) -> Compiled:
     store = kept.images
-    spec, dimensions = store.spec, len(store.shape(0))
+    spec = store.spec
+    dimensions = len(store.shape(0))
     is_image = dimensions == 3
     obstacle = "samples have several parts" if kept.is_tuple else core.obstacle()
     assert stored.after is not None
