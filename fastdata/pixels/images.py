@@ -375,22 +375,33 @@ class OpenedImages(core.Samples):
         sizes_B: their bytes.
         by_pillow: gives the pixels (C, H, W) of image ``b`` where the core does not decode its
             file, and where that turns out to be damaged; what it raises is raised.
+        shapes_B3: that files have which the core may decode; None where any will do.
         how: files are opened, as ``core.jpeg_headers`` has it.
     """
 
     def __init__(
-        self, sources_B: Int64s, sizes_B: Int64s, by_pillow: Callable[[int], Array], **how: Any
+        self,
+        sources_B: Int64s,
+        sizes_B: Int64s,
+        by_pillow: Callable[[int], Array],
+        shapes_B3: Int32s | None = None,
+        **how: Any,
     ) -> None:
-        self._sizes_B = sizes_B
+        self._sizes_B = sizes_B.copy()
         self._by_pillow = by_pillow
         self._alive: list[Array] = []
         self._turns_B = np.zeros(len(sizes_B), np.int32)
-        shapes_B3 = np.zeros((len(sizes_B), 3), np.int32)
+        found_B3 = np.zeros((len(sizes_B), 3), np.int32)
         jpeg, _ = open_libjpeg()
         if jpeg is not None:
-            shapes_B3, self._turns_B = core.jpeg_headers(sources_B, sizes_B, **how)
-            self.files = ctypes.byref(jpeg), sizes_B.ctypes.data, self._turns_B.ctypes.data
-        super().__init__(sources_B, shapes_B3)
+            found_B3, self._turns_B = core.jpeg_headers(sources_B, sizes_B, **how)
+            self.files = ctypes.byref(jpeg), self._sizes_B.ctypes.data, self._turns_B.ctypes.data
+        super().__init__(sources_B.copy(), found_B3)
+        is_left_B = self._turns_B == 0
+        if shapes_B3 is not None:
+            is_left_B |= (found_B3 != shapes_B3).any(axis=1)
+        for b in np.flatnonzero(is_left_B).tolist():
+            self.leave_to_pillow(b)
 
     @classmethod
     def of_files(
@@ -410,26 +421,7 @@ class OpenedImages(core.Samples):
         how = {"upright": upright, "channels": channels, "most_pixels": most}
         opened = cls(addresses_of(arrays), sizes_B, by_pillow, **how)
         opened._alive += arrays
-        return opened._leave(opened._turns_B == 0)
-
-    @classmethod
-    def stored(
-        cls,
-        sources_B: Int64s,
-        sizes_B: Int64s,
-        shapes_B3: Int32s,
-        read: Callable[[int], Array],
-    ) -> OpenedImages:
-        """JPEG files of these shapes in memory that stays; ``read`` is ``by_pillow``."""
-        opened = cls(sources_B.copy(), sizes_B.copy(), read)
-        is_other_B = (opened.shapes_B3 != shapes_B3).any(axis=1)
-        opened.shapes_B3 = shapes_B3
-        return opened._leave(is_other_B)
-
-    def _leave(self, is_left_B: Array) -> OpenedImages:
-        for b in np.flatnonzero(is_left_B).tolist():
-            self.leave_to_pillow(b)
-        return self
+        return opened
 
     def leave_to_pillow(self, b: int) -> None:
         """Have image ``b`` decoded by PIL, or raise what is wrong with it."""

@@ -179,6 +179,11 @@ class State:
         return replace(self, at=child(self.at, number))
 
 
+def need_tensor(state: State) -> None:
+    if state.kind == "pil":
+        raise UnknownStepError("does not accept PIL images")
+
+
 def need_uint8(state: State) -> None:
     if state.floats:
         raise UnknownStepError("comes after the conversion to floats")

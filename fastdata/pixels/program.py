@@ -255,7 +255,7 @@ class Program:
             return
         files = store.jpeg_files(index_B)
         if files is not None:
-            images = OpenedImages.stored(*files, shapes_B3, lambda b: store.read(indices[b]))
+            images = OpenedImages(*files, lambda b: store.read(indices[b]), shapes_B3)
             _serve(pairs, images, keys, rows_B)
             return
         samples = core.Samples(np.empty(len(indices), np.int64), shapes_B3)

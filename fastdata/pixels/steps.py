@@ -37,6 +37,7 @@ from fastdata.pixels.ops import (
     maybe,
     need_colours,
     need_movable,
+    need_tensor,
     need_uint8,
     pair,
     read_border,
@@ -127,8 +128,7 @@ def _center_crop(step: Any, state: State) -> Op:
 
 def _flip(step: Any, state: State) -> Op:
     need_movable(state)
-    name = known_name(step)
-    n = (name == "RandomVerticalFlip", name == "AlternatingFlip")
+    n = [known_name(step) == name for name in ("RandomVerticalFlip", "AlternatingFlip")]
     return state.op("STEP_FLIP", n, [getattr(step, "p", 0)])  # an AlternatingFlip has none
 
 
@@ -279,8 +279,7 @@ def _blur(step: Any, state: State) -> Op:
 
 
 def _noise(step: Any, state: State) -> Op:
-    if state.kind == "pil":
-        raise UnknownStepError("does not accept PIL images")
+    need_tensor(state)
     is_erased = any(op.code == "OP_ERASE" for op in state.floats)
     if state.is_normalized or is_erased:
         raise UnknownStepError("comes after Normalize or erasing")
@@ -309,8 +308,7 @@ def _timm_erasing(step: Any, state: State) -> Op:
 def _erase(
     state: State, ranges: Iterable[float], counts: tuple[int, int], fill: Sequence[Any], mode: int
 ) -> Op:
-    if state.kind == "pil":
-        raise UnknownStepError("does not accept PIL images")
+    need_tensor(state)
     if len(fill) > 4:
         raise UnknownStepError("erases with more than 4 values")
     if not state.floats and (mode or not all(0 <= value <= 255 for value in fill)):
@@ -473,9 +471,9 @@ def _dtype(step: Any, state: State) -> Op | State:
     if dtype is None or state.is_beside:  # a dtype for all is for images only
         return state
     if state.kind == "pil":
-        if not is_to_dtype:
-            raise UnknownStepError("does not accept PIL images")
-        return state  # ToDtype leaves everything but tensors as it is
+        if not is_to_dtype:  # which leaves everything but tensors as it is
+            need_tensor(state)
+        return state
     if dtype == getattr(torch, state.dtype):
         return state
     if state.floats or dtype not in _FLOATS:
@@ -491,8 +489,7 @@ def _cast(state: State, dtype: torch.dtype, scaling: str) -> Op:
 
 
 def _normalize(step: Any, state: State) -> State:
-    if state.kind == "pil":
-        raise UnknownStepError("does not accept PIL images")
+    need_tensor(state)
     if not state.floats:
         raise UnknownStepError("does not accept uint8")
     if state.is_normalized:
