@@ -302,9 +302,9 @@ class ArrayBlock(dict[str, np.ndarray]):
 
     def __setstate__(self, opened: tuple[Block, list[_Field]]) -> None:
         self.block, self._layout = opened
-        memory = self.block.array("uint8", (self.block.size_bytes,)).data
+        data = self.block.array("uint8", (self.block.size_bytes,)).data
         for name, dtype, shape, start in self._layout:
-            self[name] = np.ndarray(shape, dtype, memory, start)
+            self[name] = np.ndarray(shape, dtype, data, start)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ArrayBlock.__new__, (ArrayBlock,), (self.block, self._layout)
