@@ -126,7 +126,7 @@ def _read_cgroups(*names: str) -> list[str]:
         inside = Path(os.path.normpath(f"/{path}")[1:])
         for mount in dict.fromkeys(mounts):
             for folder in (inside, *inside.parents):
-                texts += [_read(*(CGROUP_ROOT / mount / folder / name for name in names))]
+                texts += [_read(*map((CGROUP_ROOT / mount / folder).joinpath, names))]
     return texts
 
 
