@@ -30,6 +30,7 @@ from torch.utils.data._utils.pin_memory import pin_memory as copy_to_pinned
 
 from fastdata.datasets.batch import (
     BatchDraws,
+    Collate,
     DrawKey,
     IndexBatch,
     as_channels_last,
@@ -102,7 +103,8 @@ class JoinedReader:
             yield number, row_B, piece
 
 
-Handle = Callable[[], Reader | JoinedReader]
+AnyReader = Reader | JoinedReader
+Handle = Callable[[], AnyReader]
 """Gives what an epoch is read by, or raises StoreGoneError once the dataset is closed."""
 
 
@@ -157,15 +159,15 @@ class LoaderView:
         """As the user gave it to a dataset."""
         return _first(latest_reader(part).stored.options.seed for part in self.parts)
 
-    def reader(self) -> Reader | JoinedReader | None:
+    def reader(self) -> AnyReader | None:
         """What a coming epoch is served by, after what was changed in place."""
         return self._one([part.reader() for part in self.parts])
 
-    def latest(self) -> Reader | JoinedReader | None:
+    def latest(self) -> AnyReader | None:
         """What was served last; not to be held, with the memory that it holds."""
         return self._one(list(map(latest_reader, self.parts)))
 
-    def _one(self, readers: list[Reader]) -> Reader | JoinedReader | None:
+    def _one(self, readers: list[Reader]) -> AnyReader | None:
         if len(readers) > 1:
             return JoinedReader(readers, self.starts)
         return readers[0] if readers else None
@@ -240,6 +242,7 @@ class _WholeConcat(_Whole, ConcatDataset[Any]): ...
 
 
 Slots = BatchRing | BatchReceiver
+Read = Callable[[Any, BatchRing], Any]
 HELD_BY_USER = 2
 """Batches that the training loop may hold without costing new memory: the current one and one
 looked ahead."""
@@ -276,10 +279,10 @@ class BatchMaker:
     fetch: Callable[[Any], Any]
     handle: Handle | None
     ring: BatchRing
-    collate_fn: Callable[[Any], Any]
+    collate_fn: Collate
     in_thread: bool
     channels_last: bool
-    read: Callable[[Any, BatchRing], Any] | None
+    read: Read | None
 
     def __call__(self, indices: Any, draws: DrawKey) -> Any:
         with shown_as("fastdata: read"):
@@ -333,6 +336,10 @@ class LoopCounts:
         }
 
 
+Mark = tuple[int, bool]
+"""Batches handed over, and whether those are all."""
+
+
 @dataclass(kw_only=True, slots=True)
 class Progress:
     """How far one epoch has come.
@@ -366,13 +373,13 @@ class Progress:
     handed: int = 0
     is_finished: bool = False
     draws: Any = None
-    seen: tuple[int, bool] | None = None
+    seen: Mark | None = None
 
-    def mark(self) -> tuple[int, bool]:
-        """Batches handed over and whether those are all; a prefetcher's thread takes it along."""
+    def mark(self) -> Mark:
+        """A prefetcher's thread takes it along."""
         return self.handed, self.is_finished
 
-    def hand_over(self, mark: tuple[int, bool]) -> None:
+    def hand_over(self, mark: Mark) -> None:
         self.seen = mark
 
     @property
@@ -466,7 +473,7 @@ class ProcessIter(Counted, torch_loader._MultiProcessingDataLoaderIter):
 
     def __init__(self, view: Any, progress: Progress, *, held: int) -> None:
         if not isinstance(view.collate_fn, RingCollate):
-            slots = (view.prefetch_factor or 0) + 1 + held
+            slots = view.prefetch_factor + 1 + held
             view.collate_fn = RingCollate(view.collate_fn, slots=slots)
         self.ring = view.collate_fn.receiver
         context = view.multiprocessing_context or multiprocessing

@@ -23,21 +23,22 @@ from torch.utils.data import (
 from torch.utils.data import dataloader as torch_loader
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
-from fastdata.datasets.batch import ChannelsLast, collate
+from fastdata.datasets.batch import ChannelsLast, Collate, collate
 from fastdata.datasets.dataset import PreparedDataset, latest_reader, own_reader
-from fastdata.datasets.reader import BatchRing, Reader
+from fastdata.datasets.reader import BatchRing
 from fastdata.datasets.ring import RingCollate
 from fastdata.errors import counted
 from fastdata.loaders.epochs import (
     HELD_BY_USER,
+    AnyReader,
     BatchMaker,
     Engine,
     InlineIter,
-    JoinedReader,
     LoaderView,
     LoopCounts,
     ProcessIter,
     Progress,
+    Read,
     ThreadIter,
 )
 from fastdata.loaders.order import Epochs, length_of
@@ -124,7 +125,7 @@ class DataLoader(_TorchLoader[_T_co]):
         sampler: Sampler[Any] | Iterable[Any] | None = None,
         batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
         num_workers: int | Literal["auto"] = 0,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
+        collate_fn: Collate | None = None,
         pin_memory: bool | Literal["auto"] = False,
         drop_last: bool = False,
         timeout: float = 0,
@@ -190,7 +191,7 @@ class DataLoader(_TorchLoader[_T_co]):
         self,
         ring: BatchRing | None = None,
         held: int = HELD_BY_USER,
-        read: Callable[[Any, BatchRing], Any] | None = None,
+        read: Read | None = None,
         alone: str = "",
     ) -> Any:
         """Begin an epoch, as ``iter`` does; the iterator's ``progress`` is how far it is.
@@ -210,10 +211,10 @@ class DataLoader(_TorchLoader[_T_co]):
             _warn(
                 self.dataset, self.sampler, self._served, asks_processes=self.workers == "process"
             )
-        if ring is None:
-            ring = self._ring = self._ring or BatchRing(self.ring_slots(held))
         handle = self._served.handle()
         engine = self._engine = Engine("thread", alone, 0) if alone else self._choose_engine()
+        if ring is None:
+            ring = self._ring = self._ring or BatchRing(self.ring_slots(held))
         progress = self._epochs.begin()
         is_seeded = self.persistent_workers and progress.base_seed is not None
         is_channels_last = self.memory_format is torch.channels_last
@@ -355,11 +356,11 @@ class DataLoader(_TorchLoader[_T_co]):
 
     def ring_slots(self, held: int) -> int:
         """How many buffers threads and a user who holds ``held`` batches need."""
-        return self._choose_engine().workers * (self.prefetch_factor or 0) + 1 + held
+        return self._engine.workers * (self.prefetch_factor or 0) + 1 + held
 
     def device_obstacle(self) -> str | None:
         """Why nobody can read its batches in another way, for a device to finish them, or None."""
-        engine = self._choose_engine()
+        engine = self._engine = self._choose_engine()
         if engine.kind == "process":
             return f"batches come from {engine.path}"
         return None if self.collate_fn is collate else "collate_fn= is your own"
@@ -387,7 +388,7 @@ class DataLoader(_TorchLoader[_T_co]):
         threads = min(count, memory.usable_cores()) if is_whole else count
         return Engine("thread", f"{path}, read by {counted(threads, 'thread')}", threads)
 
-    def _thread_obstacle(self, reader: Reader | JoinedReader | None) -> str | None:
+    def _thread_obstacle(self, reader: AnyReader | None) -> str | None:
         if isinstance(self.dataset, IterableDataset):
             return "an IterableDataset is read in order"
         if self.batch_sampler is None:
