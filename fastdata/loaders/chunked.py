@@ -327,9 +327,9 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
         for store in stores:
             store.release()  # chunks will be there in its place
         reader = self._view.reader()
-        is_served = reader is not None and reader.obstacle is None
         served_bytes = None if reader is None else reader.served_bytes
         batch_bytes = (served_bytes or _SAMPLE_BYTES) * self.batch_size
+        is_single = served_bytes is None  # samples come one by one
         in_use_bytes = memory.tree_pss_bytes()
         share_bytes = memory.available_bytes().bytes // local_ranks() + in_use_bytes
         most_bytes = _MOST_MIXED_BYTES if self._is_mixed else _MOST_BYTES
@@ -353,8 +353,8 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
             batch_bytes=batch_bytes,
             batch_size=self.batch_size,
             samples=order.num_samples // ranks,
-            worker_bytes=0 if is_served or stores else memory.PROCESS_BYTES,
-            most_workers=1 if stores and not is_served else num_workers or memory.usable_cores(),
+            worker_bytes=memory.PROCESS_BYTES if is_single and not stores else 0,
+            most_workers=1 if is_single and stores else num_workers or memory.usable_cores(),
             sample_bytes=sample_bytes if stores else 0,
             most_bytes=most_bytes,
             chunk_samples=chunk_samples,

@@ -208,9 +208,7 @@ class DataLoader(_TorchLoader[_T_co]):
         self._served.reader()  # which notices what was changed in place
         if not self._has_warned:
             self._has_warned = True
-            _warn(
-                self.dataset, self.sampler, self._served, asks_processes=self.workers == "process"
-            )
+            _warn(self.dataset, self.sampler, self._served, is_asked=self.workers == "process")
         handle = self._served.handle()
         engine = self._engine = Engine("thread", alone, 0) if alone else self._choose_engine()
         if ring is None:
@@ -425,8 +423,8 @@ _SAID: weakref.WeakValueDictionary[int, PreparedDataset] = weakref.WeakValueDict
 """Datasets of which it was said what keeps them from being served in whole batches."""
 
 
-def _warn(dataset: Any, sampler: Any, served: LoaderView, *, asks_processes: bool) -> None:
-    """Warn of samples that every rank reads, and of what keeps batches from being whole."""
+def _warn(dataset: Any, sampler: Any, served: LoaderView, *, is_asked: bool) -> None:
+    """Warn of samples that every rank reads, and of what keeps batches from whole, unless asked."""
     ranks = find_rank().world_size
     if type(sampler) is RandomSampler and ranks > 1:
         warn_user(
@@ -439,7 +437,7 @@ def _warn(dataset: Any, sampler: Any, served: LoaderView, *, asks_processes: boo
     notice = next(filter(None, map(_fallback_notice, new)), "")
     if not served.parts and not isinstance(dataset, IterableDataset):
         notice = _wrapped_notice(dataset)
-    if notice and not asks_processes:
+    if notice and not is_asked:
         warn_user(f"batches are not served whole: {notice}")
 
 

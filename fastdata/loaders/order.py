@@ -230,12 +230,12 @@ class Epochs:
             is_over = is_over or handed == length_of(self.sampler)
         else:
             # The sampler may have been told of another epoch since.
-            reached = _rank_state(start)
-            begun = reached.copy()
-            reached |= ranked.state_dict(
+            begun = _rank_state(start)
+            reached = ranked.state_dict(
                 handed - progress.first, size, drop_last=self.sampler.drop_last, begun=begun
             )
             is_over = is_over or reached["epoch"] != begun["epoch"]
+            begun |= reached
         if is_over:
             handed = 0
             progress, start = self._coming()
