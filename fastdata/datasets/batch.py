@@ -285,9 +285,8 @@ def _pad(images: list[Any], value: float) -> Padded:
 
 
 def _collate_samples(samples: list[Any], *, collate_fn_map: Any = None) -> Any:
-    if isinstance(samples, SampleBatch) and samples.is_intact:
-        return samples.stacked
-    return default_collate(list(map(tuple, samples)))
+    whole = samples.stacked if isinstance(samples, SampleBatch) else None
+    return default_collate(list(map(tuple, samples))) if whole is None else whole
 
 
 # What a batch's own draws are made from

@@ -107,8 +107,8 @@ class _Shown(PreparedDataset):
     def __repr__(self) -> str:
         stored = self._stored
         kept = self.storage_plan.reason.replace("; ", "\n")
-        if stored.kept is not None and stored.filled_share() < 1:
-            kept += f"\n{stored.filled_share():.0%} prepared so far, the rest on first read"
+        if stored.kept is not None and self.filled_share() < 1:
+            kept += f"\n{self.filled_share():.0%} prepared so far, the rest on first read"
         shown = {
             "Storage": kept if self._handle.reader is not None else "closed",
             "Transform": self._transform,

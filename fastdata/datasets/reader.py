@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import zip_longest
+from itertools import repeat, zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -75,15 +75,16 @@ def room(
 
     (B, C, h, w) may lie as (B, h, w, C).
     """
-    starts = []
+    pieces = []
     end = 0
     for shape, dtype in outputs:
-        starts.append(end)
-        end += -(-count * math.prod(shape) * dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES
+        length = count * math.prod(shape)
+        pieces.append((shape, dtype, length, end))
+        end += -(-length * dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES
     memory = take(end)
     arrays: list[Array] = []
-    for (shape, dtype), start in zip(outputs, starts, strict=True):
-        values = np.frombuffer(memory, dtype, count * math.prod(shape), start)
+    for shape, dtype, length, start in pieces:
+        values = np.frombuffer(memory, dtype, length, start)
         if channels_last:
             channels, height, width = shape
             arrays.append(values.reshape(count, height, width, channels).transpose(0, 3, 1, 2))
@@ -127,6 +128,11 @@ class Stored:
     def kept(self) -> KeptSamples | None:
         return self.prepared.kept
 
+    @property
+    def obstacle(self) -> str | None:
+        """Why no step runs on whole batches, whatever the transform; None if some may."""
+        return core.obstacle() if self.options.batch_ops else "batch_ops=False"
+
     @cached_property
     def samples(self) -> Any:
         """Kept ones, or what they are read from; None once the dataset is closed."""
@@ -160,10 +166,7 @@ class Column(NamedTuple):
     last: Program | None = None
 
     def uncast(self) -> tuple[Column, Op | None]:
-        """This without the conversion to floats that it ends with; and that, None if it has none.
-
-        Only of samples that are served in one shape.
-        """
+        """This without the conversion to floats that it ends with; and that, None if it has none."""
         assert self.program is not None
         program, cast = self.program.without_cast()
         # Which may make three channels of one.
@@ -172,11 +175,10 @@ class Column(NamedTuple):
     def shown(self, served: Iterable[Array]) -> list[Any]:
         """Samples after the batch ops, as the rest of the transform wants them."""
         kind = self.plan.kind
-        program = self.program
-        if program is None or kind in ("pil", "array"):
+        if self.program is None or kind in ("pil", "array"):
             return [present(sample, kind) for sample in served]
         made = tensor_class(kind)
-        return [program.as_tensor(sample).as_subclass(made) for sample in served]
+        return [self.program.as_tensor(sample).as_subclass(made) for sample in served]
 
     def finished(self, samples: list[Any], batch: IndexBatch, take: Take) -> Any:
         """What unknown steps, and those behind them, make of samples: whole where that can be."""
@@ -293,10 +295,7 @@ class Reader:
 
     @cached_property
     def uncast(self) -> tuple[Reader, list[Op | None]]:
-        """This without the conversion to floats that columns end with; and these, None of others.
-
-        Only if there is no obstacle.
-        """
+        """This with its columns ``uncast``; only if there is no obstacle."""
         columns, casts = zip(*map(Column.uncast, self.columns), strict=True)
         return replace(self, columns=columns), list(casts)
 
@@ -342,8 +341,7 @@ class Reader:
     def items(self, batch: IndexBatch, take: Take = fresh) -> list[Any]:
         """A ``SampleBatch`` where samples are pairs with images of one shape, else a list."""
         parts = self._parts(batch, take, is_alone=not self.outputs)
-        images = parts[0]
-        targets = parts[-1]
+        images, *_, targets = parts
         if self.plan.views or self.keys is not None or not isinstance(images, torch.Tensor):
             return self._listed(parts)
         kind, *of_masks = self._classes
@@ -386,7 +384,7 @@ class Reader:
             columns: list[Any] = [samples] * len(self.columns)
         else:
             if is_alone and kept is not None:
-                stores = kept.stores if plan.mask else kept.stores[:1] * len(self.programs)
+                stores = kept.stores if plan.mask else repeat(kept.images)
                 pairs = list(zip(index_B, batch.visits, strict=True))
                 with kept.naming_damage():
                     rows = [
@@ -527,8 +525,7 @@ def compile_reader(
         is_upright, (plan, columns) = decoding
         beforehand = ()
     else:
-        known: Any = "last" if stored.options.batch_ops else "off"
-        plan = plan_transform(transform, batch_ops=known, obstacle=core.obstacle())
+        plan = plan_transform(transform, only_last=True, obstacle=stored.obstacle)
         columns = tuple(map(_unread_column, plan.each))
         steps = (*steps, *plan.prepare)
     return Reader(
@@ -551,28 +548,29 @@ def _unread_column(plan: TransformPlan) -> Column:
 
 def _column(plan: TransformPlan, store: Store | None = None) -> Column:
     """Of kept samples, or of files as they are decoded."""
-    spec, shape = (_DECODED, (3, 1, 1)) if store is None else (store.spec, store.shape(0))
-    program = Program(plan.batch_ops, spec)
+    shape = (3, 1, 1) if store is None else store.shape(0)
+    program = Program(plan.batch_ops, _DECODED if store is None else store.spec)
     output = program.output(shape)
     return _unread_column(plan)._replace(program=program, shape=shape, output=output)
 
 
 def _compile_kept(stored: Stored, kept: KeptSamples, transform: Any) -> Compiled:
     store = kept.images
-    spec = store.spec
     dimensions = len(store.shape(0))
-    is_image = dimensions == 3
-    obstacle = "samples have several parts" if kept.is_tuple else core.obstacle()
+    obstacle = stored.obstacle
+    if kept.is_tuple:
+        obstacle = obstacle or "samples have several parts"
+    elif dimensions != 3:
+        obstacle = obstacle or f"samples have {dimensions} dimensions"
     assert stored.after is not None
     count, key, text = stored.after
     plan = plan_transform(
         transform,
         prepared=count,
-        form=spec.form,
-        dtype=spec.dtype,
-        batch_ops="auto" if stored.options.batch_ops else "off",
-        channels=_channels_of(store) if is_image else None,
-        obstacle=obstacle or (None if is_image else f"samples have {dimensions} dimensions"),
+        form=store.spec.form,
+        dtype=store.spec.dtype,
+        channels=_channels_of(store) if dimensions == 3 else None,
+        obstacle=obstacle,
     )
     if prepare_key(plan.prepare) != key:
         raise ValueError(
@@ -599,7 +597,7 @@ def _compile_files(stored: Stored, transform: Any) -> tuple[bool, Compiled] | No
         steps,
         form=opening.form,
         channels=opening.channels,
-        batch_ops="auto" if stored.options.batch_ops else "off",
+        obstacle=stored.obstacle,
         prepared=0,
         first=is_upright - len(stored.first_steps),
     )
@@ -614,7 +612,7 @@ def _compile_files(stored: Stored, transform: Any) -> tuple[bool, Compiled] | No
 def _compile_pairs(stored: Stored, transforms: PairStep) -> Compiled:
     """Of what takes sample and target: one column of images and one of masks."""
     kept = stored.kept
-    obstacle = core.obstacle() if stored.options.batch_ops else "batch_ops=False"
+    obstacle = stored.obstacle
     if kept is None or not kept.target_is_part:
         plan = plan_pairs(transforms, obstacle="only images with a tv_tensors.Mask are served")
         return plan, (Column(plan),)
