@@ -254,10 +254,12 @@ class Forecast:
     """What the stores of a source will look like, told from a few samples spread over it.
 
     ``samples`` are those probed, of each part, raw. ``parts`` are dense if they have one shape;
-    ``raw`` says what all take, which is exact then, else the mean of those probed times N.
+    ``raw`` says what all, ``count``, take, which is exact then, else the mean of those probed times
+    that.
     """
 
     path: ReadPath
+    count: int
     probed: list[ReadSample]
     samples: list[list[Array]]
     parts: list[WriterPlan]
@@ -308,6 +310,7 @@ def forecast(path: ReadPath, *, probes: int = 8) -> Forecast:
         parts.append(WriterPlan(spec=spec, dimensions=first.ndim))
     return Forecast(
         path=path,
+        count=count,
         probed=probed,
         samples=samples,
         parts=parts,
@@ -334,8 +337,7 @@ def prepare_storage(path: ReadPath, options: Options, table: SampleTable | None)
     ``table`` has paths and targets where they are known beforehand; else targets come from the
     source.
     """
-    count = len(path.source)
-    if options.storage == "none" or not count:
+    if options.storage == "none" or not len(path.source):
         if options.on_error == "skip":
             warn_user(
                 "on_error='skip' leaves out what cannot be prepared; storage='none' finds out only "
@@ -350,7 +352,7 @@ def prepare_storage(path: ReadPath, options: Options, table: SampleTable | None)
     met = _meet(expected, options, table, known)
     if isinstance(met, Follower):
         prepared: Prepared = met.value
-        warn_of_skipped(prepared.skipped, count)
+        warn_of_skipped(prepared.skipped, expected.count)
         plan = prepared.storage_plan
         reason = (
             f"{plan.reason}; one copy for the ranks of this machine, prepared with {met.leader}"
@@ -414,7 +416,7 @@ def _fill(
     plans: Sequence[WriterPlan],
 ) -> Prepared:
     path = expected.path
-    indices = range(len(path.source))
+    indices = range(expected.count)
     stores: list[Store]
     skipped: list[SampleError] = []
     # Samples wait for their first read where what they take is certain; those of a device are
@@ -474,7 +476,7 @@ def _key(expected: Forecast, options: Options, table: SampleTable | None) -> str
     words: list[Any] = [options.storage, options.at_once, options.on_error, options.memory_limit]
     made_by = [*expected.path.prepare.steps, getattr(source, "loader", None)]
     words += [describe_codec(options.codec, name), describe(made_by, name), name]
-    words += [len(source), expected.parts]
+    words += [expected.count, expected.parts]
     if isinstance(source, DatasetSource):
         words += [_describe(source.dataset, name), source.columns]
     digest = hashlib.blake2b(digest_size=16)
@@ -583,7 +585,7 @@ def _try(name: str, coders: Coders, expected: Forecast) -> CodecTrial:
     for coder, encodings, samples in zip(coders, encoded, expected.samples, strict=False):
         assert coder is not None
         mean_bytes = sum(map(len, encodings)) / count
-        part_bytes.append(math.ceil(mean_bytes * len(expected.path.source)))
+        part_bytes.append(math.ceil(mean_bytes * expected.count))
         outs = list(map(np.empty_like, samples))
         coder.decode(encodings[0], outs[0])  # which warms up
         begun = time.perf_counter()
