@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import math
 import multiprocessing
@@ -22,7 +23,7 @@ import os
 import pickle
 import re
 import uuid
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, as_completed, wait
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -299,21 +300,21 @@ class _Build:
                     self.home.mkdir(exist_ok=True)
                 cache = self._write()
         finally:
+            # Of workers that were ended; "-" is in the names of what is complete.
+            self._sweep(lambda name: "-" in name or name == INDEX)
             with contextlib.suppress(OSError):
-                # Of workers that were ended; "-" is in the names of what is complete.
-                there = _file_sizes(self.place)
-                self._sweep({name for name in there if "-" not in name} - {INDEX})
                 self.home.rmdir()  # where nothing is in it
-        with contextlib.suppress(OSError):
-            self._sweep(_file_sizes(self.place).keys() - cache.file_names())
+        self._sweep(cache.file_names().__contains__)
         return self.open()
 
-    def _sweep(self, orphans: Collection[str]) -> None:
-        """Remove files that are no cache's, where they are this user's."""
-        for path in (Path(self.place.url, name) for name in orphans):
-            is_linked = path.is_symlink() or path.parent.is_symlink()
-            if self.place.is_remote or (not is_linked and made_by_this_user(path)):
-                self.place.remove(path.name)
+    def _sweep(self, is_needed: Callable[[str], bool]) -> None:
+        """Remove all other files that are this user's."""
+        with contextlib.suppress(OSError):
+            for name in itertools.filterfalse(is_needed, _file_sizes(self.place)):
+                path = Path(self.place.url, name)
+                is_linked = path.is_symlink() or path.parent.is_symlink()
+                if self.place.is_remote or (not is_linked and made_by_this_user(path)):
+                    self.place.remove(name)
 
     # What is to be written
 
