@@ -41,7 +41,6 @@ from fastdata.stores.codecs import codec_of
 from fastdata.stores.mirror import MirroredStore
 from fastdata.stores.prepare import Prepared
 from fastdata.stores.readers import (
-    PLAIN_LAYOUT,
     Decoder,
     DiskFile,
     DiskStore,
@@ -79,7 +78,7 @@ class Manifest:
     content: str = ""
     classes: dict[str, int] | None = None
     parts: tuple[StoredPart, ...] = ()
-    layout: Layout = PLAIN_LAYOUT
+    layout: Layout = dataclasses.field(default_factory=Layout)
 
     def __post_init__(self) -> None:
         if self.key.keys() != {"source", "prepare", "codec"}:

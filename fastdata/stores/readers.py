@@ -347,9 +347,6 @@ class Layout:
         return self.target_is_part + len(self.mask_places)
 
 
-PLAIN_LAYOUT = Layout()
-
-
 @dataclass(frozen=True)
 class KeptSamples(Layout):
     """The kept samples of a dataset, and their targets; a source of them, too.

@@ -47,7 +47,6 @@ from fastdata.pixels.program import Program
 from fastdata.report import log, progress_bar
 from fastdata.sources import FileSource, Source
 from fastdata.stores.readers import (
-    PLAIN_LAYOUT,
     DiskFile,
     Layout,
     ShapesDifferError,
@@ -75,20 +74,16 @@ _Made = TypeVar("_Made")
 # Reading samples
 
 
-Part = tuple[Array, Form]
-"""Of a sample: its values, and what it was."""
-
-
 class ReadSample(NamedTuple):
-    """A prepared sample, taken apart.
+    """A prepared sample, taken apart: of each part its values, and what it was.
 
     Its target has None where that is a part. Of files it is None: their table has the targets.
     """
 
     number: int
-    parts: Sequence[Part]
-    target: Any
-    layout: Layout
+    parts: Sequence[tuple[Array, Form]]
+    target: Any = None
+    layout: Layout = Layout()
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +239,7 @@ def _read_together(
     form = by_core.opening.form
     numbers = iter(indices)
     for planes in by_core.prepare(images):
-        yield [ReadSample(next(numbers), [(pixels, form)], None, PLAIN_LAYOUT) for pixels in planes]
+        yield [ReadSample(next(numbers), [(pixels, form)]) for pixels in planes]
 
 
 def _read_one(path: ReadPath, index: int) -> ReadSample:
@@ -256,7 +251,7 @@ def _read_one(path: ReadPath, index: int) -> ReadSample:
         is_tuple = isinstance(prepared, (tuple, list))
         parts = list(map(to_stored, prepared if is_tuple else [prepared]))
         if isinstance(path.source, FileSource):
-            return ReadSample(index, parts, None, Layout(is_tuple=is_tuple))
+            return ReadSample(index, parts, layout=Layout(is_tuple=is_tuple))
         target_is_part = is_image(target)
         places: tuple[int, ...] = ()
         if target_is_part:
