@@ -120,7 +120,7 @@ class Cache:
       ``part0.sizes``, int64, and ``part0.shapes``, int32 (kept, dimensions);
     * by sample that was kept, where samples are files, ``paths`` and ``ends``, see ``Packed``:
       below the root, or all absolute;
-    * the targets of these samples, see ``pack_targets``.
+    * the targets of these samples, see ``pack_targets``; a receipt of files has none of them.
     """
 
     place: Place

@@ -254,8 +254,7 @@ class Forecast:
     """What the stores of a source will look like, told from a few samples spread over it.
 
     ``samples`` are those probed, of each part, raw. ``parts`` are dense if they have one shape;
-    ``raw`` says what all, ``count``, take, which is exact then, else the mean of those probed times
-    that.
+    ``raw`` says what all ``count`` samples take, which is exact then, else told from the mean.
     """
 
     path: ReadPath
@@ -579,7 +578,10 @@ def _try(name: str, coders: Coders, expected: Forecast) -> CodecTrial:
     part_bytes: list[int] = []
     seconds = 0.0
     try:
-        encoded = [_encode(*each, expected) for each in zip(coders, expected.samples, strict=False)]
+        encoded = [
+            _encode(coder, samples, expected)
+            for coder, samples in zip(coders, expected.samples, strict=False)
+        ]
     except (ImportError, ValueError) as obstacle:
         return trial._replace(obstacle=str(obstacle))
     for coder, encodings, samples in zip(coders, encoded, expected.samples, strict=False):
