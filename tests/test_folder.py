@@ -558,7 +558,8 @@ def test_a_bad_file_is_named_with_the_cure(image_folder: Folder) -> None:
     assert (caught.value.index, caught.value.path) == (1, str(spoilt[1]))
 
 
-def test_bad_files_are_skipped_when_asked(image_folder: Folder) -> None:
+@pytest.mark.parametrize("codec", ["auto", "source"])
+def test_bad_files_are_skipped_when_asked(image_folder: Folder, codec: str) -> None:
     """on_error="skip" leaves them out before training, warns once with their number, and lists them."""
     root = image_folder(per_class=4)
     spoilt = _spoil(root)
@@ -570,6 +571,8 @@ def test_bad_files_are_skipped_when_asked(image_folder: Folder) -> None:
             root,
             transform=v1.Compose([v1.Resize((5, 5)), v1.ToTensor()]),
             on_error="skip",
+            storage="auto" if codec == "auto" else "compressed",
+            codec=codec,
         )
     assert len(caught) == 1
     assert [path for path, _ in dataset.samples] == good
@@ -579,6 +582,8 @@ def test_bad_files_are_skipped_when_asked(image_folder: Folder) -> None:
         expected = v1.functional.to_tensor(v1.Resize((5, 5))(Image.open(path).convert("RGB")))
         assert label == wanted
         assert torch.equal(image, expected)
+    dataset.transform = v1.CenterCrop(3)  # prepared again, of those that are left
+    assert [error.path for error in dataset.skipped] == [str(path) for path in spoilt.values()]
     dataset.close()
 
 

@@ -244,8 +244,7 @@ class _Opened(Dataset[Any]):
         )
         is_asked_for = options.cache_dir is not None or options.on_error == "skip"
         takes_nothing = options.storage == "none" or len(source) == 0
-        # timm assigns a transform later: as decoded, samples may take ten times as much as after
-        # its first steps.
+        # timm assigns one later: as decoded, samples may take ten times as much as after its steps.
         if transform is not None or files is None or is_asked_for or takes_nothing:
             self._prepare()
         else:
@@ -291,6 +290,9 @@ class _Opened(Dataset[Any]):
                 self._describe(source),
                 is_own_list=self._list_name is None,
             )
+        if isinstance(source, FileSource):  # which lacks those that were left out before
+            skipped = (*old.prepared.skipped, *prepared.skipped)
+            prepared = replace(prepared, skipped=skipped)
         self._was_read = False
         after = len(leading), prepare_key(leading), ", ".join(map(repr, leading))
         is_upright = "exif_transpose" in map(known_name, path.prepare.steps)

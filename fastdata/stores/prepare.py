@@ -415,13 +415,15 @@ def _fill(
     plans: Sequence[WriterPlan],
 ) -> Prepared:
     path = expected.path
+    if options.on_error == "skip":  # files are opened, to leave some out
+        path = path._replace(shape=None)
     indices = range(expected.count)
     stores: list[Store]
     skipped: list[SampleError] = []
     # Samples wait for their first read where what they take is certain; those of a device are
     # copied there at once.
     is_certain = path.by_core is not None and path.shape is not None and plan.storage == "shared"
-    if is_certain and table is not None and options.on_error == "raise" and not options.at_once:
+    if is_certain and table is not None and not options.at_once:
         stores = [LazyStore(WritePath.open(path, plans, indices))]
     else:
         stores, written = write_any_shapes(
