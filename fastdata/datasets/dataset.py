@@ -490,44 +490,39 @@ class PreparedDataset(_Opened):
     def __copy__(self) -> Self:
         return self.with_transform(self._transform)
 
-    def _bring_up(self, *, again: bool = False) -> None:
+    def _bring_up(self) -> None:
         """Serve what the transform says, from samples that are prepared after its first steps."""
-        stored = self._stored
-        if stored.after is None:
-            if again or self._transform is not None:
-                self._end_waiting()
-            else:
-                self._compile()
-            return
-        if not again:
-            if not self._is_outdated():
-                self._compile()
-                return
-            _, key, text = stored.after
-            if stored.filled_share() > 0 and (self._was_read or key):
+        after = self._stored.after
+        if after is None and self._transform is not None:
+            self._end_waiting()
+        elif after is None or not self._is_outdated(*after):
+            self._compile()
+        else:
+            _, key, text = after
+            if self.filled_share() > 0 and (self._was_read or key):
                 log.warning(
                     "samples are prepared again: the new transform does not begin with %s",
                     text or "no step",
                 )
-        source = self._origin()
-        if source is stored.kept:
-            self._compile()  # which says what is wrong
-        else:
-            self._handle = ReaderHandle(None)
-            files = stored.table if isinstance(source, FileSource) else None
-            self._let_go(replace(stored, source=source, files=files, after=None))
-            del stored  # before room is looked for
-            self._prepare()
+            self._prepare_again()
 
-    def _is_outdated(self) -> bool:
+    def _prepare_again(self) -> None:
+        source = self._origin()
+        if source is self._stored.kept:
+            self._compile()  # which says what is wrong
+            return
+        self._handle = ReaderHandle(None)
+        files = self._stored.table if isinstance(source, FileSource) else None
+        self._let_go(replace(self._stored, source=source, files=files, after=None))
+        self._prepare()
+
+    def _is_outdated(self, count: int, key: str, _: str) -> bool:
         """Whether the store is after other steps than the transform's, or a better one is unused.
 
         timm makes a dataset without a transform and assigns one later: images were kept whole, and
         nobody has read any.
         """
         stored = self._stored
-        assert stored.after is not None
-        count, key, _ = stored.after
         if stored.kept is not None and prepare_key(leading_steps(self._transform, count)) != key:
             return True
         # After other steps samples may fit, or take less.
@@ -550,12 +545,13 @@ class PreparedDataset(_Opened):
             1.0
         """
         self._handle()
-        stored = self._stored
-        is_lazy = stored.kept is not None and stored.filled_share() < 1
-        if is_lazy or stored.after is None:
-            self._stored = replace(stored, options=replace(stored.options, at_once=True))
-            del stored  # whose memory is given back before more is asked for
-            self._bring_up(again=True)
+        options = replace(self._stored.options, at_once=True)
+        if self._stored.after is None:
+            self._stored = replace(self._stored, options=options)
+            self._end_waiting()
+        elif self._stored.kept is not None and self.filled_share() < 1:
+            self._stored = replace(self._stored, options=options)
+            self._prepare_again()
         return self
 
     # What is kept, and why

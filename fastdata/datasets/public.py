@@ -195,7 +195,7 @@ class _ImageFiles(_Shown):
         if self._stored.after is None:
             self._serve(self._stored)
         else:
-            self._bring_up(again=True)
+            self._prepare_again()
 
     @property
     def loader(self) -> Callable[[str], Any]:

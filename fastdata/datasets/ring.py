@@ -118,10 +118,9 @@ def _fetch_of_worker_loop() -> FrameType | None:
 class WorkerRing:
     """The slots of one worker, of which one at a time is filled."""
 
-    def __init__(self, receiver: BatchReceiver, slot_limit: int, dataset: Any = None) -> None:
+    def __init__(self, receiver: BatchReceiver, slots: int, dataset: Any = None) -> None:
         self._receiver = receiver
-        self._slot_limit = slot_limit
-        self._slots: list[_Slot] = []
+        self._slots = [_Slot() for _ in range(slots)]
         self._filled: _Slot | None = None
         dataset = getattr(dataset, "behind", dataset)
         while isinstance(dataset, Subset):
@@ -149,13 +148,9 @@ class WorkerRing:
     def _begin(self) -> None:
         """Choose a free slot to fill; none if all are lent."""
         self._end()  # of a batch that never came
-        slot = next((slot for slot in self._slots if slot.is_free), None)
-        if slot is None and len(self._slots) < self._slot_limit:
-            slot = _Slot()
-            self._slots.append(slot)
-        self._filled = slot
-        if slot is not None:
-            slot.lend()
+        self._filled = next((slot for slot in self._slots if slot.is_free), None)
+        if self._filled is not None:
+            self._filled.lend()
 
     def _end(self) -> None:
         if self._filled is not None:
@@ -200,13 +195,15 @@ class _Slot:
         self.handle: Handle | None = None
         self._name = secrets.token_hex(8)
         self._block: Block | None = None
+        self.lend()
+        self.lent: Array | None = None
 
     @property
     def is_free(self) -> bool:
         return self.memory[0] == _FREE and self._latest() is None
 
     def lend(self) -> None:
-        self.lent: Array | None = self.memory[:]
+        self.lent = self.memory[:]
         self._latest = weakref.ref(self.lent)
         self._end = _STATE_BYTES
 
