@@ -40,6 +40,7 @@ from fastdata.datasets.batch import (
 )
 from fastdata.datasets.dataset import (
     PreparedDataset,
+    ReaderHandle,
     epoch_of,
     handle_of,
     index_count,
@@ -103,9 +104,20 @@ class JoinedReader:
             yield number, row_B, piece
 
 
+@dataclass(frozen=True)
+class JoinedHandle:
+    """Of the readers of several datasets."""
+
+    handles: list[ReaderHandle]
+    starts: Array
+    reader = None  # one is made for each batch
+
+    def __call__(self) -> JoinedReader:
+        return JoinedReader([handle() for handle in self.handles], self.starts)
+
+
 AnyReader = Reader | JoinedReader
-Handle = Callable[[], AnyReader]
-"""Gives what an epoch is read by, or raises StoreGoneError once the dataset is closed."""
+Handle = ReaderHandle | JoinedHandle
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +188,7 @@ class LoaderView:
         """What an epoch reads by that begins now."""
         handles = list(map(handle_of, self.parts))
         if len(handles) > 1:
-            return lambda: JoinedReader([handle() for handle in handles], self.starts)
+            return JoinedHandle(handles, self.starts)
         return handles[0] if handles else None
 
     @property
@@ -292,7 +304,7 @@ class BatchMaker:
             if self.handle is not None and isinstance(indices, IndexBatch):
                 if self.read is not None:
                     return self.read(indices, self.ring)
-                reader = self.handle()
+                reader = self.handle.reader or self.handle()
                 is_whole = reader.obstacle is None
                 is_collated = is_whole and self.collate_fn is collate
                 read = partial(reader if is_collated else reader.items, take=self.ring.take)
@@ -433,7 +445,7 @@ class Counted(torch_loader._BaseDataLoaderIter):
         progress = self.progress
         asked_at = time.perf_counter()
         try:
-            if self.handle is not None:
+            if self.handle is not None and self.handle.reader is None:
                 self.handle()
             # torch's own takes 10 us to tell a profiler of itself, and does nothing else for
             # datasets that have a length.

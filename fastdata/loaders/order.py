@@ -19,6 +19,7 @@ import copy
 import itertools
 import operator
 import zlib
+from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -37,7 +38,6 @@ from fastdata.datasets.batch import (
     REPEAT_SHIFT,
     DrawKey,
     IndexBatch,
-    as_numbers,
     count_earlier,
     occurrences,
     positions,
@@ -385,7 +385,9 @@ def _index_batches(
 
     def draw(indices: list[int]) -> Any:
         try:
-            index_B = positions(as_numbers(indices), length)
+            index_B = np.asarray(array("q", indices))
+            if (index_B.view(np.uint64) >= length).any():
+                index_B = positions(index_B, length)
         except (IndexError, TypeError, ValueError):
             return indices  # the dataset knows what they mean, or says that they are wrong
         visit_B = np.full(len(index_B), epoch, np.int64)
@@ -400,7 +402,11 @@ def _index_batches(
             index_B = subset[index_B]
             indices = index_B.tolist()
             index_B = positions(index_B, count)
-        return IndexBatch.of(indices, index_B, visit_B, seed)
+        batch = IndexBatch(indices)
+        batch.positions = index_B
+        batch.visits = visit_B
+        batch.seed = seed
+        return batch
 
     return draw
 
