@@ -64,24 +64,26 @@ def sequence(ops: Iterable[Op], *v: float) -> Op:
     return Op("STEP_SEQUENCE", v=v, children=tuple(ops))
 
 
-def maybe(at: int, ops: Iterable[Op], p: float) -> Op:
+def maybe(state: State, ops: Iterable[Op], p: float) -> Op:
     """Ops with a probability."""
-    return Op("STEP_CHOICE", at, children=(sequence(ops, float(p)),))
+    return state.op("STEP_CHOICE", children=[sequence(ops, float(p))])
 
 
 def choice(
-    at: int, sequences: Sequence[Iterable[Op]], weights: Any = None, code: str = "STEP_CHOICE"
+    state: State,
+    sequences: Sequence[Iterable[Op]],
+    weights: Any = None,
+    code: str = "STEP_CHOICE",
 ) -> Op:
     """One of several sequences of ops; of each is told where in [0, 1) its share ends."""
-    weights = [1.0] * len(sequences) if weights is None else weights
-    ends = np.cumsum(weights, dtype=np.float64)
+    ends = np.cumsum(np.ones(len(sequences)) if weights is None else weights, dtype=np.float64)
     shares = (ends / ends[-1]).tolist()
-    return Op(code, at, children=tuple(map(sequence, sequences, shares)))
+    return state.op(code, children=map(sequence, sequences, shares))
 
 
-def in_order(at: int, sequences: Iterable[Iterable[Op]]) -> Op:
+def in_order(state: State, sequences: Iterable[Iterable[Op]]) -> Op:
     """Several sequences of ops in random order."""
-    return Op("STEP_ORDER", at, children=tuple(map(sequence, sequences)))
+    return state.op("STEP_ORDER", children=map(sequence, sequences))
 
 
 def flattened(ops: tuple[Op, ...]) -> list[Op]:

@@ -86,7 +86,7 @@ def _read_published(step: Any, state: State) -> Op:
         raise UnknownStepError("takes PIL images only")
     if not 0 <= low <= high:
         raise UnknownStepError("blurs by a radius that is not served")
-    return maybe(state.at, [_number(code, state.inner(), "PIL_DOMAIN", low, high)], p)
+    return maybe(state, [_number(code, state.inner(), "PIL_DOMAIN", low, high)], p)
 
 
 _POLICIES = {
@@ -155,7 +155,7 @@ def _resized_crop(step: Any, state: State) -> Op:
         [state.op("STEP_RESIZED_CROP", (*size, *read_filters(step, state, name)), ranges)]
         for name in several(step.interpolation)  # timm draws one of two
     ]
-    return choice(state.inner().at, crops) if len(crops) > 1 else crops[0][0]
+    return choice(state.inner(), crops) if len(crops) > 1 else crops[0][0]
 
 
 _BOUNDS = {"RandomShortestSize": 1, "short": 2, "long": 3}
@@ -383,13 +383,13 @@ def _timm_policies(step: Any, state: State) -> Op | State:
         raise UnknownStepError("does not accept tensors")
     if known_name(step) == "timm.AutoAugment":
         policies = [list(map(_timm_op, policy)) for policy in step.policy]
-        return choice(state.at, policies, code="STEP_TIMM")
+        return choice(state, policies, code="STEP_TIMM")
     weights = step.choice_weights
     if weights is not None and step.num_layers > 1:
         raise UnknownStepError("chooses without replacement")
     ops = [[_timm_op(op)] for op in step.ops]
     for layer in range(step.num_layers):
-        state = state.add(choice(state.inner(layer).at, ops, weights, "STEP_TIMM"))
+        state = state.add(choice(state.inner(layer), ops, weights, "STEP_TIMM"))
     return state
 
 
@@ -437,7 +437,7 @@ def _sometimes(read: Callable[[Any, State], Op]) -> _Reader:
     """Read what a step with a probability ``p`` does."""
 
     def reader(step: Any, state: State) -> Op:
-        return maybe(state.at, [read(step, state.inner())], step.p)
+        return maybe(state, [read(step, state.inner())], step.p)
 
     return reader
 
@@ -527,7 +527,7 @@ READERS: dict[str, _Reader] = {
     "timm.RandomResizedCropAndInterpolation": _resized_crop,
     # Values
     **dict.fromkeys(_VALUES, _sometimes(_value)),
-    "ColorJitter": lambda step, state: in_order(state.at, [[op] for op in _jitters(step, state)]),
+    "ColorJitter": lambda step, state: in_order(state, [[op] for op in _jitters(step, state)]),
     "GaussianBlur": _blur,
     "GaussianNoise": _noise,
     "Grayscale": _grayscale,
@@ -539,11 +539,9 @@ READERS: dict[str, _Reader] = {
     "timm.RandomErasing": _timm_erasing,
     # Steps of steps
     **dict.fromkeys(_POLICIES, _auto_augment),
-    "RandomApply": lambda step, state: maybe(
-        state.at, _inner(step.transforms, state.inner()), step.p
-    ),
-    "RandomChoice": lambda step, state: choice(state.at, _inner_each(step, state), step.p),
-    "RandomOrder": lambda step, state: in_order(state.at, _inner_each(step, state)),
+    "RandomApply": lambda step, state: maybe(state, _inner(step.transforms, state.inner()), step.p),
+    "RandomChoice": lambda step, state: choice(state, _inner_each(step, state), step.p),
+    "RandomOrder": lambda step, state: in_order(state, _inner_each(step, state)),
     "timm.AutoAugment": _timm_policies,
     "timm.RandAugment": _timm_policies,
     # Forms and floats
