@@ -111,7 +111,8 @@ def describe_dataset(dataset: Any, cache_key: str | None = None) -> str:
         return f"{kind} {describe(dataset)}"
     listed: list[Any] = [(type(subset), list(subset.indices)) for subset in subsets]
     listed += [getattr(inner, name, None) for name in _LISTS + _CHANGES]
-    return f"{kind} {describe([*listed, cache_key], cache_key)}"
+    listed.append(cache_key)
+    return f"{kind} {describe(listed, cache_key)}"
 
 
 def is_listed(dataset: Any) -> bool:
@@ -158,7 +159,7 @@ def _origin(module: str) -> str | None:
     if path.endswith(".py") and not is_installed:
         return None
     version = getattr(sys.modules.get(package), "__version__", "")
-    return f"{module} {version} {_hash_of(Path(path).read_bytes())}"
+    return f"{module} {version} {_hash_of_file(path)}"
 
 
 class _Describer(pickle.Pickler):
@@ -214,13 +215,14 @@ class _Describer(pickle.Pickler):
             return kind, value.__qualname__, value.__bases__, _contents_of(value)
         if isinstance(value, torch.Tensor):
             # As bytes, because NumPy has no bfloat16.
-            raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            return kind, str(value.dtype), list(value.shape), raw.numpy(), vars(value)
+            packed = value.detach().cpu().contiguous()
+            octets = packed.reshape(-1).view(torch.uint8).numpy()
+            return kind, str(value.dtype), list(value.shape), octets, vars(value)
         if kind in (np.ndarray, np.memmap) and not value.dtype.hasobject:
             octets = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
             return repr(value.dtype), list(value.shape), _hash_of(octets)
         if isinstance(value, types.ModuleType):
-            return (_origin(value.__name__) or _hash_of(Path(str(value.__file__)).read_bytes()),)
+            return (_origin(value.__name__) or _hash_of_file(value.__file__),)
         # Not of one that it only passes on, as a dataset around another may.
         if inspect.getattr_static(value, "_fastdata_identity", None) is not None:
             return kind, value._fastdata_identity
@@ -240,6 +242,11 @@ def _is_plain(values: Collection[Any]) -> bool:
 def _hash_of(data: Any) -> str:
     """Of the bytes of a file or an array."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def _hash_of_file(path: str | None) -> str:
+    """Of the bytes of a module's file; that of a namespace is no path."""
+    return _hash_of(Path(str(path)).read_bytes())
 
 
 def _contents_of(kind: type) -> list[tuple[str, Any]]:
@@ -304,5 +311,7 @@ def _used_of(value: Any, names: frozenset[str]) -> Any:
         return value
     # Of a whole module, only what may be used: any other change in it changes nothing here.
     held = vars(value)
-    used = sorted(names.intersection(held))
-    return value.__name__, [(name, _used_of(held[name], names - {name})) for name in used]
+    used = [
+        (name, _used_of(held[name], names - {name})) for name in sorted(names.intersection(held))
+    ]
+    return value.__name__, used

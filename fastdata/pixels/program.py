@@ -120,9 +120,11 @@ class Program:
         shape = sample_shape if is_of_all else self._spec.shape
         if self._ops:
             # What is drawn on a probe, whose size may be unknown.
+            channels = _planes(sample_shape)[0]
             height, width = (0, 0) if shape is None else shape[-2:]
-            probe = np.array([(_planes(sample_shape)[0], height, width)], np.int32)
-            _, [after] = self._draw(_keys(0, 0, np.zeros(1, np.int64)), probe, is_probe=True)
+            probe = np.array([(channels, height, width)], np.int32)
+            keys = _keys(0, 0, np.zeros(1, np.int64))
+            _, [after] = self._draw(keys, probe, is_probe=True)
             shape = tuple(after[-len(sample_shape) :].tolist()) if after[1] else None
         return None if shape is None else (shape, self._dtype)
 
@@ -200,7 +202,8 @@ class Program:
         for shape, alike in itertools.groupby(map(tuple, shapes_after_B3.tolist())):
             end = first + len(list(alike))
             while first < end:
-                last = min(end, first + max(_PREPARED_BYTES // math.prod(shape), 1))
+                count = max(_PREPARED_BYTES // math.prod(shape), 1)
+                last = min(end, first + count)
                 out = self._scratch.take("prepared", (last - first, *shape))
                 _serve([(self, out)], images, keys, numbers_B - first, [(first, last)])
                 yield out
@@ -246,7 +249,8 @@ class Program:
         index_B = keys.indices
         indices = index_B.tolist()
         if self._stored is None:
-            shapes_B3 = np.array([_planes(store.shape(index)) for index in indices], np.int32)
+            shapes = [_planes(store.shape(index)) for index in indices]
+            shapes_B3 = np.array(shapes, np.int32)
         else:
             # A fifth of what np.full takes.
             shapes_B3 = np.array([self._stored], np.int32).repeat(len(indices), 0)
@@ -265,8 +269,9 @@ class Program:
             for first in range(0, len(indices), _AHEAD):
                 last = min(first + _AHEAD, len(indices))
                 for b in range(first, last):
-                    pixels = self._scratch.take(f"decoded {b - first}", store.shape(indices[b]))
-                    store.read_into(indices[b], pixels)
+                    index = indices[b]
+                    pixels = self._scratch.take(f"decoded {b - first}", store.shape(index))
+                    store.read_into(index, pixels)
                     samples.sources_B[b] = pixels.ctypes.data
                 yield first, last
 
@@ -278,8 +283,10 @@ class Program:
         if is_last and not out.transpose(0, 2, 3, 1).flags.c_contiguous:
             raise ValueError("the memory for a batch must be C-contiguous or channels_last")
         table = self._table
-        addresses = ctypes.addressof(table), out.ctypes.data
-        batch = core.Batch(*addresses, *(1, *out.shape[1:])[-3:], is_last)
+        channels, height, width = _planes(out.shape[1:])
+        batch = core.Batch(
+            ctypes.addressof(table), out.ctypes.data, channels, height, width, is_last
+        )
         batch.kept = [table]
         if self._has_perspectives:
             solved_BS8 = core.solve_perspectives(self._draw(keys, shapes_B3)[0])

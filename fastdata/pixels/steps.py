@@ -141,7 +141,10 @@ def _random_crop(step: Any, state: State) -> Op:
     need_movable(state)
     borders = read_borders(step.padding)
     pads = step.pad_if_needed or any(borders)
-    border, fill = read_border(step, state) if pads else (("PAD_CONSTANT", "PIL_DOMAIN"), (0,))
+    border: Sequence[str] = ("PAD_CONSTANT", "PIL_DOMAIN")
+    fill: tuple[float, ...] = (0,)
+    if pads:
+        border, fill = read_border(step, state)
     n = (*borders, *border, *pair(step.size), step.pad_if_needed, is_v2(step))
     return state.op("STEP_CROP", n, fill=fill)
 
@@ -155,7 +158,9 @@ def _resized_crop(step: Any, state: State) -> Op:
         [state.op("STEP_RESIZED_CROP", (*size, *read_filters(step, state, name)), ranges)]
         for name in several(step.interpolation)  # timm draws one of two
     ]
-    return choice(state.inner(), crops) if len(crops) > 1 else crops[0][0]
+    if len(crops) == 1:
+        return crops[0][0]
+    return choice(state.inner(), crops)
 
 
 _BOUNDS = {"RandomShortestSize": 1, "short": 2, "long": 3}
@@ -503,8 +508,9 @@ def _normalize(step: Any, state: State) -> State:
     # One channel becomes as many as there are means, where torch may broadcast.
     widens = is_v2(step) and not step.inplace
     cast, *others = state.floats
-    cast = replace(cast, n=(*cast.n, len(both), widens), v=tuple(both.flatten().tolist()))
-    return replace(state, floats=(cast, *others))
+    n = (*cast.n, len(both), widens)
+    normalised = replace(cast, n=n, v=tuple(both.flatten().tolist()))
+    return replace(state, floats=(normalised, *others))
 
 
 READERS: dict[str, _Reader] = {
