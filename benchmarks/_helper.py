@@ -24,7 +24,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader as TorchDataLoader
 
-from fastdata.machine.memory import tree_pss_bytes, usable_cores
+from fastdata.machine import tree_pss_bytes, usable_cores
 from fastdata.tools import machine_facts, versions
 from fastdata.tools.bench import write_photos
 

@@ -36,9 +36,8 @@ from _helper import (
     transforms,
     vanilla_loader,
 )
-from fastdata import CachedDataset, ChunkedLoader, DataLoader, ImageFolder
-from fastdata.machine import memory
-from fastdata.machine.memory import tree_pss_bytes
+from fastdata import CachedDataset, ChunkedLoader, DataLoader, ImageFolder, machine
+from fastdata.machine import tree_pss_bytes
 from fastdata.pixels.images import SampleSpec
 
 GIB = 1 << 30
@@ -100,7 +99,7 @@ def serve_from_disk(path: Path, codec: str) -> Any:
 
 def serve_chunked(path: Path, limit_bytes: int, codec: str, *, empties_cache: bool = False) -> Any:
     if empties_cache:  # as where memory is short
-        memory.empties_cache = lambda *_: True  # type: ignore[assignment]
+        machine.empties_cache = lambda *_: True  # type: ignore[assignment]
     return ChunkedLoader(cached(path, codec), BATCH, memory_limit=limit_bytes)
 
 

@@ -25,7 +25,7 @@ from _helper import (
     save_rows,
 )
 from _rank import BARE, BATCH, FORMS, SAMPLE_BYTES, SHARED, SIDE_PX, WORKERS
-from fastdata.machine.memory import available_bytes, format_bytes
+from fastdata.machine import available_bytes, format_bytes
 
 MB = 1e6
 

@@ -11,9 +11,10 @@ from fastdata.datasets.batch import collate
 from fastdata.datasets.public import CachedDataset, ImageFolder, ImageManifest
 from fastdata.datasets.ring import RingCollate
 from fastdata.errors import FastDataError, FastDataWarning
-from fastdata.loaders.loader import DataLoader
+from fastdata.loaders import DataLoader
 from fastdata.loaders.prefetch import CudaPrefetcher
-from fastdata.pixels import AlternatingFlip, Views, plan_transform
+from fastdata.pixels import plan_transform
+from fastdata.pixels.compose import AlternatingFlip, Views
 
 __all__ = [
     "AlternatingFlip",

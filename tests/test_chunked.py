@@ -24,7 +24,7 @@ from fastdata.datasets.reader import BatchRing
 from fastdata.errors import MemoryBudgetError
 from fastdata.loaders.chunked import ResidentChunks
 from fastdata.loaders.samplers import chunked as chunked_order
-from fastdata.machine.memory import CHUNKS_HELD, plan_chunks
+from fastdata.machine import CHUNKS_HELD, plan_chunks
 
 MIB = 1 << 20
 LIMIT = "64GiB"  # far from binding: the machine of a test has less, and chunks are as small as the tests ask for

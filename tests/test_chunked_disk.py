@@ -19,11 +19,10 @@ from torch.utils.data import Subset
 from torchvision import transforms
 
 from conftest import FolderMaker, save_image
-from fastdata import CachedDataset, ChunkedLoader, CudaPrefetcher, DataLoader, ImageFolder
+from fastdata import CachedDataset, ChunkedLoader, CudaPrefetcher, DataLoader, ImageFolder, machine
 from fastdata.errors import SampleError, StoreGoneError
 from fastdata.loaders.samplers import chunked as chunked_order
-from fastdata.machine import memory
-from fastdata.machine.memory import ChunkPlan, empties_cache
+from fastdata.machine import ChunkPlan, empties_cache
 from fastdata.stores import readers as readers_module
 from fastdata.stores.readers import DiskStore
 from simcuda import Sim
@@ -340,10 +339,10 @@ def test_many_cores_do_not_take_the_memory_of_chunks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With 64 cores batches ahead take a quarter of what is free, not all of it."""
-    monkeypatch.setattr(memory, "usable_cores", lambda: 64)
+    monkeypatch.setattr(machine, "usable_cores", lambda: 64)
     data = [(torch.full((3, 100, 100), i, dtype=torch.uint8), i) for i in range(64)]
     with CachedDataset(data, cache_dir=tmp_path, cache_key="k", prepare_workers=1) as dataset:
-        limit = memory.tree_pss_bytes() + (100 << 20)
+        limit = machine.tree_pss_bytes() + (100 << 20)
         arguments = {
             "batch_size": 32,
             "memory_limit": limit,

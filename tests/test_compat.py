@@ -44,9 +44,8 @@ from children import (
     mark_worker,
 )
 from conftest import shown
-from fastdata import CachedDataset, CudaPrefetcher, DataLoader
+from fastdata import CachedDataset, CudaPrefetcher, DataLoader, machine
 from fastdata.errors import FastDataWarning
-from fastdata.machine import memory
 
 INLINE = {"num_workers": 0}
 THREADS = {"num_workers": 2, "workers": "thread"}
@@ -243,7 +242,7 @@ def test_prefetch_factor(
     engine: dict[str, Any], prefetch_factor: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As many batches are ahead of the user as in torch: prefetch_factor per worker, one more drawn for each taken."""
-    monkeypatch.setattr(memory, "usable_cores", lambda: 2)
+    monkeypatch.setattr(machine, "usable_cores", lambda: 2)
     options = {"prefetch_factor": prefetch_factor} if engine["num_workers"] else {}
 
     def drawn(loader_class: Any, arguments: dict[str, Any]) -> list[int]:

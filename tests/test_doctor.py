@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastdata.machine.memory import Budget
+from fastdata.machine import Budget
 from fastdata.report import as_text
 from fastdata.tools import doctor
 from fastdata.tools.doctor import Check, examine_machine, report_lines
@@ -39,20 +39,20 @@ def test_each_side_of_the_machine_has_its_line() -> None:
 @pytest.mark.parametrize(
     ("name", "change", "found", "advice", "is_problem"),
     [
-        ("cores", {"memory.usable_cores": 8, "os.cpu_count": 8}, "8 of 8", "", False),
-        ("cores", {"memory.usable_cores": 4, "os.cpu_count": 8}, "4 of 8", "", False),
-        ("cores", {"memory.usable_cores": 1, "os.cpu_count": 8}, "1 of 8", "--cpus", True),
+        ("cores", {"machine.usable_cores": 8, "os.cpu_count": 8}, "8 of 8", "", False),
+        ("cores", {"machine.usable_cores": 4, "os.cpu_count": 8}, "4 of 8", "", False),
+        ("cores", {"machine.usable_cores": 1, "os.cpu_count": 8}, "1 of 8", "--cpus", True),
         ("torch threads", {"torch.get_num_threads": 1}, "1 for an operation", "", False),
         (
             "torch threads",
-            {"torch.get_num_threads": 8, "memory.usable_cores": 2},
+            {"torch.get_num_threads": 8, "machine.usable_cores": 2},
             "8 for an operation",
             "export OMP_NUM_THREADS=2: ",
             False,
         ),
         (
             "memory",
-            {"memory.budget_bytes": Budget(0, 512 * MIB, "cgroup limit")},
+            {"machine.budget_bytes": Budget(0, 512 * MIB, "cgroup limit")},
             "0 B is free",
             "keep them on disk (cache_dir=)",
             True,

@@ -12,9 +12,9 @@ import numpy as np
 import psutil
 import pytest
 
+from fastdata import machine
 from fastdata.errors import MemoryBudgetError
-from fastdata.machine import memory
-from fastdata.machine.memory import (
+from fastdata.machine import (
     Available,
     Budget,
     CodecTrial,
@@ -43,13 +43,13 @@ def lay_out(root: Path, files: dict[str, str]) -> Path:
 
 @pytest.fixture
 def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(memory, "CGROUP_TABLE", tmp_path / "table")
+    monkeypatch.setattr(machine, "CGROUP_TABLE", tmp_path / "table")
     return tmp_path / "table"
 
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(memory, "CGROUP_ROOT", tmp_path / "cgroup")
+    monkeypatch.setattr(machine, "CGROUP_ROOT", tmp_path / "cgroup")
     return tmp_path / "cgroup"
 
 

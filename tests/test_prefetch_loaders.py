@@ -15,9 +15,8 @@ import torch
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, DistributedSampler
 
-from fastdata import CachedDataset, CudaPrefetcher, DataLoader, RingCollate
-from fastdata.machine import memory
-from fastdata.machine.memory import Available
+from fastdata import CachedDataset, CudaPrefetcher, DataLoader, RingCollate, machine
+from fastdata.machine import Available
 from simcuda import Sim
 
 CUDA = torch.device("cuda", 0)
@@ -144,9 +143,9 @@ def test_a_ring_that_may_not_be_pinned_whole_is_copied(
     """
     batch_bytes = 512  # 8 images of 60 bytes
     for room, in_place_bytes in ((40 * batch_bytes, 23 * 60), (5 * batch_bytes, 0)):
-        free = math.ceil(8 * room / (1 - memory.RESERVE_SHARE))
+        free = math.ceil(8 * room / (1 - machine.RESERVE_SHARE))
         monkeypatch.setattr(
-            memory, "available_bytes", lambda free=free: Available(bytes=free, limited_by="cgroup")
+            machine, "available_bytes", lambda free=free: Available(bytes=free, limited_by="cgroup")
         )
         batches = on_device(DataLoader(dataset, batch_size=8, num_workers=4))
         assert values(batches) == in_batches(23, 8)

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from fastdata import DataLoader, ImageFolder, tools
-from fastdata.machine.memory import Budget, usable_cores
+from fastdata.machine import Budget, usable_cores
 from fastdata.tools import apart, measure, shuffled
 from fastdata.tools import tune as tuning
 from fastdata.tools.tune import TuneResult, ascend, tune

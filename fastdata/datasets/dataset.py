@@ -38,17 +38,18 @@ from fastdata.datasets.batch import (
 from fastdata.datasets.reader import Reader, Stored, compile_reader, fresh
 from fastdata.datasets.ring import ring_of
 from fastdata.errors import SampleError, StoreGoneError
-from fastdata.machine.memory import StoragePlan, StorageReport
+from fastdata.machine import StoragePlan, StorageReport
 from fastdata.machine.shared import ArrayBlock, SampleTable
 from fastdata.pixels import (
+    PairStep,
     StandardTransform,
+    Step,
     TransformPlan,
     leading_steps,
     prepare_key,
 )
 from fastdata.pixels.compose import LIBRARIES, known_name, outside_of
 from fastdata.pixels.images import Array, Resize, tensor_class
-from fastdata.pixels.plan import PairStep, Step
 from fastdata.report import log, warn_user
 from fastdata.sources import FileSource, Source
 from fastdata.stores.prepare import Options, Prepared, prepare_storage, report_storage

@@ -17,11 +17,10 @@ from fastdata.datasets.dataset import PreparedDataset
 from fastdata.datasets.reader import Stored
 from fastdata.errors import AnyPath, is_url, kind_of
 from fastdata.machine.shared import ListView, SampleTable
-from fastdata.pixels import describe_steps
+from fastdata.pixels import PairStep, Step, describe_steps
 from fastdata.pixels.compose import flatten, is_random
 from fastdata.pixels.describe import describe_dataset, unwrapped
 from fastdata.pixels.images import IMAGE_EXTENSIONS, load_image
-from fastdata.pixels.plan import PairStep, Step
 from fastdata.report import warn_user
 from fastdata.sources import (
     DatasetSource,

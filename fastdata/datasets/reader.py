@@ -35,6 +35,8 @@ from fastdata.datasets.batch import IndexBatch, SampleBatch, rows_of
 from fastdata.errors import ChannelsError, RemoteError, SampleError, sample_error
 from fastdata.machine.shared import SampleTable, collate_targets
 from fastdata.pixels import (
+    PairStep,
+    Step,
     TransformPlan,
     core,
     plan_pairs,
@@ -54,7 +56,6 @@ from fastdata.pixels.images import (
     without_exif,
 )
 from fastdata.pixels.ops import Op
-from fastdata.pixels.plan import PairStep, Step
 from fastdata.pixels.program import Program
 from fastdata.sources import ItemKeys, Source
 from fastdata.stores.prepare import Options, Prepared

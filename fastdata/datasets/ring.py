@@ -38,7 +38,7 @@ from fastdata.datasets.batch import Collate
 from fastdata.datasets.batch import collate as default_collate
 from fastdata.datasets.reader import ALIGN_BYTES, Loan, fresh
 from fastdata.errors import MemoryBudgetError, StoreGoneError
-from fastdata.machine.memory import is_running
+from fastdata.machine import is_running
 from fastdata.machine.shared import Block
 from fastdata.pixels.images import Array
 

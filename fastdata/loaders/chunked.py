@@ -17,14 +17,14 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, IterableDataset
 
+from fastdata import machine
 from fastdata.datasets.dataset import PreparedDataset, latest_reader
 from fastdata.datasets.reader import BatchRing
 from fastdata.errors import FastDataError
+from fastdata.loaders import DataLoader
 from fastdata.loaders.epochs import HELD_BY_USER, Counted, LoaderView
-from fastdata.loaders.loader import DataLoader
 from fastdata.loaders.samplers import Int64s, Order, RankSampler, chunked, shuffled
-from fastdata.machine import memory
-from fastdata.machine.memory import CHUNKS_HELD, ChunkPlan
+from fastdata.machine import CHUNKS_HELD, ChunkPlan
 from fastdata.machine.processes import find_rank, local_ranks
 from fastdata.report import EpochReport
 from fastdata.stores.mirror import FETCH_BYTES, MirroredStore
@@ -288,8 +288,8 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
         hold = None
         if self._stores:
             disk_bytes = sum(store.size_bytes for store in self._stores)
-            free_bytes = memory.available_bytes().bytes
-            self._empties_cache = memory.empties_cache(disk_bytes, free_bytes, self.plan)
+            free_bytes = machine.available_bytes().bytes
+            self._empties_cache = machine.empties_cache(disk_bytes, free_bytes, self.plan)
             hold = partial(
                 ResidentChunks,
                 locate=self._locate,
@@ -330,8 +330,8 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
         served_bytes = None if reader is None else reader.served_bytes
         batch_bytes = (served_bytes or _SAMPLE_BYTES) * self.batch_size
         is_single = served_bytes is None  # samples come one by one
-        in_use_bytes = memory.tree_pss_bytes()
-        share_bytes = memory.available_bytes().bytes // local_ranks() + in_use_bytes
+        in_use_bytes = machine.tree_pss_bytes()
+        share_bytes = machine.available_bytes().bytes // local_ranks() + in_use_bytes
         most_bytes = _MOST_MIXED_BYTES if self._is_mixed else _MOST_BYTES
         fixed_bytes = _ORDER_BYTES * len(self.dataset) + (1 + HELD_BY_USER) * batch_bytes
         for mirror in self._mirrors:
@@ -346,15 +346,15 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
         has_gaps = subset is not None and bool((np.diff(subset) != 1).any())
         if has_gaps or (ranks > 1 and not self.shuffle):  # no sample has a neighbour in its chunk
             sample_bytes += edges_bytes
-        return memory.plan_chunks(
-            memory.parse_bytes(memory_limit, of=share_bytes),
+        return machine.plan_chunks(
+            machine.parse_bytes(memory_limit, of=share_bytes),
             in_use_bytes=in_use_bytes,
             fixed_bytes=fixed_bytes,
             batch_bytes=batch_bytes,
             batch_size=self.batch_size,
             samples=order.num_samples // ranks,
-            worker_bytes=memory.PROCESS_BYTES if is_single and not stores else 0,
-            most_workers=1 if is_single and stores else num_workers or memory.usable_cores(),
+            worker_bytes=machine.PROCESS_BYTES if is_single and not stores else 0,
+            most_workers=1 if is_single and stores else num_workers or machine.usable_cores(),
             sample_bytes=sample_bytes if stores else 0,
             most_bytes=most_bytes,
             chunk_samples=chunk_samples,

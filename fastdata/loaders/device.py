@@ -26,18 +26,18 @@ import numpy.typing as npt
 import torch
 import torch.cuda
 
+from fastdata import machine
 from fastdata.datasets.batch import IndexBatch, flatten
 from fastdata.datasets.dataset import ReaderHandle, handle_of
 from fastdata.datasets.reader import BatchRing, Reader
 from fastdata.errors import DeviceError, kind_of
+from fastdata.loaders import DataLoader
 from fastdata.loaders.epochs import JoinedReader, LoaderView
-from fastdata.loaders.loader import DataLoader
-from fastdata.machine import memory as host_memory
-from fastdata.machine.memory import budget_bytes, check_device_room, choose_pinning, format_bytes
+from fastdata.machine import budget_bytes, check_device_room, choose_pinning, format_bytes
+from fastdata.pixels import TransformPlan
 from fastdata.pixels.core import Int64s
 from fastdata.pixels.images import SampleSpec
 from fastdata.pixels.ops import MODES, Op, step_number
-from fastdata.pixels.plan import TransformPlan
 from fastdata.pixels.program import Program
 from fastdata.report import log, warn_user
 from fastdata.stores.readers import Store
@@ -132,7 +132,7 @@ class PinnedMemory:
         need_bytes = self.ring_slots * allocated_bytes(size_bytes)
         is_allowed = need_bytes <= self.ring_bytes
         if not is_allowed:
-            budget = budget_bytes(host_memory.available_bytes())
+            budget = budget_bytes(machine.available_bytes())
             plan = choose_pinning(need_bytes, budget, has_accelerator=True)
             is_allowed = plan.pin
             self._ring = f"ring {plan.reason}"

@@ -53,7 +53,7 @@ from fastdata.loaders.device import (
     resolve_device,
 )
 from fastdata.loaders.epochs import HELD_BY_USER, LoopCounts, sample_count, shown_as
-from fastdata.machine.memory import format_bytes
+from fastdata.machine import format_bytes
 from fastdata.report import EpochReport, Line, warn_user
 
 if TYPE_CHECKING:

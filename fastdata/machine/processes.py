@@ -44,7 +44,7 @@ import torch.distributed
 from torch.utils.data import get_worker_info
 
 from fastdata.errors import IngestError, StoreGoneError
-from fastdata.machine.memory import is_running
+from fastdata.machine import is_running
 from fastdata.report import warn_user
 
 if sys.platform != "win32":

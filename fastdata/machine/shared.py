@@ -37,8 +37,8 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
+from fastdata import machine
 from fastdata.errors import MemoryBudgetError, StoreGoneError
-from fastdata.machine import memory
 
 if sys.platform != "win32":
     import fcntl
@@ -128,9 +128,9 @@ class Block:
         """
         if size_bytes < _ASKED_FOR_BYTES:  # to ask takes longer than to reserve that
             return
-        available = memory.available_bytes()
+        available = machine.available_bytes()
         if size_bytes > available.bytes:
-            free = memory.format_bytes(available.bytes)
+            free = machine.format_bytes(available.bytes)
             raise _refusal(size_bytes, f": {free} is free ({available.limited_by})")
 
     def _named(self, problem: OSError, size_bytes: int) -> Exception:
@@ -258,7 +258,7 @@ def _open_temporary() -> tuple[int, Path]:
     folder = Path(tempfile.gettempdir())
     for stale in folder.glob(f"{_FILE_PREFIX}*"):
         pid = stale.name.removeprefix(_FILE_PREFIX).partition("-")[0]
-        if pid.isdigit() and not memory.is_running(int(pid)):
+        if pid.isdigit() and not machine.is_running(int(pid)):
             with contextlib.suppress(OSError):
                 stale.unlink()
     fd, path = tempfile.mkstemp(prefix=f"{_FILE_PREFIX}{os.getpid()}-")
@@ -267,7 +267,7 @@ def _open_temporary() -> tuple[int, Path]:
 
 def _refusal(size_bytes: int, why: str) -> MemoryBudgetError:
     return MemoryBudgetError(
-        f"{memory.format_bytes(size_bytes)} of shared memory cannot be reserved{why}. "
+        f"{machine.format_bytes(size_bytes)} of shared memory cannot be reserved{why}. "
         "Use storage='none', a smaller resize=, or free some memory."
     )
 

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from fastdata.errors import AnyPath, is_url, kind_of
-from fastdata.machine.memory import user_cache
+from fastdata.machine import user_cache
 from fastdata.machine.shared import ListView
 from fastdata.pixels.images import Opening, decode_image, is_image, load_image, opening_of
 from fastdata.report import log

@@ -35,7 +35,7 @@ import torch
 from filelock import FileLock, Timeout
 
 from fastdata.errors import CacheError, is_url
-from fastdata.machine.memory import CodecTrial, fitting, parse_bytes, usable_cores
+from fastdata.machine import CodecTrial, fitting, parse_bytes, usable_cores
 from fastdata.machine.processes import attempt, run_tasks, settle
 from fastdata.machine.shared import Packed, SampleTable
 from fastdata.pixels import describe_steps

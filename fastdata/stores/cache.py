@@ -33,7 +33,7 @@ import numpy as np
 import torch
 
 from fastdata.errors import AnyPath, CacheError, MemoryBudgetError, RemoteError, SampleError
-from fastdata.machine.memory import StoragePlan, format_bytes, user_cache
+from fastdata.machine import StoragePlan, format_bytes, user_cache
 from fastdata.machine.shared import ArrayBlock, Packed, SampleTable, target_columns
 from fastdata.pixels.images import Array
 from fastdata.sources.remote import Place, facts_of

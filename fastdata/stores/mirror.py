@@ -20,7 +20,7 @@ import torch
 from filelock import FileLock
 
 from fastdata.errors import CacheError, SampleError
-from fastdata.machine.memory import format_bytes, parse_bytes
+from fastdata.machine import format_bytes, parse_bytes
 from fastdata.machine.shared import ArrayBlock
 from fastdata.pixels.core import Bytes
 from fastdata.pixels.images import Array, SampleSpec, addresses_of

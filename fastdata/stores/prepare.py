@@ -1,7 +1,7 @@
 """Prepare: what the user chooses; look at a few samples, choose where they are kept, fill that.
 
 ``forecast`` tells from a few what all samples will take, codecs are tried where that matters,
-``choose_storage`` of memory.py decides, and the next choice is made where samples turn out larger.
+``choose_storage`` of the machine decides, and the next choice is made where samples turn out larger.
 Ranks of one machine that make the same dataset share what one of them prepares.
 """
 
@@ -32,9 +32,9 @@ from typing import (
 
 import numpy as np
 
+from fastdata import machine
 from fastdata.errors import AnyPath, MemoryBudgetError, SampleError
-from fastdata.machine import memory
-from fastdata.machine.memory import (
+from fastdata.machine import (
     Budget,
     CodecTrial,
     StoragePlan,
@@ -509,7 +509,7 @@ def _describe(dataset: Any, cache_key: str | None) -> str:
 
 def _budget(options: Options, *, is_shared: bool) -> Budget:
     return budget_bytes(
-        memory.available_bytes(),
+        machine.available_bytes(),
         options.memory_limit,
         ranks=1 if is_shared else local_ranks(),
     )

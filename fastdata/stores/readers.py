@@ -34,7 +34,7 @@ from fastdata.errors import (
     StoreGoneError,
     sample_error,
 )
-from fastdata.machine.memory import format_bytes
+from fastdata.machine import format_bytes
 from fastdata.machine.processes import Leader
 from fastdata.machine.shared import OPEN_FLAGS, ArrayBlock, Block, SampleTable, collate_targets
 from fastdata.pixels.core import Bytes

@@ -23,8 +23,8 @@ from PIL import Image
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from fastdata.datasets.public import ImageFolder
-from fastdata.loaders.loader import DataLoader
-from fastdata.machine.memory import cpu_model, usable_cores
+from fastdata.loaders import DataLoader
+from fastdata.machine import cpu_model, usable_cores
 from fastdata.report import Line, as_text
 from fastdata.tools import add_json, apart, check_folder, keep, measure, positive, shuffled
 

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from fastdata.datasets.public import CachedDataset, ImageFolder
 from fastdata.errors import AnyPath, CacheError, SampleError, counted, is_url, refuse_remote
-from fastdata.machine.memory import format_bytes, parse_bytes, usable_cores
+from fastdata.machine import format_bytes, parse_bytes, usable_cores
 from fastdata.pixels.images import CenterCrop, encode_image
 from fastdata.report import progress_bar
 from fastdata.sources.remote import Place

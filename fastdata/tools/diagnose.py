@@ -31,10 +31,10 @@ from torch.utils.data import IterableDataset, Subset
 from fastdata.datasets.dataset import PreparedDataset
 from fastdata.datasets.public import CachedDataset
 from fastdata.errors import counted
+from fastdata.loaders import DataLoader
 from fastdata.loaders.epochs import sample_count
-from fastdata.loaders.loader import DataLoader
 from fastdata.loaders.prefetch import CudaPrefetcher
-from fastdata.machine.memory import available_bytes, budget_bytes, format_bytes, usable_cores
+from fastdata.machine import available_bytes, budget_bytes, format_bytes, usable_cores
 from fastdata.pixels.compose import flatten
 from fastdata.report import Line, Report
 from fastdata.tools import apart, is_kept, measure, positive, shuffled

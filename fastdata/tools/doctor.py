@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from fastdata.machine import memory
-from fastdata.machine.memory import format_bytes
+from fastdata import machine
+from fastdata.machine import format_bytes
 from fastdata.machine.shared import Block
 from fastdata.pixels import core, images
 from fastdata.report import Line, as_text
@@ -46,15 +46,15 @@ def examine_machine() -> list[Check]:
 
 
 def _cores() -> Iterator[Check]:
-    cores = memory.usable_cores()
-    machine = os.cpu_count() or cores
+    cores = machine.usable_cores()
+    all_cores = os.cpu_count() or cores
     problem = ""
-    if cores == 1 < machine:
+    if cores == 1 < all_cores:
         problem = (
             "loading and training take turns on one core: give the job more "
             "(docker run --cpus, sbatch --cpus-per-task, taskset)"
         )
-    yield Check("cores", f"{cores} of {machine}, by CPU affinity and cgroup quota", "", problem)
+    yield Check("cores", f"{cores} of {all_cores}, by CPU affinity and cgroup quota", "", problem)
     # Torch counts the affinity's cores and knows nothing of a quota.
     threads = torch.get_num_threads()
     advice = f"export OMP_NUM_THREADS={cores}: more threads than usable cores wait for each other"
@@ -62,7 +62,7 @@ def _cores() -> Iterator[Check]:
 
 
 def _memory() -> Iterator[Check]:
-    budget = memory.budget_bytes(memory.available_bytes())
+    budget = machine.budget_bytes(machine.available_bytes())
     problem = "no image can be kept in memory: give the job more, or keep them on disk (cache_dir=)"
     yield Check("memory", str(budget), problem="" if budget.bytes else problem)
     folder = Path("/dev/shm")

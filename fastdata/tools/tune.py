@@ -23,8 +23,8 @@ from torch.utils.data import Subset
 from fastdata.datasets.batch import collate, flatten
 from fastdata.datasets.public import ImageFolder
 from fastdata.errors import MemoryBudgetError
-from fastdata.loaders.loader import DataLoader
-from fastdata.machine.memory import available_bytes, budget_bytes, format_bytes, usable_cores
+from fastdata.loaders import DataLoader
+from fastdata.machine import available_bytes, budget_bytes, format_bytes, usable_cores
 from fastdata.report import Line, Report, progress_bar
 from fastdata.tools import apart, bench, check_folder, is_kept, measure, positive, shuffled
 
