@@ -433,7 +433,7 @@ class Reader:
         """The targets of all samples, where each is a number and batches need nothing else."""
         table = self.stored.table
         # A cache has numbers where targets are images.
-        is_image = self.kept is not None and self.kept.target_parts
+        is_image = self.kept is not None and (self.kept.target_is_part or self.kept.mask_places)
         if is_image or self.target_transform is not None or not isinstance(table, SampleTable):
             return None
         return table.columns["targets"] if table.target_kind == "number" else None
