@@ -273,7 +273,7 @@ def store_on_the_device(sim: Sim) -> None:
         ours(sim, "device", "crop", "auto", epochs=2)
     finally:
         prefetch_device.CHUNK_BYTES = before
-    if sum(sim.sent) > 16 * 144 + 2000:
+    if sum(sim.sent) > 16 * 144 + 2500:  # and where windows lie, in each epoch
         sim.violation(f"the store was sent more than once: {sum(sim.sent)} bytes")
 
 
