@@ -129,7 +129,7 @@ def test_known_steps_behind_an_unknown_one_are_batch_ops_again() -> None:
         2,
     )
     assert plan_transform(v1.Compose([v1.ToTensor(), MyFlip(), v1.Normalize(*NORM)])).last is None
-    assert plan_transform(v1.Compose([MyFlip(), *behind]), obstacle="batch_ops=False").last is None
+    assert plan_transform(v1.Compose([MyFlip(), *behind]), batch_ops="off").last is None
 
 
 class Reference:
@@ -391,9 +391,7 @@ def test_the_transform_of_weights_is_seen_through() -> None:
         [],
     )
     assert plan_transform(preset).prepare[0] is plan.prepare[0]
-    stepwise = v1.Compose(
-        [*plan.prepare, *plan_transform(preset, obstacle="batch_ops=False").per_sample]
-    )
+    stepwise = v1.Compose([*plan.prepare, *plan_transform(preset, batch_ops="off").per_sample])
     assert torch.equal(stepwise(image(9, 12)), preset(image(9, 12)))
 
 
@@ -530,9 +528,9 @@ def test_commuting_geometry_after_conversion_is_known() -> None:
 
 
 def test_batch_ops_off() -> None:
-    """Without batch ops everything after the prepare part runs as written."""
+    """With batch_ops="off" everything after the prepare part runs as written."""
     steps = [v1.Resize(4), v1.RandomHorizontalFlip(), v1.ToTensor()]
-    plan = plan_transform(v1.Compose(steps), obstacle="batch_ops=False")
+    plan = plan_transform(v1.Compose(steps), batch_ops="off")
     assert parts(plan) == (["Resize"], [], ["RandomHorizontalFlip", "ToTensor"])
     assert "batch_ops=False" in str(plan)
 

@@ -296,7 +296,7 @@ class Reader:
 
     @cached_property
     def uncast(self) -> tuple[Reader, list[Op | None]]:
-        """This with its columns ``uncast``; only if there is no obstacle."""
+        """This with columns that are ``uncast``, and their casts; only if there is no obstacle."""
         columns, casts = zip(*map(Column.uncast, self.columns), strict=True)
         return replace(self, columns=columns), list(casts)
 
@@ -330,7 +330,7 @@ class Reader:
         return self.joined(self.whole(batch, take, self.targets))
 
     def joined(self, parts: list[Any]) -> Any:
-        """What ``default_collate`` makes of samples of which ``parts`` are a ``whole`` batch."""
+        """A ``whole`` batch as ``default_collate`` gives it."""
         *views, targets = parts
         images = views if self.plan.views else views[0]
         keys = self.stored.samples.keys
@@ -370,7 +370,7 @@ class Reader:
         return list(pairs) if keys is None else [keys.join(*pair) for pair in pairs]
 
     def _parts(self, batch: IndexBatch, take: Take, *, is_alone: bool) -> list[Any]:
-        """As of a ``whole`` batch, with lists of what is no tensor."""
+        """As of a ``whole`` batch; but lists of what differs, or is shown to the user's steps."""
         plan = self.plan
         if self.obstacle is None and not is_alone:
             return self.whole(batch, take, self.targets_of)
@@ -434,7 +434,7 @@ class Reader:
         table = self.stored.table
         # A cache has numbers where targets are images.
         is_image = self.kept is not None and (self.kept.target_is_part or self.kept.mask_places)
-        if is_image or self.target_transform is not None or not isinstance(table, SampleTable):
+        if is_image or self.target_transform is not None or table is None:
             return None
         return table.columns["targets"] if table.target_kind == "number" else None
 
@@ -526,7 +526,7 @@ def compile_reader(
         is_upright, (plan, columns) = decoding
         beforehand = ()
     else:
-        plan = plan_transform(transform, only_last=True, obstacle=stored.obstacle)
+        plan = plan_transform(transform, batch_ops="last", obstacle=stored.obstacle)
         columns = tuple(map(_unread_column, plan.each))
         steps = (*steps, *plan.prepare)
     return Reader(

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from textwrap import shorten
-from typing import Any
+from typing import Any, Literal
 
 from fastdata.pixels.compose import (
     Views,
@@ -153,7 +153,7 @@ def plan_transform(
     form: Form = "pil",
     dtype: str = "uint8",
     channels: int | None = None,
-    only_last: bool = False,
+    batch_ops: Literal["auto", "last", "off"] = "auto",
     prepared: int | None = None,
     obstacle: str | None = None,
     first: int = 0,
@@ -166,10 +166,11 @@ def plan_transform(
         form: what the samples are: those of the source or, the same in effect, those in the store.
         dtype: of the stored samples; batch ops know uint8 only.
         channels: of the stored samples, where they are known; colours need 1 or 3.
-        only_last: whether, beside the prepare part, only the known steps at the end run on batches.
+        batch_ops: ``"off"`` leaves all but the prepare part to run per sample; ``"last"`` all but
+            that and the known steps at the end.
         prepared: how many of the leading steps samples are stored after, where they are stored
             already; all others run when they are read.
-        obstacle: why there are no batch ops.
+        obstacle: why there are no batch ops on this machine.
         first: number that random draws know the first step by.
 
     Example:
@@ -177,6 +178,8 @@ def plan_transform(
         >>> plan.is_batched, plan.obstacle
         (False, 'the transform ends with a PIL image')
     """
+    if batch_ops == "off":
+        obstacle = "batch_ops=False"
     reason = f"runs as written, because {obstacle}" if obstacle else ""
     if not reason and dtype != "uint8":
         reason = f"gets {dtype} samples, and batch ops know uint8 only"
@@ -186,7 +189,7 @@ def plan_transform(
     plans = []
     for view in each:
         state = State(kind=form, channels=channels)
-        plans.append(_plan(view, len(prepare), first, state, reason, only_last))
+        plans.append(_plan(view, len(prepare), first, state, reason, batch_ops == "last"))
         first += len(view)
     *before, views = steps or (None,)
     return _joined(before, views, plans, form) if isinstance(views, Views) else plans[0]
