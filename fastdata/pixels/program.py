@@ -172,21 +172,16 @@ class Program:
             else:
                 self._serve_store(pairs, source, keys, rows_B)
 
-    def run_one(
-        self, source: Readable | core.Samples, index: int, visit: int | Int64s, seed: int
-    ) -> Array:
+    def run_one(self, store: Readable, index: int, visit: int | Int64s, seed: int) -> Array:
         """Serve one sample in fresh memory: its pixels in a batch, in whatever shape it has."""
-        if isinstance(source, core.Samples):
-            shape = tuple(source.shapes_B3[0].tolist())
-        elif self._ops:
-            shape = source.shape(index)
-        else:
-            return np.array(source.read(index))
+        if not self._ops:
+            return np.array(store.read(index))
+        shape = store.shape(index)
         index_1 = np.array([index], np.int64)
         shapes_13 = np.array([_planes(shape)], np.int32)
         _, [after] = self._draw(_keys(seed, visit, index_1), shapes_13)
         out_1Chw = np.empty((1, *after.tolist()), self._dtype)
-        self.run(source, index_1, visit, seed, out_1Chw)
+        self.run(store, index_1, visit, seed, out_1Chw)
         served: Array = out_1Chw[0] if len(shape) == 3 else out_1Chw[0, 0]
         return served
 
