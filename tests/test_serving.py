@@ -868,6 +868,32 @@ def test_masks_move_as_torchvision_moves_them(step: Any, kind: str) -> None:
         )
 
 
+EXACT = v1.InterpolationMode.NEAREST_EXACT
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        v2.Resize(31, interpolation=EXACT),
+        v2.RandomResize(31, 32, interpolation=EXACT),
+        v2.RandomShortestSize(13, interpolation=EXACT),
+        v2.RandomResizedCrop((11, 14), (1.0, 1.0), (18 / 20, 18 / 20), interpolation=EXACT),
+        v2.RandomAffine((30, 30), scale=(0.5, 0.5), fill=128.7),
+        v2.RandomSolarize(-1, 1.0),
+        v2.ConvertImageDtype(torch.float32),
+        v2.Compose([v2.ConvertImageDtype(torch.float64), v2.RandomVerticalFlip(1.0)]),
+    ],
+    ids=repr,
+)
+def test_rare_arguments_do_to_masks_what_they_do_in_torchvision(step: Any) -> None:
+    """Also where v2 treats a mask as it does the image: served so, or as written."""
+    with paired(pairs("tensor"), step) as dataset:
+        for served, pair in zip(dataset, pairs("tensor"), strict=True):
+            for got, wanted in zip(served, step(*pair), strict=True):
+                assert got.dtype == wanted.dtype
+                assert torch.equal(got, wanted)
+
+
 @EVERY_LOADER
 @pytest.mark.parametrize(
     "steps",

@@ -249,9 +249,11 @@ def domain_of(step: Any, state: State) -> str:
 def read_filters(step: Any, state: State, interpolation: Any) -> tuple[str, str]:
     """Interpolation and domain of what resizes."""
     need_uint8(state)
-    if state.is_beside:
-        return "NEAREST", "V2_DOMAIN"
     name = interpolation_name(interpolation)
+    if state.is_beside:
+        if name == "nearest-exact":  # which some versions do to masks, too
+            raise UnknownStepError(_INTERPOLATION)
+        return "NEAREST", "V2_DOMAIN"
     if state.kind != "pil":
         if name not in _TENSOR_INTERPOLATIONS:
             raise UnknownStepError(_INTERPOLATION)
@@ -309,6 +311,8 @@ def _read_fill(step: Any, state: State, domain: str, mode: str) -> Fill | None:
     if mode != "constant":
         return None
     levels = tuple(map(int, values))
+    if domain == "PIL_DOMAIN" and state.kind != "pil" and levels != tuple(values):
+        raise UnknownStepError("fills tensors with parts of a level")  # which warps round
     if not 1 <= len(levels) <= 4 or not all(0 <= level <= 255 for level in levels):
         raise UnknownStepError("has a fill outside of 0 to 255")
     return levels

@@ -96,9 +96,9 @@ _POLICIES = {
     "TrivialAugmentWide": "STEP_AUGMENT",
 }
 _MOVING = names_in(
-    "CenterCrop Pad RandomAffine RandomApply RandomChoice RandomCrop RandomHorizontalFlip "
-    "RandomOrder RandomPerspective RandomResize RandomResizedCrop RandomRotation "
-    "RandomShortestSize RandomVerticalFlip Resize ToDtype"
+    "CenterCrop ConvertImageDtype Pad RandomAffine RandomApply RandomChoice RandomCrop "
+    "RandomHorizontalFlip RandomOrder RandomPerspective RandomResize RandomResizedCrop "
+    "RandomRotation RandomShortestSize RandomVerticalFlip Resize ToDtype"
 )
 """What v2 does to masks as well, drawn once for both; others leave these as they are."""
 
@@ -181,9 +181,9 @@ def _resize(step: Any, state: State) -> Op:
         sides = [int(side)]
     else:
         sides = several(step.size or ())
-        if len(sides) == 2:
+        if len(sides) == 2 and not longest:
             return state.op("OP_RESIZE", (*pair(sides), 0, 0, *filters))
-        if len(sides) != 1:
+        if len(sides) != 1 or 0 < longest <= sides[0]:
             raise UnknownStepError("has a size that is not served")
     lengths = [Op("STEP_LENGTH", n=(int(side),)) for side in sides]
     n = (0, 0, longest, _BOUNDS.get(name, 0), *filters)
@@ -230,6 +230,9 @@ def _value(step: Any, state: State) -> Op:
     need_colours(state)
     code, attribute = _VALUES[known_name(step)]
     number = getattr(step, attribute, 0)
+    is_of_levels = 0 <= number <= 255 or state.kind == "pil" or code == "OP_SHARPNESS"
+    if not is_of_levels or (code == "OP_POSTERIZE" and number not in range(1, 9)):
+        raise UnknownStepError("has a number that is not served")
     return _number(code, state, domain_of(step, state), number, number)
 
 
@@ -469,7 +472,8 @@ def _dtype(step: Any, state: State) -> Op | State:
     """ToDtype, or v1's ConvertImageDtype, which always scales."""
     is_to_dtype = known_name(step) == "ToDtype"
     dtype = value_for(step.dtype, state)
-    if state.is_beside and dtype is not None and isinstance(step.dtype, dict):
+    is_for_masks = isinstance(step.dtype, dict) or not is_to_dtype
+    if state.is_beside and dtype is not None and is_for_masks:
         if dtype not in _MASK_DTYPES or state.floats:
             raise UnknownStepError("converts masks to a dtype that is not served")
         return _cast(state, dtype, "NONE")
