@@ -167,7 +167,7 @@ class Column(NamedTuple):
     last: Program | None = None
 
     def uncast(self) -> tuple[Column, Op | None]:
-        """This without the conversion to floats that it ends with; and that, None if it has none."""
+        """This without the conversion to floats at its end; and that, None if it has none."""
         assert self.program is not None
         program, cast = self.program.without_cast()
         # Which may make three channels of one.

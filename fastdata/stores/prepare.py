@@ -1,8 +1,8 @@
 """Prepare: what the user chooses; look at a few samples, choose where they are kept, fill that.
 
 ``forecast`` tells from a few what all samples will take, codecs are tried where that matters,
-``choose_storage`` of the machine decides, and the next choice is made where samples turn out larger.
-Ranks of one machine that make the same dataset share what one of them prepares.
+``choose_storage`` of the machine decides, and the next choice is made where samples turn out
+larger. Ranks of one machine that make the same dataset share what one of them prepares.
 """
 
 from __future__ import annotations
