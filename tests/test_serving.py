@@ -507,6 +507,29 @@ def test_a_step_that_a_function_reads_elsewhere_is_the_one_that_is_there_now(
         assert torch.equal(dataset[3][0], image.flip(-2))
 
 
+@pytest.mark.parametrize("storage", ["shared", "none"])
+def test_a_change_in_place_behind_an_unknown_step_is_noticed(storage: str) -> None:
+    """Known steps that follow one that runs per sample are served in batches, as they are now."""
+
+    class Own:
+        def __call__(self, image: Any) -> Any:
+            return image.copy() if image else image
+
+        def __repr__(self) -> str:
+            raise AttributeError("a step that cannot show itself is served, too")
+
+    flip = v1.RandomVerticalFlip(0.0)
+    steps = v1.Compose([Own(), flip, v1.PILToTensor()])
+    images = [(Image.fromarray(np.arange(48, dtype=np.uint8).reshape(4, 4, 3)), 0)] * 4
+    with CachedDataset(images, transform=steps, storage=storage) as dataset:
+        assert dataset.plan.last is not None
+        before = dataset[0][0]
+        flip.p = 1.0
+        [(served, _)] = DataLoader(dataset, batch_size=4)
+        assert torch.equal(served[3], before.flip(-2))
+        assert torch.equal(dataset[3][0], before.flip(-2))
+
+
 def test_stored_steps_changed_in_place_are_refused() -> None:
     """Where samples are stored after a step, changing it is an error for every reader; undoing it mends all."""
     with cached(CachedDataset, v1.CenterCrop((4, 6)), v1.RandomHorizontalFlip(1.0)) as dataset:

@@ -317,7 +317,7 @@ class _Opened(Dataset[Any]):
             pair_transform=self._pair_transform,
             own=f"{type(self).__name__} has a {own} of its own" if own else "",
         )
-        unknown = (step for view in reader.plan.each for step in view.per_sample)
+        unknown = (step for view in reader.plan.each for step in view.unknown)
         self._watch = Watch((self._transform, self._pair_transform), unknown)
         self._read_by(reader)
 

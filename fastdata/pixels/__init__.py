@@ -114,17 +114,18 @@ class TransformPlan:
         return None if self.per_sample else self.kind
 
     @property
-    def _unknown(self) -> tuple[Step, ...]:
+    def unknown(self) -> tuple[Step, ...]:
+        """The steps per sample, but for those of ``last``."""
         known = len(self.last.batch_texts) if self.last else 0
         return self.per_sample[: len(self.per_sample) - known]
 
     def run_unknown(self, sample: Any) -> Any:
         """Run the per sample part, but for its last steps, on a sample of ``kind``."""
-        return run_steps(self._unknown, sample)
+        return run_steps(self.unknown, sample)
 
     def run_last(self, sample: Any) -> Any:
         """Run the last steps as they are written, on a sample that ``last`` is not for."""
-        return run_steps(self.per_sample[len(self._unknown) :], sample)
+        return run_steps(self.per_sample[len(self.unknown) :], sample)
 
     def __repr__(self) -> str:
         prepare = ", ".join(map(_text, (*self.beforehand, *self.prepare))) or "-"
@@ -133,7 +134,7 @@ class TransformPlan:
             first = f"view {number}, on whole batches:     "
             if not self.views:
                 first = "batch ops, on whole batches:  "
-            unknown = ", ".join(map(_text, view._unknown)) or "-"
+            unknown = ", ".join(map(_text, view.unknown)) or "-"
             lines.append(f"{first}{', '.join(view.batch_texts) or '-'}")
             lines.append(f"per sample, as written:       {unknown}")
             if view.per_sample:
@@ -389,4 +390,8 @@ def _geometry_text(step: Any) -> str | None:
 
 
 def _text(step: Any) -> str:
-    return " ".join(repr(step).split()).replace("( ", "(").replace(" )", ")")
+    try:
+        shown = repr(step)
+    except Exception:  # noqa: BLE001  # that of a step of the user's own may raise anything
+        shown = type(step).__name__
+    return " ".join(shown.split()).replace("( ", "(").replace(" )", ")")
