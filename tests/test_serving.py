@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torchvision import transforms as v1
 from torchvision import tv_tensors
 from torchvision.transforms import v2
+from torchvision.transforms._presets import ImageClassification
 
 from conftest import FolderMaker
 from fastdata import CachedDataset, ChunkedLoader, CudaPrefetcher, DataLoader, ImageFolder, Views
@@ -505,6 +506,18 @@ def test_a_step_that_a_function_reads_elsewhere_is_the_one_that_is_there_now(
         change(v2.RandomVerticalFlip(1.0))
         assert torch.equal(epoch_of(loader)[0][3], image.flip(-2))
         assert torch.equal(dataset[3][0], image.flip(-2))
+
+
+def test_a_preset_changed_in_place_is_noticed() -> None:
+    """The attributes of what ``weights.transforms()`` gives count, as those of its steps would."""
+    preset = ImageClassification(crop_size=3, resize_size=4, mean=(0.0,) * 3, std=(1.0,) * 3)
+    images = [(Image.fromarray(np.arange(48, dtype=np.uint8).reshape(4, 4, 3)), 0)] * 4
+    with CachedDataset(images, transform=preset) as dataset:
+        loader = DataLoader(dataset, batch_size=4)
+        assert torch.equal(epoch_of(loader)[0][3], preset(images[3][0]))
+        preset.mean = [0.1, 0.2, 0.3]
+        assert torch.equal(epoch_of(loader)[0][3], preset(images[3][0]))
+        assert torch.equal(dataset[3][0], preset(images[3][0]))
 
 
 @pytest.mark.parametrize("storage", ["shared", "none"])

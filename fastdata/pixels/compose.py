@@ -131,7 +131,7 @@ def flatten(transform: Any) -> tuple[Any, ...]:
         elif name == "Compose":
             parts = step.transforms
         elif name == "ImageClassification" or kind.__module__.startswith("albumentations."):
-            steps += _steps_of_preset(step) if name else [_Named(step)]
+            steps += _steps_of_preset(step, str(vars(step))) if name else [_Named(step)]
             continue
         elif not name:
             parts = seen_through(step)
@@ -151,8 +151,8 @@ def joint_steps(transforms: Any) -> tuple[Any, ...]:
     return tuple(step for part in transforms.transforms for step in joint_steps(part))
 
 
-@lru_cache(maxsize=16)  # so that they are the same at each call
-def _steps_of_preset(preset: Any) -> tuple[Any, ...]:
+@lru_cache(maxsize=16)  # so that they are the same at each call, until attributes change
+def _steps_of_preset(preset: Any, attributes: str) -> tuple[Any, ...]:
     """The steps of what ``weights.transforms()`` gives, torchvision's transforms/_presets.py."""
     theirs = sys.modules["torchvision.transforms"]  # which the preset is a part of
     options = {"interpolation": preset.interpolation, "antialias": preset.antialias}
