@@ -249,6 +249,36 @@ def test_a_sample_that_one_rank_reads_is_there_for_all(images: Path) -> None:
     assert first == second
 
 
+def test_ranks_read_with_their_own_storage_options(
+    images: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What one has prepared comes without any: they may be secret."""
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    read = MemoryFileSystem.cat_file
+
+    def cat_file(self: Any, *arguments: Any, **options: Any) -> bytes:
+        if self.storage_options != {"token": "secret"}:
+            raise PermissionError("no token")
+        return read(self, *arguments, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
+    MemoryFileSystem().put(str(images), "/ranks", recursive=True)
+
+    def work(rank: int, pipe: Any) -> Any:
+        url, options = "memory://ranks", {"token": "secret"}
+        with ImageFolder(url, np.asarray, resize=(8, 8), storage_options=options) as dataset:
+            pipe.send("made")
+            pipe.recv()
+            return [int(dataset[index][0].max()) for index in range(rank, len(dataset), 2)]
+
+    with Ranks(2, work) as run:
+        assert run.receive_all() == ["made"] * 2
+        run.send_all("go")
+        first, second = run.receive_all()
+    assert sorted(first + second) == list(range(12))
+
+
 @pytest.fixture
 def images(tmp_path: Path) -> Path:
     from PIL import Image

@@ -346,7 +346,7 @@ def prepare_storage(path: ReadPath, options: Options, table: SampleTable | None)
         return Prepared(storage_plan=StoragePlan(storage="none", reason=reason))
     expected = forecast(path)
     # Of which every rank has its own.
-    known = [getattr(path.source, name, None) for name in ("loader", "dataset")]
+    known = [getattr(path.source, name, None) for name in ("loader", "dataset", "place")]
     known += [path.prepare, *options.codecs]
     met = _meet(expected, options, table, known)
     if isinstance(met, Follower):
