@@ -235,7 +235,7 @@ def collate(samples: list[Any], *, pad: float | None = None) -> Any:
     """
     if pad is None:
         return default_collate(samples)  # which asks the function below about a SampleBatch
-    whole = samples.stacked if isinstance(samples, SampleBatch) else None
+    whole = samples.stacked if samples and isinstance(samples, SampleBatch) else None
     if whole is not None:
         images, targets = whole
         sizes = torch.tensor(images.shape[-2:]).repeat(len(images), 1)

@@ -302,11 +302,12 @@ class BatchMaker:
             is_collated = False
             may_draw = self.in_thread  # the user's own code
             if self.handle is not None and isinstance(indices, IndexBatch):
-                if self.read is not None:
+                # Of no samples no batch can be made, which collating says as torch does.
+                if self.read is not None and indices:
                     return self.read(indices, self.ring)
                 reader = self.handle.reader or self.handle()
                 is_whole = reader.obstacle is None
-                is_collated = is_whole and self.collate_fn is collate
+                is_collated = is_whole and self.collate_fn is collate and len(indices) > 0
                 read = partial(reader if is_collated else reader.items, take=self.ring.take)
                 may_draw &= not is_whole or reader.target_transform is not None
             with BatchDraws(draws.apart()) if may_draw else nullcontext():
