@@ -660,3 +660,21 @@ def test_what_comes_before_an_unknown_step_is_served_in_batches() -> None:
             dataset[index]
         for one, other in zip(together, seen, strict=True):
             assert np.array_equal(one, np.asarray(other))
+
+
+def test_floats_are_of_the_type_that_holds_now() -> None:
+    """``torch.set_default_dtype`` counts from the next epoch on, as for torchvision's ``ToTensor``."""
+    image = Image.fromarray(np.arange(108, dtype=np.uint8).reshape(6, 6, 3))
+    transform = v1.Compose([v1.CenterCrop(4), v1.ToTensor(), v1.Normalize(*NORM)])
+    cached = CachedDataset([(image, 0)] * 3, transform=transform)
+    loader = DataLoader(cached, batch_size=3)
+    list(loader)
+    torch.set_default_dtype(torch.float64)
+    try:
+        expected = transform(image)
+        [(images, _)] = loader
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert images.dtype == torch.float64
+    assert torch.equal(images[1], expected)
+    assert cached[0][0].dtype == torch.float32

@@ -621,8 +621,11 @@ class Watch:
         self._copies = [part.copy() for part in self._parts]  # with the same objects in them
         self._arrays = [array for array in held if isinstance(array, _ARRAYS)]
         self._octets = list(map(_octets, self._arrays))
+        self._float = torch.get_default_dtype()  # of ToTensor
 
     def is_changed(self) -> bool:
+        if torch.get_default_dtype() != self._float:
+            return True
         try:
             # Quick: all that is in a part is the same object.
             if self._parts != self._copies:
