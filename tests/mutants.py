@@ -96,7 +96,7 @@ MUTANTS = [
         PREFETCH,
         "                while self._in_flight:\n",
         "                while False:\n",
-        "gathered",
+        "gathered_anew",
     ),
     Mutant(
         "an epoch's end does not wait for its thread",

@@ -257,6 +257,19 @@ def gathered(sim: Sim) -> None:
 
 
 @scenario
+def gathered_anew(sim: Sim) -> None:
+    """The slots of epochs that are left in the middle are filled again by the next."""
+    loader, right = loader_of("shared", "none", 0), expected_of("none")
+    with prefetcher(sim, loader) as batches:
+        kept = []
+        for _ in range(4):
+            loader.set_epoch(2)
+            kept.append(consume(sim, batches, at_most=rng(sim).randrange(1, 5)))
+    for made in kept:
+        check(made, right[: len(made)])
+
+
+@scenario
 def ops_on_the_device(sim: Sim) -> None:
     """Crop, flip and Normalize in the prefetcher's thread."""
     ours(sim, "shared", "crop", "device")
