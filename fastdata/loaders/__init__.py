@@ -424,7 +424,7 @@ _SAID: weakref.WeakValueDictionary[int, PreparedDataset] = weakref.WeakValueDict
 
 
 def _warn(dataset: Any, sampler: Any, served: LoaderView, *, is_asked: bool) -> None:
-    """Warn of samples that every rank reads, and of what keeps batches from whole, unless asked."""
+    """Warn of samples that every rank reads, and of batches that are not whole unless asked so."""
     ranks = find_rank().world_size
     if type(sampler) is RandomSampler and ranks > 1:
         warn_user(

@@ -389,7 +389,7 @@ class Progress:
     seen: Mark | None = None
 
     def mark(self) -> Mark:
-        """A prefetcher's thread takes it along."""
+        """How far it is now; a prefetcher's thread takes it along."""
         return self.handed, self.is_finished
 
     def hand_over(self, mark: Mark) -> None:
