@@ -136,6 +136,14 @@ ORDERS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 @EVERY_ENGINE
+def test_workers_may_be_counted_by_numpy(engine: dict[str, Any]) -> None:
+    workers = numpy.int64(engine["num_workers"])
+    cached = CachedDataset([(torch.full((3, 4, 4), n), n) for n in range(4)])
+    loader = DataLoader(cached, batch_size=2, **engine | {"num_workers": workers})
+    assert [targets.tolist() for _, targets in loader] == [[0, 1], [2, 3]]
+
+
+@EVERY_ENGINE
 def test_a_batch_of_no_samples_is_an_error(engine: dict[str, Any]) -> None:
     """As torch's ``default_collate`` of an empty list is; a ``collate_fn`` of one's own gets such a list."""
     cached = CachedDataset([(torch.full((3, 4, 4), n), n) for n in range(4)])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Iterable
+from operator import index
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -366,7 +367,7 @@ class DataLoader(_TorchLoader[_T_co]):
     # Decisions
 
     def _choose_engine(self) -> Engine:
-        count = self.num_workers
+        count = index(self.num_workers)  # which may be NumPy's
         reader = self._served.latest()
         obstacle = self._thread_obstacle(reader)
         if obstacle is not None and (count or reader is None):
