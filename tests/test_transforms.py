@@ -678,3 +678,31 @@ def test_floats_are_of_the_type_that_holds_now() -> None:
     assert images.dtype == torch.float64
     assert torch.equal(images[1], expected)
     assert cached[0][0].dtype == torch.float32
+
+
+@pytest.mark.parametrize("api", [v1, v2], ids=["v1", "v2"])
+def test_draws_and_pixels_do_not_follow_the_default_device(api: Any) -> None:
+    """Where ``torch.set_default_device`` says another, what is served is made on the CPU all the same."""
+    image = Image.fromarray(np.arange(768, dtype=np.uint8).reshape(16, 16, 3))
+    steps = [api.RandomPerspective(p=1), api.RandAugment(), api.ToTensor(), api.Normalize(*NORM)]
+
+    def served() -> list[torch.Tensor]:
+        cached = CachedDataset([(image, 0)] * 3, transform=api.Compose(steps), seed=SEED)
+        assert cached.plan.is_batched
+        return [sample for sample, _ in cached]
+
+    expected = served()
+    with torch.device("meta"):
+        found = served()
+    assert all(map(torch.equal, found, expected))
+
+
+def test_magnitudes_may_be_halves() -> None:
+    """RandAugment's are of torch's default type, NumPy has no bfloat16."""
+    image = Image.fromarray(np.arange(768, dtype=np.uint8).reshape(16, 16, 3))
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        cached = CachedDataset([(image, 0)] * 3, transform=v1.RandAugment())
+        assert [target for _, target in cached] == [0, 0, 0]
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -318,7 +318,7 @@ class _Packer(pickle.Pickler):
         storage = value.untyped_storage()
         octets = self._storages.get(storage.data_ptr())
         if octets is None:
-            octets = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+            octets = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
             is_small = octets.nbytes > _WHOLE_STORAGE * value.nbytes
             if is_small and self._slot.offset_of(octets) is None:
                 return NotImplemented
@@ -337,7 +337,7 @@ def _tensor(
     strides: tuple[int, ...],
 ) -> torch.Tensor:
     storage = torch.frombuffer(octets, dtype=torch.uint8).untyped_storage()
-    return torch.empty(0, dtype=dtype).set_(storage, offset, size, strides)
+    return torch.empty(0, dtype=dtype, device="cpu").set_(storage, offset, size, strides)
 
 
 # The training loop's end

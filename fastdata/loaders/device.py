@@ -136,7 +136,9 @@ class PinnedMemory:
             plan = choose_pinning(need_bytes, budget, has_accelerator=True)
             is_allowed = plan.pin
             self._ring = f"ring {plan.reason}"
-        slot = self.pin(torch.empty(size_bytes, dtype=torch.uint8)) if is_allowed else None
+        slot = None
+        if is_allowed:
+            slot = self.pin(torch.empty(size_bytes, dtype=torch.uint8, device="cpu"))
         if slot is None:
             return np.empty(size_bytes, np.uint8)
         self.ring_bytes = max(need_bytes, self.ring_bytes)

@@ -382,6 +382,7 @@ def _torch_fuses() -> bool:
 
     (1 + 2**-12)**2 - (1 + 2**-11) is 2**-24, and 0 where the square is rounded first.
     """
-    row = torch.tensor([-1 - 2**-11, 1 + 2**-12, 1.0])
-    column = torch.tensor([[1.0], [1 + 2**-12], [0.0]]).expand(1, 3, 2)
+    make = functools.partial(torch.tensor, dtype=torch.float32, device="cpu")
+    row = make([-1 - 2**-11, 1 + 2**-12, 1.0])
+    column = make([[1.0], [1 + 2**-12], [0.0]]).expand(1, 3, 2)
     return bool(row.expand(1, _FUSED_ROWS, 3).bmm(column).any())

@@ -377,11 +377,12 @@ def _augmentation_space(step: Any, height: int, width: int) -> dict[str, tuple[A
 
 def _levels(step: Any, height: int, width: int) -> Float64s:
     """Magnitudes (names, bins) for images of a size, 0 where one has none."""
-    space = _augmentation_space(step, height, width)
+    with torch.device("cpu"):  # whatever the default is
+        space = _augmentation_space(step, height, width)
     levels = np.zeros((len(space), _bins_of(step)))
     for row, (values, _) in zip(levels, space.values(), strict=True):
         if values is not None:
-            row[:] = values
+            row[:] = values.tolist()  # of any dtype
     return levels
 
 
@@ -504,7 +505,10 @@ def _normalize(step: Any, state: State) -> State:
     if state.is_normalized:
         raise UnknownStepError("comes after another Normalize")
     dtype = getattr(torch, state.dtype)
-    given = [torch.as_tensor(values, dtype=dtype).flatten() for values in (step.mean, step.std)]
+    given = [
+        torch.as_tensor(values, dtype=dtype, device="cpu").flatten()
+        for values in (step.mean, step.std)
+    ]
     both = torch.stack(torch.broadcast_tensors(*given), 1)
     is_known = 1 <= len(both) <= CONSTANTS["MAX_MEANS"] and both.isfinite().all()
     if not (is_known and both[:, 1].all()):

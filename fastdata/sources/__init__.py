@@ -464,7 +464,7 @@ def _read_labels(table: _Table, label: str) -> tuple[Any, dict[str, int] | None]
     """Targets, and the numbers of classes where labels are names."""
     values = table.columns[label]
     if np.ndim(values[0]):
-        vectors = torch.tensor(list(map(_plain, values)))
+        vectors = torch.tensor(list(map(_plain, values)), device="cpu")
         return (vectors.long() if vectors.dtype == torch.bool else vectors), None
     texts = table.texts(label)
     is_number = [_NUMBER.fullmatch(text) is not None for text in texts]

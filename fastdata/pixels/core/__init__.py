@@ -319,7 +319,7 @@ def solve_perspectives(ops_BS: Array) -> Float64s:
     solved_BS8 = np.zeros((*ops_BS.shape, 8))
     is_warp_BS = ops_BS["code"] == CONSTANTS["OP_PERSPECTIVE"]
     ops_P = ops_BS[is_warp_BS]
-    equations_P89 = torch.empty((len(ops_P), 8, 9), dtype=torch.float64)
+    equations_P89 = torch.empty((len(ops_P), 8, 9), dtype=torch.float64, device="cpu")
     load().fastdata_equations(ops_P.ctypes.data, len(ops_P), equations_P89.data_ptr())
     try:
         found = torch.linalg.lstsq(equations_P89[..., :8], equations_P89[..., 8:], driver="gels")
