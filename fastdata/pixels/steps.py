@@ -366,19 +366,19 @@ def _bins_of(step: Any) -> int:
 def _augmentation_space(step: Any, height: int, width: int) -> dict[str, tuple[Any, bool]]:
     """Names of ops, the same for all sizes -> magnitudes, and whether they take a sign."""
     bins = _bins_of(step)
-    if hasattr(step, "_AUGMENTATION_SPACE"):  # v2
-        space = step._AUGMENTATION_SPACE
-        if not getattr(step, "all_ops", True):
-            space = step._PARTIAL_AUGMENTATION_SPACE
-        return {name: (make(bins, height, width), sign) for name, (make, sign) in space.items()}
-    sizes = () if known_name(step) == "TrivialAugmentWide" else ((height, width),)
-    return dict(step._augmentation_space(bins, *sizes))
+    with torch.device("cpu"):  # whatever the default is
+        if hasattr(step, "_AUGMENTATION_SPACE"):  # v2
+            space = step._AUGMENTATION_SPACE
+            if not getattr(step, "all_ops", True):
+                space = step._PARTIAL_AUGMENTATION_SPACE
+            return {name: (make(bins, height, width), sign) for name, (make, sign) in space.items()}
+        sizes = () if known_name(step) == "TrivialAugmentWide" else ((height, width),)
+        return dict(step._augmentation_space(bins, *sizes))
 
 
 def _levels(step: Any, height: int, width: int) -> Float64s:
     """Magnitudes (names, bins) for images of a size, 0 where one has none."""
-    with torch.device("cpu"):  # whatever the default is
-        space = _augmentation_space(step, height, width)
+    space = _augmentation_space(step, height, width)
     levels = np.zeros((len(space), _bins_of(step)))
     for row, (values, _) in zip(levels, space.values(), strict=True):
         if values is not None:
