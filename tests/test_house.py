@@ -53,14 +53,14 @@ DOORS = {
 """Library -> the only wings that import it."""
 
 # No figure may grow. The goals: 100,000 nodes, 6.5 a line, 45 files, no class over 350 lines, no file over 700.
-MOST_NODES = 124_300
-MOST_NODES_PER_LINE = 6.34
-MOST_FILES = 48
+MOST_NODES = 123_300
+MOST_NODES_PER_LINE = 6.28
+MOST_FILES = 45
 MOST_LINES = 23_560
 MOST_LINES_OF_A_CLASS = 350
 MOST_LINES_OF_A_FILE = 700
 WALKS = {  # calls, files, moves; the goals: 900, 14, 120; 45, 6, 14; 60, 6
-    "root until the first batch": (806, 24, 484),
+    "root until the first batch": (780, 24, 480),
     "one steady batch": (25, 6, 12),
     "dataset[3]": (30, 6, 22),
 }
