@@ -173,14 +173,32 @@ def applied(script: str, diff: str) -> str:
 
 
 def _with_torchvision(folder: Path, script: Path) -> list[str]:
-    """The arguments that run a script where torchvision's compiled operators do not load, too."""
+    """The arguments that run a script where torchvision's compiled operators do not load, too.
+
+    A process group is kept until the process ends: torch's destructor waits, with the GIL, for a thread that may want
+    the GIL.
+    """
     starter = folder / "run.py"
     starter.write_text(
-        "import runpy, sys\n"
-        "from torchvision_ops import import_torchvision\n"
-        "import_torchvision()\n"
-        "sys.argv.pop(0)\n"
-        "runpy.run_path(sys.argv[0], run_name='__main__')\n",
+        """
+import os, runpy, sys
+import torch.distributed as dist
+from torchvision_ops import import_torchvision
+
+def destroy_process_group():
+    kept.append(dist.group.WORLD)
+    destroy()
+
+kept = []
+destroy = dist.destroy_process_group
+dist.destroy_process_group = destroy_process_group
+import_torchvision()
+sys.argv.pop(0)
+runpy.run_path(sys.argv[0], run_name="__main__")
+if kept:
+    sys.stdout.flush()
+    os._exit(0)
+""",
         "utf-8",
     )
     return [str(starter), str(script)]
