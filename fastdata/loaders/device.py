@@ -2,9 +2,8 @@
 
 Batches are sent as the uint8 that the compiled core makes, and become floats on the device. Where
 the samples lie there already (``storage="device"``), they are cut there too, if they are only cut,
-padded and mirrored; what differs between samples is where rows and columns come from, which the
-host draws. (Samples that are sent gain nothing by that: to draw for the device takes the host as
-long as to cut.) Nothing asks the device for a value, so the host never waits.
+padded and mirrored; what differs between samples is which window of its rows and columns each is,
+and that the host draws. Nothing asks the device for a value, so the host never waits.
 
 Shape letters: N stored samples, B batch, C channels, H W size stored, h w size served.
 """

@@ -392,6 +392,6 @@ def _geometry_text(step: Any) -> str | None:
 def _text(step: Any) -> str:
     try:
         shown = repr(step)
-    except Exception:  # noqa: BLE001  # that of a step of the user's own may raise anything
+    except Exception:  # noqa: BLE001  # the repr of a user's own step may raise anything
         shown = type(step).__name__
     return " ".join(shown.split()).replace("( ", "(").replace(" )", ")")
