@@ -773,6 +773,35 @@ def test_a_batch_whose_worker_is_gone_is_an_error() -> None:
     assert collate_fn.receiver.bytes_held == 0
 
 
+class Dying(Numbers):
+    """The worker that reads sample 2 loses its memory first and dies a little later, as a killed one does."""
+
+    def __init__(self) -> None:
+        super().__init__(8)
+        self.lost = multiprocessing.Event()
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 2:
+            for fd in Path("/proc/self/fd").iterdir():
+                if fd.is_symlink() and "memfd" in str(fd.readlink()):
+                    os.close(int(fd.name))
+            self.lost.set()
+            time.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+def test_the_end_of_a_worker_is_waited_for() -> None:
+    """Torch's signal handler would raise where the workers are joined, in ``__del__``, which prints the error."""
+    dataset = Dying()
+    batches = iter(DataLoader(dataset, batch_size=1, num_workers=1, workers="process"))
+    next(batches)
+    assert dataset.lost.wait(20)
+    with pytest.raises(RuntimeError, match=r"the DataLoader worker .* has ended|killed by signal"):
+        next(batches)
+    assert not any(worker.is_alive() for worker in batches._workers)
+
+
 def test_a_ring_without_slots_is_refused() -> None:
     """slots=0 is an error at construction."""
     with pytest.raises(ValueError, match="slots=0: a worker needs at least one slot"):

@@ -19,6 +19,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from multiprocessing.connection import wait as wait_for
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -48,12 +49,13 @@ from fastdata.datasets.dataset import (
 )
 from fastdata.datasets.reader import BatchRing, Reader, Take, fresh, room
 from fastdata.datasets.ring import BatchReceiver, RingCollate
-from fastdata.errors import IngestError, MemoryBudgetError
+from fastdata.errors import IngestError, MemoryBudgetError, StoreGoneError
 from fastdata.loaders.samplers import State
 from fastdata.machine.shared import collate_targets
 from fastdata.pixels.images import Array
 
 _T = TypeVar("_T")
+_END_S = 5.0  # how long a killed worker may take to die
 
 
 class JoinedReader:
@@ -510,6 +512,18 @@ class ProcessIter(Counted, torch_loader._MultiProcessingDataLoaderIter):
             self._put_later -= 1
             self._try_put_index()
         return super()._next_data()  # type: ignore[no-untyped-call]
+
+    def _try_get_data(self, *timeout: float) -> Any:
+        try:
+            return super()._try_get_data(*timeout)  # type: ignore[no-untyped-call]
+        except StoreGoneError:
+            # A worker that is killed loses its memory first and dies later. Torch's handler raises
+            # where this thread is then: here, and not in ``__del__``, which could only print it.
+            ending = wait_for([worker.sentinel for worker in self._workers], timeout=_END_S)
+            for worker in self._workers:
+                if worker.sentinel in ending:
+                    worker.join()
+            raise
 
     def _process_data(self, data: Any, worker_idx: int) -> Any:
         try:
