@@ -118,11 +118,17 @@ class StoreGoneError(FastDataError, RuntimeError):
 
 _URL = re.compile(r"(?!file:)[A-Za-z][\w+.-]+:/")
 """With one slash, which is what ``Path`` leaves of two; a drive of Windows has one letter."""
+_FILE_URL = re.compile(r"\Afile:(//|(?=/))")
 
 
 def is_url(path: AnyPath) -> bool:
     text = os.fsdecode(path)
     return _URL.match(text) is not None and not os.path.exists(text)
+
+
+def local_path(path: AnyPath) -> str:
+    """A path of this machine in full, of a ``file://`` URL too."""
+    return os.path.expanduser(_FILE_URL.sub("", os.fsdecode(path)))
 
 
 def refuse_remote(path: AnyPath) -> None:

@@ -28,6 +28,7 @@ from fastdata import (
 from fastdata.errors import RemoteError, SampleError
 from fastdata.sources import remote
 from fastdata.sources.remote import Place, facts_of, options_travel
+from fastdata.stores.cache import mirror_folder
 
 FILES = {"a/1.txt": b"one", "a/b/2.txt": b"twice", "c.txt": b""}
 
@@ -354,6 +355,27 @@ def test_a_changed_file_is_an_error(bucket: tuple[str, Path]) -> None:
     place.remove(name)
     with pytest.raises(SampleError, match=r"is not there"):
         dataset[1]
+
+
+@pytest.mark.parametrize("start", ["file://", "file:"])  # as a Path leaves it
+def test_a_file_url_is_a_folder_here(
+    image_folder: Callable[..., Path], tmp_path: Path, start: str
+) -> None:
+    """A root, a manifest, its root and its rows, and the folder of copies, may be ``file://`` URLs."""
+    folder = image_folder()
+    samples = list(ImageFolder(folder).samples)
+    rows = [(path.removeprefix(f"{folder}/"), label) for path, label in samples]
+    (folder / "list.csv").write_text("file,label\n" + "".join(f"{a},{b}\n" for a, b in rows))
+    url = f"{start}{folder}"
+    for dataset in (
+        ImageFolder(url),
+        ImageFolder(Path(url)),
+        ImageManifest(rows, root=url),
+        ImageManifest(f"{url}/list.csv"),
+        ImageManifest([(f"file://{path}", label) for path, label in samples]),
+    ):
+        assert dataset.samples == samples
+    assert mirror_folder(f"{start}{tmp_path}") == tmp_path
 
 
 @pytest.mark.parametrize("is_beside", [True, False])

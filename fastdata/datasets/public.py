@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastdata.datasets.dataset import PreparedDataset
 from fastdata.datasets.reader import Stored
-from fastdata.errors import AnyPath, is_url, kind_of
+from fastdata.errors import AnyPath, is_url, kind_of, local_path
 from fastdata.machine.shared import ListView, SampleTable
 from fastdata.pixels import PairStep, Step, describe_steps
 from fastdata.pixels.compose import flatten, is_random
@@ -259,7 +259,7 @@ class ImageFolder(_ImageFiles):
         **options: Unpack[DatasetOptions],
     ) -> None:
         chosen = read_options(ImageFolder, options, self._writing)
-        self.root = os.path.expanduser(root) if isinstance(root, str) else root
+        self.root = local_path(root) if isinstance(root, str) else root
         if is_url(root):
             self._place = Place(root, chosen.storage_options)
             self.root = self._place.url

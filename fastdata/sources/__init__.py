@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from fastdata.errors import AnyPath, is_url, kind_of
+from fastdata.errors import AnyPath, is_url, kind_of, local_path
 from fastdata.machine import user_cache
 from fastdata.machine.shared import ListView
 from fastdata.pixels.images import Opening, decode_image, is_image, load_image, opening_of
@@ -379,9 +379,11 @@ def read_manifest(
     if not table.numbers:
         raise ValueError(f"{table.title} lists no samples")
     if root is not None:
-        folder = Place(root).url if is_url(root) else os.path.expanduser(root)
+        folder = Place(root).url if is_url(root) else local_path(root)
     paths = [
-        path if "://" in path and is_url(path) else os.path.join(folder, path)
+        path
+        if "://" in path and is_url(path)
+        else os.path.join(folder, path.removeprefix("file://"))
         for path in table.texts(file)
     ]
     targets: Any = range(len(paths))
@@ -398,7 +400,7 @@ def read_manifest(
 
 
 def _read_csv(path: AnyPath, names: list[str], storage_options: StorageChoice) -> _Table:
-    title = os.path.expanduser(os.fsdecode(path))
+    title = local_path(path)
     if is_url(title):
         place = Place(title, storage_options)
         title = place.url
@@ -582,7 +584,7 @@ def _list_classes(root: AnyPath, names: list[str], endings: Endings) -> Iterator
             # In the order of _list_files.
             yield [url for url in sorted(found, key=os.path.split) if url.lower().endswith(endings)]
         return
-    tops = [os.path.join(os.path.expanduser(root), name) for name in names]
+    tops = [os.path.join(local_path(root), name) for name in names]
     # With what relative paths are relative to.
     named = json.dumps([os.path.abspath(tops[0]), tops, endings])
     kept = user_cache() / "folders" / hashlib.sha256(named.encode()).hexdigest()[:32]

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fastdata.errors import RemoteError, is_url
+from fastdata.errors import RemoteError, is_url, local_path
 from fastdata.pixels.images import IMAGE_EXTENSIONS, decode_image
 from fastdata.sources.remote import Place, Requests, StorageChoice, facts_of
 
@@ -82,7 +82,7 @@ def open_dataset(
     """
     there: list[tuple[Place, str]] = []
     for path in paths if isinstance(paths, list) else [paths]:
-        for text in _expand_braces(os.path.expanduser(os.fsdecode(path))):
+        for text in _expand_braces(local_path(path)):
             there += _find_files(text, storage_options)
     files = [File(*place, *facts) for place, facts in zip(there, facts_of(there), strict=True)]
     for file in files:

@@ -34,7 +34,7 @@ import numpy.typing as npt
 import torch
 from filelock import FileLock, Timeout
 
-from fastdata.errors import CacheError, is_url
+from fastdata.errors import CacheError, is_url, local_path
 from fastdata.machine import CodecTrial, fitting, parse_bytes, usable_cores
 from fastdata.machine.processes import attempt, run_tasks, settle
 from fastdata.machine.shared import Packed, SampleTable
@@ -126,7 +126,7 @@ def prepare_on_disk(
         "prepare": describe_steps(path.prepare.steps, options.cache_key, is_pil=is_pil),
         "codec": describe_codec(options.codec, options.cache_key),
     }
-    root = os.path.abspath(os.path.expanduser(root)) if root and not is_url(root) else root
+    root = os.path.abspath(local_path(root)) if root and not is_url(root) else root
     stem = re.sub(r"[^A-Za-z0-9._]+", "-", os.path.basename(root)).strip(".-") or "samples"
     names = [_fingerprint(json.dumps({**key, "root": root}, sort_keys=True).encode())]
     content = str(len(path.source))
@@ -207,7 +207,7 @@ def list_paths(
     paths: Sequence[str], root: str, facts: npt.NDArray[np.int64] | None = None
 ) -> Listing:
     """List the files of a dataset; of remote ones ``facts`` are known."""
-    prefix = os.fsencode(os.path.join(os.path.expanduser(root), "")) if root else b""
+    prefix = os.fsencode(os.path.join(local_path(root), "")) if root else b""
     packed = Packed.of(os.fsencode(path).removeprefix(prefix) for path in paths)
     if facts is None:  # 1,300,000 are a matter of seconds
         tasks = [paths[i : i + _FILES_PER_TASK] for i in range(0, len(paths), _FILES_PER_TASK)]

@@ -32,7 +32,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastdata.errors import AnyPath, CacheError, MemoryBudgetError, RemoteError, SampleError
+from fastdata.errors import (
+    AnyPath,
+    CacheError,
+    MemoryBudgetError,
+    RemoteError,
+    SampleError,
+    local_path,
+)
 from fastdata.machine import StoragePlan, format_bytes, user_cache
 from fastdata.machine.shared import ArrayBlock, Packed, SampleTable, target_columns
 from fastdata.pixels.images import Array
@@ -375,7 +382,7 @@ def _coder_of(place: Place, part: StoredPart, known: Sequence[Decoder | None]) -
 
 def mirror_folder(local_cache: AnyPath | None) -> Path:
     """Where caches behind URLs are kept: by default in the user's cache folder."""
-    return Path(local_cache or user_cache() / "remote").expanduser().absolute()
+    return Path(local_path(local_cache or user_cache() / "remote")).absolute()
 
 
 # Opened without the dataset that it was made from

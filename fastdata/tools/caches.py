@@ -21,7 +21,15 @@ import numpy as np
 from torch.utils import _pytree as pytree
 
 from fastdata.datasets.public import CachedDataset, ImageFolder
-from fastdata.errors import AnyPath, CacheError, SampleError, counted, is_url, refuse_remote
+from fastdata.errors import (
+    AnyPath,
+    CacheError,
+    SampleError,
+    counted,
+    is_url,
+    local_path,
+    refuse_remote,
+)
 from fastdata.machine import format_bytes, parse_bytes, usable_cores
 from fastdata.pixels.images import CenterCrop, encode_image
 from fastdata.report import progress_bar
@@ -80,7 +88,7 @@ def export_cache(
         3 ['shard-000000.tar']
     """
     refuse_remote(out)
-    folder = Path(out).expanduser().absolute()
+    folder = Path(local_path(out)).absolute()
     limit_bytes = parse_bytes(shard_size, of=1 << 40)
     if folder.exists() and any(folder.iterdir()):
         raise FileExistsError(f"{folder} is there and not empty; give a folder that is to be made")
