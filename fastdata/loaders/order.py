@@ -168,6 +168,7 @@ class Epochs:
         shared: Any = next(sharing, None)
         rank, ranks = (shared.rank, shared.num_replicas) if shared else (0, 1)
         last = length_of(self.sampler) if self._is_known and ranked is None else None
+        is_seeded = any(getattr(each, "generator", None) for each in self._samplers)
         if served.parts:
             # Of others nobody knows whether several ranks have the same samples.
             is_apart = shared is ranked or type(shared) in _KNOWN
@@ -180,9 +181,9 @@ class Epochs:
             indices = itertools.islice(indices, progress.first, None)
         for batch in indices:
             progress.drawn += 1
-            if progress.drawn == last:
+            if progress.drawn == last and is_seeded:
                 # RandomSampler draws once more after its last index: now, before a state is taken
-                # of where that leaves it.
+                # of where that leaves its generator; one that it makes for the epoch nobody sees.
                 next(indices, None)
             # Among the batches of all ranks, so that no two draw the same.
             progress.draws = DrawKey(seed, epoch, (progress.drawn - 1) * ranks + rank)
@@ -190,6 +191,8 @@ class Epochs:
                 batch.draws = progress.draws
                 batch.channels_last = self.channels_last
             yield batch
+            if progress.drawn == last:
+                return
 
     def _begun(self, progress: Progress) -> Iterator[Any]:
         """Begin the samplers as the epoch's were begun."""
