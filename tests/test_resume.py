@@ -467,6 +467,14 @@ def test_something_else_is_no_state() -> None:
     assert len(list(loader)) == 4
 
 
+def test_a_state_does_not_follow_the_default_device() -> None:
+    """It is drawn from the CPU's generator, whatever ``torch.set_default_device`` says."""
+    loader = DataLoader(PIXELS, batch_size=2)
+    with torch.device("meta"):
+        state = loader.state_dict()
+    assert isinstance(state["base_seed"], int)
+
+
 def test_a_state_is_small() -> None:
     """A state is plain JSON: below 1 kB for an epoch in sequence, below 8 kB for a shuffled one of any length."""
     for options, limit_bytes in (({}, 1000), ({"shuffle": True}, 8000)):

@@ -258,7 +258,7 @@ class Epochs:
         generator = self._generator or torch.default_generator
         before = generator.get_state()
         if progress.base_seed is None:
-            drawn = torch.empty((), dtype=torch.int64).random_(generator=generator)
+            drawn = torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator)
             progress.base_seed = int(drawn)
         start = self._capture()
         generator.set_state(before)
