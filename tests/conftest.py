@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import gc
 import os
 import re
@@ -23,6 +24,7 @@ from simcuda import Sim
 from torchvision_ops import import_torchvision
 
 HAS_TORCHVISION = import_torchvision()
+STDERR = pytest.StashKey[int]()
 
 FolderMaker = Callable[..., Path]
 
@@ -30,6 +32,33 @@ FolderMaker = Callable[..., Path]
 def shown(value: object) -> str:
     """A parameter's name: without an address, so that processes that share the tests name them alike."""
     return re.sub(r" at 0x[0-9a-f]+", "", str(value))
+
+
+HANGS_S = 400
+"""Longer than any test's timeout."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep the standard error that pytest does not capture."""
+    config.stash[STDERR] = os.dup(2)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """End the process of a test that hangs where no timeout reaches it, and say where.
+
+    In C, with the GIL, or at its end, as in a ``with`` that waits for a thread: its timeout is spent then.
+    """
+    faulthandler.dump_traceback_later(HANGS_S, exit=True, file=item.config.stash[STDERR])
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """A thread that is left must not hold up the interpreter's end."""
+    faulthandler.dump_traceback_later(60, exit=True, file=config.stash[STDERR])
 
 
 @pytest.hookimpl(tryfirst=True)
