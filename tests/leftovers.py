@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-WAIT_S = 3.0
+WAIT_S = 30.0  # which only what is left behind takes; under load a process takes seconds to end
 KEPT_OPEN = (".ttf", ".otf")
 """matplotlib keeps the font files that it has drawn with."""
 DRIVERS = ("/dev/nvidia", "anon_inode:[eventfd]")

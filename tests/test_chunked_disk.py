@@ -297,7 +297,7 @@ def test_a_forked_process_does_not_wait_for_a_thread_of_its_parent(
             fork = multiprocessing.get_context("fork")
             children.append(fork.Process(target=store.bring, args=(np.array([1]),), daemon=True))
             children[0].start()
-            children[0].join(10)
+            children[0].join(60)
         advise(*advice)
 
     with CachedDataset(data, cache_dir=tmp_path, cache_key="k") as dataset:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import errno
+import multiprocessing
 import os
 import pickle
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -24,7 +24,9 @@ from conftest import shown
 from fastdata import DataLoader, ImageFolder, ImageManifest
 from fastdata.errors import FastDataError, IngestError, MemoryBudgetError, SampleError
 from fastdata.pixels.images import CenterCrop, Resize
+from leftovers import open_descriptors
 
+FORK = multiprocessing.get_context("fork")
 Folder = Callable[..., Path]
 STEPS = v1.Compose([v1.Resize((6, 8)), v1.RandomCrop(5), v1.ToTensor()])
 RESIZED = v1.Compose([v1.Resize((6, 8)), v1.PILToTensor()])
@@ -204,16 +206,28 @@ def test_closing_a_copy_leaves_a_sample_to_who_prepares_it(
         thread.start()
         fd = pending.wait()
         copied(dataset).close()
-        pid = os.fork()
-        if pid == 0:
+
+        def read() -> None:
             os.close(fd)
-            os._exit(0 if (dataset[7][0].numpy() == wanted.numpy()).all() else 1)
-        while "->" not in Path("/proc/locks").read_text():
-            assert os.waitpid(pid, os.WNOHANG) == (0, 0)
+            assert (dataset[7][0].numpy() == wanted.numpy()).all()
+
+        process = FORK.Process(target=read)
+        process.start()
+        while not somebody_waits_for_a_lock():
+            assert process.is_alive()
             time.sleep(0.01)
         pending.give(fd)
         thread.join()
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        process.join()
+        assert process.exitcode == 0
+        process.close()
+
+
+def somebody_waits_for_a_lock() -> bool:
+    """One on a file that this process has open, too."""
+    inodes = {os.stat(f"/proc/self/fd/{number}").st_ino for number, _ in open_descriptors()}
+    lines = map(str.split, Path("/proc/locks").read_text().splitlines())
+    return any(words[1] == "->" and int(words[6].split(":")[2]) in inodes for words in lines)
 
 
 def test_a_killed_reader_leaves_the_sample_to_the_next(image_folder: Folder) -> None:
@@ -222,13 +236,12 @@ def test_a_killed_reader_leaves_the_sample_to_the_next(image_folder: Folder) -> 
     wanted = _pixels(root)[3]
     with ImageFolder(root, RESIZED) as dataset:
         pending = Pending(dataset, 3)
-        pid = os.fork()
-        if pid == 0:
-            dataset[3]
-            os._exit(0)
+        process = FORK.Process(target=lambda: dataset[3])
+        process.start()
         os.close(pending.wait())
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        process.kill()
+        process.join()
+        process.close()
         pending.path.unlink()
         pending.path.write_bytes(pending.content)
         assert torch.equal(dataset[3][0], wanted)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import multiprocessing
 import os
 import pickle
 import re
@@ -65,9 +66,14 @@ def test_samples_that_differ_late_are_stored_with_their_own_shapes() -> None:
 
 def test_each_sample_is_prepared_once_and_by_every_worker() -> None:
     """The values tell who made them: two processes, neither of them this one."""
+    context = multiprocessing.get_context("fork")
+    came = {3: context.Event(), 20: context.Event()}  # samples of two tasks
 
     def who(sample: np.ndarray) -> np.ndarray:
-        time.sleep(0.001)
+        index = int(sample[0, 0])
+        if os.getpid() != PARENT and index in came:
+            came[index].set()
+            assert came[23 - index].wait(60)  # for the other worker
         return np.full(1, os.getpid())
 
     with cached(dense(100), prepare=who) as dataset:
@@ -291,18 +297,18 @@ def test_no_worker_survives_its_parent(kill: signal.Signals) -> None:
             os.killpg(process.pid, kill)  # as a terminal does
         else:
             process.send_signal(kill)
-        process.communicate(timeout=20)
-    _, alive = psutil.wait_procs(workers, timeout=10)
+        try:
+            process.communicate(timeout=60)
+        finally:
+            process.kill()
+    _, alive = psutil.wait_procs(workers, timeout=60)
     assert alive == []
 
 
 def _children(pid: int, count: int) -> list[psutil.Process]:
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        children = psutil.Process(pid).children()
-        if len(children) == count:
-            return children
-    raise AssertionError(f"process {pid} has {len(children)} workers, not {count}")
+    while len(children := psutil.Process(pid).children()) != count:
+        time.sleep(0.01)  # until the test's timeout
+    return children
 
 
 @pytest.mark.usefixtures("ctrl_c")

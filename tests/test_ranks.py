@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 FORK = multiprocessing.get_context("fork")
-WAIT_S = 15
+WAIT_S = 60
 LAUNCHERS = (
     "RANK",
     "WORLD_SIZE",

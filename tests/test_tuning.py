@@ -237,8 +237,14 @@ def test_apart_ends_its_workers() -> None:
 # tune
 
 
+@pytest.fixture(autouse=True)
+def short_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As short as they may be, and as many as there are: a loaded machine changes nothing."""
+    monkeypatch.setattr(tuning, "_PROBES", 1000)
+
+
 def quick(dataset: Any, **options: Any) -> TuneResult:
-    return tune(dataset, **{"batch_size": 4, "max_seconds": 6, "progress": False} | options)
+    return tune(dataset, **{"batch_size": 4, "max_seconds": 100, "progress": False} | options)
 
 
 def test_workers_are_found_for_samples_that_wait() -> None:
@@ -274,7 +280,7 @@ def test_tuning_leaves_the_users_process_alone() -> None:
     """Neither global generators nor the dataset change."""
     samples = Samples()
     states = random.getstate(), torch.get_rng_state().tolist()
-    quick(samples, parameters={"num_workers": (0, 1)}, max_seconds=2)
+    quick(samples, parameters={"num_workers": (0, 1)})
     assert (random.getstate(), torch.get_rng_state().tolist()) == states
     assert samples.read == []
 
@@ -285,7 +291,7 @@ def test_batches_that_do_not_fit_are_not_started(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(tuning, "budget_bytes", lambda _: budget)
     samples = Samples(count=1024, side=256)  # 256 KiB each
     space = {"num_workers": (2,), "prefetch_factor": (2, 64)}
-    result = quick(samples, parameters=space, max_seconds=3)
+    result = quick(samples, parameters=space)
     refused = [probe for probe in result.probes if probe.failed]
     assert [probe.settings["prefetch_factor"] for probe in refused] == [64]
     assert "batches would take 130.0 MiB, but 20.0 MiB is free" in refused[0].failed
@@ -311,7 +317,7 @@ def test_a_setting_that_fails_loses() -> None:
                 raise OSError("one reader at a time")
             return super().__getitem__(index)
 
-    result = quick(Alone(), parameters={"num_workers": (0, 8)}, max_seconds=2)
+    result = quick(Alone(), parameters={"num_workers": (0, 8)})
     assert result.best["num_workers"] == 0
     assert "OSError: Caught OSError in DataLoader worker process" in str(result)
 
@@ -330,7 +336,7 @@ def test_some_of_an_unprepared_dataset_are_prepared(image_folder: Callable[..., 
     transforms = pytest.importorskip("torchvision.transforms")
     with ImageFolder(image_folder(), transforms.PILToTensor(), resize=(8, 8)) as dataset:
         state = torch.get_rng_state()
-        result = quick(dataset, parameters={"num_workers": (0,)}, max_seconds=2)
+        result = quick(dataset, parameters={"num_workers": (0,)})
         assert dataset.filled_share() == 1
         assert torch.equal(torch.get_rng_state(), state)
     assert result.samples_per_s > 0
@@ -338,7 +344,7 @@ def test_some_of_an_unprepared_dataset_are_prepared(image_folder: Callable[..., 
 
 def test_a_result_is_shown_with_the_call_to_paste() -> None:
     """The table has a row for each probe, names the best, and ends with a line for the script."""
-    result = quick(Samples(), parameters={"num_workers": (0, 1)}, max_seconds=2)
+    result = quick(Samples(), parameters={"num_workers": (0, 1)})
     lines = repr(result).splitlines()
     assert len(lines) == len(result.probes) + 4
     assert sum(line.endswith("  best") for line in lines) == 1
