@@ -327,6 +327,31 @@ def test_ctrl_c_in_the_middle_of_a_fork_is_not_lost() -> None:
     assert done.stderr.strip().endswith("KeyboardInterrupt")
 
 
+def test_threads_prepare_where_processes_get_no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A /dev/shm that is full or not there is said, and costs no sample."""
+
+    def fail(_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("multiprocessing.context.BaseContext.Lock", fail)
+    with (
+        pytest.warns(FastDataWarning, match=r"by threads.* /dev/shm .*No space left on device"),
+        cached(dense(100)) as dataset,
+    ):
+        assert [int(sample[0, 0]) for sample, _ in dataset] == list(range(100))
+
+
+def test_no_worker_stays_where_a_thread_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a limit of processes (ulimit -u) that is said, and the exit does not wait for workers."""
+
+    def fail(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("concurrent.futures.process._ExecutorManagerThread.start", fail)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        cached(dense(100))
+
+
 def test_a_daemonic_process_prepares_with_threads() -> None:
     """Where no process may be forked, as in a DataLoader worker, threads fill the store just as well."""
     script = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import multiprocessing
@@ -69,6 +70,38 @@ def test_another_process_writes_to_the_same_memory(portable: bool, method: str) 
         process.close()
         assert mine.tolist() == [8] * 4
         del mine
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memfd")
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_refused_memfd_is_a_file_without_a_name(
+    method: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Under a strict seccomp profile other processes find the memory, too, and no folder has a file of it."""
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    test_another_process_writes_to_the_same_memory(portable=False, method=method)
+    with closing(Block.create(4)) as block:
+        block.seal()
+        assert list(tmp_path.iterdir()) == []
+        with closing(pickle.loads(pickle.dumps(block))) as again:
+            assert again.array("uint8", (4,)).tolist() == [0] * 4
+
+
+def test_a_block_has_a_name_where_there_is_no_proc(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By which others open it, as no descriptor of another process can be opened there."""
+    exists = os.path.exists
+    monkeypatch.setattr(os.path, "exists", lambda path: path != "/proc/self/fd" and exists(path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with closing(Block.create(4)) as block:
+        assert [block.path] == list(tmp_path.iterdir())
+    assert list(tmp_path.iterdir()) == []
 
 
 @KINDS

@@ -78,7 +78,11 @@ def available_bytes() -> Available:
     """
     import psutil  # 7 ms, which only those functions take that ask it
 
-    available = Available(int(psutil.virtual_memory().available), "system memory")
+    try:
+        free_bytes = int(psutil.virtual_memory().available)
+    except FileNotFoundError:  # no /proc
+        free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available = Available(free_bytes, "system memory")
     for text in _read_cgroups(*_MEMORY_FILES):
         # No limit is "max", and -1 in version 1.
         used_bytes, *limits = map(int, re.findall(r"^\d+$", text, re.M) or [0])

@@ -294,10 +294,9 @@ def run_tasks(
     Raises:
         IngestError: a worker died.
     """
-    can_fork = sys.platform.startswith("linux") and not multiprocessing.current_process().daemon
     if workers < 2:
         yield from map(job, tasks)
-    elif forks and can_fork:
+    elif forks and _can_fork():
         done = 0
         with forked(job, workers, cores, threads=1) as (pool, children):
             try:
@@ -313,6 +312,20 @@ def run_tasks(
             yield from threads.map(job, tasks)
         finally:
             threads.shutdown(cancel_futures=True)
+
+
+def _can_fork() -> bool:
+    if not sys.platform.startswith("linux") or multiprocessing.current_process().daemon:
+        return False
+    try:
+        multiprocessing.get_context("fork").Lock()
+    except OSError as obstacle:
+        warn_user(
+            f"samples are prepared by threads, which may be slower: processes need /dev/shm for "
+            f"their locks, which it has no room for or which is not there ({obstacle.strerror})"
+        )
+        return False
+    return True
 
 
 def _loss(children: Sequence[BaseProcess], tasks: Sequence[Any]) -> IngestError:
@@ -353,8 +366,8 @@ def forked(
             with warnings.catch_warnings():  # of threads: a child runs only our loop
                 warnings.simplefilter("ignore", DeprecationWarning)
                 pool.submit(os.getpid)  # which forks all of them
-            children += pool._processes.values()
         finally:
+            children += pool._processes.values()
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         yield pool, children
     finally:
@@ -363,7 +376,8 @@ def forked(
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(cast(int, child.pid), signal.SIGKILL)
                 child.kill()  # where it has not yet made a group
-            pool.shutdown(cancel_futures=True)
+            with contextlib.suppress(RuntimeError):  # of a thread that could not be started
+                pool.shutdown(cancel_futures=True)
 
 
 _job: Callable[[Any], Any]

@@ -1,9 +1,9 @@
 """Memory that processes share: blocks, lists packed in them, and locks on their bytes.
 
 On Linux a block is a ``memfd``: it has no name, so the kernel frees it with its last user whatever
-happens (kill -9 included), and the size of ``/dev/shm`` does not matter. Elsewhere it is a
-memory-mapped temporary file, removed by its creator and, should that die first, swept by the next
-process that creates a block.
+happens (kill -9 included), and the size of ``/dev/shm`` does not matter. Where that is refused it
+is a temporary file that has lost its name, and without ``/proc`` one that has it, removed by its
+creator and, should that die first, swept by the next process that creates a block.
 
 A forked process inherits a block. Pickling one (spawn, forkserver, other ranks of the machine)
 sends a handle of about a hundred bytes; unpickling opens the creator's descriptor and copies
@@ -85,12 +85,10 @@ class Block:
         self._close = weakref.finalize(self, _release, fd, path if is_owner else None, os.getpid())
 
     @classmethod
-    def create(cls, size_bytes: int, *, portable: bool = not hasattr(os, "memfd_create")) -> Block:
-        """Reserve memory, which reads as zeros: a temporary file if ``portable``, else a memfd."""
-        if portable:
-            block = cls(*_open_temporary(), is_owner=True)
-        else:
-            block = cls(os.memfd_create("fastdata", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), None)
+    def create(cls, size_bytes: int, *, portable: bool = False) -> Block:
+        """Reserve memory, which reads as zeros: without a name unless ``portable``."""
+        fd = None if portable else _open_nameless()
+        block = cls(*_open_temporary(), is_owner=True) if fd is None else cls(fd, None)
         try:
             block.resize(size_bytes, at_once=True)
         except BaseException:
@@ -251,6 +249,17 @@ class Block:
                 "given to another."
             )
         return block
+
+
+def _open_nameless() -> int | None:
+    """A memfd, or a file that has no name any more; None where others could not open it."""
+    if not os.path.exists("/proc/self/fd"):
+        return None
+    try:
+        return os.memfd_create("fastdata", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except (AttributeError, OSError):  # a container's seccomp profile, vm.memfd_noexec=2
+        with tempfile.TemporaryFile(buffering=0) as file:
+            return os.dup(file.fileno())
 
 
 def _open_temporary() -> tuple[int, Path]:

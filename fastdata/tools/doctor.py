@@ -13,6 +13,7 @@ import platform
 import shutil
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from fastdata.tools import versions
 NVIDIA = Path("/proc/driver/nvidia")
 SYSTEM = Path("/sys")
 DEVICES = Path("/dev")
+_MEMFD = "allow memfd_create (a container's seccomp profile, sysctl vm.memfd_noexec)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +76,13 @@ def _memory() -> Iterator[Check]:
         )
         yield Check("/dev/shm", f"{format_bytes(free)} free", "" if free >= 1 << 30 else advice)
     try:
-        Block.create(1).close()
-        yield Check("shared memory", "can be had")
+        with closing(Block.create(1)) as block:
+            path = block.path or os.path.realpath(f"/proc/self/fd/{block.fd}")
+        is_refused = hasattr(os, "memfd_create") and not str(path).startswith("/memfd")
+        found = f"can be had, in files such as {path}" if is_refused else "can be had"
+        yield Check("shared memory", found, _MEMFD if is_refused else "")
     except (OSError, MemoryError) as error:
-        problem = "allow memfd_create (a container's seccomp profile), or give TMPDIR room"
-        yield Check("shared memory", str(error), problem=problem)
+        yield Check("shared memory", str(error), problem=f"{_MEMFD}, or give TMPDIR room")
 
 
 def _libraries() -> Iterator[Check]:
