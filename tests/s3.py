@@ -125,7 +125,7 @@ class MotoS3(S3):
 
     def clear(self) -> None:
         """Forget all buckets."""
-        urllib.request.urlopen(f"{self.url}/moto-api/reset", b"", timeout=10).close()
+        urllib.request.urlopen(f"{self.url}/moto-api/reset", b"", timeout=60).close()
 
     def make_bucket(self, name: str) -> None:
         self.client.create_bucket(Bucket=name)
@@ -156,7 +156,7 @@ class ThrottledS3(S3):
         self._ask("faults", json.dumps(asdict(plan)).encode())
 
     def _ask(self, what: str, data: bytes | None = None) -> bytes:
-        with urllib.request.urlopen(f"{self.url}/_{what}", data, timeout=10) as answer:
+        with urllib.request.urlopen(f"{self.url}/_{what}", data, timeout=60) as answer:
             return bytes(answer.read())
 
 

@@ -347,14 +347,17 @@ def test_an_exception_of_iter_is_raised_by_iter(gpu: Sim) -> None:
 @pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_ends_the_thread(gpu: Sim) -> None:
     """A KeyboardInterrupt while the loop waits is raised there, and the thread is gone."""
+    is_first_there = threading.Event()
 
     def loader() -> Iterator[Any]:
         yield torch.zeros(2)
+        is_first_there.wait(60)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         yield torch.zeros(2)
 
     def train(batches: Iterator[Any]) -> None:
         next(batches)
+        is_first_there.set()
         threading.Event().wait(5)  # the signal comes here, or in the next line
         next(batches)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import multiprocessing
 import os
 import re
 import signal
@@ -31,16 +32,18 @@ def dataset() -> Iterator[CachedDataset]:
 
 
 class Numbers(Dataset[Any]):
-    """Sample i is a 2 x 3 tensor full of i, and i; the one at ``kill_at`` kills its worker."""
+    """Sample i is a 2 x 3 tensor full of i, and i; the one at ``kill_at`` kills its worker, once it may."""
 
     def __init__(self, length: int = 40, kill_at: int = -1) -> None:
         self.length, self.kill_at = length, kill_at
+        self.may_die = multiprocessing.Event()
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, index: int) -> Any:
         if index == self.kill_at:
+            self.may_die.wait()
             os.kill(os.getpid(), signal.SIGKILL)
         return torch.full((2, 3), float(index)), index
 
@@ -129,9 +132,13 @@ def test_persistent_workers_serve_epoch_after_epoch(gpu: Sim) -> None:
 
 def test_a_killed_worker_is_an_error(gpu: Sim) -> None:
     """The loop hears of it instead of waiting, and nothing is left behind."""
-    batches = on_device(DataLoader(Numbers(kill_at=13), batch_size=4, num_workers=1))
+    numbers = Numbers(kill_at=13)
+    batches = iter(on_device(DataLoader(numbers, batch_size=4, num_workers=1)))
+    for _ in range(3):
+        next(batches)
+    numbers.may_die.set()  # not before: torch's signal handler raises wherever the loop is then
     with pytest.raises(RuntimeError, match=r"DataLoader worker|killed by signal"):
-        values(batches)
+        next(batches)
 
 
 def test_a_ring_that_may_not_be_pinned_whole_is_copied(

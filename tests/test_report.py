@@ -190,7 +190,7 @@ def test_a_process_killed_while_it_draws_a_bar_holds_up_no_other() -> None:
     progress_bar(1, "before", enabled=False).close()
     process = context.Process(target=hold)
     process.start()
-    assert is_held.wait(10)
+    assert is_held.wait(20)
     process.kill()
     process.join()
     process.close()

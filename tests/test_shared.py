@@ -452,7 +452,7 @@ def test_a_byte_is_held_by_one_process_at_a_time(block: Block, pickled: bool) ->
     is_held, may_end = FORK.Event(), FORK.Event()
     process = FORK.Process(target=_hold, args=(theirs, 3, is_held, may_end))
     process.start()
-    assert is_held.wait(10)
+    assert is_held.wait(60)
     with block.hold(4):
         pass
     got_it = threading.Event()
@@ -460,7 +460,7 @@ def test_a_byte_is_held_by_one_process_at_a_time(block: Block, pickled: bool) ->
     waiting.start()
     assert not got_it.wait(0.2)
     may_end.set()
-    assert got_it.wait(10)
+    assert got_it.wait(60)
     waiting.join()
     process.join()
 
@@ -470,7 +470,7 @@ def test_a_killed_holder_lets_go(block: Block) -> None:
     is_held, never = FORK.Event(), FORK.Event()
     process = FORK.Process(target=_hold, args=(block, 0, is_held, never))
     process.start()
-    assert is_held.wait(10)
+    assert is_held.wait(60)
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
     with block.hold(0):
@@ -486,7 +486,7 @@ def test_a_forked_process_does_not_hold_what_its_parent_holds(block: Block) -> N
         process = FORK.Process(target=_hold, args=(block, 0, is_held, may_end))
         process.start()
         assert not is_held.wait(0.2)
-    assert is_held.wait(10)
+    assert is_held.wait(60)
     process.join()
     assert process.exitcode == 0
 
@@ -508,7 +508,7 @@ def test_closing_a_copy_lets_go_of_nothing(
             process = FORK.Process(target=_hold, args=(block, 0, is_held, may_end))
             process.start()
             assert not is_held.wait(0.2)
-        assert is_held.wait(10)
+        assert is_held.wait(60)
         process.join()
 
 
@@ -531,4 +531,4 @@ def test_two_blocks_are_held_at_once_on_windows(monkeypatch: pytest.MonkeyPatch)
     with closing(Block.create(1)) as one, closing(Block.create(1)) as other:
         monkeypatch.setattr(sys, "platform", "win32")
         threading.Thread(target=hold_both, daemon=True).start()
-        assert held.wait(10)
+        assert held.wait(60)

@@ -113,10 +113,11 @@ def test_our_loader_can_be_put_back(images: CountingImages, accelerator: Acceler
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What two spawned ranks saw of one dataset, which they share."""
     folder = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with CountingImages() as dataset:
+    with socket.socket() as held, CountingImages() as dataset:
+        # Bound to the end, so that nobody else is given the port; torch binds to it all the same.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
         torch.multiprocessing.start_processes(
             run_rank, args=(port, dataset, folder), nprocs=2, start_method="spawn"
         )
