@@ -9,7 +9,7 @@ import pickle
 import re
 import weakref
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 import numpy as np
 import pytest
@@ -729,6 +729,47 @@ def test_dicts_stay_dicts(keys: tuple[str, ...], options: dict[str, Any]) -> Non
             assert DataLoader(dataset).report().path.startswith("whole batches")
             copy = pickle.loads(pickle.dumps(dataset.__getitems__([1, 2])))
             assert [type(item) for item in copy] == [dict, dict]
+
+
+class Pair(NamedTuple):
+    image: torch.Tensor
+    label: int
+
+
+class Triple(NamedTuple):
+    image: torch.Tensor
+    label: int
+    name: str
+
+
+class Alone(NamedTuple):
+    image: torch.Tensor
+
+
+@pytest.mark.parametrize("kind", [Pair, Triple, Alone])
+@pytest.mark.parametrize("options", [*STORAGES, {"storage": "disk"}], ids=shown)
+def test_namedtuples_stay_namedtuples(
+    kind: Any, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Items and batches are of the dataset's own class, as torch's loader has them, from a cache too."""
+    values = [(torch.full((3, 4, 4), i, dtype=torch.uint8), i, str(i)) for i in range(4)]
+    items = [kind(*value[: len(kind._fields)]) for value in values]
+    wanted: list[Any] = list(TorchLoader(items, batch_size=2))  # type: ignore[arg-type]
+    if options["storage"] == "disk":
+        options = {"cache_dir": tmp_path, "cache_key": "k"}
+    for more in ({}, {"num_workers": 2}, {"num_workers": 1, "workers": "process"}):
+        with CachedDataset(items, **options) as dataset:
+            assert [type(dataset[0]), *map(type, dataset.__getitems__([0, 1]))] == [kind] * 3
+            batches = list(DataLoader(dataset, batch_size=2, **more))
+            assert list(map(type, batches)) == [kind] * 2
+            for batch, right in zip(batches, wanted, strict=True):
+                for part, right_part in zip(batch, right, strict=True):
+                    assert type(part) is type(right_part)
+                    assert all(map(np.array_equal, part, right_part))
+    if options.get("cache_dir"):
+        monkeypatch.delattr(f"{__name__}.{kind.__name__}")
+        with CachedDataset.from_cache(tmp_path) as dataset:
+            assert type(dataset[0]) is tuple  # the class is not there
 
 
 def _collate_items(items: list[dict[str, Any]]) -> dict[str, Any]:

@@ -415,7 +415,8 @@ class CachedDataset(_Shown):
             too, such as a mask: all of them are stored. Of an item of three or more values the
             first is the sample; an image or tensor alone has no target. Of an item that is a dict
             the one value that is an image is the sample, and the target that of the other key, or a
-            dict of several; items and batches are dicts of the same keys then. Or the path or URL
+            dict of several; items and batches are dicts of the same keys then. Namedtuples stay of
+            their class, where it can be found by its module and name. Or the path or URL
             of another format's files, a pattern such as ``"train-{000..009}.tar"``, or a list of
             these: WebDataset's tars, Parquet and Arrow; see docs/other-datasets.md.
         columns: of items that are dicts the names of those that are sample and target, such as

@@ -334,10 +334,7 @@ class Reader:
         *views, targets = parts
         images = views if self.plan.views else views[0]
         keys = self.stored.samples.keys
-        if keys is None:
-            return [images, targets]
-        # Texts, of dicts in a list.
-        return keys.join(images, list(targets) if type(targets) is tuple else targets)
+        return [images, targets] if keys is None else keys.join(images, targets, list)
 
     def items(self, batch: IndexBatch, take: Take = fresh) -> list[Any]:
         """A ``SampleBatch`` where samples are pairs with images of one shape, else a list."""

@@ -10,12 +10,14 @@ import itertools
 import json
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, repeat
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
@@ -44,30 +46,39 @@ class ItemKeys:
     The sample of a dict is the value of ``image``; the target is the value of the other key, or a
     dict of several. The sample of a tuple is its first value; the target is a tuple of the others.
     Where there is no other value, the target is 0.
+
+    A namedtuple is ``named`` by its module and class, so that a cache can tell: it is one again
+    where that is imported, else a tuple.
     """
 
     names: tuple[str, ...]
     image: str
     kind: Literal["dict", "tuple", "alone"] = "dict"
+    named: str = ""
 
     def split(self, item: Any) -> Pair:
         if self.kind == "alone":
             return item, 0
         if self.kind == "tuple":
-            return item[0], tuple(item[1:]) or 0
+            return item[0], item[1] if len(item) == 2 else tuple(item[1:]) or 0
         others = {name: item[name] for name in self.names if name != self.image}
         return item[self.image], others if len(others) != 1 else others.popitem()[1]
 
-    def join(self, sample: Any, target: Any) -> Any:
+    def join(self, sample: Any, target: Any, kind: Any = tuple) -> Any:
         """The item again; or a batch of them, whose tuples are lists as in ``default_collate``."""
         if self.kind == "alone":
             return sample
         if self.kind == "dict":
+            target = kind(target) if type(target) is tuple else target  # texts
             others = dict.fromkeys(self.names, target) if len(self.names) == 2 else target
             return {name: sample if name == self.image else others[name] for name in self.names}
-        if len(self.names) > 1:
-            return type(target)((sample, *target))
-        return [sample] if isinstance(target, torch.Tensor) else (sample,)
+        count = len(self.names)
+        values = (sample, *target) if count > 2 else (sample, target)[:count]
+        with contextlib.suppress(KeyError, AttributeError):  # of what is not imported
+            module, _, name = self.named.partition(":")
+            named = attrgetter(name)(sys.modules[module])
+            kind = named._make if named._fields == self.names else kind
+        return kind(values)
 
 
 def chosen_keys(columns: Mapping[str, Any]) -> ItemKeys:
@@ -307,8 +318,9 @@ def _keys_of(item: Any, form: str, which: str) -> ItemKeys | None:
             "columns={'sample': 'image', 'target': 'label'}, or the like."
         )
     if isinstance(item, tuple | list):
-        names = tuple(map(str, range(len(item))))
-        return None if len(item) == 2 else ItemKeys(names, "0", "tuple")
+        names = getattr(item, "_fields", tuple(map(str, range(len(item)))))
+        named = f"{type(item).__module__}:{type(item).__qualname__}" if names[0] != "0" else ""
+        return ItemKeys(names, names[0], "tuple", named) if named or len(item) != 2 else None
     if form == _ALONE:
         return ItemKeys(("0",), "0", "alone")
     raise TypeError(
