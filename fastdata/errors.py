@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import stat
 
 __all__ = [
     "CacheError",
@@ -131,6 +132,16 @@ def local_path(path: AnyPath) -> str:
     return os.path.expanduser(_FILE_URL.sub("", os.fsdecode(path)))
 
 
+def open_file(path: AnyPath, flags: int) -> int:
+    """``os.open`` of a file to be read; of a pipe or a device, which may never end, an OSError."""
+    fd = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # a pipe would wait for its writer
+    mode = os.fstat(fd).st_mode
+    if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
+        return fd
+    os.close(fd)
+    raise OSError(errno.EINVAL, "no file, but a pipe or a device", os.fspath(path))
+
+
 def refuse_remote(path: AnyPath) -> None:
     """Raise ``ValueError`` for a URL where a folder or a file of this machine is needed."""
     if is_url(path):
@@ -216,7 +227,7 @@ _KINDS = {
 
 def _describe_file(path: str) -> str:
     try:
-        with open(path, "rb") as stream:
+        with open(path, "rb", opener=open_file) as stream:
             start = stream.read(64)
             size = stream.seek(0, os.SEEK_END)
             stream.seek(max(0, size - 2))

@@ -181,3 +181,17 @@ def test_image(index: int, size: tuple[int, int]) -> np.ndarray:
 
 
 test_image.__test__ = False
+
+
+@pytest.fixture
+def in_time() -> Iterator[None]:
+    """What hangs is an error."""
+
+    def stop(*_: object) -> None:
+        raise AssertionError("it hangs")  # no OSError, as which it would pass for damage
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, 20, 1)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -227,20 +226,6 @@ def test_others_may_read_a_cache_as_the_umask_says(image_folder: Folder) -> None
 
 
 # Hostile folders
-
-
-@pytest.fixture
-def in_time() -> Iterator[None]:
-    """What hangs is an error."""
-
-    def stop(*_: object) -> None:
-        raise AssertionError("it hangs")  # no OSError, as which it would pass for damage
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, 20, 1)
-    yield
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, before)
 
 
 @pytest.mark.parametrize("victim", ["fastdata.npz", "part0-*"])

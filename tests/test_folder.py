@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import pickle
+import re
+import socket
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +34,7 @@ from fastdata import (
     ImageManifest,
 )
 from fastdata.errors import MemoryBudgetError, SampleError, StoreGoneError
+from fastdata.pixels.images import load_image
 
 Folder = Callable[..., Path]
 PREPARED = [v1.Resize(9), v1.CenterCrop(8)]
@@ -556,6 +560,46 @@ def test_a_bad_file_is_named_with_the_cure(image_folder: Folder) -> None:
             transform=v1.Resize((5, 5)),
         ).prepare()
     assert (caught.value.index, caught.value.path) == (1, str(spoilt[1]))
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "socket"])
+@pytest.mark.parametrize(
+    "options",
+    [{"storage": "shared"}, {"storage": "none"}, {"loader": functools.partial(load_image)}],
+    ids=shown,
+)
+@pytest.mark.parametrize("transform", [v1.Compose(PREPARED), lambda image: image], ids=["core", ""])
+def test_what_is_no_file_is_an_error_at_once(
+    image_folder: Folder,
+    kind: str,
+    options: dict[str, Any],
+    transform: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    in_time: None,
+) -> None:
+    """A pipe, which nobody writes to, a link to a device or a socket is named; a link to a file is read."""
+    root = image_folder()
+    first, second, *_ = sorted((root / "cat").iterdir())
+    second.unlink()
+    second.symlink_to(first)
+    with ImageFolder(root, transform, **options) as dataset:
+        assert np.array_equal(*(_pixels(dataset[k][0]) for k in (0, 1)))
+    second.unlink()
+    if kind == "pipe":
+        os.mkfifo(second)
+    elif kind == "device":
+        second.symlink_to("/dev/zero")
+    else:
+        monkeypatch.chdir(second.parent)  # names of sockets are short
+        with socket.socket(socket.AF_UNIX) as listening:
+            listening.bind(second.name)
+    with (
+        pytest.raises(SampleError, match=rf"sample 1, {second}, cannot be read"),
+        ImageFolder(root, transform, **options) as dataset,
+    ):
+        dataset[1]
+    with pytest.raises(OSError, match=re.escape(str(second))):
+        dataset.loader(str(second))
 
 
 @pytest.mark.parametrize("codec", ["auto", "source"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
 import multiprocessing
@@ -22,7 +23,7 @@ from torchvision import transforms as v1
 from children import Compose, PILToTensor
 from conftest import shown
 from fastdata import DataLoader, ImageFolder, ImageManifest
-from fastdata.errors import FastDataError, IngestError, MemoryBudgetError, SampleError
+from fastdata.errors import FastDataError, IngestError, MemoryBudgetError, SampleError, open_file
 from fastdata.pixels.images import CenterCrop, Resize
 from leftovers import open_descriptors
 
@@ -35,26 +36,30 @@ RESIZED = v1.Compose([v1.Resize((6, 8)), v1.PILToTensor()])
 class Pending:
     """The file of a sample, which whoever opens it waits for until it is given."""
 
-    def __init__(self, dataset: ImageFolder, index: int) -> None:
-        self.path = Path(dataset.samples[index][0])
-        self.content = self.path.read_bytes()
-        self.path.unlink()
-        os.mkfifo(self.path)
+    def __init__(self, dataset: ImageFolder, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.path = dataset.samples[index][0]
+        self.gate = Path(f"{self.path}.gate")
+        os.mkfifo(self.gate)
+        monkeypatch.setattr("fastdata.sources.open_file", self.open)
+
+    def open(self, path: Any, flags: int) -> int:
+        if path == self.path:
+            with contextlib.suppress(FileNotFoundError):
+                self.gate.read_bytes()
+        return open_file(path, flags)
 
     def wait(self) -> int:
         """Give the descriptor to write to once somebody has opened it."""
         while True:
             try:
-                return os.open(self.path, os.O_WRONLY | os.O_NONBLOCK)
+                return os.open(self.gate, os.O_WRONLY | os.O_NONBLOCK)
             except OSError:
                 time.sleep(0.01)
 
     def give(self, fd: int) -> None:
-        """Let who waits read the file, and nobody after that."""
-        self.path.unlink()
-        os.set_blocking(fd, True)
-        with open(fd, "wb") as stream:
-            stream.write(self.content)
+        """Let who waits, and all others, read the file."""
+        self.gate.unlink()
+        os.close(fd)
 
 
 def _pixels(root: Path) -> list[torch.Tensor]:
@@ -174,12 +179,14 @@ def test_auto_is_lazy_where_what_samples_need_is_certain(
         assert dataset.filled_share() == (0 if is_lazy else 1)
 
 
-def test_threads_that_want_one_sample_prepare_it_once(image_folder: Folder) -> None:
+def test_threads_that_want_one_sample_prepare_it_once(
+    image_folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """While one prepares a sample the others wait for it."""
     root = image_folder(per_class=6)
     wanted = _pixels(root)[7]
     with ImageFolder(root, RESIZED) as dataset:
-        pending = Pending(dataset, 7)
+        pending = Pending(dataset, 7, monkeypatch)
         got: list[Any] = []
         threads = [threading.Thread(target=lambda: got.append(dataset[7][0])) for _ in range(4)]
         for thread in threads:
@@ -195,13 +202,13 @@ def test_threads_that_want_one_sample_prepare_it_once(image_folder: Folder) -> N
     "copied", [copy.deepcopy, lambda dataset: pickle.loads(pickle.dumps(dataset))]
 )
 def test_closing_a_copy_leaves_a_sample_to_who_prepares_it(
-    image_folder: Folder, copied: Any
+    image_folder: Folder, copied: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another process waits for a thread's sample, although a copy of the dataset was closed."""
     root = image_folder(per_class=6)
     wanted = _pixels(root)[7]
     with ImageFolder(root, RESIZED) as dataset:
-        pending = Pending(dataset, 7)
+        pending = Pending(dataset, 7, monkeypatch)
         thread = threading.Thread(target=lambda: dataset[7])
         thread.start()
         fd = pending.wait()
@@ -230,20 +237,21 @@ def somebody_waits_for_a_lock() -> bool:
     return any(words[1] == "->" and int(words[6].split(":")[2]) in inodes for words in lines)
 
 
-def test_a_killed_reader_leaves_the_sample_to_the_next(image_folder: Folder) -> None:
+def test_a_killed_reader_leaves_the_sample_to_the_next(
+    image_folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A process that is killed while it prepares a sample blocks nobody, and nothing half written is served."""
     root = image_folder(per_class=6)
     wanted = _pixels(root)[3]
     with ImageFolder(root, RESIZED) as dataset:
-        pending = Pending(dataset, 3)
+        pending = Pending(dataset, 3, monkeypatch)
         process = FORK.Process(target=lambda: dataset[3])
         process.start()
-        os.close(pending.wait())
+        fd = pending.wait()
         process.kill()
         process.join()
         process.close()
-        pending.path.unlink()
-        pending.path.write_bytes(pending.content)
+        pending.give(fd)
         assert torch.equal(dataset[3][0], wanted)
 
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeGuard
 import numpy as np
 import torch
 
-from fastdata.errors import AnyPath, kind_of
+from fastdata.errors import AnyPath, kind_of, open_file
 from fastdata.pixels import core
 from fastdata.pixels.core import Bytes, Int32s, Int64s
 
@@ -268,7 +268,7 @@ def jpeg_obstacle() -> str:
 
 def load_image(path: AnyPath) -> Image.Image:
     """Open an image file as torchvision's default loader does: mode RGB."""
-    with open(path, "rb") as stream:
+    with open(path, "rb", opener=open_file) as stream:
         return _open(stream)
 
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from torch.utils import _pytree as pytree
 
-from fastdata.errors import AnyPath, RemoteError, is_url, local_path
+from fastdata.errors import AnyPath, RemoteError, is_url, local_path, open_file
 from fastdata.report import log
 
 ATTEMPT_S = 60.0
@@ -206,7 +206,7 @@ class Place:
     def open(self, name: str) -> Any:
         """A stream of a file's bytes that can seek."""
         if not self.is_remote:
-            return open(self.at(name), "rb")
+            return open(self.at(name), "rb", opener=open_file)
         client = self._client()
         return client.open(self._path(client, name), "rb", block_size=_READ_AHEAD_BYTES)
 
@@ -417,8 +417,7 @@ class _LocalFiles:
 
     @staticmethod
     def cat_file(path: str, start: int, end: int | None) -> bytes:
-        refuse_special(path)
-        with open(path, "rb") as stream:
+        with open(path, "rb", opener=open_file) as stream:
             stream.seek(start)
             return stream.read(-1 if end is None else end - start)
 
@@ -443,10 +442,3 @@ class _LocalFiles:
 def made_by_this_user(path: Path) -> bool:
     """Whether a file, or the link itself where it is one, is this user's; always so on Windows."""
     return not hasattr(os, "getuid") or path.lstat().st_uid == os.getuid()
-
-
-def refuse_special(path: AnyPath) -> None:
-    """Raise OSError for a pipe, a socket or a device, to open or read which may take for ever."""
-    mode = os.stat(path).st_mode
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-        raise OSError(f"{os.fspath(path)} is no file, but a pipe, a socket or a device")

@@ -32,6 +32,7 @@ from fastdata.errors import (
     MemoryBudgetError,
     SampleError,
     StoreGoneError,
+    open_file,
     sample_error,
 )
 from fastdata.machine import format_bytes
@@ -47,7 +48,6 @@ from fastdata.pixels.images import (
     present,
 )
 from fastdata.sources import ItemKeys
-from fastdata.sources.remote import refuse_special
 
 if TYPE_CHECKING:
     from fastdata.stores.codecs import Codec
@@ -464,8 +464,7 @@ class DiskFile(Block):
     def open(cls, path: Path, size_bytes: int) -> DiskFile:
         """Raises CacheError where it is missing or has another size."""
         try:
-            refuse_special(path)
-            file = cls(os.open(path, os.O_RDONLY | OPEN_FLAGS), path, is_sealed=True)
+            file = cls(open_file(path, os.O_RDONLY | OPEN_FLAGS), path, is_sealed=True)
         except OSError as problem:
             raise CacheError(f"{path} cannot be opened ({problem})") from problem
         if file.size_bytes != size_bytes:
