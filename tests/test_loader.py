@@ -568,7 +568,8 @@ def test_two_epochs_can_run_at_once(images: CachedDataset) -> None:
     assert all(torch.equal(a[1], b[1]) for a, b in pairs)
 
 
-def test_a_slow_batch_times_out() -> None:
+@pytest.mark.parametrize("timeout_s", [0.05, np.float32(0.05)], ids=["float", "numpy"])
+def test_a_slow_batch_times_out(timeout_s: Any) -> None:
     """timeout= raises torch's own message."""
     release = threading.Event()
 
@@ -580,9 +581,9 @@ def test_a_slow_batch_times_out() -> None:
             release.wait(10)
             return index
 
-    loader = DataLoader(Slow(), num_workers=1, timeout=0.05, workers="thread")
+    loader = DataLoader(Slow(), num_workers=1, timeout=timeout_s, workers="thread")
     iterator = iter(loader)
-    with pytest.raises(RuntimeError, match=r"DataLoader timed out after 0\.05 seconds"):
+    with pytest.raises(RuntimeError, match=r"DataLoader timed out after 0\.05\d* seconds"):
         next(iterator)
     release.set()
 

@@ -581,7 +581,7 @@ class ThreadIter(Counted):
         future = self._task_info[0]
         try:
             # The batch's own TimeoutError is returned.
-            error = future.exception(self._timeout or None)
+            error = future.exception(float(self._timeout) or None)
         except FutureTimeoutError:
             raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds") from None
         if isinstance(error, (IngestError, MemoryBudgetError)):  # no batch comes after it
