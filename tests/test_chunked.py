@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import random
 import re
 import time
@@ -553,6 +554,20 @@ def test_a_closed_loader_ends_its_epoch_but_its_batches_live() -> None:
     with pytest.raises(RuntimeError, match="was closed"):
         next(batches)
     assert len(labels(loader)) == 10
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_pickled_loader_has_the_plan_and_goes_on_alone(tmp_path: Path, kept: bool) -> None:
+    """A copy, also one made within an epoch, serves the epochs of its original, which goes on."""
+    options: dict[str, Any] = {"cache_dir": tmp_path, "cache_key": "k"} if kept else {}
+    with CachedDataset(Squares(20), **options) as data, chunked(data) as loader:
+        epoch = iter(loader)
+        next(epoch)
+        with pickle.loads(pickle.dumps(loader)) as again:
+            assert again.plan == loader.plan
+            batches = list(again)
+        assert len(list(epoch)) == 4
+        assert same(loader, batches)
 
 
 def test_batches_kept_by_the_user_are_not_overwritten() -> None:

@@ -108,6 +108,10 @@ class ResidentChunks:
             self._release()
             self._begin()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Nothing of it goes to another process, or copy."""
+        return type(None), ()
+
     def close(self) -> None:
         """End the thread, and let go of what is there. Idempotent; nothing in a forked process."""
         if os.getpid() != self._pid:
@@ -197,7 +201,8 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
     comes exactly once an epoch, with the pixels that ``DataLoader`` over the same dataset held in
     memory would serve in the epoch of the same number. It is no subclass of torch's loader, which
     Accelerate and Lightning would rebuild over the dataset alone, but has ``__iter__`` and
-    ``__len__``, ``dataset``, ``batch_size`` and ``drop_last``.
+    ``__len__``, ``dataset``, ``batch_size`` and ``drop_last``. It pickles as torch's does, with its
+    plan.
 
     Args:
         dataset: a fastdata dataset with ``cache_dir=``, whose samples are read from disk; or any
@@ -371,6 +376,9 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
             if len(piece):
                 for store in _disk_stores(part):
                     yield store, piece - start
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_live": ()}  # epochs stay here
 
     def __len__(self) -> int:
         return len(self._loader)
