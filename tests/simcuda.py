@@ -583,6 +583,7 @@ class Sim:
         made: device memory of tensors made by ``torch.empty``.
         lost: text of an error that every call raises from now on, as after an error of a kernel.
         refuses_to_pin: as a driver that has no more memory to lock.
+        limit_bytes: of memory that tensors may take; beyond it they cannot be made.
         capture: of the capture in progress, the thread and whether it is valid yet.
     """
 
@@ -600,6 +601,7 @@ class Sim:
         self.capture: list[Any] | None = None
         self.contexts: set[torch.device] = set()
         self.free_bytes = 1 << 30
+        self.limit_bytes = self.free_bytes
         self.live_bytes = self.peak_bytes = 0
         self.is_inside_next = False
         self.loop_thread = threading.get_ident()
@@ -709,6 +711,8 @@ class Sim:
         size = -(-max(nbytes, 1) // _ROUND) * _ROUND
         with self.lock:
             self.take_back()
+            if self.live_bytes + nbytes > self.limit_bytes:
+                raise torch.cuda.OutOfMemoryError("CUDA out of memory")
             pool = self._free[stream, size]
             if not pool:
                 self.call("cudaMalloc", is_unsafe=True)

@@ -487,6 +487,31 @@ def test_a_batch_that_cannot_be_had_leaves_the_others_in_their_places(gpu: Sim) 
     assert asked == [1, 2, 3, 5, 6, 7]
 
 
+def test_where_there_is_no_room_for_several_batches_each_is_cut_alone(gpu: Sim) -> None:
+    """And one that there is no room for is an error in its place, as the state has it; none is passed over."""
+    with cached([*CROP, *FLOATS], storage="device") as dataset:
+        expected = list(loader_of(dataset))
+        loader = on_device(loader_of(dataset))
+        epoch = iter(loader)
+        first = [part.cpu() for part in next(epoch)]
+        assert gpu.peak_bytes > 4 * gpu.live_bytes / 3  # several are cut at once
+        epoch = iter(loader)
+        gpu.limit_bytes = gpu.live_bytes + (gpu.peak_bytes - gpu.live_bytes) // 2
+        found = [[part.cpu() for part in next(epoch)] for _ in range(2)]
+        limit_bytes, gpu.limit_bytes = gpu.limit_bytes, 0
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            next(epoch)
+        state = loader.state_dict()
+        gpu.limit_bytes = limit_bytes
+        found += [[part.cpu() for part in batch] for batch in epoch]
+        again = loader_of(dataset)
+        again.load_state_dict(state)
+        rest = taken(again)
+    assert_same(found, expected[:2] + expected[3:])
+    assert_same(rest, expected[3:])
+    assert_same([first], expected[:1])
+
+
 @pytest.mark.parametrize("storage", ["shared", "device"])
 def test_images_with_masks_are_cut_before_the_transfer(gpu: Sim, storage: Any) -> None:
     """Also where the store is to lie on the device, which is said."""

@@ -14,7 +14,8 @@ import ctypes
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from itertools import zip_longest
 from math import prod
@@ -351,8 +352,10 @@ class StoreCut(Iterator[Any]):
         self._stream: Any = None  # that batches were cut on
         [program] = handle().uncast[0].programs
         self._window = Window(program, samples_NCHW)
-        # Images, targets and mark of batches that were cut, and what comes after these.
+        # Images, targets and mark of batches that were cut; indices of those that are to be, each
+        # alone; and what comes after these.
         self._made: deque[tuple[Any, Any, Any]] = deque()
+        self._waiting: deque[tuple[IndexBatch, Any, Any]] = deque()
         self._ends: list[Exception] = []
 
     def begin(self, loader: DataLoader[Any], cast: Transform) -> Any:
@@ -365,8 +368,8 @@ class StoreCut(Iterator[Any]):
         return self._indices.progress
 
     def __next__(self) -> Any:
-        if not (self._made or self._ends):
-            self._cut()
+        if not self._made:
+            self._make()
         if not self._made:
             self.marks[0] = self._indices.progress.mark()
             raise self._ends.pop()
@@ -381,13 +384,22 @@ class StoreCut(Iterator[Any]):
         return batch
 
     @torch.inference_mode(False)  # which may hold where the first of several is asked for
-    def _cut(self) -> None:
-        """Cut the next batches, up to the end, or to one that cannot be had."""
-        group: list[IndexBatch] = []
-        targets: Any = []
-        marks = []
+    def _make(self) -> None:
+        """Cut the next batches at once or, where that fails, as for want of memory, one by one."""
+        if not (self._waiting or self._ends):
+            self._read()
+            with suppress(Exception):
+                self._made += self._cut(self._waiting)
+                self._waiting.clear()
+        if self._waiting:
+            batch = self._waiting.popleft()
+            self.marks[0] = batch[2]
+            self._made += self._cut([batch])
+
+    def _read(self) -> None:
+        """Read the next batches, up to the end, or to one that cannot be had."""
         room_bytes = GROUP_BYTES
-        while not group or room_bytes > 0:
+        while room_bytes > 0:
             try:
                 found = next(self._indices, None)
             except Exception as error:  # noqa: BLE001  # raised where its batch would have come
@@ -396,13 +408,12 @@ class StoreCut(Iterator[Any]):
             if found is None:
                 self._ends.append(StopIteration())
                 break
-            _, batch, target = found
-            group.append(batch)
-            targets.append(target)
-            marks.append(self._indices.progress.mark())
+            _, batch, targets = found
+            self._waiting.append((batch, targets, self._indices.progress.mark()))
             room_bytes -= 4 * prod(self._window.shape) * len(batch)
-        if not group:
-            return
+
+    def _cut(self, batches: Iterable[Any]) -> Iterable[Any]:
+        group, targets, marks = zip(*batches, strict=True)
         numbers = self._handle().numbers
         stream = torch.cuda.current_stream(self._device)
         if self._stream is not None and self._stream != stream:
@@ -422,7 +433,7 @@ class StoreCut(Iterator[Any]):
         parts = self._cast(images).unsafe_split_with_sizes(sizes)
         if numbers is not None:
             targets = self.send(torch.from_numpy(numbers[index_B])).unsafe_split_with_sizes(sizes)
-        self._made.extend(zip(parts, targets, marks, strict=True))
+        return zip(parts, targets, marks, strict=True)
 
 
 def _read_targets(handle: ReaderHandle, batch: IndexBatch, ring: BatchRing) -> list[Any]:
