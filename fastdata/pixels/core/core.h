@@ -298,6 +298,8 @@ enum { SLOT_A, SLOT_B, SLOT_WORK, SLOT_WORK_2, SLOT_KEPT, SLOT_MIX, SLOT_DECODED
 typedef struct {
     void *data[SLOT_COUNT];
     int64_t bytes[SLOT_COUNT];
+    const uint8_t *ahead, *ahead_end; /* what of the next sample is not on its way to the cache yet */
+    int64_t ahead_part;               /* bytes that are fetched at a time */
 } Scratch;
 
 /* At least `bytes` of memory, aligned to 64, 64 bytes more than asked may be touched; NULL if there is none. What was in

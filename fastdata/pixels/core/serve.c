@@ -13,7 +13,7 @@
 enum { BUFFER = 4096, SHORT_ROW = 128 }; /* bytes: rows shorter than that are converted several at a time */
 enum { PERIOD = 48 }; /* values: whole pixels of 2, 3 and 4 channels, and whole vectors */
 enum { POOLED = 32, POOLED_BYTES = 8 << 20 }; /* scratches, and the most that one of them holds */
-enum { EXPECTED_BYTES = 16 << 10 };
+enum { EXPECTED_BYTES = 16 << 10, LINE = 64 };
 enum { STREAMED_BYTES = 8 << 20 }; /* of a batch: more than the caches keep until it is read */
 enum { MARGIN = 64 }; /* bytes before and behind a decoded image that kernels may read */
 
@@ -551,6 +551,21 @@ static bool decode_sample(const Batch *batch, int64_t b, const Drawn *drawn, Ima
     return true;
 }
 
+/* Have a small sample on its way to the cache while the one before it is served: a shuffled store's lies in neither. In
+ * parts, as a core waits where it is to fetch more lines than it has room for. */
+static void expect(const Batch *batch, int64_t b, Scratch *scratch) {
+    const int32_t *shape = batch->shapes_B3 + 3 * b;
+    const int64_t bytes = (int64_t)shape[0] * shape[1] * shape[2];
+    const bool is_fetched = bytes > 0 && bytes <= EXPECTED_BYTES && !(batch->sizes_B && batch->sizes_B[b]);
+    scratch->ahead = batch->sources_B[b], scratch->ahead_end = scratch->ahead + (is_fetched ? bytes : 0);
+    scratch->ahead_part = bytes / 4; /* at first, and with each of three planes */
+}
+
+static void fetch(Scratch *scratch, int64_t bytes) {
+    const uint8_t *end = scratch->ahead_end - scratch->ahead < bytes ? scratch->ahead_end : scratch->ahead + bytes;
+    for (; scratch->ahead < end; scratch->ahead += LINE) __builtin_prefetch(scratch->ahead);
+}
+
 /* Where a sample is served. */
 static Image place_of(const Batch *batch, int64_t b) {
     Image out = {.channels = batch->channels, .height = batch->height, .width = batch->width};
@@ -584,8 +599,10 @@ static int serve_image(const Batch *batch, int64_t b, Drawn *drawn, const Image 
     const Image served = place_of(batch, b);
     const bool streams = batch->streams && end - op < 2; /* ops on what was written read it again */
     if (batch->channels_last) write_channels_last(batch, image, served.data, buffer, streams);
-    for (int32_t c = 0; c < batch->channels && !batch->channels_last; c++)
+    for (int32_t c = 0; c < batch->channels && !batch->channels_last; c++) {
+        fetch(scratch, scratch->ahead_part);
         write_plane(batch, image, c, served.data, buffer, streams);
+    }
     for (; op < end; op++) {
         int problem = op->code == OP_CAST ? OK : rewrite(op, &served, &batch->table->values);
         if (problem) return problem;
@@ -640,14 +657,6 @@ static int serve_one(const Batch *batch, int64_t b, int64_t programs, Scratch *s
     return problem;
 }
 
-/* Have a small sample on its way to the cache while the one before it is served: a shuffled store's lies in neither. */
-static void expect(const Batch *batch, int64_t b) {
-    const int32_t *shape = batch->shapes_B3 + 3 * b;
-    const int64_t bytes = (int64_t)shape[0] * shape[1] * shape[2];
-    if (bytes > EXPECTED_BYTES || (batch->sizes_B && batch->sizes_B[b])) return;
-    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(batch->sources_B[b] + at);
-}
-
 /* Serve samples [first, last) of a batch by `programs` of them. Returns -1, or the sample that was refused. */
 EXPORT int64_t fastdata_serve(const uint8_t *const *sources_B, const int32_t *shapes_B3, const Jpeg *jpeg,
                               const int64_t *sizes_B, const int32_t *turns_B, uint64_t seed, const int64_t *visits_B,
@@ -670,8 +679,10 @@ EXPORT int64_t fastdata_serve(const uint8_t *const *sources_B, const int32_t *sh
     if (!scratch) return first;
     int64_t refused = -1;
     for (int64_t b = first; b < last && refused < 0; b++) {
-        if (b + 1 < last) expect(batch, b + 1);
+        expect(batch, b + 1 < last ? b + 1 : b, scratch);
+        fetch(scratch, scratch->ahead_part);
         refusal->reason = serve_one(batch, b, programs, scratch, refusal);
+        fetch(scratch, EXPECTED_BYTES);
         if (refusal->reason != OK) refused = b;
     }
     give_back(scratch);
