@@ -7,6 +7,7 @@ package's own functions, the files that they lie in, and the moves from file to 
 from __future__ import annotations
 
 import ast
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -160,11 +161,14 @@ class Walk:
         self.files: set[str] = set()
 
     def __enter__(self) -> Walk:
+        gc.collect()
+        gc.disable()  # what finalisers of other tests' garbage call is none of its
         sys.setprofile(self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
         sys.setprofile(None)
+        gc.enable()
 
     @property
     def figures(self) -> tuple[int, int, int]:
