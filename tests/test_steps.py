@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import ImageFilter, ImageOps
+from PIL import Image, ImageFilter, ImageOps
 from torchvision import transforms as v1
 from torchvision.transforms import v2
 
-from fastdata import AlternatingFlip
+from conftest import shown
+from fastdata import AlternatingFlip, CachedDataset
 from fastdata.pixels import plan_transform
 from fastdata.pixels.compose import known_name
 from fastdata.pixels.core import CONSTANTS, draw_integers, draw_uniform, sample_keys
@@ -1124,6 +1125,39 @@ def test_what_is_not_served_is_named(step: Any) -> None:
     plan = plan_transform(v1.Compose([v1.RandomHorizontalFlip(), step, v1.ToTensor()]))
     assert plan.per_sample[0] is step
     assert type(step).__name__ in str(plan.obstacle)
+
+
+@pytest.mark.parametrize("api", [v1, v2], ids=["v1", "v2"])
+@pytest.mark.parametrize("form", ["pil", "tensor"])
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("RandomRotation", {"degrees": (0, 0), "fill": (1, 2)}),
+        ("RandomPosterize", {"bits": 4.0, "p": 1}),
+        ("RandomAdjustSharpness", {"sharpness_factor": -1, "p": 1}),
+        ("GaussianBlur", {"kernel_size": (3, 3.0)}),
+        ("RandomPerspective", {"p": 0, "fill": (1, 2)}),
+    ],
+    ids=shown,
+)
+def test_what_torchvision_refuses_is_refused_in_its_words(
+    api: Any, form: str, name: str, arguments: dict[str, Any]
+) -> None:
+    """And what it does for all that it has odd arguments is done."""
+    step = getattr(api, name)(**arguments)
+    image: Any = Image.fromarray(np.arange(9 * 8 * 3, dtype=np.uint8).reshape(9, 8, 3))
+    if form == "tensor":
+        image = v1.functional.pil_to_tensor(image)
+    try:
+        wanted = str(np.asarray(step(image)))
+    except (TypeError, ValueError) as refused:
+        wanted = str(refused)
+    try:
+        with CachedDataset([(image, 0)] * 2, transform=step) as dataset:
+            found = str(np.asarray(dataset[1][0]))
+    except (TypeError, ValueError) as refused:
+        found = str(refused)
+    assert found == wanted
 
 
 def test_subclasses_stay_the_users() -> None:

@@ -19,6 +19,7 @@ from torchvision.transforms.v2 import functional as F  # noqa: N812
 
 from conftest import shown
 from fastdata import CachedDataset, DataLoader
+from fastdata.errors import SampleError
 from fastdata.pixels import plan_transform
 from fastdata.pixels.core import draw_uniform, sample_keys
 from fastdata.pixels.images import SampleSpec
@@ -378,10 +379,12 @@ def test_channels_that_normalize_does_not_fit() -> None:
         ValueError, match=r"sample 0 .* it has 1 channel, but Normalize has 3 means. Give as many"
     ):
         served([v1.ToTensor(), v1.Normalize(*NORM)], gray, [0])
+    mixed = [(Image.new(mode, (6, 5)), 0) for mode in ("L", "RGB")]
+    crop = v1.RandomCrop(5, padding=1, fill=(1, 2, 3))
     with pytest.raises(
-        ValueError, match=r"sample 0 .* it has 1 channel, but fill=\(1, 2, 3\) has 3 values"
+        SampleError, match=r"sample 0 .* it has 1 channel, but fill=\(1, 2, 3\) has 3 values"
     ):
-        served([v1.RandomCrop(5, padding=1, fill=(1, 2, 3))], gray, [0])
+        CachedDataset(mixed, transform=crop)
 
 
 # RandomResizedCrop

@@ -313,6 +313,8 @@ def _read_fill(step: Any, state: State, domain: str, mode: str) -> Fill | None:
     levels = tuple(map(int, values))
     if domain == "PIL_DOMAIN" and state.kind != "pil" and levels != tuple(values):
         raise UnknownStepError("fills tensors with parts of a level")  # which warps round
+    if len(levels) not in (1, state.channels or len(levels)):
+        raise UnknownStepError("has a fill for another number of channels")
     if not 1 <= len(levels) <= 4 or not all(0 <= level <= 255 for level in levels):
         raise UnknownStepError("has a fill outside of 0 to 255")
     return levels

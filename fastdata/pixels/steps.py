@@ -6,6 +6,7 @@ run as it is. Where more than pixels changes, it gives the state of samples afte
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -141,10 +142,7 @@ def _random_crop(step: Any, state: State) -> Op:
     need_movable(state)
     borders = read_borders(step.padding)
     pads = step.pad_if_needed or any(borders)
-    border: Sequence[str] = ("PAD_CONSTANT", "PIL_DOMAIN")
-    fill: tuple[float, ...] = (0,)
-    if pads:
-        border, fill = read_border(step, state)
+    border, fill = read_border(step, state) if pads else (("PAD_CONSTANT", "PIL_DOMAIN"), (0.0,))
     n = (*borders, *border, *pair(step.size), step.pad_if_needed, is_v2(step))
     return state.op("STEP_CROP", n, fill=fill)
 
@@ -230,8 +228,11 @@ def _value(step: Any, state: State) -> Op:
     need_colours(state)
     code, attribute = _VALUES[known_name(step)]
     number = getattr(step, attribute, 0)
-    is_of_levels = 0 <= number <= 255 or state.kind == "pil" or code == "OP_SHARPNESS"
-    if not is_of_levels or (code == "OP_POSTERIZE" and number not in range(1, 9)):
+    most = math.inf if code == "OP_SHARPNESS" else 255
+    is_served = 0 <= number <= most or state.kind == "pil"
+    if code == "OP_POSTERIZE":
+        is_served = type(number) is int and 1 <= number <= 8
+    if not is_served:
         raise UnknownStepError("has a number that is not served")
     return _number(code, state, domain_of(step, state), number, number)
 
@@ -283,7 +284,7 @@ def _permute(step: Any, state: State) -> Op:
 
 def _blur(step: Any, state: State) -> Op:
     need_colours(state)
-    return state.op("OP_BLUR", step.kernel_size, step.sigma)
+    return state.op("OP_BLUR", pair(step.kernel_size), step.sigma)
 
 
 def _noise(step: Any, state: State) -> Op:
