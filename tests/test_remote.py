@@ -418,6 +418,24 @@ def test_a_cache_of_remote_files_is_kept_up_to_date(
     assert np.array_equal(first(), 255 - before)
 
 
+def test_urls_that_a_dataset_adds_to_a_listing_are_kept_up_to_date_too(
+    bucket: tuple[str, Path], tmp_path: Path
+) -> None:
+    """Of files that only the user's own make_dataset knows, one that was replaced is noticed."""
+    added = "memory://elsewhere/more.png"
+
+    class More(ImageFolder):
+        @staticmethod
+        def make_dataset(*arguments: Any, **options: Any) -> list[tuple[str, int]]:
+            return [*ImageFolder.make_dataset(*arguments, **options), (added, 1)]
+
+    for level in (10, 200):
+        Image.new("RGB", (6, 5), (level,) * 3).save(tmp_path / "more.png")
+        Place("memory://elsewhere").upload("more.png", tmp_path / "more.png")
+        with More(bucket[0], cache_dir=tmp_path / "caches") as dataset:
+            assert np.asarray(dataset[-1][0]).max() == level
+
+
 def test_chunks_of_remote_files(bucket: tuple[str, Path]) -> None:
     """ChunkedLoader prepares files behind a URL anew in each epoch."""
     dataset = ImageFolder(

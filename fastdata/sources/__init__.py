@@ -203,9 +203,11 @@ class FileSource:
         """Sizes and tags, (2, samples), of remote files."""
         if self.place is None:
             return None
-        facts: np.ndarray = self.facts.T
-        if len(self) and facts[0].max() < 0:  # nobody has listed them
-            facts = np.array(facts_of(map(self.place.locate, self.paths))).T
+        facts: np.ndarray = np.array(self.facts).T
+        unlisted = np.flatnonzero(facts[0] < 0).tolist()
+        if unlisted:
+            files = map(self.place.locate, chosen(self.paths, unlisted))
+            facts[:, unlisted] = np.array(facts_of(files)).T
         return facts
 
 
