@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import os
 import pickle
 import re
@@ -35,6 +36,7 @@ from fastdata import (
 )
 from fastdata.errors import MemoryBudgetError, SampleError, StoreGoneError
 from fastdata.pixels.images import load_image
+from leftovers import open_descriptors
 
 Folder = Callable[..., Path]
 PREPARED = [v1.Resize(9), v1.CenterCrop(8)]
@@ -629,6 +631,28 @@ def test_bad_files_are_skipped_when_asked(image_folder: Folder, codec: str) -> N
     dataset.transform = v1.CenterCrop(3)  # prepared again, of those that are left
     assert [error.path for error in dataset.skipped] == [str(path) for path in spoilt.values()]
     dataset.close()
+
+
+@pytest.mark.parametrize("codec", ["lz4", "source"])
+def test_errors_of_what_was_left_out_keep_nothing_open(image_folder: Folder, codec: str) -> None:
+    """Who keeps them when the dataset is closed keeps their texts, and no memory of samples."""
+    root = image_folder(per_class=4)
+    _spoil(root)
+    gc.collect()
+    before = set(open_descriptors())
+    gc.disable()
+    try:
+        with pytest.warns(FastDataWarning, match="4 of 8 samples cannot be prepared"):
+            dataset = ImageFolder(
+                root, v1.Resize((5, 5)), on_error="skip", storage="compressed", codec=codec
+            )
+        skipped = dataset.skipped
+        dataset.close()
+        left = {target for _, target in set(open_descriptors()) - before}
+    finally:
+        gc.enable()
+    assert not any("memfd" in target for target in left)
+    assert "empty file" in str(skipped[0])
 
 
 def test_a_store_beyond_the_budget_is_refused_or_avoided(image_folder: Folder) -> None:

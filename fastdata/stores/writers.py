@@ -505,7 +505,7 @@ class WritePath(NamedTuple):
                     raise sample_error(self.path.source.path(index), index, cause) from cause
                 written.targets[row] = read.target
             except SampleError as error:
-                written.errors[row] = error
+                written.errors[row] = error.with_traceback(None)  # which holds this frame
         return written
 
     def close(self) -> None:
@@ -564,9 +564,11 @@ def ingest(
         bar = progress_bar(len(indices), f"preparing {len(indices):,} images")
         with contextlib.closing(done), bar:
             for targets, errors in done:
-                if options.on_error == "raise":
-                    for error in errors.values():
+                for error in errors.values():
+                    if options.on_error == "raise":
                         raise error
+                    # Its text tells the cause, whose frames hold what is open here.
+                    error.__cause__ = error.__context__ = None
                 all_written.targets.update(targets)
                 all_written.errors.update(errors)
                 check_skipped(all_written.errors, len(indices))
