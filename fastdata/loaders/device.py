@@ -399,7 +399,7 @@ class StoreCut(Iterator[Any]):
     def _read(self) -> None:
         """Read the next batches, up to the end, or to one that cannot be had."""
         room_bytes = GROUP_BYTES
-        while room_bytes > 0:
+        while not self._waiting or room_bytes > 0:
             try:
                 found = next(self._indices, None)
             except Exception as error:  # noqa: BLE001  # raised where its batch would have come
