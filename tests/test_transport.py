@@ -835,28 +835,36 @@ def test_receivers_are_forgotten_with_their_collate_function() -> None:
     assert BatchReceiver.of(token).bytes_held == 0
 
 
-def test_a_worker_whose_parent_is_killed_as_it_begins_ends() -> None:
+@pytest.mark.parametrize("when", ["forked", "worker_init_fn"])
+def test_a_worker_whose_parent_is_killed_as_it_begins_ends(when: str) -> None:
     """Torch's watch of the parent, which begins later, would take the one that adopts it for that."""
     code = """
 import os, signal, sys, time
 import torch
 from fastdata import DataLoader
 
-def begin():
+def begin(*number):
     parent = os.getppid()
     os.write(int(sys.argv[1]), b"%d" % os.getpid())
     os.kill(parent, signal.SIGKILL)
     while os.getppid() == parent:
         time.sleep(0.01)
 
-os.register_at_fork(after_in_child=begin)
-for _ in DataLoader([torch.zeros(2)] * 4, num_workers=1, multiprocessing_context="fork"):
+options = {"num_workers": 1, "multiprocessing_context": "fork"}
+if sys.argv[2] == "forked":
+    os.register_at_fork(after_in_child=begin)
+else:
+    options["worker_init_fn"] = begin
+for _ in DataLoader([torch.zeros(2)] * 4, **options):
     pass
 """
     reader, writer = os.pipe()
     with open(reader, "rb", buffering=0) as told:
         subprocess.run(
-            [sys.executable, "-c", code, str(writer)], pass_fds=[writer], check=False, timeout=100
+            [sys.executable, "-c", code, str(writer), when],
+            pass_fds=[writer],
+            check=False,
+            timeout=100,
         )
         os.close(writer)
         worker = int(told.read(20))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import multiprocessing
-import os
 import threading
 import time
 import weakref
@@ -27,6 +26,7 @@ import torch
 from torch.autograd import profiler
 from torch.utils.data import ConcatDataset, Dataset, Subset
 from torch.utils.data import dataloader as torch_loader
+from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data._utils.pin_memory import pin_memory as copy_to_pinned
 
 from fastdata.datasets.batch import (
@@ -472,13 +472,21 @@ class InlineIter(Counted, torch_loader._SingleProcessDataLoaderIter):
     """torch's engine in the training loop, counted."""
 
 
-def _end_alone(parent_pid: int, number: int) -> None:
-    """End a worker whose parent was killed as it began: torch's watch of the parent begins later.
+class _Watchdog(torch_worker.ManagerWatchdog):
+    """Torch's watch of a worker's parent, which takes for that who it is when it begins.
 
-    In place of a ``worker_init_fn``; a user's own is left as it is, and its traceback.
+    By then, behind a ``worker_init_fn``, that may be the one who adopts what is left of a parent
+    that was killed.
     """
-    if os.getppid() != parent_pid:
-        os._exit(1)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.manager_pid = getattr(multiprocessing.parent_process(), "pid", 0)
+
+
+def _watched(work: Callable[..., None], *arguments: Any) -> None:
+    torch_worker.ManagerWatchdog = _Watchdog  # type: ignore[misc]
+    work(*arguments)
 
 
 class ProcessIter(Counted, torch_loader._MultiProcessingDataLoaderIter):
@@ -491,10 +499,13 @@ class ProcessIter(Counted, torch_loader._MultiProcessingDataLoaderIter):
             slots = view.prefetch_factor + 1 + held
             view.collate_fn = RingCollate(view.collate_fn, slots=slots)
         self.ring = view.collate_fn.receiver
-        context = view.multiprocessing_context or multiprocessing
+        context = (view.multiprocessing_context or multiprocessing).get_context()
         # A forkserver's child is no child of this process.
-        if view.worker_init_fn is None and context.get_start_method() != "forkserver":
-            view.worker_init_fn = partial(_end_alone, os.getpid())
+        if context.get_start_method() != "forkserver":
+            view.multiprocessing_context = copy.copy(context)
+            view.multiprocessing_context.Process = lambda target, args: context.Process(
+                target=partial(_watched, target), args=args
+            )
         super().__init__(view, progress)
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
