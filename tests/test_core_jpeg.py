@@ -327,6 +327,32 @@ def test_a_damaged_file_stays_one() -> None:
             cut(opened, (11, 20, 30, 41))
 
 
+def without(data: bytes, marker: int) -> bytes:
+    """A file without its tables of one kind."""
+    kept = data[:2]
+    at = 2
+    while data[at + 1] != 0xDA:  # the scan
+        end = at + 2 + int.from_bytes(data[at + 2 : at + 4], "big")
+        kept += data[at:end] if data[at + 1] != marker else b""
+        at = end
+    return kept + data[at:]
+
+
+@pytest.mark.parametrize("marker", [0xC4, 0xDB], ids=["Huffman", "quantisation"])
+def test_a_file_is_decoded_by_no_tables_of_another(marker: int) -> None:
+    """A decoder serves one file after the other: one that lacks tables has the usual ones, or is Pillow's to judge."""
+    jpeg, _ = images.open_libjpeg()
+    assert jpeg is not None
+    data = without(saved(photo(40, 61)), marker)
+    for other in ({"optimize": True, "quality": 20}, {"progressive": True, "quality": 98}):
+        out = np.empty((3, 40, 61), np.uint8)
+        before = np.frombuffer(saved(photo(40, 61), **other), np.uint8)
+        assert core.decode_jpeg(jpeg, before, out)
+        is_decoded = core.decode_jpeg(jpeg, np.frombuffer(data, np.uint8), out)
+        assert is_decoded == (marker == 0xC4)
+        assert not is_decoded or np.array_equal(out, pixels_of(data))
+
+
 def test_a_file_that_lacks_scans_is_smoothed_as_pillow_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

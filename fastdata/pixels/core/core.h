@@ -298,6 +298,7 @@ enum { SLOT_A, SLOT_B, SLOT_WORK, SLOT_WORK_2, SLOT_KEPT, SLOT_MIX, SLOT_DECODED
 typedef struct {
     void *data[SLOT_COUNT];
     int64_t bytes[SLOT_COUNT];
+    struct Decoder *decoder;          /* of jpeg.c */
     const uint8_t *ahead, *ahead_end; /* what of the next sample is not on its way to the cache yet */
     int64_t ahead_part;               /* bytes that are fetched at a time */
 } Scratch;
@@ -350,6 +351,7 @@ typedef struct {
     unsigned (*read_scanlines)(void *, unsigned char **rows, unsigned count);
     int (*input_complete)(void *);
     int (*resync_to_restart)(void *, int desired);
+    void (*abort_decompress)(void *);
     void (*destroy_decompress)(void *);
     int32_t version;
 } Jpeg;
@@ -380,6 +382,7 @@ typedef struct Batch {
  * where Pillow is to judge, or there is no memory. */
 bool decode(const Jpeg *jpeg, const uint8_t *file, int64_t size, int32_t height, int32_t width, int32_t top, int32_t left,
             const Image *out, Scratch *scratch);
+void drop_decoder(struct Decoder *decoder); /* NULL: there is none */
 
 /* Kernels. `in` has pixel == 1, any row and plane stride; `out` is packed, its data, channels, height and width are set by
  * the caller, and it never overlaps `in`. False: no memory. */

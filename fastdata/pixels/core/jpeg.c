@@ -7,6 +7,7 @@
 #include "core.h"
 
 #include <setjmp.h>
+#include <stdlib.h>
 #include <string.h>
 
 #if defined(__SSSE3__)
@@ -19,6 +20,7 @@ enum { ROWS = 16, LEAST_COLUMNS = 32 }; /* asked for at once */
 enum { ALIGNED = 64, SHIFT = 8 };       /* bytes */
 enum { COEFFICIENTS = 64, STRUCT_BYTES = 1024 };
 enum { GREY = 1, RGB = 2 }; /* J_COLOR_SPACE */
+enum { MOST_FILES = 64 };   /* by one decoder, which keeps the memory of each file's tables, some 1.5 KB */
 
 typedef struct Decoder Decoder;
 
@@ -87,6 +89,8 @@ struct Decoder {
     struct ErrorManager errors;
     struct SourceManager source;
     jmp_buf refused;
+    const Jpeg *jpeg;
+    int files; /* so far; 0: it is to be made */
 };
 
 _Static_assert(sizeof(Component) == 96 && offsetof(Head, component) == 304, "not jpeglib.h's layout");
@@ -110,6 +114,7 @@ static size_t struct_bytes(int version) { return version == 62 ? 632 : 656; }
 
 static void prepare(Decoder *decoder, const Jpeg *jpeg) {
     memset(decoder, 0, offsetof(Decoder, refused));
+    decoder->jpeg = jpeg, decoder->files = 0;
     decoder->errors.error_exit = refuse, decoder->errors.emit_message = refuse_warnings;
     decoder->errors.output_message = decoder->errors.reset = nothing;
     decoder->source.init = decoder->source.end = nothing;
@@ -276,27 +281,45 @@ static void spread(const uint8_t *restrict row, const Image *out, int64_t y, con
         for (int64_t k = x; k < out->width; k++) to[c * out->plane + k] = row[3 * k + c];
 }
 
+static void finish(Decoder *decoder) {
+    decoder->jpeg->destroy_decompress(decoder);
+    decoder->files = 0;
+}
+
+void drop_decoder(Decoder *decoder) {
+    if (decoder && decoder->files) finish(decoder);
+    free(decoder);
+}
+
+/* Have a decoder for the next file: a new one asks what the CPU has, which virtual machines take 10 us to answer. */
+static void begin(Decoder *decoder, const Jpeg *jpeg) {
+    if (!decoder->files++) jpeg->CreateDecompress(decoder, jpeg->version, struct_bytes(jpeg->version));
+    memset(decoder->head.tables, 0, sizeof decoder->head.tables); /* none of the file before */
+    decoder->head.source = &decoder->source;
+}
+
 bool decode(const Jpeg *jpeg, const uint8_t *file, int64_t size, int32_t height, int32_t width, int32_t top,
             int32_t left, const Image *out, Scratch *scratch) {
-    Decoder decoder;
-    Head *const head = &decoder.head;
+    if (!scratch->decoder) scratch->decoder = calloc(1, sizeof(Decoder));
+    Decoder *const decoder = scratch->decoder;
+    if (!decoder) return false;
+    Head *const head = &decoder->head;
     unsigned char *rows[ROWS];
     Places places;
     find_places(places);
-    prepare(&decoder, jpeg);
-    if (setjmp(decoder.refused)) {
-        jpeg->destroy_decompress(&decoder);
+    if (!decoder->files) prepare(decoder, jpeg);
+    if (setjmp(decoder->refused)) {
+        finish(decoder);
         return false;
     }
-    jpeg->CreateDecompress(&decoder, jpeg->version, struct_bytes(jpeg->version));
-    head->source = &decoder.source;
-    decoder.source.next = file, decoder.source.bytes = (size_t)size;
-    jpeg->read_header(&decoder, 1);
-    if (head->height != (unsigned)height || head->width != (unsigned)width) refuse(&decoder);
+    begin(decoder, jpeg);
+    decoder->source.next = file, decoder->source.bytes = (size_t)size;
+    jpeg->read_header(decoder, 1);
+    if (head->height != (unsigned)height || head->width != (unsigned)width) refuse(decoder);
     if (head->components > 3 || (out->channels == 1 && head->components != 1))
-        refuse(&decoder);
+        refuse(decoder);
     head->wanted_colours = out->channels == 1 ? GREY : RGB;
-    jpeg->start_decompress(&decoder);
+    jpeg->start_decompress(decoder);
     unsigned first = 0, count = head->out_width;
     const bool in_parts = has_parts(head);
     if (in_parts && out->width < width) {
@@ -306,25 +329,26 @@ bool decode(const Jpeg *jpeg, const uint8_t *file, int64_t size, int32_t height,
         const int32_t latest = left ? left - 1 : 0, widest = right > LEAST_COLUMNS ? right - LEAST_COLUMNS : 0;
         first = (unsigned)(latest < widest ? latest : widest), count = (unsigned)right - first;
         if (count < LEAST_COLUMNS) count = width < LEAST_COLUMNS ? (unsigned)width : LEAST_COLUMNS;
-        jpeg->crop_scanline(&decoder, &first, &count);
+        jpeg->crop_scanline(decoder, &first, &count);
     }
     const int64_t row_bytes = (int64_t)head->out_width * out->channels;
     /* Where a row is aligned, libjpeg-turbo writes it past the caches (movntdq), out of which it is read right after: not
      * aligned, kept JPEGs are served 1.25 times as fast. */
     const int64_t stride = (row_bytes + ALIGNED + SHIFT) / ALIGNED * ALIGNED;
     uint8_t *memory = take(scratch, SLOT_WORK, ROWS * stride + SHIFT);
-    if (!memory || head->out_components != out->channels) refuse(&decoder);
+    if (!memory || head->out_components != out->channels) refuse(decoder);
     for (int y = 0; y < ROWS; y++) rows[y] = memory + y * stride + SHIFT;
-    if (in_parts && top && jpeg->skip_scanlines(&decoder, (unsigned)top) != (unsigned)top) refuse(&decoder);
+    if (in_parts && top && jpeg->skip_scanlines(decoder, (unsigned)top) != (unsigned)top) refuse(decoder);
     const int64_t end = (int64_t)top + out->height, before = (left - (int64_t)first) * out->channels;
     for (int64_t y = head->out_row, read; y < end; y += read) {
-        read = jpeg->read_scanlines(&decoder, rows, (unsigned)(end - y < ROWS ? end - y : ROWS));
+        read = jpeg->read_scanlines(decoder, rows, (unsigned)(end - y < ROWS ? end - y : ROWS));
         for (int64_t k = y < top ? top - y : 0; k < read; k++) spread(rows[k] + before, out, y + k - top, places);
-        if (!read) refuse(&decoder);
+        if (!read) refuse(decoder);
     }
     /* The bits that were fetched last may have ended with the marker. */
-    if (!jpeg->input_complete(&decoder) && !ends_well(decoder.source.next - 2, file + size)) refuse(&decoder);
-    jpeg->destroy_decompress(&decoder);
+    if (!jpeg->input_complete(decoder) && !ends_well(decoder->source.next - 2, file + size)) refuse(decoder);
+    jpeg->abort_decompress(decoder); /* no more than that the file is done with */
+    if (decoder->files == MOST_FILES) finish(decoder);
     return true;
 }
 

@@ -54,6 +54,7 @@ void give_back(Scratch *scratch) {
         if (atomic_compare_exchange_strong(&pool[i], &none, scratch)) return;
     }
     for (int slot = 0; slot < SLOT_COUNT; slot++) free(scratch->data[slot]);
+    drop_decoder(scratch->decoder);
     free(scratch);
 }
 
