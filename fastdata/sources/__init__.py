@@ -641,25 +641,21 @@ def _list_files(top: str, endings: Endings, folders: list[str]) -> list[str]:
     return paths
 
 
-# A listing that had to wait, as on a network file system, is kept in the user's cache folder: a
-# header in JSON, and the paths. It is used again as long as no folder in it has changed;
+# A listing that had to wait, as on a network file system, is kept in the user's cache folder: when
+# its folders changed, and the paths. It is used again as long as no folder in it has changed since;
 # FASTDATA_LISTINGS=off lists anew each time.
 
 
 def _read_listing(kept: Path) -> list[list[str]] | None:
     """The paths of each top; None where none are kept, or a folder has changed since."""
     try:
-        header, *names, end = kept.read_bytes().split(b"\0")
-        facts = json.loads(header)
-        is_whole = end == b"" and len(names) == sum(facts["counts"])
-        if not is_whole or _times_of_change(facts["changed"]) != facts["changed"]:
+        changed, listed = json.loads(kept.read_bytes())
+        if _times_of_change(changed) != changed:
             return None
-        paths = map(os.fsdecode, names)
-        listed = [list(islice(paths, count)) for count in facts["counts"]]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # none of this version
+        log.info("%d files as they were listed before (%s)", sum(map(len, listed)), kept)
+        return list(listed)
+    except (OSError, ValueError, TypeError, AttributeError):  # none of this version
         return None
-    log.info("%d files as they were listed before (%s)", len(names), kept)
-    return listed
 
 
 def _write_listing(
@@ -671,11 +667,8 @@ def _write_listing(
     """
     with contextlib.suppress(OSError):  # of a folder that is gone, or a cache that takes no files
         changed = _times_of_change(folders)
-        if not min(changed.values()) < max(changed.values()) < settled_s * 1e9:
-            return
-        header = json.dumps({"changed": changed, "counts": list(map(len, paths))})
-        names = map(os.fsencode, itertools.chain.from_iterable(paths))
-        Place(kept.parent).write(kept.name, b"\0".join([header.encode(), *names, b""]))
+        if min(changed.values()) < max(changed.values()) < settled_s * 1e9:
+            Place(kept.parent).write(kept.name, json.dumps([changed, paths]).encode())
 
 
 def _times_of_change(folders: Iterable[str]) -> dict[str, int]:
