@@ -259,12 +259,13 @@ class DeviceOps:
             obstacle: str | None = f"the loader is {kind}, not fastdata's DataLoader in batches"
         else:
             obstacle = self._loader.device_obstacle() or reader.obstacle
-        if obstacle is None and isinstance(reader, JoinedReader):
-            obstacle = "the samples of a ConcatDataset lie in several stores"
-        elif obstacle is None and not (isinstance(reader, JoinedReader) or any(reader.uncast[1])):
-            ops = (op for column in reader.columns for op in column.plan.batch_ops)
-            if any(op.code == "OP_CAST" for op in ops):
-                obstacle = "erasing or noise comes after the conversion to floats"
+        if obstacle is None:
+            if isinstance(reader, JoinedReader):
+                obstacle = "the samples of a ConcatDataset lie in several stores"
+            elif not any(reader.uncast[1]):
+                codes = {op.code for column in reader.columns for op in column.plan.batch_ops}
+                if "OP_CAST" in codes:
+                    obstacle = "erasing or noise comes after the conversion to floats"
         if self._asked == "device" and obstacle is not None:
             raise ValueError(
                 f"batch_ops='device' is not possible here: {obstacle}. Use batch_ops='auto'."

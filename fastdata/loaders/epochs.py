@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import multiprocessing
+import os
 import threading
 import time
 import weakref
@@ -472,20 +473,15 @@ class InlineIter(Counted, torch_loader._SingleProcessDataLoaderIter):
     """torch's engine in the training loop, counted."""
 
 
-class _Watchdog(torch_worker.ManagerWatchdog):
-    """Torch's watch of a worker's parent, which takes for that who it is when it begins.
+def _watched(parent_pid: int, work: Callable[..., None], *arguments: Any) -> None:
+    """Run torch's worker loop, whose watch takes for the parent who that is when it begins.
 
     By then, behind a ``worker_init_fn``, that may be the one who adopts what is left of a parent
     that was killed.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.manager_pid = getattr(multiprocessing.parent_process(), "pid", 0)
-
-
-def _watched(work: Callable[..., None], *arguments: Any) -> None:
-    torch_worker.ManagerWatchdog = _Watchdog  # type: ignore[misc]
+    watchdog = torch_worker.ManagerWatchdog()
+    watchdog.manager_pid = parent_pid
+    torch_worker.ManagerWatchdog = lambda: watchdog  # type: ignore[assignment, misc]
     work(*arguments)
 
 
@@ -504,7 +500,7 @@ class ProcessIter(Counted, torch_loader._MultiProcessingDataLoaderIter):
         if context.get_start_method() != "forkserver":
             view.multiprocessing_context = copy.copy(context)
             view.multiprocessing_context.Process = lambda target, args: context.Process(
-                target=partial(_watched, target), args=args
+                target=partial(_watched, os.getpid(), target), args=args
             )
         super().__init__(view, progress)
 

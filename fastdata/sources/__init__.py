@@ -6,7 +6,6 @@ import contextlib
 import csv
 import hashlib
 import io
-import itertools
 import json
 import os
 import re
@@ -16,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice, repeat
+from itertools import repeat
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
@@ -321,8 +320,8 @@ def _keys_of(item: Any, form: str, which: str) -> ItemKeys | None:
         )
     if isinstance(item, tuple | list):
         names = getattr(item, "_fields", tuple(map(str, range(len(item)))))
-        named = f"{type(item).__module__}:{type(item).__qualname__}" if names[0] != "0" else ""
-        return ItemKeys(names, names[0], "tuple", named) if named or len(item) != 2 else None
+        named = f"{type(item).__module__}:{type(item).__qualname__}"
+        return None if names == ("0", "1") else ItemKeys(names, names[0], "tuple", named)
     if form == _ALONE:
         return ItemKeys(("0",), "0", "alone")
     raise TypeError(
@@ -676,10 +675,6 @@ def _times_of_change(folders: Iterable[str]) -> dict[str, int]:
 
     Programs that unpack or copy set the first of the two back, none the other.
     """
-
-    def time_of(folder: str) -> tuple[str, int]:
-        found = os.stat(folder)
-        return folder, max(found.st_mtime_ns, found.st_ctime_ns)
-
     with ThreadPoolExecutor(SCAN_THREADS) as threads:
-        return dict(threads.map(time_of, folders))
+        found = zip(folders, threads.map(os.stat, folders), strict=True)
+        return {folder: max(facts.st_mtime_ns, facts.st_ctime_ns) for folder, facts in found}
