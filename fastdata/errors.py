@@ -11,6 +11,7 @@ import errno
 import os
 import re
 import stat
+from collections.abc import Iterable
 
 __all__ = [
     "CacheError",
@@ -119,6 +120,8 @@ class StoreGoneError(FastDataError, RuntimeError):
 
 _URL = re.compile(r"(?!file:)[A-Za-z][\w+.-]+:/")
 """With one slash, which is what ``Path`` leaves of two; a drive of Windows has one letter."""
+_OPENING = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+"""A pipe would wait for its writer."""
 _FILE_URL = re.compile(r"\Afile:(//|(?=/))")
 
 
@@ -132,14 +135,23 @@ def local_path(path: AnyPath) -> str:
     return os.path.expanduser(_FILE_URL.sub("", os.fsdecode(path)))
 
 
-def open_file(path: AnyPath, flags: int) -> int:
+def open_file(path: AnyPath, flags: int = os.O_RDONLY) -> int:
     """``os.open`` of a file to be read; of a pipe or a device, which may never end, an OSError."""
-    fd = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # a pipe would wait for its writer
+    fd = os.open(path, flags | _OPENING)
     mode = os.fstat(fd).st_mode
     if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
         return fd
     os.close(fd)
     raise OSError(errno.EINVAL, "no file, but a pipe or a device", os.fspath(path))
+
+
+def read_files(paths: Iterable[AnyPath]) -> list[bytes]:
+    """The bytes of files of this machine."""
+    files = []
+    for path in paths:
+        with open(open_file(path), "rb", 0) as stream:
+            files.append(stream.read())
+    return files
 
 
 def refuse_remote(path: AnyPath) -> None:

@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from fastdata.errors import AnyPath, is_url, kind_of, local_path, open_file
+from fastdata.errors import AnyPath, is_url, kind_of, local_path, read_files
 from fastdata.machine import user_cache
 from fastdata.machine.shared import ListView
 from fastdata.pixels.images import Opening, decode_image, is_image, load_image, opening_of
@@ -177,11 +177,7 @@ class FileSource:
         """The bytes of these files."""
         if self.is_remote:
             return [self.requests.take(index, self._submit).result() for index in indices]
-        files = []
-        for path in chosen(self.paths, indices):
-            with open(path, "rb", 0, opener=open_file) as stream:
-                files.append(stream.read())
-        return files
+        return read_files(chosen(self.paths, indices))
 
     def _submit(self, index: int) -> Future[bytes]:
         assert self.place is not None

@@ -464,7 +464,7 @@ class DiskFile(Block):
     def open(cls, path: Path, size_bytes: int) -> DiskFile:
         """Raises CacheError where it is missing or has another size."""
         try:
-            file = cls(open_file(path, os.O_RDONLY | OPEN_FLAGS), path, is_sealed=True)
+            file = cls(open_file(path), path, is_sealed=True)
         except OSError as problem:
             raise CacheError(f"{path} cannot be opened ({problem})") from problem
         if file.size_bytes != size_bytes:
