@@ -11,7 +11,6 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Iterable
 
 __all__ = [
     "CacheError",
@@ -120,9 +119,6 @@ class StoreGoneError(FastDataError, RuntimeError):
 
 _URL = re.compile(r"(?!file:)[A-Za-z][\w+.-]+:/")
 """With one slash, which is what ``Path`` leaves of two; a drive of Windows has one letter."""
-_OPENING = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-"""A pipe would wait for its writer."""
-_FILE_URL = re.compile(r"\Afile:(//|(?=/))")
 
 
 def is_url(path: AnyPath) -> bool:
@@ -132,26 +128,21 @@ def is_url(path: AnyPath) -> bool:
 
 def local_path(path: AnyPath) -> str:
     """A path of this machine in full, of a ``file://`` URL too."""
-    return os.path.expanduser(_FILE_URL.sub("", os.fsdecode(path)))
+    return os.path.expanduser(os.fsdecode(path).removeprefix("file://"))
 
 
-def open_file(path: AnyPath, flags: int = os.O_RDONLY) -> int:
-    """``os.open`` of a file to be read; of a pipe or a device, which may never end, an OSError."""
-    fd = os.open(path, flags | _OPENING)
-    mode = os.fstat(fd).st_mode
-    if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
+READ_FLAGS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+"""Of ``os.open``, which would wait for the writer of a pipe."""
+NO_FILE = errno.EINVAL, "no file, but a folder, a pipe or a device"
+
+
+def open_file(path: AnyPath, flags: int = 0) -> int:
+    """``os.open`` of a file to be read; an OSError of what may never end."""
+    fd = os.open(path, flags | READ_FLAGS)
+    if stat.S_ISREG(os.fstat(fd).st_mode):
         return fd
     os.close(fd)
-    raise OSError(errno.EINVAL, "no file, but a pipe or a device", os.fspath(path))
-
-
-def read_files(paths: Iterable[AnyPath]) -> list[bytes]:
-    """The bytes of files of this machine."""
-    files = []
-    for path in paths:
-        with open(open_file(path), "rb", 0) as stream:
-            files.append(stream.read())
-    return files
+    raise OSError(*NO_FILE, os.fspath(path))
 
 
 def refuse_remote(path: AnyPath) -> None:

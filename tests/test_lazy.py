@@ -23,7 +23,7 @@ from torchvision import transforms as v1
 from children import Compose, PILToTensor
 from conftest import shown
 from fastdata import DataLoader, ImageFolder, ImageManifest
-from fastdata.errors import FastDataError, IngestError, MemoryBudgetError, SampleError, open_file
+from fastdata.errors import FastDataError, IngestError, MemoryBudgetError, SampleError
 from fastdata.pixels.images import CenterCrop, Resize
 from leftovers import open_descriptors
 
@@ -40,19 +40,20 @@ class Pending:
         self.path = dataset.samples[index][0]
         self.gate = Path(f"{self.path}.gate")
         os.mkfifo(self.gate)
-        monkeypatch.setattr("fastdata.sources.open_file", self.open)
+        self.open_file = os.open
+        monkeypatch.setattr(os, "open", self.open)
 
-    def open(self, path: Any, flags: int) -> int:
+    def open(self, path: Any, *how: Any, **options: Any) -> int:
         if path == self.path:
             with contextlib.suppress(FileNotFoundError):
                 self.gate.read_bytes()
-        return open_file(path, flags)
+        return self.open_file(path, *how, **options)
 
     def wait(self) -> int:
         """Give the descriptor to write to once somebody has opened it."""
         while True:
             try:
-                return os.open(self.gate, os.O_WRONLY | os.O_NONBLOCK)
+                return self.open_file(self.gate, os.O_WRONLY | os.O_NONBLOCK)
             except OSError:
                 time.sleep(0.01)
 

@@ -358,25 +358,21 @@ def test_a_changed_file_is_an_error(bucket: tuple[str, Path]) -> None:
         dataset[1]
 
 
-@pytest.mark.parametrize("start", ["file://", "file:"])  # as a Path leaves it
-def test_a_file_url_is_a_folder_here(
-    image_folder: Callable[..., Path], tmp_path: Path, start: str
-) -> None:
+def test_a_file_url_is_a_folder_here(image_folder: Callable[..., Path], tmp_path: Path) -> None:
     """A root, a manifest, its root and its rows, and the folder of copies, may be ``file://`` URLs."""
     folder = image_folder()
     samples = list(ImageFolder(folder).samples)
     rows = [(path.removeprefix(f"{folder}/"), label) for path, label in samples]
     (folder / "list.csv").write_text("file,label\n" + "".join(f"{a},{b}\n" for a, b in rows))
-    url = f"{start}{folder}"
+    url = f"file://{folder}"
     for dataset in (
         ImageFolder(url),
-        ImageFolder(Path(url)),
         ImageManifest(rows, root=url),
         ImageManifest(f"{url}/list.csv"),
         ImageManifest([(f"file://{path}", label) for path, label in samples]),
     ):
         assert dataset.samples == samples
-    assert mirror_folder(f"{start}{tmp_path}") == tmp_path
+    assert mirror_folder(f"file://{tmp_path}") == tmp_path
 
 
 @pytest.mark.parametrize("is_beside", [True, False])

@@ -9,6 +9,7 @@ import io
 import json
 import os
 import re
+import stat
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from fastdata.errors import AnyPath, is_url, kind_of, local_path, read_files
+from fastdata.errors import NO_FILE, READ_FLAGS, AnyPath, is_url, kind_of, local_path
 from fastdata.machine import user_cache
 from fastdata.machine.shared import ListView
 from fastdata.pixels.images import Opening, decode_image, is_image, load_image, opening_of
@@ -177,7 +178,16 @@ class FileSource:
         """The bytes of these files."""
         if self.is_remote:
             return [self.requests.take(index, self._submit).result() for index in indices]
-        return read_files(chosen(self.paths, indices))
+        files = []
+        for path in chosen(self.paths, indices):
+            fd = os.open(path, READ_FLAGS)
+            try:
+                if not stat.S_ISREG(os.fstat(fd).st_mode):
+                    raise OSError(*NO_FILE, path)
+                files.append(io.FileIO(fd, closefd=False).readall())
+            finally:
+                os.close(fd)
+        return files
 
     def _submit(self, index: int) -> Future[bytes]:
         assert self.place is not None
@@ -593,7 +603,7 @@ def _list_classes(root: AnyPath, names: list[str], endings: Endings) -> Iterator
             # In the order of _list_files.
             yield [url for url in sorted(found, key=os.path.split) if url.lower().endswith(endings)]
         return
-    tops = [os.path.join(local_path(root), name) for name in names]
+    tops = [os.path.join(os.path.expanduser(root), name) for name in names]
     # With what relative paths are relative to.
     named = json.dumps([os.path.abspath(tops[0]), tops, endings])
     kept = user_cache() / "folders" / hashlib.sha256(named.encode()).hexdigest()[:32]

@@ -26,7 +26,7 @@ from typing import Any
 
 from torch.utils import _pytree as pytree
 
-from fastdata.errors import AnyPath, RemoteError, is_url, local_path, open_file
+from fastdata.errors import AnyPath, RemoteError, is_url, open_file
 from fastdata.report import log
 
 ATTEMPT_S = 60.0
@@ -143,7 +143,7 @@ class Place:
         self.listed: dict[str, Facts] = {}
         self._options = StorageOptions(storage_options or {})
         if not self.is_remote:
-            self.url = os.path.abspath(local_path(text))
+            self.url = os.path.abspath(os.path.expanduser(text.removeprefix("file://")))
             return
         scheme, rest = text.split(":/", 1)
         rest = rest.strip("/")
