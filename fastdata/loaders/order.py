@@ -45,7 +45,7 @@ from fastdata.datasets.batch import (
 from fastdata.loaders.epochs import LoaderView, Progress
 from fastdata.loaders.samplers import RankSampler, State, name_differences
 
-_KNOWN = (
+_KNOWN = {
     RandomSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
@@ -57,7 +57,7 @@ _KNOWN = (
     range,
     np.ndarray,
     torch.Tensor,
-)
+}
 """Samplers that draw from torch's generators only, or not at all."""
 VERSION = 4
 """Of states."""
@@ -96,12 +96,11 @@ class Epochs:
         self._set: int | None = None  # number of the coming epochs, by the user
         self._samplers = _nested(sampler)
         told = [*self._samplers, getattr(sampler, "sampler", None)]
-        self._may_be_told = any(hasattr(each, "set_epoch") for each in told)
+        self._may_be_told = True in {hasattr(each, "set_epoch") for each in told}
         last = self._samplers[-1]
         self._ranked = last if isinstance(last, RankSampler) else None
-        self._is_known = all(
-            type(each) in _KNOWN or each is self._ranked for each in self._samplers
-        )
+        kinds = {type(each) for each in self._samplers if each is not self._ranked}
+        self._is_known = kinds <= _KNOWN
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -168,7 +167,7 @@ class Epochs:
         shared: Any = next(sharing, None)
         rank, ranks = (shared.rank, shared.num_replicas) if shared else (0, 1)
         last = length_of(self.sampler) if self._is_known and ranked is None else None
-        is_seeded = any(getattr(each, "generator", None) for each in self._samplers)
+        is_seeded = {getattr(each, "generator", None) for each in self._samplers} - {None}
         if served.parts:
             # Of others nobody knows whether several ranks have the same samples.
             is_apart = shared is ranked or type(shared) in _KNOWN
