@@ -551,16 +551,19 @@ class Told(SequentialSampler):
     def set_epoch(self, epoch: int) -> None: ...
 
 
-def test_workers_that_persist_go_on_after_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C while they begin an epoch costs that one; the next is whole."""
-    torchs = _MultiProcessingDataLoaderIter._reset
-    interrupts = [KeyboardInterrupt, None]
+@pytest.mark.parametrize("begun", [0, 1])
+@pytest.mark.parametrize("name", ["_reset", "_get_data"])
+def test_workers_that_persist_go_on_after_an_interrupt(
+    name: str, begun: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while they are started, or begin an epoch, costs that one; the next is whole, and no worker is left."""
+    torchs = getattr(_MultiProcessingDataLoaderIter, name)
+    interrupts = [KeyboardInterrupt]
 
-    def reset(*given: Any) -> None:
-        interrupt = interrupts.pop(0)
-        if interrupt is not None:
-            raise interrupt
-        torchs(*given)
+    def interrupted(*given: Any, **options: Any) -> Any:
+        if interrupts:
+            raise interrupts.pop()
+        return torchs(*given, **options)
 
     dataset = Numbers(8)
     loader = DataLoader(
@@ -571,10 +574,12 @@ def test_workers_that_persist_go_on_after_an_interrupt(monkeypatch: pytest.Monke
         workers="process",
         persistent_workers=True,
     )
-    assert len(_epoch(loader)) == 4
-    monkeypatch.setattr(_MultiProcessingDataLoaderIter, "_reset", reset)
-    with pytest.raises(KeyboardInterrupt):
-        iter(loader)
+    for _ in range(begun):
+        assert len(_epoch(loader)) == 4
+    with monkeypatch.context() as patch:
+        patch.setattr(_MultiProcessingDataLoaderIter, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            _epoch(loader)
     assert len(_epoch(loader)) == 4
 
 

@@ -7,6 +7,7 @@ reference. Kernels leave the GIL while they copy, so threads run side by side.
 from __future__ import annotations
 
 import inspect
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from operator import index
@@ -257,6 +258,7 @@ class DataLoader(_TorchLoader[_T_co]):
         if self.num_workers == 0:
             return InlineIter(view, progress)
         iterator: Any = self._iterator  # of workers that persist
+        self._iterator = None  # where Ctrl-C comes now, nobody knows what they send next
         if iterator is None:
             self.check_worker_number_rationality()
             iterator = ProcessIter(view, progress, held=held)
@@ -382,6 +384,8 @@ class DataLoader(_TorchLoader[_T_co]):
             path += f" of files that Pillow decodes whole ({jpeg_obstacle()})"
         if count == 0:
             return Engine("thread", f"{path}, read in the training loop: num_workers=0", 0)
+        if not threading.main_thread().is_alive():
+            return Engine("thread", f"{path}, read at exit, when no thread can be started", 0)
         # Samples one by one by more threads than cores, which read ahead where reading waits for a
         # disk or a network.
         threads = min(count, machine.usable_cores()) if is_whole else count

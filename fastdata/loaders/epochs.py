@@ -502,7 +502,14 @@ class ProcessIter(Counted, torch_loader._MultiProcessingDataLoaderIter):
             view.multiprocessing_context.Process = lambda target, args: context.Process(
                 target=partial(_watched, os.getpid(), target), args=args
             )
-        super().__init__(view, progress)
+        self._workers: list[Any] = []
+        try:
+            super().__init__(view, progress)
+        except BaseException:
+            # Ctrl-C, or no more processes: torch ends only workers that have a status.
+            self._workers_status = [True] * len(self._workers)
+            self._shutdown = not self._workers
+            raise
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         ahead = self._prefetch_factor
