@@ -831,6 +831,21 @@ def test_ctrl_c_in_the_loop_leaves_at_once() -> None:
     assert done.returncode != 0
 
 
+def test_a_loader_serves_in_a_handler_of_atexit() -> None:
+    """When no thread can be started any more, and in one that was there before all of fastdata."""
+    script = """
+        import atexit
+        atexit.register(lambda: print(sum(int(labels.sum()) for _, labels in loader), loader.report().workers))
+        import torch
+        from fastdata import CachedDataset, DataLoader
+        dataset = CachedDataset([(torch.zeros(3, 4, 4), i) for i in range(10)])
+        loader = DataLoader(dataset, batch_size=2, num_workers=2)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout.split(), done.stderr) == (["45", "0"], "")
+
+
 @pytest.mark.parametrize(
     ("cores", "ranks", "asks", "workers"),
     [

@@ -83,6 +83,7 @@ class Block:
         self.is_sealed = is_sealed
         self._map: mmap.mmap | None = None
         self._close = weakref.finalize(self, _release, fd, path if is_owner else None, os.getpid())
+        self._close.atexit = is_owner  # the user's own handlers may still read, and run later
 
     @classmethod
     def create(cls, size_bytes: int, *, portable: bool = False) -> Block:
