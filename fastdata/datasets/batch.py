@@ -383,7 +383,7 @@ def occurrences(given: Any) -> list[tuple[int, int]]:
 
 def count_earlier(seen: Array, index_B: Array) -> Array:
     """Return how often each index came before, also in this batch; count it in ``seen``."""
-    before_B: Array = seen[index_B].astype(np.int64)
+    before_B = seen[index_B].astype(np.int64)
     # Counts repetitions; a plain 1 takes fifty times as long.
     np.add.at(seen, index_B, seen.dtype.type(1))
     order = index_B.argsort(kind="stable")
@@ -454,7 +454,7 @@ def _taken_apart(value: Any) -> tuple[dict[Any, Any], Callable[[dict[Any, Any]],
         return dict(enumerate(value._parts)), lambda parts: SampleBatch(*parts.values())
     if isinstance(value, (list, tuple)):
         # A ``SampleBatch`` that was changed is a list.
-        kind: Any = list if type(value) is SampleBatch else type(value)
+        kind = list if type(value) is SampleBatch else type(value)
         make = getattr(kind, "_make", kind)
         return dict(enumerate(value)), lambda parts: make(parts.values())
     if isinstance(value, Mapping):

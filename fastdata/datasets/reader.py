@@ -83,7 +83,7 @@ def room(
         pieces.append((shape, dtype, length, end))
         end += -(-length * dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES
     memory = take(end)
-    arrays: list[Array] = []
+    arrays = []
     for shape, dtype, length, start in pieces:
         values = np.frombuffer(memory, dtype, length, start)
         if channels_last:
@@ -379,7 +379,7 @@ class Reader:
                 self.expect(batch)
             read = self._from_source if kept is None else kept.read
             samples, targets = map(list, zip(*map(read, index_B), strict=True))
-            columns: list[Any] = [samples] * len(self.columns)
+            columns = [samples] * len(self.columns)
         else:
             if is_alone and kept is not None:
                 stores = kept.stores if plan.mask else repeat(kept.images)

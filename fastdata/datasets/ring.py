@@ -159,7 +159,7 @@ class WorkerRing:
 
     def _collate(self, collate: Collate, samples: Any) -> Any:
         """Collate; torch's ``default_collate`` stacks tensors straight into the slot."""
-        functions: Any = torch_collate.default_collate_fn_map
+        functions = torch_collate.default_collate_fn_map
         torchs = torch_collate.collate_tensor_fn
         if self._filled is None or functions.get(torch.Tensor) is not torchs:
             return collate(samples)  # maybe by what the user has set

@@ -175,7 +175,7 @@ def begin_thread(device: torch.device) -> None:
     torch.cuda.set_device(device)
     # Torch loads libcudart for all to see.
     names = ctypes.CDLL(None) if os.name == "posix" else None
-    exchange_mode: Any = getattr(names, _EXCHANGE_MODE, None)
+    exchange_mode = getattr(names, _EXCHANGE_MODE, None)
     if exchange_mode is None:
         log.info(
             "%s is not found: capture CUDA graphs before iter() of a CudaPrefetcher", _EXCHANGE_MODE
@@ -304,7 +304,7 @@ def _to_floats(cast: Op) -> Transform:
     divides = scaling == "SCALE_DIVIDE" and not cast.v
     scale = unit * std if divides else 1 / (unit * std)
     both = np.stack([scale, -mean / std])[:, :, None, None]
-    served: torch.dtype = getattr(torch, str(cast.n[0]).lower())
+    served = getattr(torch, str(cast.n[0]).lower())
     # Halves are rounded once.
     both_2C11 = torch.tensor(both, dtype=torch.promote_types(served, torch.float32))
 

@@ -144,7 +144,7 @@ class LoaderView:
     @classmethod
     def find(cls, dataset: Any) -> LoaderView:
         """Look behind any ``Subset`` and ``ConcatDataset``; anything else there hides all."""
-        parts: list[PreparedDataset] = []
+        parts = []
         subset = None
         if isinstance(dataset, PreparedDataset):
             parts.append(dataset)

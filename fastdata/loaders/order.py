@@ -164,7 +164,7 @@ class Epochs:
         epoch = progress.epoch
         # Where there is one rank some have None.
         sharing = (each for each in self._samplers if getattr(each, "num_replicas", None))
-        shared: Any = next(sharing, None)
+        shared = next(sharing, None)
         rank, ranks = (shared.rank, shared.num_replicas) if shared else (0, 1)
         last = length_of(self.sampler) if self._is_known and ranked is None else None
         is_seeded = {getattr(each, "generator", None) for each in self._samplers} - {None}

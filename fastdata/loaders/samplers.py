@@ -411,7 +411,7 @@ class RankSampler(DistributedSampler[int]):
         order = np.resize(order, max(end, len(order)))  # its first ones are repeated to pad it
         own = slice(self.position + self.rank, end, self.num_replicas)
         # Python's numbers one by one: a list of them takes four times the memory.
-        indices: Iterator[int] = iter(order[own].data)
+        indices = iter(order[own].data)
         if count and np.bincount(order).max() > 1:  # some come again
             earlier = count_earlier(np.zeros(self._order.length, np.uint32), order)
             indices = map(RepeatedIndex.mark, indices, earlier[own].data)

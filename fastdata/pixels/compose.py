@@ -125,7 +125,7 @@ def flatten(transform: Any) -> tuple[Any, ...]:
             continue
         kind = type(step)
         name = known_name(step)
-        parts: Any = None
+        parts = None
         if kind is tuple or (kind is torch.nn.Sequential and not is_changed(step)):
             parts = step
         elif name == "Compose":
@@ -190,7 +190,7 @@ def known_name(step: Any) -> str:
     A step that was changed on the object itself is nobody's but the user's. A class that says
     ``__torchvision_equal__ = "RandomCrop"`` is taken at its word: same attributes, same pixels.
     """
-    kind: Any = type(step)
+    kind = type(step)
     if not kind.__module__.startswith(LIBRARIES):
         of_pillow = getattr(step, "__module__", None) == "PIL.ImageOps"
         # Vars: a subclass is not equal any more.
@@ -324,7 +324,7 @@ def _try(function: FunctionType, names: frozenset[str], owner: Any, image: _Imag
     )
     cells = [CellType(_stand_in(cell.cell_contents)) for cell in function.__closure__ or ()]
     outside["__builtins__"] = {"range": range}
-    run: Any = FunctionType(function.__code__, outside, closure=tuple(cells))
+    run = FunctionType(function.__code__, outside, closure=tuple(cells))
     return run(image) if owner is None else run(SimpleNamespace(**parts), image)
 
 

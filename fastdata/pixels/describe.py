@@ -278,7 +278,7 @@ def _globals_of(code: types.CodeType, namespace: Mapping[str, Any]) -> dict[str,
     """The globals that code names, by name; of the user's own modules what it may use of them."""
     names, steps = read_code(code)
     held = {}
-    constants: list[Any] = []
+    constants = []
     # Names of attributes and globals look alike in co_names: instructions tell them apart.
     for step in steps:
         name = step.argval

@@ -279,8 +279,7 @@ def decode_image(data: Buffer) -> Image.Image:
 def _open(stream: BinaryIO) -> Image.Image:
     from PIL import Image
 
-    image: Image.Image = Image.open(stream).convert("RGB")
-    return image
+    return Image.open(stream).convert("RGB")
 
 
 @dataclass(frozen=True, slots=True)
@@ -587,7 +586,7 @@ class Scratch(threading.local):
     def take(self, name: str, shape: tuple[int, ...]) -> Bytes:
         """Give the thread's buffer of that name, with what was left in it, at first zeros."""
         size = math.prod(shape)
-        buffer: Bytes | None = vars(self).get(name)
+        buffer = vars(self).get(name)
         if buffer is None or buffer.size < size:
             buffer = vars(self)[name] = np.zeros(round_up_8(size), np.uint8)
         return buffer[:size].reshape(shape)

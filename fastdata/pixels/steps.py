@@ -6,7 +6,6 @@ run as it is. Where more than pixels changes, it gives the state of samples afte
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -228,8 +227,8 @@ def _value(step: Any, state: State) -> Op:
     need_colours(state)
     code, attribute = _VALUES[known_name(step)]
     number = getattr(step, attribute, 0)
-    most = math.inf if code == "OP_SHARPNESS" else 255
-    is_served = 0 <= number <= most or state.kind == "pil"
+    is_of_levels = number >= 0 and (number <= 255 or code == "OP_SHARPNESS")
+    is_served = is_of_levels or state.kind == "pil"
     if code == "OP_POSTERIZE":
         is_served = type(number) is int and 1 <= number <= 8
     if not is_served:
@@ -360,8 +359,7 @@ def _auto_augment(step: Any, state: State) -> Op:
 
 
 def _bins_of(step: Any) -> int:
-    bins: int = getattr(step, "num_magnitude_bins", 10)
-    return bins
+    return getattr(step, "num_magnitude_bins", 10)
 
 
 def _augmentation_space(step: Any, height: int, width: int) -> dict[str, tuple[Any, bool]]:

@@ -578,7 +578,7 @@ def scan_folder(
     if not isinstance(endings, str):
         endings = tuple(endings)
     samples: list[tuple[str, int]] = []
-    empty: list[str] = []
+    empty = []
     names = sorted(class_to_idx)
     for name, paths in zip(names, _list_classes(root, names, endings), strict=True):
         valid = list(filter(is_valid_file, paths))
@@ -636,7 +636,7 @@ def _list_files(top: str, endings: Endings, folders: list[str]) -> list[str]:
 
     Adds the folders that they are in to ``folders``.
     """
-    paths: list[str] = []
+    paths = []
     # What cannot be listed is left out; "" is no folder, so that no such listing is kept.
     walked = os.walk(top, followlinks=True, onerror=lambda _: folders.append(""))
     for folder, _, names in sorted(walked):

@@ -80,7 +80,7 @@ def open_dataset(
             what reads it.
         ImportError: pyarrow or the URL's file system is not installed.
     """
-    there: list[tuple[Place, str]] = []
+    there = []
     for path in paths if isinstance(paths, list) else [paths]:
         for text in _expand_braces(local_path(path)):
             there += _find_files(text, storage_options)
@@ -281,7 +281,7 @@ class TarSamples(_Samples):
         with file.place.open(file.name) as stream:
             with tarfile.open(fileobj=stream, mode="r:") as tar:
                 for _, members in groupby(_members(tar), itemgetter(0)):
-                    infos: dict[str, tarfile.TarInfo] = {}
+                    infos = {}
                     for _, suffix, info in members:
                         if info.issparse() or info.offset_data + info.size > file.size_bytes:
                             raise ValueError(f"its file {info.name} does not lie within it")

@@ -259,7 +259,7 @@ class Place:
         protocol = self.url.partition("://")[0]
         key = os.getpid(), protocol, fsspec.utils.tokenize(dict(self._options))
         if key not in _CLIENTS:
-            options: dict[str, Any] = dict(self._options)
+            options = dict(self._options)
             kind = fsspec.get_filesystem_class(protocol)
             if kind.__module__.partition(".")[0] == "s3fs":
                 options["config_kwargs"] = {**_S3_DEFAULTS, **options.get("config_kwargs", {})}
@@ -267,7 +267,7 @@ class Place:
         return _CLIENTS[key]
 
     def _path(self, client: Any, name: str) -> str:
-        root: str = client._strip_protocol(self.url).rstrip("/")
+        root = client._strip_protocol(self.url).rstrip("/")
         return f"{root}/{name}" if name else root
 
     def _submit(

@@ -368,7 +368,7 @@ class _Build:
 
     def _cut(self, manifest: Manifest, need_bytes: int) -> list[_Task]:
         """Runs of samples, each named after all that its bytes depend on."""
-        paths: list[bytes] = []
+        paths = []
         content = manifest.content
         if self.listing is not None:
             paths = self.listing.paths.all()
@@ -480,7 +480,7 @@ class _ShardWriter:
             stores, written = ingest(path, plans, task.positions, self.options)
             kept = np.zeros(len(task.positions), bool)
             kept[list(written.targets)] = True
-            columns: Columns = {
+            columns = {
                 "shards.names": np.array([task.name], "S16"),
                 "shards.rows": np.array([len(kept)]),
                 "shards.bytes": np.array([[store.size_bytes for store in stores]]),

@@ -161,7 +161,7 @@ class Cache:
         with np.load(io.BytesIO(data), allow_pickle=False) as stored:
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in stored.zip.infolist()):
                 raise ValueError("its columns are compressed, to whatever size")
-            columns: Columns = dict(stored.items())
+            columns = dict(stored.items())
             if stored.zip.testzip():  # which reads what lies behind a column, too
                 raise ValueError("its columns are longer than they say")
         for name, column in columns.items():
@@ -285,7 +285,7 @@ class Cache:
         shards = np.repeat(np.arange(len(rows)), rows)[self.kept]
         count = len(shards)
         offsets = self._column(f"{name}.offsets", "int64", count)
-        index: Columns = {
+        index = {
             "sums": self._column(f"{name}.sums", "uint64", count),
             "offsets": offsets,
             "files": shards.astype(np.int32),

@@ -283,7 +283,7 @@ class _Addresses(np.ndarray):
 
 def _map_file(path: Path, size_bytes: int) -> Bytes:
     """Map a file, without a descriptor that stays open; RuntimeError where it is shorter."""
-    data: Bytes = torch.from_file(str(path), size=size_bytes, dtype=torch.uint8).numpy()
+    data = torch.from_file(str(path), size=size_bytes, dtype=torch.uint8).numpy()
     data.flags.writeable = False
     return data
 

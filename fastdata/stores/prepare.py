@@ -284,7 +284,7 @@ def forecast(path: ReadPath, *, probes: int = 8) -> Forecast:
     indices = sorted({round(k * (count - 1) / probes) for k in range(probes + 1)})
     path.source.expect(indices)
     probed: list[ReadSample] = []
-    errors: list[SampleError] = []
+    errors = []
     for read in itertools.chain.from_iterable(read_samples(path, indices)):
         if isinstance(read, SampleError):
             errors.append(read)
@@ -293,9 +293,9 @@ def forecast(path: ReadPath, *, probes: int = 8) -> Forecast:
             probed.append(read._replace(parts=copied))
     if not probed:
         raise errors[0]
-    samples: list[list[Array]] = []
-    parts: list[WriterPlan] = []
-    part_bytes: list[int] = []
+    samples = []
+    parts = []
+    part_bytes = []
     for number, (first, form) in enumerate(probed[0].parts):
         samples.append([read.parts[number][0] for read in probed])
         shape = None
@@ -372,7 +372,7 @@ def prepare_storage(path: ReadPath, options: Options, table: SampleTable | None)
 def _prepare(expected: Forecast, options: Options, table: SampleTable | None) -> Prepared:
     budget = _budget(options, is_shared=bool(options.cores))
     need_bytes = expected.raw.need_bytes
-    trials: list[CodecTrial] | None = None
+    trials = None
     refused = ""
     while True:
         if trials is None and (options.storage == "compressed" or need_bytes > budget.bytes):
@@ -419,7 +419,7 @@ def _fill(
         path = path._replace(shape=None)
     indices = range(expected.count)
     stores: list[Store]
-    skipped: list[SampleError] = []
+    skipped = []
     # Samples wait for their first read where what they take is certain; those of a device are
     # copied there at once.
     is_certain = path.by_core is not None and path.shape is not None and plan.storage == "shared"
@@ -577,7 +577,7 @@ def _try(name: str, coders: Coders, expected: Forecast) -> CodecTrial:
     lossless = all(coder is None or coder.lossless for coder in coders)
     trial = CodecTrial(name, coders=coders, lossless=lossless)
     count = len(expected.probed)
-    part_bytes: list[int] = []
+    part_bytes = []
     seconds = 0.0
     try:
         encoded = [

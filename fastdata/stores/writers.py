@@ -345,7 +345,7 @@ class Writer:
         # What ``np.save`` writes before an array (rows, *shape): a multiple of 64 bytes.
         head = io.BytesIO()
         if plan.codec is None and spec.shape is not None:
-            what: dict[str, Any] = {"descr": np.dtype(spec.dtype).str, "fortran_order": False}
+            what = {"descr": np.dtype(spec.dtype).str, "fortran_order": False}
             what["shape"] = (length, *spec.shape)
             np.lib.format.write_array_header_1_0(head, what)
             index["offsets"] += head.tell() + np.arange(length) * spec.sample_bytes

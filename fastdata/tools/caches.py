@@ -100,7 +100,7 @@ def export_cache(
         targets = pytree.tree_map(
             lambda leaf: leaf.tolist() if hasattr(leaf, "tolist") else leaf, list(dataset.targets)
         )
-        classes: list[str] = getattr(dataset, "classes", [])
+        classes = getattr(dataset, "classes", [])
         if not all(type(target) is int and 0 <= target < len(classes) for target in targets):
             classes = []
         images = _encoded(dataset, image_format, quality)

@@ -57,7 +57,7 @@ _TYPES: dict[str, Any] = {"void": None} | {
 def _fields_of(record: str) -> list[tuple[str, Any]]:
     """The fields of a record, which may hold one before it."""
     [body] = re.findall(rf"typedef struct(?: \w+)? {{([^}}]*)}} {record};", _HEADER)
-    fields: list[tuple[str, Any]] = []
+    fields = []
     for line in body.split(";")[:-1]:
         kind, names = re.sub(r"\b(const|struct) |\)\(.*", "", line).split(maxsplit=1)
         for name in names.split(","):
