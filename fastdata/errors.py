@@ -195,7 +195,7 @@ def sample_error(
     return SampleError(message, index=index, path=path)
 
 
-_CURES_OF_MACHINES: dict[int | None, str] = {
+_CURES_OF_MACHINES = {
     errno.ENOMEM: "Free some memory, use fewer workers, or raise a limit of it (ulimit -v)",
     errno.ENOSPC: "Free some space on the disk that is written to",
     errno.EDQUOT: "Free some space of the quota on the disk that is written to",

@@ -527,8 +527,8 @@ class Window:
         self.shape, _ = output
         self.tensors = [samples_NCHW]
         self._records = partial(_drawn, program, stored_shape)
-        self._starts: list[int] = []  # by axis, the number of places where a window may begin
-        self._fill: list[int] = []  # a value for each channel
+        self._starts = []  # by axis, the number of places where a window may begin
+        self._fill = []  # a value for each channel
         [records] = self._records(np.zeros(1, np.int64), 0, 0)
         if not len(records):
             return

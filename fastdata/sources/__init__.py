@@ -247,7 +247,7 @@ class DatasetSource:
         self.dataset = dataset
         self.columns = columns
         self.keys: ItemKeys | None = None
-        self.is_remote: bool = getattr(dataset, "is_remote", False)  # of formats.py
+        self.is_remote = getattr(dataset, "is_remote", False)  # of formats.py
         self._form = ""  # of the items read so far
 
     def __len__(self) -> int:

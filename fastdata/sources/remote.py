@@ -54,7 +54,7 @@ _TAGS = (
     "created",
 )
 """What file systems call that which tells an object from a newer one of its name."""
-_S3_DEFAULTS: dict[str, Any] = {"max_pool_connections": 64, "connect_timeout": 5, "read_timeout": 5}
+_S3_DEFAULTS = {"max_pool_connections": 64, "connect_timeout": 5, "read_timeout": 5}
 """Of botocore, whose 10 connections fetch 200 small objects a second at 50 ms each; timeouts are
 seconds of silence."""
 _READ_AHEAD_BYTES = 8 << 20
@@ -67,7 +67,7 @@ _TEXT_BYTES = 4
 
 _CLIENTS: dict[tuple[int, str, str], Any] = {}
 """By process, protocol and options. Those of a parent stay there: to end them is the parent's."""
-_OPTIONS_TRAVEL: ContextVar[bool] = ContextVar("fastdata_options_travel", default=False)
+_OPTIONS_TRAVEL = ContextVar("fastdata_options_travel", default=False)
 
 
 StorageChoice = Mapping[str, Any] | None

@@ -29,7 +29,7 @@ from fastdata.stores.readers import Decoder, DiskStore, free_bytes, naming_full_
 
 FETCH_BYTES = 64 << 20
 """On their way at once, where 50 ms at 1 GB/s are 48 MiB."""
-_SHARE: int | float = 0.5
+_SHARE = 0.5
 """Of what is free on the disk and what is kept there, for all caches."""
 _SEGMENT_BYTES = 1 << 20
 _MOST_SEGMENTS = 20_000

@@ -112,7 +112,7 @@ class Store:
         mapped = [file.array("uint8", (file.size_bytes,)) for file in files]
         for data in mapped:
             data.flags.writeable = False
-        self._bytes: dict[int, Bytes] = dict(enumerate(mapped))
+        self._bytes = dict(enumerate(mapped))
         self._addresses = addresses_of(mapped)
         self._offsets = index["offsets"]
         length = len(self._offsets)
