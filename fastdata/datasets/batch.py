@@ -130,7 +130,7 @@ class Sample(tuple[Any, ...]):
 
     __slots__ = ()
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> Any:
         return tuple, (tuple(self),)
 
 
@@ -182,7 +182,7 @@ class SampleBatch(list[Any]):
         images, targets, each_target, _ = self._parts
         return [images, collate_targets(each_target) if targets is None else targets]
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> Any:
         return list, (list(self),)
 
 

@@ -670,7 +670,7 @@ class BatchRing:
         self._slots = slots
         self.fresh_count = 0  # how often all slots were lent and the batch got memory of its own
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> Any:
         """A copy lends memory of its own."""
         return BatchRing, (self._slots,)
 

@@ -349,7 +349,7 @@ class SentBatch:
     def __init__(self, receive: Callable[..., Any], *sent: Any) -> None:
         self._sent = receive, sent
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> Any:
         return self._sent
 
 
@@ -362,7 +362,7 @@ class BatchReceiver:
         # By name: the handle, and who is told when the latest batch dies.
         self._mapped: dict[str, tuple[Handle, Loan]] = {}
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> Any:
         return BatchReceiver.of, (self._token,)
 
     @classmethod

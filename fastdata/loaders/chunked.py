@@ -108,7 +108,7 @@ class ResidentChunks:
             self._release()
             self._begin()
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> Any:
         """Nothing of it goes to another process, or copy."""
         return type(None), ()
 

@@ -188,7 +188,7 @@ class Leader:
         """Let nobody attach any more. Idempotent; nothing in a forked process."""
         self._end()
 
-    def __reduce__(self) -> tuple[object, ...]:
+    def __reduce__(self) -> Any:
         return type(None), ()
 
 

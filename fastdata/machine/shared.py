@@ -215,7 +215,7 @@ class Block:
         self._map = None
         self._close()
 
-    def __reduce__(self) -> tuple[object, ...]:
+    def __reduce__(self) -> Any:
         if not self._close.alive:
             raise StoreGoneError(
                 "the dataset was closed; a closed dataset cannot be sent to another process"
@@ -316,7 +316,7 @@ class ArrayBlock(dict[str, np.ndarray]):
         for name, dtype, shape, start in self._layout:
             self[name] = np.ndarray(shape, dtype, data, start)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> Any:
         return ArrayBlock.__new__, (ArrayBlock,), (self.block, self._layout)
 
     def close(self) -> None:

@@ -92,7 +92,7 @@ class Program:
         self._has_perspectives = "OP_PERSPECTIVE" in [op.code for op in self._every]
         return compiled(self._every, {})
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> Any:
         return Program, (self._ops, self._spec)
 
     @property

@@ -196,7 +196,7 @@ class _Latest(threading.local):
     group: int | None = None
     rows: Any = None
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> Any:
         return _Latest, ()
 
 

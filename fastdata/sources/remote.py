@@ -104,7 +104,7 @@ class StorageOptions(dict[str, Any]):
     def __repr__(self) -> str:
         return "{...}" if self else "{}"
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> Any:
         travel = get_spawning_popen() is not None or _OPTIONS_TRAVEL.get()
         return StorageOptions, (dict(self) if travel else {},)
 
@@ -388,7 +388,7 @@ class Requests(dict[tuple[int, int], Future[bytes]]):
         for key in own[: -max(_MOST_EXPECTED, len(indices))]:
             self.pop(key, Future()).cancel()
 
-    def __reduce__(self) -> tuple[type, tuple[()]]:
+    def __reduce__(self) -> Any:
         return Requests, ()
 
 

@@ -224,7 +224,7 @@ class Store:
             file.close()
         self.index.close()
 
-    def __reduce__(self) -> tuple[object, ...]:
+    def __reduce__(self) -> Any:
         return type(self), (self.files, self.spec, self.index, self._decoder)
 
 

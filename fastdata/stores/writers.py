@@ -653,5 +653,5 @@ class LazyStore(Store):
         super().close()
         self._to_write.close()
 
-    def __reduce__(self) -> tuple[object, ...]:
+    def __reduce__(self) -> Any:
         return LazyStore, (self._to_write,)
