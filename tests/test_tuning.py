@@ -322,11 +322,17 @@ def test_a_setting_that_fails_loses() -> None:
     assert "OSError: Caught OSError in DataLoader worker process" in str(result)
 
 
-def test_the_time_box_ends_the_search() -> None:
-    """The best so far is the result when the time is over."""
+def test_the_time_box_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best so far is the result when the time is over, be it of one probe; it has a moment more for that."""
     result = quick(Samples(seconds=0.05), max_seconds=1)
     assert not result.is_complete
     assert result.best["batch_size"] == 4
+    monkeypatch.setattr(tuning, "_GRACE_S", 60)
+    result = quick(Samples(seconds=0.1), max_seconds=0.1, parameters={"num_workers": (0,)})
+    assert (len(result.probes), result.is_complete) == (1, False)
+    assert result.samples_per_s == result.start_samples_per_s > 0
+    assert "1 probe in" in str(result)
+    monkeypatch.setattr(tuning, "_GRACE_S", 0.5)
     with pytest.raises(TimeoutError, match="no answer within"):
         quick(Samples(seconds=1.2), max_seconds=0.1, parameters={"num_workers": (0,)})
 

@@ -22,7 +22,7 @@ from torch.utils.data import Subset
 
 from fastdata.datasets.batch import collate, flatten
 from fastdata.datasets.public import ImageFolder
-from fastdata.errors import MemoryBudgetError
+from fastdata.errors import MemoryBudgetError, counted
 from fastdata.loaders import DataLoader
 from fastdata.machine import available_bytes, budget_bytes, format_bytes, usable_cores
 from fastdata.report import Line, Report, progress_bar
@@ -106,7 +106,7 @@ class TuneResult(Report):
             yield *values, f"{probe.samples_per_s:,.0f}", words
         rate = self.samples_per_s
         end = "nothing more to gain" if self.is_complete else "the time was over"
-        yield f"{len(self.probes)} probes in {self.seconds:.1f} s: {end}"
+        yield f"{counted(len(self.probes), 'probe')} in {self.seconds:.1f} s: {end}"
         yield f"{rate:,.0f} samples/s, {rate / self.start_samples_per_s:.2f} times the start's:"
         yield f"loader = {self.call}"
 
@@ -167,10 +167,10 @@ def tune(
     with progress_bar(math.ceil(max_seconds), "tuning", unit="s", enabled=progress) as bar:
         judge = _Judge(_prepared(dataset), collate_fn or collate, began + max_seconds, bar)
         judge.probe(start)  # finds files and caches cold
-        judge.probe(start)
         best = start
         is_complete = False
         with suppress(TimeoutError):
+            judge.probe(start)
             for better in ascend(space, start, judge.wins):
                 best = better
             is_complete = True
@@ -245,9 +245,13 @@ def _arguments(settings: Settings) -> Settings:
 
 
 def _rates(probes: Sequence[Probe], settings: Settings) -> list[float]:
-    """What probes of the settings have found, but for the first one, which finds all cold."""
+    """What probes of the settings have found; where there are more, without the first, cold one."""
     wanted = _arguments(settings)
-    return [probe.samples_per_s for probe in probes[1:] if _arguments(probe.settings) == wanted]
+    return [
+        probe.samples_per_s
+        for probe in probes[1:] or probes
+        if _arguments(probe.settings) == wanted
+    ]
 
 
 def _cost(settings: Settings) -> tuple[float, float]:
@@ -302,14 +306,13 @@ class _Judge:
             Exception: the first two probes, of the settings to begin with, fail.
         """
         began = time.perf_counter()
-        left_s = self.deadline - began
-        is_begun = len(self.probes) > 1
-        if is_begun and left_s < self.probe_s:
+        left_s = max(0.0, self.deadline - began)
+        if self.probes and left_s < self.probe_s:
             raise TimeoutError
         try:
             probe = Probe(settings, self._measure(settings, left_s))
         except Exception as error:  # a user's dataset raises anything
-            if not is_begun or isinstance(error, TimeoutError):
+            if len(self.probes) < 2 or isinstance(error, TimeoutError):
                 raise
             failed = f"{type(error).__name__}: {error}".partition("\n")[0]
             probe = Probe(settings, failed=failed)
