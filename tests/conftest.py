@@ -23,6 +23,10 @@ from leftovers import Holdings, wait_for_none
 from simcuda import Sim
 from torchvision_ops import import_torchvision
 
+# For the processes that this one starts, xdist's among them: threads of an operation that wait for
+# each other at work take up to 20 times as long on cores that others use, as these processes do.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 HAS_TORCHVISION = import_torchvision()
 STDERR = pytest.StashKey[int]()
 
