@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 import re
 import shutil
 import subprocess
@@ -223,6 +225,22 @@ def test_prune_says_what_it_removes(
         assert "is not there" in out
         assert words in out
         assert len(list(cache.glob("*/fastdata.npz"))) == left
+
+
+def test_names_that_the_output_cannot_write_are_escaped(
+    image_folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder's name that is no UTF-8, or no text of the terminal's encoding, stops no command."""
+    made = image_folder()
+    root = made.rename(made.parent / os.fsdecode(b"caf\xe9-\xe6\x97\xa5"))
+    cache = root.parent / "cache"
+    ImageFolder(root, cache_dir=cache).close()
+    for encoding in ("ascii", "utf-8"):
+        out = io.TextIOWrapper(io.BytesIO(), encoding)
+        monkeypatch.setattr(sys, "stdout", out)
+        assert main(["inspect", str(cache)]) == 0
+        out.seek(0)
+        assert "caf\\udce9-" in out.read()
 
 
 def test_warnings_of_a_command_are_one_plain_line(image_folder: Folder) -> None:

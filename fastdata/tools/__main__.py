@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -75,6 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(arguments)
     command: Callable[[Any], int] = options.__dict__.pop("command")
+    if isinstance(sys.stdout, io.TextIOWrapper):  # which may not have every name of a file
+        sys.stdout.reconfigure(errors="backslashreplace")
     with warnings.catch_warnings():
         if command is not diagnose.run:  # whose warnings are of the user's own script
             warnings.showwarning = lambda message, *_, **__: _say(message)
