@@ -20,7 +20,7 @@ from fastdata.machine.shared import ListView, SampleTable
 from fastdata.pixels import PairStep, Step, describe_steps
 from fastdata.pixels.compose import flatten, is_random
 from fastdata.pixels.describe import describe_dataset, unwrapped
-from fastdata.pixels.images import IMAGE_EXTENSIONS, load_image
+from fastdata.pixels.images import IMAGE_EXTENSIONS, Loader, load_image
 from fastdata.report import warn_user
 from fastdata.sources import (
     DatasetSource,
@@ -138,7 +138,7 @@ class _ImageFiles(_Shown):
         paths: list[str],
         targets: Sequence[Any],
         class_to_idx: dict[str, int] | None,
-        loader: Callable[[str], Any] | None,
+        loader: Loader | None,
         options: Options,
         transform: Step | None,
         target_transform: Step | None,
@@ -197,7 +197,7 @@ class _ImageFiles(_Shown):
             self._prepare_again()
 
     @property
-    def loader(self) -> Callable[[str], Any]:
+    def loader(self) -> Loader:
         """What opens a file."""
         return self._loader
 
@@ -253,7 +253,7 @@ class ImageFolder(_ImageFiles):
         root: AnyPath,
         transform: Step | None = None,
         target_transform: Step | None = None,
-        loader: Callable[[str], Any] | None = None,
+        loader: Loader | None = None,
         is_valid_file: Callable[[str], bool] | None = None,
         allow_empty: bool = False,
         **options: Unpack[DatasetOptions],
@@ -370,7 +370,7 @@ class ImageManifest(_ImageFiles):
         id: str | None = None,
         transform: Step | None = None,
         target_transform: Step | None = None,
-        loader: Callable[[str], Any] | None = None,
+        loader: Loader | None = None,
         **options: Unpack[DatasetOptions],
     ) -> None:
         chosen = read_options(ImageManifest, options, self._writing)

@@ -44,6 +44,7 @@ from fastdata.pixels import (
     prepare_key,
     split_upright,
 )
+from fastdata.pixels.core import Shape
 from fastdata.pixels.images import (
     Array,
     SampleSpec,
@@ -65,7 +66,7 @@ from fastdata.stores.writers import Steps, open_files
 ALIGN_BYTES = 64
 _DECODED = SampleSpec(shape=None, dtype="uint8", form="pil")
 
-Output = tuple[tuple[int, ...], np.dtype[Any]]
+Output = tuple[Shape, np.dtype[Any]]
 Take = Callable[[int], memoryview]
 
 
@@ -162,7 +163,7 @@ class Column(NamedTuple):
 
     plan: TransformPlan
     program: Program | None = None
-    shape: tuple[int, ...] = ()
+    shape: Shape = ()
     output: Output | None = None
     last: Program | None = None
 

@@ -83,7 +83,7 @@ class RingCollate:
         [[0, 1, 2], [3, 4, 5]]
     """
 
-    def __init__(self, collate: Callable[[Any], Any] = default_collate, *, slots: int = 8) -> None:
+    def __init__(self, collate: Collate = default_collate, *, slots: int = 8) -> None:
         if slots < 1:
             raise ValueError(f"slots={slots}: a worker needs at least one slot")
         self.collate = collate

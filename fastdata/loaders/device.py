@@ -35,7 +35,7 @@ from fastdata.loaders import DataLoader
 from fastdata.loaders.epochs import JoinedReader, LoaderView
 from fastdata.machine import budget_bytes, check_device_room, choose_pinning, format_bytes
 from fastdata.pixels import TransformPlan
-from fastdata.pixels.core import Int64s
+from fastdata.pixels.core import Int64s, Shape
 from fastdata.pixels.images import SampleSpec
 from fastdata.pixels.ops import MODES, Op, step_number
 from fastdata.pixels.program import Program
@@ -43,7 +43,6 @@ from fastdata.report import log, warn_user
 from fastdata.stores.readers import Store
 
 Tensor = torch.Tensor
-Shape = tuple[int, ...]
 Ints = npt.NDArray[Any]
 DeviceLike = str | int | torch.device
 Transform = Callable[[Any], Any]

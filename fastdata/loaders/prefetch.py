@@ -389,7 +389,7 @@ class Transfer:
 
     iterator: Iterator[Any]  # the loader's, made in the user's thread
     device: torch.device
-    finish: Callable[[Any], Any]  # of each batch, on the stream that brought it
+    finish: Transform  # of each batch, on the stream that brought it
     stream: Any = None  # for the copies
     pinned: Any = None  # PinnedMemory, where there is a stream
     depth: int = 0

@@ -51,6 +51,7 @@ if sys.platform != "win32":
     import fcntl
 
 _T = TypeVar("_T")
+Job = Callable[[Any], Any]
 _PARENT_CHECK_S = 1.0
 _LAUNCHERS = (
     # torchrun, Lightning, Accelerate, DeepSpeed
@@ -345,7 +346,7 @@ def _loss(children: Sequence[BaseProcess], tasks: Sequence[Any]) -> IngestError:
 
 @contextlib.contextmanager
 def forked(
-    job: Callable[[Any], Any],
+    job: Job,
     workers: int = 1,
     cores: Collection[int] = (),
     *,
@@ -380,13 +381,11 @@ def forked(
                 pool.shutdown(cancel_futures=True)
 
 
-_job: Callable[[Any], Any]
+_job: Job
 """Of a forked worker."""
 
 
-def _begin(
-    job: Callable[[Any], Any], parent_pid: int, cores: Collection[int], threads: int | None
-) -> None:
+def _begin(job: Job, parent_pid: int, cores: Collection[int], threads: int | None) -> None:
     global _job
     _job = job
     os.setpgid(0, 0)  # so that what it starts is ended with it, all at once
@@ -417,7 +416,7 @@ def attempt_job(task: Any) -> bytes:
     return attempt(_job, task)
 
 
-def attempt(job: Callable[[Any], Any], task: Any) -> bytes:
+def attempt(job: Job, task: Any) -> bytes:
     """What the job returns, or the error that it raises and its traceback, pickled for ``settle``.
 
     An error that cannot be pickled travels as text, and so does an exit.

@@ -26,7 +26,7 @@ from fastdata.pixels.compose import (
 from fastdata.pixels.describe import describe as describe_step
 from fastdata.pixels.describe import name_of
 from fastdata.pixels.images import Form
-from fastdata.pixels.ops import Op, State, UnknownStepError, interpolation_name, pair, several
+from fastdata.pixels.ops import Ops, State, UnknownStepError, interpolation_name, pair, several
 from fastdata.pixels.steps import recognise
 
 Step = Callable[[Any], Any]
@@ -39,8 +39,8 @@ _SHOWN_LETTERS = 100
 class StandardTransform:
     """torchvision's: a transform of the sample and one of the target, called with both."""
 
-    transform: Callable[[Any], Any] | None
-    target_transform: Callable[[Any], Any] | None
+    transform: Step | None
+    target_transform: Step | None
 
     def __call__(self, sample: Any, target: Any) -> tuple[Any, Any]:
         if self.transform is not None:
@@ -74,7 +74,7 @@ class TransformPlan:
 
     kind: Form
     prepare: tuple[Step, ...] = ()
-    batch_ops: tuple[Op, ...] = ()
+    batch_ops: Ops = ()
     per_sample: tuple[Step, ...] = ()
     batch_texts: tuple[str, ...] = ()
     reason: str = ""

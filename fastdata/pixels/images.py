@@ -25,12 +25,13 @@ import torch
 
 from fastdata.errors import AnyPath, kind_of, open_file
 from fastdata.pixels import core
-from fastdata.pixels.core import Bytes, Int32s, Int64s
+from fastdata.pixels.core import Bytes, Int32s, Int64s, Shape
 
 if TYPE_CHECKING:
     from PIL import Image  # 10 ms, which only those functions take that make images
 
 Array = core.Array
+Loader = Callable[[Any], Any]
 Buffer = bytes | memoryview
 IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 """File name endings of images, torchvision's ``IMG_EXTENSIONS``."""
@@ -66,7 +67,7 @@ class SampleSpec:
     """Shape, dtype and form of prepared samples."""
 
     # Of every sample, (C, H, W) for images; None when each has its own (ragged).
-    shape: tuple[int, ...] | None
+    shape: Shape | None
     dtype: str  # as NumPy names it
     form: Form  # PIL images are stored planar (C, H, W), all others as they are
 
@@ -293,7 +294,7 @@ class Opening:
         channels: that it makes of every JPEG; None where a gray one has one, others three.
     """
 
-    loader: Callable[[Any], Any] = decode_image
+    loader: Loader = decode_image
     form: Form = "pil"
     is_upright: bool = False
     channels: int | None = 3
@@ -329,7 +330,7 @@ _TENSOR_LOADERS = {
 """Package and name of functions that may be loaders that fastdata knows."""
 
 
-def opening_of(loader: Callable[[str], Any] | None) -> Opening | None:
+def opening_of(loader: Loader | None) -> Opening | None:
     """How a loader opens files, where fastdata can do the same; None for others' loaders."""
     if loader is load_image:
         return _OF_PIL
@@ -340,7 +341,7 @@ def opening_of(loader: Callable[[str], Any] | None) -> Opening | None:
 
 
 @functools.cache
-def _probe(loader: Callable[[Any], Any]) -> Opening | None:
+def _probe(loader: Loader) -> Opening | None:
     """What a loader of tensors does with JPEG files; None if its pixels are not Pillow's."""
     probes = [_make_probe("RGB"), _make_probe("L")]
     opening = Opening(loader, "tensor")
@@ -583,7 +584,7 @@ class Scratch(threading.local):
     Fresh pages cost more than most kernels that fill them.
     """
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Bytes:
+    def take(self, name: str, shape: Shape) -> Bytes:
         """Give the thread's buffer of that name, with what was left in it, at first zeros."""
         size = math.prod(shape)
         buffer = vars(self).get(name)

@@ -44,8 +44,11 @@ class Op:
     n: tuple[int | str, ...] = ()
     v: tuple[float, ...] = ()
     fill: Fill = (0,)
-    children: tuple[Op, ...] = ()
+    children: Ops = ()
     levels: Callable[[int, int], Float64s] | None = None
+
+
+Ops = tuple[Op, ...]
 
 
 def child(at: int, number: int) -> int:
@@ -86,7 +89,7 @@ def in_order(state: State, sequences: Iterable[Iterable[Op]]) -> Op:
     return state.op("STEP_ORDER", children=map(sequence, sequences))
 
 
-def flattened(ops: tuple[Op, ...]) -> list[Op]:
+def flattened(ops: Ops) -> list[Op]:
     """All ops in the order of their records: their sequence, then children, level by level."""
     every = [sequence(ops)]
     for op in every:  # which grows as it is walked
@@ -139,15 +142,15 @@ class State:
     channels: int | None = None
     at: int = 0
     """The number that the step's draws have."""
-    ops: tuple[Op, ...] = ()
+    ops: Ops = ()
     """On uint8."""
-    floats: tuple[Op, ...] = ()
+    floats: Ops = ()
     """The conversion to floats, normalised or not, and the erasing and noise behind it."""
     is_beside: bool = False
     """Whether it is the mask of an image, that v2 takes the same steps with."""
 
     @property
-    def all_ops(self) -> tuple[Op, ...]:
+    def all_ops(self) -> Ops:
         return (*self.ops, *self.floats)
 
     @property

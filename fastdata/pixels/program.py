@@ -16,11 +16,9 @@ import numpy as np
 import torch
 
 from fastdata.pixels import core
-from fastdata.pixels.core import Array, Int32s, Int64s
+from fastdata.pixels.core import Array, Int32s, Int64s, Shape
 from fastdata.pixels.images import OpenedImages, SampleSpec, Scratch
-from fastdata.pixels.ops import Op, compiled, flattened, refusal_of
-
-Shape = tuple[int, ...]
+from fastdata.pixels.ops import Op, Ops, compiled, flattened, refusal_of
 
 _AHEAD = 4
 """Encoded samples that are decoded before the core takes them."""
@@ -66,7 +64,7 @@ class Program:
         ValueError: there are batch ops, and the samples are no uint8 images (C, H, W).
     """
 
-    def __init__(self, ops: tuple[Op, ...], spec: SampleSpec) -> None:
+    def __init__(self, ops: Ops, spec: SampleSpec) -> None:
         dimensions = (2, 3) if spec.form == "mask" else (3,)
         is_image = spec.dtype == "uint8" and (spec.shape is None or len(spec.shape) in dimensions)
         if ops and not is_image:

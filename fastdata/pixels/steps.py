@@ -28,6 +28,7 @@ from fastdata.pixels.compose import (
 from fastdata.pixels.core import CONSTANTS, Float64s
 from fastdata.pixels.ops import (
     Op,
+    Ops,
     State,
     UnknownStepError,
     choice,
@@ -422,12 +423,12 @@ def _timm_op(op: Any) -> Op:
 # Steps of steps
 
 
-def _inner_each(step: Any, state: State) -> list[tuple[Op, ...]]:
+def _inner_each(step: Any, state: State) -> list[Ops]:
     """Ops of each step of a step."""
     return [_inner([part], state.inner(number)) for number, part in enumerate(step.transforms)]
 
 
-def _inner(steps: Iterable[Any], state: State) -> tuple[Op, ...]:
+def _inner(steps: Iterable[Any], state: State) -> Ops:
     """Ops of steps that only some samples take, and so leave what a sample is as it was."""
     before = after = replace(state.inner(), ops=())
     steps_of = joint_steps if state.is_beside else flatten

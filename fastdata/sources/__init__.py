@@ -27,7 +27,7 @@ import torch
 from fastdata.errors import NO_FILE, READ_FLAGS, AnyPath, is_url, kind_of, local_path
 from fastdata.machine import user_cache
 from fastdata.machine.shared import ListView
-from fastdata.pixels.images import Opening, decode_image, is_image, load_image, opening_of
+from fastdata.pixels.images import Loader, Opening, decode_image, is_image, load_image, opening_of
 from fastdata.report import log
 from fastdata.sources.remote import Place, Requests, StorageChoice, facts_of, fleeting_folder
 
@@ -135,7 +135,7 @@ class FileSource:
 
     paths: Sequence[str]
     targets: Sequence[Any]
-    loader: Callable[[str], Any] | None
+    loader: Loader | None
     place: Place | None = None
     facts: Any = None
     requests: Requests = field(default_factory=Requests)

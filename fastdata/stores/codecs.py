@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fastdata.errors import CodecError
-from fastdata.pixels.core import Bytes
+from fastdata.pixels.core import Bytes, Shape
 from fastdata.pixels.describe import describe
 from fastdata.pixels.images import (
     Array,
@@ -167,7 +167,7 @@ class WordLayout(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def layout_of(shape: tuple[int, ...], dtype: np.dtype[Any]) -> WordLayout:
+def layout_of(shape: Shape, dtype: np.dtype[Any]) -> WordLayout:
     lane = dtype.itemsize // 2 if dtype.kind == "c" else dtype.itemsize
     if lane not in (1, 2, 4, 8):
         lane = 1

@@ -38,7 +38,7 @@ from fastdata.errors import (
 from fastdata.machine import format_bytes
 from fastdata.machine.processes import Leader
 from fastdata.machine.shared import OPEN_FLAGS, ArrayBlock, Block, SampleTable, collate_targets
-from fastdata.pixels.core import Bytes
+from fastdata.pixels.core import Bytes, Shape
 from fastdata.pixels.images import (
     Array,
     SampleSpec,
@@ -145,7 +145,7 @@ class Store:
     def __len__(self) -> int:
         return len(self._offsets)
 
-    def shape(self, index: int) -> tuple[int, ...]:
+    def shape(self, index: int) -> Shape:
         return self.spec.shape or tuple(self.shapes[index].tolist())
 
     def stored(self, index: int) -> Bytes:

@@ -31,7 +31,8 @@ from fastdata.errors import (
 from fastdata.machine import format_bytes
 from fastdata.machine.processes import run_tasks
 from fastdata.machine.shared import ArrayBlock, Block
-from fastdata.pixels import core, plan_transform, split_upright
+from fastdata.pixels import Step, core, plan_transform, split_upright
+from fastdata.pixels.core import Shape
 from fastdata.pixels.images import (
     Array,
     Form,
@@ -88,7 +89,7 @@ class ReadSample(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    steps: tuple[Callable[[Any], Any], ...]
+    steps: tuple[Step, ...]
 
     def __call__(self, sample: Any) -> Any:
         for step in self.steps:
@@ -126,7 +127,7 @@ class ReadPath(NamedTuple):
 
     source: Source
     prepare: Steps
-    shape: tuple[int, ...] | None = None
+    shape: Shape | None = None
     """Of every prepared sample, where it follows from the steps."""
 
     by_core: FilePreparer | None = None
@@ -142,7 +143,7 @@ class ReadPath(NamedTuple):
         return None if opening is None else SourceDecoder(opening.decode, self.prepare)
 
 
-def read_path(source: Source, steps: tuple[Callable[[Any], Any], ...]) -> ReadPath:
+def read_path(source: Source, steps: tuple[Step, ...]) -> ReadPath:
     """How samples to be stored are read: image files by the core, where it knows all steps."""
     as_written = ReadPath(source, Steps(steps))
     opening = source.opening
@@ -364,9 +365,7 @@ class Writer:
         file.write(0, np.frombuffer(head.getvalue(), np.uint8))
         return cls(plan, file, ArrayBlock(index, seal=False))
 
-    def write(
-        self, row: int, array: Array, form: Form, shape: tuple[int, ...] | None = None
-    ) -> None:
+    def write(self, row: int, array: Array, form: Form, shape: Shape | None = None) -> None:
         """Store a sample, as it is or encoded; of a file that is kept ``shape`` may be known.
 
         Raises:

@@ -25,6 +25,7 @@ import numpy.typing as npt
 import torch
 
 Array = npt.NDArray[Any]
+Shape = tuple[int, ...]
 Bytes = npt.NDArray[np.uint8]
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
