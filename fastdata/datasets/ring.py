@@ -330,11 +330,7 @@ class _Packer(pickle.Pickler):
 
 
 def _tensor(
-    octets: Array,
-    dtype: torch.dtype,
-    offset: int,
-    size: tuple[int, ...],
-    strides: tuple[int, ...],
+    octets: Array, dtype: torch.dtype, offset: int, size: tuple[int, ...], strides: tuple[int, ...]
 ) -> torch.Tensor:
     storage = torch.frombuffer(octets, dtype=torch.uint8).untyped_storage()
     return torch.empty(0, dtype=dtype, device="cpu").set_(storage, offset, size, strides)

@@ -558,14 +558,7 @@ class ThreadIter(Counted):
     batch into it, must not hold it.
     """
 
-    def __init__(
-        self,
-        view: Any,
-        progress: Progress,
-        read: BatchMaker,
-        *,
-        threads: int,
-    ) -> None:
+    def __init__(self, view: Any, progress: Progress, read: BatchMaker, *, threads: int) -> None:
         super().__init__(view, progress)
         self.ring = read.ring
         self._read = read

@@ -315,11 +315,7 @@ class CudaPrefetcher:
 
 
 def _finish(
-    batch: Any,
-    *,
-    transform: Transform | None,
-    cast: Transform | None,
-    ops: Transform | None = None,
+    batch: Any, *, transform: Transform | None, cast: Transform | None, ops: Transform | None = None
 ) -> Any:
     """Batch ops, casts and the user's transform, in this order, on the calling thread's stream."""
     if ops is not None:

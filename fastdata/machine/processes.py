@@ -346,11 +346,7 @@ def _loss(children: Sequence[BaseProcess], tasks: Sequence[Any]) -> IngestError:
 
 @contextlib.contextmanager
 def forked(
-    job: Job,
-    workers: int = 1,
-    cores: Collection[int] = (),
-    *,
-    threads: int | None = None,
+    job: Job, workers: int = 1, cores: Collection[int] = (), *, threads: int | None = None
 ) -> Iterator[tuple[ProcessPoolExecutor, Sequence[BaseProcess]]]:
     """Forked processes in which ``attempt_job`` runs the job, and which have so many threads each.
 

@@ -197,12 +197,7 @@ def plan_transform(
 
 
 def _plan(
-    steps: tuple[Step, ...],
-    prepared: int,
-    first: int,
-    state: State,
-    reason: str,
-    only_last: bool,
+    steps: tuple[Step, ...], prepared: int, first: int, state: State, reason: str, only_last: bool
 ) -> TransformPlan:
     """Plan steps of which so many are prepared; a reason says why none is a batch op."""
     rest = steps[prepared:]
@@ -302,11 +297,7 @@ def _are_alike(steps: tuple[Step, ...]) -> bool:
 
 
 def plan_pairs(
-    transforms: Any,
-    *,
-    form: Form = "pil",
-    channels: int | None = None,
-    obstacle: str | None = None,
+    transforms: Any, *, form: Form = "pil", channels: int | None = None, obstacle: str | None = None
 ) -> TransformPlan:
     """Plan a transform of v2 that takes an image and its mask: all on whole batches, or none.
 

@@ -422,11 +422,7 @@ class OpenedImages(core.Samples):
         arrays = [np.frombuffer(data, np.uint8) for data in files]
         sizes_B = np.array([data.size for data in arrays], np.int64)
         most = Image.MAX_IMAGE_PIXELS or math.inf
-        how: dict[str, Any] = {
-            "upright": upright,
-            "channels": channels,
-            "most_pixels": most,
-        }
+        how: dict[str, Any] = {"upright": upright, "channels": channels, "most_pixels": most}
         opened = cls(addresses_of(arrays), sizes_B, by_pillow, **how)
         opened._alive += arrays
         return opened

@@ -73,10 +73,7 @@ def maybe(state: State, ops: Iterable[Op], p: float) -> Op:
 
 
 def choice(
-    state: State,
-    sequences: Sequence[Iterable[Op]],
-    weights: Any = None,
-    code: str = "STEP_CHOICE",
+    state: State, sequences: Sequence[Iterable[Op]], weights: Any = None, code: str = "STEP_CHOICE"
 ) -> Op:
     """One of several sequences of ops; of each is told where in [0, 1) its share ends."""
     ends = np.cumsum(np.ones(len(sequences)) if weights is None else weights, dtype=np.float64)

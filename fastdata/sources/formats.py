@@ -61,11 +61,7 @@ class File(NamedTuple):
 # What lies at a path
 
 
-def open_dataset(
-    paths: Any,
-    storage_options: StorageChoice = None,
-    columns: Names = None,
-) -> Any:
+def open_dataset(paths: Any, storage_options: StorageChoice = None, columns: Names = None) -> Any:
     """The map-style dataset of files; None where they are of no known kind.
 
     Args:

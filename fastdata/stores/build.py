@@ -62,12 +62,7 @@ from fastdata.stores.prepare import (
     try_codecs,
     warn_of_skipped,
 )
-from fastdata.stores.readers import (
-    Layout,
-    free_bytes,
-    naming_full_disk,
-    receipt_name,
-)
+from fastdata.stores.readers import Layout, free_bytes, naming_full_disk, receipt_name
 from fastdata.stores.writers import (
     ReadPath,
     StoredPart,

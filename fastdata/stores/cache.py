@@ -47,14 +47,7 @@ from fastdata.sources.remote import Place, facts_of
 from fastdata.stores.codecs import codec_of
 from fastdata.stores.mirror import MirroredStore
 from fastdata.stores.prepare import Prepared
-from fastdata.stores.readers import (
-    Decoder,
-    DiskFile,
-    DiskStore,
-    KeptSamples,
-    Layout,
-    receipt_name,
-)
+from fastdata.stores.readers import Decoder, DiskFile, DiskStore, KeptSamples, Layout, receipt_name
 from fastdata.stores.writers import StoredPart, open_all
 
 INDEX = "fastdata.npz"

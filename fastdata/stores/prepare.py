@@ -19,16 +19,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from numbers import Integral
-from typing import (
-    Any,
-    Literal,
-    TypeAlias,
-    TypedDict,
-    TypeVar,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -378,11 +369,7 @@ def _prepare(expected: Forecast, options: Options, table: SampleTable | None) ->
         if trials is None and (options.storage == "compressed" or need_bytes > budget.bytes):
             trials = try_codecs(look_longer(expected.path), options.codec)
         plan = choose_storage(
-            options.storage,
-            need_bytes,
-            budget,
-            trials or (),
-            only_lossless=options.codec == "auto",
+            options.storage, need_bytes, budget, trials or (), only_lossless=options.codec == "auto"
         )
         if plan.storage == "none":
             if refused:
@@ -446,10 +433,7 @@ def _fill(
 
 
 def _meet(
-    expected: Forecast,
-    options: Options,
-    table: SampleTable | None,
-    known: Sequence[Any],
+    expected: Forecast, options: Options, table: SampleTable | None, known: Sequence[Any]
 ) -> Leader | Follower | None:
     """Prepare for them, or have it from the one that does; None: each on its own."""
     run = find_run()
@@ -509,9 +493,7 @@ def _describe(dataset: Any, cache_key: str | None) -> str:
 
 def _budget(options: Options, *, is_shared: bool) -> Budget:
     return budget_bytes(
-        machine.available_bytes(),
-        options.memory_limit,
-        ranks=1 if is_shared else local_ranks(),
+        machine.available_bytes(), options.memory_limit, ranks=1 if is_shared else local_ranks()
     )
 
 

@@ -47,13 +47,7 @@ from fastdata.pixels.images import (
 from fastdata.pixels.program import Program
 from fastdata.report import log, progress_bar
 from fastdata.sources import FileSource, Source
-from fastdata.stores.readers import (
-    DiskFile,
-    Layout,
-    ShapesDifferError,
-    Store,
-    checksum,
-)
+from fastdata.stores.readers import DiskFile, Layout, ShapesDifferError, Store, checksum
 
 if TYPE_CHECKING:
     from fastdata.stores.codecs import Codec
@@ -528,10 +522,7 @@ def needs_processes(path: ReadPath, plans: Sequence[WriterPlan]) -> bool:
 
 
 def ingest(
-    path: ReadPath,
-    plans: Sequence[WriterPlan],
-    indices: range,
-    options: Options,
+    path: ReadPath, plans: Sequence[WriterPlan], indices: range, options: Options
 ) -> tuple[list[Store], Written]:
     """Fill stores with samples of a source, each read once: sealed ones, one for each part.
 

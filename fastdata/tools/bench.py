@@ -206,11 +206,7 @@ def _measure_recipe(
 
 
 def write_photos(
-    root: Path,
-    *,
-    count: int,
-    classes: int = 8,
-    size: tuple[int, int] = (512, 384),
+    root: Path, *, count: int, classes: int = 8, size: tuple[int, int] = (512, 384)
 ) -> None:
     """Write JPEGs of ``size`` (width, height) into class folders, in turns.
 

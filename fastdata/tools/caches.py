@@ -217,10 +217,7 @@ class Inspected(NamedTuple):
 
 
 def inspect_caches(
-    path: AnyPath,
-    storage_options: Mapping[str, Any] | None = None,
-    *,
-    verify: bool = False,
+    path: AnyPath, storage_options: Mapping[str, Any] | None = None, *, verify: bool = False
 ) -> list[Inspected]:
     """Read all but the samples of a cache, or of all caches in a ``cache_dir``.
 
