@@ -31,7 +31,7 @@ from fastdata.sources import (
     read_manifest,
     scan_folder,
 )
-from fastdata.sources.remote import Place
+from fastdata.sources.remote import Place, StorageChoice
 from fastdata.stores.prepare import DatasetOptions, Options, read_options, with_options
 
 if TYPE_CHECKING:
@@ -510,7 +510,7 @@ class CachedDataset(_Shown):
         as_tensors: bool = False,
         seed: int | None = None,
         batch_ops: bool = True,
-        storage_options: Mapping[str, Any] | None = None,
+        storage_options: StorageChoice = None,
         local_cache: AnyPath | None = None,
     ) -> Self:
         """Open a cache on its own, without the dataset and the files that it was made from.

@@ -40,6 +40,7 @@ from fastdata.datasets.reader import ALIGN_BYTES, Loan, fresh
 from fastdata.errors import MemoryBudgetError, StoreGoneError
 from fastdata.machine import is_running
 from fastdata.machine.shared import Block
+from fastdata.pixels.core import Shape
 from fastdata.pixels.images import Array
 
 _FREE = 0
@@ -330,7 +331,7 @@ class _Packer(pickle.Pickler):
 
 
 def _tensor(
-    octets: Array, dtype: torch.dtype, offset: int, size: tuple[int, ...], strides: tuple[int, ...]
+    octets: Array, dtype: torch.dtype, offset: int, size: Shape, strides: Shape
 ) -> torch.Tensor:
     storage = torch.frombuffer(octets, dtype=torch.uint8).untyped_storage()
     return torch.empty(0, dtype=dtype, device="cpu").set_(storage, offset, size, strides)

@@ -23,7 +23,7 @@ import re
 import types
 import typing
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -43,7 +43,7 @@ from fastdata.errors import (
 from fastdata.machine import StoragePlan, format_bytes, user_cache
 from fastdata.machine.shared import ArrayBlock, Packed, SampleTable, target_columns
 from fastdata.pixels.images import Array
-from fastdata.sources.remote import Place, facts_of
+from fastdata.sources.remote import Place, StorageChoice, facts_of
 from fastdata.stores.codecs import codec_of
 from fastdata.stores.mirror import MirroredStore
 from fastdata.stores.prepare import Prepared
@@ -381,7 +381,7 @@ def mirror_folder(local_cache: AnyPath | None) -> Path:
 # Opened without the dataset that it was made from
 
 
-def find_cache(path: AnyPath, storage_options: Mapping[str, Any] | None = None) -> Place:
+def find_cache(path: AnyPath, storage_options: StorageChoice = None) -> Place:
     """The cache that a path or URL means: itself, or the only one in it.
 
     Raises:

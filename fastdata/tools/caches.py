@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import tarfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
@@ -33,7 +33,7 @@ from fastdata.errors import (
 from fastdata.machine import format_bytes, parse_bytes, usable_cores
 from fastdata.pixels.images import CenterCrop, encode_image
 from fastdata.report import progress_bar
-from fastdata.sources.remote import Place
+from fastdata.sources.remote import Place, StorageChoice
 from fastdata.stores.build import lock_of
 from fastdata.stores.cache import INDEX, Cache, cache_places
 from fastdata.stores.codecs import KNOWN_CODECS
@@ -55,7 +55,7 @@ def export_cache(
     image_format: ImageFormat = "png",
     quality: int = 95,
     shard_size: int | str = "256MiB",
-    storage_options: Mapping[str, Any] | None = None,
+    storage_options: StorageChoice = None,
 ) -> int:
     """Write the samples of a cache as files that others read, images at their prepared size.
 
@@ -217,7 +217,7 @@ class Inspected(NamedTuple):
 
 
 def inspect_caches(
-    path: AnyPath, storage_options: Mapping[str, Any] | None = None, *, verify: bool = False
+    path: AnyPath, storage_options: StorageChoice = None, *, verify: bool = False
 ) -> list[Inspected]:
     """Read all but the samples of a cache, or of all caches in a ``cache_dir``.
 
