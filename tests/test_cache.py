@@ -55,15 +55,19 @@ FOUR = 4 * 3 * 7 * 9
 @pytest.fixture
 def prepared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], list[str]]:
     """The names of the files opened since it was last asked, in whatever process."""
-    log, plain = tmp_path / "opened.txt", builtins.open
+    log = tmp_path / "opened.txt"
 
-    def open_noting(file: Any, *rest: Any, **options: Any) -> Any:
-        if str(file).endswith((".jpg", ".png")):
-            with log.open("a") as stream:
-                stream.write(f"{os.path.basename(file)}\n")
-        return plain(file, *rest, **options)
+    def noting(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def open_noting(file: Any, *rest: Any, **options: Any) -> Any:
+            if str(file).endswith((".jpg", ".png")) and "opener" not in options:
+                with log.open("a") as stream:
+                    stream.write(f"{os.path.basename(file)}\n")
+            return plain(file, *rest, **options)
 
-    monkeypatch.setattr(builtins, "open", open_noting)
+        return open_noting
+
+    monkeypatch.setattr(builtins, "open", noting(open))
+    monkeypatch.setattr(os, "open", noting(os.open))
 
     def take() -> list[str]:
         names = sorted(log.read_text().split()) if log.exists() else []
