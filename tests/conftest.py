@@ -109,6 +109,14 @@ def torch_waits_less() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def probes_may_end() -> Iterator[None]:
+    """However long the first one of a short tune takes on a loaded machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fastdata.tools.tune._GRACE_S", 60.0)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def users_cache_is_left_alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("user-cache")))

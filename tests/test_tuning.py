@@ -327,7 +327,6 @@ def test_the_time_box_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     result = quick(Samples(seconds=0.05), max_seconds=1)
     assert not result.is_complete
     assert result.best["batch_size"] == 4
-    monkeypatch.setattr(tuning, "_GRACE_S", 60)
     result = quick(Samples(seconds=0.1), max_seconds=0.1, parameters={"num_workers": (0,)})
     assert (len(result.probes), result.is_complete) == (1, False)
     assert result.samples_per_s == result.start_samples_per_s > 0
