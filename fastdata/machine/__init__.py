@@ -79,7 +79,7 @@ def available_bytes() -> Available:
     import psutil  # 7 ms, which only those functions take that ask it
 
     try:
-        free_bytes = int(psutil.virtual_memory().available)
+        free_bytes = psutil.virtual_memory().available
     except FileNotFoundError:  # no /proc
         free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     available = Available(free_bytes, "system memory")

@@ -322,8 +322,8 @@ def _can_fork() -> bool:
         multiprocessing.get_context("fork").Lock()
     except OSError as obstacle:
         warn_user(
-            f"samples are prepared by threads, which may be slower: processes need /dev/shm for "
-            f"their locks, which it has no room for or which is not there ({obstacle.strerror})"
+            "samples are prepared by threads, which may be slower: processes need room for their "
+            f"locks in /dev/shm ({obstacle})"
         )
         return False
     return True

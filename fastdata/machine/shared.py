@@ -54,7 +54,7 @@ if sys.platform != "win32":
     # A private mapping: kernels before 6.7 refuse shared ones of a write-sealed memfd, even
     # read-only ones.
     _READ_ONLY = {"flags": mmap.MAP_PRIVATE, "prot": mmap.PROT_READ}
-OPEN_FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+OPEN_FLAGS = getattr(os, "O_BINARY", 0)
 
 
 class Block:
@@ -83,13 +83,13 @@ class Block:
         self.is_sealed = is_sealed
         self._map: mmap.mmap | None = None
         self._close = weakref.finalize(self, _release, fd, path if is_owner else None, os.getpid())
-        self._close.atexit = is_owner  # the user's own handlers may still read, and run later
+        # The user's own handlers may still read, and run later.
+        self._close.atexit = path is not None
 
     @classmethod
     def create(cls, size_bytes: int, *, portable: bool = False) -> Block:
         """Reserve memory, which reads as zeros: without a name unless ``portable``."""
-        fd = None if portable else _open_nameless()
-        block = cls(*_open_temporary(), is_owner=True) if fd is None else cls(fd, None)
+        block = cls(*(_open_temporary() if portable else _open_memory()), is_owner=True)
         try:
             block.resize(size_bytes, at_once=True)
         except BaseException:
@@ -252,15 +252,15 @@ class Block:
         return block
 
 
-def _open_nameless() -> int | None:
-    """A memfd, or a file that has no name any more; None where others could not open it."""
+def _open_memory() -> tuple[int, Path | None]:
+    """A memfd, or a file that has lost its name; one with a name where others could not open it."""
     if not os.path.exists("/proc/self/fd"):
-        return None
+        return _open_temporary()
     try:
-        return os.memfd_create("fastdata", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        return os.memfd_create("fastdata", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), None
     except (AttributeError, OSError):  # a container's seccomp profile, vm.memfd_noexec=2
         with tempfile.TemporaryFile(buffering=0) as file:
-            return os.dup(file.fileno())
+            return os.dup(file.fileno()), None
 
 
 def _open_temporary() -> tuple[int, Path]:

@@ -29,7 +29,6 @@ from fastdata.tools import versions
 NVIDIA = Path("/proc/driver/nvidia")
 SYSTEM = Path("/sys")
 DEVICES = Path("/dev")
-_MEMFD = "allow memfd_create (a container's seccomp profile, sysctl vm.memfd_noexec)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +77,11 @@ def _memory() -> Iterator[Check]:
     try:
         with closing(Block.create(1)) as block:
             path = block.path or os.path.realpath(f"/proc/self/fd/{block.fd}")
-        is_refused = hasattr(os, "memfd_create") and not str(path).startswith("/memfd")
-        found = f"can be had, in files such as {path}" if is_refused else "can be had"
-        yield Check("shared memory", found, _MEMFD if is_refused else "")
+        is_file = hasattr(os, "memfd_create") and "memfd:" not in str(path)
+        advice = "allow memfd_create (a container's seccomp profile, sysctl vm.memfd_noexec)"
+        yield Check("shared memory", f"can be had: {path}", advice if is_file else "")
     except (OSError, MemoryError) as error:
-        yield Check("shared memory", str(error), problem=f"{_MEMFD}, or give TMPDIR room")
+        yield Check("shared memory", str(error), problem="allow memfd_create, or give TMPDIR room")
 
 
 def _libraries() -> Iterator[Check]:
