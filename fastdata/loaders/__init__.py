@@ -79,17 +79,14 @@ class DataLoader(_TorchLoader[_T_co]):
     - ``num_workers``: threads or processes; 0 reads in the training loop. ``"auto"`` takes the
       usable cores (affinity, container quota) shared among the ranks of this machine
       (``LOCAL_WORLD_SIZE``), less one for the training loop: 0 on a single core, but 1 where
-      another argument asks for workers. The attribute is the number; ``fastdata.tune(dataset)``
-      measures a better one.
+      another argument asks for workers. ``fastdata.tune(dataset)`` measures a better number.
     - ``collate_fn``: the default is ``fastdata.collate``, which takes whole batches as they are.
       What another one draws from torch's global generator, as MixUp and CutMix do, follows from the
-      base seed, or the ``seed`` of a fastdata dataset, and the batch's number, with ``distributed``
-      that among the batches of all ranks: any number of threads or processes gives the same
-      batches.
+      base seed, or the ``seed`` of a fastdata dataset, and the batch's number among those of all
+      ranks: any number of threads or processes gives the same batches.
     - ``pin_memory``: ``"auto"`` pins if there is a CUDA or XPU device, batches are large enough to
       gain from it, and all that are under way are a small part of the free memory; ``report()``
-      says what was decided and why. The attribute is True or False. A ``CudaPrefetcher`` pins by
-      itself.
+      says what was decided and why. A ``CudaPrefetcher`` pins by itself.
     - ``worker_init_fn``: called in worker processes only; it asks for them where a ``collate_fn``
       of your own may need it.
     - ``persistent_workers``: threads only draw their base seed once, as torch then does.
