@@ -487,8 +487,21 @@ def test_a_batch_that_cannot_be_had_leaves_the_others_in_their_places(gpu: Sim) 
     assert asked == [1, 2, 3, 5, 6, 7]
 
 
-def test_where_there_is_no_room_for_several_batches_each_is_cut_alone(gpu: Sim) -> None:
-    """And one that there is no room for is an error in its place, as the state has it; none is passed over."""
+def test_the_end_of_an_epoch_is_no_want_of_memory(
+    gpu: Sim, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is said of it."""
+    caplog.set_level("INFO", "fastdata")
+    with cached([*CROP, *FLOATS], storage="device") as dataset:
+        assert len(list(on_device(loader_of(dataset)))) > 1
+    assert "one by one" not in caplog.text
+
+
+def test_where_there_is_no_room_for_several_batches_each_is_cut_alone(
+    gpu: Sim, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log says so; one that has no room is an error in its place, as the state has it, and none is passed over."""
+    caplog.set_level("INFO", "fastdata")
     with cached([*CROP, *FLOATS], storage="device") as dataset:
         expected = list(loader_of(dataset))
         loader = on_device(loader_of(dataset))
@@ -498,6 +511,7 @@ def test_where_there_is_no_room_for_several_batches_each_is_cut_alone(gpu: Sim) 
         epoch = iter(loader)
         gpu.limit_bytes = gpu.live_bytes + (gpu.peak_bytes - gpu.live_bytes) // 2
         found = [[part.cpu() for part in next(epoch)] for _ in range(2)]
+        assert "batches are cut one by one: CUDA out of memory" in caplog.text
         limit_bytes, gpu.limit_bytes = gpu.limit_bytes, 0
         with pytest.raises(torch.cuda.OutOfMemoryError):
             next(epoch)

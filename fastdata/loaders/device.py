@@ -15,7 +15,6 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from functools import partial
 from itertools import zip_longest
 from math import prod
@@ -388,9 +387,12 @@ class StoreCut(Iterator[Any]):
         """Cut the next batches at once or, where that fails, as for want of memory, one by one."""
         if not (self._waiting or self._ends):
             self._read()
-            with suppress(Exception):
-                self._made += self._cut(self._waiting)
-                self._waiting.clear()
+            try:
+                if self._waiting:
+                    self._made += self._cut(self._waiting)
+                    self._waiting.clear()
+            except Exception as problem:  # noqa: BLE001  # raised where a batch has it alone
+                log.info("%d batches are cut one by one: %s", len(self._waiting), str(problem))
         if self._waiting:
             batch = self._waiting.popleft()
             self.marks[0] = batch[2]
