@@ -74,10 +74,11 @@ class ItemKeys:
             return {name: sample if name == self.image else others[name] for name in self.names}
         count = len(self.names)
         values = (sample, *target) if count > 2 else (sample, target)[:count]
-        with contextlib.suppress(KeyError, AttributeError):  # of what is not imported
-            module, _, name = self.named.partition(":")
-            named = attrgetter(name)(sys.modules[module])
-            kind = named._make if named._fields == self.names else kind
+        if self.named:
+            with contextlib.suppress(KeyError, AttributeError):  # of what is not imported
+                module, _, name = self.named.partition(":")
+                named = attrgetter(name)(sys.modules[module])
+                kind = named._make if named._fields == self.names else kind
         return kind(values)
 
 
@@ -326,7 +327,8 @@ def _keys_of(item: Any, form: str, which: str) -> ItemKeys | None:
         )
     if isinstance(item, tuple | list):
         names = getattr(item, "_fields", tuple(map(str, range(len(item)))))
-        named = f"{type(item).__module__}:{type(item).__qualname__}"
+        kind = type(item)
+        named = f"{kind.__module__}:{kind.__qualname__}" if hasattr(kind, "_fields") else ""
         return None if names == ("0", "1") else ItemKeys(names, names[0], "tuple", named)
     if form == _ALONE:
         return ItemKeys(("0",), "0", "alone")
