@@ -61,7 +61,7 @@ MOST_LINES = 23_660
 MOST_LINES_OF_A_CLASS = 350
 MOST_LINES_OF_A_FILE = 700
 WALKS = {  # calls, files, moves; the goals: 900, 14, 120; 45, 6, 14; 60, 6
-    "root until the first batch": (780, 24, 480),
+    "root until the first batch": (790, 24, 480),
     "one steady batch": (25, 6, 12),
     "dataset[3]": (30, 6, 22),
 }

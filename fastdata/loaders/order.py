@@ -96,7 +96,7 @@ class Epochs:
         self._set: int | None = None  # number of the coming epochs, by the user
         self._samplers = _nested(sampler)
         told = [*self._samplers, getattr(sampler, "sampler", None)]
-        self._may_be_told = True in {hasattr(each, "set_epoch") for each in told}
+        self._may_be_told = any(hasattr(each, "set_epoch") for each in told)
         last = self._samplers[-1]
         self._ranked = last if isinstance(last, RankSampler) else None
         kinds = {type(each) for each in self._samplers if each is not self._ranked}
@@ -167,7 +167,7 @@ class Epochs:
         shared = next(sharing, None)
         rank, ranks = (shared.rank, shared.num_replicas) if shared else (0, 1)
         last = length_of(self.sampler) if self._is_known and ranked is None else None
-        is_seeded = {getattr(each, "generator", None) for each in self._samplers} - {None}
+        is_seeded = any(getattr(each, "generator", None) for each in self._samplers)
         if served.parts:
             # Of others nobody knows whether several ranks have the same samples.
             is_apart = shared is ranked or type(shared) in _KNOWN
