@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -327,18 +328,34 @@ def test_ctrl_c_in_the_middle_of_a_fork_is_not_lost() -> None:
     assert done.stderr.strip().endswith("KeyboardInterrupt")
 
 
-def test_threads_prepare_where_processes_get_no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A /dev/shm that is full or not there is said, and costs no sample."""
+@pytest.mark.parametrize("is_own", [False, True])
+def test_this_process_prepares_where_others_get_no_locks(
+    image_folder: Any, monkeypatch: pytest.MonkeyPatch, is_own: bool
+) -> None:
+    """A full /dev/shm is said, and costs no sample. Pillow runs in threads, the user's code in one thread only."""
 
     def fail(_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("multiprocessing.context.BaseContext.Lock", fail)
-    with (
-        pytest.warns(FastDataWarning, match=r"by threads.* /dev/shm .*No space left on device"),
-        cached(dense(100)) as dataset,
-    ):
-        assert [int(sample[0, 0]) for sample, _ in dataset] == list(range(100))
+    monkeypatch.setattr("fastdata.pixels.core.obstacle", lambda: "there is no library")
+    threads = set()
+    original = Image.Image.convert
+
+    def convert(*arguments: Any, **options: Any) -> Any:
+        threads.add(threading.current_thread())
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(Image.Image, "convert", convert)
+    loader, how = None, "by threads"
+    if is_own:
+        loader, how = open_image, "one after the other in this process"
+    dataset = ImageFolder(image_folder(per_class=20), loader=loader, prepare_workers=2)
+    with pytest.warns(FastDataWarning, match=rf"{how}.* /dev/shm .*No space left on device"):
+        dataset.prepare()
+    with dataset:
+        assert len({np.asarray(image).tobytes() for image, _ in dataset}) == 40
+    assert (threads == {threading.main_thread()}) == is_own
 
 
 def test_no_worker_stays_where_a_thread_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,8 +369,8 @@ def test_no_worker_stays_where_a_thread_cannot_be_started(monkeypatch: pytest.Mo
         cached(dense(100))
 
 
-def test_a_daemonic_process_prepares_with_threads() -> None:
-    """Where no process may be forked, as in a DataLoader worker, threads fill the store just as well."""
+def test_a_daemonic_process_prepares_by_itself() -> None:
+    """Where no process may be forked, as in a DataLoader worker, one thread runs the user's code, as torch does."""
     script = """
         import multiprocessing, os, threading
         import numpy as np
@@ -361,11 +378,8 @@ def test_a_daemonic_process_prepares_with_threads() -> None:
         from fastdata.errors import SampleError
 
         def work():
-            both = threading.Barrier(2, timeout=30)
-
             def meet(sample):
-                if threading.current_thread() is not threading.main_thread() and sample[0] in (3, 20):
-                    both.wait()  # samples of two tasks: two threads are at them
+                assert threading.current_thread() is threading.main_thread()
                 return sample
 
             samples = [(np.full(1 + i % 2, i, np.uint8), i) for i in range(100)]

@@ -10,13 +10,16 @@ process that dies, and handles of a dead leader lead nowhere: then the next one 
 
 A job runs over tasks in threads where it holds no GIL, else in processes that are forked. These
 share all memory of the parent as it was, so that a job needs no pickling, only its tasks and
-results. They are killed when a run ends, whatever the reason, and end by themselves within a second
-of the parent.
+results. Files that are open in the parent are opened again, so that each process reads from a
+position of its own. Processes are killed when a run ends, whatever the reason, and end by
+themselves within a second of the parent. If none can be forked, the job runs in threads, or in the
+thread that asks if several threads may not run it at once.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import hashlib
 import io
@@ -45,7 +48,8 @@ from torch.utils.data import get_worker_info
 
 from fastdata.errors import IngestError, StoreGoneError
 from fastdata.machine import is_running
-from fastdata.report import warn_user
+from fastdata.machine.open_files import obstacle_to_own_positions, take_own_positions
+from fastdata.report import log, warn_user
 
 if sys.platform != "win32":
     import fcntl
@@ -281,6 +285,7 @@ def run_tasks(
     workers: int,
     *,
     forks: bool = True,
+    is_thread_safe: bool = True,
     cores: Collection[int] = (),
 ) -> Generator[_T, None, None]:
     """Yield what the job returns for each task, in order; close the generator to end the workers.
@@ -289,44 +294,76 @@ def run_tasks(
         job: called with one task; what it raises is raised here.
         tasks: can be pickled, and say as text what they are.
         workers: below 2 the job runs in the thread that asks.
-        forks: whether workers are processes, if they can be; else the job is one for threads.
+        forks: run the job in forked processes if that is possible, because it holds the GIL.
+        is_thread_safe: True if several threads may run the job at once. If not, and if it cannot
+            run in forked processes, it runs in the thread that asks, one task after the other.
         cores: that workers may use, where those of this process are fewer.
 
     Raises:
         IngestError: a worker died.
     """
-    if workers < 2:
-        yield from map(job, tasks)
-    elif forks and _can_fork():
-        done = 0
-        with forked(job, workers, cores, threads=1) as (pool, children):
-            try:
-                for answer in pool.map(attempt_job, tasks):
-                    yield settle(answer)
-                    done += 1
-            except BrokenProcessPool:
-                pool.shutdown()  # by when it has ended the others, too
-                raise _loss(children, tasks[done : done + 2 * workers]) from None
+    if workers > 1 and forks:
+        obstacle = _obstacle_to_forks()
+        if not obstacle:
+            yield from _run_in_processes(job, tasks, workers, cores)
+            return
+        if not is_thread_safe:
+            workers = 1
+        _say_slower(obstacle, is_thread_safe=is_thread_safe)
+    if workers > 1:
+        yield from _run_in_threads(job, tasks, workers, cores)
     else:
-        threads = ThreadPoolExecutor(workers, "fastdata-ingest", _use_cores, (cores,))
+        yield from map(job, tasks)
+
+
+def _run_in_processes(
+    job: Callable[[Any], _T], tasks: Sequence[Any], workers: int, cores: Collection[int]
+) -> Generator[_T, None, None]:
+    done = 0
+    with forked(job, workers, cores, threads=1) as (pool, children):
         try:
-            yield from threads.map(job, tasks)
-        finally:
-            threads.shutdown(cancel_futures=True)
+            for answer in pool.map(attempt_job, tasks):
+                yield settle(answer)
+                done += 1
+        except BrokenProcessPool:
+            pool.shutdown()  # by when it has ended the others, too
+            raise _loss(children, tasks[done : done + 2 * workers]) from None
 
 
-def _can_fork() -> bool:
-    if not sys.platform.startswith("linux") or multiprocessing.current_process().daemon:
-        return False
+def _run_in_threads(
+    job: Callable[[Any], _T], tasks: Sequence[Any], workers: int, cores: Collection[int]
+) -> Generator[_T, None, None]:
+    threads = ThreadPoolExecutor(workers, "fastdata-ingest", _use_cores, (cores,))
+    try:
+        yield from threads.map(job, tasks)
+    finally:
+        threads.shutdown(cancel_futures=True)
+
+
+def _obstacle_to_forks() -> str:
+    """Return why no processes can be forked that do the same as this one; empty if they can."""
+    if not sys.platform.startswith("linux"):
+        return _NOT_LINUX
+    if multiprocessing.current_process().daemon:
+        return _DAEMON
     try:
         multiprocessing.get_context("fork").Lock()
-    except OSError as obstacle:
-        warn_user(
-            "samples are prepared by threads, which may be slower: processes need room for their "
-            f"locks in /dev/shm ({obstacle})"
-        )
-        return False
-    return True
+    except OSError as problem:
+        return f"processes need room for their locks in /dev/shm ({problem})"
+    return obstacle_to_own_positions()
+
+
+_NOT_LINUX = "processes are forked only on Linux"
+_DAEMON = "a daemon process may not start others"
+
+
+def _say_slower(obstacle: str, *, is_thread_safe: bool) -> None:
+    how = "by threads" if is_thread_safe else "one after the other in this process"
+    text = f"samples are prepared {how}, which may be slower: {obstacle}"
+    if obstacle in (_NOT_LINUX, _DAEMON):  # the user cannot change it
+        log.info("%s", text)
+    else:
+        warn_user(text)
 
 
 def _loss(children: Sequence[BaseProcess], tasks: Sequence[Any]) -> IngestError:
@@ -383,7 +420,11 @@ _job: Job
 
 def _begin(job: Job, parent_pid: int, cores: Collection[int], threads: int | None) -> None:
     global _job
-    _job = job
+    try:
+        take_own_positions()
+        _job = job
+    except OSError as problem:
+        _job = functools.partial(_refuse, str(problem))
     os.setpgid(0, 0)  # so that what it starts is ended with it, all at once
     _use_cores(cores)
     multiprocessing.current_process().name = "fastdata-ingest"
@@ -394,6 +435,14 @@ def _begin(job: Job, parent_pid: int, cores: Collection[int], threads: int | Non
     if threads:
         torch.set_num_threads(threads)  # this process only: a forked OpenMP pool would hang
     threading.Thread(target=_end_with_parent, args=(parent_pid,), daemon=True).start()
+
+
+def _refuse(problem: str, _: Any) -> None:
+    raise IngestError(
+        "a worker process must open the files that are open in this process again, to read each "
+        f"from a position of its own, but that fails: {problem}. Use prepare_workers=1, or a "
+        "dataset that opens its files in __getitem__ and closes them again."
+    )
 
 
 def _use_cores(cores: Collection[int]) -> None:

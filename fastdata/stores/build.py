@@ -69,6 +69,7 @@ from fastdata.stores.writers import (
     WriterPlan,
     ingest,
     ingest_workers,
+    is_thread_safe,
     needs_processes,
     write_any_shapes,
 )
@@ -553,7 +554,11 @@ class _ShardWriter:
             yield from _run_elsewhere(alone, tasks, engine)
         elif 1 < workers <= len(tasks):
             yield from run_tasks(
-                alone, tasks, workers, forks=needs_processes(self.path, self.plans)
+                alone,
+                tasks,
+                workers,
+                forks=needs_processes(self.path, self.plans),
+                is_thread_safe=is_thread_safe(self.path, self.plans),
             )
         else:  # too few to go round: all workers at one after the other
             yield from map(self, tasks)

@@ -168,8 +168,9 @@ class DatasetOptions(TypedDict, total=False):
         on_error: ``"raise"`` (default), or ``"skip"`` to leave out samples that cannot be prepared,
             with one warning. More than 1 % of the samples (and more than 10), or 100 in a row, is
             an error all the same.
-        prepare_workers: threads that prepare, or processes where code of your own reads or prepares
-            samples; default: all usable cores.
+        prepare_workers: threads that prepare, or forked processes where code of your own reads or
+            prepares samples; default: all usable cores. Where no process can be forked (macOS,
+            Windows) code of your own runs in this thread alone.
         cache_dir: folder that keeps prepared samples for the next run (default: none does), which
             maps them into memory and prepares only those whose file has changed since. The page
             cache holds one copy for all workers, ranks and runs. It is found by the prepare part,

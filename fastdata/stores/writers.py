@@ -32,6 +32,7 @@ from fastdata.machine import format_bytes
 from fastdata.machine.processes import run_tasks
 from fastdata.machine.shared import ArrayBlock, Block
 from fastdata.pixels import Step, core, plan_transform, split_upright
+from fastdata.pixels.compose import known_name
 from fastdata.pixels.core import Shape
 from fastdata.pixels.images import (
     Array,
@@ -518,6 +519,16 @@ def needs_processes(path: ReadPath, plans: Sequence[WriterPlan]) -> bool:
     return path.by_core is None or any(getattr(plan.coder, "is_own", False) for plan in plans)
 
 
+def is_thread_safe(path: ReadPath, plans: Sequence[WriterPlan]) -> bool:
+    """True if no code of the user's reads, prepares or encodes samples.
+
+    A user's dataset or function may keep something from one line to the next, such as the position
+    of a file, and torch calls it from one thread only.
+    """
+    is_own = path.source.opening is None or not all(map(known_name, path.prepare.steps))
+    return not is_own and not any(getattr(plan.coder, "is_own", False) for plan in plans)
+
+
 # All now
 
 
@@ -549,6 +560,7 @@ def ingest(
             tasks,
             min(ingest_workers(options), len(tasks)),
             forks=needs_processes(path, plans),
+            is_thread_safe=is_thread_safe(path, plans),
             cores=options.cores,
         )
         bar = progress_bar(len(indices), f"preparing {len(indices):,} images")
