@@ -400,6 +400,8 @@ class PreparedDataset(_Opened):
         In worker processes of torch's that is their seed, which differs in every one and epoch,
         elsewhere the dataset's or torch's; and how often this process has read the sample.
         """
+        if not isinstance(indices, (list, np.ndarray, torch.Tensor)):
+            indices = list(indices)  # read once: a second pass may give other indices, or none
         index_B = positions(as_numbers(indices), reader.length)
         if isinstance(indices, IndexBatch) and np.array_equal(index_B, indices.positions):
             return indices  # as it was given, and not changed since

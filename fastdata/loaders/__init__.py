@@ -172,7 +172,11 @@ class DataLoader(_TorchLoader[_T_co]):
         super().__init__(**arguments | {"pin_memory": pin_memory is True})
         self.in_order = in_order
         self._epochs = Epochs(
-            super()._index_sampler, self._served, generator, seeds_once=persistent_workers
+            super()._index_sampler,
+            self._served,
+            generator,
+            seeds_once=persistent_workers,
+            is_batched=makes_batches,
         )
         self._has_warned = False
         self._pinning = self._choose_pinning(pin_memory)

@@ -20,7 +20,7 @@ import itertools
 import operator
 import zlib
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -74,6 +74,7 @@ class Epochs:
         served: what of them is fastdata's.
         generator: the loader's.
         seeds_once: only the first epoch draws a base seed, as in torch where workers persist.
+        is_batched: the sampler gives the indices of a batch, not single ones.
 
     Attributes:
         channels_last: what batches of indices are told; see ``IndexBatch``.
@@ -86,6 +87,7 @@ class Epochs:
         generator: torch.Generator | None,
         *,
         seeds_once: bool,
+        is_batched: bool,
     ) -> None:
         self.progress = Progress(is_finished=True)
         self.served = served
@@ -93,6 +95,7 @@ class Epochs:
         self.sampler = sampler
         self._generator = generator
         self._seeds_once = seeds_once
+        self._is_batched = is_batched
         self._set: int | None = None  # number of the coming epochs, by the user
         self._samplers = _nested(sampler)
         told = [*self._samplers, getattr(sampler, "sampler", None)]
@@ -174,6 +177,8 @@ class Epochs:
             apart = (0, 1) if is_apart else (rank, ranks)
             draw = _index_batches(served, self.sampler, epoch, seed, *apart)
         indices = self._begun(progress)
+        if self._is_batched:
+            indices = map(_as_list, indices)
         if served.parts:
             indices = map(draw, indices)
         if self._batch_size is None:  # else the sampler begins where the epoch stands
@@ -357,6 +362,14 @@ def _nested(sampler: Any) -> list[Any]:
     return [sampler] if inner is None or _keeps_state(sampler) else [sampler, *_nested(inner)]
 
 
+def _as_list(indices: Any) -> Any:
+    """Return the indices of a batch as a list if they can be read only once, else as they are.
+
+    A batch is read by another thread or process, and once more where an epoch is resumed.
+    """
+    return list(indices) if isinstance(indices, Iterator) else indices
+
+
 def _gives_each_once(sampler: Any) -> bool:
     """Whether no index comes twice in an epoch, as far as that is known."""
     inner = sampler.sampler if type(sampler) is BatchSampler else None
@@ -385,26 +398,28 @@ def _index_batches(
     if copies > 1 or not _gives_each_once(sampler):
         seen = np.zeros(length, np.uint32)
 
-    def draw(indices: list[int]) -> Any:
+    def draw(indices: Any) -> Any:
+        if not isinstance(indices, Iterable):
+            return indices  # the dataset raises torch's error
+        batch = IndexBatch(indices)  # read once: a second pass may give other indices, or none
         try:
-            index_B = np.asarray(array("q", indices))
+            index_B = np.asarray(array("q", batch))
             if (index_B.view(np.uint64) >= length).any():
                 index_B = positions(index_B, length)
-        except (IndexError, TypeError, ValueError):
-            return indices  # the dataset knows what they mean, or says that they are wrong
+        except (IndexError, OverflowError, TypeError, ValueError):
+            return indices  # the dataset's own __getitem__ takes them, or it raises
         visit_B = np.full(len(index_B), epoch, np.int64)
         if seen is not None:
             before_B = count_earlier(seen, index_B)
-            for row, occurrence in occurrences(indices):
+            for row, occurrence in occurrences(batch):
                 before_B[row] = occurrence
             if copies > 1:
                 before_B = before_B * copies + earlier[index_B]
             visit_B += before_B * ranks + rank << REPEAT_SHIFT
         if subset is not None:
             index_B = subset[index_B]
-            indices = index_B.tolist()
+            batch = IndexBatch(index_B.tolist())
             index_B = positions(index_B, count)
-        batch = IndexBatch(indices)
         batch.positions = index_B
         batch.visits = visit_B
         batch.seed = seed
