@@ -16,8 +16,10 @@ from pathlib import Path
 
 __all__ = ["MUTANTS", "Mutant", "is_caught", "mutated"]
 
-RING, DEVICE, PREFETCH = "datasets/reader.py", "loaders/device.py", "loaders/prefetch.py"
+BATCH, RING = "datasets/batch.py", "datasets/reader.py"
+DEVICE, PREFETCH = "loaders/device.py", "loaders/prefetch.py"
 _MODULES = {
+    BATCH: "fastdata.datasets.batch",
     RING: "fastdata.datasets.reader",
     DEVICE: "fastdata.loaders.device",
     PREFETCH: "fastdata.loaders.prefetch",
@@ -44,7 +46,7 @@ MUTANTS = [
         "user_stream.wait_event(outcome.ready)",
         "pass",
     ),
-    Mutant("no record_stream", PREFETCH, "tensor.record_stream(user_stream)", "pass"),
+    Mutant("no record_stream", PREFETCH, "owner.record_stream(user_stream)", "pass"),
     Mutant(
         "record_stream for another stream than the loop's",
         PREFETCH,
@@ -71,9 +73,30 @@ MUTANTS = [
     Mutant(
         "record_stream for what was copied, not for what a transform made",
         PREFETCH,
-        "memory = [part for tensor in flatten(batch)[0]",
-        "memory = [part for tensor in []",
+        "memory = device_memory(batch)",
+        "memory = []",
         "transform",
+    ),
+    Mutant(
+        "attributes of the user's objects are not searched",
+        BATCH,
+        "        parts += attributes.values()\n",
+        "        pass\n",
+        "objects",
+    ),
+    Mutant(
+        "slots of the user's objects are not searched",
+        BATCH,
+        "            parts.append(slot.__get__(value))",
+        "            pass",
+        "objects",
+    ),
+    Mutant(
+        "an object's own record_stream is not called",
+        BATCH,
+        "_memory_of(parts, seen) or [value]",
+        "_memory_of(parts, seen)",
+        "objects",
     ),
     Mutant(
         "the thread works on its default stream",
@@ -234,8 +257,8 @@ MUTANTS = [
     Mutant(
         "memory of what is cut is free for others while another stream reads it",
         DEVICE,
-        "                    tensor.record_stream(now)\n",
-        "                    pass\n",
+        "                owner.record_stream(now)\n",
+        "                pass\n",
         "store_and_streams",
     ),
     Mutant(
@@ -293,7 +316,10 @@ def is_caught(mutant: Mutant) -> str:
 def _hunt(mutant: Mutant, source: str) -> str:
     import scenarios
 
-    for file, name in _MODULES.items():  # each takes the names of those before it anew
+    files = list(_MODULES)
+    # Each module after the changed one imports its names again.
+    for file in files[files.index(mutant.file) :]:
+        name = _MODULES[file]
         module = sys.modules[name]
         text = source if file == mutant.file else Path(module.__file__ or "").read_text("utf-8")
         exec(compile(text, file, "exec"), module.__dict__)

@@ -388,6 +388,58 @@ def transform(sim: Sim) -> None:
         )
 
 
+class Held:
+    """A batch class of the user's own."""
+
+    def __init__(self, images: Any, labels: Any) -> None:
+        self.images = images
+        self.others = {"labels": [labels]}
+
+    def parts(self) -> tuple[Any, Any]:
+        return self.images, self.others["labels"][0]
+
+
+class Slotted:
+    """A batch class without ``__dict__``, whose attribute's name is mangled."""
+
+    __slots__ = ("__inner",)
+
+    def __init__(self, images: Any, labels: Any) -> None:
+        self.__inner = Held(images, labels)
+
+    def parts(self) -> tuple[Any, Any]:
+        return self.__inner.parts()
+
+
+class Opaque:
+    """A batch class whose tensors cannot be seen from Python, with its own ``record_stream``."""
+
+    def __init__(self, images: Any, labels: Any) -> None:
+        self.parts = lambda: (images, labels)
+
+    def record_stream(self, stream: Any) -> None:
+        for tensor in self.parts():
+            tensor.record_stream(stream)
+
+
+@scenario
+def objects(sim: Sim) -> None:
+    """A transform returns objects of the user's own classes, and the loop reads their tensors late."""
+    right = fresh(8)
+
+    def apply(batch: Any) -> Any:
+        return rng(sim).choice((Held, Slotted, Opaque))(batch[0] * 3, batch[1] + 1)
+
+    made = []
+    with prefetcher(sim, Making(right), transform=apply) as batches:
+        for batch in Taking(sim, batches):
+            images, labels = batch.parts()
+            made.append((images.clone(), labels.clone()))
+            del batch, images, labels
+            torch.full((3, 5), 255.0, device=torch.device("cuda"))
+        check(made, [(images * 3, labels + 1) for images, labels in right])
+
+
 @scenario
 def own_stream(sim: Sim) -> None:
     """The loop works on a stream of its own, another one in the second epoch."""

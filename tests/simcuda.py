@@ -93,8 +93,8 @@ class Block:
 class SimTensor(torch.Tensor):
     """A tensor on the device: ``cells`` are its bytes, which only work on a stream may touch."""
 
-    cells: torch.Tensor
-    block: Block
+    # Behind a function, as a real tensor's memory is behind C++: who walks attributes does not see it.
+    _inside: Callable[[], tuple[torch.Tensor, Block]]
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
@@ -107,8 +107,16 @@ class SimTensor(torch.Tensor):
             dtype=cells.dtype,
             device=block.stream.device,
         )
-        made.cells, made.block = cells, block
+        made._inside = lambda: (cells, block)
         return made
+
+    @property
+    def cells(self) -> torch.Tensor:
+        return self._inside()[0]
+
+    @property
+    def block(self) -> Block:
+        return self._inside()[1]
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"SimTensor({tuple(self.shape)}, {self.dtype}, {self.device})"

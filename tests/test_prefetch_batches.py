@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import OrderedDict, UserDict, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.masked import MaskedTensor, masked_tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from fastdata import CudaPrefetcher, FastDataWarning, SampleBatch
+from fastdata.datasets.batch import memory_of
 from fastdata.errors import DeviceError
 from simcuda import Sim
 
@@ -110,6 +113,64 @@ def test_memory_of_odd_tensors_is_kept_for_the_users_stream(gpu: Sim) -> None:
     packed = moved(pack_sequence([torch.ones(2)]))[0]
     assert packed.data.tolist() == [1, 1]
     assert packed.data.block.uses == {gpu.current_stream()}
+
+
+def attached(gpu: Sim) -> list[Any]:
+    """A tensor in an attribute of another, in a set of an object's."""
+    image, mask = torch.zeros(2, device="cuda"), torch.zeros(3, device="cuda")
+    image.mask = SimpleNamespace(masks={mask})  # type: ignore[attr-defined]
+    return [image, image, mask]
+
+
+def cyclic(gpu: Sim) -> list[Any]:
+    """Two objects that hold each other."""
+    tensor = torch.zeros(2, device="cuda")
+    first = SimpleNamespace(tensor=tensor)
+    first.second = SimpleNamespace(first=first, function=len, kind=int, module=torch)
+    return [first.second, tensor]
+
+
+@pytest.mark.parametrize("make", [attached, cyclic])
+def test_every_tensor_in_an_object_is_kept_for_the_users_stream(gpu: Sim, make: Any) -> None:
+    """Memory that a transform returns in any object is not reused before the loop's stream is done."""
+    parts: list[Any] = []
+
+    def transform(batch: Any) -> Any:
+        made, *parts[:] = make(gpu)
+        return made
+
+    made, _ = moved(torch.zeros(2), transform=transform)
+    assert made is not None
+    assert [part.block.uses for part in parts] == [{gpu.current_stream()}] * len(parts)
+
+
+LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)]),
+    "learnt": lambda: torch.nested.nested_tensor([torch.ones(2)], requires_grad=True),
+    "coo": lambda: torch.eye(3).to_sparse(),
+    "csr": lambda: torch.eye(3).to_sparse_csr(),
+    "bsc": lambda: torch.eye(4).to_sparse_bsc((2, 2)),
+    "masked": lambda: masked_tensor(torch.ones(2), torch.tensor([True, False])),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of", "ignore:Sparse", "ignore:.*prototype")
+@pytest.mark.parametrize("make", LAYOUTS.values(), ids=LAYOUTS)
+def test_tensors_of_any_layout_consist_of_strided_ones(make: Callable[[], torch.Tensor]) -> None:
+    """Those are what ``record_stream`` is called on: their memory holds every value."""
+    tensor = make()
+    parts = memory_of(tensor)
+    assert all(part.layout is torch.strided and not part.is_nested for part in parts)
+    whole = tensor.get_data() if isinstance(tensor, MaskedTensor) else tensor.detach()
+    values = whole.values() if whole.is_nested else whole.to_dense()
+    assert sum(part.sum() for part in parts if part.is_floating_point()) == values.sum()
+
+
+def test_a_jagged_tensor_consists_of_values_offsets_and_lengths() -> None:
+    """Its lengths are there where its rows leave holes."""
+    parts = torch.ones(7, 2), torch.tensor([0, 3, 7]), torch.tensor([2, 4])
+    nested = torch.nested.nested_tensor_from_jagged(*parts)
+    assert {it.data_ptr() for it in parts} <= {it.data_ptr() for it in memory_of(nested)}
 
 
 def test_odd_tensors_go_by_their_own_to(gpu: Sim, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,11 +6,12 @@ import copy
 import dataclasses
 import operator
 from array import array
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
-from functools import cache, partial
+from functools import cache, lru_cache, partial
+from types import FunctionType, MemberDescriptorType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import default_collate
+from torch.utils.data import Dataset, default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from fastdata.errors import counted
@@ -478,6 +479,11 @@ def _fill(old: Any, parts: dict[Any, Any]) -> Any:
     return new
 
 
+# Tensors in any object
+
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
+_NOT_HELD = (type, ModuleType, FunctionType, Dataset, torch.nn.Module)
+"""Objects that a batch may refer to, but that are not part of it."""
 _CSR = ("crow_indices", "col_indices", "values")
 _CSC = ("ccol_indices", "row_indices", "values")
 _PARTS_OF = {
@@ -486,15 +492,80 @@ _PARTS_OF = {
     torch.sparse_bsr: _CSR,
     torch.sparse_csc: _CSC,
     torch.sparse_bsc: _CSC,
-    torch.jagged: ("values", "offsets"),
 }
-"""Methods that give the strided tensors of a layout."""
+"""Methods that return the strided tensors of a layout."""
 
 
-def memory_of(tensor: Any) -> list[torch.Tensor]:
-    """The strided tensors that one of any layout consists of."""
-    if isinstance(tensor, PackedSequence):
-        return [part for part in tensor if isinstance(part, torch.Tensor)]
-    if tensor.layout is torch.strided:
-        return [] if tensor.is_nested else [tensor]
-    return [getattr(tensor, name)() for name in _PARTS_OF.get(tensor.layout, ())]
+def memory_of(value: Any) -> list[Any]:
+    """Return the strided tensors that a value consists of or holds, at any depth.
+
+    Containers and the attributes of objects of any class are searched, and so are tensors that
+    consist of others: sparse, nested and wrapped ones. An object in which no tensor is found, but
+    whose class has a ``record_stream`` method, is returned itself.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> batch = SimpleNamespace(images=torch.zeros(2), boxes={"left": [torch.ones(3)]})
+        >>> sorted(len(tensor) for tensor in memory_of(batch))
+        [2, 3]
+    """
+    return _memory_of([value], {})
+
+
+def _memory_of(values: Iterable[Any], seen: dict[int, Any]) -> list[Any]:
+    found: list[Any] = []
+    waiting = list(values)
+    while waiting:
+        value = waiting.pop()
+        if type(value) in _PLAIN or id(value) in seen or isinstance(value, _NOT_HELD):
+            continue
+        seen[id(value)] = value  # keeps its id from being used for another object
+        parts = _held_by(value)
+        if isinstance(value, torch.Tensor):
+            found += _strided_parts(value, parts)
+        elif hasattr(type(value), "record_stream"):
+            found += _memory_of(parts, seen) or [value]
+            continue
+        waiting += parts
+    return found
+
+
+def _strided_parts(tensor: torch.Tensor, attributes: list[Any]) -> list[torch.Tensor]:
+    """Return the tensors that own a tensor's memory, without those in its attributes."""
+    if tensor.layout in _PARTS_OF:
+        return [getattr(tensor, name)() for name in _PARTS_OF[tensor.layout]]
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        # A wrapper, such as a jagged, masked or distributed tensor, has no memory of its own.
+        return [] if any(isinstance(it, torch.Tensor) for it in attributes) else [tensor]
+    return [tensor.detach().values()] if tensor.is_nested else [tensor]
+
+
+def _held_by(value: Any) -> list[Any]:
+    """Return the items of a container, and the attributes of any object."""
+    parts: list[Any] = []
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        parts += value
+    elif isinstance(value, Mapping):
+        parts += value.values()
+    elif isinstance(value, np.ndarray) and value.dtype.hasobject:
+        parts += value.flat
+    attributes = getattr(value, "__dict__", None)
+    if type(attributes) is dict:
+        parts += attributes.values()
+    kind: Any = type(value)
+    for slot in _slots_of(kind):
+        if hasattr(value, slot.__name__):
+            parts.append(slot.__get__(value))
+    return parts
+
+
+@lru_cache(maxsize=256)
+def _slots_of(kind: type) -> list[Any]:
+    """Return the descriptors of the ``__slots__`` of a class and its bases."""
+    return [
+        member
+        for base in kind.__mro__
+        if "__slots__" in vars(base)
+        for member in vars(base).values()
+        if isinstance(member, MemberDescriptorType)
+    ]

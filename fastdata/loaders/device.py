@@ -26,7 +26,7 @@ import torch
 import torch.cuda
 
 from fastdata import machine
-from fastdata.datasets.batch import IndexBatch, flatten
+from fastdata.datasets.batch import IndexBatch, flatten, memory_of
 from fastdata.datasets.dataset import ReaderHandle, handle_of
 from fastdata.datasets.reader import BatchRing, Reader
 from fastdata.errors import DeviceError, kind_of
@@ -180,6 +180,11 @@ def begin_thread(device: torch.device) -> None:
         )
     else:
         exchange_mode(ctypes.byref(ctypes.c_int(_RELAXED)))
+
+
+def device_memory(batch: Any) -> list[Any]:
+    """Return what must not be freed while a stream reads a batch, each with ``record_stream``."""
+    return [it for it in memory_of(batch) if not isinstance(it, Tensor) or it.is_cuda]
 
 
 # Where batch ops run
@@ -377,9 +382,8 @@ class StoreCut(Iterator[Any]):
         now = torch.cuda.current_stream(self._device)
         if now != self._stream:  # the loop has changed to another
             now.wait_stream(self._stream)
-            for tensor in flatten(batch)[0]:
-                if isinstance(tensor, Tensor):
-                    tensor.record_stream(now)
+            for owner in device_memory(batch):
+                owner.record_stream(now)
         return batch
 
     @torch.inference_mode(False)  # which may hold where the first of several is asked for

@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.cuda
 
-from fastdata.datasets.batch import flatten, memory_of
+from fastdata.datasets.batch import flatten
 from fastdata.datasets.reader import BatchRing
 from fastdata.datasets.ring import is_plain
 from fastdata.loaders.device import (
@@ -49,6 +49,7 @@ from fastdata.loaders.device import (
     WhereOps,
     allocated_bytes,
     begin_thread,
+    device_memory,
     is_own,
     resolve_device,
 )
@@ -367,7 +368,7 @@ class BatchHandle(NamedTuple):
     samples: int
     mark: Any = None  # how far the loader was read
     ready: Any = None  # the event behind what is done to it on the side stream
-    memory: Sequence[torch.Tensor] = ()
+    memory: Sequence[Any] = ()  # of the device, each with a ``record_stream`` method
 
 
 Outcome = BatchHandle | BaseException
@@ -484,9 +485,8 @@ class Transfer:
             left = _event()
             left.record(user_stream)
             user_stream.wait_event(outcome.ready)
-            for tensor in outcome.memory:
-                if tensor.device.type == "cuda":
-                    tensor.record_stream(user_stream)
+            for owner in outcome.memory:
+                owner.record_stream(user_stream)
             self._leave.put(left)
         else:  # the last that its thread has done
             self._thread.join()
@@ -549,7 +549,7 @@ class Transfer:
             finally:
                 del tensors  # an exception keeps this frame
                 ready.record(self.stream)
-            memory = [part for tensor in flatten(batch)[0] for part in memory_of(tensor)]
+            memory = device_memory(batch)
         except BaseException:
             self._leave.put(left)
             raise
