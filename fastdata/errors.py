@@ -46,7 +46,10 @@ def counted(count: int, noun: str) -> str:
 
 
 class FastDataError(Exception):
-    """Base of every error that fastdata defines."""
+    """Base of every error that fastdata defines. Its text shows no secret of a URL."""
+
+    def __init__(self, *parts: object) -> None:
+        super().__init__(*(hide_secrets(it) if isinstance(it, str) else it for it in parts))
 
 
 class FastDataWarning(UserWarning):
@@ -94,7 +97,7 @@ class SampleError(FastDataError, OSError):
             message = f"sample {index}{f', {path},' if path else ''} cannot be read: {message}"
         super().__init__(message)
         self.index = index
-        self.path = path
+        self.path = None if path is None else hide_secrets(path)
 
 
 class IngestError(FastDataError, RuntimeError):
@@ -126,6 +129,94 @@ def is_url(path: AnyPath) -> bool:
     return _URL.match(text) is not None and not os.path.exists(text)
 
 
+_NAMES_OF_USERS = {
+    *("abfs", "abfss", "ftp", "ftps", "hdfs", "oci", "scp", "sftp", "smb"),
+    *("ssh", "wasb", "wasbs", "webhdfs"),
+}
+"""Schemes that have the name of a user or of a container before the @, which is not secret. Others
+have a token there, such as GitHub's and Hugging Face's https://TOKEN@host."""
+_FILES_HERE = {"file", "local"}
+_NEXT = r"::(?:[a-z][\w+.-]+:)?/"
+"""The next URL or path of a chain, as in zip://a.png::https://host/a.zip."""
+_CREDENTIALS = re.compile(
+    r"\b(?P<scheme>[a-z][\w+.-]+)(?P<begin>:/{1,3})"
+    # A colon with no port behind it begins a password, which may hold a / or an @: it ends at the
+    # last @ of this URL. Else the user ends at the @ of the host.
+    rf"(?P<user>[^/?#@:\s]*(?!{_NEXT}):(?!\d*(?:[/?#\s]|$))(?:(?!{_NEXT})\S)*|[^/?#\s]*)@",
+    re.IGNORECASE,
+)
+_QUERY = re.compile(
+    r"\b(?P<scheme>[a-z][\w+.-]+)(?P<begin>:/[^\s?#]*[?#])(?P<query>\S*[^\s.,:;'\")\]])",
+    re.IGNORECASE,
+)
+_SENDS_QUERIES = re.compile(r"https?|(web)?davs?(\+https?)?", re.IGNORECASE)
+"""Schemes whose queries are sent to the server, so that one without a = may be a token, too."""
+_PUBLIC_QUERY = re.compile(r"versionId=[\w.-]+", re.IGNORECASE)
+"""The version of an object, which s3fs reads."""
+_END_OF_NAME = re.compile(r"\.\w{1,8}$")
+
+
+def hide_secrets(text: str) -> str:
+    """Replace by ``***`` what may be a secret in the URLs of a text.
+
+    Secrets are a password or a token before the host, and a query, which may be a signature. This
+    function alone decides what is one: see also ``refuse_secrets``.
+
+    Example:
+        >>> hide_secrets("https://me:password@host/a.png and https://host/a.png?sig=abc")
+        'https://***@host/a.png and https://host/a.png?***'
+        >>> hide_secrets("sftp://me@host:2222/a.png")
+        'sftp://me@host:2222/a.png'
+    """
+    if not _may_hold_secret(text):
+        return text
+    return _QUERY.sub(_hide_query, _CREDENTIALS.sub(_hide_credentials, text))
+
+
+def _may_hold_secret(text: str) -> bool:
+    """Return False for most texts, at once: a list may have a million."""
+    return ":/" in text and ("@" in text or "?" in text or "#" in text)
+
+
+def _hide_credentials(found: re.Match[str]) -> str:
+    scheme = found["scheme"].lower()
+    is_name = scheme in _NAMES_OF_USERS and not re.search(":|%3a", found["user"], re.IGNORECASE)
+    if is_name or scheme in _FILES_HERE:
+        return found[0]
+    return f"{found['scheme']}{found['begin']}***@"
+
+
+def _hide_query(found: re.Match[str]) -> str:
+    query = found["query"]
+    is_secret = not _PUBLIC_QUERY.fullmatch(query)
+    if "=" not in query:  # may be part of a name, or of a pattern such as train-0?.tar
+        is_sent = _SENDS_QUERIES.fullmatch(found["scheme"]) and found["begin"].endswith("?")
+        is_secret = bool(is_sent) and not _END_OF_NAME.search(query)
+    is_secret &= found["scheme"].lower() not in _FILES_HERE
+    return f"{found['scheme']}{found['begin']}***" if is_secret else found[0]
+
+
+def holds_secret(url: str) -> bool:
+    """Return whether ``hide_secrets`` would change a URL, blanks in it included."""
+    if not _may_hold_secret(url):
+        return False
+    spaceless = re.sub(r"\s", "%20", url)
+    return hide_secrets(spaceless) != spaceless
+
+
+def refuse_secrets(url: str, where: str = "") -> None:
+    """Raise ``ValueError`` for a URL that may hold a secret; ``where`` names what lists it."""
+    if holds_secret(url):
+        place = f"{where}: " if where else ""
+        hidden = hide_secrets(re.sub(r"\s", "%20", url))
+        raise ValueError(
+            f"{place}{hidden} holds a password, a token or a query (***), which messages and "
+            "caches would show. Give the plain URL, and credentials as storage_options= or in the "
+            "environment. Instead of a signed URL, give one that these credentials open, such as "
+            "s3://bucket/name."
+        )
+
+
 def local_path(path: AnyPath) -> str:
     """A path of this machine in full, of a ``file://`` URL too."""
     return os.path.expanduser(os.fsdecode(path).removeprefix("file://"))
@@ -149,8 +240,9 @@ def refuse_remote(path: AnyPath) -> None:
     """Raise ``ValueError`` for a URL where a folder or a file of this machine is needed."""
     if is_url(path):
         raise ValueError(
-            f"{os.fsdecode(path)} is a URL, and this needs a folder of this machine. Copy the "
-            "files to a local disk, or mount them, as with mountpoint-s3 or gcsfuse, and give that."
+            f"{hide_secrets(os.fsdecode(path))} is a URL, and this needs a folder of this machine. "
+            "Copy the files to a local disk, or mount them, as with mountpoint-s3 or gcsfuse, and "
+            "give that."
         )
 
 

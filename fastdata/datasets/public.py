@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastdata.datasets.dataset import PreparedDataset
 from fastdata.datasets.reader import Stored
-from fastdata.errors import AnyPath, is_url, kind_of, local_path
+from fastdata.errors import AnyPath, is_url, kind_of, local_path, refuse_secrets
 from fastdata.machine.shared import ListView, SampleTable
 from fastdata.pixels import PairStep, Step, describe_steps
 from fastdata.pixels.compose import flatten, is_random
@@ -42,6 +42,20 @@ if TYPE_CHECKING:
 
 _UNKNOWN = (-1, -1)
 """Size and tag of a remote file."""
+
+
+def _facts_of_files(
+    paths: Sequence[str], listed: Mapping[str, tuple[int, int]]
+) -> list[tuple[int, int]]:
+    """Return size and tag of each remote file.
+
+    Raises:
+        ValueError: a URL that no listing of ours has holds a secret.
+    """
+    for index, path in enumerate(paths):
+        if path not in listed:
+            refuse_secrets(path, f"sample {index}")
+    return [listed.get(path, _UNKNOWN) for path in paths]
 
 
 class _Shown(PreparedDataset):
@@ -146,7 +160,7 @@ class _ImageFiles(_Shown):
         self._loader = loader or load_image
         facts = None
         if self._place is not None:
-            facts = [self._place.listed.get(path, _UNKNOWN) for path in paths]
+            facts = _facts_of_files(paths, self._place.listed)
             self._place.listed = {}
         table = SampleTable(targets, paths=paths, class_to_idx=class_to_idx, facts=facts)
         self._build(self._files_of(table), options, transform, target_transform, files=table)
@@ -188,7 +202,7 @@ class _ImageFiles(_Shown):
         facts = None
         if before.facts is not None:
             known = dict(zip(before.all_paths(), before.facts.tolist(), strict=True))
-            facts = [known.get(path, _UNKNOWN) for path in paths]
+            facts = _facts_of_files(paths, known)
         table = SampleTable(targets, paths=paths, class_to_idx=before.class_to_idx, facts=facts)
         self._let_go(replace(self._stored, source=self._files_of(table), files=table))
         if self._stored.after is None:

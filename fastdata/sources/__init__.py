@@ -24,7 +24,17 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from fastdata.errors import NO_FILE, READ_FLAGS, AnyPath, is_url, kind_of, local_path
+from fastdata.errors import (
+    NO_FILE,
+    READ_FLAGS,
+    AnyPath,
+    hide_secrets,
+    holds_secret,
+    is_url,
+    kind_of,
+    local_path,
+    refuse_secrets,
+)
 from fastdata.machine import user_cache
 from fastdata.machine.shared import ListView
 from fastdata.pixels.images import Loader, Opening, decode_image, is_image, load_image, opening_of
@@ -235,9 +245,9 @@ class DatasetSource:
     def __init__(self, dataset: Any, columns: ItemKeys | None = None) -> None:
         if isinstance(dataset, str | bytes | os.PathLike):
             raise TypeError(
-                f"{dataset!r} is a path, not a dataset. Give fastdata.ImageFolder the folder of "
-                "class folders, fastdata.ImageManifest the CSV file, or CachedDataset.from_cache "
-                "the cache."
+                f"{hide_secrets(repr(dataset))} is a path, not a dataset. Give "
+                "fastdata.ImageFolder the folder of class folders, fastdata.ImageManifest the CSV "
+                "file, or CachedDataset.from_cache the cache."
             )
         if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
             raise TypeError(
@@ -407,6 +417,9 @@ def read_manifest(
         else os.path.join(folder, path.removeprefix("file://"))
         for path in table.texts(file)
     ]
+    for index, path in enumerate(paths):
+        if holds_secret(path):
+            refuse_secrets(path, table.where(index, file))
     targets: Any = range(len(paths))
     class_to_idx = None
     if isinstance(label, str):

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fastdata.errors import RemoteError, is_url, local_path
+from fastdata.errors import RemoteError, is_url, local_path, refuse_secrets
 from fastdata.pixels.images import IMAGE_EXTENSIONS, decode_image
 from fastdata.sources.remote import Place, Requests, StorageChoice, facts_of
 
@@ -78,6 +78,7 @@ def open_dataset(paths: Any, storage_options: StorageChoice = None, columns: Nam
     """
     there = []
     for path in paths if isinstance(paths, list) else [paths]:
+        refuse_secrets(os.fsdecode(path))
         for text in _expand_braces(local_path(path)):
             there += _find_files(text, storage_options)
     files = [File(*place, *facts) for place, facts in zip(there, facts_of(there), strict=True)]

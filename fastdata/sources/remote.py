@@ -23,10 +23,18 @@ from functools import cache
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from torch.utils import _pytree as pytree
 
-from fastdata.errors import AnyPath, RemoteError, is_url, open_file
+from fastdata.errors import (
+    AnyPath,
+    RemoteError,
+    hide_secrets,
+    is_url,
+    open_file,
+    refuse_secrets,
+)
 from fastdata.report import log
 
 ATTEMPT_S = 60.0
@@ -130,7 +138,7 @@ class Place:
         listed: facts of files that were listed, by URL, for who asks soon.
 
     Raises:
-        ValueError: the URL holds a password, or a query, which may be one.
+        ValueError: the URL holds a password, a token or a query; see ``refuse_secrets``.
         ImportError: the file system of the URL is not installed; says which.
         FileNotFoundError: there is no such file.
         RemoteError: a file cannot be read or written, tried twice.
@@ -142,19 +150,14 @@ class Place:
         self.is_remote = is_url(text)
         self.listed: dict[str, Facts] = {}
         self._options = StorageOptions(storage_options or {})
+        if not os.path.exists(text):
+            refuse_secrets(text)
         if not self.is_remote:
             self.url = os.path.abspath(os.path.expanduser(text.removeprefix("file://")))
             return
         scheme, rest = text.split(":/", 1)
         rest = rest.strip("/")
         self.url = f"{scheme}://{rest}"
-        server = rest.partition("/")[0]
-        if (":" in server and "@" in server) or (scheme.startswith("http") and "?" in rest):
-            raise ValueError(
-                f"{scheme}://{server.rpartition('@')[2]}/... holds a password or a query, which "
-                "messages and caches would show. Give the plain URL, and the rest as "
-                "storage_options=."
-            )
 
     def at(self, name: str = "") -> str:
         """The path or URL of a file; "" is the place itself."""
@@ -257,10 +260,11 @@ class Place:
         import fsspec
 
         protocol = self.url.partition("://")[0]
-        key = os.getpid(), protocol, fsspec.utils.tokenize(dict(self._options))
+        kind = fsspec.get_filesystem_class(protocol)
+        # What its URLs have besides the path: host, port and user of SFTP, organisation of GitHub.
+        options = {**kind._get_kwargs_from_urls(self.url), **self._options}
+        key = os.getpid(), protocol, fsspec.utils.tokenize(options)
         if key not in _CLIENTS:
-            options = dict(self._options)
-            kind = fsspec.get_filesystem_class(protocol)
             if kind.__module__.partition(".")[0] == "s3fs":
                 options["config_kwargs"] = {**_S3_DEFAULTS, **options.get("config_kwargs", {})}
             _CLIENTS[key] = kind(skip_instance_cache=True, **options)
@@ -288,6 +292,7 @@ class Place:
         url = self.at(name)
 
         async def request(again: str = "") -> Any:
+            failure: Exception | None = None
             try:
                 if method in ("find", "ls", "info"):
                     client.invalidate_cache()  # of another's listings
@@ -297,12 +302,15 @@ class Place:
                     answer = asyncio.to_thread(getattr(client, method), *arguments, **options)
                 return then(await asyncio.wait_for(answer, ATTEMPT_S))
             except FileNotFoundError:
-                raise FileNotFoundError(f"{url} is not there") from None
+                failure = FileNotFoundError(f"{url} is not there")
             except Exception as problem:  # noqa: BLE001  # clients raise anything
                 said = self._said(problem)
                 if again or isinstance(problem, _FINAL):
-                    # Without its cause, whose text and traceback may show credentials.
-                    raise _final_error(problem, f"{url}: {said}{again}") from None
+                    failure = _final_error(problem, f"{url}: {said}{again}")
+            if failure is not None:
+                # Raised here, so that it has neither cause nor context: the text and the traceback
+                # of a client's error may show credentials.
+                raise failure
             log.info("%s is asked for again: %s", url, said)
             await asyncio.sleep(_PAUSE_S)
             return await request(" (tried twice)")
@@ -320,14 +328,14 @@ class Place:
         return future
 
     def _said(self, problem: Exception) -> str:
-        """What an error says, without secrets."""
-        said = str(problem)
+        """Return the text of an error, without the secrets of URLs and of ``storage_options``."""
+        said = hide_secrets(str(problem))
         if isinstance(problem, TimeoutError):
             said = said or f"no answer in {ATTEMPT_S:.0f} s"
         for text in pytree.tree_leaves(dict(self._options)):
             is_text = isinstance(text, str) and len(text) >= _TEXT_BYTES
             if is_text and not text.startswith(("http://", "https://")):
-                said = said.replace(text, "***")
+                said = said.replace(text, "***").replace(quote(text, safe=""), "***")
         return f"{type(problem).__name__}: {said.rstrip('.')}"
 
 

@@ -39,6 +39,7 @@ from fastdata.errors import (
     RemoteError,
     SampleError,
     local_path,
+    refuse_remote,
 )
 from fastdata.machine import StoragePlan, format_bytes, user_cache
 from fastdata.machine.shared import ArrayBlock, Packed, SampleTable, target_columns
@@ -374,7 +375,9 @@ def _coder_of(place: Place, part: StoredPart, known: Sequence[Decoder | None]) -
 
 
 def mirror_folder(local_cache: AnyPath | None) -> Path:
-    """Where caches behind URLs are kept: by default in the user's cache folder."""
+    """Return the folder that keeps caches behind URLs: by default in the user's cache folder."""
+    if local_cache is not None:
+        refuse_remote(local_cache)
     return Path(local_path(local_cache or user_cache() / "remote")).absolute()
 
 
