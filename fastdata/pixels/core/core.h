@@ -298,9 +298,7 @@ enum { SLOT_A, SLOT_B, SLOT_WORK, SLOT_WORK_2, SLOT_KEPT, SLOT_MIX, SLOT_DECODED
 typedef struct {
     void *data[SLOT_COUNT];
     int64_t bytes[SLOT_COUNT];
-    struct Decoder *decoder;          /* of jpeg.c */
-    const uint8_t *ahead, *ahead_end; /* what of the next sample is not on its way to the cache yet */
-    int64_t ahead_part;               /* bytes that are fetched at a time */
+    struct Decoder *decoder; /* of jpeg.c */
 } Scratch;
 
 /* At least `bytes` of memory, aligned to 64, 64 bytes more than asked may be touched; NULL if there is none. What was in
@@ -366,7 +364,7 @@ typedef struct Batch {
     uint8_t *out_B;           /* (B, C, h, w), or more rows; (B, h, w, C) in memory if `channels_last` */
     int32_t channels, height, width, channels_last;
     const double *solved_BS8; /* of perspectives, for `solved` ops of each sample; NULL: there are none */
-    int32_t solved, streams;  /* whether values go past the caches: found when the batch is served */
+    int32_t solved;
     const int64_t *rows_B;    /* which of them each sample is written to; NULL: its own number */
     const uint8_t *const *sources_B; /* first byte of each sample, uint8 (C, H, W) */
     const int32_t *shapes_B3; /* channels, height, width of each */

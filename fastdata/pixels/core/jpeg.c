@@ -332,8 +332,8 @@ bool decode(const Jpeg *jpeg, const uint8_t *file, int64_t size, int32_t height,
         jpeg->crop_scanline(decoder, &first, &count);
     }
     const int64_t row_bytes = (int64_t)head->out_width * out->channels;
-    /* Where a row is aligned, libjpeg-turbo writes it past the caches (movntdq), out of which it is read right after: not
-     * aligned, kept JPEGs are served 1.25 times as fast. */
+    /* libjpeg-turbo writes rows that are aligned past the caches (movntdq), but `spread` reads them right after. Rows that
+     * are not aligned stay in the cache: decoding is 1.25 times as fast on an EPYC, 1.05 to 1.3 times on a Xeon. */
     const int64_t stride = (row_bytes + ALIGNED + SHIFT) / ALIGNED * ALIGNED;
     uint8_t *memory = take(scratch, SLOT_WORK, ROWS * stride + SHIFT);
     if (!memory || head->out_components != out->channels) refuse(decoder);
