@@ -24,6 +24,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader as TorchDataLoader
 
+from _processor import processor_facts
 from fastdata.machine import tree_pss_bytes, usable_cores
 from fastdata.tools import machine_facts, versions
 from fastdata.tools.bench import write_photos
@@ -244,7 +245,7 @@ def print_rows(rows: list[Row]) -> None:
 
 
 def save_rows(rows: list[Row], path: Path | None, **settings: Any) -> None:
-    """Write rounds, medians, settings, versions and machine."""
+    """Write rounds, medians, settings, versions, the machine and its processor."""
     if path is None:
         return
     figures = [
@@ -263,7 +264,7 @@ def save_rows(rows: list[Row], path: Path | None, **settings: Any) -> None:
         "figures": figures,
         "settings": settings,
         "versions": versions(),
-        "machine": machine_facts(),
+        "machine": machine_facts() | {"processor": processor_facts()},
     }
     path.write_text(json.dumps(document, indent=2, default=str) + "\n", "utf-8")
 

@@ -23,6 +23,7 @@ import torch
 from PIL import Image
 
 from _helper import parser, transforms
+from _processor import processor_facts
 from fastdata import CachedDataset, ChunkedLoader, DataLoader, ImageFolder
 from fastdata.tools import machine_facts, versions
 from s3 import KINDS, SECRET, FaultPlan, ThrottledS3, throttled_s3
@@ -142,7 +143,7 @@ def main() -> None:
             "counts": counts,
             "texts": told,
             "versions": versions(),
-            "machine": machine_facts(),
+            "machine": machine_facts() | {"processor": processor_facts()},
         }
         chosen.json.write_text(json.dumps(document, indent=2) + "\n", "utf-8")
 

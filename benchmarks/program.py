@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -23,6 +22,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from _processor import processor_facts
 
 HERE = Path(__file__).parents[1]
 NORMS = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -227,15 +228,14 @@ def row_of(rates_of_trees: list[list[float]]) -> dict[str, Any]:
 
 
 def about(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Of what the figures are."""
+    """Return what the figures were measured on."""
     git = ["git", "-C", str(arguments.beside or HERE), "rev-parse", "--short", "HEAD"]
     found = subprocess.run(git, capture_output=True, text=True)
     return {
         "script": "benchmarks/program.py",
         "rounds": arguments.rounds,
         "before": found.stdout.strip() if arguments.beside else None,
-        "cpu": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
+        "processor": processor_facts(),
         "load_1_min": os.getloadavg()[0],
         "torch": torch.__version__,
     }

@@ -304,3 +304,25 @@ def test_figures_are_those_measured() -> None:
     texts = [page.read_text("utf-8") for page in PAGES]
     assert sum(text.count("<!-- figures: ") for text in texts) > 3
     assert texts == [made["with_tables"](text) for text in texts]
+
+
+def test_a_benchmark_names_the_processor_that_its_figures_are_from(tmp_path: Path) -> None:
+    """Family, model and caches come from Linux's files; a system without them gives what it has."""
+    processor_facts = runpy.run_path(str(ROOT / "benchmarks" / "_processor.py"))["processor_facts"]
+    cpuinfo, caches = tmp_path / "cpuinfo", tmp_path / "cache"
+    one = "processor\t: 0\ncpu family\t: 25\nmodel\t\t: 17\nmodel name\t: AMD EPYC 9R14\n"
+    cpuinfo.write_text(f"{one}\n{one.replace('17', '99')}")
+    for number, (level, kind, size) in enumerate(
+        (("1", "Data", "32K"), ("3", "Unified", "32768K"))
+    ):
+        (caches / f"index{number}").mkdir(parents=True)
+        for name, value in (("level", level), ("type", kind), ("size", size)):
+            (caches / f"index{number}" / name).write_text(f"{value}\n")
+    elsewhere = processor_facts(tmp_path / "none", tmp_path / "none")
+    assert elsewhere.keys() == {"architecture", "cores"}
+    assert processor_facts(cpuinfo, caches) == elsewhere | {
+        "family": "25",
+        "model": "17",
+        "model_name": "AMD EPYC 9R14",
+        "caches": {"L1 data": "32K", "L3 unified": "32768K"},
+    }
