@@ -11,6 +11,9 @@ import errno
 import os
 import re
 import stat
+import time
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
 
 __all__ = [
     "CacheError",
@@ -27,6 +30,7 @@ __all__ = [
 
 
 AnyPath = str | os.PathLike[str]
+_Result = TypeVar("_Result")
 
 _NAMED = re.compile(
     r"^(?:[\w.]+: )?sample (\d+)(?:, (.+?),)? cannot be read", re.DOTALL | re.MULTILINE
@@ -82,7 +86,11 @@ class SampleError(FastDataError, OSError):
     Attributes:
         index: position of the sample in its dataset.
         path: file of the sample, or None where the sample has none.
+        may_pass: True if the cause may be gone in the next run, such as a missing file. False if
+            the bytes are damaged.
     """
+
+    may_pass = False
 
     def __init__(self, message: str, *, index: int | None = None, path: str | None = None) -> None:
         if index is None:  # copied, unpickled or sent by torch: the text says it
@@ -109,7 +117,11 @@ class CacheError(FastDataError, OSError):
 
 
 class RemoteError(FastDataError, OSError):
-    """A file behind a URL cannot be read or written, however often it was tried."""
+    """A file behind a URL, or on a disk or mount that fails, cannot be read or written.
+
+    It was tried several times. The file itself is not known to be damaged. ``errno`` is set where
+    the operating system gave one.
+    """
 
 
 class CodecError(FastDataError, ValueError):
@@ -246,62 +258,172 @@ def refuse_remote(path: AnyPath) -> None:
         )
 
 
-def sample_error(
-    path: str | None, index: int, cause: BaseException, *, is_read: bool = False
-) -> SampleError | IngestError:
-    """Say why one sample cannot be read, or prepared once it ``is_read``, and the cure.
+# What is at fault for an error
 
-    A sample's file is looked at again for its size and first bytes; ``path`` is None where it has
-    none. Where the machine is at fault, it is an IngestError: to leave the sample out is no cure.
-    """
-    where = f"sample {index}" if path is None else f"sample {index}, {path},"
-    name = type(cause).__name__
-    # Pillow names the stream that it was given, which is nothing of the user's.
-    said = re.sub(r" <_io\..*>", "", str(cause), flags=re.DOTALL).rstrip(".")
-    code = getattr(cause, "errno", None)
-    if isinstance(cause, RuntimeError) and "Cannot allocate memory" in str(cause):  # torch's
-        code = errno.ENOMEM
-    if code in _CURES_OF_MACHINES:
-        return IngestError(
-            f"{where} cannot be read now: {name}: {said}. The sample is not at "
-            f"fault, but this machine or a limit on it. {_CURES_OF_MACHINES[code]}."
-        )
-    found = ""
-    # What no content of a sample raises, but the code that reads it: leaving samples out would
-    # leave out all of them.
-    is_code = isinstance(cause, (TypeError, AttributeError, NameError, ImportError))
-    # An OSError is raised by pixels that are read only now.
-    if is_code or (is_read and not isinstance(cause, OSError)):
-        opener = "what opens or prepares it (loader=, prepare=, the transform's first steps)"
-        cure = f"Correct {'the dataset' if path is None else opener}"
-    elif name in _CURES_OF_SOUND_FILES:
-        cure = _CURES_OF_SOUND_FILES[name]
-    elif path is None:
-        cure = "Correct the dataset"
-    else:
-        cure = "Delete or replace the file"
-        found = "" if is_url(path) else f"It is {_describe_file(path)}. "
-    if not is_code:
-        cure += ", or leave it out with on_error='skip'"
-    message = f"{where} cannot be read: {name}: {said}. {found}{cure}."
-    return SampleError(message, index=index, path=path)
+Fault = Literal["damage", "missing", "permission", "limit", "machine"]
+"""Cause of an error that reading a sample raised:
 
-
-_CURES_OF_MACHINES = {
+* ``damage``: the bytes of the sample, or the code that decodes them.
+* ``missing``: there is no such file.
+* ``permission``: the file may not be read.
+* ``limit``: this machine lacks memory, room on a disk, or open files.
+* ``machine``: all else, such as a disk, a mount, a server or a network that fails.
+"""
+_CURES_OF_LIMITS = {
     errno.ENOMEM: "Free some memory, use fewer workers, or raise a limit of it (ulimit -v)",
     errno.ENOSPC: "Free some space on the disk that is written to",
     errno.EDQUOT: "Free some space of the quota on the disk that is written to",
     errno.EMFILE: "Raise the limit of open files (ulimit -n)",
     errno.ENFILE: "Raise the limit of the system's open files (sysctl fs.file-max)",
 }
-_CURES_OF_SOUND_FILES = {
-    "DecompressionBombError": (
-        "The file may well be sound: if you trust it, set PIL.Image.MAX_IMAGE_PIXELS higher, or to "
-        "None, in every process that reads"
-    ),
-    "PermissionError": "Give the user that runs this permission to read the file",
-    "FileNotFoundError": "Bring the file back, or correct its path",
+_FAULTS_BY_CODE: dict[int, Fault] = {
+    **dict.fromkeys(_CURES_OF_LIMITS, "limit"),
+    **dict.fromkeys((errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG), "missing"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "permission"),
+    **dict.fromkeys((errno.EISDIR, errno.EOVERFLOW), "damage"),
 }
+"""Every other error number is of the machine."""
+_FAULTS_BY_CLASS: dict[type[Exception], Fault] = {
+    MemoryError: "limit",
+    FileNotFoundError: "missing",
+    NotADirectoryError: "missing",
+    PermissionError: "permission",
+    TimeoutError: "machine",
+    ConnectionError: "machine",
+    BlockingIOError: "machine",
+    InterruptedError: "machine",
+}
+"""For errors without an error number."""
+_WINDOWS_INVALID_NAME = 123
+RETRY_PAUSES_S = (0.05, 0.25, 1.0)
+
+
+def fault_of(problem: BaseException) -> Fault:
+    """Return what is at fault for an error that reading a sample raised.
+
+    An error number decides, of the error itself or of one that it was raised from. Decoders raise
+    errors without one: those are of the bytes.
+    """
+    return _diagnose(problem)[0]
+
+
+def _diagnose(problem: BaseException) -> tuple[Fault, int | None]:
+    """Return what is at fault, and the operating system's error number, if there is one."""
+    cause: BaseException | None = problem
+    while cause is not None:
+        code = _code_of(cause)
+        if code is not None:
+            return _FAULTS_BY_CODE.get(code, "machine"), code
+        for kind, fault in _FAULTS_BY_CLASS.items():
+            if isinstance(cause, kind):
+                return fault, None
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+    return "damage", None
+
+
+def _code_of(problem: BaseException) -> int | None:
+    """Return the operating system's error number, where an error has one."""
+    code = None
+    if isinstance(problem, OSError):
+        code = problem.errno
+        if getattr(problem, "winerror", None) == _WINDOWS_INVALID_NAME:
+            return errno.ENOENT
+        # Bytes that are damaged name a place to seek to that is none. Errors of `open` have a
+        # file name; on Windows their number may be this one for a network that fails.
+        is_opened = problem.filename is None or problem.strerror == NO_FILE[1]
+        if code == errno.EINVAL and is_opened:
+            return errno.EISDIR
+    elif isinstance(problem, RuntimeError):  # of torch and torchvision
+        if "Cannot allocate memory" in str(problem):
+            return errno.ENOMEM
+        found = re.match(r"\[Errno (\d+)\]", str(problem))
+        code = int(found[1]) if found else None
+    return code if code in errno.errorcode else None
+
+
+def with_retries(call: Callable[..., _Result], *arguments: Any) -> _Result:
+    """Call a function; after an error of the machine call it again, a few times, after a pause.
+
+    The last error is raised as it is.
+    """
+    for pause_s in RETRY_PAUSES_S:
+        try:
+            return call(*arguments)
+        except FastDataError:  # was tried several times
+            raise
+        except Exception as problem:
+            if fault_of(problem) != "machine":
+                raise
+        time.sleep(pause_s)
+    return call(*arguments)
+
+
+def sample_error(
+    path: str | None, index: int, cause: BaseException, *, is_read: bool = False
+) -> FastDataError:
+    """Make the error that says why a sample cannot be read, or prepared once it ``is_read``.
+
+    Return a SampleError if the sample is at fault, else an IngestError for a limit of this machine
+    and a RemoteError for a disk, mount or network that fails: to leave the sample out would be
+    wrong. A sample's file is read again for a description; ``path`` is None where it has none.
+    """
+    where = f"sample {index}" if path is None else f"sample {index}, {path},"
+    name = type(cause).__name__
+    # Pillow names the stream that it was given, which is nothing of the user's.
+    said = re.sub(r" <_io\..*>", "", str(cause), flags=re.DOTALL).rstrip(".")
+    fault, code = _diagnose(cause)
+    if fault == "limit":
+        cure = _CURES_OF_LIMITS[code or errno.ENOMEM]
+        return IngestError(
+            f"{where} cannot be read now: {name}: {said}. The sample is not at "
+            f"fault, but this machine or a limit on it. {cure}."
+        )
+    if fault == "machine":
+        error = RemoteError(
+            f"{where} cannot be read now: {name}: {said}. This does not mean that the sample is "
+            "bad: the disk, mount, server or network that it is read from failed. Check that, and "
+            "run again."
+        )
+        error.errno = code
+        return error
+    found = ""
+    # No content of a sample raises these, but the code that reads it: leaving samples out would
+    # leave out all of them.
+    is_code = isinstance(cause, (TypeError, AttributeError, NameError, ImportError))
+    may_pass = fault != "damage" or name == "DecompressionBombError"
+    # An OSError is raised by pixels that are read only now.
+    if is_code or (is_read and not isinstance(cause, OSError)):
+        opener = "what opens or prepares it (loader=, prepare=, the transform's first steps)"
+        cure = f"Correct {'the dataset' if path is None else opener}"
+    elif fault == "missing":
+        cure = "Bring the file back, or correct its path"
+    elif fault == "permission":
+        cure = "Give the user that runs this permission to read the file"
+    elif may_pass:
+        cure = (
+            "The file may well be sound: if you trust it, set PIL.Image.MAX_IMAGE_PIXELS higher, "
+            "or to None, in every process that reads"
+        )
+    elif path is None:
+        cure = "Correct the dataset"
+    else:
+        cure = "Delete or replace the file"
+        if not is_url(path):
+            try:
+                found = f"It is {_describe_file(path)}. "
+            except (OSError, ValueError) as problem:
+                if fault_of(problem) in ("machine", "limit"):
+                    return sample_error(path, index, problem)
+                said_again = getattr(problem, "strerror", None) or problem
+                found = f"It is a file that cannot be read again ({said_again}). "
+    if not is_code:
+        cure += ", or leave it out with on_error='skip'"
+    message = f"{where} cannot be read: {name}: {said}. {found}{cure}."
+    sample = SampleError(message, index=index, path=path)
+    sample.may_pass = may_pass
+    return sample
+
+
 _KINDS = {
     rb"\xff\xd8\xff.*\xff\xd9\Z": "a JPEG",
     rb"\xff\xd8\xff": "a JPEG without its end, probably cut off",
@@ -317,20 +439,20 @@ _KINDS = {
     rb"\x1f\x8b": "a gzip archive",
     rb"\0{64}|\0+\Z": "only zeros at its start",
 }
-"""By what a file's first 64 bytes, and its last two behind them, are like; the first that fits."""
+"""Kinds of files by a pattern of their first 64 bytes and last two; the first that fits."""
 
 
 def _describe_file(path: str) -> str:
-    try:
-        with open(path, "rb", opener=open_file) as stream:
-            start = stream.read(64)
-            size = stream.seek(0, os.SEEK_END)
-            stream.seek(max(0, size - 2))
-            ends = start + stream.read()
-    except OSError as problem:
-        return f"a file that cannot be opened ({problem.strerror or problem})"
-    if size == 0:
+    """Describe a file by its size and its first and last bytes; read all of it.
+
+    A disk that fails in the middle of the file raises its own error here: decoders in C take it
+    for damage.
+    """
+    with open(path, "rb", opener=open_file) as stream:
+        data = stream.read()
+    if not data:
         return "an empty file (0 bytes)"
+    ends = data[:64] + data[max(0, len(data) - 2) :]
     found = (kind for sign, kind in _KINDS.items() if re.match(sign, ends, re.DOTALL | re.I))
-    kind = next(found, f"no image: it starts with {start[:16]!r}")
-    return f"a file of {size:,} bytes, {kind}"
+    kind = next(found, f"no image: it starts with {data[:16]!r}")
+    return f"a file of {len(data):,} bytes, {kind}"

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import copy
 import errno
+import io
 import os
 import pickle
 import shutil
+import struct
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader as TorchLoader
 
+from children import PILToTensor
 from fastdata import CachedDataset, DataLoader, ImageFolder, ImageManifest, errors
-from fastdata.errors import SampleError, StoreGoneError, sample_error
+from fastdata.errors import RemoteError, SampleError, StoreGoneError, sample_error
 
 ODD_PATH = "/data/a, b: 'c'\nsample 7, d.jpg"
 
@@ -137,6 +141,228 @@ def test_what_a_machine_lacks_is_no_fault_of_a_sample(
             prepare_workers=prepare_workers,
         )
     assert "Delete or replace" not in str(caught.value)
+
+
+OF_A_SAMPLE = {
+    "ENOENT",
+    "ENOTDIR",
+    "ELOOP",
+    "ENAMETOOLONG",
+    "EACCES",
+    "EPERM",
+    "EISDIR",
+    "EOVERFLOW",
+}
+OF_A_LIMIT = {"ENOMEM", "ENOSPC", "EDQUOT", "EMFILE", "ENFILE"}
+OF_A_MACHINE = sorted({*errno.errorcode.values()} - OF_A_SAMPLE - OF_A_LIMIT)
+
+
+class FailingFile:
+    """A file that ``os.open`` refuses to open while ``code`` is set; ``time.sleep`` only takes notes."""
+
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.path = str(path)
+        self.code = 0
+        self.passes_after = -1
+        """Failures until it can be opened; never where it is negative."""
+        self.pauses_s: list[float] = []
+        self._open = os.open
+        monkeypatch.setattr(os, "open", self._refuse)
+        monkeypatch.setattr(time, "sleep", self.pauses_s.append)
+
+    def _refuse(self, path: Any, *arguments: Any, **named: Any) -> int:
+        if self.code and path == self.path and self.passes_after:
+            self.passes_after -= 1
+            raise OSError(self.code, os.strerror(self.code), path)
+        return self._open(path, *arguments, **named)
+
+
+@pytest.fixture
+def failing(image_folder: Any, monkeypatch: pytest.MonkeyPatch) -> FailingFile:
+    return FailingFile(image_folder(per_class=3) / "cat" / "001.jpg", monkeypatch)
+
+
+def root_of(failing: FailingFile) -> Path:
+    return Path(failing.path).parent.parent
+
+
+@pytest.mark.parametrize("name", OF_A_MACHINE)
+def test_what_a_machine_says_is_no_damage(name: str) -> None:
+    """Every error number that is not of the file itself is a RemoteError with number, path and index."""
+    code = getattr(errno, name)
+    error = sample_error("/data/a.jpg", 3, OSError(code, os.strerror(code), "/data/a.jpg"))
+    assert isinstance(error, RemoteError)
+    assert error.errno == code
+    assert str(error).startswith("sample 3, /data/a.jpg, cannot be read now: ")
+    assert f"[Errno {code}] {os.strerror(code)}" in str(error)
+    assert not any(word in str(error) for word in ("Delete", "on_error", "damaged"))
+
+
+OTHERS_OF_A_MACHINE = [
+    TimeoutError("no answer"),
+    ConnectionResetError("gone"),
+    RuntimeError("[Errno 5] Input/output error: '/data/a.jpg'"),  # torchvision's read_file
+]
+
+
+@pytest.mark.parametrize("cause", OTHERS_OF_A_MACHINE, ids=repr)
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_errors_without_a_number_are_told_by_class_text_and_cause(
+    cause: Exception, is_wrapped: bool
+) -> None:
+    """A network error that another library has wrapped is still one of the machine."""
+    if is_wrapped:
+        wrapped = ValueError("cannot load")
+        wrapped.__cause__ = cause
+        cause = wrapped
+    assert isinstance(sample_error("/data/a.jpg", 3, cause), RemoteError)
+
+
+@pytest.mark.parametrize("transform", [None, PILToTensor()], ids=["item", "batch"])
+def test_a_failing_mount_is_tried_again_and_named(failing: FailingFile, transform: Any) -> None:
+    """It is tried four times, then raised with index and path, and the next read succeeds."""
+    failing.code = errno.ESTALE
+    with ImageFolder(root_of(failing), transform, storage="none") as dataset:
+        with pytest.raises(RemoteError, match=r"sample 1, .*001.jpg, cannot be read now") as caught:
+            dataset[1]
+        assert caught.value.errno == failing.code
+        assert len(failing.pauses_s) in (3, 6)  # a batch reads its files together, then each alone
+        failing.passes_after = 2
+        assert dataset[1][1] == 0
+        assert len(failing.pauses_s) in (5, 8)
+
+
+def test_a_failing_mount_leaves_no_sample_out(failing: FailingFile, tmp_path: Path) -> None:
+    """``on_error="skip"`` stops for it, and the cache that the next run writes has all samples."""
+    options: Any = {"on_error": "skip", "cache_dir": tmp_path / "cache", "prepare_workers": 1}
+    failing.code = errno.ESTALE
+    with pytest.raises(RemoteError, match=r"sample 1, .*Stale file handle"):
+        ImageFolder(root_of(failing), **options)
+    failing.code = 0
+    with ImageFolder(root_of(failing), **options) as dataset:
+        assert (len(dataset), dataset.skipped) == (6, [])
+
+
+@pytest.mark.parametrize(("name", "shard_bytes"), [("EACCES", 1), ("ENOENT", None)])
+def test_what_may_pass_is_tried_again_by_the_next_run(
+    failing: FailingFile, tmp_path: Path, name: str, shard_bytes: int | None
+) -> None:
+    """A file without permission, or not there for a moment, is left out until it can be read."""
+
+    def opened() -> ImageFolder:
+        return ImageFolder.build_cache(
+            root_of(failing),
+            on_error="skip",
+            cache_dir=tmp_path / "cache",
+            shard_bytes=shard_bytes,
+            prepare_workers=1,
+        )
+
+    failing.code = getattr(errno, name)
+    with pytest.warns(UserWarning, match="1 of 6 samples cannot be prepared"):
+        opened().close()
+    for _ in range(2):
+        with opened() as dataset:
+            assert [(error.index, error.may_pass) for error in dataset.skipped] == [(1, True)]
+    failing.code = errno.ESTALE  # says nothing new
+    with opened() as dataset:
+        assert [error.index for error in dataset.skipped] == [1]
+    failing.code = 0
+    for _ in range(2):
+        with opened() as dataset:
+            assert (len(dataset), dataset.skipped) == (6, [])
+
+
+def test_a_disk_that_fails_below_a_decoder_is_no_damage(failing: FailingFile) -> None:
+    """A decoder in C calls it damage; the file is read again for its description, which shows it."""
+
+    def load(path: str) -> Image.Image:
+        failing.code = errno.EIO if path == failing.path else 0
+        if failing.code:
+            raise OSError("decoder error -2")
+        return Image.new("RGB", (8, 8))
+
+    with (
+        ImageFolder(root_of(failing), loader=load, storage="none") as dataset,
+        pytest.raises(RemoteError, match=r"sample 1, .*Input/output error"),
+    ):
+        dataset[1]
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES])
+def test_a_folder_that_a_mount_fails_to_list_is_an_error(
+    image_folder: Any, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """No sample is lost without a word; a folder without permission is left out, as by torchvision."""
+    root = image_folder(per_class=3)
+    scan = os.scandir
+    failures = 0
+
+    def fail(path: Any) -> Any:
+        nonlocal failures
+        if str(path).endswith("cat"):
+            failures += 1
+            raise OSError(code, os.strerror(code), path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", fail)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    if code == errno.EIO:
+        with pytest.raises(OSError, match=r"Input/output error: '.*cat'"):
+            ImageFolder(root)
+        assert failures == 4
+    else:
+        assert len(ImageFolder(root, allow_empty=True)) == 3
+        assert failures == 1
+
+
+def no_end_of_run_lengths() -> bytes:
+    """A BMP whose run lengths end early: Pillow raises ValueError."""
+    stream = io.BytesIO()
+    Image.new("P", (40, 30)).save(stream, "BMP")
+    data = stream.getvalue()
+    return data[:30] + struct.pack("<L", 1) + data[34:1078] + b"\x08\x01"
+
+
+def too_many_pixels() -> bytes:
+    stream = io.BytesIO()
+    Image.new("RGB", (400, 300)).save(stream, "PNG")
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("make", [no_end_of_run_lengths, too_many_pixels])
+@pytest.mark.parametrize("transform", [None, ImageOps.mirror])
+def test_damage_of_every_class_has_path_and_index(
+    image_folder: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    make: Callable[[], bytes],
+    transform: Any,
+) -> None:
+    """Decoders raise ValueError and others, too; all are a SampleError, alone and in batches."""
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 50_000)
+    root = image_folder(per_class=3)
+    path = root / "cat" / "001.jpg"
+    path.write_bytes(make())
+    with ImageFolder(root, transform, storage="none") as dataset:
+        loader = DataLoader(dataset, batch_size=2, collate_fn=list)
+        for read in (lambda: dataset[1], lambda: list(loader)):
+            with pytest.raises(SampleError, match=r"^sample 1, .*001\.jpg, cannot be") as caught:
+                read()
+            assert (caught.value.index, caught.value.path) == (1, str(path))
+
+
+def test_a_users_own_error_keeps_its_class() -> None:
+    """What a user's dataset raises in ``storage="none"`` is raised as it is, as torch does."""
+
+    class Odd:
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, index: int) -> Any:
+            raise KeyError(index)
+
+    with CachedDataset(Odd(), storage="none") as dataset, pytest.raises(KeyError):
+        dataset[1]
 
 
 @pytest.mark.parametrize("storage", ["shared", "none"])

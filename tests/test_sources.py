@@ -170,7 +170,7 @@ def test_a_listing_that_had_to_wait_is_kept(
 def test_a_listing_that_met_an_error_is_not_kept(
     tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a server fails to list for a moment is left out, as by torchvision, but not from then on."""
+    """What may not be listed for a moment is left out, as by torchvision, but not from then on."""
     monkeypatch.setattr(sources, "KEEP_PATIENCE_S", float("-inf"))
     monkeypatch.setattr(sources, "SETTLED_S", -60.0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -180,7 +180,7 @@ def test_a_listing_that_met_an_error_is_not_kept(
 
     def fail(path: str) -> Any:
         if path.endswith("deep"):
-            raise OSError(errno.EIO, "Input/output error", path)
+            raise OSError(errno.EACCES, "Permission denied", path)
         return scan(path)
 
     with monkeypatch.context() as failing:

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from fastdata.datasets.batch import IndexBatch, SampleBatch, rows_of
-from fastdata.errors import ChannelsError, RemoteError, SampleError, sample_error
+from fastdata.errors import ChannelsError, SampleError, fault_of, sample_error
 from fastdata.machine.shared import SampleTable, collate_targets
 from fastdata.pixels import (
     PairStep,
@@ -58,10 +58,10 @@ from fastdata.pixels.images import (
 )
 from fastdata.pixels.ops import Op
 from fastdata.pixels.program import Program
-from fastdata.sources import ItemKeys, Source
+from fastdata.sources import FileSource, ItemKeys, Source
 from fastdata.stores.prepare import Options, Prepared
 from fastdata.stores.readers import KeptSamples, Store
-from fastdata.stores.writers import Steps, open_files
+from fastdata.stores.writers import NO_FAULT_OF_A_SAMPLE, Steps, open_files
 
 ALIGN_BYTES = 64
 _DECODED = SampleSpec(shape=None, dtype="uint8", form="pil")
@@ -413,10 +413,14 @@ class Reader:
         source = self.stored.samples
         try:
             sample, target = source.read(index)
-        except RemoteError:  # a network that is down is no sample's fault
+        except NO_FAULT_OF_A_SAMPLE:
             raise
-        except OSError as cause:
-            raise sample_error(source.path(index), index, cause) from cause
+        except Exception as cause:
+            # The user's own dataset raises its own errors.
+            is_file = isinstance(source, FileSource) or isinstance(cause, OSError)
+            if is_file or fault_of(cause) == "machine":
+                raise sample_error(source.path(index), index, cause) from cause
+            raise
         return self.prepare(sample), target
 
     # Targets

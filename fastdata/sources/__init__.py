@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
-from operator import attrgetter
+from operator import attrgetter, getitem
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
@@ -28,12 +28,14 @@ from fastdata.errors import (
     NO_FILE,
     READ_FLAGS,
     AnyPath,
+    fault_of,
     hide_secrets,
     holds_secret,
     is_url,
     kind_of,
     local_path,
     refuse_secrets,
+    with_retries,
 )
 from fastdata.machine import user_cache
 from fastdata.machine.shared import ListView
@@ -167,7 +169,7 @@ class FileSource:
         path = self.paths[index]
         target = self.targets[index]
         if self.loader is not None and not self.is_remote:
-            return self.loader(path), target
+            return with_retries(self.loader, path), target
         [data] = self.read_files([index])
         if self.loader is None:
             return np.frombuffer(data, np.uint8), target
@@ -186,19 +188,10 @@ class FileSource:
         return self.paths[index]
 
     def read_files(self, indices: Indices) -> list[bytes]:
-        """The bytes of these files."""
+        """Return the bytes of these files."""
         if self.is_remote:
             return [self.requests.take(index, self._submit).result() for index in indices]
-        files = []
-        for path in chosen(self.paths, indices):
-            fd = os.open(path, READ_FLAGS)
-            try:
-                if not stat.S_ISREG(os.fstat(fd).st_mode):
-                    raise OSError(*NO_FILE, path)
-                files.append(io.FileIO(fd, closefd=False).readall())
-            finally:
-                os.close(fd)
-        return files
+        return with_retries(_read_files, chosen(self.paths, indices))
 
     def _submit(self, index: int) -> Future[bytes]:
         assert self.place is not None
@@ -225,6 +218,19 @@ class FileSource:
             files = map(self.place.locate, chosen(self.paths, unlisted))
             facts[:, unlisted] = np.array(facts_of(files)).T
         return facts
+
+
+def _read_files(paths: Sequence[str]) -> list[bytes]:
+    files = []
+    for path in paths:
+        fd = os.open(path, READ_FLAGS)
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise OSError(*NO_FILE, path)
+            files.append(io.FileIO(fd, closefd=False).readall())
+        finally:
+            os.close(fd)
+    return files
 
 
 def chosen(column: Any, indices: Indices) -> list[Any]:
@@ -265,7 +271,7 @@ class DatasetSource:
         return len(self.dataset)
 
     def read(self, index: int) -> Pair:
-        item = self.dataset[index]
+        item: Any = with_retries(getitem, self.dataset, index)
         if isinstance(item, Mapping):
             item = {name: _opened(value) for name, value in item.items()}
         if self.columns is not None:
@@ -306,7 +312,7 @@ def _opened(value: Any) -> Any:
     if not isinstance(value, Mapping) or value.keys() != {"bytes", "path"}:
         return value
     if value["bytes"] is None:
-        return load_image(value["path"])
+        return with_retries(load_image, value["path"])
     return decode_image(value["bytes"])
 
 
@@ -628,7 +634,7 @@ def _list_classes(root: AnyPath, names: list[str], endings: Endings) -> Iterator
         began_s = time.time()
         waited_s = _clock_of_waits()
         folders: list[str] = []
-        list_files = partial(_list_files, endings=endings, folders=folders)
+        list_files = partial(with_retries, partial(_list_files, endings=endings, folders=folders))
         paths = []
         for top in tops:
             paths.append(list_files(top))
@@ -652,9 +658,14 @@ def _list_files(top: str, endings: Endings, folders: list[str]) -> list[str]:
     Adds the folders that they are in to ``folders``.
     """
     paths = []
-    # What cannot be listed is left out; "" is no folder, so that no such listing is kept.
-    walked = os.walk(top, followlinks=True, onerror=lambda _: folders.append(""))
-    for folder, _, names in sorted(walked):
+
+    def leave_out(problem: OSError) -> None:
+        """Leave out a folder that may not be read, as torchvision does; not one that fails."""
+        if fault_of(problem) == "machine":
+            raise problem
+        folders.append("")  # is no folder, so that no such listing is kept
+
+    for folder, _, names in sorted(os.walk(top, followlinks=True, onerror=leave_out)):
         folders.append(folder)
         prefix = os.path.join(folder, "")
         paths += [prefix + name for name in sorted(names) if name.lower().endswith(endings)]

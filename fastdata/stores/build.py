@@ -23,7 +23,7 @@ import os
 import pickle
 import re
 import uuid
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, as_completed, wait
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -34,7 +34,16 @@ import numpy.typing as npt
 import torch
 from filelock import FileLock, Timeout
 
-from fastdata.errors import CacheError, is_url, local_path
+from fastdata.errors import (
+    CacheError,
+    IngestError,
+    RemoteError,
+    SampleError,
+    fault_of,
+    is_url,
+    local_path,
+    with_retries,
+)
 from fastdata.machine import CodecTrial, fitting, parse_bytes, usable_cores
 from fastdata.machine.processes import attempt, run_tasks, settle
 from fastdata.machine.shared import Packed, SampleTable
@@ -71,6 +80,7 @@ from fastdata.stores.writers import (
     ingest_workers,
     is_thread_safe,
     needs_processes,
+    read_samples,
     write_any_shapes,
 )
 
@@ -218,8 +228,10 @@ def _ask(paths: Sequence[str]) -> list[tuple[int, int]]:
     facts = []
     for path in paths:
         try:
-            found = os.stat(path)
-        except (OSError, ValueError):  # no such file, or a name that cannot be one
+            found = with_retries(os.stat, path)
+        except (OSError, ValueError) as problem:  # no such file, or a name that cannot be one
+            if fault_of(problem) == "machine":
+                raise
             facts.append((_NO_FILE, _NO_FILE))
         else:
             facts.append((found.st_size, found.st_mtime_ns))
@@ -269,8 +281,14 @@ class _Build:
     place: Place
     home: Path
 
-    def open(self) -> Prepared:
-        """Serve from it; FileNotFoundError where none is up to date, CacheError of damage."""
+    def open(self, *, try_again: bool = True) -> Prepared:
+        """Serve from the cache.
+
+        Raises:
+            FileNotFoundError: there is none that is up to date; with ``try_again`` also if samples
+                that were left out, for a reason that may pass, can be read now.
+            CacheError: it is damaged.
+        """
         options = self.options
         wanted = self.manifest
         own = [find_codec(codec) for codec in options.codecs if not isinstance(codec, str)]
@@ -278,7 +296,8 @@ class _Build:
             cache = Cache.read(self.place)
             found = cache.manifest
             is_current = (found.key, found.content) == (wanted.key, wanted.content)
-            if is_current and _allows(options, cache) and not cache.lacks_receipts():
+            is_whole = is_current and _allows(options, cache) and not cache.lacks_receipts()
+            if is_whole and not (try_again and self._can_read_more(cache)):
                 table = SampleTable(cache.targets) if self.table is None else self.table
                 return cache.serve([*own, self.path.decoder], table, options.local_cache)
         raise FileNotFoundError("it holds no cache of these samples that is up to date")
@@ -301,7 +320,12 @@ class _Build:
             with contextlib.suppress(OSError):
                 self.home.rmdir()  # where nothing is in it
         self._sweep(cache.file_names().__contains__)
-        return self.open()
+        return self.open(try_again=False)
+
+    def _can_read_more(self, cache: Cache) -> bool:
+        """Return True if a sample that was left out can be read now, and written."""
+        is_writable = self.place.is_remote or os.access(self.place.url, os.W_OK)
+        return is_writable and _can_read_any(self.path, cache.skipped)
 
     def _sweep(self, is_needed: Callable[[str], bool]) -> None:
         """Remove all other files that are this user's."""
@@ -418,6 +442,18 @@ def _allows(options: Options, cache: Cache) -> bool:
     return not cache.skipped or options.on_error == "skip"
 
 
+def _can_read_any(path: ReadPath, skipped: Iterable[SampleError], first_index: int = 0) -> bool:
+    """Return True if a sample that was left out, for a reason that may pass, can be read now.
+
+    ``first_index`` is the sample whose error would have index 0.
+    """
+    left_out = [first_index + error.index for error in skipped if error.may_pass]
+    with contextlib.suppress(RemoteError, IngestError):  # the machine fails: they stay left out
+        read = itertools.chain.from_iterable(read_samples(path, left_out))
+        return any(not isinstance(each, SampleError) for each in read)
+    return False
+
+
 # Shards
 
 
@@ -481,7 +517,10 @@ class _ShardWriter:
                 "shards.rows": np.array([len(kept)]),
                 "shards.bytes": np.array([[store.size_bytes for store in stores]]),
                 "kept": kept,
-                "skipped.json": [[error.path, str(error)] for error in written.errors.values()],
+                "skipped.json": [
+                    [error.path, str(error), error.may_pass]
+                    for _, error in sorted(written.errors.items())
+                ],
             }
             for number, store in enumerate(stores):
                 cleanup.callback(store.close)
@@ -533,15 +572,19 @@ class _ShardWriter:
     def _complete(self, tasks: Sequence[_Task]) -> dict[str, Cache]:
         """The shards of tasks that need not be written, by name."""
         sizes = _file_sizes(self.place)
-        names = [task.name for task in tasks if receipt_name(task.name) in sizes]
-        asked = {name: self.place.submit(receipt_name(name)) for name in names}
+        found = [task for task in tasks if receipt_name(task.name) in sizes]
+        asked = [(task, self.place.submit(receipt_name(task.name))) for task in found]
         complete = {}
-        for name, receipt in asked.items():
+        for task, receipt in asked:
             with contextlib.suppress(Exception):  # bytes of others raise anything
                 shard = Cache.unpack(self.place, receipt.result())
                 is_whole = all(files.items() <= sizes.items() for files in shard.files())
-                if is_whole and _allows(self.options, shard) and shard.shard_names == [name]:
-                    complete[name] = shard
+                if is_whole and _allows(self.options, shard) and shard.shard_names == [task.name]:
+                    complete[task.name] = shard
+        for task in tasks:
+            skipped = complete[task.name].skipped if task.name in complete else ()
+            if _can_read_any(self.path, skipped, task.positions[0]):
+                del complete[task.name]
         return complete
 
     def _run(self, tasks: Sequence[_Task]) -> Generator[bytes, None, None]:

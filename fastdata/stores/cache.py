@@ -115,7 +115,8 @@ class Cache:
 
     * by shard ``shards.names``, a fingerprint of its samples and of how they are prepared,
       ``shards.rows``, int64, and ``shards.bytes``, int64 (shards, parts), of the file of each part;
-    * by row ``kept``, bool: others were left out, and of those ``skipped.json`` has path and error;
+    * by row ``kept``, bool: others were left out, and of those ``skipped.json`` has path, error,
+      and whether its reason may pass;
     * of each part, by sample that was kept, ``part0.sums``, uint64 (``stores.readers.checksum``),
       and ``part0.offsets``, int64, in the file of its shard; unless it is a table also
       ``part0.sizes``, int64, and ``part0.shapes``, int32 (kept, dimensions);
@@ -252,10 +253,12 @@ class Cache:
         """What is wrong with the samples that were left out."""
         rows = np.flatnonzero(~self.columns["kept"]).tolist()
         errors = []
-        for row, (path, message) in zip(rows, self.columns["skipped.json"], strict=True):
+        for row, (path, message, *more) in zip(rows, self.columns["skipped.json"], strict=True):
             if not isinstance(path, str | None):
                 raise ValueError(f"{path!r} is no path")
-            errors.append(SampleError(message, index=row, path=path))
+            error = SampleError(message, index=row, path=path)
+            error.may_pass = more != [False]  # not said by caches of older versions
+            errors.append(error)
         return errors
 
     @cached_property

@@ -158,7 +158,7 @@ def read_path(source: Source, steps: tuple[Step, ...]) -> ReadPath:
     return as_written._replace(by_core=by_core, shape=None if output is None else output[0])
 
 
-_NO_FAULT_OF_A_SAMPLE = (
+NO_FAULT_OF_A_SAMPLE = (
     MemoryError,
     SampleError,
     IngestError,
@@ -177,7 +177,7 @@ def naming_sample(source: Source, index: int, *, is_read: bool = False) -> Itera
     """
     try:
         yield
-    except _NO_FAULT_OF_A_SAMPLE:
+    except NO_FAULT_OF_A_SAMPLE:
         raise
     except Exception as cause:  # user code and decoders raise anything; all of it is named and kept
         raise sample_error(source.path(index), index, cause, is_read=is_read) from cause
@@ -493,7 +493,7 @@ class WritePath(NamedTuple):
                         )
                     for writer, (array, form) in zip(self.writers, read.parts, strict=True):
                         writer.write(row, array, form, self.path.shape)
-                except _NO_FAULT_OF_A_SAMPLE:
+                except NO_FAULT_OF_A_SAMPLE:
                     raise
                 except Exception as cause:  # encoders raise anything; all of it is named and kept
                     raise sample_error(self.path.source.path(index), index, cause) from cause
