@@ -227,6 +227,23 @@ def test_prune_says_what_it_removes(
         assert len(list(cache.glob("*/fastdata.npz"))) == left
 
 
+@pytest.mark.skipif(not hasattr(os, "O_NOFOLLOW"), reason="links are followed here")
+def test_prune_leaves_alone_what_it_cannot_lock(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A link in the place of a lock is not followed; that cache stays, and the others go."""
+    target = tmp_path / "thesis"
+    target.write_text("words")
+    for name in ("first", "second"):
+        (tmp_path / "caches" / name).mkdir(parents=True)
+        (tmp_path / "caches" / name / "fastdata.npz").write_bytes(b"no cache")
+    (tmp_path / "caches" / ".first.lock").symlink_to(target)
+    assert main(["prune", str(tmp_path / "caches")]) == 0
+    assert "second: cannot be read" in capsys.readouterr().out
+    assert sorted(each.name for each in (tmp_path / "caches").glob("[!.]*")) == ["first"]
+    assert target.read_text() == "words"
+
+
 def test_names_that_the_output_cannot_write_are_escaped(
     image_folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

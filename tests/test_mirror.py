@@ -484,3 +484,58 @@ def test_parts_without_elements_are_kept(tmp_path: Path, last: int) -> None:
     with CachedDataset(samples, **options) as dataset:
         assert [boxes.shape for (_, boxes), _ in dataset] == [(0, 4)] * 3 + [(last, 4)]
         assert torch.equal(dataset[2][0][0], value(2))
+
+
+@pytest.mark.parametrize("ending", ["", ".part"])
+def test_a_link_in_the_place_of_a_segment_leads_nowhere(tmp_path: Path, ending: str) -> None:
+    """Its target is neither written nor read nor touched; the segment is fetched and takes its place."""
+    url = upload(tmp_path)
+    target = tmp_path / "thesis"
+    target.write_bytes(b"words" * SAMPLE_BYTES)  # as long as a segment, so that it could be mapped
+    os.utime(target, (1, 1))
+    with CachedDataset.from_cache(url, local_cache=tmp_path / "local") as dataset:
+        check(dataset)
+    for path in list((tmp_path / "local").glob("mirror-*/*")):
+        path.unlink()
+        path.with_name(path.name + ending).symlink_to(target)
+    with CachedDataset.from_cache(url, local_cache=tmp_path / "local") as dataset:
+        check(dataset)
+    assert target.read_bytes() == b"words" * SAMPLE_BYTES
+    assert target.stat().st_mtime == 1
+    assert not any(path.is_symlink() for path in (tmp_path / "local").glob("mirror-*/*"))
+
+
+def test_room_is_made_behind_no_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link among the folders of segments has nothing behind it deleted, nor counted as kept."""
+    home, local = tmp_path / "home", tmp_path / "local"
+    home.mkdir()
+    local.mkdir()
+    for name in ("thesis", "photo"):
+        (home / name).write_bytes(bytes(part_bytes() + 10 * SAMPLES * SAMPLE_BYTES))
+        os.utime(home / name, (1, 1))
+    (local / "mirror-0123456789abcdef").symlink_to(home)
+    monkeypatch.setattr(mirror_module, "_SHARE", SAMPLES * SAMPLE_BYTES * 3 // 2)
+    for name in ("one", "two"):  # which have room for one
+        with CachedDataset.from_cache(
+            upload(tmp_path, url=f"{URL}/{name}"), local_cache=local
+        ) as it:
+            check(it)
+    assert sorted(os.listdir(home)) == ["photo", "thesis"]
+    assert disk_bytes(local) > SAMPLES * SAMPLE_BYTES // 2
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no modes")
+@pytest.mark.parametrize("place", ["link", "open"])
+def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path, place: str) -> None:
+    """Segments lie in a folder that only this user can write to, or the error says what is in its place."""
+    url = upload(tmp_path)
+    CachedDataset.from_cache(url, local_cache=tmp_path / "local").close()
+    (folder,) = (tmp_path / "local").glob("mirror-*")
+    assert folder.stat().st_mode & 0o777 == 0o700
+    if place == "open":
+        folder.chmod(0o777)
+    else:
+        folder.rename(tmp_path / "elsewhere")
+        folder.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(PermissionError, match=r"remove it, or give another local_cache=.*mirror-"):
+        CachedDataset.from_cache(url, local_cache=tmp_path / "local")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hashlib
 import os
 import posixpath
@@ -448,5 +449,25 @@ class _LocalFiles:
 
 
 def made_by_this_user(path: Path) -> bool:
-    """Whether a file, or the link itself where it is one, is this user's; always so on Windows."""
+    """Return whether a file, or the link itself if it is one, is this user's; True on Windows."""
     return not hasattr(os, "getuid") or path.lstat().st_uid == os.getuid()
+
+
+def private_folder(path: Path) -> Path:
+    """Make a folder that only this user can write to; return it.
+
+    Raises:
+        PermissionError: a link, or a folder that others can write to, has this name.
+        OSError: it cannot be made.
+    """
+    path.mkdir(mode=0o700, exist_ok=True)
+    found = path.lstat()
+    is_open = hasattr(os, "getuid") and found.st_mode & 0o022
+    if is_open or not stat.S_ISDIR(found.st_mode) or not made_by_this_user(path):
+        raise PermissionError(
+            errno.EPERM,
+            "a link, or a folder of another user or that others can write to, is in the place of "
+            "a folder of this user: remove it, or give another local_cache=",
+            str(path),
+        )
+    return path

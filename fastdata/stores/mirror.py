@@ -4,6 +4,9 @@ Below ``local_cache``, which all caches, ranks and runs of a machine share, a fo
 holds its segments: runs of whole samples of its files, each a file of its own. What was needed
 longest ago is deleted to make room; it stays readable for whoever has it mapped, so that nobody has
 to say what is in use.
+
+Several users may share ``local_cache``. Each has folders of its own in it, which only it can write
+to: what another user could put there, such as a link, would be read, written or deleted instead.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import stat
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,7 +28,7 @@ from fastdata.machine import format_bytes, parse_bytes
 from fastdata.machine.shared import ArrayBlock
 from fastdata.pixels.core import Bytes
 from fastdata.pixels.images import Array, SampleSpec, addresses_of
-from fastdata.sources.remote import Place
+from fastdata.sources.remote import Place, made_by_this_user, private_folder
 from fastdata.stores.readers import Decoder, DiskStore, free_bytes, naming_full_disk
 
 FETCH_BYTES = 64 << 20
@@ -106,12 +110,13 @@ class MirroredStore(DiskStore):
         for name, size_bytes in sizes.items():
             if there.get(name, (-1, -1))[0] != size_bytes:
                 raise CacheError(f"{place.at(name)} is missing, or has not {size_bytes:,} bytes")
-        (local_cache / ".locks").mkdir(parents=True, exist_ok=True)
+        local_cache.mkdir(parents=True, exist_ok=True)
+        private_folder(_locks_in(local_cache))
+        digest = hashlib.sha256(f"{_user()} {place.url}".encode()).hexdigest()
+        folder = private_folder(local_cache / f"{_FOLDER}{digest[:16]}")
         kept_bytes = sum(each_bytes for _, each_bytes, _ in _list_segments(local_cache))
         limit_bytes = parse_bytes(_SHARE, of=free_bytes(local_cache) + kept_bytes)
         segments = ArrayBlock(_in_segments(index, spec, sum(sizes.values())))
-        digest = hashlib.sha256(place.url.encode()).hexdigest()
-        folder = local_cache / f"{_FOLDER}{digest[:16]}"
         return cls(place, list(sizes), spec, segments, decoder, folder, limit_bytes)
 
     def ensure(self, index_B: Array) -> None:
@@ -195,6 +200,8 @@ class MirroredStore(DiskStore):
                 continue
             path = self._path(number)
             try:
+                if not stat.S_ISREG(path.lstat().st_mode):  # a link: its target is not ours
+                    raise FileNotFoundError(path)
                 os.utime(path)
                 self._bytes[number] = _map_file(path, size_bytes)
             # RuntimeError: deleted meanwhile, or cut short as the machine lost its power.
@@ -216,7 +223,7 @@ class MirroredStore(DiskStore):
         with contextlib.ExitStack() as cleanup:
             # In one order, or two would wait for each other.
             for lock in sorted({number % _LOCKS for number in numbers}):
-                cleanup.enter_context(FileLock(self._folder.parent / ".locks" / str(lock)))
+                cleanup.enter_context(FileLock(_locks_in(self._folder.parent) / str(lock)))
             # Whoever had the locks may have fetched some.
             missing = self._map_local(numbers)
             self._make_room(int(self._segment_bytes[missing].sum()))
@@ -230,8 +237,10 @@ class MirroredStore(DiskStore):
         # Which a killed process leaves to the next one that fetches it.
         part = path.with_name(f"{path.name}.part")
         with naming_full_disk(self._folder):
-            self._folder.mkdir(exist_ok=True)
-            part.write_bytes(data)
+            private_folder(self._folder)
+            part.unlink(missing_ok=True)
+            with part.open("xb") as file:  # which follows no link
+                file.write(data)
         mapped = _map_file(part, len(data))
         part.rename(path)
         return mapped
@@ -242,7 +251,7 @@ class MirroredStore(DiskStore):
         if self._spare_bytes >= 0:
             return
         spare_bytes = max(size_bytes, self.limit_bytes // _SLACK)
-        with FileLock(self._folder.parent / ".locks" / "room"):
+        with FileLock(_locks_in(self._folder.parent) / "room"):
             segments = sorted(_list_segments(self._folder.parent))
             kept_bytes = sum(each_bytes for _, each_bytes, _ in segments)
             for _, each_bytes, path in segments:
@@ -288,12 +297,27 @@ def _map_file(path: Path, size_bytes: int) -> Bytes:
     return data
 
 
+def _user() -> str:
+    return str(os.getuid()) if hasattr(os, "getuid") else ""
+
+
+def _locks_in(local_cache: Path) -> Path:
+    return local_cache / f".locks-{_user()}"
+
+
 def _list_segments(local_cache: Path) -> Iterator[tuple[int, int, Path]]:
-    """When each segment of any cache was needed, its bytes, its path."""
-    for path in local_cache.glob(f"{_FOLDER}*/*"):
+    """Yield of each segment of this user when it was needed, its bytes and its path.
+
+    No link is followed: what is listed may be deleted.
+    """
+    for folder in local_cache.glob(f"{_FOLDER}*"):
         with contextlib.suppress(FileNotFoundError):
-            facts = path.stat()
-            yield facts.st_mtime_ns, facts.st_size, path
+            if not stat.S_ISDIR(folder.lstat().st_mode) or not made_by_this_user(folder):
+                continue
+            for path in folder.iterdir():
+                with contextlib.suppress(FileNotFoundError):
+                    facts = path.lstat()
+                    yield facts.st_mtime_ns, facts.st_size, path
 
 
 def _in_segments(index: Mapping[str, Array], spec: SampleSpec, size_bytes: int) -> dict[str, Array]:

@@ -276,7 +276,8 @@ class Removal(NamedTuple):
 def prune_caches(cache_dir: Path, *, gone: bool = False, dry_run: bool = False) -> list[Removal]:
     """Remove what no run can use: what writers left that died, and caches that cannot be read.
 
-    What another process is writing is left alone.
+    A cache that cannot be locked is left alone: another process is writing it, or it is another
+    user's.
 
     Args:
         cache_dir: holds caches.
@@ -293,7 +294,11 @@ def prune_caches(cache_dir: Path, *, gone: bool = False, dry_run: bool = False) 
         is_ours = (folder / INDEX).exists() or os.path.exists(lock.lock_file)
         if not is_ours or not folder.is_dir() or folder.is_symlink():
             continue
-        with contextlib.suppress(TimeoutError), lock.acquire(timeout=0):
+        with contextlib.ExitStack() as held:
+            try:
+                held.enter_context(lock.acquire(timeout=0))
+            except OSError:  # a Timeout, too
+                continue
             reason = _fault(folder, gone=gone)
             if reason:
                 files = filter(Path.is_file, folder.rglob("*"))
