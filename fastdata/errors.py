@@ -280,7 +280,7 @@ _FAULTS_BY_CODE: dict[int, Fault] = {
     **dict.fromkeys(_CURES_OF_LIMITS, "limit"),
     **dict.fromkeys((errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG), "missing"),
     **dict.fromkeys((errno.EACCES, errno.EPERM), "permission"),
-    **dict.fromkeys((errno.EISDIR, errno.EOVERFLOW), "damage"),
+    **dict.fromkeys((errno.EISDIR, errno.EOVERFLOW, errno.ENXIO), "damage"),  # ENXIO: a socket
 }
 """Every other error number is of the machine."""
 _FAULTS_BY_CLASS: dict[type[Exception], Fault] = {

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import errno
+import io
 import os
+import random
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -422,6 +426,134 @@ def test_errors_of_vectors_and_ids_say_where_and_what(
     with pytest.raises(ValueError, match=message) as caught:
         read_manifest(path, **options)
     assert str(path) in str(caught.value)
+
+
+FAULTS_OF_ROWS = {
+    "a quote that never closes": ('file,label\na.png,cat\nb.png,"dog\nc.png,cat\n', {}, "line 3: "),
+    "a quote that closes late": ('file,label\n"a.png,1\nb.png,"2"\n', {}, "line 2: "),
+    "after a value of two lines": ('file,label\n"a\nb",1\nc,"2\n', {}, "line 4: "),
+    "a label beyond 64 bits": (
+        "file,label\na,1\nb,98765432109876543210\n",
+        {},
+        "line 3, column 'label': '98765432109876543210' does not fit into 64 bits",
+    ),
+    "thousands of digits": (f"file,label\na,{'9' * 5000}\n", {}, "line 2, column 'label': '999"),
+    "in a vector": (
+        "file,x,y\na,1,-9223372036854775809\n",
+        {"label": ["x", "y"]},
+        "line 2, column 'y': '-9223372036854775809' does not fit",
+    ),
+    "a float beyond 64 bits": (
+        "file,label\na,1.5\nb,1e400\n",
+        {},
+        "line 3, column 'label': '1e400'",
+    ),
+    "NUL in a path": ("file,label\na\0.png,1\n", {}, "line 2"),
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "message"), FAULTS_OF_ROWS.values(), ids=FAULTS_OF_ROWS.keys()
+)
+def test_rows_that_cannot_be_meant_are_named(
+    tmp_path: Path, text: str, options: Any, message: str
+) -> None:
+    """A fault is a ValueError with the file, the line where its row begins, and the column."""
+    path = write(tmp_path / "m.csv", text)
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        read_manifest(path, **options)
+    assert str(path) in str(caught.value)
+
+
+def test_int64_labels_are_read_to_their_ends(tmp_path: Path) -> None:
+    """The least and the largest whole number of 64 bits are labels."""
+    ends = [-(2**63), 2**63 - 1]
+    path = write(tmp_path / "m.csv", f"file,label\na,{ends[0]}\nb, +{ends[1]} \n")
+    assert read_manifest(path).targets == ends
+
+
+def test_vectors_of_one_column_have_one_length() -> None:
+    """A ragged or odd label is a ValueError that names its item; whole and other numbers mix."""
+    for label in ([1], 1, "cat", [[1, 0]], ["cat", "dog"], [1, [2]]):
+        with pytest.raises(ValueError, match=r"the list, item 1, column 'label': "):
+            read_manifest([("a.png", [1, 0]), ("b.png", label)])
+    mixed = read_manifest([("a.png", [1, 0]), ("b.png", [0.5, 1])]).targets
+    assert torch.equal(mixed, torch.tensor([[1, 0], [0.5, 1]]))
+
+
+def test_long_values_are_read_and_the_limit_stays(tmp_path: Path) -> None:
+    """Run lengths of masks have hundreds of thousands of characters; csv's own limit is as before."""
+    limit = csv.field_size_limit()
+    path = write(tmp_path / "m.csv", f"file,mask,label\na,{'1 2 ' * 50_000},1\nb,,0\n")
+    assert read_manifest(path).targets == [1, 0]
+    assert csv.field_size_limit() == limit
+
+
+def test_blanks_at_the_ends_of_values_stay() -> None:
+    """They are part of a path, an id and a name; numbers are read without them."""
+    rows = [("a.png", "cat", " 1"), (" a.png ", " cat", "\t2 ")]
+    assert read_manifest(rows, id="id") == (
+        ["a.png", " a.png "],
+        [(1, " 1"), (0, "\t2 ")],
+        {" cat": 0, "cat": 1},
+    )
+    assert read_manifest([("a", " 1"), ("b", "2 ")]).targets == [1, 2]
+    assert read_manifest([("a", " 1.5"), ("b", "2\n")]).targets == [1.5, 2.0]
+
+
+def test_random_rows_are_those_of_pythons_csv(tmp_path: Path) -> None:
+    """Any text is read as csv reads it strictly, value for value, or refused where csv refuses it."""
+    draw = random.Random(0)
+    pieces = [
+        "a",
+        " b ",
+        "é\u2028",
+        'a"b',
+        '""""',
+        '"a""b"',
+        '"a\nb"',
+        '" ,a"',
+        '"a" ',
+        '"',
+        "\t,",
+        "\r",
+    ]
+    ends = ["\n", "\r\n", "\n\n", "\r"]
+    seen = {"read": 0, "refused": 0}
+    for _ in range(600):
+        rows = [draw.choices(pieces, k=2) for _ in range(draw.randrange(1, 5))]
+        text = "file,id\n" + "".join(f"{a},{b}{draw.choice(ends)}" for a, b in rows)
+        path = write(tmp_path / "m.csv", text)
+        try:
+            wanted = list(filter(None, csv.reader(io.StringIO(text, newline=""), strict=True)))[1:]
+        except csv.Error:
+            wanted = []
+        is_full = all(len(row) == 2 and all(map(str.strip, row)) for row in wanted)
+        if not wanted or not is_full:
+            with pytest.raises(ValueError, match=r"m\.csv"):
+                read_manifest(path, label=None, id="id")
+            seen["refused"] += 1
+            continue
+        found = read_manifest(path, label=None, id="id", root="")
+        assert list(zip(found.paths, found.targets, strict=True)) == list(map(tuple, wanted))
+        seen["read"] += 1
+    assert min(seen.values()) > 20, seen
+
+
+def test_random_values_come_back_as_they_were_written(tmp_path: Path) -> None:
+    """What csv writes, in any of its ways to quote, is read as it was."""
+    draw = random.Random(1)
+    for _ in range(200):
+        rows = [
+            ["x" + "".join(draw.choices('ab ,"\n\r\té', k=draw.randrange(9))) for _ in range(3)]
+            for _ in range(draw.randrange(1, 5))
+        ]
+        stream = io.StringIO(newline="")
+        quoting = draw.choice([csv.QUOTE_ALL, csv.QUOTE_MINIMAL])
+        csv.writer(stream, quoting=quoting).writerows([["file", "note", "id"], *rows])
+        path = write(tmp_path / "m.csv", stream.getvalue())
+        found = read_manifest(path, label=None, id="id", root="")
+        assert list(zip(found.paths, found.targets, strict=True)) == [(a, b) for a, _, b in rows]
 
 
 def test_file_source_reads_through_its_loader(tmp_path: Path) -> None:

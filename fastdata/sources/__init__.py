@@ -11,6 +11,7 @@ import os
 import re
 import stat
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -357,6 +358,8 @@ def _keys_of(item: Any, form: str, which: str) -> ItemKeys | None:
 # Manifests: CSV files, frames, lists
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
+_WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
+_LONGEST_WHOLE = 100
 _FLAGS = {"False": "0", "True": "1"}
 _MISSING = ("None", "nan", "NaT", "<NA>")
 """How a frame's values that stand for none show themselves; text that reads so is text."""
@@ -384,8 +387,9 @@ class _Table(NamedTuple):
     def texts(self, column: str) -> list[str]:
         texts = []
         for index, value in enumerate(self.columns[column]):
-            text = str(_plain(value)).strip()
-            if not text or (text in _MISSING and not isinstance(value, str)):
+            text = str(_plain(value))  # with blanks at its ends: they may be of a file's name
+            is_none = text in _MISSING and not isinstance(value, str)
+            if is_none or not text.strip():
                 raise ValueError(f"{self.where(index, column)}: the value is missing")
             texts.append(text)
         return texts
@@ -424,6 +428,8 @@ def read_manifest(
         for path in table.texts(file)
     ]
     for index, path in enumerate(paths):
+        if "\0" in path:
+            raise ValueError(f"{table.where(index, file)}: {path!r} has a NUL, as no path can")
         if holds_secret(path):
             refuse_secrets(path, table.where(index, file))
     targets: Any = range(len(paths))
@@ -451,22 +457,58 @@ def _read_csv(path: AnyPath, names: list[str], storage_options: StorageChoice) -
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as problem:
         raise ValueError(f"{title} is no text in UTF-8 ({problem}). Save it as such.") from problem
-    rows = csv.reader(io.StringIO(text, newline=""))
-    header = next(rows, [])
-    _check_columns(title, header, names)
-    positions = list(map(header.index, names))
-    numbers = []
-    picked = []
-    for row in filter(None, rows):
-        if len(row) > len(header):
-            raise ValueError(
-                f"{title}, line {rows.line_num}: {len(row)} values for {len(header)} columns. "
-                'Put quotes around a value that holds a comma: "a,b.jpg".'
-            )
-        row += [""] * (len(header) - len(row))
-        numbers.append(rows.line_num)
-        picked.append([row[position].strip() for position in positions])
+    with _long_values(len(text)):
+        rows = _read_rows(title, text)
+        _, header = next(rows, (1, []))
+        _check_columns(title, header, names)
+        positions = list(map(header.index, names))
+        numbers = []
+        picked = []
+        for line, row in rows:
+            if len(row) > len(header):
+                raise ValueError(
+                    f"{title}, line {line}: {len(row)} values for {len(header)} columns. "
+                    'Put quotes around a value that holds a comma: "a,b.jpg".'
+                )
+            row += [""] * (len(header) - len(row))
+            numbers.append(line)
+            picked.append([row[position] for position in positions])
     return _Table(title, "line", numbers, dict(zip(names, zip(*picked, strict=True), strict=False)))
+
+
+def _read_rows(title: str, text: str) -> Iterator[tuple[int, list[str]]]:
+    """Yield each row that is not empty, with the line that it begins in."""
+    rows = csv.reader(io.StringIO(text, newline=""), strict=True)
+    line = 1
+    while True:
+        try:
+            row = next(rows, None)
+        except csv.Error as problem:
+            raise ValueError(
+                f"{title}, line {line}: the row that begins here is not CSV ({problem}). Close "
+                "the quote that opens a value, and write a quote inside of such a value twice: "
+                '"a ""b"".jpg".'
+            ) from problem
+        if row is None:
+            return
+        if row:
+            yield line, row
+        line = rows.line_num + 1
+
+
+_LIMIT_LOCK = threading.Lock()
+
+
+@contextlib.contextmanager
+def _long_values(most_characters: int) -> Iterator[None]:
+    """Let the csv module read values of this length in this block; its limit is the process's."""
+    with _LIMIT_LOCK:
+        limit = csv.field_size_limit()
+        csv.field_size_limit(max(limit, most_characters))
+        try:
+            yield
+        finally:
+            csv.field_size_limit(limit)
 
 
 def _check_columns(title: str, there: list[str], names: list[str]) -> None:
@@ -504,14 +546,12 @@ def _read_list(samples: Iterable[Any], names: list[str]) -> _Table:
 
 def _read_labels(table: _Table, label: str) -> tuple[Any, dict[str, int] | None]:
     """Targets, and the numbers of classes where labels are names."""
-    values = table.columns[label]
-    if np.ndim(values[0]):
-        vectors = torch.tensor(list(map(_plain, values)), device="cpu")
-        return (vectors.long() if vectors.dtype == torch.bool else vectors), None
+    if any(map(_is_vector, table.columns[label])):
+        return _stack_vectors(table, label), None
     texts = table.texts(label)
-    is_number = [_NUMBER.fullmatch(text) is not None for text in texts]
+    is_number = [_NUMBER.fullmatch(text.strip()) is not None for text in texts]
     if all(is_number):
-        return _parse_numbers(texts).tolist(), None
+        return _parse_numbers(table, label, texts).tolist(), None
     if any(is_number):
         name = is_number.index(False)
         number = is_number.index(True)
@@ -524,6 +564,31 @@ def _read_labels(table: _Table, label: str) -> tuple[Any, dict[str, int] | None]
     return [class_to_idx[name] for name in texts], class_to_idx
 
 
+def _is_vector(value: Any) -> bool:
+    is_scalar = isinstance(value, str | int | float)
+    return not is_scalar and (isinstance(value, list | tuple) or np.ndim(value) > 0)
+
+
+def _stack_vectors(table: _Table, label: str) -> torch.Tensor:
+    """Stack the vectors of a column, which must have one length."""
+    vectors = []
+    for index, value in enumerate(table.columns[label]):
+        try:
+            vectors.append(torch.tensor(_plain(value), device="cpu"))
+        except (TypeError, ValueError, RuntimeError) as problem:
+            raise ValueError(
+                f"{table.where(index, label)}: {value!r} is not a vector of numbers that torch "
+                f"can hold: {problem}"
+            ) from problem
+        if vectors[-1].shape != vectors[0].shape:
+            raise ValueError(
+                f"{table.where(index, label)}: {value!r} has the shape {list(vectors[-1].shape)}, "
+                f"those before it have {list(vectors[0].shape)}. Give all labels one length."
+            )
+    stacked = torch.stack(vectors)
+    return stacked.long() if stacked.dtype == torch.bool else stacked
+
+
 def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
@@ -532,24 +597,37 @@ def _read_vectors(table: _Table, names: Sequence[str]) -> torch.Tensor:
     """int64 (samples, columns) where all are whole numbers, else float32."""
     columns = []
     for name in names:
-        texts = [_FLAGS.get(text, text) for text in table.texts(name)]
+        texts = [_FLAGS.get(text.strip(), text) for text in table.texts(name)]
         for index, text in enumerate(texts):
-            if not _NUMBER.fullmatch(text):
+            if not _NUMBER.fullmatch(text.strip()):
                 raise ValueError(
                     f"{table.where(index, name)}: {text!r} is no number, and several labels are a "
                     "vector of numbers. Write numbers, or name one column of class names."
                 )
-        columns.append(_parse_numbers(texts))
+        columns.append(_parse_numbers(table, name, texts))
     values = torch.from_numpy(np.stack(columns, axis=1))
     return values.float() if values.is_floating_point() else values
 
 
-def _parse_numbers(texts: list[str]) -> np.ndarray:
-    """int64 where all are whole, else float64."""
-    try:
+def _parse_numbers(table: _Table, column: str, texts: list[str]) -> np.ndarray:
+    """Return int64 where all are whole, else float64."""
+    if all(_WHOLE.fullmatch(text.strip()) for text in texts):
+        for index, text in enumerate(texts):
+            # Python refuses to parse thousands of digits.
+            if len(text.strip()) > _LONGEST_WHOLE or not -(1 << 63) <= int(text) < 1 << 63:
+                raise ValueError(
+                    f"{table.where(index, column)}: {text[:50]!r} does not fit into 64 bits. Give "
+                    "such a column as id=, or write names, such as 'class_7'."
+                )
         return np.array(list(map(int, texts)), np.int64)
-    except ValueError:
-        return np.array(texts).astype(np.float64)
+    values = np.array(list(map(float, texts)))
+    if not np.isfinite(values).all():
+        index = int(np.argmin(np.isfinite(values)))
+        raise ValueError(
+            f"{table.where(index, column)}: {texts[index][:50]!r} is larger than a float of 64 "
+            "bits can be"
+        )
+    return values
 
 
 # Folders of class folders, listed as torchvision does
