@@ -73,7 +73,7 @@ MUTANTS = [
     Mutant(
         "record_stream for what was copied, not for what a transform made",
         PREFETCH,
-        "memory = device_memory(batch)",
+        "memory = self._memory(batch)",
         "memory = []",
         "transform",
     ),
@@ -113,7 +113,28 @@ MUTANTS = [
         "",
         "gathered",
     ),
-    Mutant("sources are not held", PREFETCH, "((ready, tensors))", "((ready, []))", "gathered"),
+    Mutant("sources are not held", PREFETCH, "((ready, sources))", "((ready, []))", "gathered"),
+    Mutant(
+        "sources in objects that move in place are not held",
+        PREFETCH,
+        "return [*tensors, *in_objects]",
+        "return tensors",
+        "moving_objects",
+    ),
+    Mutant(
+        "objects are not pinned",
+        PREFETCH,
+        "pinned = self.pinned.pin_object(value)",
+        "pinned = None",
+        "moving_objects",
+    ),
+    Mutant(
+        "objects are not moved",
+        PREFETCH,
+        "return move_object(value, self.device)",
+        "return value",
+        "moving_objects",
+    ),
     Mutant(
         "the thread ends with copies in flight",
         PREFETCH,
@@ -138,21 +159,21 @@ MUTANTS = [
     Mutant(
         "tensors with gaps are read in place",
         PREFETCH,
-        " or not _is_dense(tensor):",
+        " or not _is_dense(value):",
         ":",
         "pinned_by_the_loader",
     ),
     Mutant(
         "what is pinned is copied once more",
         PREFETCH,
-        "if not tensor.is_pinned() or",
+        "if not value.is_pinned() or",
         "if True or",
         "pinned_by_the_loader",
     ),
     Mutant(
         "pinned copies block the thread",
         PREFETCH,
-        "non_blocking=tensor.is_pinned()",
+        "non_blocking=value.is_pinned()",
         "non_blocking=False",
     ),
     # Bounds

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torchvision import transforms
 
-from fastdata import CachedDataset, CudaPrefetcher, DataLoader, machine
+from fastdata import CachedDataset, CudaPrefetcher, DataLoader, collate, machine
 from fastdata.loaders import device as prefetch_device
 from simcuda import Schedule, Sim
 
@@ -438,6 +438,42 @@ def objects(sim: Sim) -> None:
             del batch, images, labels
             torch.full((3, 5), 255.0, device=torch.device("cuda"))
         check(made, [(images * 3, labels + 1) for images, labels in right])
+
+
+class Moving(Held):
+    """A batch class that goes to a device by itself, in place, as PyG's does."""
+
+    def to(self, device: Any, non_blocking: bool = False) -> Moving:
+        self.images = self.images.to(device, non_blocking=non_blocking)
+        [labels] = self.others["labels"]
+        self.others = {"labels": [labels.to(device, non_blocking=non_blocking)]}
+        return self
+
+    def pin_memory(self) -> Moving:
+        images, labels = self.parts()
+        images = images if images.is_pinned() else images.pin_memory()
+        return Moving(images, labels.pin_memory())
+
+
+@scenario
+def moving_objects(sim: Sim) -> None:
+    """Objects go by their own ``pin_memory`` and ``to``; their images lie in slots that are filled again."""
+    right = expected_of("none")
+    loader = DataLoader(
+        dataset_of("shared", "none"), 4, collate_fn=lambda samples: Moving(*collate(samples))
+    )
+    made = []
+    with prefetcher(sim, loader) as batches:
+        for _ in range(2):
+            for batch in Taking(sim, batches):
+                images, labels = batch.parts()
+                made.append((images.clone(), labels.clone()))
+                if images.device != batches.device:
+                    sim.violation("an object stays on the CPU")
+                del batch, images, labels
+        check(made, right * 2)
+        if batches.report().pageable_bytes:
+            sim.violation("an object was copied from pageable memory")
 
 
 @scenario

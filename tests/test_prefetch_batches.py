@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.masked import MaskedTensor, masked_tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.utils.data import TensorDataset
 
 from fastdata import CudaPrefetcher, FastDataWarning, SampleBatch
 from fastdata.datasets.batch import memory_of
@@ -171,6 +172,93 @@ def test_a_jagged_tensor_consists_of_values_offsets_and_lengths() -> None:
     parts = torch.ones(7, 2), torch.tensor([0, 3, 7]), torch.tensor([2, 4])
     nested = torch.nested.nested_tensor_from_jagged(*parts)
     assert {it.data_ptr() for it in parts} <= {it.data_ptr() for it in memory_of(nested)}
+
+
+class ImageList:
+    """A batch class with a ``to`` that has one parameter, as detectron's boxes have."""
+
+    def __init__(self, tensor: torch.Tensor, moves: int = 0) -> None:
+        self.tensor, self.moves = tensor, moves
+
+    def to(self, device: Any) -> ImageList:
+        return ImageList(self.tensor.to(device), self.moves + 1)
+
+
+class PinnedList(ImageList):
+    """A batch class that also pins, in place."""
+
+    def to(self, device: Any, non_blocking: bool = False) -> PinnedList:
+        return PinnedList(self.tensor.to(device, non_blocking=non_blocking), self.moves + 1)
+
+    def pin_memory(self) -> None:
+        self.tensor = self.tensor.pin_memory()
+
+
+class PinnedDict(dict[str, Any]):
+    """A dict that speaks torch's protocol, so that more may belong to it than its items."""
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        return self["tensor"]
+
+    def __init__(self, tensor: torch.Tensor, moves: int = 0) -> None:
+        super().__init__(tensor=tensor)
+        self.moves = moves
+
+    def to(self, device: Any, non_blocking: bool = False) -> PinnedDict:
+        return PinnedDict(self.tensor.to(device, non_blocking=non_blocking), self.moves + 1)
+
+    def pin_memory(self) -> PinnedDict:
+        return PinnedDict(self.tensor.pin_memory(), self.moves)
+
+
+@pytest.mark.parametrize("kind", [ImageList, PinnedList, PinnedDict])
+@pytest.mark.parametrize("nested", [False, True])
+def test_objects_go_by_their_own_methods(gpu: Sim, kind: Any, nested: bool) -> None:
+    """Also in containers; ``pin_memory`` is called where the class has it; nobody is warned."""
+    made = kind(torch.arange(4))
+    arrived, report = moved({"a": [made]} if nested else made)
+    arrived = arrived["a"][0] if nested else arrived
+    assert (type(arrived), arrived.moves, arrived.tensor.tolist()) == (kind, 1, [0, 1, 2, 3])
+    assert arrived.tensor.block.uses == {gpu.current_stream()}
+    is_pinned = kind is not ImageList
+    assert (report.staged_bytes, report.pageable_bytes) == ((32, 0) if is_pinned else (0, 32))
+
+
+def test_an_object_that_cannot_be_moved_is_said_once(gpu: Sim) -> None:
+    """One warning for all batches and epochs names the class and what to write; the object comes as it is."""
+    kept = SimpleNamespace(tensor=torch.zeros(2))
+    words = r"batches hold a SimpleNamespace, whose tensors stay on the CPU: .* method to\(device\)"
+    batches = CudaPrefetcher([[kept], [kept]], "cuda:0")
+    with pytest.warns(FastDataWarning, match=words) as caught:
+        arrived = [*batches, *batches]
+    assert len(caught) == 1
+    assert all(batch[0] is kept for batch in arrived)
+
+
+def test_what_holds_no_tensor_is_not_moved(gpu: Sim) -> None:
+    """``to`` of other classes may mean anything; modules and datasets are not part of a batch."""
+
+    class Length:
+        def to(self, unit: str) -> Length:
+            raise AssertionError(unit)
+
+    values = [Length(), torch.nn.Linear(1, 1), TensorDataset(torch.zeros(1)), torch.long, len]
+    arrived, _ = moved([torch.zeros(1), *values])
+    assert all(got is given for got, given in zip(arrived[1:], values, strict=True))
+
+
+def test_an_error_of_an_objects_own_to_is_raised_in_its_place(gpu: Sim) -> None:
+    """With its own type, and later batches still come."""
+
+    class Broken(ImageList):
+        def to(self, device: Any) -> ImageList:
+            raise TypeError("no such field")
+
+    epoch = iter(CudaPrefetcher([Broken(torch.zeros(1)), torch.ones(1)], "cuda:0"))
+    with pytest.raises(TypeError, match="no such field"):
+        next(epoch)
+    assert next(epoch).tolist() == [1]
 
 
 def test_odd_tensors_go_by_their_own_to(gpu: Sim, monkeypatch: pytest.MonkeyPatch) -> None:

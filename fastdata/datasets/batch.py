@@ -399,12 +399,41 @@ def count_earlier(seen: Array, index_B: Array) -> Array:
 Build = Callable[[Sequence[Any]], Any]
 
 
-def flatten(batch: Any) -> tuple[list[Any], Build]:
+def is_tensor(value: Any) -> bool:
+    return isinstance(value, (torch.Tensor, PackedSequence))
+
+
+def is_container(value: Any) -> bool:
+    """True if ``flatten`` takes a value apart."""
+    if isinstance(value, (list, tuple, Mapping)):
+        return True
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def moves_itself(value: Any) -> bool:
+    """True if a value goes to a device by a ``to`` method of its own.
+
+    Besides tensors these are objects of classes that have one. A container must also have
+    ``pin_memory``, as torch's own containers have: others are copied item by item.
+    """
+    if isinstance(value, torch.Tensor):
+        return True
+    kind = type(value)
+    if not callable(getattr(kind, "to", None)) or isinstance(value, _NOT_HELD):
+        return False
+    return hasattr(kind, "pin_memory") or not is_container(value)
+
+
+def flatten(batch: Any, is_leaf: Callable[[Any], bool] = is_tensor) -> tuple[list[Any], Build]:
     """Return the tensors in a batch, each once, and what makes the same batch of others.
 
     Tuples, namedtuples, lists, mappings, dataclasses and ``SampleBatch`` keep their type; one that
     holds no tensor is passed on as it is, like every other value. A ``PackedSequence`` counts as a
     tensor. What makes the batch holds none of its tensors, but for a mapping that is no dict.
+
+    Args:
+        batch: any value.
+        is_leaf: returns True for values that are returned and not taken apart.
 
     Example:
         >>> tensors, build = flatten({"image": torch.zeros(2), "name": "a"})
@@ -412,7 +441,7 @@ def flatten(batch: Any) -> tuple[list[Any], Build]:
         (1, {'image': 'another', 'name': 'a'})
     """
     numbered: dict[int, tuple[int, Any]] = {}
-    build = _flatten(batch, numbered)
+    build = _flatten(batch, numbered, is_leaf)
     return [tensor for _, tensor in numbered.values()], build or (lambda _: batch)
 
 
@@ -435,13 +464,15 @@ class ChannelsLast:
         return as_channels_last(self.func(samples))
 
 
-def _flatten(value: Any, numbered: dict[int, tuple[int, Any]]) -> Build | None:
-    """Number the tensors of a value; None where it holds none."""
-    if isinstance(value, (torch.Tensor, PackedSequence)):
+def _flatten(
+    value: Any, numbered: dict[int, tuple[int, Any]], is_leaf: Callable[[Any], bool]
+) -> Build | None:
+    """Number the leaves of a value; return None if it holds none."""
+    if is_leaf(value):
         number = numbered.setdefault(id(value), (len(numbered), value))[0]
         return operator.itemgetter(number)
     parts, make = _taken_apart(value)
-    found = {key: _flatten(part, numbered) for key, part in parts.items()}
+    found = {key: _flatten(part, numbered, is_leaf) for key, part in parts.items()}
     builds = {key: build for key, build in found.items() if build is not None}
     if not builds:
         return None
@@ -462,7 +493,7 @@ def _taken_apart(value: Any) -> tuple[dict[Any, Any], Callable[[dict[Any, Any]],
         # Others that can be changed may refuse None in a copy.
         is_plain = type(value) is dict or not isinstance(value, MutableMapping)
         return dict(value), dict if is_plain else partial(_fill, value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if is_container(value):
         parts = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         return parts, partial(_fill, _fill(value, dict.fromkeys(parts)))
     return {}, dict

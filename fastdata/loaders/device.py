@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import zip_longest
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,13 @@ import torch
 import torch.cuda
 
 from fastdata import machine
-from fastdata.datasets.batch import IndexBatch, flatten, memory_of
+from fastdata.datasets.batch import (
+    IndexBatch,
+    flatten,
+    is_container,
+    memory_of,
+    moves_itself,
+)
 from fastdata.datasets.dataset import ReaderHandle, handle_of
 from fastdata.datasets.reader import BatchRing, Reader
 from fastdata.errors import DeviceError, kind_of
@@ -41,6 +47,7 @@ from fastdata.pixels.program import Program
 from fastdata.report import log, warn_user
 from fastdata.stores.readers import Store
 
+_T = TypeVar("_T")
 Tensor = torch.Tensor
 Ints = npt.NDArray[Any]
 DeviceLike = str | int | torch.device
@@ -113,7 +120,7 @@ class PinnedMemory:
         self._device = device
         self._ring = ""  # what is said of it
         self._refusal = ""
-        self.unsaid = ""  # what the user is to be warned of
+        self.notices = Notices()
         self.ring_slots = 0
         self.ring_bytes = 0
         self.copies_bytes = 0
@@ -144,18 +151,52 @@ class PinnedMemory:
 
     def pin(self, like: torch.Tensor) -> torch.Tensor | None:
         """Return pinned memory for such a tensor, dense; None where the driver refuses."""
+        return self._unless_refused(lambda: torch.empty_like(like, pin_memory=True))
+
+    def pin_object(self, value: Any) -> Any:
+        """Return an object of the user's own class with its tensors pinned, by its ``pin_memory``.
+
+        None if its class has no such method, some tensors are on a device, or the driver refuses.
+        """
+        if not hasattr(type(value), "pin_memory") or device_memory(value):
+            return None
+
+        def pin() -> Any:
+            pinned = value.pin_memory()
+            return value if pinned is None else pinned  # some classes pin in place
+
+        return self._unless_refused(pin)
+
+    def _unless_refused(self, pin: Callable[[], _T]) -> _T | None:
         if self._refusal:
             return None
         try:
-            return torch.empty_like(like, pin_memory=True)
+            return pin()
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             self._refusal = f"not pinned: the driver refuses to ({reason})"
-            self.unsaid = (
+            self.notices.add(
                 f"batches go to {self._device} from pageable memory, which takes longer: "
                 f"{self._refusal}"
             )
             return None
+
+
+class Notices:
+    """Warnings from a prefetcher's thread, given once each in the training loop's thread."""
+
+    def __init__(self) -> None:
+        self._known: set[str] = set()
+        self._waiting: deque[str] = deque()
+
+    def add(self, words: str) -> None:
+        if words not in self._known:
+            self._known.add(words)
+            self._waiting.append(words)
+
+    def give(self) -> None:
+        while self._waiting:
+            warn_user(self._waiting.popleft())
 
 
 def allocated_bytes(size_bytes: int) -> int:
@@ -185,6 +226,30 @@ def begin_thread(device: torch.device) -> None:
 def device_memory(batch: Any) -> list[Any]:
     """Return what must not be freed while a stream reads a batch, each with ``record_stream``."""
     return [it for it in memory_of(batch) if not isinstance(it, Tensor) or it.is_cuda]
+
+
+def host_memory(value: Any) -> list[Tensor]:
+    """Return the tensors of a value, at any depth, that have elements in ordinary memory."""
+    found = [it for it in memory_of(value) if isinstance(it, Tensor)]
+    return [it for it in found if it.device.type == "cpu" and it.numel()]
+
+
+def move_object(value: Any, device: torch.device) -> Any:
+    """Move an object to a device by its own ``to``, without waiting where that can be asked for."""
+    if not host_memory(value) and not hasattr(value, "device"):
+        return value  # ``to`` may mean something else, such as a conversion of units
+    try:
+        moved = value.to(device, non_blocking=True)
+    except TypeError:  # it, or a part of it, has no such parameter
+        moved = value.to(device)
+    return value if moved is None else moved  # some classes move in place
+
+
+def left_behind(batch: Any) -> str:
+    """Return the class of an object in a batch that cannot be moved and has tensors on the CPU."""
+    objects, _ = flatten(batch, is_leaf=lambda value: not is_container(value))
+    names = (kind_of(it) for it in objects if not moves_itself(it) and host_memory(it))
+    return next(names, "")
 
 
 # Where batch ops run

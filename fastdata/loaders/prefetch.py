@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.cuda
 
-from fastdata.datasets.batch import flatten
+from fastdata.datasets.batch import flatten, memory_of, moves_itself
 from fastdata.datasets.reader import BatchRing
 from fastdata.datasets.ring import is_plain
 from fastdata.loaders.device import (
@@ -49,13 +49,15 @@ from fastdata.loaders.device import (
     WhereOps,
     allocated_bytes,
     begin_thread,
-    device_memory,
+    host_memory,
     is_own,
+    left_behind,
+    move_object,
     resolve_device,
 )
 from fastdata.loaders.epochs import HELD_BY_USER, LoopCounts, sample_count, shown_as
 from fastdata.machine import format_bytes
-from fastdata.report import EpochReport, Line, warn_user
+from fastdata.report import EpochReport, Line
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -128,9 +130,11 @@ class CudaPrefetcher:
     little memory to pin, copies are pageable, which is said once.
 
     A batch may be any nesting of tuples, lists, dicts, namedtuples, dataclasses and
-    ``SampleBatch``; values that are no tensors, and tensors that lie on a device already, pass
-    through. Without a GPU, and with ``device="cpu"``, batches stay where they are, and everything
-    else is the same. Attributes that it has not are the loader's: ``dataset``, ``sampler``,
+    ``SampleBatch``. Objects of other classes go by their own ``pin_memory()`` and ``to(device)``;
+    one warning names a class that has tensors but no ``to``. Values that are not tensors, and
+    tensors that are on a device already, pass through.
+    Without a GPU, and with ``device="cpu"``, batches stay where they are, and everything else is
+    the same. Attributes that it has not are the loader's: ``dataset``, ``sampler``,
     ``batch_sampler``, ``batch_size``, ``state_dict`` ...; ``state_dict()`` counts batches as the
     training loop gets them, whatever was read ahead.
 
@@ -145,8 +149,8 @@ class CudaPrefetcher:
             under ``torch.no_grad()``. The loop's autocast and inference mode do not hold in that
             thread: enter them inside.
         dtype: floating-point tensors, and uint8 tensors of four or more dimensions (images), are
-            cast to it on the device, before ``transform``; others, such as int64 labels, keep their
-            dtype.
+            cast to it on the device, before ``transform``; others keep their dtype, such as int64
+            labels and tensors in objects that went by their own ``to``.
         channels_last: give tensors of four dimensions this memory format, on the device, before
             ``transform``; they also have it where the loader has ``memory_format``.
         batch_ops: where the batch ops of fastdata's loaders end, first of all. ``"auto"``: on the
@@ -433,9 +437,8 @@ class Transfer:
             raise StopIteration
         self.seen = outcome.mark if isinstance(outcome, BatchHandle) else self.mark()
         self.hand_over(self.seen)
-        if self.pinned is not None and self.pinned.unsaid:
-            warn_user(self.pinned.unsaid)
-            self.pinned.unsaid = ""
+        if self.pinned is not None:
+            self.pinned.notices.give()
         if isinstance(outcome, BatchHandle):
             self.counts.batches += 1
             self.counts.samples += outcome.samples
@@ -529,9 +532,9 @@ class Transfer:
             return False
         mark = self.mark()
         samples = sample_count(batch)
-        tensors, build = flatten(batch)
+        tensors, build = flatten(batch, moves_itself)
         del batch
-        self._stage(tensors)
+        sources = self._stage(tensors)
         left = self._leave.get()
         if left is None or self._is_stopped:
             return False
@@ -541,38 +544,76 @@ class Transfer:
             if len(self._in_flight) == self.depth:
                 self._let_go()
             ready = _event()
-            self._in_flight.append((ready, tensors))
+            self._in_flight.append((ready, sources))
             try:
                 with shown_as("fastdata: copy"):
                     batch = build([self._copy(tensor) for tensor in tensors])
                 batch = self.finish(batch)
             finally:
-                del tensors  # an exception keeps this frame
+                del tensors, sources  # an exception keeps this frame
                 ready.record(self.stream)
-            memory = device_memory(batch)
+            memory = self._memory(batch)
         except BaseException:
             self._leave.put(left)
             raise
         self._ready.put(BatchHandle(batch, samples, mark, ready, memory))
         return True
 
-    def _stage(self, tensors: list[Any]) -> None:
-        """Put pinned copies in place of what the device cannot read where it lies."""
+    def _memory(self, batch: Any) -> list[Any]:
+        """Return what the loop's stream must be recorded on; note what has stayed on the CPU."""
+        held = memory_of(batch)
+        memory = [it for it in held if not isinstance(it, torch.Tensor) or it.is_cuda]
+        if len(memory) < len(held) and (kind := left_behind(batch)):
+            self.pinned.notices.add(
+                f"batches hold {kind}, whose tensors stay on the CPU: the class has no method "
+                "to(device). Write one that returns the object on that device, and pin_memory() "
+                "for copies that do not wait; or put the tensors into tuples, dicts or "
+                "dataclasses, which are copied item by item."
+            )
+        return memory
+
+    def _stage(self, tensors: list[Any]) -> list[Any]:
+        """Replace what the device cannot read in place by pinned copies.
+
+        Returns:
+            What is read on the host until the copies are done.
+        """
         staged_bytes = 0
-        for k, tensor in enumerate(tensors):
-            if not _is_host_tensor(tensor):
+        in_objects: list[Any] = []  # which their own ``to`` may replace
+        for k, value in enumerate(tensors):
+            if not isinstance(value, torch.Tensor):
+                tensors[k], object_bytes = self._stage_object(value)
+                staged_bytes += object_bytes
+                in_objects += host_memory(tensors[k])
+                continue
+            if not _is_host_tensor(value):
                 continue
             road = "in_place_bytes"
-            if not tensor.is_pinned() or not _is_dense(tensor):
-                pinned = self.pinned.pin(tensor)
+            if not value.is_pinned() or not _is_dense(value):
+                pinned = self.pinned.pin(value)
                 road = "pageable_bytes" if pinned is None else "staged_bytes"
                 if pinned is not None:
-                    tensors[k] = pinned.copy_(tensor)
-                    staged_bytes += allocated_bytes(tensor.nbytes)
-            self.sent_bytes[road] += tensor.nbytes
+                    tensors[k] = pinned.copy_(value)
+                    staged_bytes += allocated_bytes(value.nbytes)
+            self.sent_bytes[road] += value.nbytes
         # Of each batch in flight one, the next, and one that torch has not found to be read yet.
         need_bytes = (self.depth + 2) * staged_bytes
         self.pinned.copies_bytes = max(need_bytes, self.pinned.copies_bytes)
+        return [*tensors, *in_objects]
+
+    def _stage_object(self, value: Any) -> tuple[Any, int]:
+        """Return an object of the user's own class, pinned if it can be, and the bytes for that."""
+        host = host_memory(value)
+        road = "in_place_bytes"
+        staged_bytes = 0
+        if not all(tensor.is_pinned() for tensor in host):
+            pinned = self.pinned.pin_object(value)
+            road = "pageable_bytes" if pinned is None else "staged_bytes"
+            if pinned is not None:
+                value = pinned
+                staged_bytes = sum(allocated_bytes(tensor.nbytes) for tensor in host)
+        self.sent_bytes[road] += sum(tensor.nbytes for tensor in host)
+        return value, staged_bytes
 
     def send(self, tensor: torch.Tensor) -> Any:
         """Bring a tensor to the device, on the current stream."""
@@ -580,11 +621,13 @@ class Transfer:
         self._stage(tensors)
         return self._copy(tensors[0])
 
-    def _copy(self, tensor: Any) -> Any:
-        """Queue the copy of a tensor, one transfer if it is dense; others go in torch's own way."""
-        if _is_host_tensor(tensor):
-            return tensor.to(self.device, non_blocking=tensor.is_pinned())
-        return tensor.to(self.device) if tensor.data.device.type == "cpu" else tensor
+    def _copy(self, value: Any) -> Any:
+        """Queue the copy of a tensor or object, one transfer if it is dense."""
+        if _is_host_tensor(value):
+            return value.to(self.device, non_blocking=value.is_pinned())
+        if not isinstance(value, torch.Tensor):
+            return move_object(value, self.device)
+        return value.to(self.device) if value.device.type == "cpu" else value
 
 
 def _is_host_tensor(value: Any) -> bool:
