@@ -61,6 +61,20 @@ MUTANTS = [
         "pass",
         "transform",
     ),
+    Mutant(
+        "the side stream does not wait for what the loader made on the device",
+        PREFETCH,
+        "self.stream.wait_stream(torch.cuda.default_stream(self.device))",
+        "pass",
+        "made_on_the_device",
+    ),
+    Mutant(
+        "memory that the loader made on the device is not kept for the side stream",
+        PREFETCH,
+        "tensor.record_stream(self.stream)",
+        "pass",
+        "made_on_the_device",
+    ),
     Mutant("no event behind copies", PREFETCH, "                ready.record(self.stream)", ""),
     Mutant(
         "what follows copies runs on another stream",

@@ -477,6 +477,30 @@ def moving_objects(sim: Sim) -> None:
 
 
 @scenario
+def made_on_the_device(sim: Sim) -> None:
+    """A loader makes batches on the device, as its threads do: on the default stream, and keeps none."""
+    right = fresh(8)
+
+    def make(batch: Any) -> Any:
+        with torch.cuda.stream(torch.cuda.default_stream()):
+            images, labels = (part.to(torch.device("cuda", 0)) for part in batch)
+            return rng(sim).choice(([images * 3, labels + 1], Held(images * 3, labels + 1)))
+
+    def apply(batch: Any) -> Any:
+        images, labels = batch.parts() if isinstance(batch, Held) else batch
+        return images * 2, labels + 1
+
+    made = []
+    with prefetcher(sim, Making(right, make), transform=apply, dtype=torch.float64) as batches:
+        for images, labels in Taking(sim, batches):
+            made.append((images.float(), labels.clone()))
+            del images, labels
+            with torch.cuda.stream(torch.cuda.default_stream()):
+                torch.full((3, 5), 255.0, device=torch.device("cuda"))
+        check(made, [(images * 6, labels + 2) for images, labels in right])
+
+
+@scenario
 def own_stream(sim: Sim) -> None:
     """The loop works on a stream of its own, another one in the second epoch."""
     right = fresh()

@@ -49,6 +49,7 @@ from fastdata.loaders.device import (
     WhereOps,
     allocated_bytes,
     begin_thread,
+    device_memory,
     host_memory,
     is_own,
     left_behind,
@@ -132,7 +133,8 @@ class CudaPrefetcher:
     A batch may be any nesting of tuples, lists, dicts, namedtuples, dataclasses and
     ``SampleBatch``. Objects of other classes go by their own ``pin_memory()`` and ``to(device)``;
     one warning names a class that has tensors but no ``to``. Values that are not tensors, and
-    tensors that are on a device already, pass through.
+    tensors that are on a device already, pass through. The GPU work that made these in the loader
+    is waited for; a loader that works on a stream of its own must let the current one wait for it.
     Without a GPU, and with ``device="cpu"``, batches stay where they are, and everything else is
     the same. Attributes that it has not are the loader's: ``dataset``, ``sampler``,
     ``batch_sampler``, ``batch_size``, ``state_dict`` ...; ``state_dict()`` counts batches as the
@@ -532,6 +534,7 @@ class Transfer:
             return False
         mark = self.mark()
         samples = sample_count(batch)
+        self._follow_makers(batch)
         tensors, build = flatten(batch, moves_itself)
         del batch
         sources = self._stage(tensors)
@@ -558,6 +561,22 @@ class Transfer:
             raise
         self._ready.put(BatchHandle(batch, samples, mark, ready, memory))
         return True
+
+    def _follow_makers(self, batch: Any) -> None:
+        """Let the side stream wait for tensors that the loader has made on the device.
+
+        Its threads make them on the default stream, which is current in every new thread. Their
+        memory belongs to that stream, and what is done to them here may read it later.
+        """
+        made = [
+            it
+            for it in device_memory(batch)
+            if isinstance(it, torch.Tensor) and it.device == self.device
+        ]
+        if made:
+            self.stream.wait_stream(torch.cuda.default_stream(self.device))
+            for tensor in made:
+                tensor.record_stream(self.stream)
 
     def _memory(self, batch: Any) -> list[Any]:
         """Return what the loop's stream must be recorded on; note what has stayed on the CPU."""
