@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, default_collate
 from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import Subset, default_collate
 from torchvision import transforms as v1
 from torchvision.transforms import v2
 
-from fastdata import CachedDataset, ChunkedLoader, DataLoader
+from fastdata import CachedDataset, ChunkedLoader, DataLoader, Views
 
 CROP = v1.Compose([v1.RandomCrop((4, 3)), v1.RandomHorizontalFlip()])
 PIXELS = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (23, 3, 9, 8), np.uint8))
@@ -35,6 +35,13 @@ EVERY_ENGINE = pytest.mark.parametrize("engine", ENGINES)
 OURS = [name for name, (loader_class, _) in ENGINES.items() if loader_class is DataLoader]
 
 Epoch = list[Any]
+
+
+class Single(CachedDataset):
+    """With a ``__getitem__`` of its own."""
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index)
 
 
 class Pairs(list[Any]):
@@ -211,19 +218,209 @@ def test_a_set_epoch_reaches_workers_that_persist() -> None:
         assert default_collate([dataset[i] for i in range(5)])[0].tolist() != of_epoch_0[0][0]
 
 
-def test_single_samples_follow_torchs_seed(images: CachedDataset) -> None:
-    """Each visit to dataset[i] draws anew, otherwise for another manual_seed, and takes nothing from the generator."""
+# Where no loader of fastdata's reads
 
-    def visits(seed: int) -> list[Any]:
-        torch.manual_seed(seed)
-        state = torch.get_rng_state()
-        seen = [images[3][0].tolist() for _ in range(8)]
-        assert torch.equal(torch.get_rng_state(), state)
-        return seen
 
-    first, other = visits(1), visits(2)
-    assert len({json.dumps(pixels) for pixels in first}) > 4
-    assert first != other
+READS: dict[str, Callable[[Any], Any]] = {
+    "an item": lambda dataset: dataset[3][0],
+    "a batch": lambda dataset: default_collate(dataset.__getitems__([3, 0, 3]))[0],
+    "an item by an own method": lambda dataset: dataset[3][0],
+    "a batch by an own method": lambda dataset: default_collate(dataset.__getitems__([3, 0, 3]))[0],
+}
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+@pytest.mark.parametrize("read", READS)
+def test_reads_follow_torchs_generator(read: str, seed: int | None) -> None:
+    """Reads differ, the same manual_seed repeats them, fork_rng undoes them; seed= alone decides nothing."""
+    numpy_state = np.random.get_state()[1].copy()  # type: ignore[index]
+    kind = Single if "own" in read else CachedDataset
+    outcome = []
+    with _images(kind, seed=seed) as dataset:
+        for torchs_seed in (1, 1, 2):
+            torch.manual_seed(torchs_seed)
+            outcome.append([READS[read](dataset).tolist() for _ in range(8)])
+        with torch.random.fork_rng(devices=[]):
+            first = READS[read](dataset)
+        assert torch.equal(READS[read](dataset), first)
+    assert outcome[0] == outcome[1] != outcome[2]
+    assert len({json.dumps(pixels) for pixels in outcome[0]}) > 4
+    assert (np.random.get_state()[1] == numpy_state).all()  # type: ignore[index]
+
+
+@pytest.mark.parametrize("read", READS)
+def test_a_read_takes_one_number_if_something_is_random(read: str) -> None:
+    """Each call takes one number from torch's generator, each item of an own method one, and no step none."""
+    kind = Single if "own" in read else CachedDataset
+    count = 3 if read == "a batch by an own method" else 1
+    floats = v2.ToDtype(torch.float32, scale=True)
+    for steps, drawn in (
+        ([v1.CenterCrop(4), floats, v1.Normalize([0.5] * 3, [0.2] * 3)], 0),
+        ([v1.RandomCrop(4), v2.Identity(), floats], count),
+        ([v1.CenterCrop(4), Views(v1.CenterCrop(3), v1.RandomCrop(3))], count),
+    ):
+        with _images(kind, v1.Compose(steps)) as dataset:
+            torch.manual_seed(1)
+            READS[read](dataset)
+            after = torch.get_rng_state()
+        torch.manual_seed(1)
+        for _ in range(drawn):
+            torch.empty((), dtype=torch.int64).random_()
+        assert torch.equal(after, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("loader_class", [TorchLoader, DataLoader])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.filterwarnings("ignore:batches are not served whole")
+def test_images_and_masks_stay_aligned_by_seeds(loader_class: Any, workers: int) -> None:
+    """Seeding alike before each read keeps two datasets aligned, whatever was read of one before."""
+    with _images() as images, _images() as masks:
+        for index in (0, 1, 1):
+            images[index]
+        loader = loader_class(Aligned(images, masks), batch_size=5, num_workers=workers)
+        epochs = [[torch.cat(parts) for parts in zip(*loader, strict=True)] for _ in range(2)]
+    for image, mask in epochs:
+        assert torch.equal(image, mask)
+    assert not torch.equal(epochs[0][0], epochs[1][0])
+
+
+class Aligned(Dataset[Any]):
+    """Seeds alike before it reads an image and its mask, as segmentation scripts do."""
+
+    def __init__(self, *parts: Any) -> None:
+        self.parts = parts
+
+    def __len__(self) -> int:
+        return len(PIXELS)
+
+    def __getitem__(self, index: int) -> Any:
+        seed = int(torch.randint(2**31, ()))
+        read = []
+        for part in self.parts:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                read.append(part[index][0])
+        return read
+
+
+class Fixed(CachedDataset):
+    """Seeds with the index, so that a sample is augmented alike in all epochs."""
+
+    def __getitem__(self, index: int) -> Any:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(index)
+            return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("engine", [name for name in ENGINES if "threads" not in name])
+@pytest.mark.filterwarnings("ignore:batches are not served whole")
+def test_an_own_method_may_seed_by_the_index(engine: str) -> None:
+    """Without seed=, an own __getitem__ that calls manual_seed(index) gives the same crop in all epochs."""
+    with _images(Fixed) as dataset:
+        first, second = _epochs(dataset, engine)
+    assert first == second
+
+
+@pytest.mark.parametrize("engine", OURS)
+@pytest.mark.filterwarnings("ignore:batches are not served whole")
+def test_an_own_method_with_a_seed_follows_it(engine: str) -> None:
+    """With seed=, a call of manual_seed changes nothing; epochs differ, and every engine draws alike."""
+    with _images(Fixed, seed=5) as dataset, _images(seed=5) as plain:
+        epochs = _epochs(dataset, engine)
+        assert epochs == _epochs(plain, "inline")
+    assert epochs[0] != epochs[1]
+
+
+SAME = [(PIXELS[0], 0)] * 20
+
+
+class Beside(CachedDataset):
+    """Adds the same sample of another dataset."""
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index)[0], self.other[index][0]
+
+
+class Both(Dataset[Any]):
+    def __init__(self, *parts: Any) -> None:
+        self.parts = parts
+
+    def __len__(self) -> int:
+        return len(SAME)
+
+    def __getitem__(self, index: int) -> Any:
+        return [part[index][0] for part in self.parts]
+
+
+def _beside(first: CachedDataset, second: CachedDataset) -> CachedDataset:
+    beside = Beside(SAME, transform=first.transform, seed=first._stored.options.seed)
+    beside.other = second
+    return beside
+
+
+TOGETHER: dict[str, Callable[[Any, Any], Any]] = {
+    "joined": lambda first, second: ConcatDataset([first, second]),
+    "subsets": lambda *parts: ConcatDataset([Subset(part, range(20)) for part in parts]),
+    "stacked": StackDataset,
+    "wrapped": Both,
+    "in an own method": _beside,
+}
+
+
+@pytest.mark.parametrize("together", TOGETHER)
+@pytest.mark.parametrize("seed", [None, 5])
+@pytest.mark.parametrize("engine", ["inline", "threads", "torch, processes"])
+@pytest.mark.filterwarnings("ignore:batches are not served whole")
+def test_two_datasets_draw_independently(together: str, engine: str, seed: int | None) -> None:
+    """Sample i of two datasets is cropped at two places, the same ones for the same seeds."""
+    crop = v1.RandomCrop((2, 2))
+    outcome = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        with (
+            CachedDataset(SAME, transform=crop, seed=seed) as first,
+            CachedDataset(SAME, transform=crop, seed=seed) as second,
+        ):
+            loader_class, arguments = ENGINES[engine]
+            loader = loader_class(TOGETHER[together](first, second), batch_size=4, **arguments)
+            epoch = [batch[0] if together in ("joined", "subsets") else batch for batch in loader]
+            if together in ("joined", "subsets"):
+                images = torch.cat(epoch)
+                ones, others = images[:20], images[20:]
+            else:
+                ones, others = (
+                    torch.cat([part[0] if type(part) is list else part for part in parts])
+                    for parts in zip(*epoch, strict=True)
+                )
+        outcome.append((ones.clone(), others.clone()))
+    assert sum(map(torch.equal, ones, others)) < 5  # of 56 places of a crop
+    assert all(map(torch.equal, *outcome))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_set_epoch_of_a_seed_decides_every_read(workers: int) -> None:
+    """With seed= and set_epoch, sample i is the same in items, batches and torch's loader; epochs share no draws."""
+    places = torch.arange(30 * 30, dtype=torch.int32).view(1, 30, 30)
+    image = torch.cat([places % 256, places // 256, places * 0]).to(torch.uint8)
+    epochs = []
+    with CachedDataset([(image, 0)] * 5, transform=v1.RandomCrop(4), seed=5) as dataset:
+        dataset.set_epoch(0)
+        torchs = TorchLoader(dataset, batch_size=2, sampler=[0, 1, 2, 3, 4, 3], num_workers=workers)
+        ours = DataLoader(dataset, batch_size=5, num_workers=workers)
+        for epoch in range(4):
+            dataset.set_epoch(epoch)
+            alone = torch.stack([dataset[index][0] for index in range(5)])
+            for _ in range(2):
+                read = torch.cat([images for images, _ in torchs])
+                assert torch.equal(read[:5], alone)
+                assert torch.equal(read[5], alone[3])
+                assert torch.equal(next(iter(ours))[0], alone)
+            first, again = (image for image, _ in dataset.__getitems__([3, 3]))
+            assert torch.equal(first, alone[3])
+            assert not torch.equal(first, again)
+            epochs.append({json.dumps(each.tolist()) for each in (*alone, again)})
+    assert all(len(epoch) == 6 for epoch in epochs)
+    assert len(set.union(*epochs)) > 22  # of 729 places of a crop
 
 
 @pytest.mark.parametrize("seen", [2, 5], ids=["within", "after"])
@@ -344,13 +541,6 @@ class Halved:
         return image // 2
 
 
-class Single(CachedDataset):
-    """With a ``__getitem__`` of its own."""
-
-    def __getitem__(self, index: int) -> Any:
-        return super().__getitem__(index)
-
-
 SLOWLY: dict[str, Any] = {
     "an unknown step": lambda: _images(transform=v1.Compose([*CROP.transforms, Halved()]), seed=3),
     "batch_ops off": lambda: _images(transform=Halved(), batch_ops=False, seed=3),
@@ -423,7 +613,7 @@ def _pythons(label: int) -> float:
 def test_a_target_transform_that_draws_is_seeded_as_torchs(noise: Any) -> None:
     """Labels, and what the loop draws beside, follow manual_seed as with torch's workers: the same labels."""
     outcome = []
-    with _images(target_transform=noise, seed=3) as dataset:
+    with _images(transform=v1.CenterCrop(3), target_transform=noise, seed=3) as dataset:
         for loader_class in (TorchLoader, DataLoader, DataLoader):
             torch.manual_seed(1)
             loader = loader_class(dataset, batch_size=5, num_workers=2)

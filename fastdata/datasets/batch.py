@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import operator
 from array import array
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
@@ -94,36 +94,46 @@ class IndexBatch(list[int]):
 
 @dataclasses.dataclass
 class OwnItem:
-    """The item that a subclass's own ``__getitem__`` makes: says what its reads are drawn from.
+    """The item that a subclass's own ``__getitem__`` is making for a loader.
 
-    A dataset's first read is on the item's visit if it is of the same index. All others are on
-    visits of their own that follow from it, so that two crops of one image differ, and are the same
-    whoever reads them.
+    With a seed, every read of a fastdata dataset in it has a visit of its own. The first read has
+    that of the item if it is of the same index. The others follow from it and from how many reads
+    came before, of any dataset: two crops of one image differ, and so do those of two datasets.
 
     Attributes:
-        batch: that it is made for.
-        row: of it in the batch.
-        reads: by the id of a dataset, how many came before.
+        position: of the item in the dataset.
+        visit: of the item; see ``IndexBatch``.
+        seed: None where the dataset was made without one. Reads then draw from torch's generator.
+        reads: how many came before.
     """
 
-    batch: IndexBatch
-    row: int
-    reads: Counter[int] = dataclasses.field(default_factory=Counter)
+    position: int
+    visit: int
+    seed: int | None
+    reads: int = 0
 
-    def batch_of(self, position: int, dataset: int, own_seed: int | None) -> IndexBatch:
-        """Of a read by the dataset of this id and, where the user gave it one, this seed."""
-        batch = self.batch
-        visit_1 = batch.visits[self.row : self.row + 1]
-        item_1 = batch.positions[self.row : self.row + 1]
-        read = self.reads[dataset]
-        self.reads[dataset] += 1
-        if read or position != item_1[0]:
-            visit_1 = sample_keys(read, visit_1, item_1).view(np.int64)
-        seed = batch.seed if own_seed is None else own_seed
-        return IndexBatch.of([position], np.array([position]), visit_1, seed)
+    def visits(self, index_B: Array) -> Array:
+        """Count one read for each index, and return their visits: int64 (B,)."""
+        is_first = self.reads == 0
+        read_B = np.arange(self.reads, self.reads + len(index_B))
+        self.reads += len(index_B)
+        visit_B: Array = sample_keys(self.visit, read_B, np.array([self.position])).view(np.int64)
+        if is_first and index_B[:1] == self.position:
+            visit_B[0] = self.visit
+        return visit_B
 
 
 OWN_ITEM: ContextVar[OwnItem | None] = ContextVar("fastdata_item", default=None)
+"""Set around a user's ``__getitem__``, which has no argument to pass it in."""
+
+
+def draw_seed() -> int:
+    """Draw 63 bits from torch's CPU generator; in a loader's threads from the batch's draws.
+
+    This is the one draw from a global generator: torchvision's transforms draw from it too, so that
+    ``manual_seed``, ``fork_rng`` and worker processes have the effect that users know.
+    """
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_())
 
 
 class Sample(tuple[Any, ...]):
@@ -384,9 +394,14 @@ def occurrences(given: Any) -> list[tuple[int, int]]:
 
 def count_earlier(seen: Array, index_B: Array) -> Array:
     """Return how often each index came before, also in this batch; count it in ``seen``."""
-    before_B = seen[index_B].astype(np.int64)
+    before_B: Array = seen[index_B].astype(np.int64)
     # Counts repetitions; a plain 1 takes fifty times as long.
     np.add.at(seen, index_B, seen.dtype.type(1))
+    return count_within(index_B, before_B)
+
+
+def count_within(index_B: Array, before_B: Array) -> Array:
+    """Add to ``before_B`` how often each index came before in this batch, and return it."""
     order = index_B.argsort(kind="stable")
     sorted_B = index_B[order]
     if (sorted_B[1:] == sorted_B[:-1]).any():  # else it takes half the time

@@ -7,7 +7,6 @@ and the datasets that users make, are in public.py.
 
 from __future__ import annotations
 
-import os
 import pickle
 import threading
 import weakref
@@ -31,7 +30,8 @@ from fastdata.datasets.batch import (
     IndexBatch,
     OwnItem,
     as_numbers,
-    count_earlier,
+    count_within,
+    draw_seed,
     occurrences,
     positions,
 )
@@ -49,7 +49,7 @@ from fastdata.pixels import (
     prepare_key,
 )
 from fastdata.pixels.compose import LIBRARIES, known_name, outside_of
-from fastdata.pixels.images import Array, Resize, tensor_class
+from fastdata.pixels.images import Resize, tensor_class
 from fastdata.report import log, warn_user
 from fastdata.sources import FileSource, Source
 from fastdata.stores.prepare import Options, Prepared, prepare_storage, report_storage
@@ -95,7 +95,7 @@ def _nothing_kept(reason: str) -> Prepared:
     return Prepared(storage_plan=StoragePlan(storage="none", reason=reason))
 
 
-_OWN = {"_reader", "_handle", "_handles", "_watch", "_writing", "_seen", "_stored", "_epoch"}
+_OWN = {"_reader", "_handle", "_handles", "_watch", "_writing", "_stored", "_epoch"}
 """What copies in other processes have of their own, or get apart."""
 
 
@@ -116,9 +116,6 @@ class _Opened(Dataset[Any]):
     _handle: ReaderHandle
     """It, for those who read by it; and those that epochs began with before."""
     _handles: weakref.WeakSet[ReaderHandle]
-    _seen: tuple[Any, Array] | None = None
-    """The process and epoch that samples were read in, and how often each was: what draws are made
-    from where no loader of ours says it."""
     _writing: Mapping[str, Any] = {}
     """Engine and size of shards of a cache, where these were given."""
     _was_read = False
@@ -151,12 +148,15 @@ class _Opened(Dataset[Any]):
         return dataset
 
     def set_epoch(self, epoch: int) -> None:
-        """Make random draws those of ``epoch``, until it is set again."""
+        """Choose the epoch that random draws follow, until it is set again.
+
+        It has this effect where a loader of fastdata's reads, and with ``seed=`` in all other
+        reads too. Without ``seed=`` these follow torch's generator.
+        """
         self._handle()
         if self._epoch is None:
             self._epoch = ArrayBlock({"epoch": np.zeros(1, np.int64)}, seal=False)
         self._epoch["epoch"][0] = epoch
-        self._seen = None
 
     def close(self) -> None:
         """Give the memory back, unless other views are open; idempotent.
@@ -304,7 +304,6 @@ class _Opened(Dataset[Any]):
 
     def _serve(self, stored: Stored) -> None:
         self._stored = stored
-        self._seen = None
         self._handles = weakref.WeakSet()
         self._compile()
 
@@ -363,14 +362,10 @@ class PreparedDataset(_Opened):
         Raises:
             IndexError: ``index`` is not in [-N, N).
         """
-        item = OWN_ITEM.get()
-        if item is None:
+        if OWN_ITEM.get() is None:  # else the epoch began with it, and other threads read
             self._refresh()
         reader = self._handle.reader or self._handle()
-        if item is None:
-            return reader.item(self._drawing([index], reader))
-        [position] = positions(as_numbers([index]), reader.length).tolist()
-        return reader.item(item.batch_of(position, id(self), self._stored.options.seed))
+        return reader.item(self._drawing([index], reader))
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """A whole batch: a ``SampleBatch`` if the transform allows, else a list of samples."""
@@ -388,39 +383,36 @@ class PreparedDataset(_Opened):
         return copy_context().run(self._own_items, batch)
 
     def _own_items(self, batch: IndexBatch) -> list[Any]:
+        seed = None if self._stored.options.seed is None else batch.seed
         items = []
         for row, index in enumerate(batch):
-            OWN_ITEM.set(OwnItem(batch, row))
+            item = OwnItem(int(batch.positions[row]), int(batch.visits[row]), seed)
+            OWN_ITEM.set(item)
             items.append(self[index])
         return items
 
     def _drawing(self, indices: Sequence[int], reader: Reader) -> IndexBatch:
-        """The batch of these indices, with what its draws are made from where no loader says it.
+        """Return the batch of these indices with what its random draws follow.
 
-        In worker processes of torch's that is their seed, which differs in every one and epoch,
-        elsewhere the dataset's or torch's; and how often this process has read the sample.
+        A loader of fastdata's gives an ``IndexBatch``, which holds that already. Other reads draw
+        a seed from torch's generator, unless the dataset has a ``seed`` and a ``set_epoch``.
         """
         if not isinstance(indices, (list, np.ndarray, torch.Tensor)):
             indices = list(indices)  # read once: a second pass may give other indices, or none
         index_B = positions(as_numbers(indices), reader.length)
         if isinstance(indices, IndexBatch) and np.array_equal(index_B, indices.positions):
-            return indices  # as it was given, and not changed since
+            return indices  # not changed by a method of a subclass
+        item = OWN_ITEM.get()
+        if item is not None and item.seed is not None:
+            return IndexBatch.of(indices, index_B, item.visits(index_B), item.seed)
+        before_B = count_within(index_B, np.zeros(len(index_B), np.int64))
+        for row, occurrence in occurrences(indices):  # other ranks may have the same sample
+            before_B[row] = occurrence
         epoch = epoch_of(self)
-        visit_B = np.full(len(index_B), epoch or 0, np.int64)
-        if reader.may_draw:
-            here = os.getpid(), epoch
-            seen = self._seen
-            if seen is None or seen[0] != here:
-                self._seen = seen = here, np.zeros(reader.length, np.uint32)
-            visit_B += count_earlier(seen[1], index_B)
-            for row, occurrence in occurrences(indices):  # other ranks may have the same sample
-                visit_B[row] += occurrence << REPEAT_SHIFT
-        worker = get_worker_info()
         seed = self._stored.options.seed
-        if worker is not None and epoch is None:
-            seed = worker.seed
-        elif seed is None:
-            seed = torch.initial_seed()
+        if seed is None or epoch is None:
+            seed = draw_seed() if reader.may_draw else 0
+        visit_B = (before_B << REPEAT_SHIFT) + (epoch or 0)
         return IndexBatch.of(indices, index_B, visit_B, seed)
 
     def reader(self) -> Reader:
@@ -484,7 +476,6 @@ class PreparedDataset(_Opened):
         other = type(self).__new__(type(self))
         vars(other).update(vars(self))
         other._handles = weakref.WeakSet()
-        other._seen = None
         other._epoch = self._epoch and ArrayBlock(self._epoch, seal=False)
         other._was_read = True  # by the first view, maybe
         other.transform = transform

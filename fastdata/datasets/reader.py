@@ -271,7 +271,10 @@ class Reader:
 
     @cached_property
     def may_draw(self) -> bool:
-        return any(column.plan.batch_ops or column.last for column in self.columns)
+        """True if what runs on whole batches may draw random numbers."""
+        plans = [column.plan for column in self.columns]
+        plans += [plan.last for plan in plans if plan.last]
+        return any(plan.may_draw for plan in plans)
 
     @cached_property
     def programs(self) -> list[Program]:

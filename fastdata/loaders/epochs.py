@@ -53,9 +53,12 @@ from fastdata.datasets.ring import BatchReceiver, RingCollate
 from fastdata.errors import IngestError, MemoryBudgetError, StoreGoneError
 from fastdata.loaders.samplers import State
 from fastdata.machine.shared import collate_targets
+from fastdata.pixels.core import sample_keys
 from fastdata.pixels.images import Array
 
 _T = TypeVar("_T")
+_PART_SALT_1 = np.array([0x70617274])
+"""Keeps the seeds of a ``ConcatDataset``'s parts apart from the keys of samples."""
 _END_S = 5.0  # how long a killed worker may take to die
 
 
@@ -103,6 +106,8 @@ class JoinedReader:
             position_B = batch.positions[row_B] - self._starts[number]
             own_seed = self._readers[number].stored.options.seed
             seed = batch.seed if own_seed is None else own_seed
+            if number:  # so that the same index in two datasets draws independently
+                seed = int(sample_keys(seed, number, _PART_SALT_1)[0])
             piece = IndexBatch.of(position_B.tolist(), position_B, batch.visits[row_B], seed)
             yield number, row_B, piece
 

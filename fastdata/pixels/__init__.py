@@ -70,6 +70,7 @@ class TransformPlan:
         mask: what becomes of the mask beside an image, where one transform takes both.
         beforehand: the dataset's own ``prepare=`` and ``resize=``, which run before the ``prepare``
             part.
+        may_draw: True if one of ``batch_ops`` draws random numbers, or is not known not to.
     """
 
     kind: Form
@@ -83,6 +84,7 @@ class TransformPlan:
     made: type = list
     mask: TransformPlan | None = None
     beforehand: tuple[Step, ...] = ()
+    may_draw: bool = False
 
     @property
     def is_batched(self) -> bool:
@@ -221,6 +223,7 @@ def _plan(
         batch_texts=tuple(map(_text, rest[:known])),
         reason=reason if rest[known:] else "",
         last=last,
+        may_draw=_may_draw(rest[:known]),
     )
 
 
@@ -241,8 +244,17 @@ def _read_last(steps: Sequence[Step], skipped: int, at: int, before: State) -> T
         _, state, reason = _read(steps[start:], nothing)
         if not reason and state.kind != "pil":
             texts = tuple(map(_text, steps[start:]))
-            return TransformPlan(kind=state.kind, batch_ops=state.all_ops, batch_texts=texts)
+            return TransformPlan(
+                kind=state.kind,
+                batch_ops=state.all_ops,
+                batch_texts=texts,
+                may_draw=_may_draw(steps[start:]),
+            )
     return None
+
+
+def _may_draw(steps: Iterable[Step]) -> bool:
+    return any(is_random(step) is not False for step in steps)
 
 
 def _joined(
@@ -325,6 +337,7 @@ def plan_pairs(
         kind=kind,
         batch_texts=tuple(map(_text, steps)),
         mask=TransformPlan(batch_ops=mask[1].all_ops, kind=mask[1].kind),
+        may_draw=_may_draw(steps),
     )
 
 

@@ -33,9 +33,10 @@ _REFORMING = names_in("ToImage PILToTensor ToPureTensor timm.MaybePILToTensor")
 _REPEATABLE = names_in(
     "ClampBoundingBoxes ClampKeyPoints ConvertBoundingBoxFormat ConvertImageDtype FiveCrop "
     "LinearTransformation Normalize SanitizeBoundingBoxes SanitizeKeyPoints SetClampingMode "
-    "TenCrop ToDtype ToPILImage ToTensor UniformTemporalSubsample"
+    "TenCrop ToDtype ToPILImage ToTensor UniformTemporalSubsample timm.MaybeToTensor "
+    "timm.ToNumpy"
 )
-"""Torchvision's other steps that do the same to the same sample each time."""
+"""Other steps of torchvision and timm that do the same to the same sample each time."""
 _RANDOM = names_in(
     "AlternatingFlip AugMix AutoAugment ColorJitter CutMix ElasticTransform GaussianNoise "
     "MixUp ScaleJitter"

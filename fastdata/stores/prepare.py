@@ -162,7 +162,9 @@ class DatasetOptions(TypedDict, total=False):
             Default: what this process may take, less a reserve of 10 %.
         seed: of the random draws of batch ops. ``None`` (default) takes the base seed that torch's
             loaders draw in each epoch, so that ``torch.manual_seed`` and ``generator=`` decide;
-            with a number draws depend on it, the epoch and the sample only.
+            with a number draws depend on it, the epoch and the sample only. The epoch is that of
+            fastdata's loader, or of ``set_epoch``; reads without either draw from torch's
+            generator.
         batch_ops: run known random transforms on whole batches, with fastdata's own draws; False
             runs them per sample exactly as written. Default: True.
         on_error: ``"raise"`` (default), or ``"skip"`` to leave out samples that cannot be prepared,
