@@ -17,13 +17,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from PIL import Image
 from torch.utils.data import IterableDataset
 
 from conftest import shown, test_image
 from fastdata import CachedDataset, DataLoader
+from fastdata.errors import RemoteError
 from fastdata.pixels.images import load_image
+from fastdata.sources import remote
 from fastdata.sources.formats import open_dataset
+from fastdata.sources.remote import Place
 
 Item = dict[str, bytes]
 SIZE = (6, 5)
@@ -427,3 +431,58 @@ def test_images_that_are_left_as_bytes_are_opened(tmp_path: Path) -> None:
     items = [{"image": value, "label": i} for i, value in enumerate(values)]
     with CachedDataset(items) as dataset:
         assert all(np.array_equal(dataset[i]["image"], pixels(i)) for i in range(2))
+
+
+class Stream(io.BytesIO):
+    size = None
+
+
+class Unsized(MemoryFileSystem):
+    """As fsspec's HTTP is where a server tells no sizes: files are there, and are read to their end only."""
+
+    def info(self, path: str, **options: Any) -> Any:
+        return {**super().info(path, **options), "size": None}
+
+    def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        return Stream(self.store[path].getvalue())
+
+
+def test_a_tar_of_no_known_size_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its server is named, which tells no sizes; a tar that is not there is not there."""
+    write_tar(tmp_path / "x.tar", {"1.txt": b"one"})
+    Place("memory://bucket").upload("x.tar", tmp_path / "x.tar")
+    monkeypatch.setattr(remote, "_CLIENTS", {})
+    monkeypatch.setattr("fsspec.get_filesystem_class", lambda _: Unsized)
+    with pytest.raises(
+        RemoteError, match=r"bucket/x\.tar can only be read from its start to its e"
+    ):
+        CachedDataset("memory://bucket/x.tar")
+    with pytest.raises(FileNotFoundError, match=r"^memory://bucket/y\.tar is not there$"):
+        CachedDataset("memory://bucket/y.tar")
+    MemoryFileSystem.store.clear()
+
+
+def test_an_error_of_a_server_shows_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a client says as a tar is opened, or read, is shown without the secrets of URLs in it."""
+
+    class Redirected(MemoryFileSystem):
+        place = "open"
+
+        def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+            if self.place == "open":
+                raise OSError("403 for https://mirror/x?X-Signature=SECRET")
+            stream = io.BytesIO()
+            stream.read = lambda *_: 1 / 0  # type: ignore[method-assign]
+            return stream
+
+    Place("memory://bucket").write("x.tar", b"")
+    monkeypatch.setattr(remote, "_CLIENTS", {})
+    monkeypatch.setattr("fsspec.get_filesystem_class", lambda _: Redirected)
+    with pytest.raises(RemoteError, match=r"403 for https://mirror/x\?\*\*\*") as raised:
+        CachedDataset("memory://bucket/x.tar")
+    assert raised.value.__context__ is None
+    Redirected.place = "read"
+    with pytest.raises(ValueError, match=r"x\.tar cannot be read: ZeroDivisionError") as broken:
+        CachedDataset("memory://bucket/x.tar")
+    assert broken.value.__cause__ is None
+    MemoryFileSystem.store.clear()

@@ -539,3 +539,71 @@ def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path, place: str
         folder.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(PermissionError, match=r"remove it, or give another local_cache=.*mirror-"):
         CachedDataset.from_cache(url, local_cache=tmp_path / "local")
+
+
+@pytest.fixture
+def plain_server(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Files behind a server of HTTP, as fsspec has them; what it does not do is in the set."""
+    lacks = {"sizes in listings"}
+    find, info = MemoryFileSystem.find, MemoryFileSystem.info
+    cat_file, ls = MemoryFileSystem.cat_file, MemoryFileSystem.ls
+
+    def sizeless(facts: dict[str, Any]) -> dict[str, Any]:
+        return {**facts, "size": None, "created": None}
+
+    def find_plainly(self: Any, path: str, **options: Any) -> Any:
+        if "listings" in lacks:
+            raise PermissionError("403")
+        return {name: sizeless(each) for name, each in find(self, path, **options).items()}
+
+    def list_plainly(self: Any, path: str, **options: Any) -> Any:
+        if "listings" in lacks:
+            raise PermissionError("403")
+        return ls(self, path, **options)
+
+    def ask_plainly(self: Any, path: str, **options: Any) -> Any:
+        found = info(self, path, **options)
+        return sizeless(found) if "sizes" in lacks else found
+
+    def read_plainly(self: Any, path: str, start: Any = None, end: Any = None, **_: Any) -> bytes:
+        if "ranges" in lacks:
+            start = end = None
+        return cat_file(self, path, start=start, end=end)
+
+    monkeypatch.setattr(MemoryFileSystem, "find", find_plainly)
+    monkeypatch.setattr(MemoryFileSystem, "ls", list_plainly)
+    monkeypatch.setattr(MemoryFileSystem, "info", ask_plainly)
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", read_plainly)
+    return lacks
+
+
+@pytest.mark.parametrize("lacking", [{""}, {"listings"}, {"sizes"}, {"listings", "sizes"}])
+def test_a_cache_needs_neither_listings_nor_sizes(
+    plain_server: set[str], tmp_path: Path, lacking: set[str]
+) -> None:
+    """Of a server that lists files without sizes, or none, or tells no sizes at all, a cache is read."""
+    url = str(find_cache(upload(tmp_path)))
+    plain_server |= lacking
+    with CachedDataset.from_cache(url, local_cache=tmp_path / "local") as dataset:
+        check(dataset)
+    (name,) = [each for each in MemoryFileSystem.store if "part0" in each]
+    short = MemoryFileSystem.store.pop(name)
+    with pytest.raises(CacheError, match=r"part0-\w+\.npy is missing: build the cache again"):
+        CachedDataset.from_cache(url, local_cache=tmp_path / "local")
+    Place(f"memory://{name}").write("", short.getvalue()[:-1])
+    if "sizes" not in lacking:
+        with pytest.raises(CacheError, match=r"part0-\w+\.npy has [\d,]+ bytes where [\d,]+ were"):
+            CachedDataset.from_cache(url, local_cache=tmp_path / "local")
+
+
+def test_a_server_that_gives_no_parts_of_files_is_named(
+    plain_server: set[str], tmp_path: Path
+) -> None:
+    """Where Range is ignored, a cache is refused in words that say so, and is not called damaged."""
+    url = str(find_cache(upload(tmp_path)))
+    plain_server |= {"ranges"}
+    with (
+        CachedDataset.from_cache(url, local_cache=tmp_path / "local") as dataset,
+        pytest.raises(RemoteError, match=r"bytes came where [\d,]+ were asked for: its server giv"),
+    ):
+        dataset[0]

@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fastdata.errors import RemoteError, is_url, local_path, refuse_secrets
+from fastdata.errors import RemoteError, hide_secrets, is_url, local_path, refuse_secrets
 from fastdata.pixels.images import IMAGE_EXTENSIONS, decode_image
-from fastdata.sources.remote import Place, Requests, StorageChoice, facts_of
+from fastdata.sources.remote import MISSING, Place, Requests, StorageChoice, facts_of
 
 _KINDS = {".tar": "tar", ".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow"}
 _SPLIT = re.compile(r"(?:^|[/_.-])(train|val|valid|validation|test)(?=[/_.-])")
@@ -83,7 +83,7 @@ def open_dataset(paths: Any, storage_options: StorageChoice = None, columns: Nam
             there += _find_files(text, storage_options)
     files = [File(*place, *facts) for place, facts in zip(there, facts_of(there), strict=True)]
     for file in files:
-        if file.size_bytes < 0:
+        if (file.size_bytes, file.tag) == MISSING:
             raise FileNotFoundError(f"{file} is not there")
     kinds = sorted({_kind_of(file.name) for file in files})
     if len(kinds) > 1:
@@ -176,13 +176,15 @@ def _list_folder(place: Place) -> list[str]:
 
 @contextmanager
 def _naming(what: str) -> Iterator[None]:
-    """Say which file, or sample of it, is wrong: what decodes raises anything."""
+    """Raise errors as one that names the file, or the sample of it."""
     try:
         yield
     except (ImportError, RemoteError, FileNotFoundError):
         raise
-    except Exception as problem:
-        raise ValueError(f"{what}: {type(problem).__name__}: {problem}") from problem
+    except Exception as problem:  # noqa: BLE001  # what decodes raises anything
+        said = hide_secrets(f"{what}: {type(problem).__name__}: {problem}")
+        # The text and the traceback of a client's error may show credentials.
+        raise ValueError(said) from (None if "://" in what else problem)
 
 
 class _Latest(threading.local):

@@ -46,11 +46,19 @@ _FINAL = (
     PermissionError,
     IsADirectoryError,
     NotADirectoryError,
+    FileNotFoundError,
     ImportError,
+    RemoteError,
     TypeError,
     ValueError,
 )
-"""What comes again however often one asks."""
+"""Errors that come again however often the request is made."""
+_GONE = (404, 410)
+_REFUSED = (401, 403)
+"""Answers of HTTP servers."""
+_OTHER_SERVER = "Copy the file to a local disk, or give it by a server that does."
+MISSING = (-1, -1)
+"""The facts of a file that is not there. One that is there has a tag, if no size."""
 _TAGS = (
     "ETag",
     "etag",
@@ -198,6 +206,11 @@ class Place:
         end = size_bytes + 1 if size_bytes else stop
 
         def check(data: bytes) -> bytes:
+            if stop is not None and len(data) > stop - start:
+                raise RemoteError(
+                    f"{self.at(name)}: {len(data):,} bytes came where {stop - start:,} were asked "
+                    f"for: its server gives no parts of files (it ignores Range). {_OTHER_SERVER}"
+                )
             if wanted_bytes not in (None, len(data)):
                 raise _SizeError(
                     f"{self.at(name)}: {len(data):,} bytes came where {wanted_bytes:,} are needed: "
@@ -208,11 +221,26 @@ class Place:
         return self._submit("cat_file", name, start=start, end=end, then=check)
 
     def open(self, name: str) -> Any:
-        """A stream of a file's bytes that can seek."""
+        """Open a stream of a file's bytes that can seek."""
         if not self.is_remote:
             return open(self.at(name), "rb", opener=open_file)
         client = self._client()
-        return client.open(self._path(client, name), "rb", block_size=_READ_AHEAD_BYTES)
+        url = self.at(name)
+        failure: Exception
+        try:
+            stream = client.open(self._path(client, name), "rb", block_size=_READ_AHEAD_BYTES)
+        except Exception as problem:  # noqa: BLE001  # clients raise anything
+            failure = self._final_error(url, _true_cause(problem))
+        else:
+            if getattr(stream, "size", 0) is not None:
+                return stream
+            stream.close()
+            failure = RemoteError(
+                f"{url} can only be read from its start to its end: its server does not tell how "
+                "large it is (Content-Length), or gives no parts of files (Accept-Ranges: none). "
+                f"{_OTHER_SERVER}"
+            )
+        raise failure  # without the client's error, as below
 
     def find(self, below: str = "", **options: Any) -> Future[dict[str, Facts]]:
         """All files below a folder, by name; none where it is not there.
@@ -302,12 +330,11 @@ class Place:
                 else:
                     answer = asyncio.to_thread(getattr(client, method), *arguments, **options)
                 return then(await asyncio.wait_for(answer, ATTEMPT_S))
-            except FileNotFoundError:
-                failure = FileNotFoundError(f"{url} is not there")
             except Exception as problem:  # noqa: BLE001  # clients raise anything
-                said = self._said(problem)
-                if again or isinstance(problem, _FINAL):
-                    failure = _final_error(problem, f"{url}: {said}{again}")
+                cause = _true_cause(problem)
+                said = self._said(cause)
+                if again or isinstance(cause, _FINAL):
+                    failure = self._final_error(url, cause, again)
             if failure is not None:
                 # Raised here, so that it has neither cause nor context: the text and the traceback
                 # of a client's error may show credentials.
@@ -339,30 +366,45 @@ class Place:
                 said = said.replace(text, "***").replace(quote(text, safe=""), "***")
         return f"{type(problem).__name__}: {said.rstrip('.')}"
 
+    def _final_error(self, url: str, problem: Exception, again: str = "") -> Exception:
+        """Return what is raised instead of a client's error: it says the URL and the cure."""
+        if isinstance(problem, FileNotFoundError):
+            return FileNotFoundError(f"{url} is not there")
+        if isinstance(problem, ImportError | RemoteError | _SizeError):
+            return problem
+        said = self._said(problem)
+        cure = "Look at the network, and run again"
+        is_refused = isinstance(problem, PermissionError) or "redential" in said
+        if is_refused or getattr(problem, "status", None) in _REFUSED:
+            cure = (
+                "Give credentials that are valid and allow it, in the environment or as "
+                "storage_options="
+            )
+        return RemoteError(f"{url}: {said}{again}. {cure}.")
+
 
 class _SizeError(OSError):
     pass
 
 
-def _final_error(problem: Exception, said: str) -> Exception:
-    if isinstance(problem, ImportError | _SizeError):
-        return problem
-    cure = "Look at the network, and run again"
-    if isinstance(problem, PermissionError) or "redential" in said:
-        cure = (
-            "Give credentials that are valid and allow it, in the environment or as "
-            "storage_options="
-        )
-    return RemoteError(f"{said}. {cure}.")
+def _true_cause(problem: Exception) -> Exception:
+    """Return what happened: fsspec's HTTP calls a file missing, whatever its server answers."""
+    cause = problem.__cause__
+    is_from_http = type(cause).__module__.partition(".")[0] == "aiohttp"
+    if isinstance(problem, FileNotFoundError) and is_from_http:
+        assert isinstance(cause, Exception)
+        status = getattr(cause, "status", None)
+        return problem if status in _GONE else cause
+    return problem
 
 
 def facts_of(files: Iterable[tuple[Place, str]]) -> list[Facts]:
-    """Of files by place and name, all asked for at once; sizes of -1 where one is not there."""
+    """Return the facts of files by place and name, all asked for at once; see ``MISSING``."""
     asked = [place._submit("info", name, then=_facts) for place, name in files]
     found = []
     for future in asked:
         is_missing = isinstance(future.exception(), FileNotFoundError | NotADirectoryError)
-        found.append((-1, -1) if is_missing else future.result())
+        found.append(MISSING if is_missing else future.result())
     return found
 
 

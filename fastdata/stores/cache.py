@@ -44,7 +44,7 @@ from fastdata.errors import (
 from fastdata.machine import StoragePlan, format_bytes, user_cache
 from fastdata.machine.shared import ArrayBlock, Packed, SampleTable, target_columns
 from fastdata.pixels.images import Array
-from fastdata.sources.remote import Place, StorageChoice, facts_of
+from fastdata.sources.remote import MISSING, Place, StorageChoice, facts_of
 from fastdata.stores.codecs import codec_of
 from fastdata.stores.mirror import MirroredStore
 from fastdata.stores.prepare import Prepared
@@ -407,17 +407,19 @@ def find_cache(path: AnyPath, storage_options: StorageChoice = None) -> Place:
 
 def cache_places(home: Place) -> list[Place]:
     """The place itself, if it is a cache, or else all caches in it."""
-    places = [home]
+    if facts_of([(home, INDEX)]) != [MISSING]:  # which may be in a folder that cannot be listed
+        return [home]
+    places = []
     with contextlib.suppress(FileNotFoundError):
-        places += map(home.below, home.folders())
-    sizes = facts_of((place, INDEX) for place in places)
-    found = [place for place, (size, _) in zip(places, sizes, strict=True) if size >= 0]
+        places = list(map(home.below, home.folders()))
+    facts = facts_of((place, INDEX) for place in places)
+    found = [place for place, fact in zip(places, facts, strict=True) if fact != MISSING]
     if not found:
         raise FileNotFoundError(
             f"{home} is no cache and holds none: there is no {INDEX} in it or one below it, as "
             f"caches of version {VERSION} have; older ones are to be built again"
         )
-    return [home] if home in found else found
+    return found
 
 
 def open_cache(

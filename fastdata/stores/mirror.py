@@ -23,12 +23,18 @@ import numpy as np
 import torch
 from filelock import FileLock
 
-from fastdata.errors import CacheError, SampleError
+from fastdata.errors import CacheError, RemoteError, SampleError
 from fastdata.machine import format_bytes, parse_bytes
 from fastdata.machine.shared import ArrayBlock
 from fastdata.pixels.core import Bytes
 from fastdata.pixels.images import Array, SampleSpec, addresses_of
-from fastdata.sources.remote import Place, made_by_this_user, private_folder
+from fastdata.sources.remote import (
+    MISSING,
+    Place,
+    facts_of,
+    made_by_this_user,
+    private_folder,
+)
 from fastdata.stores.readers import Decoder, DiskStore, free_bytes, naming_full_disk
 
 FETCH_BYTES = 64 << 20
@@ -106,10 +112,19 @@ class MirroredStore(DiskStore):
             OSError: the folder cannot be written.
             RemoteError: the place cannot be reached.
         """
-        there = place.find().result()
-        for name, size_bytes in sizes.items():
-            if there.get(name, (-1, -1))[0] != size_bytes:
-                raise CacheError(f"{place.at(name)} is missing, or has not {size_bytes:,} bytes")
+        there = {}
+        with contextlib.suppress(RemoteError):  # a server may list no folders, or no sizes
+            there = place.find().result()
+        unsure = [name for name in sizes if there.get(name, MISSING)[0] != sizes[name]]
+        asked = facts_of((place, name) for name in unsure)
+        for name, found in zip(unsure, asked, strict=True):
+            if found == MISSING:
+                raise CacheError(f"{place.at(name)} is missing: build the cache again")
+            if found[0] not in (-1, sizes[name]):
+                raise CacheError(
+                    f"{place.at(name)} has {found[0]:,} bytes where {sizes[name]:,} were written: "
+                    "build the cache again"
+                )
         local_cache.mkdir(parents=True, exist_ok=True)
         private_folder(_locks_in(local_cache))
         digest = hashlib.sha256(f"{_user()} {place.url}".encode()).hexdigest()
