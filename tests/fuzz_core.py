@@ -168,6 +168,7 @@ def _serve(fuzz: Fuzz, table: core.Table, image: np.ndarray) -> str:
     batch = core.Batch(
         table=ctypes.addressof(table),
         out_B=out.ctypes.data,
+        out_bytes=out.nbytes,
         channels=channels,
         height=height,
         width=width,

@@ -151,7 +151,7 @@ class Program:
 
         Raises:
             ValueError: an image is smaller than its crop, or not of the shape that ``out`` has room
-                for.
+                for; or the arrays have different lengths, or a row is not in ``out``.
             Exception: what opened images raise of a damaged one.
         """
         pairs = []
@@ -271,14 +271,17 @@ class Program:
         _serve(pairs, samples, keys, rows_B, decoded())
 
     def _served(self, out: Array, keys: core.Keys, shapes_B3: Int32s) -> core.Batch:
-        """What the core fills ``out`` by."""
-        is_last = not out.flags.c_contiguous
+        """Return the core's record for a batch that is served into ``out``."""
+        flags = out.flags
+        is_last = not flags.c_contiguous
         if is_last and not out.transpose(0, 2, 3, 1).flags.c_contiguous:
             raise ValueError("the memory for a batch must be C-contiguous or channels_last")
+        if not flags.writeable:
+            raise ValueError("the memory for a batch is read-only, but samples are written to it")
         table = self._table
         channels, height, width = (1, *out.shape[1:])[-3:]  # of each batch, so without a call
         batch = core.Batch(
-            ctypes.addressof(table), out.ctypes.data, channels, height, width, is_last
+            ctypes.addressof(table), out.ctypes.data, out.nbytes, channels, height, width, is_last
         )
         batch.kept = [table]
         if self._has_perspectives:

@@ -89,10 +89,11 @@ class Table(ctypes.Structure):
 
 
 class Batch(ctypes.Structure):
-    """What samples are served as: a table, and room for (B, channels, height, width).
+    """How samples are served: a table, and memory for rows of (channels, height, width).
 
-    ``solved_BS8`` is told of what draws perspectives. ``channels_last``: it lies as (B, h, w, C),
-    and has MAX_CHANNELS at most. ``kept`` is what it points to.
+    Nothing is written beyond the ``out_bytes`` of that memory. A table that draws perspectives
+    needs ``solved_BS8``. With ``channels_last`` the memory is (rows, h, w, C), with MAX_CHANNELS
+    at most. ``kept`` holds what the pointers refer to.
     """
 
     _fields_ = _fields_of("Batch")
@@ -218,6 +219,11 @@ def jpeg_headers(
     0: a file is none that the core decodes. With ``channels`` None gray ones have one.
     """
     count = len(files_B)
+    if len(sizes_B) != count:
+        raise ValueError(
+            f"{count} JPEG files came with {len(sizes_B)} sizes, but each needs one. "
+            "Pass arrays of one length."
+        )
     shapes_B3 = np.empty((count, 3), np.int32)
     turns_B = np.empty(count, np.int32)
     load().fastdata_jpeg_headers(
@@ -234,7 +240,16 @@ def jpeg_headers(
 
 
 def decode_jpeg(jpeg: Jpeg, file: Bytes, out_CHW: Bytes) -> bool:
-    """Decode a file; False where it is not of that shape, or its data are not in order."""
+    """Decode a file; False where it is not of that shape, or its data are not in order.
+
+    Raises:
+        ValueError: ``out_CHW`` is not uint8 (C, H, W) that is C-contiguous.
+    """
+    if out_CHW.dtype != np.uint8 or out_CHW.ndim != 3 or not out_CHW.flags.c_contiguous:
+        raise ValueError(
+            f"the memory for a JPEG is {out_CHW.dtype} of shape {out_CHW.shape} and strides "
+            f"{out_CHW.strides}, but it must be C-contiguous uint8 (C, H, W)"
+        )
     given = ctypes.byref(jpeg), file.ctypes.data, file.size
     return bool(load().fastdata_jpeg_decode(*given, *out_CHW.shape, out_CHW.ctypes.data))
 
@@ -252,8 +267,8 @@ class Samples:
     files: tuple[Any, Any, Any] = (None, None, None)
 
     def __init__(self, sources_B: Int64s, shapes_B3: Int32s) -> None:
-        self.sources_B = sources_B
-        self.shapes_B3 = shapes_B3
+        self.sources_B = np.ascontiguousarray(sources_B, np.int64)
+        self.shapes_B3 = np.ascontiguousarray(shapes_B3, np.int32)
 
 
 class Keys(NamedTuple):
@@ -288,7 +303,9 @@ def draw(
 
     Raises:
         CoreError: a step is not for such a sample.
+        ValueError: there is not one key for each shape.
     """
+    _check_lengths(keys, shapes_B3)
     refusal = _Refusal()
     after_B3 = np.array(shapes_B3, np.int32, order="C")
     ops_BS = np.empty((len(after_B3), room), OP)
@@ -344,14 +361,31 @@ def serve(
 ) -> None:
     """Serve samples [first, last) of a batch, each as all that ``every`` asks for.
 
-    What is asked for is filled completely; with ``rows``, int64 (B,), only these rows of what may
-    have more than B.
+    Sample b is written to row b of the memory for a batch, or to ``rows[b]``. Its row is filled
+    completely, and no other memory is written.
 
     Raises:
         CoreError: a sample does not come out in that shape, a step is not for it, or its file is
             not in order.
         MemoryError: there is no memory for an image.
+        ValueError: there is not one key, shape and row for each sample, or no memory for a row.
     """
+    count = _check_lengths(keys, samples.shapes_B3)
+    last = count if last is None else last
+    if rows is not None:
+        rows = np.ascontiguousarray(rows, np.int64)
+    if len(samples.sources_B) != count or (rows is not None and len(rows) != count):
+        given = f"{len(samples.sources_B)} addresses"
+        given += "" if rows is None else f" and {len(rows)} rows to write to"
+        raise ValueError(
+            f"a batch of {count} samples came with {given}, but each sample needs one. "
+            "Pass arrays of one length."
+        )
+    if not 0 <= first <= last <= count:
+        raise ValueError(
+            f"samples {first} to {last} of a batch of {count} were asked for. "
+            f"Ask for a part of 0 to {count}."
+        )
     refusal = _Refusal()
     place = load().fastdata_serve(
         samples.sources_B.ctypes.data,
@@ -365,7 +399,7 @@ def serve(
         ctypes.byref(every[0]) if len(every) == 1 else (Batch * len(every))(*every),
         len(every),
         first,
-        len(samples.sources_B) if last is None else last,
+        last,
         refusal,
     )
     if place < 0:
@@ -374,7 +408,26 @@ def serve(
         raise MemoryError(
             f"there is no memory for the intermediate images of sample {place} of a batch"
         )
+    if refusal[0] == CONSTANTS["REFUSED_ROW"]:
+        row, rows_there = refusal[3:5]
+        raise ValueError(
+            f"sample {place} of a batch of {count} is to be written to row {row}, but the memory "
+            f"for the batch has {rows_there} rows of its shape and dtype. Give memory with "
+            "a row for every sample."
+        )
     raise CoreError(place, *refusal)
+
+
+def _check_lengths(keys: Keys, shapes_B3: Int32s) -> int:
+    """Return how many samples there are: the core reads one key and one shape of each."""
+    count = len(keys.indices)
+    if len(keys.visits) != count or shapes_B3.shape != (count, 3):
+        raise ValueError(
+            f"a batch of {count} indices came with {len(keys.visits)} visits and shapes "
+            f"{shapes_B3.shape}, but every sample needs an index, a visit and a shape "
+            "(channels, height, width). Pass arrays of one length."
+        )
+    return count
 
 
 # Draws, as draw.c has them

@@ -229,6 +229,7 @@ enum {
     REFUSED_BORDER,   /* n[0..3] borders; n[4..5] height, width of the image */
     REFUSED_BLUR,     /* n[0..1] height, width of the image */
     NEEDS_LEVELS,     /* n[0..1] height, width: there are none for them */
+    REFUSED_ROW,      /* n[0] the row that it is to be written to; n[1] how many rows there are */
 };
 
 /* A sample while its steps are drawn. A probe refuses no size and follows every choice; is_known: whether all samples have
@@ -361,11 +362,13 @@ int rewrite(const Op *op, const Image *image, const Values *served);
  * in: of the first of several, as far as that is the same for all. */
 typedef struct Batch {
     const Table *table;
-    uint8_t *out_B;           /* (B, C, h, w), or more rows; (B, h, w, C) in memory if `channels_last` */
+    uint8_t *out_B;           /* (rows, C, h, w); (rows, h, w, C) in memory if `channels_last` */
+    int64_t out_bytes;        /* of that memory: nothing is written beyond it */
     int32_t channels, height, width, channels_last;
     const double *solved_BS8; /* of perspectives, for `solved` ops of each sample; NULL: there are none */
     int32_t solved;
-    const int64_t *rows_B;    /* which of them each sample is written to; NULL: its own number */
+    int64_t rows;             /* how many samples `out_bytes` has room for: found when the batch is served */
+    const int64_t *rows_B;    /* the row that each sample is written to; NULL: its own number */
     const uint8_t *const *sources_B; /* first byte of each sample, uint8 (C, H, W) */
     const int32_t *shapes_B3; /* channels, height, width of each */
     const int64_t *sizes_B;   /* bytes of those that are JPEG files, 0 of pixels; NULL: all are pixels */

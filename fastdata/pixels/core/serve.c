@@ -518,11 +518,16 @@ static void fetch(const Batch *batch, int64_t b) {
     for (int64_t at = 0; at < bytes; at += LINE) __builtin_prefetch(batch->sources_B[b] + at);
 }
 
+static int64_t row_of(const Batch *batch, int64_t b) { return batch->rows_B ? batch->rows_B[b] : b; }
+
+static int64_t row_bytes(const Batch *batch) {
+    return (int64_t)batch->channels * batch->height * batch->width * ITEM_BYTES[batch->table->values.dtype];
+}
+
 /* Where a sample is served. */
 static Image place_of(const Batch *batch, int64_t b) {
     Image out = {.channels = batch->channels, .height = batch->height, .width = batch->width};
-    const int64_t row = batch->rows_B ? batch->rows_B[b] : b, values = (int64_t)out.channels * out.height * out.width;
-    pack(&out, batch->out_B + row * values * ITEM_BYTES[batch->table->values.dtype]);
+    pack(&out, batch->out_B + row_of(batch, b) * row_bytes(batch));
     if (batch->channels_last) out.plane = 1, out.pixel = out.channels, out.row = (int64_t)out.width * out.channels;
     return out;
 }
@@ -585,6 +590,11 @@ static int serve_one(const Batch *batch, int64_t b, int64_t programs, Scratch *s
     const uint64_t key = sample_key(batch->seed, visit, index), turn = turn_of(visit, index);
     for (const Batch *each = batch; each; each = each->next, number++) {
         refusal->program = number;
+        const int64_t row = row_of(each, b);
+        if (row < 0 || row >= each->rows) {
+            refusal->n[0] = row, refusal->n[1] = each->rows;
+            return REFUSED_ROW;
+        }
         if (!draw_sample(each, b, shape, key, turn, drawn + number, refusal)) return (int)refusal->reason;
     }
     Image image = {.channels = shape[0], .height = shape[1], .width = shape[2]};
@@ -619,6 +629,7 @@ EXPORT int64_t fastdata_serve(const uint8_t *const *sources_B, const int32_t *sh
         each->rows_B = rows_B, each->next = k + 1 < programs ? each + 1 : NULL;
         refusal->program = k, refusal->reason = REFUSED_TABLE;
         if (!is_sound(each->table)) return first;
+        each->rows = row_bytes(each) > 0 ? each->out_bytes / row_bytes(each) : 0;
     }
     Scratch *scratch = borrow();
     refusal->reason = NO_MEMORY;
