@@ -432,9 +432,9 @@ class KeptSamples(Layout):
 class DiskFile(Block):
     """A block on disk: ``reserve``, ``write``, ``seal``, ``array``; or ``open``, ``array``.
 
-    Arrays keep the mapping alive by themselves, also when the file is deleted. Pickles as its name:
-    another process opens it again, and refuses another one that has taken its place. A disk that is
-    full is a CacheError.
+    Arrays keep the mapping alive by themselves, also when the file is deleted. Pickles as its name
+    and descriptor: another process opens the same file again, and never another one that has taken
+    its place. A disk that is full is a CacheError.
     """
 
     path: Path
@@ -476,13 +476,20 @@ class DiskFile(Block):
 
     @classmethod
     def attach(cls, path: Path | None, *found: Any) -> Block:
-        try:
-            return super().attach(path, *found)
-        except StoreGoneError:
-            raise StoreGoneError(
-                f"the cache was deleted or changed while it was in use: {path} is gone, or another "
-                "file; make the dataset again"
-            ) from None
+        """Open the file again in another process.
+
+        Where an update of the cache has removed it, or another file has its name, the process that
+        opened it still has it, and the system gives it to others by that descriptor (Linux).
+        """
+        for name in (path, None):
+            with contextlib.suppress(StoreGoneError):
+                file = super().attach(name, *found)
+                file.path = path
+                return file
+        raise StoreGoneError(
+            f"the cache was deleted or changed while it was in use: {path} is gone, or another "
+            "file, and the process that had opened it cannot give it; make the dataset again"
+        )
 
     # Writing
 
