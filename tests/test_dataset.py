@@ -581,15 +581,47 @@ def test_a_transform_that_begins_otherwise_has_samples_prepared_again(
         assert dataset.targets == wanted.targets
 
 
-def test_a_dataset_that_cannot_be_prepared_again_says_so() -> None:
-    """The error is raised where the transform is assigned, and by each read after it."""
+@pytest.mark.parametrize("storage", ["shared", "compressed"])
+def test_an_assignment_that_fails_changes_nothing(storage: Any) -> None:
+    """A dataset that cannot be prepared again serves on as before, and can be once the cause is gone."""
     images = Images(4)
-    with cached(images, transform=v1.Resize((4, 4))) as dataset:
+    old = v1.Compose([v1.Resize((4, 4)), v1.ToTensor()])
+    with cached(images, transform=old, storage=storage) as dataset:
+        before = [dataset[i][0] for i in range(4)]
+        sizes = images.sizes
         del images.sizes
         with pytest.raises(SampleError, match="sizes"):
             dataset.transform = v1.Resize((5, 5))
-        with pytest.raises(StoreGoneError, match="create it again"):
-            dataset[0]
+        assert dataset.transform is old
+        assert all(torch.equal(dataset[i][0], before[i]) for i in range(4))
+        loader = DataLoader(dataset, batch_size=4)
+        assert torch.equal(next(iter(loader))[0], torch.stack(before))
+        images.sizes = sizes
+        dataset.transform = v1.Compose([v1.Resize((5, 5)), v1.ToTensor()])
+        assert dataset[3][0].shape == (3, 5, 5)
+
+
+def test_a_failure_without_room_for_two_stores_leaves_the_dataset_open() -> None:
+    """Where the old samples had to go first, they are prepared again when they are read."""
+    broken: set[int] = set()
+
+    class Breakable(Images):
+        def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+            if index in broken:
+                raise OSError("broken")
+            return super().__getitem__(index)
+
+    old = v1.Compose([v1.Resize((4, 4)), v1.PILToTensor()])
+    with cached(Breakable(4), transform=old, memory_limit=250) as dataset:
+        before = dataset[3][0]
+        broken.add(3)
+        with pytest.raises(SampleError, match="broken"):
+            dataset.transform = v1.Compose([v1.Resize((3, 4)), v1.PILToTensor()])
+        assert dataset.transform is old
+        assert dataset.filled_share() == 0
+        broken.clear()
+        assert torch.equal(dataset[3][0], before)
+        assert dataset.filled_share() == 1
 
 
 def test_two_views_serve_one_store() -> None:
@@ -625,7 +657,7 @@ def test_lists_are_not_assigned(name: str) -> None:
     """What torchvision's datasets let scripts overwrite is refused at once, with the cure."""
     with (
         cached(Images(4)) as dataset,
-        pytest.raises(AttributeError, match=rf"{name} of a Cached.*Subset"),
+        pytest.raises(AttributeError, match=rf"{name} of this Cached.*Subset"),
     ):
         setattr(dataset, name, [])
 
@@ -1188,8 +1220,11 @@ def test_what_did_not_fit_is_kept_once_a_smaller_transform_comes() -> None:
         assert np.array_equal(dataset[4][0].permute(1, 2, 0), noise[4, 8:24, 8:24])
 
 
-def test_a_store_is_let_go_before_samples_are_prepared_again() -> None:
-    """Two stores are never in memory at once, unless an epoch still reads the first."""
+@pytest.mark.parametrize(("memory_limit", "is_kept"), [(None, True), (200, False)])
+def test_a_store_is_let_go_before_samples_are_prepared_again(
+    memory_limit: int | None, is_kept: bool
+) -> None:
+    """Two stores are in memory at once only where there is room for both."""
     stores: list[Any] = []
     left: list[bool] = []
 
@@ -1199,14 +1234,18 @@ def test_a_store_is_let_go_before_samples_are_prepared_again() -> None:
 
     items = [(torch.full((3, 8, 8), i, dtype=torch.uint8), i) for i in range(4)]
     with CachedDataset(
-        items, prepare=note, transform=v1.CenterCrop(4), prepare_workers=1
+        items,
+        prepare=note,
+        transform=v1.CenterCrop(4),
+        prepare_workers=1,
+        memory_limit=memory_limit,
     ) as dataset:
         assert dataset.reader().kept is not None
         stores.append(weakref.ref(dataset.reader().kept.images))
         dataset.transform = v1.CenterCrop(2)
         assert dataset[3][0].shape == (3, 2, 2)
-        assert left
-        assert not any(left)
+        assert left[0]  # where a few samples are looked at
+        assert left[-1] is is_kept
 
 
 def test_a_reader_serves_what_the_dataset_was() -> None:

@@ -853,7 +853,9 @@ def test_before_the_first_read_samples_and_targets_may_be_assigned(
             assert np.array_equal(image, theirs[n][0])
             assert target == 7 - n
         for name in ("samples", "imgs", "targets"):
-            with pytest.raises(AttributeError, match=r"(samples|targets) of an Image.*Subset"):
+            with pytest.raises(
+                AttributeError, match=r"(samples|targets) of this Image.*were read.*Subset"
+            ):
                 setattr(ours, name, [])
     with pytest.raises(StoreGoneError):
         ours.targets = [1, 2, 3, 4]

@@ -51,6 +51,7 @@ def test_datasets_show_what_torchvisions_do_and_little_more() -> None:
     torchvisions = {
         "classes",
         "class_to_idx",
+        "extra_repr",
         "imgs",
         "samples",
         "targets",

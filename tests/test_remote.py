@@ -511,7 +511,7 @@ def test_files_are_listed_once_and_read_together(
     before = len(calls)
     dataset.__getitems__(list(range(len(dataset))))
     assert calls[before:] == ["cat_file"] * len(dataset)
-    source: Any = dataset._origin()
+    source: Any = dataset._fastdata.source()
     source.expect(range(len(dataset)))
     assert len(source.requests) == len(dataset)
     assert pickle.loads(pickle.dumps(source)).requests == {}

@@ -353,7 +353,7 @@ class Both(Dataset[Any]):
 
 
 def _beside(first: CachedDataset, second: CachedDataset) -> CachedDataset:
-    beside = Beside(SAME, transform=first.transform, seed=first._stored.options.seed)
+    beside = Beside(SAME, transform=first.transform, seed=first.reader().stored.options.seed)
     beside.other = second
     return beside
 

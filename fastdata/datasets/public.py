@@ -6,25 +6,23 @@ prepares the samples of another dataset once, and refuses what must not be prepa
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from fastdata.datasets.dataset import PreparedDataset
+from fastdata.datasets.dataset import PreparedDataset, own_reader
+from fastdata.datasets.origin import FileOrigin, ItemOrigin, Origin, facts_of_files
 from fastdata.datasets.reader import Stored
-from fastdata.errors import AnyPath, is_url, kind_of, local_path, refuse_secrets
-from fastdata.machine.shared import ListView, SampleTable
-from fastdata.pixels import PairStep, Step, describe_steps
+from fastdata.datasets.samples import DatasetSamples, not_yet_prepared
+from fastdata.errors import AnyPath, is_url, local_path
+from fastdata.machine.shared import SampleTable
+from fastdata.pixels import PairStep, Step
 from fastdata.pixels.compose import flatten, is_random
-from fastdata.pixels.describe import describe_dataset, unwrapped
-from fastdata.pixels.images import IMAGE_EXTENSIONS, Loader, load_image
+from fastdata.pixels.images import IMAGE_EXTENSIONS, Loader, Resize, load_image
 from fastdata.report import warn_user
 from fastdata.sources import (
     DatasetSource,
-    FileSource,
+    Listed,
     Source,
     chosen_keys,
     find_classes,
@@ -37,186 +35,89 @@ from fastdata.stores.prepare import DatasetOptions, Options, read_options, with_
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
-    from fastdata.stores.build import Described, Listing
 
-
-_UNKNOWN = (-1, -1)
-"""Size and tag of a remote file."""
-
-
-def _facts_of_files(
-    paths: Sequence[str], listed: Mapping[str, tuple[int, int]]
-) -> list[tuple[int, int]]:
-    """Return size and tag of each remote file.
-
-    Raises:
-        ValueError: a URL that no listing of ours has holds a secret.
-    """
-    for index, path in enumerate(paths):
-        if path not in listed:
-            refuse_secrets(path, f"sample {index}")
-    return [listed.get(path, _UNKNOWN) for path in paths]
-
-
-class _Shown(PreparedDataset):
-    """What torchvision's datasets show of their samples: lists, and a text."""
-
-    @property
-    def targets(self) -> ListView[Any]:
-        """Target of every sample, before ``target_transform``.
-
-        Read-only once a sample was read or prepared; before that they may be assigned.
-        """
-        return ListView(self._reader.length, lambda index: self._handle().stored_target(index))
-
-    @targets.setter
-    def targets(self, targets: Sequence[Any]) -> None:
-        self._relist("targets", targets)
-
-    @property
-    def samples(self) -> ListView[tuple[str, Any]]:
-        """(path, target) of every sample, in torchvision's order; only where samples are files.
-
-        Read-only once one was read or prepared; before that they may be assigned.
-        """
-        return self._files("samples").pairs
-
-    @samples.setter
-    def samples(self, samples: Sequence[tuple[str, Any]]) -> None:
-        self._relist("samples", samples)
-
-    imgs = samples
-
-    def _relist(self, name: str, _: Sequence[Any]) -> None:
-        raise AttributeError(
-            f"{name} of {kind_of(self)} cannot be assigned: samples are kept by their number. Take "
-            "some of them by torch.utils.data.Subset(dataset, indices), other labels by "
-            "target_transform= or by ImageManifest([(path, label), ...])."
-        )
-
-    @cached_property
-    def classes(self) -> list[str]:
-        """Class names, sorted; only where samples are files. Empty if labels are plain numbers.
-
-        They may be assigned, such as names to show; the samples stay as they are.
-        """
-        return list(self._files("classes").class_to_idx or ())
-
-    @cached_property
-    def class_to_idx(self) -> dict[str, int]:
-        """Number of each class; only where samples are files. It may be assigned, too."""
-        return self._files("class_to_idx").class_to_idx or {}
-
-    def _files(self, asked_for: str) -> SampleTable:
-        self._handle()
-        table = self._stored.table
-        # So that hasattr says what it would of torchvision's own.
-        if table is None or not table.has_paths:
-            raise AttributeError(
-                f"{type(self).__name__} has no {asked_for}: it does not list files"
-            )
-        return table
-
-    def __repr__(self) -> str:
-        stored = self._stored
-        kept = self.storage_plan.reason.replace("; ", "\n")
-        if stored.kept is not None and self.filled_share() < 1:
-            kept += f"\n{self.filled_share():.0%} prepared so far, the rest on first read"
-        shown = {
-            "Storage": kept if self._handle.reader is not None else "closed",
-            "Transform": self._transform,
-            "Target transform": self.target_transform,
-            "Transforms": self._pair_transform,
-        }
-        lines = [f"Dataset {type(self).__name__}", f"Number of datapoints: {len(self)}"]
-        lines += self._extra_repr()
-        for title, value in shown.items():
-            if value is not None:
-                indent = " " * len(f"    {title}: ")
-                lines.append(f"{title}: {value}".replace("\n", f"\n{indent}"))
-        return "\n    ".join(lines)
-
-    def _extra_repr(self) -> list[str]:
-        return []
-
-
-class _ImageFiles(_Shown):
-    """What datasets of image files have in common."""
+class _ImageFiles(PreparedDataset):
+    """The base of datasets of image files."""
 
     root: AnyPath
-    _place: Place | None = None
-    """That remote files lie below."""
-
-    def _build_files(
-        self,
-        paths: list[str],
-        targets: Sequence[Any],
-        class_to_idx: dict[str, int] | None,
-        loader: Loader | None,
-        options: Options,
-        transform: Step | None,
-        target_transform: Step | None,
-    ) -> None:
-        self._loader = loader or load_image
-        facts = None
-        if self._place is not None:
-            facts = _facts_of_files(paths, self._place.listed)
-            self._place.listed = {}
-        table = SampleTable(targets, paths=paths, class_to_idx=class_to_idx, facts=facts)
-        self._build(self._files_of(table), options, transform, target_transform, files=table)
-
-    def _describe(self, source: Source) -> Described:
-        from fastdata.stores.build import list_paths
-
-        root = os.fspath(self.root)
-        table = self._stored.table
-        assert isinstance(source, FileSource)
-        assert table is not None
-        opened = describe_steps([self._loader], self._stored.options.cache_key)
-        opened = f"{opened}, {self._list_name}" if self._list_name else opened
-        return opened, list_paths(table.all_paths(), root, source.listing()), root
-
-    def _files_of(self, table: SampleTable) -> FileSource:
-        return FileSource(table.paths, table.targets, self._loader, self._place, table.facts)
-
-    def _origin(self) -> Source:
-        """The files, which copies in other processes know too."""
-        table = self._stored.table
-        return self._stored.samples if table is None else self._files_of(table)
-
-    def _relist(self, name: str, listed: Sequence[Any]) -> None:
-        self._handle()
-        if self._was_read or self.filled_share() > 0:
-            super()._relist(name, listed)
-        before = self._files(name)
-        paths = before.all_paths()
-        targets = listed
-        if name == "samples":
-            paths = [path for path, _ in listed]
-            targets = [target for _, target in listed]
-        elif len(listed) != len(paths):
-            raise ValueError(
-                f"{len(listed)} targets for {len(paths)} samples. For fewer samples assign "
-                "samples, which bring their targets."
-            )
-        facts = None
-        if before.facts is not None:
-            known = dict(zip(before.all_paths(), before.facts.tolist(), strict=True))
-            facts = _facts_of_files(paths, known)
-        table = SampleTable(targets, paths=paths, class_to_idx=before.class_to_idx, facts=facts)
-        self._let_go(replace(self._stored, source=self._files_of(table), files=table))
-        if self._stored.after is None:
-            self._serve(self._stored)
-        else:
-            self._prepare_again()
 
     @property
     def loader(self) -> Loader:
-        """What opens a file."""
-        return self._loader
+        """Opens a file, by its path. It may be assigned before a sample is read or prepared."""
+        origin = self._fastdata.origin
+        assert isinstance(origin, FileOrigin)
+        return origin.loader
 
-    def _extra_repr(self) -> list[str]:
-        return [f"Root location: {self.root}"]
+    @loader.setter
+    def loader(self, loader: Loader) -> None:
+        if "_fastdata" in vars(self):  # else ``__init__`` replaces it, as torchvision's does
+            self._fastdata.assign_loader(loader)
+
+    def extra_repr(self) -> str:
+        return f"Root location: {self.root}"
+
+
+def _file_samples(
+    dataset: PreparedDataset,
+    origin: FileOrigin,
+    listed: Listed,
+    options: Options,
+    transform: Step | None,
+    target_transform: Step | None,
+) -> DatasetSamples:
+    """Prepare the samples of a dataset of image files."""
+    facts = None
+    if origin.place is not None:
+        facts = facts_of_files(listed.paths, origin.place.listed)
+        origin.place.listed = {}
+    table = SampleTable(
+        listed.targets, paths=listed.paths, class_to_idx=listed.class_to_idx, facts=facts
+    )
+    return _samples(
+        dataset, origin, origin.files(table), options, transform, target_transform, files=table
+    )
+
+
+def _samples(
+    dataset: PreparedDataset,
+    origin: Origin,
+    source: Source,
+    options: Options,
+    transform: Step | None,
+    target_transform: Step | None,
+    *,
+    pair_transform: PairStep | None = None,
+    prepare: Step | None = None,
+    files: SampleTable | None = None,
+) -> DatasetSamples:
+    """Choose where the samples of a dataset are stored, and store them.
+
+    ``files`` has their paths and targets, where these are known beforehand.
+    """
+    steps = () if prepare is None else (prepare,)
+    if options.resize is not None:
+        steps = (*steps, Resize(options.resize))
+    return DatasetSamples(
+        class_name=type(dataset).__name__,
+        own_method=own_reader(dataset),
+        origin=origin,
+        stored=Stored(
+            source=source,
+            files=files,
+            options=options,
+            first_steps=steps,
+            prepared=not_yet_prepared(),
+            is_remote=source.is_remote,
+        ),
+        transform=transform,
+        target_transform=target_transform,
+        pair_transform=pair_transform,
+    )
+
+
+def _chosen_options(dataset: PreparedDataset, made: type, given: Mapping[str, Any]) -> Options:
+    """Return the options given to a constructor, with those of ``build_cache``."""
+    return read_options(made, given, vars(dataset).pop("_fastdata_writing", {}))
 
 
 @with_options
@@ -272,23 +173,24 @@ class ImageFolder(_ImageFiles):
         allow_empty: bool = False,
         **options: Unpack[DatasetOptions],
     ) -> None:
-        chosen = read_options(ImageFolder, options, self._writing)
-        self.root = local_path(root) if isinstance(root, str) else root
+        chosen = _chosen_options(self, ImageFolder, options)
+        folder: AnyPath = local_path(root) if isinstance(root, str) else root
+        place = None
         if is_url(root):
-            self._place = Place(root, chosen.storage_options)
-            self.root = self._place.url
+            place = Place(root, chosen.storage_options)
+            folder = place.url
+        self.root = folder
         is_usual = (
             is_valid_file is None
             and self.extensions is IMAGE_EXTENSIONS
             and self.make_dataset is ImageFolder.make_dataset
             and type(self).find_classes is ImageFolder.find_classes
         )
-        self._list_name = "" if is_usual else None
-        classes, class_to_idx = self.find_classes(self._place or self.root)
+        classes, class_to_idx = self.find_classes(place or folder)
         if classes != list(class_to_idx or ()):
             self.classes = classes
         samples = self.make_dataset(
-            self._place or self.root,
+            place or folder,
             class_to_idx=class_to_idx,
             extensions=self.extensions if is_valid_file is None else None,
             is_valid_file=is_valid_file,
@@ -296,7 +198,14 @@ class ImageFolder(_ImageFiles):
         )
         paths = [path for path, _ in samples]
         targets = [target for _, target in samples]
-        self._build_files(paths, targets, class_to_idx, loader, chosen, transform, target_transform)
+        origin = FileOrigin(
+            loader=loader or load_image,
+            root=folder,
+            place=place,
+            list_name="" if is_usual else None,
+        )
+        listed = Listed(paths, targets, class_to_idx)
+        self._fastdata = _file_samples(self, origin, listed, chosen, transform, target_transform)
 
     @staticmethod
     def make_dataset(
@@ -387,38 +296,34 @@ class ImageManifest(_ImageFiles):
         loader: Loader | None = None,
         **options: Unpack[DatasetOptions],
     ) -> None:
-        chosen = read_options(ImageManifest, options, self._writing)
+        chosen = _chosen_options(self, ImageManifest, options)
         is_path = isinstance(manifest, str | os.PathLike)
         beside = os.path.dirname(os.fsdecode(manifest)) if is_path else ""
         listed = read_manifest(manifest, root, file, label, id, chosen.storage_options)
-        # Of one is enough: most lie side by side.
+        # The first is enough: most files are in one place.
         url = next((path for path in listed.paths if "://" in path), "")
+        place = None
         if is_url(url):
             folder = next(filter(is_url, (root or "", beside)), os.path.dirname(url))
-            self._place = Place(folder, chosen.storage_options)
-            self.root = self._place.url
+            place = Place(folder, chosen.storage_options)
+            self.root = place.url
         else:
             self.root = Place(beside).url if root is None else os.fspath(root)
-        self._list_name = None
+        list_name = None
         if is_path:
             is_beside = Place(beside).url == Place(self.root).url
-            self._list_name = os.path.basename(manifest) if is_beside else Place(manifest).url
-        self._build_files(
-            listed.paths,
-            listed.targets,
-            listed.class_to_idx,
-            loader,
-            chosen,
-            transform,
-            target_transform,
+            list_name = os.path.basename(manifest) if is_beside else Place(manifest).url
+        origin = FileOrigin(
+            loader=loader or load_image, root=self.root, place=place, list_name=list_name
         )
+        self._fastdata = _file_samples(self, origin, listed, chosen, transform, target_transform)
 
 
 # Any map-style dataset
 
 
 @with_options
-class CachedDataset(_Shown):
+class CachedDataset(PreparedDataset):
     """Any map-style dataset of (sample, target) or of dicts, prepared once and kept.
 
     Args:
@@ -481,9 +386,9 @@ class CachedDataset(_Shown):
         columns: Mapping[str, str | Sequence[str]] | None = None,
         **options: Unpack[DatasetOptions],
     ) -> None:
-        chosen = read_options(CachedDataset, options, self._writing)
+        chosen = _chosen_options(self, CachedDataset, options)
         chosen_columns = None if columns is None else chosen_keys(columns)
-        self._pair_transform = _checked(transforms, transform, target_transform)
+        pair_transform = _checked(transforms, transform, target_transform)
         each = dataset if isinstance(dataset, list) and dataset else [dataset]
         if all(isinstance(path, (str, os.PathLike)) for path in each):
             # 20 ms, which only files of others take.
@@ -495,23 +400,16 @@ class CachedDataset(_Shown):
         source = DatasetSource(dataset, chosen_columns)
         if chosen.storage != "none":
             _refuse_frozen_draws(dataset)
-        self._build(source, chosen, transform, target_transform, prepare=prepare)
-
-    def _describe(self, source: Source) -> Described:
-        cache_key = self._stored.options.cache_key
-        assert isinstance(source, DatasetSource)
-        listing, root = _list_files(source)
-        *_, inner = unwrapped(source.dataset)
-        if cache_key is None and listing is None and not hasattr(inner, "_fastdata_identity"):
-            raise ValueError(
-                f"cache_dir= must know in the next run whether the samples of "
-                f"{type(inner).__name__} are still the same, but it does not list their files in "
-                "an attribute samples. Give cache_key='a name' and change it whenever the data "
-                "change."
-            )
-        described = describe_dataset(source.dataset, cache_key)
-        opened = described if source.columns is None else f"{described} {source.columns}"
-        return opened, listing, root
+        self._fastdata = _samples(
+            self,
+            ItemOrigin(),
+            source,
+            chosen,
+            transform,
+            target_transform,
+            pair_transform=pair_transform,
+            prepare=prepare,
+        )
 
     @classmethod
     def from_cache(
@@ -567,37 +465,25 @@ class CachedDataset(_Shown):
         from fastdata.stores.cache import find_cache, open_cache
 
         dataset = cls.__new__(cls)
-        dataset._pair_transform = _checked(transforms, transform, target_transform)
-        dataset._transform = transform
-        dataset.target_transform = target_transform
+        pair_transform = _checked(transforms, transform, target_transform)
         home = find_cache(path, storage_options)
         prepared, manifest = open_cache(home, as_tensors=as_tensors, local_cache=local_cache)
         dataset.root = manifest.root
-        dataset._serve(
-            Stored(
+        dataset._fastdata = DatasetSamples(
+            class_name=cls.__name__,
+            own_method=own_reader(dataset),
+            origin=ItemOrigin(),
+            stored=Stored(
                 options=Options(seed=seed, batch_ops=batch_ops),
                 prepared=prepared,
                 after=(0, "", ""),
                 is_upright="PIL.ImageOps.exif_transpose" in manifest.key["prepare"],
-            )
+            ),
+            transform=transform,
+            target_transform=target_transform,
+            pair_transform=pair_transform,
         )
         return dataset
-
-
-def _list_files(source: Source) -> tuple[Listing | None, str]:
-    """The files of samples, and their folder; none where samples are no files."""
-    from fastdata.stores.build import list_paths
-
-    paths = list(filter(None, map(source.path, range(len(source)))))
-    if not paths or len(paths) < len(source):
-        return None, ""
-    root = ""
-    # Not of relative paths and others, or on several drives.
-    with contextlib.suppress(ValueError):
-        root = os.path.commonpath({os.path.dirname(path) for path in paths})
-    listing = list_paths(paths, root)
-    # Of names of another kind, such as keys of an LMDB, no size is known.
-    return (None, "") if (listing.facts[0] < 0).all() else (listing, root)
 
 
 def _checked(transforms: Any, transform: Any, target_transform: Any) -> Any:

@@ -33,8 +33,9 @@ from fastdata.datasets.batch import (
     memory_of,
     moves_itself,
 )
-from fastdata.datasets.dataset import ReaderHandle, handle_of
+from fastdata.datasets.dataset import handle_of, storage_of
 from fastdata.datasets.reader import BatchRing, Reader
+from fastdata.datasets.samples import ReaderHandle
 from fastdata.errors import DeviceError, kind_of
 from fastdata.loaders import DataLoader
 from fastdata.loaders.epochs import JoinedReader, LoaderView
@@ -292,7 +293,7 @@ class DeviceOps:
         reader = self._served.reader()  # which notices what was changed in place
         if reader is None:
             return None, None, None
-        has_store = any(part.storage == "device" for part in self._served.parts)
+        has_store = "device" in map(storage_of, self._served.parts)
         obstacle = self._obstacle(reader)
         if obstacle is not None or isinstance(reader, JoinedReader):
             self.described = f"on the CPU: {obstacle}"

@@ -42,14 +42,15 @@ from fastdata.datasets.batch import (
 )
 from fastdata.datasets.dataset import (
     PreparedDataset,
-    ReaderHandle,
     epoch_of,
     handle_of,
     index_count,
     latest_reader,
+    samples_of,
 )
 from fastdata.datasets.reader import BatchRing, Reader, Take, fresh, room
 from fastdata.datasets.ring import BatchReceiver, RingCollate
+from fastdata.datasets.samples import ReaderHandle
 from fastdata.errors import IngestError, MemoryBudgetError, StoreGoneError
 from fastdata.loaders.samplers import State
 from fastdata.machine.shared import collate_targets
@@ -181,7 +182,7 @@ class LoaderView:
 
     def reader(self) -> AnyReader | None:
         """What a coming epoch is served by, after what was changed in place."""
-        return self._one([part.reader() for part in self.parts])
+        return self._one([samples_of(part).fresh_reader() for part in self.parts])
 
     def latest(self) -> AnyReader | None:
         """What was served last; not to be held, with the memory that it holds."""

@@ -14,12 +14,22 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from numbers import Integral
-from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    Literal,
+    NamedTuple,
+    TypeAlias,
+    TypedDict,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import numpy as np
 
@@ -324,11 +334,26 @@ class Prepared:
     skipped: Sequence[SampleError] = ()
 
 
-def prepare_storage(path: ReadPath, options: Options, table: SampleTable | None) -> Prepared:
-    """Decide where samples are kept; keep them there unless the decision is ``"none"``.
+class OldSamples(NamedTuple):
+    """Samples that stay in memory until new ones are prepared; ``drop`` gives the memory back."""
 
-    ``table`` has paths and targets where they are known beforehand; else targets come from the
-    source.
+    size_bytes: int
+    drop: Callable[[], None]
+
+
+def prepare_storage(
+    path: ReadPath,
+    options: Options,
+    table: SampleTable | None,
+    old: OldSamples | None = None,
+) -> Prepared:
+    """Decide where samples are stored; store them there unless the decision is ``"none"``.
+
+    Args:
+        path: reads and prepares a sample.
+        options: of the dataset.
+        table: paths and targets where they are known beforehand; else targets come from the source.
+        old: what these samples replace. It is dropped first if both do not fit, raw.
     """
     if options.storage == "none" or not len(path.source):
         if options.on_error == "skip":
@@ -352,10 +377,10 @@ def prepare_storage(path: ReadPath, options: Options, table: SampleTable | None)
         )
         return replace(prepared, storage_plan=plan._replace(reason=reason))
     if met is None:
-        return _prepare(expected, options, table)
+        return _prepare(expected, options, table, old)
     with contextlib.ExitStack() as cleanup:
         cleanup.callback(met.close)
-        prepared = _prepare(expected, replace(options, cores=cores_of_job()), table)
+        prepared = _prepare(expected, replace(options, cores=cores_of_job()), table, old)
         if prepared.kept is not None:
             met.tell(prepared, known)
             cleanup.pop_all()
@@ -363,9 +388,17 @@ def prepare_storage(path: ReadPath, options: Options, table: SampleTable | None)
     return prepared
 
 
-def _prepare(expected: Forecast, options: Options, table: SampleTable | None) -> Prepared:
+def _prepare(
+    expected: Forecast,
+    options: Options,
+    table: SampleTable | None,
+    old: OldSamples | None,
+) -> Prepared:
     budget = _budget(options, is_shared=bool(options.cores))
     need_bytes = expected.raw.need_bytes
+    if old is not None and need_bytes + old.size_bytes > budget.bytes:
+        old.drop()
+        budget = _budget(options, is_shared=bool(options.cores))
     trials = None
     refused = ""
     while True:

@@ -25,7 +25,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.utils.data import RandomSampler
 
-from fastdata.datasets.dataset import PreparedDataset
+from fastdata.datasets.dataset import PreparedDataset, storage_of
 from fastdata.errors import AnyPath, refuse_remote
 from fastdata.loaders.epochs import sample_count
 from fastdata.machine import available_bytes, cpu_model, usable_cores
@@ -86,7 +86,7 @@ def shuffled(dataset: Sized, seed: int = 0) -> RandomSampler:
 
 
 def is_kept(dataset: Any) -> bool:
-    return isinstance(dataset, PreparedDataset) and dataset.storage != "none"
+    return isinstance(dataset, PreparedDataset) and storage_of(dataset) != "none"
 
 
 # A process of its own

@@ -21,6 +21,7 @@ import torch
 from torch.utils.data import Subset
 
 from fastdata.datasets.batch import collate, flatten
+from fastdata.datasets.dataset import latest_reader
 from fastdata.datasets.public import ImageFolder
 from fastdata.errors import MemoryBudgetError, counted
 from fastdata.loaders import DataLoader
@@ -225,7 +226,7 @@ def _usual_space(dataset: Any) -> dict[str, Sequence[Any]]:
 
 def _prepared(dataset: Any) -> Any:
     """The dataset; where it is still being prepared some of its samples, prepared now."""
-    if not is_kept(dataset) or dataset.filled_share() >= _MOSTLY_PREPARED:
+    if not is_kept(dataset) or latest_reader(dataset).stored.filled_share() >= _MOSTLY_PREPARED:
         return dataset
     chosen = islice(shuffled(dataset), min(len(dataset), _SAMPLES_PREPARED))
     some = Subset(dataset, sorted(chosen))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from torchvision import transforms as v1  # noqa: E402  # only importable now
 from fastdata import CachedDataset  # noqa: E402
 from fastdata.datasets.batch import IndexBatch  # noqa: E402
 from fastdata.datasets.reader import Take, fresh  # noqa: E402
+from fastdata.datasets.samples import DatasetSamples  # noqa: E402
 from fastdata.machine.shared import Block  # noqa: E402
 
 COUNT = 23
@@ -45,30 +46,54 @@ class CountingImages(CachedDataset):
             [v1.RandomCrop((4, 3)), v1.RandomHorizontalFlip(), v1.ConvertImageDtype(torch.float32)]
         )
         super().__init__([(pixels[i], i) for i in range(COUNT)], transform=transform, seed=0)
+        self._fastdata = CountingSamples.of(self._fastdata, self._calls)
 
     @property
     def reads(self) -> np.ndarray:
         """int64 (2,), in memory that all processes share: samples read one by one, lists of samples read whole."""
         return self._calls.array("int64", (2,))
 
-    def _count(self, kind: int) -> None:
-        with self._calls.hold(kind):  # two workers that add at the same time would count once
-            self.reads[kind] += 1
-
     def close(self) -> None:
-        self._reader = getattr(self._reader, "_reader", self._reader)
         super().close()
         self._calls.close()
 
+
+class CountingSamples(DatasetSamples):
+    """Samples whose readers count."""
+
+    _calls: Block
+
+    @classmethod
+    def of(cls, samples: DatasetSamples, calls: Block) -> CountingSamples:
+        counting = cls.__new__(cls)
+        vars(counting).update(vars(samples), _calls=calls)
+        counting._read_by(samples.reader)
+        return counting
+
+    def close(self) -> None:
+        self.reader = getattr(self.reader, "_reader", self.reader)
+        super().close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_calls": self._calls}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._calls = state["_calls"]
+        super().__setstate__(state)
+
     def _read_by(self, reader: Any) -> None:
-        super()._read_by(CountingReader(reader, self._count))  # type: ignore[arg-type]
+        super()._read_by(CountingReader(reader, self._calls))  # type: ignore[arg-type]
 
 
 class CountingReader:
     """A reader that counts what it is asked for."""
 
-    def __init__(self, reader: Any, count: Callable[[int], None]) -> None:
-        self._reader, self._count = reader, count
+    def __init__(self, reader: Any, calls: Block) -> None:
+        self._reader, self._calls = reader, calls
+
+    def _count(self, kind: int) -> None:
+        with self._calls.hold(kind):  # two workers that add at the same time would count once
+            self._calls.array("int64", (2,))[kind] += 1
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._reader, name)

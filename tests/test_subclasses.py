@@ -1,0 +1,152 @@
+"""Subclasses of fastdata's datasets with attributes and methods of their own."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader as TorchLoader
+from torchvision.datasets import ImageFolder as TorchvisionFolder
+from torchvision.transforms import v2
+
+from fastdata import CachedDataset, DataLoader, ImageFolder
+
+Folder = Callable[..., Path]
+STEPS = [v2.Resize((6, 5)), v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
+TRANSFORM = v2.Compose(STEPS)
+OTHER = v2.Compose([*STEPS, v2.Normalize([0.5] * 3, [0.25] * 3)])
+LOADERS = {"torch": TorchLoader, "fastdata": DataLoader}
+
+
+def refuse(*_: Any, **__: Any) -> Any:
+    """A method of a subclass's own, which fastdata must not call."""
+    raise AssertionError("fastdata called a method of the subclass")
+
+
+def own_names() -> list[str]:
+    """Names that fastdata uses in its datasets, and would use if its state were in the dataset itself."""
+    with CachedDataset([(torch.zeros(3, 2, 2, dtype=torch.uint8), 0)]) as dataset:
+        names = {*dir(dataset), *vars(dataset), *dir(dataset._fastdata)}
+    # Names that fastdata's own state had before it was in one object.
+    names |= {"transform", "epoch", "reader", "seen", "stored", "handle", "prepare", "build"}
+    names |= {"compile", "serve", "refresh", "place", "loader", "list_name", "writing", "origin"}
+    names |= {f"_{name}" for name in names if not name.startswith("_")}
+    torchvisions = {*dir(TorchvisionFolder), "loader", "root", "samples", "imgs", "targets"}
+    torchvisions |= {"transform", "target_transform", "transforms", "classes", "class_to_idx"}
+    kept = names - torchvisions - {"build_cache", "from_cache"}
+    return sorted(name for name in kept if not name.startswith(("__", "_fastdata")))
+
+
+def make_class(base: type, name: str, body: dict[str, Any]) -> Any:
+    """A subclass that pickle finds by its name."""
+    kind = type(name, (base,), {**body, "__module__": __name__, "__qualname__": name})
+    globals()[name] = kind
+    return kind
+
+
+def served(dataset: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Batches by each loader, and items."""
+    for loader in LOADERS.values():
+        yield from loader(dataset, batch_size=4)
+    yield torch.stack([dataset[i][0] for i in range(6)]), torch.tensor(list(dataset.targets))
+
+
+def assert_same(found: Any, wanted: Any) -> None:
+    for (images, targets), (wanted_images, wanted_targets) in zip(
+        served(found), served(wanted), strict=True
+    ):
+        assert torch.equal(images, wanted_images)
+        assert torch.equal(targets, wanted_targets)
+
+
+@pytest.mark.parametrize("storage", ["shared", "none"])
+@pytest.mark.parametrize("base", [ImageFolder, CachedDataset])
+@pytest.mark.parametrize("how", ["attributes", "methods"])
+def test_a_subclass_may_use_any_name(
+    image_folder: Folder, base: Any, how: str, storage: Any
+) -> None:
+    """Reading, copies, pickles and other transforms are as without the subclass's attributes and methods."""
+    root = str(image_folder())
+    data = root if base is ImageFolder else TorchvisionFolder(root)
+    values = random.Random(5)
+    attributes: dict[str, Any] = {}
+    body: dict[str, Any] = {}
+    if how == "attributes":
+        attributes = {name: values.choice([None, 0, 7, (), "text"]) for name in own_names()}
+    else:
+        body = dict.fromkeys(own_names(), refuse)
+
+    def init(self: Any, *arguments: Any, **options: Any) -> None:
+        base.__init__(self, *arguments, **options)
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    kind = make_class(base, f"Own{base.__name__}", {**body, "__init__": init})
+    options = {"transform": TRANSFORM, "storage": storage}
+    own, plain = kind(data, **options), base(data, **options)
+    try:
+        assert all(getattr(own, name) == value for name, value in attributes.items())
+        assert_same(own, plain)
+        for copied in (copy.copy(own), copy.deepcopy(own), pickle.loads(pickle.dumps(own))):
+            assert all(getattr(copied, name) == value for name, value in attributes.items())
+            assert_same(copied, plain)
+            base.close(copied)
+        own.transform = plain.transform = OTHER
+        assert_same(own, plain)
+        assert repr(own) == repr(plain).replace(base.__name__, kind.__name__)
+        assert base.with_transform(own, TRANSFORM).transform is TRANSFORM
+    finally:
+        base.close(own)
+        plain.close()
+
+
+def test_an_own_transform_runs_once(image_folder: Folder) -> None:
+    """A subclass that keeps its transform as ``_transform`` gives the items that it gives over torchvision's."""
+    root = str(image_folder())
+
+    def items(base: Any) -> torch.Tensor:
+        class Own(base):
+            def __init__(self, root: str) -> None:
+                super().__init__(root)
+                self._transform = OTHER
+
+            def __getitem__(self, index: int) -> Any:
+                image, label = super().__getitem__(index)
+                return self._transform(image), label
+
+        dataset = Own(root)
+        return torch.cat([images for images, _ in TorchLoader(dataset, batch_size=4)])
+
+    assert torch.equal(items(ImageFolder), items(TorchvisionFolder))
+
+
+def test_attributes_may_be_set_before_the_constructor(image_folder: Folder) -> None:
+    """As with torchvision's, whose constructor replaces them."""
+    root = str(image_folder())
+
+    def shown(base: Any) -> Any:
+        class Own(base):
+            def __init__(self, root: str) -> None:
+                self.transform = self.target_transform = self.transforms = 1
+                self.loader = self.samples = self.targets = 2
+                super().__init__(root)
+
+        dataset = Own(root)
+        return dataset.transform, dataset.target_transform, dataset.samples, dataset.targets
+
+    assert shown(ImageFolder) == shown(TorchvisionFolder)
+
+
+def test_what_fastdata_shows_is_not_assigned() -> None:
+    """On its own datasets, where it would have no effect; a subclass may have such an attribute."""
+    data = [(torch.zeros(3, 2, 2, dtype=torch.uint8), 0)]
+    with CachedDataset(data) as dataset:
+        for name in ("plan", "storage", "storage_plan", "skipped"):
+            with pytest.raises(AttributeError, match=f"{name} of a CachedDataset .*transform"):
+                setattr(dataset, name, None)
