@@ -1,4 +1,4 @@
-"""Subclasses of fastdata's datasets with attributes and methods of their own."""
+"""Subclasses of fastdata's datasets with attributes and methods of their own, and wrappers around datasets."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
 from torch.utils.data import DataLoader as TorchLoader
 from torchvision.datasets import ImageFolder as TorchvisionFolder
 from torchvision.transforms import v2
 
 from fastdata import CachedDataset, DataLoader, ImageFolder
+from fastdata.datasets.batch import SampleBatch
 
 Folder = Callable[..., Path]
 STEPS = [v2.Resize((6, 5)), v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
@@ -150,3 +152,84 @@ def test_what_fastdata_shows_is_not_assigned() -> None:
         for name in ("plan", "storage", "storage_plan", "skipped"):
             with pytest.raises(AttributeError, match=f"{name} of a CachedDataset .*transform"):
                 setattr(dataset, name, None)
+
+
+# Wrappers that forward attributes
+
+
+class Wrapper(Dataset[Any]):
+    """Gives two views of each sample, as contrastive learning does, and all attributes of the dataset inside."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner" or (name.startswith("__") and name != "__getitems__"):
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __getitem__(self, index: int) -> Any:
+        image, *_, label = self.inner[index]
+        return image, image + 1, label
+
+
+class ByHelper(Wrapper):
+    def __getattr__(self, name: str) -> Any:
+        return Wrapper.__getattr__(self, name)
+
+
+class Reading(Wrapper):
+    def __getattribute__(self, name: str) -> Any:
+        try:
+            return super().__getattribute__(name)
+        except AttributeError:
+            if name in ("__class__", "__dict__", "inner"):
+                raise
+            return getattr(self.inner, name)
+
+
+class OfC(Wrapper):
+    """Forwards without a line of Python, as proxies that are compiled do."""
+
+
+@pytest.mark.parametrize("loader", LOADERS.values(), ids=LOADERS)
+@pytest.mark.parametrize("kind", [Wrapper, ByHelper, Reading, OfC])
+def test_a_wrapper_that_forwards_attributes_makes_the_items(kind: Any, loader: Any) -> None:
+    """Its own ``__getitem__`` is called, also within a Subset, a ConcatDataset, a StackDataset and another wrapper."""
+    data = [(torch.full((3, 2, 2), float(i)), i) for i in range(6)]
+    with CachedDataset(data) as inner:
+        if kind is OfC:
+            kind = type("OfC", (Wrapper,), {"__getattr__": inner.__getattribute__})
+        wrapper = kind(inner)
+        assert wrapper.targets == [0, 1, 2, 3, 4, 5]
+        for dataset in (wrapper, Subset(wrapper, range(6)), ConcatDataset([wrapper])):
+            (first, second, labels), *_ = loader(dataset, batch_size=4)
+            assert torch.equal(second, first + 1)
+            assert labels.tolist() == [0, 1, 2, 3]
+        pairs = next(iter(loader(StackDataset(wrapper, inner), batch_size=2)))
+        assert torch.equal(pairs[0][1], pairs[1][0] + 1)
+        assert len(next(iter(loader(kind(wrapper), batch_size=2)))) == 3
+        assert hasattr(inner, "__getitems__")
+        assert len(inner.__getitems__([0, 1])) == 2
+
+
+def test_whole_batches_are_found_where_they_are_asked_for() -> None:
+    """Torch's own loader reads whole batches of a dataset, of a subset, and of a subclass that passes them on."""
+    data = [(torch.full((3, 2, 2), i, dtype=torch.uint8), i) for i in range(6)]
+    asked: list[int] = []
+
+    class Own(CachedDataset):
+        def __getitems__(self, indices: Any) -> Any:
+            asked.append(len(indices))
+            return super().__getitems__(indices)
+
+    with CachedDataset(data) as dataset, Own(data) as own:
+        for each in (dataset, Subset(dataset, range(6))):
+            assert {*map(type, TorchLoader(each, 3, collate_fn=lambda batch: batch))} == {
+                SampleBatch
+            }
+        assert [labels.tolist() for _, labels in TorchLoader(own, 3)] == [[0, 1, 2], [3, 4, 5]]
+    assert asked == [3, 3]
