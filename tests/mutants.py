@@ -159,9 +159,24 @@ MUTANTS = [
     Mutant(
         "an epoch's end does not wait for its thread",
         PREFETCH,
-        "            self._thread.join(_PATIENCE_S)",
+        "            thread.join(_PATIENCE_S)",
         "            pass",
         "lost_device",
+    ),
+    Mutant(
+        "the loop waits for a thread that close() has given up",
+        PREFETCH,
+        "        elif not self._is_stopped:  # the thread",
+        "        else:  # the thread",
+        "closed_while_the_loop_waits",
+    ),
+    Mutant(
+        "an epoch's end waits for a batch that the loop may take",
+        PREFETCH,
+        "                self._ready.get_nowait()  #",
+        "                assert not self._ready.empty() or self._ready.get_nowait()\n"
+        "                self._ready.get()  #",
+        "closed_while_the_loop_waits",
     ),
     Mutant(
         "slots are given back while they are lent",

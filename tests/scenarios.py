@@ -19,7 +19,7 @@ from torchvision import transforms
 
 from fastdata import CachedDataset, CudaPrefetcher, DataLoader, collate, machine
 from fastdata.loaders import device as prefetch_device
-from simcuda import Schedule, Sim
+from simcuda import Schedule, Sim, SimThread
 
 __all__ = ["SCENARIOS", "forget", "prepare", "run"]
 
@@ -599,6 +599,37 @@ def broken_off(sim: Sim) -> None:
     sim.scheduler.block(lambda: all(task.is_done for task in sim.scheduler.tasks[1:]))  # type: ignore[union-attr]
     for made in kept:
         check(made, right[: len(made)])
+
+
+@scenario
+def closed_while_the_loop_waits(sim: Sim) -> None:
+    """Another thread closes the prefetcher of a loop that waits for a stuck loader, and gives up waiting for that."""
+    assert isinstance(sim.scheduler, Schedule)
+    scheduler, right = sim.scheduler, fresh(9)
+    is_stuck = rng(sim).random() < 0.7
+    is_free = [not is_stuck]
+    number = [0]
+
+    def make(batch: Any) -> Any:
+        number[0] += 1
+        if number[0] in (4, 9):
+            scheduler.block(lambda: is_free[0])
+        return tuple(part.clone() for part in batch)
+
+    made: list[Any] = []
+    batches = prefetcher(sim, Making(right, make))
+    epoch = iter(batches)
+    loop = SimThread(target=lambda: made.extend((x.clone(), y.clone()) for x, y in epoch))
+    loop.start()
+    for _ in range(rng(sim).randrange(60)):
+        scheduler.point()
+    scheduler.joins_time_out = is_stuck
+    batches.close()
+    scheduler.joins_time_out = False
+    loop.join()
+    is_free[0] = True
+    scheduler.block(lambda: all(task.is_done for task in scheduler.tasks[1:]))
+    check(made, right[: len(made)])
 
 
 @scenario

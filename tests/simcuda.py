@@ -25,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import queue
 import random
 import threading
 import types
@@ -470,8 +471,18 @@ class SimQueue:
         sim().order.receive(clock)
         return item
 
+    def get_nowait(self) -> Any:
+        sim().scheduler.point()
+        if not self._items:
+            raise queue.Empty
+        item, clock = self._items.popleft()
+        sim().order.receive(clock)
+        return item
+
     def empty(self) -> bool:
-        return not self._items
+        is_empty = not self._items
+        sim().scheduler.point()  # others may put or get before the caller acts on the answer
+        return is_empty
 
 
 # Order, whatever the schedule
@@ -592,7 +603,7 @@ class Sim:
         lost: text of an error that every call raises from now on, as after an error of a kernel.
         refuses_to_pin: as a driver that has no more memory to lock.
         limit_bytes: of memory that tensors may take; beyond it they cannot be made.
-        capture: of the capture in progress, the thread and whether it is valid yet.
+        capture: of the capture in progress, the thread, whether it is valid yet, and the device.
     """
 
     def __init__(self, seed: int | None = None, *, devices: int = 1, ordered: bool = False) -> None:
@@ -653,7 +664,7 @@ class Sim:
             )
 
     def begin_capture(self) -> None:
-        self.capture = [threading.get_ident(), True]
+        self.capture = [threading.get_ident(), True, self.current_device()]
         self.scheduler.point()
 
     def end_capture(self) -> bool:
@@ -664,7 +675,8 @@ class Sim:
         return bool(is_valid)
 
     def is_capturing(self) -> bool:
-        return self.capture is not None and self.capture[0] == threading.get_ident()
+        here = threading.get_ident(), self.current_device()
+        return self.capture is not None and (self.capture[0], self.capture[2]) == here
 
     # Devices and streams of a thread
 
@@ -1050,9 +1062,14 @@ class Sim:
             CDLL=lambda name: library, byref=ctypes.byref, c_int=ctypes.c_int
         )
         threads = types.SimpleNamespace(
-            **{name: getattr(threading, name) for name in ("Event", "Lock")}
+            **{name: getattr(threading, name) for name in ("Event", "Lock", "active_count")}
         )
-        threads.Thread, threads.current_thread = SimThread, threading.current_thread
+
+        def current_thread() -> threading.Thread:
+            self.scheduler.point()
+            return threading.current_thread()
+
+        threads.Thread, threads.current_thread = SimThread, current_thread
         put(
             torch.cuda,
             _lazy_init=lambda: None,

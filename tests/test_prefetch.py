@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fastdata import CudaPrefetcher, FastDataWarning
 from fastdata.loaders import device
-from simcuda import Sim
+from simcuda import Sim, SimThread
 
 CUDA = torch.device("cuda", 0)
 
@@ -175,6 +175,23 @@ def test_next_inside_a_capture_is_refused(gpu: Sim) -> None:
     assert [number for _, number in batches] == [0, 1, 2]
 
 
+def test_a_capture_on_the_prefetchers_device_is_refused() -> None:
+    """Whatever the current device is; one on another device does not matter, and goes on."""
+    with Sim(devices=2).installed() as sim:
+        epoch = iter(CudaPrefetcher(Loader(3), "cuda:1"))
+        with torch.cuda.device(1):
+            sim.begin_capture()
+        with pytest.raises(RuntimeError, match="while a CUDA graph is captured"):
+            next(epoch)
+        assert sim.end_capture()
+        epoch = iter(CudaPrefetcher(Loader(3), "cuda:1"))
+        sim.begin_capture()
+        assert next(epoch)[1] == 0
+        assert sim.end_capture()
+        del epoch
+    assert not sim.violations
+
+
 # How it ends
 
 
@@ -212,6 +229,24 @@ def test_break_ends_the_thread_at_once(gpu: Sim) -> None:
         break
     assert prefetch_threads() == []
     assert len(loader.alive) == 0
+
+
+def test_a_thread_that_cannot_start_is_an_error_with_the_reason(
+    gpu: Sim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says what the system said and what to do; the epoch is over, and the next one is whole."""
+    batches = on_device(Loader(3))
+
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SimThread, "start", refused)
+        epoch = iter(batches)
+        with pytest.raises(RuntimeError, match=r"start its thread: can't start new.*`ulimit -u`"):
+            next(epoch)
+    assert next(epoch, "end") == "end"
+    assert [number for _, number in batches] == [0, 1, 2]
 
 
 def test_a_broken_epoch_does_not_disturb_the_next(gpu: Sim) -> None:
@@ -416,7 +451,7 @@ def test_the_interpreter_ends_with_a_live_iterator() -> None:
     code = """
 import torch
 from fastdata import CudaPrefetcher
-from simcuda import Sim
+from simcuda import Sim, SimThread
 installed = Sim().installed()
 installed.__enter__()
 batches = iter(CudaPrefetcher([torch.zeros(2)] * 50, "cuda:0"))

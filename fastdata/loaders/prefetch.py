@@ -30,8 +30,9 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -353,9 +354,12 @@ def _cast(tensor: Any, dtype: torch.dtype | None, channels_last: bool) -> Any:
 # An epoch
 
 
-def _refuse_capture() -> None:
-    # A build without CUDA captures nothing, and what it has in place of the question raises.
-    if torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing():
+def _refuse_capture(device: torch.device) -> None:
+    if not torch.backends.cuda.is_built():
+        return  # such a build captures nothing, and the question below raises
+    with torch.cuda.device(device):
+        is_capturing = torch.cuda.is_current_stream_capturing()
+    if is_capturing:
         raise RuntimeError(
             "next() of a CudaPrefetcher was called while a CUDA graph is captured, which "
             "cannot hold the arrival of a batch. Take the batch before the capture, and copy "
@@ -425,7 +429,7 @@ class Transfer:
         if self._is_stopped:
             raise StopIteration
         if self.device.type == "cuda":
-            _refuse_capture()
+            _refuse_capture(self.device)
         asked_at = time.perf_counter()
         try:
             with shown_as("fastdata: wait"):
@@ -458,11 +462,13 @@ class Transfer:
             return
         self._is_stopped = True
         self._leave.put(None)
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(_PATIENCE_S)
+        thread = self._thread  # read once: the training loop's thread may drop it
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_PATIENCE_S)
         self.iterator = iter(())
-        while not self._ready.empty():
-            self._ready.get()
+        with suppress(Empty):
+            while True:
+                self._ready.get_nowait()  # the training loop's thread may take some, too
         self._ready.put(StopIteration())
 
     def _read_here(self) -> Outcome:
@@ -483,8 +489,16 @@ class Transfer:
         if self._thread is None:
             # What a loader or transform reads may have been made there.
             self.stream.wait_stream(user_stream)
-            self._thread = threading.Thread(target=self._run, name="fastdata-prefetch", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="fastdata-prefetch", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"CudaPrefetcher cannot start its thread: {error}. This process has "
+                    f"{threading.active_count()} Python threads. Allow more (`ulimit -u`, or the "
+                    "container's limit of processes), or use fewer workers."
+                ) from error
+            self._thread = thread
         outcome = self._ready.get()
         if isinstance(outcome, BatchHandle):
             left = _event()
@@ -493,9 +507,11 @@ class Transfer:
             for owner in outcome.memory:
                 owner.record_stream(user_stream)
             self._leave.put(left)
-        else:  # the last that its thread has done
-            self._thread.join()
+        elif not self._is_stopped:  # the thread has put it, and ends now
+            thread = self._thread
             self._thread = None
+            if thread is not None:
+                thread.join()
         return outcome
 
     # In the copy thread
