@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 import pickle
 import random
@@ -18,6 +19,7 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from PIL import Image
+from torchvision.transforms import v2
 
 from conftest import shown
 from fastdata import (
@@ -191,6 +193,39 @@ def test_secrets_stay_here(monkeypatch: pytest.MonkeyPatch, bucket: tuple[str, P
     with options_travel():
         assert secret.encode() in pickle.dumps(place)
     assert pickle.loads(pickle.dumps(place)).url == place.url
+
+
+@pytest.mark.parametrize("storage", ["auto", "none"])
+def test_copies_in_this_process_keep_storage_options(
+    monkeypatch: pytest.MonkeyPatch, bucket: tuple[str, Path], storage: Any
+) -> None:
+    """Shallow and deep copies of datasets and of loaders read as the first does, also what is prepared again."""
+    plain = MemoryFileSystem.cat_file
+
+    def cat_file(self: Any, path: str, **span: Any) -> Any:
+        if self.storage_options.get("key") != "sesame":
+            raise PermissionError("no credentials")
+        return plain(self, path, **span)
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
+    options: Any = {"storage": storage, "storage_options": {"key": "sesame"}}
+    transform = v2.Compose([v2.Resize((6, 6)), v2.PILToTensor()])
+    urls = [f"{bucket[0]}/cat/{i:03}.jpg" for i in range(3)]
+    for first in (
+        ImageFolder(bucket[0], transform, **options),
+        ImageManifest(urls, label=None, transform=transform, **options),
+        CachedDataset(ImageFolder(bucket[0], **options), transform=transform, storage=storage),
+    ):
+        with first:
+            loader = copy.deepcopy(DataLoader(first, batch_size=2))
+            wanted = first[1][0]
+            assert torch.equal(next(iter(loader))[0][1], wanted)
+            for copied in (copy.copy(first), copy.deepcopy(first)):
+                assert torch.equal(copied[1][0], wanted)
+                copied.transform = v2.Compose([v2.Resize((4, 4)), v2.PILToTensor()])
+                assert copied[2][0].shape == (3, 4, 4)
+                copied.close()
+            loader.dataset.close()
 
 
 SECRET_URLS = (

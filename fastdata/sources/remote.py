@@ -125,6 +125,13 @@ class StorageOptions(dict[str, Any]):
         travel = get_spawning_popen() is not None or _OPTIONS_TRAVEL.get()
         return StorageOptions, (dict(self) if travel else {},)
 
+    def __copy__(self) -> StorageOptions:
+        return StorageOptions(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StorageOptions:
+        """Keep all: a copy stays in this process. Options such as sessions cannot be copied."""
+        return StorageOptions(self)
+
 
 @contextlib.contextmanager
 def options_travel() -> Iterator[None]:
