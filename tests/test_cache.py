@@ -204,10 +204,26 @@ def test_targets_are_kept_without_pickle(
             assert all(np.array_equal(a, b) for a, b in zip(dataset.targets, targets, strict=True))
 
 
-def test_targets_that_files_cannot_keep_are_refused(tmp_path: Path) -> None:
-    """A target of another kind is an error before anything is prepared, and leaves nothing."""
-    with pytest.raises(ValueError, match=r"cache_dir= keeps targets that are numbers.*not set"):
-        CachedDataset([(torch.zeros(2), {1, 2})] * 3, cache_dir=tmp_path, cache_key="k")
+@pytest.mark.parametrize(
+    ("targets", "found"),
+    [
+        ([{1, 2}, {3}], r"a set\."),
+        ([{"boxes": [1], 7: 2}], r"a dict with the key 7\."),
+        ([{"size": (5, 6)}], r"a tuple within a target .*, \(5, 6\)\."),
+        ([(1, 2), (3,)], r"tuples of 1 and 2 values\."),
+        ([np.zeros(3), np.zeros(4)], r"float64 in the shape \(3,\) and a ndarray .*\(4,\)"),
+        ([1, np.int64(2)], r"a int64"),
+    ],
+)
+def test_targets_that_files_cannot_keep_are_refused(
+    tmp_path: Path, targets: list[Any], found: str
+) -> None:
+    """The error names what it found, comes before anything is prepared, and leaves nothing."""
+    data = [(torch.zeros(2), target) for target in targets]
+    with pytest.raises(
+        ValueError, match=rf"cache_dir= keeps targets that are .* It found .*{found}"
+    ):
+        CachedDataset(data, cache_dir=tmp_path, cache_key="k")
     assert files_of(tmp_path) == set()
 
 

@@ -482,12 +482,42 @@ def _pack_targets(targets: Sequence[Any] | Array, columns: Columns) -> Any:
     with contextlib.suppress(TypeError, ValueError):
         if repr(json.loads(json.dumps(targets))) == repr(targets):
             return {"json": targets}
-    kinds = ", ".join(sorted({type(target).__name__ for target in targets}))
     raise ValueError(
-        "cache_dir= keeps targets that are numbers, arrays of one shape, texts, lists and dicts "
-        f"of these, or tuples of one length, and not {kinds}. Give such targets from the dataset, "
-        "and make what you need of them in target_transform=."
+        "cache_dir= keeps targets that are numbers, arrays of one shape, texts, lists of these and "
+        "dicts of these with texts as keys, or tuples of one length. It found "
+        f"{_why_not_kept(targets)}. Give such targets from the dataset, and make what you need of "
+        "them in target_transform=."
     )
+
+
+def _why_not_kept(targets: list[Any]) -> str:
+    """Return what JSON does not give back as it is."""
+    lengths = sorted({len(target) for target in targets if type(target) is tuple})
+    if len(lengths) > 1:
+        return f"tuples of {' and '.join(map(str, lengths))} values"
+    whys = list(dict.fromkeys(filter(None, map(_not_json, targets))))
+    more = f" and {whys[1]}" if whys[1:] else ""
+    return f"{whys[0]}{more}" if whys else "targets of several kinds"
+
+
+def _not_json(target: Any) -> str | None:
+    """Return what in a target JSON does not give back as it is; None if there is nothing."""
+    kind = type(target)
+    if kind in (int, float, bool, str, type(None)):
+        return None
+    if kind is list:
+        return next(filter(None, map(_not_json, target)), None)
+    if kind is dict:
+        for key, value in target.items():
+            why = f"a dict with the key {key!r}" if type(key) is not str else _not_json(value)
+            if why is not None:
+                return why
+        return None
+    if kind is tuple:
+        return f"a tuple within a target or next to other targets, {repr(target)[:80]}"
+    shape = getattr(target, "shape", None)
+    of = "" if shape is None else f" of {target.dtype} in the shape {tuple(shape)}"
+    return f"a {kind.__name__}{of}"
 
 
 def _unpack_targets(packed: Any, columns: Columns, count: int) -> Any:
