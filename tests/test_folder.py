@@ -861,6 +861,94 @@ def test_before_the_first_read_samples_and_targets_may_be_assigned(
         ours.targets = [1, 2, 3, 4]
 
 
+def test_items_of_lists_are_not_assigned(image_folder: Folder) -> None:
+    """What a list would do is refused, with the way to do it."""
+    with ImageFolder(image_folder()) as dataset:
+        for name in ("samples", "imgs", "targets"):
+            view = getattr(dataset, name)
+            with pytest.raises(TypeError, match=r"item cannot be assigned.*dataset\.samples = "):
+                view[0] = view[1]
+            with pytest.raises(TypeError, match=r"item cannot be deleted.*dataset\.samples = "):
+                del view[0]
+            with pytest.raises(AttributeError, match=r"no append\(\).*dataset\.samples = "):
+                view.append(view[0])
+            assert not hasattr(view, "anything")
+        samples = list(dataset.samples)
+        samples[0] = samples[1]
+        dataset.samples = samples
+        assert dataset[0][0].tobytes() == dataset[1][0].tobytes()
+
+
+def _red(path: str) -> Image.Image:
+    return Image.new("RGB", (6, 5), (len(Path(path).name), 0, 0))
+
+
+@pytest.mark.parametrize("storage", ["auto", "shared", "none"])
+@pytest.mark.parametrize("steps", [[], [v2.CenterCrop(4)]])
+def test_before_the_first_read_a_loader_may_be_assigned(
+    image_folder: Folder, storage: Any, steps: list[Any]
+) -> None:
+    """As with torchvision's; once samples are read it is an error that names the cure."""
+    root = str(image_folder())
+    transform = v2.Compose([*steps, v2.PILToTensor()])
+    theirs = TorchvisionFolder(root, transform)
+    with ImageFolder(root, transform if steps else None, storage=storage) as ours:
+        theirs.loader = ours.loader = _red
+        assert ours.loader is _red
+        ours.transform = transform
+        (images, labels), *_ = DataLoader(ours, batch_size=6)
+        assert torch.equal(images, torch.stack([image for image, _ in theirs]))
+        assert labels.tolist() == theirs.targets
+        with pytest.raises(AttributeError, match=r"loader of this ImageFolder .* were read"):
+            ours.loader = load_image
+
+
+def test_lists_of_a_dataset_that_was_prepared_are_not_assigned(image_folder: Folder) -> None:
+    """With a step that gives images of several sizes, all are prepared at once; the error says what to do."""
+    root = image_folder()
+    with ImageFolder(root, v2.Resize(6)) as dataset:
+        for name in ("samples", "targets", "loader"):
+            words = rf"^{name} of this ImageFolder .* prepared after Resize\(size=\[6.*without transform="
+            with pytest.raises(AttributeError, match=words):
+                setattr(
+                    dataset, name, list(getattr(dataset, name, ())) if name != "loader" else _red
+                )
+    with ImageFolder(root) as dataset:
+        dataset.samples = dataset.samples[:2]
+        dataset.transform = v2.Resize(6)
+        assert len(dataset) == 2
+        assert dataset[1][0].height == 6
+
+
+class KeepsTargets(torch.utils.data.Dataset[Any]):
+    """A wrapper that keeps the targets, such as one that draws pairs of one class."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.targets = inner.targets
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getitem__(self, index: int) -> Any:
+        image, _ = self.inner[index]
+        return image, self.targets[index]
+
+
+@pytest.mark.parametrize("storage", ["shared", "none"])
+def test_a_wrapper_that_keeps_targets_goes_to_other_processes(
+    image_folder: Folder, storage: Any
+) -> None:
+    """It can be pickled, and copies of it are whole."""
+    transform = v2.Compose([v2.CenterCrop(4), v2.PILToTensor()])
+    with ImageFolder(image_folder(), transform, storage=storage) as inner:
+        wrapper = KeepsTargets(inner)
+        for copied in (pickle.loads(pickle.dumps(wrapper)), copy.deepcopy(wrapper)):
+            assert [label for _, label in copied] == list(inner.targets) == list(copied.targets)
+            assert torch.equal(copied[4][0], inner[4][0])
+        del copied
+
+
 def test_a_loader_reads_samples_that_are_assigned_later(image_folder: Folder) -> None:
     """Whole batches, with the draws of a loader that is made then."""
     root = image_folder()

@@ -167,8 +167,25 @@ def test_a_handle_of_an_ended_process_is_refused() -> None:
     script = "import pickle, sys; from fastdata.machine.shared import Block; k = Block.create(4); "
     script += "sys.stdout.buffer.write(pickle.dumps(k))"
     handle = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True).stdout
-    with pytest.raises(StoreGoneError, match="cannot be reached"):
+    with pytest.raises(
+        StoreGoneError, match=r"process \d+, which held .*, has ended\. .*cache_dir="
+    ):
         pickle.loads(handle)
+
+
+@pytest.mark.parametrize("reused", [False, True])
+def test_a_handle_of_a_closed_block_says_that_it_was_closed(reused: bool) -> None:
+    """Its process lives, and another file may have its descriptor."""
+    block = Block.create(4)
+    handle = pickle.dumps(block)
+    block.close()
+    others = [os.open(os.devnull, os.O_RDONLY) for _ in range(40 * reused)]
+    try:
+        with pytest.raises(StoreGoneError, match=rf"^process {os.getpid()} has closed the dataset"):
+            pickle.loads(handle)
+    finally:
+        for fd in others:
+            os.close(fd)
 
 
 def test_a_handle_of_a_recycled_process_number_is_refused() -> None:

@@ -237,19 +237,33 @@ class Block:
         try:
             fd = os.open(path or f"/proc/{pid}/fd/{fd}", flags)
         except OSError as error:
-            raise StoreGoneError(
-                f"process {pid}, which holds the prepared samples, cannot be reached "
-                f"({error.strerror}). A pickled dataset is a handle: it works only on the same "
-                "machine while that process lives. cache_dir= keeps samples."
-            ) from None
+            raise StoreGoneError(_why_gone(pid, error)) from None
         block = cls(fd, path, is_sealed=is_sealed)
         if os.fstat(fd).st_ino != inode or block.size_bytes < size_bytes:
             block.close()
-            raise StoreGoneError(
-                f"process {pid}, which held the prepared samples, has ended and its number was "
-                "given to another."
-            )
+            raise StoreGoneError(_why_gone(pid))
         return block
+
+
+def _why_gone(pid: int, error: OSError | None = None) -> str:
+    """Say why a block of process ``pid`` cannot be opened, and what to do."""
+    if not machine.is_running(pid):
+        why = f"process {pid}, which held the prepared samples, has ended"
+    elif error is None or isinstance(error, FileNotFoundError):
+        why = (
+            f"process {pid} has closed the dataset, or the process that held the prepared samples "
+            "has ended and its number was given to another"
+        )
+    else:
+        why = (
+            f"the prepared samples of process {pid} cannot be reached from this process "
+            f"({error.strerror})"
+        )
+    return (
+        f"{why}. A pickled dataset is a handle: it opens only on the same machine, and only while "
+        "the dataset that it was made from is open. Keep that open, or keep the samples on disk by "
+        "cache_dir=."
+    )
 
 
 def _open_memory() -> tuple[int, Path | None]:
@@ -329,12 +343,19 @@ _Field = tuple[str, str, tuple[int, ...], int]
 """Name, dtype, shape and first byte of an array."""
 
 
+_READ_ONLY_LIST = (
+    "this is a read-only view of what the dataset holds. Change a copy and assign that before a "
+    "sample is read: samples = list(dataset.samples); ...; dataset.samples = samples. It is the "
+    "same with targets."
+)
+
+
 class ListView(Sequence[_T]):
     """A read-only list whose items are made when asked for; slices, sums and copies are real lists.
 
-    It is no ``list`` itself: C code reads a list's memory past its methods, and would find no item
-    there. So ``json.dumps(view, default=list)``. ``item`` is a method of the table: a pickled view
-    is a pickled table.
+    It is not a ``list`` itself: C code reads a list's memory past its methods, and would find no
+    item there. So ``json.dumps(view, default=list)``. ``item`` is a method of what has the items,
+    so that a view can be pickled with it.
     """
 
     def __init__(self, length: int, item: Callable[[int], _T]) -> None:
@@ -358,6 +379,17 @@ class ListView(Sequence[_T]):
     @property
     def _fastdata_identity(self) -> list[_T]:
         return list(self)
+
+    def __setitem__(self, index: Any, item: Any) -> None:
+        raise TypeError(f"an item cannot be assigned: {_READ_ONLY_LIST}")
+
+    def __delitem__(self, index: Any) -> None:
+        raise TypeError(f"an item cannot be deleted: {_READ_ONLY_LIST}")
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_") and hasattr(list, name):
+            raise AttributeError(f"there is no {name}(): {_READ_ONLY_LIST}")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __eq__(self, other: object) -> bool:
         return list(self) == list(other) if isinstance(other, list | ListView) else NotImplemented
