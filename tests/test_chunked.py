@@ -572,6 +572,24 @@ def test_a_pickled_loader_has_the_plan_and_goes_on_alone(tmp_path: Path, kept: b
         assert same(loader, batches)
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_copy_of_a_loader_counts_its_own_epochs(tmp_path: Path, kept: bool) -> None:
+    """It reads the same dataset by the same plan; what it has read and what it resumes is its own."""
+    options: dict[str, Any] = {"cache_dir": tmp_path, "cache_key": "k"} if kept else {}
+    with CachedDataset(Squares(20), **options) as data, chunked(data) as loader:
+        epoch = iter(loader)
+        next(epoch)
+        state = loader.state_dict()
+        with copy.copy(loader) as other:
+            assert other.dataset is data
+            assert other.plan == loader.plan
+            list(other)
+            assert loader.state_dict() == state
+            other.load_state_dict(state)
+            assert len(list(other)) == 4
+        assert len(list(epoch)) == 4
+
+
 def test_batches_kept_by_the_user_are_not_overwritten() -> None:
     """All batches of an epoch kept at once hold their own samples."""
     with chunked(Squares(60), chunk_samples=4) as loader:

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import BatchSampler, Dataset, RandomSampler
 from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import Dataset
 
 from fastdata import CachedDataset, DataLoader
 
@@ -122,3 +122,242 @@ def test_samplers_of_every_shape_are_torchs(engine: dict[str, Any], form: str) -
             for dataset in (cached, Samples()):
                 loader = DataLoader(dataset, size, sampler=FORMS[form](numbers), **engine)
                 assert _outcome(loader) == wanted, numbers
+
+
+# Samplers that change while they are read
+
+
+def _sizes(loader: Any, change: Callable[[Any, int], None]) -> tuple[list[int], list[int]]:
+    """The sizes of an epoch's batches, and its labels, where ``change`` is called after each batch."""
+    sizes = []
+    labels = []
+    for number, (_, label_B) in enumerate(loader):
+        sizes.append(len(label_B))
+        labels += label_B.tolist()
+        change(loader, number)
+    return sizes, labels
+
+
+@pytest.mark.parametrize("trial", range(10))
+def test_a_batch_size_may_change_within_an_epoch(trial: int) -> None:
+    """Batches are cut as in torch's loader, over shuffled and plain orders, with and without drop_last."""
+    rng = random.Random(trial)
+    steps = [rng.randrange(1, 8) for _ in range(20)]
+    options = {
+        "batch_size": rng.randrange(1, 8),
+        "drop_last": rng.random() < 0.3,
+        "shuffle": rng.random() < 0.7,
+    }
+
+    def change(loader: Any, number: int) -> None:
+        loader.batch_sampler.batch_size = steps[number]
+
+    with CachedDataset(Samples()) as cached:
+        found = []
+        for make, dataset in (
+            (TorchLoader, Samples()),
+            (DataLoader, cached),
+            (DataLoader, Samples()),
+        ):
+            generator = torch.Generator().manual_seed(trial)
+            loader = make(dataset, generator=generator, **options)
+            found.append(([_sizes(loader, change) for _ in range(2)], generator.initial_seed()))
+        assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_threads_lose_no_sample_where_a_batch_size_changes(shuffle: bool) -> None:
+    """Batches that threads read ahead keep their size, later ones have the new one, and each sample comes once."""
+
+    def change(loader: Any, number: int) -> None:
+        loader.batch_sampler.batch_size = 2
+
+    with CachedDataset(Samples()) as cached:
+        generator = torch.Generator().manual_seed(0)
+        loader = DataLoader(
+            cached, batch_size=4, shuffle=shuffle, generator=generator, num_workers=1
+        )
+        sizes, labels = _sizes(loader, change)
+        assert sorted(labels) == list(range(COUNT))
+        assert sizes == [4, 4, 4, 2, 2, 1]
+        assert loader.state_dict()["num_yielded"] == 0
+
+
+def test_a_sampler_may_grow_while_it_is_read() -> None:
+    """A list that the training loop extends is read to its end, as torch reads it."""
+
+    def grow(numbers: list[int], _: Any, number: int) -> None:
+        if number < 5:
+            numbers += [number, number + 1]
+
+    with CachedDataset(Samples()) as cached:
+        found = []
+        for make, dataset in (
+            (TorchLoader, Samples()),
+            (DataLoader, cached),
+            (DataLoader, Samples()),
+        ):
+            numbers = [7, 8, 9, 10]
+            loader = make(dataset, batch_size=2, sampler=numbers)
+            found.append(_sizes(loader, lambda *given, numbers=numbers: grow(numbers, *given)))
+            batches = [[1, 2], [3]]
+            loader = make(dataset, batch_sampler=batches)
+            found.append(
+                _sizes(loader, lambda _, n, batches=batches: batches.extend([[n]] * (n < 4)))
+            )
+        assert found[:2] == found[2:4] == found[4:]
+        assert len(found[0][0]) == 7
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("engine", [INLINE, THREADS], ids=["inline", "threads"])
+def test_a_state_with_the_last_batch_has_the_generator_of_the_next_epoch(
+    engine: dict[str, Any], drop_last: bool
+) -> None:
+    """Whatever the sizes of batches were, what is resumed from the last one is the epoch that follows."""
+
+    def make() -> Any:
+        generator = torch.Generator().manual_seed(5)
+        return DataLoader(
+            Samples(), 4, shuffle=True, drop_last=drop_last, generator=generator, **engine
+        )
+
+    loader = make()
+    iterator = iter(loader)
+    read = 0
+    while read + drop_last < COUNT:
+        read += len(next(iterator)[1])
+        loader.batch_sampler.batch_size = 4 if drop_last else 2
+    state = loader.state_dict()
+    assert list(iterator) == []
+    resumed = make()
+    resumed.load_state_dict(state)
+    wanted = make()
+    list(wanted)
+    assert _outcome(resumed) == _outcome(wanted)
+
+
+# Loaders that never end: subclasses as they are published, each around a sampler that begins again
+
+
+class Repeat:
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield from self.sampler
+
+
+def _ultralytics(base: Any) -> Any:
+    class InfiniteDataLoader(base):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            object.__setattr__(self, "batch_sampler", Repeat(self.batch_sampler))
+            self.iterator = super().__iter__()
+
+        def __len__(self) -> int:
+            return len(self.batch_sampler.sampler)
+
+        def __iter__(self) -> Iterator[Any]:
+            for _ in range(len(self)):
+                yield next(self.iterator)
+
+        def reset(self) -> None:
+            self.iterator = self._get_iterator()
+
+    return InfiniteDataLoader
+
+
+def _timm(base: Any) -> Any:
+    class MultiEpochsDataLoader(base):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self._DataLoader__initialized = False
+            if self.batch_sampler is None:
+                self.sampler = Repeat(self.sampler)
+            else:
+                self.batch_sampler = Repeat(self.batch_sampler)
+            self._DataLoader__initialized = True
+            self.iterator = super().__iter__()
+
+        def __len__(self) -> int:
+            return len(self.sampler if self.batch_sampler is None else self.batch_sampler.sampler)
+
+        def __iter__(self) -> Iterator[Any]:
+            for _ in range(len(self)):
+                yield next(self.iterator)
+
+    return MultiEpochsDataLoader
+
+
+def _cosplace(base: Any) -> Any:
+    class InfiniteDataLoader(base):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.dataset_iterator = super().__iter__()
+
+        def __iter__(self) -> Any:
+            return self
+
+        def __next__(self) -> Any:
+            try:
+                return next(self.dataset_iterator)
+            except StopIteration:
+                self.dataset_iterator = super().__iter__()
+                return next(self.dataset_iterator)
+
+    return InfiniteDataLoader
+
+
+@pytest.mark.parametrize(
+    ("published", "batch_size"),
+    [(_ultralytics, 4), (_timm, 4), (_timm, None), (_cosplace, 4), (_cosplace, None)],
+)
+@ENGINES
+def test_endless_loaders_go_on_as_torchs(
+    engine: dict[str, Any], published: Callable[[Any], Any], batch_size: int | None
+) -> None:
+    """Three published subclasses give torch's batches for three epochs and a half, over any dataset."""
+    length = -(-COUNT // batch_size) if batch_size else COUNT
+    with CachedDataset(Samples()) as cached:
+        found = []
+        for base, dataset in (
+            (TorchLoader, Samples()),
+            (DataLoader, cached),
+            (DataLoader, Samples()),
+        ):
+            order = RandomSampler(range(COUNT), generator=torch.Generator().manual_seed(3))
+            options = {} if base is TorchLoader else engine
+            loader = published(base)(dataset, batch_size=batch_size, sampler=order, **options)
+            labels: list[Any] = []
+            while len(labels) < length * 7 // 2:
+                left = length * 7 // 2 - len(labels)
+                labels += [
+                    label.tolist() if batch_size else label
+                    for _, label in itertools.islice(loader, left)
+                ]
+            found.append(labels)
+        assert found[0] == found[1] == found[2]
+
+
+@ENGINES
+def test_the_sampler_in_use_is_the_one_that_the_loader_has(engine: dict[str, Any]) -> None:
+    """A batch sampler that replaces another, or the one inside it, decides later epochs and their states."""
+    with CachedDataset(Samples()) as cached:
+        loader = DataLoader(cached, batch_size=4, **engine)
+        object.__setattr__(loader, "batch_sampler", [[3, 1], [2]])
+        assert [labels.tolist() for _, labels in loader] == [[3, 1], [2]]
+        object.__setattr__(loader, "batch_sampler", BatchSampler(range(7), 3, drop_last=False))
+        iterator = iter(loader)
+        next(iterator)
+        state = loader.state_dict()
+        loader.batch_sampler.sampler = range(6, -1, -1)
+        assert [labels.tolist() for _, labels in iterator] == [[3, 4, 5], [6]]
+        assert [labels.tolist() for _, labels in loader] == [[6, 5, 4], [3, 2, 1], [0]]
+        loader.batch_sampler.sampler = range(7)
+        loader.load_state_dict(state)
+        assert [labels.tolist() for _, labels in loader] == [[3, 4, 5], [6]]

@@ -6,6 +6,7 @@ reference. Kernels leave the GIL while they copy, so threads run side by side.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import threading
 import weakref
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch.utils.data import (
+    BatchSampler,
     Dataset,
     IterableDataset,
     RandomSampler,
@@ -44,7 +46,7 @@ from fastdata.loaders.epochs import (
     Read,
     ThreadIter,
 )
-from fastdata.loaders.order import Epochs, length_of
+from fastdata.loaders.order import Epochs, SamplerChain, length_of
 from fastdata.loaders.samplers import RankSampler, Uneven
 from fastdata.machine import PinningPlan, budget_bytes, choose_pinning
 from fastdata.machine.processes import find_rank, local_ranks
@@ -54,6 +56,7 @@ from fastdata.report import EpochReport, warn_user
 
 _T_co = TypeVar("_T_co", covariant=True)
 _TORCHS = inspect.signature(torch_loader.DataLoader).parameters
+_WORKERS = ("auto", "thread", "process")
 _NO_ORDER = (
     "with in_order=False batches overtake each other, and a state counts them only: an epoch that "
     "is resumed from it may repeat some and leave out others. Use in_order=True."
@@ -116,6 +119,10 @@ class DataLoader(_TorchLoader[_T_co]):
         [[0, 1], [2, 3], [4]]
     """
 
+    workers: Literal["auto", "thread", "process"]
+    distributed: Literal["off", "auto", "exact"]
+    memory_format: torch.memory_format
+
     def __init__(
         self,
         dataset: Dataset[_T_co],
@@ -145,11 +152,13 @@ class DataLoader(_TorchLoader[_T_co]):
                 f"memory_format={memory_format!r} is neither torch.contiguous_format nor "
                 "torch.channels_last"
             )
-        if workers not in ("auto", "thread", "process"):
+        if workers not in _WORKERS:
             raise ValueError(f"workers={workers!r} is not one of 'auto', 'thread', 'process'")
         if distributed not in ("off", "auto", "exact"):
             raise ValueError(f"distributed={distributed!r} is not one of 'off', 'auto', 'exact'")
+        has_own_sampler = False
         if distributed != "off" and sampler is None and batch_sampler is None:
+            has_own_sampler = True
             sampler = _share(dataset, bool(shuffle), drop_last, distributed)
             shuffle = None
         if isinstance(pin_memory, str) and pin_memory != "auto":
@@ -164,118 +173,31 @@ class DataLoader(_TorchLoader[_T_co]):
             collate_fn = collate
         # ``in_order`` is torch 2.6's.
         arguments = {name: value for name, value in locals().items() if name in _TORCHS}
-        self.workers = workers
-        self.distributed = distributed
-        self.memory_format = memory_format
-        self._served = LoaderView.find(dataset if makes_batches else None)
-        self._ring: BatchRing | None = None
+        own = {"workers": workers, "distributed": distributed, "memory_format": memory_format}
+        for name, value in own.items():
+            if not hasattr(self, name):  # a subclass may use the name for something else
+                setattr(self, name, value)
+        self._fastdata = LoaderInternals(
+            dataset if makes_batches else None,
+            workers=workers,
+            is_channels_last=memory_format is torch.channels_last,
+            is_batched=makes_batches,
+            seeds_once=persistent_workers,
+            has_own_sampler=has_own_sampler,
+        )
         super().__init__(**arguments | {"pin_memory": pin_memory is True})
         self.in_order = in_order
-        self._epochs = Epochs(
-            super()._index_sampler,
-            self._served,
-            generator,
-            seeds_once=persistent_workers,
-            is_batched=makes_batches,
-        )
-        self._has_warned = False
-        self._pinning = self._choose_pinning(pin_memory)
-        self.pin_memory = self._pinning.pin
-        self._engine = self._choose_engine()
-        self._counts = LoopCounts()
+        self.pin_memory = self._fastdata.choose_pinning(self, pin_memory)
 
     def __iter__(self) -> Any:
         return self._get_iterator()
 
     def _get_iterator(self) -> Any:  # torch's name for it, which subclasses override
-        return self.iterate()
-
-    def iterate(
-        self,
-        ring: BatchRing | None = None,
-        held: int = HELD_BY_USER,
-        read: Read | None = None,
-        alone: str = "",
-    ) -> Any:
-        """Begin an epoch, as ``iter`` does; the iterator's ``progress`` is how far it is.
-
-        Args:
-            ring: a prefetcher's, where threads gather batches; ``pin_memory="auto"`` leaves pinning
-                to it.
-            held: batches that the one who takes them may hold at a time without costing new memory.
-            read: makes a batch of indices in place of the dataset; threads only.
-            alone: why it is called in the training loop, whatever threads there were to be.
-        """
-        if self._served.subset is not None:  # which may have other indices now
-            self._served = self._epochs.served = LoaderView.find(self.dataset)
-        self._served.reader()  # which notices what was changed in place
-        if not self._has_warned:
-            self._has_warned = True
-            _warn(self.dataset, self.sampler, self._served, is_asked=self.workers == "process")
-        handle = self._served.handle()
-        engine = self._engine = Engine("thread", alone, 0) if alone else self._choose_engine()
-        if ring is None:
-            ring = self._ring = self._ring or BatchRing(self.ring_slots(held))
-        progress = self._epochs.begin()
-        is_seeded = self.persistent_workers and progress.base_seed is not None
-        is_channels_last = self.memory_format is torch.channels_last
-        # A collate_fn of the user's own gets samples that lie as ever.
-        self._epochs.channels_last = is_channels_last and self.collate_fn is collate
-        dataset = self._served.fetched(self.dataset)
-        view = object.__new__(type(self))  # as torch's iterators see the loader
-        vars(view).update(
-            vars(self),
-            dataset=dataset,
-            generator=torch.Generator() if is_seeded else self.generator,
-            pin_memory=self.pin_memory
-            and not (alone or (self._pinning.reason and ring is not self._ring)),
-            collate_fn=_channels_last(self.collate_fn) if is_channels_last else self.collate_fn,
-        )
-        with torch.random.fork_rng(devices=[], enabled=progress.is_begun):
-            if engine.kind == "process":
-                iterator = self._iterate_torch(view, progress, held)
-            else:
-                self._iterator = None  # persistent worker processes that have done their part
-                # Where a subclass's own methods make items, only it can be asked for batches.
-                has_own = any(map(own_reader, self._served.parts))
-                fetcher = _MapDatasetFetcher(dataset, True, lambda samples: samples, False)
-                maker = BatchMaker(
-                    fetch=fetcher.fetch,
-                    handle=None if has_own else handle,
-                    ring=ring,
-                    collate_fn=self.collate_fn,
-                    in_thread=engine.workers > 0,
-                    channels_last=is_channels_last,
-                    read=read,
-                )
-                iterator = ThreadIter(view, progress, maker, threads=engine.workers)
-        iterator.counts = self._counts = LoopCounts(ring=iterator.ring)
-        if iterator.ring:
-            iterator.ring.fresh_count = 0
-        iterator.handle = handle
-        return iterator
-
-    def _iterate_torch(self, view: Any, progress: Progress, held: int) -> Any:
-        if self.num_workers == 0:
-            return InlineIter(view, progress)
-        iterator: Any = self._iterator  # of workers that persist
-        self._iterator = None  # where Ctrl-C comes now, nobody knows what they send next
-        if iterator is None:
-            self.check_worker_number_rationality()
-            iterator = ProcessIter(view, progress, held=held)
-        else:
-            iterator.progress = progress
-            iterator._reset(view)
-        self._iterator = iterator if self.persistent_workers else None
-        return iterator
-
-    @property
-    def _index_sampler(self) -> Any:
-        return self._epochs
+        return self._fastdata.iterate(self)
 
     def check_worker_number_rationality(self) -> None:
         """Warn of more worker processes than cores, as torch does; threads may be many."""
-        if self.num_workers and self._choose_engine().kind == "process":
+        if self.num_workers and self._fastdata.choose_engine(self).kind == "process":
             super().check_worker_number_rationality()
 
     def set_epoch(self, epoch: int) -> None:
@@ -283,28 +205,17 @@ class DataLoader(_TorchLoader[_T_co]):
 
         They follow from the base seed too, where the dataset has no ``seed``.
         """
-        self._epochs.set_epoch(epoch)
+        self._fastdata.epochs.set_epoch(epoch, _chain_of(self))
 
     def report(self) -> EpochReport:
         """How the latest epoch went; ``.path`` says how batches are read, and why."""
-        engine = self._engine
-        ring = self._counts.ring
-        return EpochReport(
-            path=engine.path,
-            engine=engine.kind if engine.workers else "inline",
-            workers=engine.workers,
-            fresh_batches=ring.fresh_count if ring else 0,
-            bytes_held=ring.bytes_held if ring else 0,
-            pinning=self._pinning.reason,
-            prepared=self._served.prepared_share,
-            **self._counts.figures(),
-        )
+        return self._fastdata.report()
 
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__} of {type(self.dataset).__name__}: {length_of(self)} batches of "
             f"batch_size={self.batch_size}, num_workers={self.num_workers}\n"
-            f"{self._engine.path}"
+            f"{self._fastdata.engine.path}"
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -322,9 +233,9 @@ class DataLoader(_TorchLoader[_T_co]):
         if isinstance(self.dataset, IterableDataset):
             warn_user(_NO_STREAM)
             return {}
-        if not self.in_order and self.num_workers > 1 and self._engine.kind == "process":
+        if not self.in_order and self.num_workers > 1 and self._fastdata.engine.kind == "process":
             warn_user(_NO_ORDER)
-        return self._epochs.state(self._identity())
+        return self._fastdata.epochs.state(_identity_of(self), _chain_of(self))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next epoch be the one of ``state``, without the batches handed over before.
@@ -344,35 +255,197 @@ class DataLoader(_TorchLoader[_T_co]):
         """
         if state and isinstance(self.dataset, IterableDataset):
             raise ValueError(_NO_STREAM)
-        self._epochs.load(state, self._identity())
+        self._fastdata.epochs.load(state, _identity_of(self), _chain_of(self))
 
-    def _identity(self) -> dict[str, Any]:
-        return {
-            "dataset_length": length_of(self.dataset),
-            "sampler_length": length_of(self.sampler),
-            "batch_size": self.batch_size,
-            "drop_last": self.drop_last,
-        }
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes of a copy, or of a pickle; its epochs and workers are its own."""
+        own = self._fastdata.copied()
+        state = vars(self) | {"_fastdata": own, "_iterator": None}
+        batches = self.batch_sampler
+        if own.has_own_sampler and type(batches) is BatchSampler:
+            state["sampler"] = copy.copy(batches.sampler)
+            state["batch_sampler"] = copy.copy(batches)
+            state["batch_sampler"].sampler = state["sampler"]
+        if isinstance(state.get("memory_format"), torch.memory_format):
+            # Pickle can write a torch.memory_format from protocol 4 on, and torch.save uses 2.
+            own.format_name = str(state.pop("memory_format")).removeprefix("torch.")
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        name = self._fastdata.format_name
+        if name:
+            self.memory_format = getattr(torch, name)
+
+
+def _chain_of(loader: DataLoader[Any]) -> SamplerChain:
+    """Return what an epoch that begins now is drawn from."""
+    return SamplerChain.of(loader._index_sampler, loader.generator)
+
+
+def _identity_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    return {
+        "dataset_length": length_of(loader.dataset),
+        "sampler_length": length_of(loader.sampler),
+        "batch_size": loader.batch_size,
+        "drop_last": loader.drop_last,
+    }
+
+
+class LoaderInternals:
+    """Everything that fastdata adds to a loader, in one object that is called ``_fastdata`` there.
+
+    All other names of a loader are torch's, or belong to the user's subclass. Methods are given the
+    loader and do not keep it: a cycle would keep a dropped loader alive.
+
+    Attributes:
+        epochs: of the loader.
+        engine: reads the batches of the latest epoch, or of the first one.
+        has_own_sampler: ``distributed=`` made the loader's sampler.
+        format_name: of the loader's ``memory_format``, in a pickle of it.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        workers: Literal["auto", "thread", "process"],
+        is_channels_last: bool,
+        is_batched: bool,
+        seeds_once: bool,
+        has_own_sampler: bool,
+    ) -> None:
+        self._served = LoaderView.find(dataset)
+        self._workers = workers
+        self._is_channels_last = is_channels_last
+        self.epochs = Epochs(self._served, seeds_once=seeds_once, is_batched=is_batched)
+        self.engine = Engine("thread", "not chosen yet", 0)
+        self.has_own_sampler = has_own_sampler
+        self.format_name = ""
+        self._ring: BatchRing | None = None
+        self._has_warned = False
+        self._pinning = PinningPlan(pin=False)
+        self._counts = LoopCounts()
+
+    def copied(self) -> LoaderInternals:
+        """Return the internals of another loader that goes on as this one would."""
+        other = object.__new__(LoaderInternals)
+        own = {"epochs": copy.copy(self.epochs), "_ring": None, "_counts": LoopCounts()}
+        vars(other).update(vars(self), **own)
+        return other
+
+    def iterate(
+        self,
+        loader: DataLoader[Any],
+        ring: BatchRing | None = None,
+        held: int = HELD_BY_USER,
+        read: Read | None = None,
+        alone: str = "",
+    ) -> Any:
+        """Begin an epoch, as ``iter`` does; the iterator's ``progress`` is how far it is.
+
+        Args:
+            loader: whose internals these are.
+            ring: a prefetcher's, where threads gather batches; ``pin_memory="auto"`` leaves pinning
+                to it.
+            held: batches that the user may hold at a time without costing new memory.
+            read: makes a batch of indices instead of the dataset; threads only.
+            alone: why batches are read in the training loop, whatever the number of workers.
+        """
+        if self._served.subset is not None:  # which may have other indices now
+            self._served = self.epochs.served = LoaderView.find(loader.dataset)
+        self._served.reader()  # which notices what was changed in place
+        if not self._has_warned:
+            self._has_warned = True
+            is_asked = self._workers_of(loader) == "process"
+            _warn(loader.dataset, loader.sampler, self._served, is_asked=is_asked)
+        handle = self._served.handle()
+        engine = Engine("thread", alone, 0) if alone else self.choose_engine(loader)
+        self.engine = engine
+        if ring is None:
+            ring = self._ring = self._ring or BatchRing(self.ring_slots(loader, held))
+        progress = self.epochs.begin(_chain_of(loader))
+        is_channels_last = self._wants_channels_last(loader)
+        # A collate_fn of the user's own gets samples in the usual layout.
+        self.epochs.channels_last = is_channels_last and loader.collate_fn is collate
+        dataset = self._served.fetched(loader.dataset)
+        collate_fn = loader.collate_fn
+        is_pinned_by_prefetcher = self._pinning.reason and ring is not self._ring
+        view = EpochLoader(
+            loader,
+            dataset=dataset,
+            _index_sampler=self.epochs,
+            pin_memory=loader.pin_memory and not (alone or is_pinned_by_prefetcher),
+            collate_fn=_channels_last(collate_fn) if is_channels_last else collate_fn,
+        )
+        with torch.random.fork_rng(devices=[], enabled=progress.is_begun):
+            if engine.kind == "process":
+                iterator = _iterate_torch(loader, view, progress, held)
+            else:
+                loader._iterator = None  # worker processes that persist have done their part
+                # Where a subclass's own methods make items, only it can be asked for batches.
+                has_own = any(map(own_reader, self._served.parts))
+                fetcher = _MapDatasetFetcher(dataset, True, lambda samples: samples, False)
+                maker = BatchMaker(
+                    fetch=fetcher.fetch,
+                    handle=None if has_own else handle,
+                    ring=ring,
+                    collate_fn=collate_fn,
+                    in_thread=engine.workers > 0,
+                    channels_last=is_channels_last,
+                    read=read,
+                )
+                _draw_no_second_seed(view, progress)
+                iterator = ThreadIter(view, progress, maker, threads=engine.workers)
+        iterator.counts = self._counts = LoopCounts(ring=iterator.ring)
+        if iterator.ring:
+            iterator.ring.fresh_count = 0
+        iterator.handle = handle
+        return iterator
+
+    def report(self) -> EpochReport:
+        engine = self.engine
+        ring = self._counts.ring
+        return EpochReport(
+            path=engine.path,
+            engine=engine.kind if engine.workers else "inline",
+            workers=engine.workers,
+            fresh_batches=ring.fresh_count if ring else 0,
+            bytes_held=ring.bytes_held if ring else 0,
+            pinning=self._pinning.reason,
+            prepared=self._served.prepared_share,
+            **self._counts.figures(),
+        )
 
     # For a prefetcher
 
-    def ring_slots(self, held: int) -> int:
-        """How many buffers threads and a user who holds ``held`` batches need."""
-        return self._engine.workers * (self.prefetch_factor or 0) + 1 + held
+    def ring_slots(self, loader: DataLoader[Any], held: int) -> int:
+        """Return how many buffers threads and a user who holds ``held`` batches need."""
+        return self.engine.workers * (loader.prefetch_factor or 0) + 1 + held
 
-    def device_obstacle(self) -> str | None:
-        """Why nobody can read its batches in another way, for a device to finish them, or None."""
-        engine = self._engine = self._choose_engine()
+    def device_obstacle(self, loader: DataLoader[Any]) -> str | None:
+        """Return why a device cannot finish the batches of this loader, or None."""
+        engine = self.engine = self.choose_engine(loader)
         if engine.kind == "process":
             return f"batches come from {engine.path}"
-        return None if self.collate_fn is collate else "collate_fn= is your own"
+        return None if loader.collate_fn is collate else "collate_fn= is your own"
 
     # Decisions
 
-    def _choose_engine(self) -> Engine:
-        count = index(self.num_workers)  # which may be NumPy's
+    def _workers_of(self, loader: DataLoader[Any]) -> str:
+        """Return ``workers``: the attribute, unless a subclass uses its name for something else."""
+        given: object = getattr(loader, "workers", None)
+        return given if isinstance(given, str) and given in _WORKERS else self._workers
+
+    def _wants_channels_last(self, loader: DataLoader[Any]) -> bool:
+        given = getattr(loader, "memory_format", None)
+        is_ours = isinstance(given, torch.memory_format)
+        return given is torch.channels_last if is_ours else self._is_channels_last
+
+    def choose_engine(self, loader: DataLoader[Any]) -> Engine:
+        count = index(loader.num_workers)  # which may be NumPy's
         reader = self._served.latest()
-        obstacle = self._thread_obstacle(reader)
+        obstacle = self._thread_obstacle(loader, reader)
         if obstacle is not None and (count or reader is None):
             path = f"{count} worker process{'es' * (count > 1)} over a shared ring"
             path = path if count else "torch's engine in the training loop"
@@ -392,37 +465,78 @@ class DataLoader(_TorchLoader[_T_co]):
         threads = min(count, machine.usable_cores()) if is_whole else count
         return Engine("thread", f"{path}, read by {counted(threads, 'thread')}", threads)
 
-    def _thread_obstacle(self, reader: AnyReader | None) -> str | None:
-        if isinstance(self.dataset, IterableDataset):
+    def _thread_obstacle(self, loader: DataLoader[Any], reader: AnyReader | None) -> str | None:
+        if isinstance(loader.dataset, IterableDataset):
             return "an IterableDataset is read in order"
-        if self.batch_sampler is None:
+        if loader.batch_sampler is None:
             return "batch_size=None asks for single samples"
-        if self.workers != "auto":
-            return "workers='process'" if self.workers == "process" else None
+        workers = self._workers_of(loader)
+        if workers != "auto":
+            return "workers='process'" if workers == "process" else None
         if reader is None:
-            return f"{type(self.dataset).__name__} is no fastdata dataset"
-        init = getattr(self.worker_init_fn, "func", self.worker_init_fn)
+            return f"{type(loader.dataset).__name__} is no fastdata dataset"
+        init = getattr(loader.worker_init_fn, "func", loader.worker_init_fn)
         is_lightnings = getattr(init, "__name__", "") == "pl_worker_init_function"  # only seeds
         # Whether code of the user's runs that it might have prepared.
-        is_prepared = self.collate_fn not in (collate, default_collate)
+        is_prepared = loader.collate_fn not in (collate, default_collate)
         if init is not None and is_prepared and not is_lightnings:
             return "worker_init_fn is for worker processes"
         if not all(draws_nothing(part.target_transform) for part in self._served.parts):
             return "target_transform= may draw random numbers"
         return reader.obstacle
 
-    def _choose_pinning(self, asked: bool | Literal["auto"]) -> PinningPlan:
+    def choose_pinning(self, loader: DataLoader[Any], asked: bool | Literal["auto"]) -> bool:
+        """Return whether to pin batches, for ``pin_memory=``; ``report`` says why."""
+        self.engine = self.choose_engine(loader)
         if asked != "auto":
-            return PinningPlan(pin=asked)
+            self._pinning = PinningPlan(pin=asked)
+            return asked
         reader = self._served.latest()
         sample_bytes = None if reader is None else reader.served_bytes
         pinned_bytes = None
-        if sample_bytes and self.batch_size:
-            under_way = max(1, self.num_workers * (self.prefetch_factor or 0)) + 1
-            pinned_bytes = sample_bytes * self.batch_size * under_way
+        if sample_bytes and loader.batch_size:
+            under_way = max(1, loader.num_workers * (loader.prefetch_factor or 0)) + 1
+            pinned_bytes = sample_bytes * loader.batch_size * under_way
         has_accelerator = torch.cuda.is_available() or torch.xpu.is_available()
         budget = budget_bytes(machine.available_bytes())
-        return choose_pinning(pinned_bytes, budget, has_accelerator=has_accelerator)
+        self._pinning = choose_pinning(pinned_bytes, budget, has_accelerator=has_accelerator)
+        return self._pinning.pin
+
+
+class EpochLoader:
+    """A loader as torch's iterators see it, with attributes of its own for one epoch."""
+
+    def __init__(self, loader: DataLoader[Any], **attributes: Any) -> None:
+        vars(self).update(vars(loader))
+        vars(self).update(attributes, _loader=loader)
+
+    def __getattr__(self, name: str) -> Any:  # torch's properties
+        return getattr(self._loader, name)
+
+
+def _draw_no_second_seed(view: EpochLoader, progress: Progress) -> None:
+    """Leave the loader's generator alone where an iterator would draw another base seed."""
+    if view.persistent_workers and progress.base_seed is not None:
+        vars(view)["generator"] = torch.Generator()
+
+
+def _iterate_torch(
+    loader: DataLoader[Any], view: EpochLoader, progress: Progress, held: int
+) -> Any:
+    if loader.num_workers == 0:
+        return InlineIter(view, progress)
+    iterator: Any = loader._iterator  # of workers that persist
+    loader._iterator = None  # where Ctrl-C comes now, nobody knows what they send next
+    if iterator is None:
+        loader.check_worker_number_rationality()
+        if not isinstance(loader.dataset, IterableDataset):  # datapipes draw a shared seed too
+            _draw_no_second_seed(view, progress)
+        iterator = ProcessIter(view, progress, held=held)
+    else:
+        iterator.progress = progress
+        iterator._reset(view)
+    loader._iterator = iterator if loader.persistent_workers else None
+    return iterator
 
 
 _SAID: weakref.WeakValueDictionary[int, PreparedDataset] = weakref.WeakValueDictionary()

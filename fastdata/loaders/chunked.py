@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import mmap
 import os
@@ -380,6 +381,11 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_live": ()}  # epochs stay here
 
+    def __copy__(self) -> ChunkedLoader:
+        """Return a loader over the same samples, with the same plan, whose epochs are its own."""
+        shared = self.dataset, self._view, self.collate_fn, *self._view.parts, *self._stores
+        return copy.deepcopy(self, {id(each): each for each in shared})
+
     def __len__(self) -> int:
         return len(self._loader)
 
@@ -391,7 +397,7 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
     ) -> Any:
         """Begin an epoch, as ``iter`` does; for a prefetcher as that of a DataLoader."""
         self._end("another one of the same loader was begun")
-        iterator = self._loader.iterate(ring, held)
+        iterator = self._loader._fastdata.iterate(self._loader, ring, held)
         if self._stores:
             iterator.after_batch = self._sampler.passed
             iterator.stop = weakref.finalize(iterator, _finish, self._sampler, iterator.stop)
@@ -439,7 +445,7 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
         return replace(report, path=f"{chunks}{cache}; {report.path}")
 
     def ring_slots(self, held: int) -> int:
-        return self._loader.ring_slots(held)
+        return self._loader._fastdata.ring_slots(self._loader, held)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the latest epoch stands, as ``DataLoader.state_dict``."""

@@ -257,10 +257,26 @@ def left_behind(batch: Any) -> str:
 
 
 def is_own(loader: Any) -> bool:
-    """Whether it is fastdata's: who defines how it is iterated also defines ``iterate``."""
+    """Return True if fastdata's own class defines how the loader is iterated."""
     begins = {"__iter__", "_get_iterator"}
     definer = next((kind for kind in type(loader).__mro__ if begins & vars(kind).keys()), object)
-    return "iterate" in vars(definer)
+    # ChunkedLoader is imported only where somebody uses it.
+    return definer is DataLoader or definer.__module__ == "fastdata.loaders.chunked"
+
+
+def begin_epoch(loader: Any, ring: BatchRing, held: int, read: Read | None) -> Any:
+    """Begin an epoch of a loader that ``is_own``, in a prefetcher's ring."""
+    if isinstance(loader, DataLoader):
+        return loader._fastdata.iterate(loader, ring, held, read)
+    return loader.iterate(ring, held, read)
+
+
+def ring_slots(loader: Any, held: int) -> int:
+    """Return how many buffers a ring for a loader that ``is_own`` needs."""
+    if isinstance(loader, DataLoader):
+        return loader._fastdata.ring_slots(loader, held)
+    slots: int = loader.ring_slots(held)
+    return slots
 
 
 class DeviceOps:
@@ -327,7 +343,7 @@ class DeviceOps:
             kind = kind_of(self._loader)
             obstacle: str | None = f"the loader is {kind}, not fastdata's DataLoader in batches"
         else:
-            obstacle = self._loader.device_obstacle() or reader.obstacle
+            obstacle = self._loader._fastdata.device_obstacle(self._loader) or reader.obstacle
         if obstacle is None:
             if isinstance(reader, JoinedReader):
                 obstacle = "the samples of a ConcatDataset lie in several stores"
@@ -432,7 +448,7 @@ class StoreCut(Iterator[Any]):
         """Begin an epoch, whose images are all given to ``cast``; gives its ``progress``."""
         path = f"whole batches, cut on {self._device}"
         read = partial(_read_targets, self._handle)
-        self._indices = loader.iterate(BatchRing(0), read=read, alone=path)
+        self._indices = loader._fastdata.iterate(loader, BatchRing(0), read=read, alone=path)
         self._cast = cast
         self.marks = [self._indices.progress.mark()]
         return self._indices.progress

@@ -380,6 +380,7 @@ class Progress:
         first: batches handed over before that.
         drawn: batches whose indices were drawn.
         handed: of these, those that were handed over.
+        counted: how much of the sampler's length was drawn: its samples or batches.
         draws: the ``DrawKey`` of the batch that was drawn last.
         seen: the mark that the user has come to where a prefetcher reads ahead of them.
     """
@@ -393,6 +394,7 @@ class Progress:
     first: int = 0
     drawn: int = 0
     handed: int = 0
+    counted: int = 0
     is_finished: bool = False
     draws: Any = None
     seen: Mark | None = None

@@ -21,6 +21,7 @@ import operator
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -59,69 +60,167 @@ _KNOWN = {
     torch.Tensor,
 }
 """Samplers that draw from torch's generators only, or not at all."""
+_END = object()
 VERSION = 4
 """Of states."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerChain:
+    """What an order is drawn from: a loader's sampler, the samplers inside it, and generators.
+
+    Attributes:
+        outer: gives the indices of each batch, or single ones.
+        generator: the loader's.
+        each: ``outer`` first, then what it reads, as far as ``outer`` does not hold their states.
+        ranked: the innermost one if it is a ``RankSampler``.
+        is_known: all others draw from torch's generators only, or not at all.
+    """
+
+    outer: Any
+    generator: torch.Generator | None
+    each: list[Any]
+    ranked: RankSampler | None
+    is_known: bool
+
+    @classmethod
+    def of(cls, outer: Any, generator: torch.Generator | None) -> SamplerChain:
+        each = _nested(outer)
+        ranked = each[-1] if isinstance(each[-1], RankSampler) else None
+        kinds = {type(sampler) for sampler in each if sampler is not ranked}
+        return cls(outer, generator, each, ranked, kinds <= _KNOWN)
+
+    @property
+    def may_be_told(self) -> bool:
+        """True if a sampler has ``set_epoch``."""
+        inner = getattr(self.outer, "sampler", None)
+        return any(hasattr(sampler, "set_epoch") for sampler in (*self.each, inner))
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples in each batch of a rank if a RankSampler is shared out, else None."""
+        ranked = self.ranked
+        if ranked is None:
+            return None
+        if not ranked.has_begun:
+            ranked.find_ranks()
+        if self.outer is ranked:
+            return 1
+        is_batched = type(self.outer) is BatchSampler and self.outer.sampler is ranked
+        return self.outer.batch_size if is_batched else None
+
+    @property
+    def rank(self) -> tuple[int, int, bool]:
+        """Rank, number of ranks, and whether several ranks may have the same samples."""
+        # Where there is one rank some have None.
+        sharing = (each for each in self.each if getattr(each, "num_replicas", None))
+        shared = next(sharing, None)
+        if shared is None:
+            return 0, 1, False
+        return (
+            shared.rank,
+            shared.num_replicas,
+            shared is not self.ranked and (type(shared) not in _KNOWN),
+        )
+
+    def is_spent(self, counted: int) -> bool:
+        """Return True if no batch can follow, as far as lengths tell.
+
+        The batches of a BatchSampler may change in size within an epoch, so that their samples are
+        counted; of other samplers, what they give.
+        """
+        outer = self.outer
+        if type(outer) is not BatchSampler:
+            return counted == length_of(outer)
+        length = length_of(outer.sampler)
+        if length is None:
+            return False
+        return length - counted < (outer.batch_size if outer.drop_last else 1)
+
+    @property
+    def ends_with_a_draw(self) -> bool:
+        """True if the sampler draws once more after its last index, and others can see that.
+
+        RandomSampler does. Without a ``generator`` it draws from one that nobody else has.
+        """
+        last = self.each[-1]
+        return self.is_known and type(last) is RandomSampler and last.generator is not None
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """Those that the order is drawn from."""
+        of_samplers = [getattr(sampler, "generator", False) for sampler in self.each]
+        found = [self.generator, *of_samplers]
+        if None in of_samplers or not self.is_known:
+            found.append(torch.default_generator)
+        return list(dict.fromkeys(each for each in found if isinstance(each, torch.Generator)))
+
+    def capture(self) -> State:
+        """Return the states of generators and samplers, from which the order can be drawn again."""
+        return {
+            "generators": [_pack(generator) for generator in self.generators],
+            "samplers": [_capture(sampler) for sampler in self.each],
+        }
+
+    def identity(self) -> State:
+        """Return what a state and the loader that takes it must have alike."""
+        identity: State = {
+            "generators": len(self.generators),
+            "sampler": " > ".join(type(sampler).__name__ for sampler in self.each),
+        }
+        if self.ranked is not None:
+            identity |= {"world_size": self.ranked.num_replicas, "order": self.ranked.identity}
+        return identity
 
 
 class Epochs:
     """The epochs of a loader: how far the latest has come, which comes next, and states of both.
 
     Iterating gives the indices of the batches of the epoch that was begun last. It does not hold
-    the loader, which may hold an iterator of torch's that holds this.
+    the loader, which may hold an iterator of torch's that holds this. What orders are drawn from is
+    given in each call, because the attributes of a loader may be replaced.
 
     Args:
-        sampler: gives the indices of each batch, or single ones.
-        served: what of them is fastdata's.
-        generator: the loader's.
+        served: what of the samples is fastdata's.
         seeds_once: only the first epoch draws a base seed, as in torch where workers persist.
-        is_batched: the sampler gives the indices of a batch, not single ones.
+        is_batched: samplers give the indices of a batch, not single ones.
 
     Attributes:
         channels_last: what batches of indices are told; see ``IndexBatch``.
     """
 
-    def __init__(
-        self,
-        sampler: Any,
-        served: LoaderView,
-        generator: torch.Generator | None,
-        *,
-        seeds_once: bool,
-        is_batched: bool,
-    ) -> None:
+    def __init__(self, served: LoaderView, *, seeds_once: bool, is_batched: bool) -> None:
         self.progress = Progress(is_finished=True)
         self.served = served
         self.channels_last = False
-        self.sampler = sampler
-        self._generator = generator
         self._seeds_once = seeds_once
         self._is_batched = is_batched
         self._set: int | None = None  # number of the coming epochs, by the user
-        self._samplers = _nested(sampler)
-        told = [*self._samplers, getattr(sampler, "sampler", None)]
-        self._may_be_told = any(hasattr(each, "set_epoch") for each in told)
-        last = self._samplers[-1]
-        self._ranked = last if isinstance(last, RankSampler) else None
-        kinds = {type(each) for each in self._samplers if each is not self._ranked}
-        self._is_known = kinds <= _KNOWN
+        self._chain = SamplerChain.of((), None)  # of the latest epoch
 
     def __len__(self) -> int:
-        return len(self.sampler)
+        return len(self._chain.outer)
 
     def __iter__(self) -> Iterator[Any]:
-        return self._batches(self.progress)
+        return self._batches(self.progress, self._chain)
 
-    def set_epoch(self, epoch: int) -> None:
+    def __copy__(self) -> Epochs:
+        """Return epochs that go on from here on their own."""
+        other = object.__new__(Epochs)
+        vars(other).update(vars(self), progress=copy.copy(self.progress))
+        return other
+
+    def set_epoch(self, epoch: int, chain: SamplerChain) -> None:
         self._set = operator.index(epoch)
-        if self._ranked is not None:
-            self._ranked.set_epoch(epoch)
+        if chain.ranked is not None:
+            chain.ranked.set_epoch(epoch)
 
     # An epoch
 
-    def begin(self) -> Progress:
+    def begin(self, chain: SamplerChain) -> Progress:
         """Begin the next epoch, or the rest of the one whose state was loaded."""
         state = self.progress.pending
-        ranked = self._ranked
+        ranked = chain.ranked
         if state is not None and ranked is not None:
             saved = _rank_state(state["start"])
             is_set = ranked.is_set
@@ -146,17 +245,19 @@ class Epochs:
         chosen = self.served.epoch if self._set is None else self._set
         if chosen is not None and not progress.is_begun:
             progress.epoch = chosen
-        progress.may_be_told = self._may_be_told
+        progress.may_be_told = chain.may_be_told
         self.progress = progress
+        self._chain = chain
         return progress
 
-    def _batches(self, progress: Progress) -> Iterator[Any]:
-        """The indices of an epoch's batches, from where it stands, and notes their draws.
+    def _batches(self, progress: Progress, chain: SamplerChain) -> Iterator[Any]:
+        """Yield the indices of an epoch's batches, from where it stands, and note their draws.
 
-        Samplers are begun, and draw, when the first is asked for.
+        Samplers are begun, and draw, when the first batch is asked for. The epoch ends where the
+        sampler ends, whatever its length was before.
         """
         served = self.served
-        ranked = self._ranked
+        ranked = chain.ranked
         own_seed = served.seed
         seed = progress.base_seed or 0 if own_seed is None else own_seed
         # Not where each epoch draws a seed, whose draws count from 0, nor where the epoch of draws
@@ -165,87 +266,97 @@ class Epochs:
         if ranked is not None and served.parts and (ranked.is_set or is_counted):
             progress.epoch = ranked.coming()["epoch"]
         epoch = progress.epoch
-        # Where there is one rank some have None.
-        sharing = (each for each in self._samplers if getattr(each, "num_replicas", None))
-        shared = next(sharing, None)
-        rank, ranks = (shared.rank, shared.num_replicas) if shared else (0, 1)
-        last = length_of(self.sampler) if self._is_known and ranked is None else None
-        is_seeded = any(getattr(each, "generator", None) for each in self._samplers)
+        rank, ranks, may_share = chain.rank
+        draw: Callable[[Any], Any] | None = None
         if served.parts:
-            # Of others nobody knows whether several ranks have the same samples.
-            is_apart = shared is ranked or type(shared) in _KNOWN
-            apart = (0, 1) if is_apart else (rank, ranks)
-            draw = _index_batches(served, self.sampler, epoch, seed, *apart)
-        indices = self._begun(progress)
-        if self._is_batched:
-            indices = map(_as_list, indices)
-        if served.parts:
-            indices = map(draw, indices)
-        if self._batch_size is None:  # else the sampler begins where the epoch stands
-            indices = itertools.islice(indices, progress.first, None)
-        for batch in indices:
+            apart = (rank, ranks) if may_share else (0, 1)
+            draw = _index_batches(served, chain.outer, epoch, seed, *apart)
+        is_cut = type(chain.outer) is BatchSampler
+        is_seen = chain.ends_with_a_draw
+        # Otherwise the sampler begins where the epoch stands.
+        to_skip = progress.first if chain.batch_size is None else 0
+        indices = self._begun(progress, chain)
+        while True:
+            batch: Any = next(indices, _END)
+            if batch is _END:
+                return
+            if self._is_batched and isinstance(batch, Iterator):
+                batch = list(batch)  # other threads and processes read it, and so does ``draw``
+            progress.counted += len(batch) if is_cut else 1
+            if is_seen and chain.is_spent(progress.counted):
+                # Have the last draw done now, so that a state taken with the last batch finds the
+                # generator as the next epoch does.
+                indices = itertools.chain(list(itertools.islice(indices, 1)), indices)
+                is_seen = False
+            if draw is not None:
+                batch = draw(batch)
+            if to_skip:
+                to_skip -= 1
+                continue
             progress.drawn += 1
-            if progress.drawn == last and is_seeded:
-                # RandomSampler draws once more after its last index: now, before a state is taken
-                # of where that leaves its generator; one that it makes for the epoch nobody sees.
-                next(indices, None)
             # Among the batches of all ranks, so that no two draw the same.
             progress.draws = DrawKey(seed, epoch, (progress.drawn - 1) * ranks + rank)
             if isinstance(batch, IndexBatch):
                 batch.draws = progress.draws
                 batch.channels_last = self.channels_last
             yield batch
-            if progress.drawn == last:
-                return
 
-    def _begun(self, progress: Progress) -> Iterator[Any]:
+    def _begun(self, progress: Progress, chain: SamplerChain) -> Iterator[Any]:
         """Begin the samplers as the epoch's were begun."""
+        sampler = chain.outer
         if progress.start is None:
-            progress.start = self._capture()
-            return iter(self.sampler)
-        if self._ranked is not None:  # another epoch may have been set on it since
-            progress.start = progress.start | {"samplers": self._capture()["samplers"]}
-        elif not progress.is_begun and self._is_known:
+            progress.start = chain.capture()
+            return iter(sampler)
+        if chain.ranked is not None:  # another epoch may have been set on it since
+            progress.start = progress.start | {"samplers": chain.capture()["samplers"]}
+        elif not progress.is_begun and chain.is_known:
             # torch's generator moves on as at the start of any epoch. A sampler that is not known
             # is not asked twice.
-            next(iter(self.sampler), None)
+            next(iter(sampler), None)
         with torch.random.fork_rng(devices=[]):
             for generator, packed in zip(
-                self._generators, progress.start["generators"], strict=True
+                chain.generators, progress.start["generators"], strict=True
             ):
                 generator.set_state(_unpack(packed))
-            for sampler, saved in zip(self._samplers, progress.start["samplers"], strict=True):
-                if "state" in saved and sampler is not self._ranked:
-                    sampler.load_state_dict(copy.deepcopy(saved["state"]))
+            for each, saved in zip(chain.each, progress.start["samplers"], strict=True):
+                if "state" in saved and each is not chain.ranked:
+                    each.load_state_dict(copy.deepcopy(saved["state"]))
                 if "epoch" in saved and progress.is_begun:  # else it may have been set since
-                    sampler.set_epoch(saved["epoch"])
-            indices = iter(self.sampler)
+                    each.set_epoch(saved["epoch"])
+            indices = iter(sampler)
             return itertools.chain(list(itertools.islice(indices, 1)), indices)
 
     # States
 
-    def state(self, loader: State) -> State:
-        """Where the latest epoch stands; ``loader``: what another one must have alike."""
+    def state(self, loader: State, chain: SamplerChain) -> State:
+        """Return where the latest epoch stands.
+
+        Args:
+            loader: what another loader must have alike.
+            chain: of an epoch that would begin now.
+        """
         progress = self.progress
         if progress.pending is not None:
             return copy.deepcopy(progress.pending)
+        latest = chain if progress.start is None else self._chain
         handed, is_over = progress.seen or progress.mark()
-        start = copy.deepcopy(progress.start) or self._capture()
-        ranked = self._ranked
-        size = self._batch_size
-        if ranked is None or size is None:
-            is_over = is_over or handed == length_of(self.sampler)
+        start = copy.deepcopy(progress.start) or latest.capture()
+        size = latest.batch_size
+        if latest.ranked is None or size is None:
+            is_spent = handed == progress.drawn and latest.is_spent(progress.counted)
+            is_over = is_over or is_spent
         else:
             # The sampler may have been told of another epoch since.
             begun = _rank_state(start)
-            reached = ranked.state_dict(
-                handed - progress.first, size, drop_last=self.sampler.drop_last, begun=begun
+            reached = latest.ranked.state_dict(
+                handed - progress.first, size, drop_last=latest.outer.drop_last, begun=begun
             )
             is_over = is_over or reached["epoch"] != begun["epoch"]
             begun |= reached
         if is_over:
             handed = 0
-            progress, start = self._coming()
+            latest = chain
+            progress, start = self._coming(chain)
         return {
             "version": VERSION,
             "num_yielded": handed,
@@ -253,21 +364,21 @@ class Epochs:
             "epoch": progress.epoch,
             "base_seed": progress.base_seed,
             "start": start,
-            "loader": self._identity(loader),
+            "loader": loader | latest.identity(),
         }
 
-    def _coming(self) -> tuple[Progress, State]:
-        """How the next epoch would begin if it began now, and what its order is drawn from."""
+    def _coming(self, chain: SamplerChain) -> tuple[Progress, State]:
+        """Return how the next epoch would begin if it began now, and what it is drawn from."""
         progress = self._following()
-        generator = self._generator or torch.default_generator
+        generator = chain.generator or torch.default_generator
         before = generator.get_state()
         if progress.base_seed is None:
             drawn = torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator)
             progress.base_seed = int(drawn)
-        start = self._capture()
+        start = chain.capture()
         generator.set_state(before)
-        if self._ranked is not None and self._ranked.has_begun:  # one that was set is over too
-            _rank_state(start)["epoch"] = self._ranked.epoch + 1
+        if chain.ranked is not None and chain.ranked.has_begun:  # one that was set is over too
+            _rank_state(start)["epoch"] = chain.ranked.epoch + 1
         return progress, start
 
     def _following(self) -> Progress:
@@ -278,7 +389,7 @@ class Epochs:
             base_seed=latest.base_seed if self._seeds_once else None,
         )
 
-    def load(self, state: State, loader: State) -> None:
+    def load(self, state: State, loader: State, chain: SamplerChain) -> None:
         """Let the next epoch be that of a state.
 
         Raises:
@@ -292,8 +403,9 @@ class Epochs:
                 )
             # How samples are shared out may differ.
             shares = ("batch_size", "world_size", "sampler_length")
-            free = {} if self._batch_size is None else dict.fromkeys(shares)
-            differing = name_differences(state["loader"] | free, self._identity(loader) | free)
+            free = {} if chain.batch_size is None else dict.fromkeys(shares)
+            own = loader | chain.identity()
+            differing = name_differences(state["loader"] | free, own | free)
             if differing:
                 raise ValueError(
                     f"the state is of another loader: {differing}. Make the loader as it was when "
@@ -305,51 +417,11 @@ class Epochs:
             state=copy.deepcopy(state),
             is_finished=not state,
         )
-        ranked = self._ranked
+        ranked = chain.ranked
         if ranked is not None:
             ranked.is_set = False  # an epoch that is set from now on counts
             if not (state or ranked.has_begun):  # the iterator of a loaded state was not asked
                 ranked.position = 0
-
-    def _identity(self, loader: State) -> State:
-        """What a state and the loader that takes it must have alike."""
-        identity = loader | {
-            "generators": len(self._generators),
-            "sampler": " > ".join(type(sampler).__name__ for sampler in self._samplers),
-        }
-        if self._ranked is not None:
-            identity |= {"world_size": self._ranked.num_replicas, "order": self._ranked.identity}
-        return identity
-
-    def _capture(self) -> State:
-        """What the order is drawn from."""
-        return {
-            "generators": [_pack(generator) for generator in self._generators],
-            "samplers": [_capture(sampler) for sampler in self._samplers],
-        }
-
-    @property
-    def _generators(self) -> list[torch.Generator]:
-        """Those that an order is drawn from."""
-        of_samplers = [getattr(each, "generator", False) for each in self._samplers]
-        found = [self._generator, *of_samplers]
-        if None in of_samplers or not self._is_known:
-            found.append(torch.default_generator)
-        return list(dict.fromkeys(each for each in found if isinstance(each, torch.Generator)))
-
-    @property
-    def _batch_size(self) -> int | None:
-        """Samples in each batch of a rank where a RankSampler is shared out; else None."""
-        ranked = self._ranked
-        if ranked is None:
-            return None
-        if not ranked.has_begun:
-            ranked.find_ranks()
-        outer = self.sampler
-        if outer is ranked:
-            return 1
-        is_batched = type(outer) is BatchSampler and outer.sampler is ranked
-        return outer.batch_size if is_batched else None
 
     @property
     def _is_counted(self) -> bool:
@@ -360,14 +432,6 @@ def _nested(sampler: Any) -> list[Any]:
     """A sampler and those in it, as far as their states are not part of its own."""
     inner = getattr(sampler, "batch_sampler", getattr(sampler, "sampler", None))
     return [sampler] if inner is None or _keeps_state(sampler) else [sampler, *_nested(inner)]
-
-
-def _as_list(indices: Any) -> Any:
-    """Return the indices of a batch as a list if they can be read only once, else as they are.
-
-    A batch is read by another thread or process, and once more where an epoch is resumed.
-    """
-    return list(indices) if isinstance(indices, Iterator) else indices
 
 
 def _gives_each_once(sampler: Any) -> bool:

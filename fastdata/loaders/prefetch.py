@@ -49,6 +49,7 @@ from fastdata.loaders.device import (
     Transform,
     WhereOps,
     allocated_bytes,
+    begin_epoch,
     begin_thread,
     device_memory,
     host_memory,
@@ -56,6 +57,7 @@ from fastdata.loaders.device import (
     left_behind,
     move_object,
     resolve_device,
+    ring_slots,
 )
 from fastdata.loaders.epochs import HELD_BY_USER, LoopCounts, sample_count, shown_as
 from fastdata.machine import format_bytes
@@ -271,9 +273,9 @@ class CudaPrefetcher:
             mark = getattr(loader, "state_dict", lambda: None)
             return Transfer(iter(loader), self.device, finish, mark=mark, **cuda)
         held = max(HELD_BY_USER, self.depth + 1)
-        pinned.ring_slots = loader.ring_slots(held)
+        pinned.ring_slots = ring_slots(loader, held)
         self._ring = self._ring or BatchRing(pinned.ring_slots, pinned.allocate)
-        iterator = loader.iterate(self._ring, held, read)
+        iterator = begin_epoch(loader, self._ring, held, read)
         progress = iterator.progress
         progress.hand_over(progress.mark())  # what is read ahead of the user does not count
         marks = {"mark": progress.mark, "hand_over": progress.hand_over}
