@@ -573,6 +573,7 @@ class ThreadIter(Counted):
         self._task_info = deque[Future[Any]]()
         self._ahead = threads * (view.prefetch_factor or 1)
         self._threads: Any = None
+        self._pid = os.getpid()
         if threads:
             self._threads = ThreadPoolExecutor(threads, thread_name_prefix="fastdata-loader")
             self.stop = weakref.finalize(self, _stop, self._threads)  # type: ignore[method-assign]
@@ -588,6 +589,13 @@ class ThreadIter(Counted):
         return copy_to_pinned(batch) if self._pin_memory else batch
 
     def _receive(self) -> Any:
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                f"this iterator of a DataLoader was begun in process {self._pid}, whose threads "
+                f"read its batches. Process {os.getpid()} was forked from it and does not have "
+                "them. Call iter() on the DataLoader in the process that reads the batches, or use "
+                "num_workers=0."
+            )
         if not self._task_info:
             self._submit()
         if not self._task_info:
