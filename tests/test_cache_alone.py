@@ -442,6 +442,37 @@ def test_samples_beyond_their_file_are_refused(
         CachedDataset.from_cache(home)
 
 
+_LARGEST = (1 << 63) - 1
+
+
+@pytest.mark.parametrize("codec", ["auto", "zstd"])
+def test_no_sample_reaches_past_the_end_of_its_file(image_folder: Folder, codec: str) -> None:
+    """Neither by one byte nor by so many that the sum of offset and size overflows."""
+    home = Path(find_cache(build(image_folder(size=(13, 11)), codec=codec)))
+    columns = columns_of(home)
+    offsets = columns["part0.offsets"]
+    room = int(columns["shards.bytes"][0, 0])
+    last = int(offsets.argmax())
+    sizes = columns.get("part0.sizes", np.full(6, 3 * 7 * 9))
+    assert offsets[last] + sizes[last] == room  # which is served
+    right = (home / INDEX).read_bytes()
+    wrong = [(int(offsets[last]) + 1, None), (room, None), (_LARGEST, None), (1 << 62, None)]
+    if codec == "zstd":
+        wrong += [(None, int(sizes[last]) + 1), (None, _LARGEST)]
+        wrong += [(1 << 62, 1 << 62), (_LARGEST, _LARGEST), (8, _LARGEST)]
+    for offset, size in wrong:
+        changed = {}
+        for name, value in (("part0.offsets", offset), ("part0.sizes", size)):
+            if value is not None:
+                changed[name] = columns[name].copy()
+                changed[name][last] = value
+        rewrite(home, changed)
+        with pytest.raises(CacheError, match=rf"sample {last} of part0 does not lie within its f"):
+            CachedDataset.from_cache(home)
+        (home / INDEX).write_bytes(right)
+    CachedDataset.from_cache(home).close()
+
+
 @pytest.mark.parametrize("codec", ["auto", "zstd"])
 def test_shapes_that_no_sample_has_are_refused(tmp_path: Path, codec: str) -> None:
     """Nothing has a negative side, whether raw or encoded."""

@@ -17,13 +17,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch.utils.data import Subset
 from torchvision import transforms as v1
 
 from children import Compose, PILToTensor
 from conftest import shown
 from fastdata import DataLoader, ImageFolder, ImageManifest
+from fastdata.datasets import dataset as dataset_module
 from fastdata.errors import FastDataError, IngestError, MemoryBudgetError, SampleError
+from fastdata.machine.shared import Block
 from fastdata.pixels.images import CenterCrop, Resize
 from leftovers import open_descriptors
 
@@ -79,6 +82,59 @@ def test_each_sample_is_prepared_once_on_its_first_read(image_folder: Folder) ->
             os.unlink(dataset.samples[index][0])
         assert dataset.filled_share() == 1
         assert all(map(torch.equal, wanted, [image for image, _ in dataset]))
+
+
+def test_two_readers_that_race_prepare_a_sample_once(
+    image_folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader that found a sample missing, and had to wait for another, reads what that one prepared."""
+    root = image_folder()
+    wanted = _pixels(root)
+    plain = Block.hold
+    with ImageFolder(root, RESIZED) as dataset:
+
+        def come_second(block: Block, *places: int) -> Any:
+            monkeypatch.undo()
+            assert torch.equal(dataset[2][0], wanted[2])  # by the other reader, who is first
+            os.unlink(dataset.samples[2][0])
+            return plain(block, *places)
+
+        monkeypatch.setattr(Block, "hold", come_second)
+        assert torch.equal(dataset[2][0], wanted[2])
+        assert Block.hold is plain
+
+
+def test_two_first_readers_that_race_prepare_a_dataset_once(
+    image_folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a transform the first read prepares all; who comes second, and has waited, prepares nothing."""
+    opened = []
+
+    def load(path: str) -> Image.Image:
+        opened.append(path)
+        return Image.open(path).convert("RGB")
+
+    class Second:
+        """The lock of the first read, for who comes second."""
+
+        def __enter__(self) -> None:
+            monkeypatch.undo()
+            assert dataset[0][0].size == (12, 10)
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    options: dict[str, Any] = {"loader": load, "prepare_workers": 0}
+    root = image_folder()
+    with ImageFolder(root, **options) as alone:
+        alone[0]
+    wanted = sorted(opened)
+    opened.clear()
+    with ImageFolder(root, **options) as dataset:
+        monkeypatch.setattr("fastdata.datasets.dataset._ENDING", Second())
+        assert dataset[1][0].size == (12, 10)
+        assert not isinstance(dataset_module._ENDING, Second)
+        assert sorted(opened) == wanted
 
 
 @pytest.mark.parametrize("workers", ["thread", "process"])

@@ -458,6 +458,34 @@ def test_what_a_leader_had_not_told_whole_is_prepared_again(told: bytes, meeting
         assert isinstance(again, processes.Leader)
 
 
+def test_a_rank_that_came_as_the_leader_left_meets_the_next_one(
+    meeting: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who waited for the lock of a file that is gone by then leads nobody, but meets the others again."""
+    plain = processes.fcntl.flock
+    leaders: Any = [processes.lead_or_follow("run", "key", ())]
+
+    def flock(file: Any, how: int) -> None:
+        if how == processes.fcntl.LOCK_EX:
+            if len(leaders) == 1:  # this rank has opened the file of the leader, who leaves now
+                leaders[0].close()
+                leaders.append(lead_with(plain))
+            else:  # this rank waits for the next one
+                leaders[1].tell("prepared", ())
+        plain(file, how)
+
+    def lead_with(flock: Any) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(processes.fcntl, "flock", flock)
+            return processes.lead_or_follow("run", "key", ())
+
+    found = lead_with(flock)
+    assert isinstance(leaders[1], processes.Leader)
+    leaders[1].close()
+    assert isinstance(found, processes.Follower)
+    assert found.value == "prepared"
+
+
 def test_no_meeting_outlives_its_dataset(tmp_path: Path, meeting: Path) -> None:
     """Where ranks meet is gone when the dataset is closed, also while forked workers live; else the next removes it."""
     source = Numbered(40, tmp_path / "log")
