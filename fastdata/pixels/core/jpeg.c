@@ -14,7 +14,7 @@
 #include <tmmintrin.h>
 #endif
 
-enum { SOI = 0xD8, EOI, SOS, DQT, DRI = 0xDD, APP0 = 0xE0, APP1, APP14 = 0xEE, APP15, COM = 0xFE };
+enum { SOI = 0xD8, EOI, SOS, DQT, DRI = 0xDD, APP0 = 0xE0, APP1, APP2, APP13 = 0xED, APP14, APP15, COM = 0xFE };
 enum { SOF0 = 0xC0, SOF2 = 0xC2, DHT = 0xC4, RST0 = 0xD0, RST7 = 0xD7 };
 enum { ROWS = 16, LEAST_COLUMNS = 32 }; /* asked for at once */
 enum { ALIGNED = 64, SHIFT = 8 };       /* bytes */
@@ -144,24 +144,92 @@ static uint32_t number(const uint8_t *at, int bytes, bool big) {
     return value;
 }
 
-/* The orientation in the first directory of EXIF data: 1 where there is none, 0 where Pillow is to be asked. */
-static int32_t orientation_of(const uint8_t *tiff, int64_t size) {
-    if (size < 14) return 0;
+/* An entry of a TIFF directory: 12 bytes of tag, type, count, and the value or where it is. NULL: there is none. */
+typedef struct {
+    uint32_t tag;
+    const uint8_t *at;
+} Entry;
+
+enum { SHORT = 3, LONG, RATIONAL, UNDEFINED = 7 }; /* types of values */
+
+/* Bytes of one value of each type that Pillow reads; 0: Pillow skips such an entry. */
+static const uint8_t TYPE_BYTES[] = {0, 1, 1, 2, 4, 8, 1, 1, 2, 4, 8, 4, 8, 4, 0, 0, 8};
+
+/* Find entries in the first directory of TIFF data. False where anything in it is unusual: what Pillow makes of that
+ * (ImageFileDirectory_v2.load of TiffImagePlugin.py) depends on the order of entries, and Pillow may warn. */
+static bool find_entries(const uint8_t *tiff, int64_t size, Entry *wanted, int count, bool *is_big) {
+    if (size < 8) return false;
     const bool big = tiff[0] == 'M';
-    if (tiff[1] != tiff[0] || (!big && tiff[0] != 'I') || number(tiff + 2, 2, big) != 42) return 0;
+    *is_big = big;
+    if (tiff[1] != tiff[0] || (!big && tiff[0] != 'I') || number(tiff + 2, 2, big) != 42) return false;
     const int64_t first = number(tiff + 4, 4, big);
-    if (first < 8 || first + 2 > size) return 0;
+    if (first < 8 || first + 2 > size) return false;
     const int64_t entries = number(tiff + first, 2, big);
-    int32_t found = 1;
-    if (first + 2 + 12 * entries > size) return 0;
+    if (first + 2 + 12 * entries + 4 > size) return false; /* the place of the next directory comes last */
+    int64_t total = 0;
     for (int64_t i = 0; i < entries; i++) {
-        const uint8_t *entry = tiff + first + 2 + 12 * i;
-        if (number(entry, 2, big) != 0x112) continue;
-        if (number(entry + 2, 2, big) != 3 || number(entry + 4, 4, big) != 1 || found != 1) return 0;
-        found = (int32_t)number(entry + 8, 2, big);
-        if (found < 1 || found > 8) found = 1;
+        const uint8_t *at = tiff + first + 2 + 12 * i;
+        const uint32_t tag = number(at, 2, big), type = number(at + 2, 2, big);
+        const int64_t bytes = (type < sizeof TYPE_BYTES ? TYPE_BYTES[type] : 0) * (int64_t)number(at + 4, 4, big);
+        if (!bytes) return false;
+        if (bytes > 4) {
+            total += bytes;
+            if (number(at + 8, 4, big) + bytes > size || total > size) return false;
+        }
+        for (int k = 0; k < count; k++) {
+            if (wanted[k].tag != tag) continue;
+            if (wanted[k].at) return false;
+            wanted[k].at = at;
+        }
     }
-    return found;
+    return true;
+}
+
+static bool is_one(const Entry *entry, uint32_t type, bool big) {
+    return number(entry->at + 2, 2, big) == type && number(entry->at + 4, 4, big) == 1;
+}
+
+/* The orientation that Pillow finds in EXIF data: 1 where there is none, 0 where Pillow is to be asked. Where a file has no
+ * other resolution, Pillow reads that of its EXIF when it opens the file (_read_dpi_from_exif of JpegImagePlugin.py), and
+ * refuses the file for some values. */
+static int32_t orientation_of(const uint8_t *tiff, int64_t size) {
+    Entry wanted[] = {{.tag = 0x112}, {.tag = 0x11A}, {.tag = 0x128}};
+    const Entry *turn = wanted, *resolution = wanted + 1, *unit = wanted + 2;
+    bool big;
+    if (!find_entries(tiff, size, wanted, 3, &big)) return 0;
+    if ((resolution->at && !is_one(resolution, RATIONAL, big)) || (unit->at && !is_one(unit, SHORT, big))) return 0;
+    if (!turn->at) return 1;
+    if (!is_one(turn, SHORT, big)) return 0;
+    const int32_t found = (int32_t)number(turn->at + 8, 2, big);
+    return found < 1 || found > 8 ? 1 : found;
+}
+
+/* Whether the index of a file of several images is in order, so that Pillow opens the first one as that of any JPEG:
+ * _getmp of JpegImagePlugin.py. */
+static bool is_plain_index(const uint8_t *tiff, int64_t size) {
+    Entry wanted[] = {{.tag = 0xB001}, {.tag = 0xB002}};
+    const Entry *images = wanted, *list = wanted + 1;
+    bool big;
+    if (!find_entries(tiff, size, wanted, 2, &big) || !images->at || !list->at || !is_one(images, LONG, big)) return false;
+    const int64_t count = number(images->at + 8, 4, big), bytes = number(list->at + 4, 4, big);
+    if (number(list->at + 2, 2, big) != UNDEFINED || !count || bytes != 16 * count) return false;
+    const uint8_t *each = tiff + number(list->at + 8, 4, big);
+    for (int64_t i = 0; i < count; i++, each += 16)
+        if (number(each, 4, big) >> 24 & 7) return false; /* not a JPEG */
+    return true;
+}
+
+/* Whether Pillow reads the blocks of Photoshop's data to their end: APP of JpegImagePlugin.py. */
+static bool is_plain_photoshop(const uint8_t *data, int64_t size) {
+    for (int64_t at = 14; at + 4 <= size && !memcmp(data + at, "8BIM", 4);) {
+        if (at + 7 > size) return false;
+        at += 7 + data[at + 6]; /* the name */
+        at += at & 1;
+        if (at + 4 > size) return false;
+        at += 4 + (int64_t)number(data + at, 4, true);
+        at += at & 1;
+    }
+    return true;
 }
 
 /* Whether Pillow's own reading of a segment's data (JpegImagePlugin.py) finds nothing wrong in it. */
@@ -175,7 +243,9 @@ static bool is_plain(int marker, const uint8_t *data, int64_t size) {
     }
     if (marker == APP0 && size >= 4 && !memcmp(data, "JFIF", 4)) return size >= 12;
     if (marker == APP14 && size >= 5 && !memcmp(data, "Adobe", 5)) return size >= 12;
-    if (marker == APP0 + 2 && size >= 11 && !memcmp(data, "ICC_PROFILE", 11)) return size >= 14;
+    if (marker == APP2 && size >= 11 && !memcmp(data, "ICC_PROFILE", 11)) return size >= 14;
+    if (marker == APP2 && size >= 4 && !memcmp(data, "MPF", 4)) return is_plain_index(data + 4, size - 4);
+    if (marker == APP13 && size >= 14 && !memcmp(data, "Photoshop 3.0", 14)) return is_plain_photoshop(data, size);
     return marker == DHT || marker == DRI || marker == COM || (marker >= APP0 && marker <= APP15);
 }
 
@@ -195,13 +265,14 @@ static void read_header(const uint8_t *file, int64_t size, int32_t header[4]) {
             channels = data[5], height = (int32_t)number(data + 1, 2, true), width = (int32_t)number(data + 3, 2, true);
             if ((channels != 1 && channels != 3) || !height || !width) return;
         } else if (marker == SOS) {
-            if (has_other && turn == 1) turn = 0; /* XMP may have one */
+            if (has_other && turn == 1) turn = 0; /* Pillow searches XMP for one, but only to turn an image */
             if (channels) header[0] = channels, header[1] = height, header[2] = width, header[3] = turn;
             return;
         } else if (!is_plain(marker, data, data_size)) {
             return;
         } else if (marker == APP1 && data_size >= 6 && !memcmp(data, "Exif\0", 6)) {
-            turn = has_exif ? 0 : orientation_of(data + 6, data_size - 6);
+            turn = orientation_of(data + 6, data_size - 6);
+            if (has_exif || !turn) return; /* Pillow joins the data of several segments */
             has_exif = true;
         } else if (marker == APP1) {
             has_other = true;
@@ -209,8 +280,8 @@ static void read_header(const uint8_t *file, int64_t size, int32_t header[4]) {
     }
 }
 
-/* Channels (1 or 3, or `channels` of all), height and width of each file as it comes out, turned as its EXIF says if it is
- * to be `upright`, and how it is turned; by 0: it is Pillow's to open. */
+/* Find channels (1 or 3, or `channels` of all), height and width of each file as it comes out, turned as its EXIF says if it
+ * is to be `upright`, and its turn. A turn of 0 says that Pillow is to open it. */
 EXPORT void fastdata_jpeg_headers(const uint8_t *const *files_B, const int64_t *sizes_B, int64_t count, bool upright,
                                   int32_t channels, double most_pixels, int32_t *shapes_B3, int32_t *turns_B) {
     for (int64_t b = 0; b < count; b++) {
