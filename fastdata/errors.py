@@ -14,6 +14,7 @@ import stat
 import time
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
+from urllib.parse import unquote
 
 __all__ = [
     "CacheError",
@@ -132,8 +133,10 @@ class StoreGoneError(FastDataError, RuntimeError):
     """A pickled dataset was opened after the process that holds its samples had ended."""
 
 
-_URL = re.compile(r"(?!file:)[A-Za-z][\w+.-]+:/")
-"""With one slash, which is what ``Path`` leaves of two; a drive of Windows has one letter."""
+_URL = re.compile(r"(?!file:)[A-Za-z][\w+.-]+:[:/]")
+"""With one slash, which is what ``Path`` leaves of two; a drive of Windows has one letter. With two
+colons it begins a chain of fsspec's, as in ``simplecache::s3://bucket``."""
+_CHAIN = re.compile(r"[A-Za-z][\w+.-]*::|.*::(?:[A-Za-z][\w+.-]+:)?/", re.DOTALL)
 
 
 def is_url(path: AnyPath) -> bool:
@@ -229,9 +232,31 @@ def refuse_secrets(url: str, where: str = "") -> None:
         )
 
 
+def refuse_chain(url: str, where: str = "") -> None:
+    """Raise ``ValueError`` for a chained URL of fsspec's; ``where`` names what lists it."""
+    if _CHAIN.match(url):
+        place = f"{where}: " if where else ""
+        raise ValueError(
+            f"{place}{hide_secrets(url)} is a chained URL (::), which fastdata cannot read. Give "
+            "one URL. For files in an archive: 'zip://folder' with "
+            "storage_options={'fo': 'archive.zip'}. For copies on this machine: the plain URL, "
+            "and cache_dir= or local_cache=."
+        )
+
+
 def local_path(path: AnyPath) -> str:
-    """A path of this machine in full, of a ``file://`` URL too."""
-    return os.path.expanduser(os.fsdecode(path).removeprefix("file://"))
+    """Return a path of this machine with ``~`` expanded, also of a ``file://`` URL.
+
+    Such a URL has escapes, as ``Path.as_uri`` writes them; names that exist are taken as they are.
+    """
+    text = os.fsdecode(path)
+    if text.startswith("file:/"):
+        text = re.sub(r"^file:(//(localhost(?=/))?)?", "", text)
+        if not os.path.exists(text):
+            text = unquote(text, errors="surrogateescape")
+        if os.name == "nt":
+            text = re.sub(r"^/(?=[A-Za-z]:)", "", text)
+    return os.path.expanduser(text)
 
 
 READ_FLAGS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
@@ -415,7 +440,7 @@ def sample_error(
                 if fault_of(problem) in ("machine", "limit"):
                     return sample_error(path, index, problem)
                 said_again = getattr(problem, "strerror", None) or problem
-                found = f"It is a file that cannot be read again ({said_again}). "
+                found = f"It is a file that cannot be opened ({said_again}). "
     if not is_code:
         cure += ", or leave it out with on_error='skip'"
     message = f"{where} cannot be read: {name}: {said}. {found}{cure}."

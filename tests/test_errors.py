@@ -151,6 +151,7 @@ OF_A_SAMPLE = {
     "EPERM",
     "EISDIR",
     "EOVERFLOW",
+    "ENXIO",
 }
 OF_A_LIMIT = {"ENOMEM", "ENOSPC", "EDQUOT", "EMFILE", "ENFILE"}
 OF_A_MACHINE = sorted({*errno.errorcode.values()} - OF_A_SAMPLE - OF_A_LIMIT)

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
-from PIL import Image
+from PIL import Image, ImageOps
 from torch.utils.data import IterableDataset
 
 from conftest import shown, test_image
@@ -139,9 +139,35 @@ def test_columns_choose_sample_and_target_of_a_tar(tmp_path: Path) -> None:
         CachedDataset(path)
     with pytest.raises(
         OSError,
-        match=r"number 0 of .*x.tar: KeyError: 'mask'",
+        match=r"number 0 of .*x.tar: .*sample '1' has no 'mask', .* It has 'jpg', 'png', 'cls'",
     ):
         CachedDataset(path, columns={"sample": "jpg", "target": "mask"})
+
+
+def test_files_that_others_write_next_to_data_are_not_read(tars: Path) -> None:
+    """Hidden files and Hugging Face's cache-*.arrow are left out in every folder, and by patterns."""
+    for place in (tars, tars / "a", tars / ".git"):
+        place.mkdir(exist_ok=True)
+        (place / "._t-00.tar").write_bytes(b"\0\5\x16\7" + bytes(90))
+        (place / "cache-0123456789abcdef.arrow").write_bytes(b"ARROW1")
+        write_tar(place / "cache-t.tar", sample_files(3, "3."))
+    (tars / ".git" / "t-00.tar").write_bytes(b"none")
+    for given, count in ((tars, 5), (f"{tars}/*.tar", 4), (f"{tars}/t-*", 3)):
+        with CachedDataset(given, prepare_workers=1) as dataset:
+            assert len(dataset) == count
+
+
+@pytest.mark.parametrize("name", ["run{1,2}/0.tar", "runs/shard{a,b}.tar", "a/{0..3}.tar"])
+def test_braces_in_a_name_that_exists_are_of_the_name(tmp_path: Path, name: str) -> None:
+    """Files and folders are found by such names; braces behind them are a pattern still."""
+    path = tmp_path / name
+    path.parent.mkdir()
+    write_tar(path, sample_files(1, "1."))
+    assert len(open_dataset(path)) == 1
+    assert len(open_dataset(path.parent)) == 1
+    write_tar(path.parent / "x-1.tar", sample_files(2, "2."))
+    write_tar(path.parent / "x-2.tar", sample_files(3, "3."))
+    assert len(open_dataset(f"{path.parent}/x-{{1..2}}.tar")) == 2
 
 
 @pytest.mark.parametrize(
@@ -412,8 +438,12 @@ def test_columns_take_sample_and_target_of_any_dicts() -> None:
 def test_columns_that_are_not_there_are_errors() -> None:
     """What does not name a sample and a target says how to."""
     items: list[Any] = [{"image": torch.zeros(3, 2, 2), "label": 0}]
-    with pytest.raises(OSError, match="sample 0 cannot be read: KeyError: 'target'"):
+    with pytest.raises(
+        OSError, match=r"item 0 of list has no 'target', but .* It has 'image', 'label'"
+    ):
         CachedDataset(items, columns={"sample": "image", "target": "target"})
+    with pytest.raises(OSError, match=r"item 0 of list is a tuple of length 2, but columns= needs"):
+        CachedDataset([(torch.zeros(3, 2, 2), 0)], columns={"sample": "image", "target": "label"})
     for columns in ({"image": "label"}, {"sample": "image"}, {"sample": 1, "target": "label"}):
         with pytest.raises(
             ValueError, match=r"does not say which are sample and target. Give their names"
@@ -486,3 +516,16 @@ def test_an_error_of_a_server_shows_no_secret(monkeypatch: pytest.MonkeyPatch) -
         CachedDataset("memory://bucket/x.tar")
     assert broken.value.__cause__ is None
     MemoryFileSystem.store.clear()
+
+
+@pytest.mark.parametrize("orientation", [1, 3, 6, 7])
+def test_images_that_are_left_as_bytes_are_turned(tmp_path: Path, orientation: int) -> None:
+    """Hugging Face's decoded object is turned as EXIF says, and so are its bytes and paths."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    path = tmp_path / "1.jpg"
+    Image.fromarray(pixels(1)).save(path, exif=exif)
+    wanted = np.asarray(ImageOps.exif_transpose(Image.open(path)))
+    values = [{"bytes": path.read_bytes(), "path": None}, {"bytes": None, "path": str(path)}]
+    with CachedDataset([{"image": value, "label": 0} for value in values]) as dataset:
+        assert all(np.array_equal(dataset[i]["image"], wanted) for i in range(2))

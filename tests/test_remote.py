@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
+import http.server
 import os
 import pickle
 import random
 import re
 import string
+import threading
 from collections.abc import Callable, Iterator
 from multiprocessing import get_context
 from pathlib import Path
@@ -262,7 +265,6 @@ PLAIN_URLS = (
     "https://server/train-0?.tar",
     "hf://datasets/me/faces@main/x",
     "memory://a:b/x",
-    "zip://a.zip::file://C:/a@b",
     "/data/a:b@c/x?y=1",
 )
 
@@ -312,9 +314,74 @@ def test_secrets_in_urls_are_refused_later_too(
 def test_urls_without_secrets_are_taken(url: str) -> None:
     """A user's name, a port, a container, a version of an object and odd names are no secrets."""
     assert hide_secrets(url) == url
-    assert Place(url).is_remote == url.startswith(
-        ("http", "s3", "sftp", "abfs", "hf", "mem", "zip")
-    )
+    assert Place(url).is_remote == url.startswith(("http", "s3", "sftp", "abfs", "hf", "mem"))
+
+
+def test_a_chain_without_secrets_is_shown() -> None:
+    """The colons and the @ of a local path are no secrets."""
+    url = "zip://a.zip::file://C:/a@b"
+    assert hide_secrets(url) == url
+
+
+@pytest.mark.parametrize(
+    "url", ["zip://set::/data/set.zip", "simplecache::file:///data", "zip://s::s3://b/s.zip"]
+)
+@pytest.mark.parametrize(
+    "give",
+    [
+        ImageFolder,
+        CachedDataset,
+        CachedDataset.from_cache,
+        lambda url: ImageManifest(f"{url}/a.csv"),
+        lambda url: ImageManifest([(f"{url}/a.png", 0)]),
+        lambda url: ImageManifest([("a.png", 0)], root=url),
+    ],
+    ids=["folder", "files", "cache", "csv", "list", "root"],
+)
+def test_chained_urls_are_refused(url: str, give: Callable[[str], Any]) -> None:
+    """The error says what to give; colons in the name of an object are none of a chain."""
+    with pytest.raises(ValueError, match=r"is a chained URL \(::\), which fastdata cannot read"):
+        give(url)
+    assert Place("s3://bucket/a::b.png").is_remote
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[tuple[str, Path]]:
+    """The URL of a folder that an HTTP server lists, and the folder."""
+    pytest.importorskip("aiohttp", reason="fsspec reads HTTP by aiohttp")
+    folder = tmp_path / "served"
+    folder.mkdir()
+    handler = functools.partial(Quiet, directory=folder)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}", folder
+        server.shutdown()
+        thread.join()
+
+
+def test_a_folder_over_http_has_the_names_of_the_same_folder_here(
+    served: tuple[str, Path],
+) -> None:
+    """Names in URLs are escaped; classes, their numbers and the order of samples are as here."""
+    url, folder = served
+    level = 0
+    for name in ("zebra", "éléphant", "new york", "new-york", "a&b", "50%", "a%20b"):
+        (folder / name).mkdir()
+        for file in ("one two.png", "one!.png", "one%20two.png"):
+            level += 1
+            Image.new("RGB", (4, 4), (level, 0, 0)).save(folder / name / file)
+    shown = []
+    for root in (url, folder):
+        with ImageFolder(root) as dataset:
+            items = [(np.asarray(image)[0, 0, 0], target) for image, target in dataset]
+            shown.append((dataset.classes, dataset.class_to_idx, items))
+    assert shown[0] == shown[1]
 
 
 def test_secrets_of_any_shape_are_hidden() -> None:

@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 
 from conftest import shown
-from fastdata import sources
+from fastdata import CachedDataset, ImageFolder, ImageManifest, sources
 from fastdata.sources import DatasetSource, FileSource, find_classes, read_manifest, scan_folder
 
 folder = pytest.importorskip(
@@ -554,6 +554,39 @@ def test_random_values_come_back_as_they_were_written(tmp_path: Path) -> None:
         path = write(tmp_path / "m.csv", stream.getvalue())
         found = read_manifest(path, label=None, id="id", root="")
         assert list(zip(found.paths, found.targets, strict=True)) == [(a, b) for a, _, b in rows]
+
+
+@pytest.mark.parametrize("name", ["größe m", "100%", "a%20b"])
+def test_file_urls_have_escapes(tmp_path: Path, name: str) -> None:
+    """Folders, CSV files and paths are found by ``Path.as_uri``, and by names as they are."""
+    path = tmp_path / name / "cat" / "x y.png"
+    path.parent.mkdir(parents=True)
+    Image.new("RGB", (4, 4)).save(path)
+    root = tmp_path / name
+    csv_file = write(root / "m.csv", f"file,label\n{path.as_uri()},7\n")
+    for given in (root, root.as_uri(), f"file://{root}"):
+        assert ImageFolder(given).samples == [(str(path), 0)]
+    for given in (csv_file, csv_file.as_uri(), f"file://{csv_file}"):
+        assert ImageManifest(given).samples == [(str(path), 7)]
+
+
+def test_a_cache_of_a_relative_list_names_its_files(
+    image_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However the CSV file is given, the cache is one, and it names files that exist."""
+    root = image_folder(per_class=2)
+    names = [path.relative_to(root).as_posix() for path in sorted(root.rglob("*.jpg"))]
+    write(root / "m.csv", "file,label\n" + "".join(f"{name},0\n" for name in names))
+    monkeypatch.chdir(tmp_path)
+    indices = []
+    for given in (f"{root.name}/m.csv", root / "m.csv", f"./{root.name}/m.csv"):
+        ImageManifest(given, cache_dir="cache", prepare_workers=1).close()
+        [index] = Path("cache").rglob("fastdata.npz")
+        indices.append((index, index.stat().st_ino))
+    assert len({*indices}) == 1
+    monkeypatch.chdir("/")
+    with CachedDataset.from_cache(tmp_path / "cache") as dataset:
+        assert [path for path, _ in dataset.samples] == [str(root / name) for name in names]
 
 
 def test_file_source_reads_through_its_loader(tmp_path: Path) -> None:

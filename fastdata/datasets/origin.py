@@ -135,7 +135,7 @@ def _list_files(source: Source) -> tuple[Listing | None, str]:
     root = ""
     # Relative and absolute paths together, or several drives, have no common folder.
     with contextlib.suppress(ValueError):
-        root = os.path.commonpath({os.path.dirname(path) for path in paths})
+        root = os.path.commonpath({os.path.dirname(path) for path in paths}) or os.curdir
     listing = list_paths(paths, root)
     # Names that are not files, such as the keys of an LMDB, have no size.
     return (None, "") if (listing.facts[0] < 0).all() else (listing, root)

@@ -265,7 +265,7 @@ class ImageManifest(_ImageFiles):
     * with ``id`` and ``label``: a tuple (label, id); a list of both.
 
     Ids are texts as the CSV file has them ("007"), or the values of the frame or list; a batch of
-    texts is a tuple.
+    texts is a tuple. Blanks at the ends of paths, names and ids are part of them.
 
     Raises:
         ValueError: a value or column is missing or malformed; names line and column.

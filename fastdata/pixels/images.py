@@ -267,20 +267,27 @@ def jpeg_obstacle() -> str:
     return open_libjpeg()[1]
 
 
-def load_image(path: AnyPath) -> Image.Image:
-    """Open an image file as torchvision's default loader does: mode RGB."""
+def load_image(path: AnyPath, *, upright: bool = False) -> Image.Image:
+    """Open an image file as torchvision's default loader does: mode RGB.
+
+    Turn it as its EXIF says if it shall be ``upright``.
+    """
     with open(path, "rb", opener=open_file) as stream:
-        return _open(stream)
+        return _open(stream, upright)
 
 
-def decode_image(data: Buffer) -> Image.Image:
-    return _open(io.BytesIO(data))
+def decode_image(data: Buffer, *, upright: bool = False) -> Image.Image:
+    """Open the bytes of an image file, as ``load_image`` does."""
+    return _open(io.BytesIO(data), upright)
 
 
-def _open(stream: BinaryIO) -> Image.Image:
-    from PIL import Image
+def _open(stream: BinaryIO, upright: bool) -> Image.Image:
+    from PIL import Image, ImageOps
 
-    return Image.open(stream).convert("RGB")
+    image: Image.Image = Image.open(stream)
+    if upright:
+        image = ImageOps.exif_transpose(image)
+    return image.convert("RGB")
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ from fastdata.errors import (
     is_url,
     kind_of,
     local_path,
+    refuse_chain,
     refuse_secrets,
     with_retries,
 )
@@ -275,9 +276,9 @@ class DatasetSource:
         item: Any = with_retries(getitem, self.dataset, index)
         if isinstance(item, Mapping):
             item = {name: _opened(value) for name, value in item.items()}
-        if self.columns is not None:
-            return self.columns.split(item)
         which = f"item {index} of {type(self.dataset).__name__}"
+        if self.columns is not None:
+            return _split_by_columns(item, self.columns, which)
         form = _form_of(item)
         if not self._form:
             self.keys = _keys_of(item, form, which)
@@ -308,13 +309,34 @@ class DatasetSource:
         return os.fspath(path) if isinstance(path, str | os.PathLike) else None
 
 
+def _split_by_columns(item: Any, columns: ItemKeys, which: str) -> Pair:
+    """Split an item as ``columns=`` asks for.
+
+    Raises:
+        TypeError: it is not a dict.
+        ValueError: it lacks a column; names those that it has.
+    """
+    if not isinstance(item, Mapping):
+        raise TypeError(f"{which} is {_form_of(item)}, but columns= needs items that are dicts")
+    missing = [name for name in columns.names if name not in item]
+    if missing:
+        raise ValueError(
+            f"{which} has no {', '.join(map(repr, missing))}, but columns= asks for it. It has "
+            f"{', '.join(map(repr, item)) or 'nothing'}."
+        )
+    return columns.split(item)
+
+
 def _opened(value: Any) -> Any:
-    """The image of what Hugging Face's ``Image(decode=False)`` gives; anything else unchanged."""
+    """Open the image of Hugging Face's ``Image(decode=False)``, turned as its EXIF says.
+
+    ``datasets`` turns the images that it decodes, too. Other values are returned unchanged.
+    """
     if not isinstance(value, Mapping) or value.keys() != {"bytes", "path"}:
         return value
     if value["bytes"] is None:
-        return with_retries(load_image, value["path"])
-    return decode_image(value["bytes"])
+        return with_retries(partial(load_image, upright=True), value["path"])
+    return decode_image(value["bytes"], upright=True)
 
 
 _ALONE = "an image alone"
@@ -423,8 +445,8 @@ def read_manifest(
         folder = Place(root).url if is_url(root) else local_path(root)
     paths = [
         path
-        if "://" in path and is_url(path)
-        else os.path.join(folder, path.removeprefix("file://"))
+        if ":/" in path and is_url(path)
+        else os.path.join(folder, local_path(path) if path.startswith("file:/") else path)
         for path in table.texts(file)
     ]
     for index, path in enumerate(paths):
@@ -432,6 +454,8 @@ def read_manifest(
             raise ValueError(f"{table.where(index, file)}: {path!r} has a NUL, as no path can")
         if holds_secret(path):
             refuse_secrets(path, table.where(index, file))
+        if "::" in path and is_url(path):
+            refuse_chain(path, table.where(index, file))
     targets: Any = range(len(paths))
     class_to_idx = None
     if isinstance(label, str):
@@ -446,13 +470,13 @@ def read_manifest(
 
 
 def _read_csv(path: AnyPath, names: list[str], storage_options: StorageChoice) -> _Table:
-    title = local_path(path)
-    if is_url(title):
-        place = Place(title, storage_options)
+    if is_url(path):
+        place = Place(path, storage_options)
         title = place.url
         data = place.read("")
     else:
-        data = Path(title).read_bytes()
+        title = os.path.abspath(local_path(path))  # the folder of relative paths
+        data = with_retries(Path(title).read_bytes)
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as problem:
@@ -699,8 +723,9 @@ def _list_classes(root: AnyPath, names: list[str], endings: Endings) -> Iterator
         for coming in [root.find(name) for name in names]:  # all folders at once
             found = {root.at(name): facts for name, facts in coming.result().items()}
             root.listed |= found
+            urls = [url for url in found if url.lower().endswith(endings)]
             # In the order of _list_files.
-            yield [url for url in sorted(found, key=os.path.split) if url.lower().endswith(endings)]
+            yield sorted(urls, key=lambda url: os.path.split(root.unescaped(url)))
         return
     tops = [os.path.join(os.path.expanduser(root), name) for name in names]
     # With what relative paths are relative to.

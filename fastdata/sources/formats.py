@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from functools import partial
 from glob import glob
 from itertools import groupby
 from operator import itemgetter
@@ -106,9 +105,15 @@ def _kind_of(name: str) -> str:
 
 
 def _expand_braces(text: str) -> Iterator[str]:
-    """All texts that a pattern with ``{000..009}`` or ``{a,b}`` stands for, as bash has them."""
-    braces = re.search(r"\{(?:(\d+)\.\.(\d+)|([^{}]*,[^{}]*))\}", text)
-    if braces is None:
+    """Yield all texts that a pattern with ``{000..009}`` or ``{a,b}`` stands for, as bash has them.
+
+    Braces in the name of a file or folder that exists are part of the name.
+    """
+    for braces in re.finditer(r"\{(?:(\d+)\.\.(\d+)|([^{}]*,[^{}]*))\}", text):
+        end = re.search(r"[/\\]|\Z", text[braces.end() :])
+        if end is None or not os.path.exists(text[: braces.end() + end.start()]):
+            break
+    else:
         yield text
         return
     first, last, words = braces.groups()
@@ -141,11 +146,24 @@ def _match(place: Place, pattern: str) -> list[str]:
         else sorted(glob(pattern, root_dir=place.url))
     )
     names = [name for name in there if fnmatchcase(name, pattern) and _kind_of(name)]
+    if not pattern.startswith((".", "cache-")):
+        names = list(filter(_is_data, names))
     if not names:
         raise FileNotFoundError(
             f"no .tar, .parquet, .arrow or .feather file is like {place.at(pattern)}"
         )
     return names
+
+
+def _is_data(name: str) -> bool:
+    """Return False for files of other programs, in whatever folder they are.
+
+    These are hidden files, such as the ._NAME of macOS, and what Hugging Face has computed and
+    keeps in cache-*.arrow next to the rows of a dataset.
+    """
+    *folders, base = name.replace(os.sep, "/").split("/")
+    is_hidden = any(part.startswith(".") for part in (*folders, base))
+    return not is_hidden and not re.fullmatch(r"cache-.*\.arrow", base)
 
 
 def _list_folder(place: Place) -> list[str]:
@@ -158,10 +176,9 @@ def _list_folder(place: Place) -> list[str]:
                 f"{place} holds {what}, which its own package reads, as a map-style dataset. "
                 f"Install it, and give CachedDataset({call.format(where=where, url=place.url)})"
             )
-    # Hugging Face keeps what it has computed in cache-*.arrow, beside the rows of a dataset.
+    names = list(filter(_is_data, names))
     chosen = [name for name in names if name.endswith(tuple(_KINDS))]
     chosen = chosen or list(filter(_kind_of, names))  # which says what is wrong with others
-    chosen = [name for name in chosen if not name.startswith((".", "cache-"))]
     splits = sorted({match[1] for name in chosen for match in _SPLIT.finditer(name)})
     if len(splits) > 1:
         raise ValueError(
@@ -304,6 +321,12 @@ class TarSamples(_Samples):
         item = {}
         for name in names:
             decode = _DECODERS.get(name.rpartition(".")[2], bytes)
+            if name != "__key__" and name not in contents:
+                raise ValueError(
+                    f"sample {key!r} has no {name!r}, but columns= asks for it. It has "
+                    f"{', '.join(map(repr, contents))}. The files of a sample must follow each "
+                    "other in the tar (tar --sort=name)"
+                )
             item[name] = key if name == "__key__" else decode(contents[name])
         return tuple(item.values()) if self._columns is None else item
 
@@ -378,7 +401,13 @@ def _open_table(file: File) -> tuple[list[int], Callable[..., Any]]:
         parquet = pyarrow.parquet.ParquetFile(data)
         groups = range(parquet.num_row_groups)
         counts = [parquet.metadata.row_group(group).num_rows for group in groups]
-        return counts, partial(parquet.read_row_group, use_threads=False)
+        there = parquet.schema_arrow.names
+
+        def read_rows(group: int, columns: Names) -> Any:
+            columns = _columns_among(there, columns)
+            return parquet.read_row_group(group, columns=columns, use_threads=False)
+
+        return counts, read_rows
     is_file = data.read(6) == b"ARROW1"
     data.seek(0)
     reader = pyarrow.ipc.open_file(data) if is_file else pyarrow.ipc.open_stream(data)
@@ -386,9 +415,15 @@ def _open_table(file: File) -> tuple[list[int], Callable[..., Any]]:
 
     def read_batch(group: int, columns: Names) -> Any:
         batches[group].validate(full=True)
+        columns = _columns_among(reader.schema.names, columns)
         return batches[group] if columns is None else batches[group].select(columns)
 
     return list(map(len, batches)), read_batch
+
+
+def _columns_among(there: Sequence[str], columns: Names) -> Names:
+    """Return None, for all, if a column is not there: the error then names all that are."""
+    return columns if columns is not None and set(columns) <= set(there) else None
 
 
 def _decode_value(value: Any) -> Any:
@@ -399,4 +434,4 @@ def _decode_value(value: Any) -> Any:
             raise ValueError(f"it holds the path of an image, {value['path']!r}, and not its bytes")
     elif not (isinstance(value, bytes) and _IMAGE_START.match(value)):
         return value
-    return decode_image(data)
+    return decode_image(data, upright=data is not value)  # as `datasets` turns its images

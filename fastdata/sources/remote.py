@@ -24,7 +24,7 @@ from functools import cache
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from torch.utils import _pytree as pytree
 
@@ -33,7 +33,9 @@ from fastdata.errors import (
     RemoteError,
     hide_secrets,
     is_url,
+    local_path,
     open_file,
+    refuse_chain,
     refuse_secrets,
 )
 from fastdata.report import log
@@ -169,8 +171,9 @@ class Place:
         if not os.path.exists(text):
             refuse_secrets(text)
         if not self.is_remote:
-            self.url = os.path.abspath(os.path.expanduser(text.removeprefix("file://")))
+            self.url = os.path.abspath(local_path(text))
             return
+        refuse_chain(text)
         scheme, rest = text.split(":/", 1)
         rest = rest.strip("/")
         self.url = f"{scheme}://{rest}"
@@ -259,7 +262,9 @@ class Place:
             above = len(self._path(self._client(), "")) + 1
             return {path[above:]: _facts(files[path]) for path in sorted(files)}
 
-        return self._submit("find", below, detail=True, then=facts_by_name, **options)
+        return self._submit(
+            "find", self._escaped(below), detail=True, then=facts_by_name, **options
+        )
 
     def folders(self) -> list[str]:
         """The names of the folders right in this one, sorted.
@@ -272,7 +277,18 @@ class Place:
                 return sorted(entry.name for entry in entries if entry.is_dir())
         listed = self._submit("ls", "", detail=True).result()
         paths = (each["name"].rstrip("/") for each in listed if each["type"] == "directory")
-        return sorted(map(posixpath.basename, paths))
+        return sorted(self.unescaped(posixpath.basename(path)) for path in paths)
+
+    def unescaped(self, name: str) -> str:
+        """Return a name as it is here: over HTTP files are listed by their escaped URLs."""
+        return unquote(name) if self._is_http else name
+
+    def _escaped(self, name: str) -> str:
+        return quote(name) if self._is_http else name
+
+    @property
+    def _is_http(self) -> bool:
+        return self.is_remote and self.url.startswith(("http://", "https://"))
 
     # Writing
 

@@ -214,7 +214,9 @@ def list_paths(
 ) -> Listing:
     """List the files of a dataset; of remote ones ``facts`` are known."""
     prefix = os.fsencode(os.path.join(local_path(root), "")) if root else b""
-    packed = Packed.of(os.fsencode(path).removeprefix(prefix) for path in paths)
+    # A relative root may have absolute paths below it.
+    full = os.fsencode(os.path.join(os.path.abspath(local_path(root)), "")) if root else b""
+    packed = Packed.of(os.fsencode(path).removeprefix(prefix).removeprefix(full) for path in paths)
     if facts is None:  # 1,300,000 are a matter of seconds
         tasks = [paths[i : i + _FILES_PER_TASK] for i in range(0, len(paths), _FILES_PER_TASK)]
         workers = usable_cores() if len(tasks) > 4 else 0
