@@ -264,6 +264,12 @@ def test_frozen_draws_are_refused(dataset: Any, named: str) -> None:
         assert len(served) == len(dataset)
 
 
+def test_frozen_draws_may_be_meant() -> None:
+    """One draw of each item is kept, and every epoch sees it."""
+    with cached(Single("", transform=CROPPED), frozen=True) as dataset:
+        assert torch.equal(dataset[0][0], dataset[0][0])
+
+
 def test_frozen_draws_of_our_own_datasets_are_refused() -> None:
     """A fastdata dataset that augments is refused as torchvision's is."""
     named = r"RandomResizedCrop\(.*\) in CachedDataset\.transform: random"
@@ -271,29 +277,12 @@ def test_frozen_draws_of_our_own_datasets_are_refused() -> None:
         cached(inner)
 
 
-def test_unknown_steps_of_a_wrapped_dataset_are_warned_of() -> None:
-    """What fastdata does not know may be random; said once, at the line that made the dataset."""
-    for dataset in (
-        Single("", transform=v1.Compose([v1.Resize(4), turn, v1.ToTensor()])),
-        Pairs("", transforms=lambda image, target: (turn(image), target)),
-    ):
-        with pytest.warns(
-            FastDataWarning,
-            match=r"\.transforms?: what .* not known to fastdata\. .* as prepare= if",
-        ) as warned:
-            cached(dataset).close()
-        assert len(warned) == 1
-        assert warned[0].filename == __file__
-
-
-def test_random_steps_under_another_name_are_warned_of() -> None:
+def test_random_steps_that_are_not_called_may_stay() -> None:
     """A dataset may call its transform as it likes, and may hold some that it does not call."""
-    dataset = Single("")
+    dataset = Single("", transform=v1.Compose([v1.Resize(4), turn, v1.ToTensor()]))
     dataset.image_transform = v1.Compose([v1.RandomCrop(2), v1.ToTensor()])
     dataset.loader, dataset.to_size = turn, v1.Resize(4)
-    named = r"RandomCrop\(size=\(2, 2\), padding=None\) in Single\.image_transform: what it does"
-    with pytest.warns(FastDataWarning, match=f"^{named}"):
-        cached(dataset).close()
+    cached(dataset).close()
 
 
 @pytest.mark.parametrize(
@@ -844,15 +833,18 @@ def test_dicts_beside_pairs_come_one_by_one() -> None:
         assert [batch["label"].tolist() for batch in twice] == [[*range(0, 80, 10), 10]]
 
 
-def test_a_function_of_batches_is_warned_of() -> None:
-    """What a dataset of Hugging Face calls on its own batches is seen, and where its steps belong is said."""
-    dataset: Any = Dicts("image", "label")
+def test_a_function_of_batches_that_draws_is_named() -> None:
+    """What a dataset of Hugging Face calls on its own batches is named where its items are drawn."""
+
+    class Drawing(Dicts):
+        def __getitem__(self, index: int) -> Any:
+            torch.rand(())
+            return super().__getitem__(index)
+
+    dataset: Any = Drawing("image", "label")
     dataset.format = {"type": "custom", "format_kwargs": {"transform": turn}}
-    with pytest.warns(
-        FastDataWarning,
-        match=r"turn.* in Dicts\.set_transform: ",
-    ):
-        cached(dataset).close()
+    with pytest.raises(ValueError, match=r"turn.* in Drawing\.set_transform\. "):
+        cached(dataset)
 
 
 def test_a_tensor_dataset_is_one_of_samples_and_targets() -> None:

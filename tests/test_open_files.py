@@ -210,6 +210,20 @@ def test_a_file_that_cannot_be_opened_again_is_read_by_this_process(
     assert makers == {PARENT}
 
 
+def test_an_lmdb_environment_with_locks_is_read_by_this_process(tmp_path: Path) -> None:
+    """Its lock file, which is open as long as it is, notes readers by process: none is forked."""
+    makers = set()
+
+    def noted(index: int) -> np.ndarray:
+        makers.add(os.getpid())
+        return PIXELS[index]
+
+    named = r"in this process.* LMDB environment is open \(.*/lock\.mdb\), .* with lock=False"
+    with open(tmp_path / "lock.mdb", "w+b"), pytest.warns(FastDataWarning, match=named):
+        CachedDataset(Items(noted), prepare_workers=2).close()
+    assert makers == {PARENT}
+
+
 def test_a_worker_that_cannot_open_a_file_again_reads_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,8 @@ prepares the samples of another dataset once, and refuses what must not be prepa
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fastdata.datasets.dataset import PreparedDataset, own_reader
@@ -17,9 +18,7 @@ from fastdata.datasets.samples import DatasetSamples, not_yet_prepared
 from fastdata.errors import AnyPath, is_url, local_path
 from fastdata.machine.shared import SampleTable
 from fastdata.pixels import PairStep, Step
-from fastdata.pixels.compose import flatten, is_random
 from fastdata.pixels.images import IMAGE_EXTENSIONS, Loader, Resize, load_image
-from fastdata.report import warn_user
 from fastdata.sources import (
     DatasetSource,
     Listed,
@@ -30,6 +29,7 @@ from fastdata.sources import (
     scan_folder,
 )
 from fastdata.sources.remote import Place, StorageChoice
+from fastdata.stores.frozen import refuse_random_steps
 from fastdata.stores.prepare import DatasetOptions, Options, read_options, with_options
 
 if TYPE_CHECKING:
@@ -328,16 +328,16 @@ class CachedDataset(PreparedDataset):
 
     Args:
         dataset: has ``__len__`` and ``__getitem__`` giving (PIL image | tensor | array, target).
-            Read once, from forked worker processes, so that what its own transforms draw would stay
-            the same: those of torchvision that are random are refused, those that fastdata does not
-            know are warned of. The sample may be a tuple of these, and the target an image or array
-            too, such as a mask: all of them are stored. Of an item of three or more values the
-            first is the sample; an image or tensor alone has no target. Of an item that is a dict
-            the one value that is an image is the sample, and the target that of the other key, or a
-            dict of several; items and batches are dicts of the same keys then. Namedtuples stay of
-            their class, where it can be found by its module and name. Or the path or URL
-            of another format's files, a pattern such as ``"train-{000..009}.tar"``, or a list of
-            these: WebDataset's tars, Parquet and Arrow; see docs/other-datasets.md.
+            Each item is read once, in forked worker processes, so that what it draws at random
+            would stay the same: a dataset that draws is refused, see ``frozen``. The sample may be
+            a tuple of these, and the target an image or array too, such as a mask: all of them are
+            stored. Of an item of three or more values the first is the sample; an image or tensor
+            alone has no target. Of an item that is a dict the one value that is an image is the
+            sample, and the target that of the other key, or a dict of several; items and batches
+            are dicts of the same keys then. Namedtuples stay of their class, where it can be found
+            by its module and name. Or the path or URL of another format's files, a pattern such as
+            ``"train-{000..009}.tar"``, or a list of these: WebDataset's tars, Parquet and Arrow;
+            see docs/other-datasets.md.
         columns: of items that are dicts the names of those that are sample and target, such as
             ``{"sample": "image", "target": "label"}``; items are pairs then, and a list of names
             makes the target a dict.
@@ -349,6 +349,9 @@ class CachedDataset(PreparedDataset):
         transforms: in place of both, called with sample and target together, as torchvision's: for
             masks and boxes. One of v2's known steps, on images with a ``tv_tensors.Mask``, runs on
             whole batches.
+        frozen: accept a dataset that draws at random when it is read, and keep one draw of each
+            item for all epochs. Default: such a dataset is a ValueError. To find out, a few items
+            are read several times; with a ``cache_key`` it is only a warning.
         options: see ``DatasetOptions``.
 
     ``CachedDataset.from_cache`` opens what ``cache_dir`` keeps without ``dataset``.
@@ -384,6 +387,7 @@ class CachedDataset(PreparedDataset):
         target_transform: Step | None = None,
         transforms: PairStep | None = None,
         columns: Mapping[str, str | Sequence[str]] | None = None,
+        frozen: bool = False,
         **options: Unpack[DatasetOptions],
     ) -> None:
         chosen = _chosen_options(self, CachedDataset, options)
@@ -398,13 +402,13 @@ class CachedDataset(PreparedDataset):
             found = open_dataset(dataset, chosen.storage_options, only)
             dataset = dataset if found is None else found
         source = DatasetSource(dataset, chosen_columns)
-        if chosen.storage != "none":
-            _refuse_frozen_draws(dataset)
+        if chosen.storage != "none" and not frozen:
+            refuse_random_steps(dataset)
         self._fastdata = _samples(
             self,
             ItemOrigin(),
             source,
-            chosen,
+            replace(chosen, frozen=frozen),
             transform,
             target_transform,
             pair_transform=pair_transform,
@@ -493,59 +497,3 @@ def _checked(transforms: Any, transform: Any, target_transform: Any) -> Any:
             "like"
         )
     return transforms
-
-
-_USUAL_NAMES = ("transforms", "transform", "target_transform")
-
-
-def _refuse_frozen_draws(dataset: Any) -> None:
-    """Refuse what a dataset, or one inside of it, draws at random: it would be kept."""
-    random: dict[str, None] = {}
-    unknown: dict[str, None] = {}
-    for owner, name, step in _own_steps(dataset):
-        text = f"{' '.join(repr(step).split())} in {owner}.{name}"
-        drawn = is_random(step)
-        if drawn and name in _USUAL_NAMES:
-            random[text] = None
-        # Under another name it may stay unused; labels are renamed, not augmented.
-        elif drawn or (drawn is None and name in ("transforms", "transform", "set_transform")):
-            unknown[text] = None
-    if random:
-        raise ValueError(
-            f"{', '.join(random)}: random, but samples are kept as they are first read, so that "
-            "every epoch would see the same draws. Make the dataset without it, and give it to "
-            "CachedDataset as transform=, or as transforms= where it takes the target too; or use "
-            "storage='none'."
-        )
-    if unknown:
-        warn_user(
-            f"{', '.join(unknown)}: what it does is not known to fastdata. If it draws at random, "
-            "every epoch sees the same draws, because samples are kept as they are first read. "
-            "Make the dataset without it, and give it to CachedDataset as transform= or "
-            "transforms=; or as prepare= if it does the same each time."
-        )
-
-
-def _own_steps(dataset: Any) -> Iterator[tuple[str, str, Any]]:
-    """Of a dataset's transforms and of those inside it: whose, under which name, the step."""
-    calls = {name: getattr(dataset, name, None) for name in _USUAL_NAMES}
-    both: Any = calls["transforms"]
-    if type(both).__name__ == "StandardTransform":
-        del calls["transforms"]
-        code = getattr(getattr(type(dataset), "__getitem__", None), "__code__", None)
-        if "transforms" in getattr(code, "co_names", ()):  # else its dataset asks for each
-            calls = {"transforms": both.transform, "target_transform": both.target_transform}
-    shown = getattr(dataset, "format", None)
-    if isinstance(shown, dict) and shown.get("type") == "custom":  # Hugging Face's
-        calls["set_transform"] = shown.get("format_kwargs", {}).get("transform")
-    for name, call in getattr(dataset, "__dict__", {}).items():
-        if name not in _USUAL_NAMES and callable(call):
-            calls[name] = call
-    owner = type(dataset).__name__
-    yield from ((owner, name, step) for name, call in calls.items() for step in flatten(call))
-    parts = getattr(dataset, "datasets", None)
-    parts = list(parts.values()) if isinstance(parts, dict) else parts
-    each = parts if isinstance(parts, (list, tuple)) else ()
-    for part in (getattr(dataset, "dataset", None), *each):
-        if part is not None:
-            yield from _own_steps(part)

@@ -19,6 +19,7 @@ if sys.platform != "win32":
 _DESCRIPTORS = "/proc/self/fd"
 _OWN_MEMORY = "/memfd:fastdata"
 """Blocks of shared memory, which are read and written at given offsets."""
+_LMDB_LOCKS = ("/lock.mdb", "-lock")
 
 
 def take_own_positions() -> None:
@@ -41,12 +42,13 @@ def take_own_positions() -> None:
             os.close(again)
 
 
-def obstacle_to_own_positions() -> str:
-    """Return why ``take_own_positions`` would fail in a forked process; empty if it would not.
+def obstacle_to_forks() -> str:
+    """Return which open file a forked process could not use; empty if there is none.
 
     A file cannot be opened again if another user opened it, or if its permissions were changed
     afterwards. Nothing is opened here: closing a file drops the locks that this process has on it,
-    such as those of a database.
+    such as those of a database. LMDB notes its readers in a lock file, by process: it says itself
+    that an environment must not be used after a fork, which without locks does no harm.
     """
     try:
         files = _files_with_a_position()
@@ -54,12 +56,18 @@ def obstacle_to_own_positions() -> str:
         return f"open files cannot be listed ({problem})"
     for fd, access in files.items():
         wanted = os.R_OK if access == os.O_RDONLY else os.R_OK | os.W_OK
-        if not os.access(_link(fd), wanted, effective_ids=True):
-            with contextlib.suppress(OSError):  # another thread has closed it
+        with contextlib.suppress(OSError):  # another thread has closed it
+            path = os.readlink(_link(fd))
+            if path.endswith(_LMDB_LOCKS):
                 return (
-                    f"{os.readlink(_link(fd))} is open, but this user may not open it again, and "
-                    "several processes cannot read from one position. Close it, or change its "
-                    "permissions, to use all cores"
+                    f"an LMDB environment is open ({path}), which must not be used after a fork. "
+                    "Open it with lock=False to use all cores"
+                )
+            if not os.access(_link(fd), wanted, effective_ids=True):
+                return (
+                    f"{path} is open, but this user may not open it again, and several processes "
+                    "cannot read from one position. Close it, or change its permissions, to use "
+                    "all cores"
                 )
     return ""
 

@@ -48,7 +48,7 @@ from torch.utils.data import get_worker_info
 
 from fastdata.errors import IngestError, StoreGoneError
 from fastdata.machine import is_running
-from fastdata.machine.open_files import obstacle_to_own_positions, take_own_positions
+from fastdata.machine.open_files import obstacle_to_forks, take_own_positions
 from fastdata.report import log, warn_user
 
 if sys.platform != "win32":
@@ -350,7 +350,7 @@ def _obstacle_to_forks() -> str:
         multiprocessing.get_context("fork").Lock()
     except OSError as problem:
         return f"processes need room for their locks in /dev/shm ({problem})"
-    return obstacle_to_own_positions()
+    return obstacle_to_forks()
 
 
 _NOT_LINUX = "processes are forked only on Linux"

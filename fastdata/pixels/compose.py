@@ -246,6 +246,14 @@ def is_random(step: Any) -> bool | None:
     return False if name in _REPEATABLE | _PREPARABLE | _REFORMING else None
 
 
+def draws_in_vain(step: Any) -> bool:
+    """Return True for a step that moves torch's generator but does the same each time.
+
+    Such as ``GaussianBlur(3, sigma=1.0)``, which draws its sigma from 1.0 to 1.0.
+    """
+    return known_name(step) in _RANGES and is_random(step) is False
+
+
 # The user's own callables
 
 

@@ -62,6 +62,7 @@ from fastdata.stores.cache import (
     pack_targets,
 )
 from fastdata.stores.codecs import describe_codec, find_codec
+from fastdata.stores.frozen import refuse_draws
 from fastdata.stores.prepare import (
     Forecast,
     Options,
@@ -342,6 +343,7 @@ class _Build:
 
     def _write(self) -> Cache:
         """Write the shards that are not there, and let the cache hold all from now on."""
+        refuse_draws(self.path.source, self.options)
         expected = forecast(self.path)
         targets = [read.target for read in expected.probed]
         if self.table is not None:

@@ -59,6 +59,7 @@ from fastdata.pixels.images import Array, Bound, SampleSpec, SourceDecoder
 from fastdata.report import log, warn_user
 from fastdata.sources import DatasetSource, FileSource
 from fastdata.sources.remote import StorageOptions
+from fastdata.stores.frozen import refuse_draws
 from fastdata.stores.readers import SOURCE, Decoder, KeptSamples, Layout, Store
 from fastdata.stores.writers import (
     ALIGN_BYTES,
@@ -101,6 +102,8 @@ class Options:
     on_error: OnError = "raise"
     prepare_workers: int | None = None
     batch_ops: bool = True
+    frozen: bool = False
+    """Of ``CachedDataset``: keep one draw of each item of a dataset that draws at random."""
     at_once: bool = False
     """Whether all samples are prepared now, and none on its first read."""
     cores: Collection[int] = ()
@@ -363,6 +366,7 @@ def prepare_storage(
             )
         reason = "storage='none': samples are prepared on every read"
         return Prepared(storage_plan=StoragePlan(storage="none", reason=reason))
+    refuse_draws(path.source, options)
     expected = forecast(path)
     # Of which every rank has its own.
     known = [getattr(path.source, name, None) for name in ("loader", "dataset", "place")]

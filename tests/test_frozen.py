@@ -1,0 +1,186 @@
+"""Datasets that draw at random in ``__getitem__``, which a store would freeze."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from fastdata import CachedDataset, FastDataWarning
+
+PIXELS = np.random.default_rng(0).integers(0, 256, (6, 5, 6, 3), np.uint8)
+SHARED = np.random.default_rng(1)
+
+
+class Items:
+    """Items that ``read(index)`` gives; ``held`` is something that it uses."""
+
+    def __init__(self, read: Callable[[int], Any], held: Any = None) -> None:
+        self.read, self.held = read, held
+
+    def __len__(self) -> int:
+        return len(PIXELS)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.read(index)
+
+
+class Pair(NamedTuple):
+    image: np.ndarray
+    other: np.ndarray
+
+
+class Opaque:
+    """Two of these are never equal, and say nothing of their content."""
+
+    __slots__ = ()
+
+
+def states() -> tuple[Any, ...]:
+    """The states of all generators that datasets here draw from."""
+    legacy = np.random.get_state(legacy=False)
+    return (
+        random.getstate(),
+        repr(legacy),
+        torch.get_rng_state().tolist(),
+        repr(SHARED.__getstate__()),
+    )
+
+
+def flipped(index: int, is_flipped: Any) -> tuple[np.ndarray, int]:
+    return (PIXELS[index, :, ::-1] if is_flipped else PIXELS[index]), index
+
+
+def holding(generator: Any) -> Items:
+    """A dataset that moves a generator of its own, and whose items do not show it."""
+
+    def read(index: int) -> Any:
+        generator.random()
+        return PIXELS[index], index
+
+    return Items(read)
+
+
+def anonymous(index: int) -> Any:
+    return flipped(index, np.random.default_rng().random() < 0.5)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "found"),
+    [
+        (Items(lambda i: flipped(i, random.random() < 0.5)), "item|Python's random generator"),
+        (Items(lambda i: flipped(i, np.random.rand() < 0.5)), "item|NumPy's global generator"),
+        (Items(lambda i: flipped(i, torch.rand(()) < 0.5)), "item|torch's generator"),
+        (Items(lambda i: flipped(i, SHARED.random() < 2)), "moves a Generator that it holds"),
+        (holding(random.Random(0)), "moves a Random that it holds"),
+        (holding(np.random.RandomState(0)), "moves a RandomState that it holds"),
+        (holding(np.random.default_rng(0)), "moves a Generator that it holds"),
+        (Items(anonymous), "item . has another sample each time"),
+        (
+            Items(lambda i: (PIXELS[i], random.SystemRandom().random())),
+            "item 0 has another target each time",
+        ),
+        (
+            Items(lambda i: Pair(PIXELS[i], random.sample([*PIXELS], 1)[0])),
+            "item|Python's random generator",
+        ),
+        (
+            Items(lambda i: {"image": PIXELS[i], "noise": np.random.default_rng().random()}),
+            "item 0 has another target each time",
+        ),
+        (
+            Items(lambda i: (torch.rand(3, generator=torch.default_generator), i)),
+            "item 0 has another sample each time",
+        ),
+    ],
+)
+def test_a_dataset_that_draws_is_refused(dataset: Items, found: str) -> None:
+    """Where its items differ or a generator moves that it can reach; all generators are set back."""
+    before = states()
+    with pytest.raises(ValueError, match=rf"^Items draws .*({found}).* transform= .* frozen=True"):
+        CachedDataset(dataset)
+    assert states() == before
+    for options in ({"frozen": True}, {"storage": "none"}):
+        with CachedDataset(dataset, prepare_workers=1, **options) as kept:  # type: ignore[arg-type]
+            assert len(kept) == len(PIXELS)
+
+
+def test_the_unknown_transform_of_a_dataset_that_draws_is_named() -> None:
+    """As it shows itself, cut where it would fill a page."""
+
+    class Flip:
+        def __call__(self, image: np.ndarray) -> np.ndarray:
+            return image[:, ::-1] if random.random() < 0.5 else image
+
+        def __repr__(self) -> str:
+            return "Flip(\n" + "p=0.5, " * 20 + ")"
+
+    flip = Flip()
+    dataset = Items(lambda index: (flip(PIXELS[index]), index))
+    dataset.transform = flip  # type: ignore[attr-defined]
+    named = r", perhaps through Flip\( p=0\.5, .{40,50}\.\.\. in Items\.transform\. "
+    with pytest.raises(ValueError, match=named):
+        CachedDataset(dataset)
+
+
+def test_a_cache_key_makes_a_warning_of_it(tmp_path: Path) -> None:
+    """Said when the cache is written, and never again; ``frozen=True`` says that it is meant."""
+    dataset = Items(lambda index: flipped(index, random.random() < 0.5))
+    options: Any = {"cache_dir": tmp_path, "prepare_workers": 1}
+    with pytest.warns(FastDataWarning, match=r"Items draws at random .* Give frozen=True"):
+        CachedDataset(dataset, cache_key="a", **options).close()
+    CachedDataset(dataset, cache_key="a", **options).close()
+    CachedDataset(dataset, cache_key="b", frozen=True, **options).close()
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda index: (PIXELS[index], float("nan")),
+        lambda index: (torch.full((3, 2), torch.nan), np.float32("nan")),
+        lambda index: (Image.fromarray(PIXELS[index]), {"boxes": torch.ones(index, 4), "id": "a"}),
+        lambda index: (PIXELS[index], [torch.ones(2, 3, dtype=torch.bfloat16).T, (None, b"x")]),
+        lambda index: (PIXELS[index], np.array(["a", None], object)),
+        lambda index: (PIXELS[index], Opaque()),
+        lambda index: Pair(PIXELS[index], np.ones(())),
+        lambda index: flipped(index, np.random.default_rng(index).random() < 0.5),
+    ],
+)
+def test_a_dataset_that_gives_the_same_items_again_is_kept(read: Any) -> None:
+    """New objects with the same content, NaN among it, and draws that follow from the index."""
+    CachedDataset(Items(read, held=(SHARED, random.Random(0))), prepare_workers=1).close()
+
+
+def test_a_sample_that_cannot_be_read_is_named_as_ever() -> None:
+    """What goes wrong when items are read again is not hidden, and not told twice."""
+
+    def fail(index: int) -> Any:
+        raise ValueError(f"no item {index}")
+
+    with pytest.raises(OSError, match="sample 0 cannot be read: ValueError: no item 0"):
+        CachedDataset(Items(fail))
+
+
+def test_few_items_are_read_again() -> None:
+    """At most 8 times each of three, however large the dataset is."""
+    reads: list[int] = []
+
+    class Counted(Items):
+        def __len__(self) -> int:
+            return 1000
+
+    def read(index: int) -> Any:
+        reads.append(index)
+        return PIXELS[index % 6], index
+
+    CachedDataset(Counted(read), prepare_workers=1).close()
+    counts = [reads.count(index) - 1 for index in range(1000)]
+    looked_at = {index for index, count in enumerate(counts) if count > 1}
+    assert looked_at == {0, 499, 999}
+    assert max(counts) <= 9  # with one of those that tell the shape
