@@ -23,15 +23,15 @@ import pytest
 import torch
 from PIL import Image
 from torch import nn
-from torch.utils.data import Subset
+from torch.utils.data import Subset, default_collate
 from torchvision import transforms as v1
 from torchvision.datasets import ImageFolder as TorchvisionFolder
 from torchvision.transforms import v2
 
 from conftest import save_image
-from fastdata import CachedDataset, ImageFolder
+from fastdata import CachedDataset, ImageFolder, collate
 from fastdata.machine.shared import SampleTable
-from fastdata.pixels.describe import describe, draws_nothing
+from fastdata.pixels.describe import describe, draws_nothing, may_draw_outside_torch
 from fastdata.tools.caches import inspect_caches
 
 Folder = Callable[..., Path]
@@ -517,6 +517,117 @@ def test_what_computes_with_plain_data_only_draws_nothing() -> None:
         partial(np.random.normal, 0),
     ):
         assert not draws_nothing(unknown)
+
+
+class Mixing:
+    """A ``collate_fn`` as an object, whose generator is in an attribute."""
+
+    def __init__(self, own: Any) -> None:
+        self.own = own
+        self.seed = random.random()
+
+    def __call__(self, samples: Any) -> Any:
+        return self.mix(samples)
+
+    def mix(self, samples: Any) -> Any:
+        return samples[: int(self.share)]
+
+    @property
+    def share(self) -> float:
+        return float(self.own.random())
+
+
+class MixingBySlot:
+    __slots__ = ("own",)
+
+    def __init__(self, own: Any) -> None:
+        self.own = own
+
+    def __call__(self, samples: Any) -> Any:
+        return self.own(samples)
+
+
+class Drawing(nn.Module):
+    def forward(self, samples: Any) -> Any:
+        return samples + np.random.rand()
+
+
+class MixingModule(nn.Module):
+    def __init__(self, step: Any) -> None:
+        super().__init__()
+        self.step = nn.Sequential(step)
+
+    def forward(self, samples: Any) -> Any:
+        return self.step(samples)
+
+
+def _by_import(samples: Any) -> Any:
+    from random import shuffle as mix
+
+    return mix(samples)
+
+
+def _calls(call: Any) -> Callable[[Any], Any]:
+    return lambda samples: default_collate(call(samples))
+
+
+def _in_many(samples: Any) -> Any:
+    return _DEEP[0](samples)
+
+
+_DEEP = [_calls(_by_import)]
+_OWN = module(
+    """
+    from numpy import random
+
+    def draw(samples):
+        return inner(samples)
+
+    def inner(samples):
+        return random.permutation(samples)
+    """
+)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        random.shuffle,
+        np.random.permutation,
+        _by_import,
+        _in_many,
+        _calls(_calls(np.random.rand)),
+        partial(_calls(len), key=random.random),
+        Mixing(np.random.default_rng(0)),
+        Mixing(random.Random(0)).mix,
+        MixingBySlot(np.random.RandomState(0).rand),
+        MixingModule(Drawing()),
+        v1.RandomOrder([v1.ToTensor()]),
+        v1.RandomChoice([v1.ToTensor()]),
+        lambda samples: _OWN.draw(samples),
+        lambda samples, source=random: source.choice(samples),
+    ],
+)
+def test_a_draw_from_other_generators_is_found(call: Any) -> None:
+    """Wherever the generator is: in a closure, an attribute, a slot, a default, an import, a package."""
+    assert may_draw_outside_torch(call)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        default_collate,
+        partial(collate, pad=0),
+        _calls(torch.rand),
+        _calls(v2.RandomChoice([v2.MixUp(num_classes=2), v2.CutMix(num_classes=2)])),
+        MixingBySlot(len),
+        MixingModule(v2.CutMix(num_classes=2)),
+        lambda samples: np.stack(samples),
+    ],
+)
+def test_torchs_draws_and_none_are_told_apart(call: Any) -> None:
+    """MixUp and CutMix, and functions that only stack samples, draw from no other generator than torch's."""
+    assert not may_draw_outside_torch(call)
 
 
 def test_a_dataset_that_holds_anothers_targets_is_known_by_them() -> None:

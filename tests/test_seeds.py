@@ -623,6 +623,36 @@ def test_a_target_transform_that_draws_is_seeded_as_torchs(noise: Any) -> None:
     assert outcome[0] == outcome[1] == outcome[2]
 
 
+def _numpys_mix(samples: list[Any]) -> Any:
+    images, labels = default_collate(samples)
+    return images + np.random.rand(), np.random.permutation(labels.numpy())
+
+
+def _pythons_mix(samples: list[Any]) -> Any:
+    random.shuffle(samples)
+    return default_collate(samples)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("collate_fn", [_numpys_mix, _pythons_mix])
+def test_a_collate_fn_draws_from_other_generators_as_with_torch(
+    collate_fn: Any, workers: int
+) -> None:
+    """Draws from NumPy's and Python's generators are those that torch's loader with as many workers gives."""
+    outcome = []
+    with _images(transform=v1.CenterCrop(3)) as dataset:
+        for loader_class in (TorchLoader, DataLoader, DataLoader):
+            torch.manual_seed(1)
+            np.random.seed(1)
+            random.seed(1)
+            loader = loader_class(dataset, 5, num_workers=workers, collate_fn=collate_fn)
+            outcome.append([_plain(loader) for _ in range(2)])
+    if workers:
+        reason = "collate_fn= may draw from Python's or NumPy's generators"
+        assert reason in loader.report().path
+    assert outcome[0] == outcome[1] == outcome[2]
+
+
 @pytest.mark.parametrize(
     "how", ["read as a whole", "read one by one", "no fastdata dataset", "in chunks"]
 )

@@ -50,7 +50,7 @@ from fastdata.loaders.order import Epochs, SamplerChain, length_of
 from fastdata.loaders.samplers import RankSampler, Uneven
 from fastdata.machine import PinningPlan, budget_bytes, choose_pinning
 from fastdata.machine.processes import find_rank, local_ranks
-from fastdata.pixels.describe import draws_nothing
+from fastdata.pixels.describe import draws_nothing, may_draw_outside_torch
 from fastdata.pixels.images import jpeg_obstacle
 from fastdata.report import EpochReport, warn_user
 
@@ -86,7 +86,8 @@ class DataLoader(_TorchLoader[_T_co]):
     - ``collate_fn``: the default is ``fastdata.collate``, which takes whole batches as they are.
       What another one draws from torch's global generator, as MixUp and CutMix do, follows from the
       base seed, or the ``seed`` of a fastdata dataset, and the batch's number among those of all
-      ranks: any number of threads or processes gives the same batches.
+      ranks: any number of threads or processes gives the same batches. One whose code names
+      Python's or NumPy's generators is called in worker processes, which are seeded as torch's.
     - ``pin_memory``: ``"auto"`` pins if there is a CUDA or XPU device, batches are large enough to
       gain from it, and all that are under way are a small part of the free memory; ``report()``
       says what was decided and why. A ``CudaPrefetcher`` pins by itself.
@@ -483,6 +484,8 @@ class LoaderInternals:
             return "worker_init_fn is for worker processes"
         if not all(draws_nothing(part.target_transform) for part in self._served.parts):
             return "target_transform= may draw random numbers"
+        if is_prepared and may_draw_outside_torch(loader.collate_fn):
+            return "collate_fn= may draw from Python's or NumPy's generators"
         return reader.obstacle
 
     def choose_pinning(self, loader: DataLoader[Any], asked: bool | Literal["auto"]) -> bool:

@@ -16,10 +16,11 @@ import hashlib
 import inspect
 import itertools
 import pickle
+import random
 import sys
 import threading
 import types
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,134 @@ def _is_calm(value: Any) -> bool:
     return is_data or any(value is computing for computing in _COMPUTING)
 
 
+def may_draw_outside_torch(call: Any) -> bool:
+    """True if a callable may draw from Python's or NumPy's generators.
+
+    All that its code names is followed: globals, closures, attributes, methods. The code of torch,
+    NumPy and Python itself is not followed, and that of other installed packages only within one
+    module. Code that names more than can be followed in a few milliseconds may draw.
+
+    Example:
+        >>> may_draw_outside_torch(lambda samples: torch.rand(len(samples)))
+        False
+        >>> may_draw_outside_torch(lambda samples: np.random.rand(len(samples)))
+        True
+    """
+    met: dict[Any, Any] = {}  # holds what it met, so that no id comes twice
+    waiting = [call]
+    while waiting:
+        value = waiting.pop()
+        is_method = type(value) in (types.MethodType, types.BuiltinMethodType)
+        owner = value.__self__ if is_method else None
+        # The functions of random and numpy.random are methods of generators.
+        if isinstance(value, _GENERATORS) or isinstance(owner, _GENERATORS):
+            return True
+        key = id(getattr(value, "__func__", value) if is_method else value), id(owner)
+        if key not in met:
+            met[key] = value
+            waiting += _held_by(value)
+            if len(met) > _MOST_FOLLOWED:
+                return True
+    return False
+
+
+_GENERATORS = (random.Random, np.random.RandomState, np.random.Generator, np.random.BitGenerator)
+_MOST_FOLLOWED = 1000
+
+
+def _held_by(value: Any) -> Iterator[Any]:
+    """Yield what a call of this value may use, as far as its code is followed."""
+    held: Iterable[Any] = ()
+    is_object = not isinstance(value, (type, types.ModuleType))
+    if isinstance(value, (types.FunctionType, types.MethodType)):
+        held = _named_by(value)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        held = value
+    elif isinstance(value, dict):
+        held = value.values()
+    elif isinstance(value, functools.partial):
+        held = (value.func, value.args, value.keywords)
+    elif is_object and _is_leaf(type(value)):
+        held = getattr(value, "__dict__", {}).values()  # of an nn.Sequential
+    yield from (each for each in held if type(each) not in _ATOMS)
+    for name, member in _members_of(value):
+        method = _bound(member, value)
+        was_called = is_object and name in ("__init__", "__new__")
+        if isinstance(method, types.MethodType) and not was_called:
+            yield method
+
+
+def _named_by(call: types.FunctionType | types.MethodType) -> Iterator[Any]:
+    """Yield what code may use: the values around it, and the members of its object."""
+    owner = getattr(call, "__self__", None)
+    function: Any = getattr(call, "__func__", call)
+    if not isinstance(function, types.FunctionType):
+        yield from (function, owner)
+        return
+    if _is_leaf(function):
+        return
+    names = _names_in(function.__code__)
+    held = [function.__globals__[name] for name in names & function.__globals__.keys()]
+    module = function.__module__
+    if _is_installed(getattr(sys.modules.get(module), "__file__", None) or ""):
+        held = [it for it in held if _is_leaf(it) or getattr(it, "__module__", None) == module]
+    empty = types.CellType()
+    held += [cell.cell_contents for cell in function.__closure__ or () if cell != empty]
+    held += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    maybe_imported = names & sys.modules.keys()
+    if maybe_imported:  # else there is no need to read instructions, which takes a millisecond
+        steps = read_code(function.__code__)[1]
+        imported = {step.argval for step in steps if step.opname == "IMPORT_NAME"}
+        held += [sys.modules[name] for name in maybe_imported & imported]
+    if owner is not None:
+        attributes = getattr(owner, "__dict__", {})
+        attributes = {**attributes, **attributes.get("_modules", {})}  # of an nn.Module
+        held += [attributes[name] for name in names & attributes.keys()]
+        held += [_bound(member, owner) for name, member in _members_of(owner) if name in names]
+    for value in held:
+        yield from _named_in(value, names)
+
+
+def _names_in(code: types.CodeType) -> frozenset[str]:
+    """The names that code and the functions in it look up or import."""
+    inner = (_names_in(value) for value in code.co_consts if isinstance(value, types.CodeType))
+    return frozenset(code.co_names).union(*inner)
+
+
+def _named_in(value: Any, names: frozenset[str]) -> Iterator[Any]:
+    """Yield a value, or of a module what code that looks up these names may use of it."""
+    if not isinstance(value, types.ModuleType):
+        yield value
+        return
+    for name in names & vars(value).keys():
+        yield from _named_in(vars(value)[name], names - {name})
+
+
+def _members_of(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the members of a class, or of an object's class, by name; also of its bases."""
+    kind = value if isinstance(value, type) else type(value)
+    for base in kind.__mro__:
+        if not _is_leaf(base):
+            yield from vars(base).items()
+
+
+def _bound(member: Any, owner: Any) -> Any:
+    """A method of any kind, or a property, as a method of its object; what a slot has in it."""
+    if isinstance(member, types.MemberDescriptorType) and not isinstance(owner, type):
+        return getattr(owner, member.__name__, None)
+    function = member
+    for name in ("__func__", "fget", "func"):
+        function = getattr(function, name, function)
+    return types.MethodType(function, owner) if isinstance(function, types.FunctionType) else member
+
+
+def _is_leaf(value: Any) -> bool:
+    """True for modules, functions and classes whose code is not followed."""
+    attribute = "__name__" if isinstance(value, types.ModuleType) else "__module__"
+    package = str(getattr(value, attribute, "")).partition(".")[0]
+    return package in _BY_NAME and package not in ("timm", "torchvision")
+
+
 def describe_dataset(dataset: Any, cache_key: str | None = None) -> str:
     """Text for any dataset: its class, and a hash of all of it; or of its lists and the key."""
     *subsets, inner = unwrapped(dataset)
@@ -155,11 +284,14 @@ def _origin(module: str) -> str | None:
     if path is None:
         return None
     # A module of C, and what lies among installed packages, changes only with its file.
-    is_installed = not {"site-packages", "dist-packages"}.isdisjoint(Path(path).parts)
-    if path.endswith(".py") and not is_installed:
+    if path.endswith(".py") and not _is_installed(path):
         return None
     version = getattr(sys.modules.get(package), "__version__", "")
     return f"{module} {version} {_hash_of_file(path)}"
+
+
+def _is_installed(path: str) -> bool:
+    return not {"site-packages", "dist-packages"}.isdisjoint(Path(path).parts)
 
 
 class _Describer(pickle.Pickler):
