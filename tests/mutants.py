@@ -237,8 +237,8 @@ MUTANTS = [
     Mutant(
         "leave is not given",
         PREFETCH,
-        "            self._leave.put(left)\n        else:",
-        "        else:",
+        "            self._leave.put(left)\n        elif",
+        "        elif",
     ),
     # Threads, devices, captures
     Mutant(
