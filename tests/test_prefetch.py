@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -124,6 +125,33 @@ def wait_until(condition: Callable[[], bool]) -> None:
     event = threading.Event()
     while not condition():  # until the test's timeout
         event.wait(0.001)
+
+
+@pytest.fixture
+def four_threads() -> Iterator[None]:
+    """Operations of torch take four threads each."""
+    count = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(count)
+
+
+@pytest.mark.usefixtures("four_threads")
+def test_large_batches_are_staged_in_one_thread(gpu: Sim) -> None:
+    """The copy thread starts no others, however large and however laid out a batch is."""
+    images = torch.zeros(4, 3, 128, 128)
+    batches = [images, images.to(memory_format=torch.channels_last), images.bfloat16()[:, :, ::2]]
+    process = psutil.Process()
+    before, threads = process.num_threads(), []
+
+    def transform(batch: Any) -> Any:
+        threads.append(process.num_threads())
+        return batch
+
+    arrived = list(on_device(batches, transform=transform))
+    assert threads == [before + 1] * 3
+    strides = [torch.empty_like(batch).stride() for batch in batches]
+    assert [batch.stride() for batch in arrived] == strides
 
 
 def test_pinned_memory_of_the_user_is_copied_from_in_place(gpu: Sim) -> None:

@@ -89,6 +89,8 @@ def test_a_sample_batch_stays_one(gpu: Sim) -> None:
         torch.zeros(0, 3),
         torch.tensor([True, False]),
         torch.tensor([1 + 2j]),
+        torch.tensor([[1 + 2j], [3j]], dtype=torch.complex128),
+        torch.tensor([1.5]).to(torch.float8_e4m3fn),
         torch.arange(4).to(torch.bfloat16),
     ],
 )

@@ -35,6 +35,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.cuda
 
@@ -61,6 +62,7 @@ from fastdata.loaders.device import (
 )
 from fastdata.loaders.epochs import HELD_BY_USER, LoopCounts, sample_count, shown_as
 from fastdata.machine import format_bytes
+from fastdata.pixels.images import Array
 from fastdata.report import EpochReport, Line
 
 if TYPE_CHECKING:
@@ -630,7 +632,8 @@ class Transfer:
                 pinned = self.pinned.pin(value)
                 road = "pageable_bytes" if pinned is None else "staged_bytes"
                 if pinned is not None:
-                    tensors[k] = pinned.copy_(value)
+                    np.copyto(_as_array(pinned), _as_array(value))
+                    tensors[k] = pinned
                     staged_bytes += allocated_bytes(value.nbytes)
             self.sent_bytes[road] += value.nbytes
         # Of each batch in flight one, the next, and one that torch has not found to be read yet.
@@ -670,6 +673,17 @@ class Transfer:
 def _is_host_tensor(value: Any) -> bool:
     """Whether it is a CPU tensor with elements, and bytes, dtype, shape and strides are all."""
     return type(value) is torch.Tensor and is_plain(value) and value.numel() > 0
+
+
+def _as_array(tensor: torch.Tensor) -> Array:
+    """View a plain tensor as an array, of integers of the same size: NumPy lacks some dtypes.
+
+    ``Tensor.copy_`` would start a team of OpenMP threads on all cores for each thread that calls
+    it. NumPy starts none, releases the GIL, and copies what has equal dense strides in one piece.
+    """
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    dtype = integers.get(tensor.itemsize, tensor.dtype)  # of 16 bytes are only complex numbers
+    return tensor.view(dtype).numpy()
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
