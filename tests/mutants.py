@@ -319,6 +319,27 @@ MUTANTS = [
         "store_and_streams",
     ),
     Mutant(
+        "what is cut in inference mode cannot be trained on",
+        DEVICE,
+        "    @torch.inference_mode(False)",
+        "    #",
+        "store_and_inference",
+    ),
+    Mutant(
+        "a state before the first batch counts what was read ahead",
+        PREFETCH,
+        "        progress.hand_over(progress.mark())",
+        "        #",
+        "state_before_the_first_batch",
+    ),
+    Mutant(
+        "a state before the first batch counts what was cut ahead",
+        PREFETCH,
+        "        progress.hand_over(marks[0])\n",
+        "",
+        "state_before_the_first_batch",
+    ),
+    Mutant(
         "every epoch has a new stream",
         PREFETCH,
         "self._stream = self._stream or torch",

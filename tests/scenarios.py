@@ -318,6 +318,42 @@ def store_and_streams(sim: Sim) -> None:
     check(made, right * 2)
 
 
+@scenario
+def store_and_inference(sim: Sim) -> None:
+    """Batches that are cut in inference mode, with others that it is over for, can all be trained on."""
+    loader, right = loader_of("device", "crop", 0), expected_of("crop")
+    loader.set_epoch(2)
+    made = []
+    with prefetcher(sim, loader) as batches:
+        taking = Taking(sim, batches)
+        for number in range(len(right)):
+            with torch.inference_mode(mode=number == 0):
+                images, labels = next(taking)
+            if images.is_inference() or labels.is_inference():
+                sim.violation(f"batch {number} is an inference tensor")
+            made.append((images.clone(), labels.clone()))
+    check(made, right)
+
+
+@scenario
+def state_before_the_first_batch(sim: Sim) -> None:
+    """A state that is taken while the first batch is made begins with that batch, whatever was read ahead."""
+    for storage in ("shared", "device"):
+        loader = loader_of(storage, "crop", 0)
+        loader.set_epoch(2)
+        states: list[Any] = []
+
+        def note(batch: Any, loader: DataLoader = loader, states: list[Any] = states) -> Any:
+            states.append(loader.state_dict())
+            return batch
+
+        with prefetcher(sim, loader, transform=note) as batches:
+            check(consume(sim, batches), expected_of("crop"))
+        first = states[0]
+        if not first["is_begun"] or (first["epoch"], first["num_yielded"]) != (2, 0):
+            sim.violation(f"batches count before the first is there, {storage}")
+
+
 # Bounds
 
 

@@ -912,6 +912,9 @@ class Sim:
         wanted = None if wanted is None else torch.device(wanted)
         if not on_device and (wanted is None or wanted.type != "cuda"):
             return func(*args, **kwargs)
+        if torch.is_inference_mode_enabled() and _is_composite(func):
+            with SimMode():  # elsewhere autograd has taken it apart already
+                return func.decompose(*args, **kwargs)
         real_args, real_kwargs = (
             _mapped(_cells, args),
             {key: _mapped(_cells, kwargs[key]) for key in kwargs},
@@ -1156,6 +1159,10 @@ def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return tuple(_mapped(function, each) for each in value)
     return function(value)
+
+
+def _is_composite(func: Any) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
 def _cells(value: Any) -> Any:
