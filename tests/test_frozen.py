@@ -184,3 +184,26 @@ def test_few_items_are_read_again() -> None:
     looked_at = {index for index, count in enumerate(counts) if count > 1}
     assert looked_at == {0, 499, 999}
     assert max(counts) <= 9  # with one of those that tell the shape
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [random.random, np.random.rand, lambda: torch.rand((), dtype=torch.float64).item()],
+)
+def test_forked_workers_draw_apart(draw: Any) -> None:
+    """What is drawn once for all epochs is not drawn alike by two workers, and follows from torch's seed."""
+
+    class Many:
+        def __len__(self) -> int:
+            return 100
+
+        def __getitem__(self, index: int) -> Any:
+            return PIXELS[0], draw()
+
+    drawn = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        with CachedDataset(Many(), prepare_workers=2, frozen=True) as dataset:
+            drawn.append(list(dataset.targets))
+    assert all(len(set(targets)) == len(targets) for targets in drawn)
+    assert drawn[0] == drawn[1] != drawn[2]

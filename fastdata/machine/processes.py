@@ -23,9 +23,11 @@ import functools
 import gc
 import hashlib
 import io
+import itertools
 import multiprocessing
 import os
 import pickle
+import random
 import re
 import signal
 import stat
@@ -43,6 +45,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
+import numpy as np
 import torch.distributed
 from torch.utils.data import get_worker_info
 
@@ -322,7 +325,8 @@ def _run_in_processes(
     done = 0
     with forked(job, workers, cores, threads=1) as (pool, children):
         try:
-            for answer in pool.map(attempt_job, tasks):
+            seed = torch.initial_seed()
+            for answer in pool.map(attempt_job, tasks, itertools.count(seed)):
                 yield settle(answer)
                 done += 1
         except BrokenProcessPool:
@@ -416,6 +420,8 @@ def forked(
 
 _job: Job
 """Of a forked worker."""
+_NUMPY_SEEDS = 1 << 32
+_TORCH_SEEDS = 1 << 63
 
 
 def _begin(job: Job, parent_pid: int, cores: Collection[int], threads: int | None) -> None:
@@ -457,7 +463,16 @@ def _end_with_parent(parent_pid: int) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def attempt_job(task: Any) -> bytes:
+def attempt_job(task: Any, seed: int | None = None) -> bytes:
+    """Run the job of a forked worker; with a seed, it draws from generators that are seeded so.
+
+    Workers inherit the state of the global generators. Without seeds, what one of them draws at
+    random would be what each of the others draws. Torch seeds its workers alike.
+    """
+    if seed is not None:
+        random.seed(seed)
+        np.random.seed(seed % _NUMPY_SEEDS)
+        torch.default_generator.manual_seed(seed % _TORCH_SEEDS)
     return attempt(_job, task)
 
 
