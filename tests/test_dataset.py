@@ -908,6 +908,8 @@ def test_wrong_options_are_named() -> None:
             kind([(torch.zeros(1), 0)], **{wrong: 1})
     with pytest.raises(TypeError, match=r"prepare_workers='4' is not of type int . None"):
         cached([(torch.zeros(1), 0)], prepare_workers="4")
+    with pytest.raises(ValueError, match="prepare_workers=-1 is less than 0; leave it out"):
+        cached(Images(4), prepare_workers=-1)
     with pytest.raises(TypeError, match="batch_ops=1 is not of type"):
         cached([(torch.zeros(1), 0)], batch_ops=1)
     with pytest.raises(ValueError, match=r"resize=2\.5 is no size"):

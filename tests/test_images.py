@@ -489,15 +489,18 @@ class _Named(torch.Tensor):
     ("sample", "message"),
     [
         ([1, 2], r"sample of type list cannot be stored; PIL images, tensors and NumPy arrays can"),
-        (np.array([None]), "array of Python objects cannot be stored"),
-        (torch.zeros(2, dtype=torch.bfloat16), "unsupported ScalarType BFloat16"),
+        (np.array([None]), "array of object cannot be stored; give it a numeric dtype"),
+        (np.array(["a"]), "array of <U1 cannot be stored; give it a numeric dtype"),
+        (np.array(["2020"], "M8[Y]"), r"array of datetime64\[Y\] cannot be stored"),
+        (torch.zeros(2, dtype=torch.bfloat16), r"tensor of torch\.bfloat16.* give \.float\(\)"),
+        (torch.zeros(2).to_sparse(), r"torch\.sparse_coo, .* or \.to_dense\(\) of it"),
         (torch.zeros(2, device="meta"), r"tensor on meta cannot be stored; give .cpu\(\) of it"),
         (
             torch.zeros(2).as_subclass(_Named),
             r"a _Named cannot be stored without .* give .as_subclass\(torch.Tensor\)",
         ),
     ],
-    ids=["list", "objects", "bfloat16", "device", "subclass"],
+    ids=["list", "objects", "texts", "times", "bfloat16", "sparse", "device", "subclass"],
 )
 def test_samples_that_cannot_be_stored_say_why(sample: Any, message: str) -> None:
     """Each refusal names what was found and what to do."""

@@ -82,6 +82,10 @@ class SampleSpec:
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
+_NUMERIC_KINDS = "biufc"
+"""Of NumPy's dtypes: bool, signed and unsigned integers, floats, complex numbers."""
+
+
 def to_stored(sample: Any, *, is_mask: bool = False) -> tuple[Array, Form]:
     """Give a sample's values, and what it was.
 
@@ -102,8 +106,8 @@ def to_stored(sample: Any, *, is_mask: bool = False) -> tuple[Array, Form]:
         _pack_planes(sample, array)
         return array, "pil"
     if isinstance(sample, np.ndarray):
-        if sample.dtype.hasobject:
-            raise TypeError("an array of Python objects cannot be stored; give it a numeric dtype")
+        if sample.dtype.kind not in _NUMERIC_KINDS:
+            raise TypeError(f"an array of {sample.dtype} cannot be stored; give it a numeric dtype")
         return sample.astype(sample.dtype.newbyteorder("="), copy=False), "array"
     if not isinstance(sample, torch.Tensor):
         raise TypeError(
@@ -119,7 +123,13 @@ def to_stored(sample: Any, *, is_mask: bool = False) -> tuple[Array, Form]:
             "Return it as or within the target, which is kept as it is, or give "
             ".as_subclass(torch.Tensor) of it."
         )
-    return sample.detach().as_subclass(torch.Tensor).numpy(force=True), form
+    try:
+        return sample.detach().as_subclass(torch.Tensor).numpy(force=True), form
+    except (TypeError, RuntimeError) as problem:  # NumPy has no bfloat16, and no sparse arrays
+        raise TypeError(
+            f"a tensor of {sample.dtype}, {sample.layout}, cannot be stored ({problem}); give "
+            ".float() or .to_dense() of it"
+        ) from problem
 
 
 def is_pil(value: Any) -> TypeGuard[Image.Image]:

@@ -122,6 +122,11 @@ class Options:
                 raise ValueError(f"{name}={value!r} is not one of {choices}")
             if not isinstance(value, _PLAIN.get(kind, object)):
                 raise TypeError(f"{name}={value!r} is not of type {kind}")
+        if self.prepare_workers is not None and self.prepare_workers < 0:
+            raise ValueError(
+                f"prepare_workers={self.prepare_workers} is less than 0; leave it out to use all "
+                "usable cores"
+            )
         for codec in self.codecs:
             if codec not in ("auto", SOURCE):
                 from fastdata.stores.codecs import find_codec

@@ -387,7 +387,10 @@ class Writer:
         dimensions = self.plan.dimensions
         if spec.shape not in (None, shape) or len(shape) != dimensions:
             others = spec.shape or f"{dimensions} dimensions"
-            raise ShapesDifferError(f"sample {row} has shape {shape}, those before it {others}")
+            raise ShapesDifferError(
+                f"sample {row} has shape {shape}, those before it {others}; give all samples as "
+                "many dimensions in prepare="
+            )
         index = self.index
         if "sizes" in index:
             index["offsets"][row] = self._take(data.nbytes)
