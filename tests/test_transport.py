@@ -12,13 +12,17 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
+import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import resource_sharer
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from types import FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,6 +38,8 @@ from torch.utils.data import (
     default_convert,
     get_worker_info,
 )
+from torch.utils.data._utils import worker as torch_worker
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from fastdata import CachedDataset, CudaPrefetcher, DataLoader, SampleBatch, collate
@@ -654,6 +660,70 @@ def test_called_by_another_collate_function_it_is_a_plain_one() -> None:
     """A collate function that calls a RingCollate gets a batch that it can go on with."""
     loader = TorchLoader(Numbers(2), batch_size=2, num_workers=1, collate_fn=wrapped)
     assert [labels.tolist() for _, labels in loader] == [[0, 1]]
+
+
+# Versions of torch whose workers run other functions
+
+
+@pytest.mark.parametrize("make_loader", [TorchLoader, DataLoader])
+def test_workers_are_found_whatever_torchs_functions_are_called(
+    make_loader: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker loop of another name sends batches through the ring."""
+    loop = torch_worker._worker_loop
+    renamed = FunctionType(loop.__code__.replace(co_name="_run_worker"), loop.__globals__)
+    monkeypatch.setattr(torch_worker, "_worker_loop", renamed)
+    collate_fn = RingCollate()
+    options = {"multiprocessing_context": "fork", "collate_fn": collate_fn}
+    batches = iter(make_loader(Numbers(4), batch_size=2, num_workers=1, **options))
+    next(batches)
+    assert collate_fn.receiver.bytes_held > 0
+    assert [labels.tolist() for _, labels in batches] == [[2, 3]]
+
+
+def test_workers_that_are_not_found_are_said_to_be_slow(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A worker loop of another module serves the same batches through its queue, and says so once."""
+    loop = torch_worker._worker_loop
+    elsewhere = {**loop.__globals__, "__name__": "elsewhere"}
+    monkeypatch.setattr(torch_worker, "_worker_loop", FunctionType(loop.__code__, elsewhere))
+    # Where the loop says which worker this is.
+    monkeypatch.setattr(rings, "get_worker_info", lambda: elsewhere["_worker_info"])
+    collate_fn = RingCollate()
+    options = {"multiprocessing_context": "fork", "collate_fn": collate_fn}
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = lambda message, *_: os.write(2, f"{message}\n".encode())
+        loader = TorchLoader(Numbers(4), batch_size=2, num_workers=1, **options)
+        assert _epoch(loader) == _numbers([[0, 1], [2, 3]])
+    assert collate_fn.receiver.bytes_held == 0
+    said = capfd.readouterr().err
+    assert said.count("no function of torch.utils.data._utils.worker") == 1
+
+
+def test_a_worker_that_is_a_thread_gets_the_batch_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is sent where the worker loop runs in a thread of the training process."""
+    names: dict[str, Any] = {"__name__": torch_worker.__name__}
+    exec("def loop(fetcher): return fetcher.fetch([0, 1])", names)
+    monkeypatch.setattr(torch_worker, "_worker_info", SimpleNamespace(dataset=None))
+    fetcher = _MapDatasetFetcher(Numbers(2), True, RingCollate(), False)
+    with ThreadPoolExecutor(1) as threads:
+        _, labels = threads.submit(names["loop"], fetcher).result()
+    assert labels.tolist() == [0, 1]
+
+
+def test_a_torch_without_these_names_is_imported() -> None:
+    """Fastdata imports where torch's worker loop and its watch have other names."""
+    script = """
+        from torch.utils.data._utils import worker
+        del worker._worker_loop, worker.ManagerWatchdog
+        from fastdata import DataLoader
+        assert [batch.tolist() for batch in DataLoader(range(3), batch_size=2)] == [[0, 1], [2]]
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert not done.stderr
 
 
 class Stream(IterableDataset[Any]):

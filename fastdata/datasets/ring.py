@@ -20,10 +20,11 @@ import os
 import pickle
 import secrets
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from contextlib import closing
-from functools import partial
+from functools import cache, partial
 from multiprocessing.reduction import ForkingPickler
 from types import FrameType
 from typing import Any
@@ -32,7 +33,6 @@ import numpy as np
 import torch
 from torch.utils.data import Subset, get_worker_info
 from torch.utils.data._utils import collate as torch_collate
-from torch.utils.data._utils.worker import _worker_loop
 
 from fastdata.datasets.batch import Collate
 from fastdata.datasets.batch import collate as default_collate
@@ -42,7 +42,10 @@ from fastdata.machine import is_running
 from fastdata.machine.shared import Block
 from fastdata.pixels.core import Shape
 from fastdata.pixels.images import Array
+from fastdata.report import warn_user
 
+_LOOP_MODULE = "torch.utils.data._utils.worker"
+_FETCH_MODULE = "torch.utils.data._utils.fetch"
 _FREE = 0
 _LENT = 1
 _PAGE_BYTES = 4096
@@ -107,10 +110,46 @@ class RingCollate:
 
 
 def _fetch_of_worker_loop() -> FrameType | None:
-    """The call that ``RingCollate`` returns to; None for a loader inside of the worker."""
+    """Return the call of torch's fetcher that a ``RingCollate`` returns to.
+
+    None if it returns to other code, or in another thread than a worker process's own: the caller
+    then needs the batch itself. torch does not pass this on, so the frames of the callers are read.
+    Since torch 2.4 a worker's loop, a function in ``_utils.worker``, calls ``fetch(indices)`` of a
+    class in ``_utils.fetch``, which calls the collate function. The names of these functions differ
+    between versions of torch and are not used.
+    """
     frame = sys._getframe(2)
     caller = frame.f_back
-    return frame if caller is not None and caller.f_code is _worker_loop.__code__ else None
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    if caller is not None and _module_of(caller) == _LOOP_MODULE:
+        return frame if _module_of(frame) == _FETCH_MODULE else None
+    _warn_of_unknown_loop(frame)
+    return None
+
+
+def _module_of(frame: FrameType) -> str:
+    name: str = frame.f_globals.get("__name__", "")
+    return name
+
+
+@cache
+def _warn_once(text: str) -> None:
+    warn_user(text)
+
+
+def _warn_of_unknown_loop(frame: FrameType) -> None:
+    """Warn once in each worker process whose loop is not found among its frames."""
+    caller: FrameType | None = frame
+    while caller is not None:
+        if _module_of(caller) == _LOOP_MODULE:
+            return  # a collate function or a loader of the user's runs in the worker
+        caller = caller.f_back
+    _warn_once(
+        "batches of this worker process travel through its own queue, which takes longer than "
+        f"through fastdata's ring: no function of {_LOOP_MODULE} of torch {torch.__version__} runs "
+        "it. Use torch's or fastdata's DataLoader, and a version of torch that fastdata knows."
+    )
 
 
 # The worker's end

@@ -482,14 +482,17 @@ class InlineIter(Counted, torch_loader._SingleProcessDataLoaderIter):
 
 
 def _watched(parent_pid: int, work: Callable[..., None], *arguments: Any) -> None:
-    """Run torch's worker loop, whose watch takes for the parent who that is when it begins.
+    """Run torch's worker loop with a watch over the process that started the worker.
 
-    By then, behind a ``worker_init_fn``, that may be the one who adopts what is left of a parent
-    that was killed.
+    torch's own watch takes for the parent whoever is the parent when the loop begins. By then,
+    behind a ``worker_init_fn``, that may be the process that adopts what a killed parent left.
+    Written for torch 2.4 to 2.13; a torch without this class keeps a watch of its own.
     """
-    watchdog = torch_worker.ManagerWatchdog()
-    watchdog.manager_pid = parent_pid
-    torch_worker.ManagerWatchdog = lambda: watchdog  # type: ignore[assignment, misc]
+    watch = getattr(torch_worker, "ManagerWatchdog", None)
+    if watch is not None:
+        watchdog = watch()
+        watchdog.manager_pid = parent_pid
+        torch_worker.ManagerWatchdog = lambda: watchdog  # type: ignore[assignment, misc]
     work(*arguments)
 
 
@@ -507,8 +510,8 @@ class ProcessIter(Counted, torch_loader._MultiProcessingDataLoaderIter):
         # A forkserver's child is no child of this process.
         if context.get_start_method() != "forkserver":
             view.multiprocessing_context = copy.copy(context)
-            view.multiprocessing_context.Process = lambda target, args: context.Process(
-                target=partial(_watched, os.getpid(), target), args=args
+            view.multiprocessing_context.Process = lambda *, target, **options: context.Process(
+                target=partial(_watched, os.getpid(), target), **options
             )
         self._workers: list[Any] = []
         try:
