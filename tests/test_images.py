@@ -7,6 +7,7 @@ import math
 import pickle
 import struct
 import sys
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -264,6 +265,23 @@ def test_loaders_of_tensors_are_known_by_what_they_do(
     opening = images.opening_of(partial(decode_tensor, **options) if options else decode_tensor)
     assert opening is not None
     assert (opening.form, opening.is_upright, opening.channels) == ("tensor", *expected)
+
+
+def test_a_loader_of_tensors_that_warns_is_known(
+    decode_tensor: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torchvision's next version warns of its own function. Where warnings are errors it is known all the same."""
+
+    def warning(given: Any) -> torch.Tensor:
+        warnings.warn("it moves to torchcodec", DeprecationWarning, stacklevel=2)
+        return decode_tensor(given)
+
+    warning.__module__, warning.__name__ = "torchvision.io.image", "decode_image"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        opening = images.opening_of(warning)
+    assert opening is not None
+    assert opening.form == "tensor"
 
 
 def test_a_loader_of_tensors_with_other_pixels_is_the_users_own(

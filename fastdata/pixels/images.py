@@ -16,6 +16,7 @@ import math
 import re
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeGuard
@@ -363,7 +364,10 @@ def _probe(loader: Loader) -> Opening | None:
     probes = [_make_probe("RGB"), _make_probe("L")]
     opening = Opening(loader, "tensor")
     try:
-        found = [opening.decode_pixels(data, upright=False) for data in probes]
+        with warnings.catch_warnings():
+            # torchvision 0.29 warns in torchvision.io, which is an error under ``python -W error``.
+            warnings.simplefilter("ignore")
+            found = [opening.decode_pixels(data, upright=False) for data in probes]
     except Exception:  # noqa: BLE001  # of a version that takes something else
         return None
     _, height, width = found[0].shape
