@@ -613,6 +613,18 @@ def test_a_set_epoch_after_loading_begins_that_epoch() -> None:
         )
 
 
+def test_epochs_are_counted_again_from_a_loaded_state() -> None:
+    """An epoch that was set before a state is loaded no longer decides what comes after the state's epoch."""
+    sampler = RankSampler(11, rank=0, world_size=1)
+    state = sampler.state_dict(batches=2, batch_size=3)
+    sampler.set_epoch(7)
+    list(sampler)
+    sampler.load_state_dict(state)
+    assert not sampler.is_set
+    found = [list(sampler) for _ in range(3)]
+    assert found == [sampler.order(0)[6:].tolist(), *(sampler.order(n).tolist() for n in (1, 2))]
+
+
 def test_a_state_is_forgotten() -> None:
     """An empty dict brings back the epoch that would have come, from its beginning."""
     make = partial(_ranked, RANKED["shuffled"])
