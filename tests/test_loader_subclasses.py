@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import Subset
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from children import Numbers
@@ -129,6 +130,38 @@ def test_a_number_of_workers_of_ones_own_leaves_worker_processes() -> None:
     loader.workers = "thread"
     assert len(list(loader)) == len(Numbers())
     assert loader.report().engine == "thread"
+
+
+class Proxy:
+    """Seems to be of the class of the dataset inside it, and has its attributes, but makes items of its own."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    @property
+    def __class__(self) -> Any:
+        return type(self.inner)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.inner[index][1] + 100
+
+
+@EVERY_ENGINE
+def test_a_proxy_of_a_dataset_makes_the_items(engine: dict[str, Any]) -> None:
+    """Whatever class it gives for its own, alone and in a Subset."""
+    with CachedDataset([(torch.zeros(1, 2, 2), n) for n in range(5)]) as cached:
+        proxy: Any = Proxy(cached)
+        assert isinstance(proxy, CachedDataset)
+        for dataset in (proxy, Subset(proxy, range(4))):
+            assert _plain(DataLoader(dataset, batch_size=4, **engine))[0] == [100, 101, 102, 103]
 
 
 # Copies and pickles

@@ -152,7 +152,8 @@ class LoaderView:
         """Look behind any ``Subset`` and ``ConcatDataset``; anything else there hides all."""
         parts = []
         subset = None
-        if isinstance(dataset, PreparedDataset):
+        # Not isinstance: a proxy may give the class of what it is around for its own.
+        if issubclass(type(dataset), PreparedDataset):
             parts.append(dataset)
         else:
             try:
@@ -233,7 +234,8 @@ def _join(dataset: Any, parts: list[PreparedDataset]) -> Array:
         return _join(dataset.dataset, parts)[as_numbers(dataset.indices)]
     if type(dataset) is ConcatDataset:
         return np.concatenate([_join(each, parts) for each in dataset.datasets])
-    if not isinstance(dataset, PreparedDataset) or len(dataset) != index_count(dataset):
+    is_ours = issubclass(type(dataset), PreparedDataset)
+    if not is_ours or len(dataset) != index_count(dataset):
         raise TypeError
     start = 0
     for part in parts:
