@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import BatchSampler, Dataset, RandomSampler
 from torch.utils.data import DataLoader as TorchLoader
 
-from fastdata import CachedDataset, DataLoader
+from fastdata import CachedDataset, DataLoader, FastDataWarning
 
 COUNT = 17
 INLINE: dict[str, Any] = {}
@@ -181,6 +181,24 @@ def test_threads_lose_no_sample_where_a_batch_size_changes(shuffle: bool) -> Non
         assert sorted(labels) == list(range(COUNT))
         assert sizes == [4, 4, 4, 2, 2, 1]
         assert loader.state_dict()["num_yielded"] == 0
+
+
+def test_a_state_says_that_it_does_not_count_batches_of_several_sizes() -> None:
+    """It warns within an epoch whose batch size was changed, and not at its end, nor in any other epoch."""
+    loader = DataLoader(Samples(), batch_size=4)
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    loader.batch_sampler.batch_size = 3
+    with pytest.warns(FastDataWarning, match="batch size was changed within this epoch"):
+        loader.state_dict()
+    list(iterator)
+    loader.state_dict()
+    loader.batch_sampler.batch_size = 4
+    for start in ({}, state):
+        loader.load_state_dict(start)
+        for _ in loader:
+            loader.state_dict()
 
 
 def test_a_sampler_may_grow_while_it_is_read() -> None:

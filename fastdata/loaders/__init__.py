@@ -61,6 +61,11 @@ _NO_ORDER = (
     "with in_order=False batches overtake each other, and a state counts them only: an epoch that "
     "is resumed from it may repeat some and leave out others. Use in_order=True."
 )
+_NO_SIZE = (
+    "the batch size was changed within this epoch, and a state counts batches only: an epoch that is "
+    "resumed from it may repeat some samples and leave out others. Change the batch size between "
+    "epochs, or save a state at the end of the epoch."
+)
 _NO_STREAM = (
     "a DataLoader cannot resume an IterableDataset, which alone knows where it stands: its epochs "
     "begin anew. Save the dataset's own state beside the loader's, or use a map-style dataset."
@@ -236,7 +241,10 @@ class DataLoader(_TorchLoader[_T_co]):
             return {}
         if not self.in_order and self.num_workers > 1 and self._fastdata.engine.kind == "process":
             warn_user(_NO_ORDER)
-        return self._fastdata.epochs.state(_identity_of(self), _chain_of(self))
+        state = self._fastdata.epochs.state(_identity_of(self), _chain_of(self))
+        if state["is_begun"] and self._fastdata.epochs.has_changed_size:
+            warn_user(_NO_SIZE)
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next epoch be the one of ``state``, without the batches handed over before.

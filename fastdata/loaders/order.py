@@ -210,6 +210,16 @@ class Epochs:
         vars(other).update(vars(self), progress=copy.copy(self.progress))
         return other
 
+    @property
+    def has_changed_size(self) -> bool:
+        """True if torch's BatchSampler was given another ``batch_size`` within the latest epoch."""
+        outer = self._chain.outer
+        if type(outer) is not BatchSampler or self._chain.batch_size is not None:
+            return False
+        counted = self.progress.counted
+        is_whole = counted == self.progress.drawn * outer.batch_size
+        return counted > 0 and not is_whole and counted != length_of(outer.sampler)
+
     def set_epoch(self, epoch: int, chain: SamplerChain) -> None:
         self._set = operator.index(epoch)
         if chain.ranked is not None:
