@@ -41,7 +41,7 @@ from fastdata.pixels.images import CenterCrop, Resize, load_image
 from fastdata.sources.remote import Place
 from fastdata.stores import readers as readers_module
 from fastdata.stores.build import lock_of, locked
-from fastdata.stores.cache import INDEX, Cache
+from fastdata.stores.cache import INDEX, VERSION, Cache
 from fastdata.stores.readers import DiskFile
 from fastdata.tools.caches import inspect_caches, prune_caches
 
@@ -623,7 +623,7 @@ def test_a_flipped_byte_is_found_on_the_first_read(
 
 
 def test_a_flipped_byte_is_found_in_a_batch_of_whole_words(tmp_path: Path) -> None:
-    """Rows of whole 64-bit words are checked all at once, and as strictly."""
+    """A batch of one table is checked sample by sample, and only what is damaged is refused."""
     data = [(torch.full((4, 8), i, dtype=torch.uint8), i) for i in range(6)]
     options: dict[str, Any] = {"cache_dir": tmp_path, "cache_key": "k"}
     CachedDataset(data, **options).close()
@@ -637,17 +637,52 @@ def test_a_flipped_byte_is_found_in_a_batch_of_whole_words(tmp_path: Path) -> No
             store.gather_into(np.array([2, 3]), out)
 
 
+PAGE = 4096
+MOVED: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "swapped pages": lambda data: data.reshape(-1, PAGE)[[1, 0, *range(2, len(data) // PAGE)]],
+    "reversed rows": lambda data: data.reshape(3, 64, 64)[:, ::-1],
+    "swapped planes": lambda data: data.reshape(3, 64, 64)[[1, 0, 2]],
+    "swapped words": lambda data: data.reshape(-1, 8)[::-1],
+    "shifted by a word": lambda data: np.roll(data, 8),
+}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_bytes_in_another_order_are_damage(name: str, tmp_path: Path) -> None:
+    """All bytes of a sample are there, but in another order: no run serves it, and inspect names it."""
+    rng = np.random.default_rng(0)
+    data = [(torch.from_numpy(rng.integers(0, 256, (3, 64, 64), np.uint8)), i) for i in range(3)]
+    options: dict[str, Any] = {"cache_dir": tmp_path, "cache_key": "k"}
+    CachedDataset(data, **options).close()
+    path = sample_file(tmp_path)
+    written = np.fromfile(path, np.uint8)
+    last = written[-data[0][0].numel() :]
+    last[...] = MOVED[name](last.copy()).reshape(-1)
+    path.write_bytes(written.tobytes())
+    with CachedDataset(data, **options) as dataset:
+        assert torch.equal(dataset[1][0], data[1][0])
+        with pytest.raises(SampleError, match=r"sample 2.* are not those that were written"):
+            dataset[2]
+    CachedDataset(data, **options).close()  # writes the shard again
+    with CachedDataset(data, **options) as dataset:
+        assert torch.equal(dataset[2][0], data[2][0])
+    path = sample_file(tmp_path)
+    path.write_bytes(written.tobytes())
+    (found,) = inspect_caches(tmp_path, verify=True)
+    assert "sample 2, part0, is damaged" in str(found)
+
+
 def test_another_version_is_a_rebuild(image_folder: Folder, prepared: Any, caplog: Any) -> None:
     """An index of another version is not trusted."""
     root = image_folder(size=(13, 11))
     cached(root).close()
     path = home_of(root.parent / "cache") / INDEX
     cache = Cache.read(Place(path.parent))
-    object.__setattr__(cache.manifest, "version", 8)
+    object.__setattr__(cache.manifest, "version", VERSION - 1)
     path.write_bytes(cache.pack())
     with cached(root) as dataset:
         assert same(dataset, expected(root))
-    words = "it has version 8; this fastdata reads 7"
+    words = f"it has version {VERSION - 1}; this fastdata reads {VERSION}"
     assert len([line for line in caplog.messages if words in line]) == 1
 
 

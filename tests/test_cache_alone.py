@@ -407,7 +407,7 @@ def test_a_codec_of_the_users_own_needs_its_dataset(tmp_path: Path) -> None:
         ({"targets.json": np.frombuffer(b"[0, 1", np.uint8)}, "cannot be read"),
         ({"targets.json": np.frombuffer(b"[" * 100_000, np.uint8)}, "cannot be read"),
         ({"part0.sums": None}, "cannot be read: KeyError: 'part0.sums'"),
-        ({"part0.sums": np.zeros(5, np.uint64)}, r"uint64\[5\] where uint64\[6\] are needed"),
+        ({"part0.sums": np.zeros(5, np.uint32)}, r"uint32\[5\] where uint32\[6\] are needed"),
         ({"ends": np.arange(6)}, r"paths are uint8\[\d+\] where uint8\[5\] are needed"),
         ({"ends": np.array([11, 9, 33, 44, 55, 66])}, "file names overlap"),
     ],

@@ -52,7 +52,7 @@ from fastdata.stores.readers import Decoder, DiskFile, DiskStore, KeptSamples, L
 from fastdata.stores.writers import StoredPart, open_all
 
 INDEX = "fastdata.npz"
-VERSION = 7
+VERSION = 8
 _MOST_SAMPLE_BYTES = 1 << 36
 
 Columns = dict[str, Any]
@@ -117,7 +117,7 @@ class Cache:
       ``shards.rows``, int64, and ``shards.bytes``, int64 (shards, parts), of the file of each part;
     * by row ``kept``, bool: others were left out, and of those ``skipped.json`` has path, error,
       and whether its reason may pass;
-    * of each part, by sample that was kept, ``part0.sums``, uint64 (``stores.readers.checksum``),
+    * of each part, by sample that was kept, ``part0.sums``, uint32 (``stores.readers.checksum``),
       and ``part0.offsets``, int64, in the file of its shard; unless it is a table also
       ``part0.sizes``, int64, and ``part0.shapes``, int32 (kept, dimensions);
     * by sample that was kept, where samples are files, ``paths`` and ``ends``, see ``Packed``:
@@ -283,7 +283,7 @@ class Cache:
         count = len(shards)
         offsets = self._column(f"{name}.offsets", "int64", count)
         index = {
-            "sums": self._column(f"{name}.sums", "uint64", count),
+            "sums": self._column(f"{name}.sums", "uint32", count),
             "offsets": offsets,
             "files": shards.astype(np.int32),
         }

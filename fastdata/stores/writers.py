@@ -355,7 +355,7 @@ class Writer:
             index["is_there"] = np.zeros(length, np.bool_)  # for ``LazyStore``
             file = Block.create(size_bytes)
         else:
-            index["sums"] = np.zeros(length, np.uint64)
+            index["sums"] = np.zeros(length, np.uint32)
             file = DiskFile.reserve(plan.path, size_bytes)
         file.write(0, np.frombuffer(head.getvalue(), np.uint8))
         return cls(plan, file, ArrayBlock(index, seal=False))
