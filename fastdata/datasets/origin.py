@@ -4,39 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from fastdata.datasets.reader import Stored
-from fastdata.errors import AnyPath, refuse_secrets
-from fastdata.machine.shared import SampleTable
-from fastdata.pixels import describe_steps
 from fastdata.pixels.describe import describe_dataset, unwrapped
-from fastdata.pixels.images import Loader
-from fastdata.sources import DatasetSource, FileSource, Source
-from fastdata.sources.remote import Place
+from fastdata.sources import DatasetSource, Source
 
 if TYPE_CHECKING:
     from fastdata.stores.build import Described, Listing
-
-
-_UNKNOWN = (-1, -1)
-"""Size and tag of a remote file that was not listed."""
-
-
-def facts_of_files(
-    paths: Sequence[str], listed: Mapping[str, tuple[int, int]]
-) -> list[tuple[int, int]]:
-    """Return size and tag of each remote file.
-
-    Raises:
-        ValueError: a URL that no listing of ours has holds a secret.
-    """
-    for index, path in enumerate(paths):
-        if path not in listed:
-            refuse_secrets(path, f"sample {index}")
-    return [listed.get(path, _UNKNOWN) for path in paths]
 
 
 class Origin(Protocol):
@@ -56,46 +32,6 @@ class Origin(Protocol):
     def describe(self, stored: Stored, source: Source) -> Described:
         """Describe the samples for a cache: text, their files and their folder."""
         ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class FileOrigin:
-    """Image files, each opened by ``loader``.
-
-    Attributes:
-        loader: opens a file.
-        root: folder of the files.
-        place: the folder or URL that remote files are below; None for files of this machine.
-        list_name: name of the file that lists the samples. Empty if a folder is listed, None if
-            code of the user's makes the list.
-    """
-
-    loader: Loader
-    root: AnyPath
-    place: Place | None
-    list_name: str | None
-
-    @property
-    def is_own_list(self) -> bool:
-        return self.list_name is None
-
-    def files(self, table: SampleTable) -> FileSource:
-        """Return the source of the files that a table lists."""
-        return FileSource(table.paths, table.targets, self.loader, self.place, table.facts)
-
-    def source(self, stored: Stored) -> Source:
-        # Copies in other processes have no source, but they have the table.
-        return stored.samples if stored.table is None else self.files(stored.table)
-
-    def describe(self, stored: Stored, source: Source) -> Described:
-        from fastdata.stores.build import list_paths
-
-        root = os.fspath(self.root)
-        assert isinstance(source, FileSource)
-        assert stored.table is not None
-        opened = describe_steps([self.loader], stored.options.cache_key)
-        opened = f"{opened}, {self.list_name}" if self.list_name else opened
-        return opened, list_paths(stored.table.all_paths(), root, source.listing()), root
 
 
 @dataclass(frozen=True)

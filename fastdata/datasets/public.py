@@ -12,7 +12,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fastdata.datasets.dataset import PreparedDataset, own_reader
-from fastdata.datasets.origin import FileOrigin, ItemOrigin, Origin, facts_of_files
+from fastdata.datasets.files import FileOrigin, FileSamples, facts_of_files
+from fastdata.datasets.origin import ItemOrigin
 from fastdata.datasets.reader import Stored
 from fastdata.datasets.samples import DatasetSamples, not_yet_prepared
 from fastdata.errors import AnyPath, is_url, local_path
@@ -40,13 +41,12 @@ class _ImageFiles(PreparedDataset):
     """The base of datasets of image files."""
 
     root: AnyPath
+    _fastdata: FileSamples
 
     @property
     def loader(self) -> Loader:
         """Opens a file, by its path. It may be assigned before a sample is read or prepared."""
-        origin = self._fastdata.origin
-        assert isinstance(origin, FileOrigin)
-        return origin.loader
+        return self._fastdata.origin.loader
 
     @loader.setter
     def loader(self, loader: Loader) -> None:
@@ -64,8 +64,8 @@ def _file_samples(
     options: Options,
     transform: Step | None,
     target_transform: Step | None,
-) -> DatasetSamples:
-    """Prepare the samples of a dataset of image files."""
+) -> FileSamples:
+    """Return the samples of a dataset of image files."""
     facts = None
     if origin.place is not None:
         facts = facts_of_files(listed.paths, origin.place.listed)
@@ -73,45 +73,37 @@ def _file_samples(
     table = SampleTable(
         listed.targets, paths=listed.paths, class_to_idx=listed.class_to_idx, facts=facts
     )
-    return _samples(
-        dataset, origin, origin.files(table), options, transform, target_transform, files=table
+    return FileSamples(
+        class_name=type(dataset).__name__,
+        own_method=own_reader(dataset),
+        origin=origin,
+        stored=_to_prepare(origin.files(table), options, files=table),
+        transform=transform,
+        target_transform=target_transform,
     )
 
 
-def _samples(
-    dataset: PreparedDataset,
-    origin: Origin,
+def _to_prepare(
     source: Source,
     options: Options,
-    transform: Step | None,
-    target_transform: Step | None,
     *,
-    pair_transform: PairStep | None = None,
     prepare: Step | None = None,
     files: SampleTable | None = None,
-) -> DatasetSamples:
-    """Choose where the samples of a dataset are stored, and store them.
+) -> Stored:
+    """Return samples that are still to be prepared.
 
     ``files`` has their paths and targets, where these are known beforehand.
     """
     steps = () if prepare is None else (prepare,)
     if options.resize is not None:
         steps = (*steps, Resize(options.resize))
-    return DatasetSamples(
-        class_name=type(dataset).__name__,
-        own_method=own_reader(dataset),
-        origin=origin,
-        stored=Stored(
-            source=source,
-            files=files,
-            options=options,
-            first_steps=steps,
-            prepared=not_yet_prepared(),
-            is_remote=source.is_remote,
-        ),
-        transform=transform,
-        target_transform=target_transform,
-        pair_transform=pair_transform,
+    return Stored(
+        source=source,
+        files=files,
+        options=options,
+        first_steps=steps,
+        prepared=not_yet_prepared(),
+        is_remote=source.is_remote,
     )
 
 
@@ -404,15 +396,14 @@ class CachedDataset(PreparedDataset):
         source = DatasetSource(dataset, chosen_columns)
         if chosen.storage != "none" and not frozen:
             refuse_random_steps(dataset)
-        self._fastdata = _samples(
-            self,
-            ItemOrigin(),
-            source,
-            replace(chosen, frozen=frozen),
-            transform,
-            target_transform,
+        self._fastdata = DatasetSamples(
+            class_name=type(self).__name__,
+            own_method=own_reader(self),
+            origin=ItemOrigin(),
+            stored=_to_prepare(source, replace(chosen, frozen=frozen), prepare=prepare),
+            transform=transform,
+            target_transform=target_transform,
             pair_transform=pair_transform,
-            prepare=prepare,
         )
 
     @classmethod

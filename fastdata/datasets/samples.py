@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -31,7 +32,7 @@ from fastdata.datasets.batch import (
     occurrences,
     positions,
 )
-from fastdata.datasets.origin import FileOrigin, Origin, facts_of_files
+from fastdata.datasets.origin import Origin
 from fastdata.datasets.reader import Reader, Stored, compile_reader
 from fastdata.datasets.watch import Watch
 from fastdata.errors import StoreGoneError
@@ -39,11 +40,17 @@ from fastdata.machine import StoragePlan, StorageReport
 from fastdata.machine.shared import ArrayBlock, SampleTable
 from fastdata.pixels import PairStep, StandardTransform, Step, leading_steps, prepare_key
 from fastdata.pixels.compose import known_name
-from fastdata.pixels.images import Loader, tensor_class
+from fastdata.pixels.images import tensor_class
 from fastdata.report import log, warn_user
 from fastdata.sources import DatasetSource, FileSource, Source
 from fastdata.stores.prepare import OldSamples, Prepared, prepare_storage, report_storage
 from fastdata.stores.writers import read_path
+
+OTHER_LISTS = (
+    "Take some of the samples by torch.utils.data.Subset(dataset, indices), other labels by "
+    "target_transform= or by ImageManifest([(path, label), ...])."
+)
+"""What to do instead of assigning samples or targets."""
 
 
 class ReaderHandle:
@@ -77,6 +84,13 @@ def nothing_kept(reason: str) -> Prepared:
 def not_yet_prepared() -> Prepared:
     """Return the value for samples that are prepared later."""
     return nothing_kept("chosen at the first read, or once there is a transform")
+
+
+def _unprepared(stored: Stored, source: Source) -> Stored:
+    """Return samples that are still to be prepared."""
+    files = stored.table if isinstance(source, FileSource) else None
+    prepared = replace(stored.prepared, kept=None)
+    return replace(stored, source=source, files=files, prepared=prepared, after=None)
 
 
 class DatasetSamples:
@@ -268,79 +282,12 @@ class DatasetSamples:
             self.pair_transform = transforms
             self._bring_up(before)
 
-    def assign_loader(self, loader: Loader) -> None:
-        """Open files by another loader."""
-        self._refuse_late("loader")
-        self._assign_files(self.files("loader"), loader)
-
     def relist(self, name: str, listed: Sequence[Any]) -> None:
-        """Serve other files, or other targets of the same files.
-
-        Args:
-            name: ``"samples"`` or ``"targets"``.
-            listed: (path, target) of each sample, or a target for each.
-        """
-        self._refuse_late(name)
-        before = self.files(name)
-        paths = before.all_paths()
-        targets = listed
-        if name == "samples":
-            paths = [path for path, _ in listed]
-            targets = [target for _, target in listed]
-        elif len(listed) != len(paths):
-            raise ValueError(
-                f"{len(listed)} targets for {len(paths)} samples. For fewer samples assign "
-                "samples, which bring their targets."
-            )
-        facts = None
-        if before.facts is not None:
-            known = dict(zip(before.all_paths(), before.facts.tolist(), strict=True))
-            facts = facts_of_files(paths, known)
-        table = SampleTable(targets, paths=paths, class_to_idx=before.class_to_idx, facts=facts)
-        self._assign_files(table)
-
-    def _refuse_late(self, name: str) -> None:
-        """Raise an AttributeError if the dataset cannot take another list or loader (any more)."""
-        self.handle()
-        cure = (
-            "Take some of the samples by torch.utils.data.Subset(dataset, indices), other labels "
-            "by target_transform= or by ImageManifest([(path, label), ...])."
+        """Refuse other samples or targets; see ``FileSamples``."""
+        raise AttributeError(
+            f"{name} of this {self.class_name} cannot be assigned: its items come from another "
+            f"dataset. {OTHER_LISTS}"
         )
-        if not isinstance(self.origin, FileOrigin):
-            raise AttributeError(
-                f"{name} of this {self.class_name} cannot be assigned: its items come from another dataset. "
-                f"{cure}"
-            )
-        if self.was_read:
-            raise AttributeError(
-                f"{name} of this {self.class_name} cannot be assigned any more: samples were read. Assign it "
-                f"right after the dataset is made. {cure}"
-            )
-        if self.stored.filled_share() > 0:
-            _, _, steps = self.stored.after or (0, "", "")
-            first = f" after {steps}" if steps else ""
-            raise AttributeError(
-                f"{name} of this {self.class_name} cannot be assigned any more: samples were already "
-                f"prepared{first}. Make the dataset without transform=, assign {name}, and then "
-                "assign dataset.transform; or give loader= and a make_dataset() of your own, which "
-                f"come before samples are prepared. {cure}"
-            )
-
-    def _assign_files(self, table: SampleTable, loader: Loader | None = None) -> None:
-        with self._changing() as before:
-            assert isinstance(self.origin, FileOrigin)
-            if loader is not None:
-                self.origin = replace(self.origin, loader=loader)
-            self.stored = replace(
-                self.stored,
-                source=self.origin.files(table),
-                files=table,
-                prepared=replace(self.stored.prepared, kept=None),
-            )
-            if self.stored.after is None:
-                self._serve(self.stored)
-            else:
-                self._prepare_again(before)
 
     def view(self, transform: Step | None) -> DatasetSamples:
         """Return the same samples under another transform; both hold the memory."""
@@ -450,31 +397,32 @@ class DatasetSamples:
             self._compile()
 
     def _prepare_again(self, before: dict[str, Any]) -> None:
-        """Prepare samples that are stored after other steps.
+        """Prepare samples in place of others.
 
         The old ones stay until the new ones are there, so that nothing is lost if that fails. Where
         memory is too small for both, the old ones go first, and are prepared again if they are read
         after a failure.
+
+        Args:
+            before: from ``_changing``.
         """
         source = self.source()
         if source is self.stored.kept:
             self._compile()  # raises: samples cannot be prepared again
             return
-        files = self.stored.table if isinstance(source, FileSource) else None
-        prepared = replace(self.stored.prepared, kept=None)
-        unprepared = replace(self.stored, source=source, files=files, prepared=prepared, after=None)
-
-        def drop() -> None:
-            """Forget the old samples. Epochs that have begun hold them to their end."""
-            self.reader = replace(self.reader, stored=unprepared)
-            self.handle = ReaderHandle(self.reader)
-            before.update(stored=unprepared, reader=self.reader, handle=self.handle)
-
-        kept = self.stored.kept
+        kept = before["stored"].kept
         size_bytes = 0 if kept is None else sum(store.size_bytes for store in kept.stores)
-        del kept
-        self.stored = unprepared
-        self._prepare(OldSamples(size_bytes, drop))
+        del kept  # nothing here may hold the old samples
+        self.stored = _unprepared(self.stored, source)
+        self._prepare(OldSamples(size_bytes, partial(self._drop, before)))
+
+    def _drop(self, before: dict[str, Any]) -> None:
+        """Forget the samples from before a change. Epochs that have begun hold them to their end."""
+        old = _unprepared(before["stored"], before["origin"].source(before["stored"]))
+        reader = replace(before["reader"], stored=old)
+        before.update(stored=old, reader=reader, handle=ReaderHandle(reader))
+        self.reader = reader
+        self.handle = before["handle"]
 
     def _prepare(self, replaced: OldSamples | None = None) -> None:
         """Choose where samples are stored, and store them."""

@@ -1,0 +1,150 @@
+"""Samples that are image files: listed, opened by a loader, and listed again by the user."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from fastdata.datasets.reader import Stored
+from fastdata.datasets.samples import OTHER_LISTS, DatasetSamples
+from fastdata.errors import AnyPath, refuse_secrets
+from fastdata.machine.shared import SampleTable
+from fastdata.pixels import describe_steps
+from fastdata.pixels.images import Loader
+from fastdata.sources import FileSource, Source
+from fastdata.sources.remote import Place
+
+if TYPE_CHECKING:
+    from fastdata.stores.build import Described
+
+_UNKNOWN = (-1, -1)
+"""Size and tag of a remote file that was not listed."""
+
+
+def facts_of_files(
+    paths: Sequence[str], listed: Mapping[str, tuple[int, int]]
+) -> list[tuple[int, int]]:
+    """Return size and tag of each remote file.
+
+    Raises:
+        ValueError: a URL that no listing of ours has holds a secret.
+    """
+    for index, path in enumerate(paths):
+        if path not in listed:
+            refuse_secrets(path, f"sample {index}")
+    return [listed.get(path, _UNKNOWN) for path in paths]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileOrigin:
+    """Image files, each opened by ``loader``.
+
+    Attributes:
+        loader: opens a file.
+        root: folder of the files.
+        place: the folder or URL that remote files are below; None for files of this machine.
+        list_name: name of the file that lists the samples. Empty if a folder is listed, None if
+            code of the user's makes the list.
+    """
+
+    loader: Loader
+    root: AnyPath
+    place: Place | None
+    list_name: str | None
+
+    @property
+    def is_own_list(self) -> bool:
+        return self.list_name is None
+
+    def files(self, table: SampleTable) -> FileSource:
+        """Return the source of the files that a table lists."""
+        return FileSource(table.paths, table.targets, self.loader, self.place, table.facts)
+
+    def source(self, stored: Stored) -> Source:
+        # Copies in other processes have no source, but they have the table.
+        return stored.samples if stored.table is None else self.files(stored.table)
+
+    def describe(self, stored: Stored, source: Source) -> Described:
+        from fastdata.stores.build import list_paths
+
+        root = os.fspath(self.root)
+        assert isinstance(source, FileSource)
+        assert stored.table is not None
+        opened = describe_steps([self.loader], stored.options.cache_key)
+        opened = f"{opened}, {self.list_name}" if self.list_name else opened
+        return opened, list_paths(stored.table.all_paths(), root, source.listing()), root
+
+
+class FileSamples(DatasetSamples):
+    """The samples of a dataset of image files.
+
+    Their list and their loader may be replaced before a sample is read or prepared, as scripts do
+    with torchvision's datasets.
+    """
+
+    origin: FileOrigin
+
+    def assign_loader(self, loader: Loader) -> None:
+        """Open files by another loader."""
+        self._refuse_late("loader")
+        self._assign_files(replace(self.origin, loader=loader), self.files("loader"))
+
+    def relist(self, name: str, listed: Sequence[Any]) -> None:
+        """Serve other files, or other targets of the same files.
+
+        Args:
+            name: ``"samples"`` or ``"targets"``.
+            listed: (path, target) of each sample, or a target for each.
+        """
+        self._refuse_late(name)
+        before = self.files(name)
+        paths = before.all_paths()
+        targets = listed
+        if name == "samples":
+            paths = [path for path, _ in listed]
+            targets = [target for _, target in listed]
+        elif len(listed) != len(paths):
+            raise ValueError(
+                f"{len(listed)} targets for {len(paths)} samples. For fewer samples assign "
+                "samples, which bring their targets."
+            )
+        facts = None
+        if before.facts is not None:
+            known = dict(zip(before.all_paths(), before.facts.tolist(), strict=True))
+            facts = facts_of_files(paths, known)
+        table = SampleTable(targets, paths=paths, class_to_idx=before.class_to_idx, facts=facts)
+        self._assign_files(self.origin, table)
+
+    def _refuse_late(self, name: str) -> None:
+        """Raise an AttributeError if samples were read or prepared."""
+        self.handle()
+        late = f"{name} of this {self.class_name} cannot be assigned any more: samples were"
+        if self.was_read:
+            raise AttributeError(
+                f"{late} read. Assign it right after the dataset is made. {OTHER_LISTS}"
+            )
+        if self.stored.filled_share() > 0:
+            assert self.stored.after is not None
+            steps = self.stored.after[2]
+            first = f" after {steps}" if steps else ""
+            raise AttributeError(
+                f"{late} already prepared{first}. Make the dataset without transform=, assign "
+                f"{name}, and then assign dataset.transform; or give loader= and a make_dataset() "
+                f"of your own, which come before samples are prepared. {OTHER_LISTS}"
+            )
+
+    def _assign_files(self, origin: FileOrigin, table: SampleTable) -> None:
+        with self._changing() as before:
+            self.origin = origin
+            self.stored = replace(
+                self.stored,
+                source=origin.files(table),
+                files=table,
+                prepared=replace(self.stored.prepared, kept=None),
+            )
+            if self.stored.after is None:
+                self._serve(self.stored)
+            else:
+                self._prepare_again(before)
