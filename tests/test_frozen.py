@@ -157,6 +157,28 @@ def test_a_dataset_that_gives_the_same_items_again_is_kept(read: Any) -> None:
     CachedDataset(Items(read, held=(SHARED, random.Random(0))), prepare_workers=1).close()
 
 
+def seeded(seed: Callable[[int], Any], draw: Callable[[], Any]) -> Items:
+    def read(index: int) -> Any:
+        seed(index)
+        return PIXELS[index], draw()
+
+    return Items(read)
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        seeded(random.seed, random.random),
+        seeded(np.random.seed, np.random.rand),
+        seeded(torch.manual_seed, lambda: torch.rand(()).item()),
+    ],
+)
+def test_a_dataset_that_seeds_by_the_index_is_kept(dataset: Items) -> None:
+    """It moves a global generator, which ends where the index says: nothing of it is random."""
+    with CachedDataset(dataset, prepare_workers=2) as kept:
+        assert list(kept.targets) == [dataset[index][1] for index in range(len(dataset))]
+
+
 def test_a_sample_that_cannot_be_read_is_named_as_ever() -> None:
     """What goes wrong when items are read again is not hidden, and not told twice."""
 

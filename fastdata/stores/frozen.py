@@ -36,9 +36,9 @@ _MOST_READS = 8
 """Of one item. A flip with probability 1/2 goes unseen in one of 128 datasets whose generator
 cannot be seen either."""
 _READS_S = 0.02
-"""Time for more than two reads of an item."""
-_FIRST_READS_S = 0.5
-"""Time for the first read of items; one is read in any case."""
+"""Time after which no item is read a third time."""
+_FIRST_READS_S = 1.0
+"""Time after which no other item is read; one is read twice in any case."""
 _MOST_OBJECTS = 20_000
 _MOST_PARTS = 1_000
 """Of one list or dictionary."""
@@ -144,36 +144,45 @@ def _what_differs(source: DatasetSource, *, ignored: str) -> str:
     """Return what differed when items were read again, or which generator moved; else nothing."""
     generators = _find_generators(source.dataset)
     before = [read() for read, _ in generators.values()]
-    found = _differing_item(source)
-    for (name, (read, write)), state in zip(generators.items(), before, strict=True):
-        if not _is_same(read(), state):
-            write(state)
-            if not found and name != ignored:
-                found = f"reading its items moves {name.partition(' #')[0]}"
-    return found
+    try:
+        return _read_again(source, generators, ignored)
+    except Exception:  # noqa: BLE001  # user code raises anything; preparing names the sample
+        return ""
+    finally:
+        for (read, write), state in zip(generators.values(), before, strict=True):
+            if not _is_same(read(), state):
+                write(state)
 
 
-def _differing_item(source: DatasetSource) -> str:
+def _read_again(source: DatasetSource, generators: Mapping[str, _Generator], ignored: str) -> str:
     last = len(source) - 1
     indices = sorted({0, last // 2, last}) if last >= 0 else []
     first: dict[int, Any] = {}
     begun = time.perf_counter()
-    try:
-        for index in indices:
-            first[index] = source.read(index)
-            if time.perf_counter() - begun > _FIRST_READS_S:
-                break
-        begun = time.perf_counter()
-        for count in range(1, _MOST_READS):
-            if count > 1 and time.perf_counter() - begun > _READS_S:
-                break
-            for index, item in first.items():
-                again = source.read(index)
-                for name, one, other in zip(("sample", "target"), item, again, strict=False):
-                    if not _is_same(one, other):
-                        return f"item {index} has another {name} each time"
-    except Exception:  # noqa: BLE001  # user code raises anything; preparing names the sample
-        return ""
+    for index in indices:
+        first[index] = source.read(index)
+        states = [read() for read, _ in generators.values()]
+        if found := _difference(first[index], source.read(index), index):
+            return found
+        # A dataset may seed them by the index: then they are where they were.
+        for (name, (read, _)), state in zip(generators.items(), states, strict=True):
+            if name != ignored and not _is_same(read(), state):
+                return f"reading its items moves {name.partition(' #')[0]}"
+        if time.perf_counter() - begun > _FIRST_READS_S:
+            break
+    for _ in range(_MOST_READS - 2):
+        if time.perf_counter() - begun > _READS_S:
+            break
+        for index, item in first.items():
+            if found := _difference(item, source.read(index), index):
+                return found
+    return ""
+
+
+def _difference(item: Any, again: Any, index: int) -> str:
+    for name, one, other in zip(("sample", "target"), item, again, strict=False):
+        if not _is_same(one, other):
+            return f"item {index} has another {name} each time"
     return ""
 
 
@@ -216,29 +225,30 @@ def _octets(tensor: torch.Tensor) -> torch.Tensor:
 
 # Random number generators
 
-_State = tuple[Callable[[], Any], Callable[[Any], Any]]
+_Generator = tuple[Callable[[], Any], Callable[[Any], Any]]
 """What reads and what writes the state of a generator."""
 _ATOMS = (str, bytes, int, float, bool, type(None), np.ndarray, torch.Tensor, types.ModuleType)
 
 
-def _find_generators(dataset: Any) -> dict[str, _State]:
+def _find_generators(dataset: Any) -> dict[str, _Generator]:
     """Return the global generators and those that a dataset can reach, by their names."""
-    found: dict[str, _State] = {
+    found: dict[str, _Generator] = {
         "Python's random generator": (random.getstate, random.setstate),
         "NumPy's global generator": (np.random.get_state, np.random.set_state),
         _TORCH: (torch.get_rng_state, torch.set_rng_state),
     }
     for number, generator in enumerate(_reachable_generators(dataset)):
-        state: Any = None
-        if isinstance(generator, np.random.Generator):
-            bits = generator.bit_generator
-            state = (lambda it=bits: it.state), (lambda value, it=bits: setattr(it, "state", value))
-        elif isinstance(generator, random.Random):
-            state = generator.getstate, generator.setstate
-        else:
-            state = generator.get_state, generator.set_state
-        found[f"a {type(generator).__name__} that it holds #{number}"] = state
+        found[f"a {type(generator).__name__} that it holds #{number}"] = _access(generator)
     return found
+
+
+def _access(generator: Any) -> _Generator:
+    if isinstance(generator, np.random.Generator):
+        bits = generator.bit_generator
+        return (lambda: bits.state), (lambda state: setattr(bits, "state", state))
+    if isinstance(generator, random.Random):
+        return generator.getstate, generator.setstate
+    return generator.get_state, generator.set_state
 
 
 def _reachable_generators(dataset: Any) -> Iterator[Any]:
