@@ -477,11 +477,14 @@ def test_a_forked_process_cannot_go_on_with_an_iterator(gpu: Sim) -> None:
 def test_the_interpreter_ends_with_a_live_iterator() -> None:
     """A script that ends in the middle of an epoch ends, without a word."""
     code = """
+import atexit
+import contextlib
+simulated = contextlib.ExitStack()
+atexit.register(simulated.close)  # registered first, it runs after the prefetcher's own end
 import torch
 from fastdata import CudaPrefetcher
-from simcuda import Sim, SimThread
-installed = Sim().installed()
-installed.__enter__()
+from simcuda import Sim
+simulated.enter_context(Sim().installed())
 batches = iter(CudaPrefetcher([torch.zeros(2)] * 50, "cuda:0"))
 next(batches)
 """
