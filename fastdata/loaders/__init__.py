@@ -334,12 +334,14 @@ class LoaderInternals:
         self._ring: BatchRing | None = None
         self._has_warned = False
         self._pinning = PinningPlan(pin=False)
+        self._is_pinning_vain = False  # torch has found no accelerator, and warned of it
         self._counts = LoopCounts()
 
     def copied(self) -> LoaderInternals:
         """Return the internals of another loader that goes on as this one would."""
         other = object.__new__(LoaderInternals)
-        own = {"epochs": copy.copy(self.epochs), "_ring": None, "_counts": LoopCounts()}
+        own: dict[str, Any] = {"epochs": copy.copy(self.epochs), "_ring": None}
+        own |= {"_counts": LoopCounts(), "_is_pinning_vain": False}  # it may go to another machine
         vars(other).update(vars(self), **own)
         return other
 
@@ -380,11 +382,12 @@ class LoaderInternals:
         dataset = self._served.fetched(loader.dataset)
         collate_fn = loader.collate_fn
         is_pinned_by_prefetcher = self._pinning.reason and ring is not self._ring
+        needs_no_pinning = alone or is_pinned_by_prefetcher or self._is_pinning_vain
         view = EpochLoader(
             loader,
             dataset=dataset,
             _index_sampler=self.epochs,
-            pin_memory=loader.pin_memory and not (alone or is_pinned_by_prefetcher),
+            pin_memory=loader.pin_memory and not needs_no_pinning,
             collate_fn=_channels_last(collate_fn) if is_channels_last else collate_fn,
         )
         with torch.random.fork_rng(devices=[], enabled=progress.is_begun):
@@ -406,6 +409,7 @@ class LoaderInternals:
                 )
                 _draw_no_second_seed(view, progress)
                 iterator = ThreadIter(view, progress, maker, threads=engine.workers)
+        self._is_pinning_vain |= view.pin_memory and not iterator._pin_memory
         iterator.counts = self._counts = LoopCounts(ring=iterator.ring)
         if iterator.ring:
             iterator.ring.fresh_count = 0
