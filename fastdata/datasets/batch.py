@@ -392,6 +392,14 @@ def occurrences(given: Any) -> list[tuple[int, int]]:
     ]
 
 
+def count_repetitions(given: Any, index_B: Array) -> Array:
+    """Return how often each index of a batch came before, in the batch or on another rank."""
+    before_B = count_within(index_B, np.zeros(len(index_B), np.int64))
+    for row, occurrence in occurrences(given):
+        before_B[row] = occurrence
+    return before_B
+
+
 def count_earlier(seen: Array, index_B: Array) -> Array:
     """Return how often each index came before, also in this batch; count it in ``seen``."""
     before_B: Array = seen[index_B].astype(np.int64)

@@ -27,9 +27,8 @@ from fastdata.datasets.batch import (
     REPEAT_SHIFT,
     IndexBatch,
     as_numbers,
-    count_within,
+    count_repetitions,
     draw_seed,
-    occurrences,
     positions,
 )
 from fastdata.datasets.origin import Origin
@@ -201,9 +200,7 @@ class DatasetSamples:
         item = OWN_ITEM.get()
         if item is not None and item.seed is not None:
             return IndexBatch.of(indices, index_B, item.visits(index_B), item.seed)
-        before_B = count_within(index_B, np.zeros(len(index_B), np.int64))
-        for row, occurrence in occurrences(indices):  # other ranks may have the same sample
-            before_B[row] = occurrence
+        before_B = count_repetitions(indices, index_B)
         epoch = self.epoch_number
         seed = self.stored.options.seed
         if seed is None or epoch is None:
