@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import multiprocessing
 import os
@@ -490,6 +491,20 @@ def test_a_compressed_index_is_refused(image_folder: Folder, monkeypatch: Any) -
     monkeypatch.setattr(np, "savez", np.savez_compressed)
     rewrite(home)
     with pytest.raises(CacheError, match="its columns are compressed"):
+        CachedDataset.from_cache(home)
+
+
+def test_an_index_of_overlapping_columns_is_refused(image_folder: Folder) -> None:
+    """Columns of the same bytes, of which a small file may have thousands, are not read."""
+    home = Path(find_cache(build(image_folder(size=(13, 11)))))
+    with zipfile.ZipFile(home / INDEX, "a") as archive:
+        largest = max(archive.infolist(), key=lambda entry: entry.file_size)
+        for number in range(1000):
+            again = copy.copy(largest)
+            again.filename = f"more.{number}.npy"
+            archive.filelist.append(again)
+        archive.writestr("last.npy", b"")
+    with pytest.raises(CacheError, match="its columns overlap"):
         CachedDataset.from_cache(home)
 
 

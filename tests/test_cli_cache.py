@@ -260,6 +260,20 @@ def test_names_that_the_output_cannot_write_are_escaped(
         assert "caf\\udce9-" in out.read()
 
 
+def test_a_cache_commands_no_terminal(
+    image_folder: Folder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What somebody else's cache says of itself is shown without control characters."""
+    root = image_folder(size=(13, 11))
+    evil = root.rename(root.parent / "e\x1b]0;owned\x07\rvil")
+    cache = root.parent / "cache"
+    ImageFolder(evil, cache_dir=cache).close()
+    assert main(["inspect", str(cache)]) == 0
+    shown = capsys.readouterr().out
+    assert "e\\x1b]0;owned\\x07\\rvil" in shown
+    assert all(each.isprintable() for each in shown.splitlines())
+
+
 def test_warnings_of_a_command_are_one_plain_line(image_folder: Folder) -> None:
     """What was left out is said without a line of the program's code."""
     root = image_folder(size=(13, 11))

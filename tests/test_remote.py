@@ -450,6 +450,23 @@ def test_secrets_of_a_users_dataset_are_not_kept(
         assert b"TOKEN" not in data
 
 
+def test_a_client_that_cannot_be_made_shows_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some call a token a file that is missing, or repeat their options."""
+    for problem in (FileNotFoundError("ya29.SECRET"), ValueError("{'key': 'ya29.SECRET'}")):
+
+        class Refusing(MemoryFileSystem):
+            def __init__(self, *, error: Exception = problem, **_: Any) -> None:
+                raise error
+
+        monkeypatch.setattr(remote, "_CLIENTS", {})
+        monkeypatch.setattr("fsspec.get_filesystem_class", lambda _, kind=Refusing: kind)
+        place = Place("memory://bucket", {"token": "ya29.SECRET"})
+        with pytest.raises(RemoteError, match=r"\*\*\*.*Look at storage_options=") as raised:
+            place.read("name")
+        assert "SECRET" not in str(raised.value)
+        assert raised.value.__context__ is None
+
+
 def test_a_file_system_gets_what_its_urls_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """Host, port and user of a URL such as SFTP's reach the file system; storage_options go before them."""
     made = []

@@ -319,8 +319,21 @@ class Place:
         if key not in _CLIENTS:
             if kind.__module__.partition(".")[0] == "s3fs":
                 options["config_kwargs"] = {**_S3_DEFAULTS, **options.get("config_kwargs", {})}
-            _CLIENTS[key] = kind(skip_instance_cache=True, **options)
+            _CLIENTS[key] = self._make_client(kind, options)
         return _CLIENTS[key]
+
+    def _make_client(self, kind: Any, options: Mapping[str, Any]) -> Any:
+        failure: Exception
+        try:
+            return kind(skip_instance_cache=True, **options)
+        except ImportError as problem:  # of a package that the file system needs
+            failure = problem
+        except Exception as problem:  # noqa: BLE001  # gcsfs calls a token a missing file
+            failure = RemoteError(
+                f"{self.url} cannot be opened: {self._said(problem)}. Look at storage_options=, "
+                "and at what the environment has of credentials."
+            )
+        raise failure  # without the client's error, which may show credentials
 
     def _path(self, client: Any, name: str) -> str:
         root = client._strip_protocol(self.url).rstrip("/")

@@ -154,8 +154,11 @@ class Cache:
         Whatever error there is for what is none.
         """
         with np.load(io.BytesIO(data), allow_pickle=False) as stored:
-            if any(entry.compress_type != zipfile.ZIP_STORED for entry in stored.zip.infolist()):
+            entries = stored.zip.infolist()
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
                 raise ValueError("its columns are compressed, to whatever size")
+            if sum(entry.file_size for entry in entries) > len(data):
+                raise ValueError("its columns overlap, and take more memory than they have bytes")
             columns = dict(stored.items())
             if stored.zip.testzip():  # which reads what lies behind a column, too
                 raise ValueError("its columns are longer than they say")

@@ -213,7 +213,16 @@ class Inspected(NamedTuple):
 
     def __str__(self) -> str:
         facts = (f"{name:10} {fact}" for name, fact in self.facts.items())
-        return "\n  ".join([self.folder, *facts, *self.problems])
+        lines = [self.folder, *facts, *self.problems]
+        # A cache may be somebody else's, and a terminal obeys what it is shown.
+        return "\n  ".join(map(_printable, lines))
+
+
+def _printable(text: str) -> str:
+    """Escape what moves a terminal's cursor, names its window and the like."""
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
+    )
 
 
 def inspect_caches(
