@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
+from PIL import Image
 
-from fastdata import CachedDataset, ChunkedLoader, DataLoader
+from fastdata import CachedDataset, ChunkedLoader, DataLoader, ImageFolder
 from fastdata.errors import CacheError, RemoteError, SampleError
 from fastdata.sources import remote
 from fastdata.sources.remote import Place
@@ -607,3 +608,25 @@ def test_a_server_that_gives_no_parts_of_files_is_named(
         pytest.raises(RemoteError, match=r"bytes came where [\d,]+ were asked for: its server giv"),
     ):
         dataset[0]
+
+
+def test_an_update_behind_a_url_leaves_the_files_of_who_reads(
+    image_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    """A reader goes on with the samples that it began with; the update after the next one removes them."""
+    root = image_folder()
+    options: dict[str, Any] = {"cache_dir": URL, "resize": (4, 4), "local_cache": tmp_path}
+
+    def shards() -> int:
+        return sum("part0" in name for name in Place(URL).find().result())
+
+    with ImageFolder(root, **options) as dataset:
+        wanted = [np.asarray(image) for image, _ in ImageFolder(root, resize=(4, 4))]
+        for level in (10, 20, 30):
+            Image.new("RGB", (12, 10), (level,) * 3).save(root / "cat" / "000.jpg")
+            with ImageFolder(root, **options) as updated:
+                assert np.asarray(updated[0][0]).max() == level
+            assert shards() == 2
+            if level == 10:
+                for index, pixels in enumerate(wanted):
+                    assert np.array_equal(np.asarray(dataset[index][0]), pixels)

@@ -312,6 +312,11 @@ class _Build:
             pass
         except CacheError as damage:
             log.warning("the cache is written anew: %s", str(damage))
+        # Behind a URL nobody holds a file open: those of the index before stay for who reads them.
+        before: set[str] = set()
+        if self.place.is_remote:
+            with contextlib.suppress(FileNotFoundError, CacheError):
+                before = Cache.read(self.place).file_names()
         try:
             with naming_full_disk(self.home):
                 if not self.place.is_remote:
@@ -322,7 +327,7 @@ class _Build:
             self._sweep(lambda name: "-" in name or name == INDEX)
             with contextlib.suppress(OSError):
                 self.home.rmdir()  # where nothing is in it
-        self._sweep(cache.file_names().__contains__)
+        self._sweep((before | cache.file_names()).__contains__)
         return self.open(try_again=False)
 
     def _can_read_more(self, cache: Cache) -> bool:
