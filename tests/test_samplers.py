@@ -803,6 +803,45 @@ def test_datasets_are_mixed_in_their_shares(stop: Any, length: int) -> None:
     assert max((order < 10).argmax() for order in epochs) < 30
 
 
+def test_mixed_datasets_are_read_whole_and_once() -> None:
+    """For any weights, the first stop rule gives one dataset whole and no sample twice, the other all samples."""
+    rng = np.random.default_rng(0)
+    for case in range(60):
+        count = int(rng.integers(1, 6))
+        lengths = rng.integers(3, 20, count).tolist()
+        weights = rng.integers(1, 5, count) / rng.choice([1, 3, 4, 10])
+        if case % 3 == 0:
+            weights = rng.random(count) + 0.2
+        if case % 3 == 1:  # all end at once
+            weights = np.array(lengths) * 0.1
+        for stop in ("first", "all"):
+            order = mixed(lengths, weights.tolist(), stop)
+            for n in (order.num_samples, order.num_samples // 2, order.num_samples + 3):
+                times = np.bincount(order.draw(case, 1, n), minlength=sum(lengths))
+                parts = np.split(times, np.cumsum(lengths)[:-1])
+                takes = np.array([part.sum() for part in parts])
+                assert takes.sum() == n
+                assert (np.abs(takes - n * weights / weights.sum()) < 1 + 1e-9).all()
+                assert all(part.max() - part.min() <= 1 for part in parts)
+                if n == order.num_samples and stop == "first":
+                    assert times.max() <= 1
+                    assert (takes == lengths).any()
+                if n == order.num_samples and stop == "all":
+                    assert times.min() >= 1
+
+
+def test_mixed_orders_are_uniform() -> None:
+    """In each epoch, also the first, one sample is in its own place on average; no two rounds are in one order."""
+    order = mixed([40])
+    for epoch in (0, 1):
+        fixed = [(order.draw(seed, epoch, 40) == np.arange(40)).sum() for seed in range(600)]
+        assert abs(np.mean(fixed) - 1) < 0.3
+    two = mixed([40, 40], stop="all")
+    drawn = two.draw(3, 0, 160)
+    rounds = [tuple(drawn[drawn // 40 == part][:40] % 40) for part in (0, 1)]
+    assert rounds[0] != rounds[1]
+
+
 # Padding
 
 

@@ -17,6 +17,7 @@ import math
 import operator
 import zlib
 from collections.abc import Callable, Iterator, Sequence, Sized
+from fractions import Fraction
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -38,6 +39,7 @@ _SHUFFLE_SALT = 0x73687566666C65  # keeps orders apart from what transforms draw
 _CHOICE_SALT = 0x63686F696365
 _ROUND_SALT = 0x726F756E64
 _CHUNK_SALT = 0x6F72646572
+_PART_SALT = 0x6D69786564
 
 
 class Order(NamedTuple):
@@ -199,8 +201,8 @@ def mixed(
 ) -> Order:
     """Samples of several datasets in fixed shares: the order of a ``ConcatDataset`` of them.
 
-    Each dataset is shuffled by itself, and again where its samples come round again. Shares are
-    exact, to a sample, in each epoch; which dataset comes when is random.
+    Each dataset is shuffled by itself, and again each time that all of its samples have come.
+    Shares are exact, to a sample, in each epoch; which dataset comes when is random.
 
     Args:
         datasets: of the ``ConcatDataset``, in its order; or their lengths.
@@ -219,35 +221,63 @@ def mixed(
         (400, 100)
     """
     lengths = np.array([shuffled(each).length for each in datasets])
-    shares = np.ones(len(lengths)) if weights is None else np.asarray(weights, np.float64)
-    is_matching = shares.shape == lengths.shape
-    if not is_matching or not (np.isfinite(shares) & (shares > 0) & (lengths > 0)).all():
+    given = np.ones(len(lengths)) if weights is None else np.asarray(weights, np.float64)
+    is_matching = given.shape == lengths.shape
+    if not is_matching or not (np.isfinite(given) & (given > 0) & (lengths > 0)).all():
         raise ValueError(
-            f"weights={shares.tolist()} of datasets of {lengths.tolist()} samples: one for each is "
+            f"weights={given.tolist()} of datasets of {lengths.tolist()} samples: one for each is "
             "needed, finite and above zero, and no dataset may be empty"
         )
-    shares = shares / shares.sum()
-    whole = lengths / shares
-    count = int(whole.min() if stop == "first" else np.ceil(whole.max()))
-    identity = {"order": "mixed", "lengths": lengths.tolist(), "shares": shares.tolist()}
+    # Exact numbers, as they are written: 0.7 is 7/10. Rounded ones would give one sample too many.
+    exact = [Fraction(repr(weight)) for weight in given.tolist()]
+    shares = [weight / sum(exact) for weight in exact]
+    whole = [length / share for length, share in zip(lengths.tolist(), shares, strict=True)]
+    count = math.floor(min(whole)) if stop == "first" else math.ceil(max(whole))
+    identity = {"order": "mixed", "lengths": lengths.tolist(), "weights": given.tolist()}
     return Order(
         partial(_draw_mixed, lengths, shares), int(lengths.sum()), count, math.inf, identity
     )
 
 
-def _draw_mixed(lengths: Int64s, shares: Float64s, seed: int, epoch: int, count: int) -> Int64s:
-    ends = np.rint(np.cumsum(shares) * count).astype(np.int64)
-    takes = np.diff(ends, prepend=0).tolist()
+def _draw_mixed(
+    lengths: Int64s, shares: list[Fraction], seed: int, epoch: int, count: int
+) -> Int64s:
     parts = []
     first = 0
-    for number, (length, taken) in enumerate(zip(lengths.tolist(), takes, strict=True)):
+    for number, taken in enumerate(_takes(lengths.tolist(), shares, count)):
+        length = int(lengths[number])
         rounds = [
-            _draw_shuffled(length, seed ^ (number << 32), (epoch << 16) + again, length)
+            _draw_shuffled(length, _derived_seed(seed, number, again), epoch, length)
             for again in range(-(-taken // length) or 1)
         ]
         parts.append(first + np.concatenate(rounds)[:taken])
         first += length
     return np.concatenate(parts)[_draw_shuffled(count, seed, epoch, count)]
+
+
+def _takes(lengths: list[int], shares: list[Fraction], count: int) -> list[int]:
+    """Divide ``count`` samples among datasets: each share is rounded down or up to a sample.
+
+    The dataset that is read whole first is rounded up before others, then those of the largest
+    remainders. So with ``stop="first"`` no dataset gives more samples than it has, and one gives
+    all; with ``stop="all"`` each gives all.
+    """
+    exact = [share * count for share in shares]
+    takes = [math.floor(each) for each in exact]
+    numbers = range(len(shares))
+    soonest = min(numbers, key=lambda number: lengths[number] / shares[number])
+    remainders = [each - taken for each, taken in zip(exact, takes, strict=True)]
+    if remainders[soonest]:
+        remainders[soonest] = Fraction(1)  # before all others
+    by_remainder = sorted(numbers, key=lambda number: -remainders[number])
+    for number in by_remainder[: count - sum(takes)]:
+        takes[number] += 1
+    return takes
+
+
+def _derived_seed(seed: int, number: int, again: int) -> int:
+    """The seed of a dataset's order, in each round that begins again with its first sample."""
+    return int(sample_keys(seed ^ _PART_SALT, number, np.array([again]))[0])
 
 
 def chunked(
