@@ -288,7 +288,7 @@ NEEDS: dict[str, Any] = {
     "worker_bytes": 0,
     "most_workers": 4,
     "sample_bytes": MIB,
-    "most_bytes": 1 << 40,
+    "most_samples": 1 << 40,
 }
 
 

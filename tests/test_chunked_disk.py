@@ -357,6 +357,52 @@ def test_many_cores_do_not_take_the_memory_of_chunks(
             assert 1 < loader.report().workers < 64
 
 
+def test_the_order_does_not_follow_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks with more or less memory in use share one order; a state of one goes on in the other."""
+    data = [(torch.full((3, 160, 160), i, dtype=torch.uint8), i) for i in range(160)]
+    options = {"memory_limit": (500 + 64 + 10) << 20, "chunk_samples": None, "batch_size": 8}
+
+    def rank_of(dataset: Any, number: int, in_use_mib: int) -> ChunkedLoader:
+        monkeypatch.setattr(machine, "tree_pss_bytes", lambda: in_use_mib << 20)
+        return chunked(dataset, rank=number, world_size=2, mix_chunks=5, **options)
+
+    def labels(batches: Any) -> list[int]:
+        return [label for _, labels in batches for label in labels.tolist()]
+
+    with CachedDataset(data, cache_dir=tmp_path, cache_key="k") as dataset:
+        sizes = []
+        seen = []
+        for number, in_use_mib in enumerate([500, 504]):
+            with rank_of(dataset, number, in_use_mib) as loader:
+                seen += labels(loader)
+                sizes.append(loader.plan.chunk_samples)
+        assert sizes[0] > sizes[1] >= 8
+        assert sorted(seen) == list(range(160))
+        with rank_of(dataset, 0, 500) as loader:
+            batches = iter(loader)
+            for _ in range(3):
+                next(batches)
+            state = loader.state_dict()
+        with rank_of(dataset, 0, 504) as again:
+            again.load_state_dict(state)
+            assert labels(again) == seen[24:80]
+
+
+def test_parts_of_a_chunk_have_room_for_their_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where memory is short of a chunk, samples are read alone, and the plan counts the pages around each."""
+    data = [(torch.full((3, 160, 160), i, dtype=torch.uint8), i) for i in range(160)]
+    with CachedDataset(data, cache_dir=tmp_path, cache_key="k") as dataset:
+        bytes_each = []
+        for limit_mib in (500 + 64 + 10, 1000):
+            monkeypatch.setattr(machine, "tree_pss_bytes", lambda: 500 << 20)
+            limit = {"memory_limit": limit_mib << 20, "chunk_samples": None, "batch_size": 8}
+            with chunked(dataset, mix_chunks=5, **limit) as loader:
+                bytes_each.append(loader.plan.chunk_bytes / loader.plan.chunk_samples)
+        assert round(bytes_each[0] - bytes_each[1]) == 2 * mmap.PAGESIZE
+
+
 # The page cache
 
 

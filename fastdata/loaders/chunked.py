@@ -25,7 +25,7 @@ from fastdata.errors import FastDataError
 from fastdata.loaders import DataLoader
 from fastdata.loaders.epochs import HELD_BY_USER, Counted, LoaderView
 from fastdata.loaders.samplers import Int64s, Order, RankSampler, chunked, shuffled
-from fastdata.machine import CHUNKS_HELD, ChunkPlan
+from fastdata.machine import CHUNKS_HELD, ENOUGH_BATCHES, ChunkPlan
 from fastdata.machine.processes import find_rank, local_ranks
 from fastdata.report import EpochReport
 from fastdata.stores.mirror import FETCH_BYTES, MirroredStore
@@ -34,12 +34,11 @@ from fastdata.stores.readers import DiskStore
 __all__ = ["ChunkedLoader"]
 
 _PIECES_PER_CHUNK = 32
-_MOST_BYTES = 256 << 20
-"""Of a chunk that is only read ahead: whatever its size, the order is the same."""
-_MOST_MIXED_BYTES = 4 << 30
-"""Of a chunk that is mixed: the larger, the better the order, but the later the first batch."""
-_MOST_FETCHED_BYTES = 512 << 20
-"""Of a mixed chunk that comes over a network, at 100 MB/s in five seconds."""
+_CHUNK_BYTES = 256 << 20
+"""Size of a chunk: a piece of it is 8 MiB, most of whose time on a hard disk is reading."""
+_FETCHED_CHUNK_BYTES = 512 << 20
+"""Size of a chunk that comes over a network, at 100 MB/s in five seconds: so that pieces are larger
+than the segments in which they are fetched."""
 _ORDER_BYTES = 64
 """For each sample of the dataset while an epoch is planned: its key, its place, and sorting."""
 _ENTRY_BYTES = 256
@@ -214,12 +213,16 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
         memory_limit: for all memory of this process and its children, Python and torch included
             (the sum of their proportional set sizes): bytes, ``"1GiB"``, or a fraction of what is
             free. What is in use now, batches and workers are taken off, chunks get the rest, so
-            make the loader after the model. See ``plan``. Each rank has a limit of its own.
+            make the loader after the model. See ``plan``. Each rank has a limit of its own, which
+            changes how much it reads ahead, but never the order.
         shuffle: whether to shuffle; else samples come in the order of the dataset.
         drop_last: whether to drop the last batch if it is not full. Over several ranks, samples
             that cannot be shared out evenly are dropped too; else the first ones are repeated, as
             torch's ``DistributedSampler`` does.
-        chunk_samples: samples in a chunk, rounded down to whole batches; by default what fits.
+        chunk_samples: samples in a chunk, rounded down to whole batches. By default 256 MiB of
+            samples are mixed with each other, and 512 MiB where they come over a network; where two
+            such chunks do not fit into the limit, smaller parts of them are read ahead. The order
+            follows from this number and ``mix_chunks``, which all ranks must share.
         mix_chunks: of how many pieces of neighbouring samples a chunk is made, from all over the
             dataset; within the chunk they are mixed. Reading is sequential then, and the shuffle
             not quite global: see ``shuffle_quality``. By default 32 where samples lie on disk and
@@ -289,8 +292,11 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
         make = partial(
             chunked, len(dataset), shuffle=shuffle, drop_last=drop_last, world_size=ranks
         )
-        self.plan = self._plan(memory_limit, make(), ranks, chunk_samples, pieces, num_workers)
-        size = self.plan.chunk_samples
+        samples = make().num_samples // ranks
+        mixed_samples = self._mixed_samples(samples, chunk_samples)
+        self.plan = self._plan(
+            memory_limit, samples, ranks, chunk_samples, mixed_samples, pieces, num_workers
+        )
         hold = None
         if self._stores:
             disk_bytes = sum(store.size_bytes for store in self._stores)
@@ -299,13 +305,15 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
             hold = partial(
                 ResidentChunks,
                 locate=self._locate,
-                chunk_samples=size,
+                chunk_samples=self.plan.chunk_samples,
                 batch_size=batch_size,
                 is_remote=bool(self._mirrors),
                 from_cache=self._empties_cache,
             )
         if self._is_mixed:
-            make = partial(make, piece_samples=max(size // pieces, 1), chunk_samples=size)
+            make = partial(
+                make, piece_samples=max(mixed_samples // pieces, 1), chunk_samples=mixed_samples
+            )
         self._sampler = ChunkSampler(make, hold, seed=seed, rank=rank, world_size=world_size)
         self._loader = DataLoader(
             dataset,
@@ -319,16 +327,46 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
         )
         self.collate_fn = self._loader.collate_fn
 
+    def _mixed_samples(self, samples: int, chunk_samples: int | None) -> int:
+        """Return the number of samples that are mixed with each other, of one rank's ``samples``.
+
+        It follows from arguments and stores alone, and never from the memory that is free: the order
+        of all ranks follows from it, also when it is resumed on another machine.
+        """
+        least = 1
+        if chunk_samples is None:
+            least = ENOUGH_BATCHES
+            most_bytes = _FETCHED_CHUNK_BYTES if self._mirrors else _CHUNK_BYTES
+            chunk_samples = int(most_bytes // self._sample_bytes)
+        batches = max(chunk_samples // self.batch_size, least)
+        return min(batches, -(-samples // self.batch_size)) * self.batch_size
+
+    @property
+    def _sample_bytes(self) -> float:
+        """Bytes of a sample in a chunk: the mean of the heaviest neighbours."""
+        return _ENTRY_BYTES + sum(store.heaviest_bytes(_NEIGHBOURS) for store in self._stores)
+
     def _plan(
         self,
         memory_limit: int | float | str,
-        order: Order,
+        samples: int,
         ranks: int,
         chunk_samples: int | None,
+        mixed_samples: int,
         pieces: int,
         num_workers: int | None,
     ) -> ChunkPlan:
-        """Plan batches, and chunks of so many pieces, of an order that so many ranks share."""
+        """Plan what is in memory at once: batches, and the chunks that are read ahead.
+
+        Args:
+            memory_limit: the user's.
+            samples: of an epoch of this rank.
+            ranks: that share the order.
+            chunk_samples: the user's.
+            mixed_samples: in the order; a chunk has at most as many.
+            pieces: that they are made of.
+            num_workers: the user's.
+        """
         stores = self._stores
         for store in stores:
             store.release()  # chunks will be there in its place
@@ -338,33 +376,39 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
         is_single = served_bytes is None  # samples come one by one
         in_use_bytes = machine.tree_pss_bytes()
         share_bytes = machine.available_bytes().bytes // local_ranks() + in_use_bytes
-        most_bytes = _MOST_MIXED_BYTES if self._is_mixed else _MOST_BYTES
         fixed_bytes = _ORDER_BYTES * len(self.dataset) + (1 + HELD_BY_USER) * batch_bytes
+        sample_bytes = self._sample_bytes
+        most_samples = mixed_samples
         for mirror in self._mirrors:
             fixed_bytes += CHUNKS_HELD * FETCH_BYTES
             # Of what the mirror may take, one share is what others' blocks waste.
             room_bytes = mirror.limit_bytes // (local_ranks() * (CHUNKS_HELD + 1))
-            most_bytes = min(most_bytes, _MOST_FETCHED_BYTES, room_bytes)
+            most_samples = min(most_samples, int(room_bytes // sample_bytes))
         edges_bytes = 2 * mmap.PAGESIZE * len(stores)  # pages of a piece that others' samples share
         fixed_bytes += CHUNKS_HELD * pieces * edges_bytes
-        sample_bytes = _ENTRY_BYTES + sum(store.heaviest_bytes(_NEIGHBOURS) for store in stores)
         subset = self._view.subset
         has_gaps = subset is not None and bool((np.diff(subset) != 1).any())
-        if has_gaps or (ranks > 1 and not self.shuffle):  # no sample has a neighbour in its chunk
-            sample_bytes += edges_bytes
-        return machine.plan_chunks(
+        is_apart = has_gaps or (ranks > 1 and not self.shuffle)  # samples without neighbours
+        plan = partial(
+            machine.plan_chunks,
             machine.parse_bytes(memory_limit, of=share_bytes),
             in_use_bytes=in_use_bytes,
             fixed_bytes=fixed_bytes,
             batch_bytes=batch_bytes,
             batch_size=self.batch_size,
-            samples=order.num_samples // ranks,
+            samples=samples,
             worker_bytes=machine.PROCESS_BYTES if is_single and not stores else 0,
             most_workers=1 if is_single and stores else num_workers or machine.usable_cores(),
-            sample_bytes=sample_bytes if stores else 0,
-            most_bytes=most_bytes,
+            most_samples=most_samples,
             chunk_samples=chunk_samples,
         )
+        if not stores:
+            return plan(sample_bytes=0)
+        found = plan(sample_bytes=sample_bytes + is_apart * edges_bytes)
+        if self._is_mixed and not is_apart and found.chunk_samples < mixed_samples:
+            # Neighbours are in several chunks, and each sample is read alone.
+            return plan(sample_bytes=sample_bytes + edges_bytes)
+        return found
 
     def _locate(self, samples: Int64s) -> Located:
         """In which files samples of the loader lie, and where in these."""

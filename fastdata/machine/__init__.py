@@ -433,7 +433,7 @@ _FIGURE_BYTES = 16 << 20
 """What an error asks for is rounded up to them: what is in use differs from run to run."""
 _BATCHES_SHARE = 0.25
 """Of what is free: more batches ahead bring less than larger chunks do."""
-_ENOUGH_BATCHES = 4
+ENOUGH_BATCHES = 4
 """In a chunk; with fewer, workers are given up for memory."""
 
 
@@ -488,7 +488,7 @@ def plan_chunks(
     worker_bytes: int,
     most_workers: int,
     sample_bytes: float = 0,
-    most_bytes: int = 0,
+    most_samples: int = 0,
     chunk_samples: int | None = None,
 ) -> ChunkPlan:
     """Decide how large chunks are and how many workers make batches.
@@ -504,7 +504,7 @@ def plan_chunks(
         worker_bytes: of each worker besides its batches.
         most_workers: that may be.
         sample_bytes: of a sample in a chunk; 0 where none lie on disk.
-        most_bytes: of a chunk; more than this would bring nothing.
+        most_samples: of a chunk; more than this would bring nothing.
         chunk_samples: as the user wants it, rounded down to whole batches; None for what fits.
 
     Raises:
@@ -514,7 +514,7 @@ def plan_chunks(
     free_bytes = limit_bytes - in_use_bytes - reserve_bytes
     held_bytes = CHUNKS_HELD * sample_bytes * batch_size  # of chunks, for each of their batches
     most = -(-samples // batch_size)
-    batches: float = min(_ENOUGH_BATCHES, most)
+    batches: float = min(ENOUGH_BATCHES, most)
     if chunk_samples is not None:
         batches = min(max(chunk_samples // batch_size, 1), most)
     each_bytes = 2 * batch_bytes + worker_bytes
@@ -523,7 +523,7 @@ def plan_chunks(
     workers = int(max(min(most_workers, fitting, ahead), 1))
     batches_bytes = fixed_bytes + workers * each_bytes
     if held_bytes and chunk_samples is None:
-        useful = max(CHUNKS_HELD * most_bytes // held_bytes, _ENOUGH_BATCHES)
+        useful = max(most_samples // batch_size, ENOUGH_BATCHES)
         batches = max(min((free_bytes - batches_bytes) // held_bytes, useful, most), 1)
     size = int(batches) * batch_size if held_bytes else 0
     plan = ChunkPlan(
