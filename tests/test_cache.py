@@ -539,6 +539,19 @@ def test_a_cache_key_tells_data_apart(tmp_path: Path) -> None:
             assert [int(dataset[i][0][0]) for i in range(len(dataset))] == [value] * count
 
 
+def test_a_cache_of_a_subclass_needs_a_cache_key(tmp_path: Path) -> None:
+    """Code of a subclass may make other items: the error says so, and what it advises works."""
+
+    class Own(CachedDataset):
+        pass
+
+    with Own([(torch.full((2,), 1), i) for i in range(3)]) as own:
+        with pytest.raises(ValueError, match=r"samples of Own .*Give cache_key='a name'"):
+            CachedDataset(own, cache_dir=tmp_path)
+        with CachedDataset(own, cache_dir=tmp_path, cache_key="own") as dataset:
+            assert list(dataset.targets) == [0, 1, 2]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -361,12 +361,16 @@ class PreparedDataset(Dataset[Any]):
 
     @property
     def _fastdata_identity(self) -> Any:
-        """What stands for this dataset where another one is made of it."""
+        """What identifies this dataset in the description of another one that is made of it.
+
+        Raises:
+            AttributeError: nothing does, so that the other one needs a ``cache_key``.
+        """
         samples = self._fastdata
         source = samples.source()
         kind = type(self)
         if not kind.__module__.startswith("fastdata.") or isinstance(source, KeptSamples):
-            raise TypeError(f"a {kind.__name__} is a subclass, or a copy in another process")
+            raise AttributeError(f"a {kind.__name__} is a subclass, or a copy in another process")
         calls = samples.transform, samples.target_transform, samples.pair_transform
         made = samples.stored.first_steps, *calls
         if isinstance(source, FileSource):
