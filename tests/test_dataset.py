@@ -611,6 +611,23 @@ def test_a_failure_without_room_for_two_stores_leaves_the_dataset_open() -> None
         broken.clear()
         assert torch.equal(dataset[3][0], before)
         assert dataset.filled_share() == 1
+        broken.add(3)
+        with pytest.raises(SampleError, match="broken"):
+            dataset.transform = v1.Compose([v1.Resize((3, 4)), v1.PILToTensor()])
+    with pytest.raises(StoreGoneError, match="was closed"):
+        dataset[0]
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+def test_closing_ends_an_epoch_from_before_another_transform(threads: int) -> None:
+    """An epoch keeps the samples that it began with until the dataset is closed, then it ends in words."""
+    with cached(Images(12), transform=v1.Compose([v1.Resize((4, 4)), v1.ToTensor()])) as dataset:
+        batches = iter(DataLoader(dataset, batch_size=2, num_workers=threads))
+        shape = next(batches)[0].shape
+        dataset.transform = v1.Compose([v1.Resize((2, 3)), v1.ToTensor()])
+        assert next(batches)[0].shape == shape
+    with pytest.raises(StoreGoneError, match="was closed"):
+        next(batches)
 
 
 def test_two_views_serve_one_store() -> None:

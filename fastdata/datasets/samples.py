@@ -141,7 +141,7 @@ class DatasetSamples:
     def _begin(self) -> None:
         """Set what every copy has of its own."""
         self._lock = threading.RLock()  # held by the thread that changes the samples
-        # Handles that epochs began with, of this reader and of earlier ones.
+        # Of this reader and of earlier ones, which epochs that have begun hold.
         self._handles: weakref.WeakSet[ReaderHandle] = weakref.WeakSet()
 
     def _open(self) -> None:
@@ -416,10 +416,8 @@ class DatasetSamples:
     def _drop(self, before: dict[str, Any]) -> None:
         """Forget the samples from before a change. Epochs that have begun hold them to their end."""
         old = _unprepared(before["stored"], before["origin"].source(before["stored"]))
-        reader = replace(before["reader"], stored=old)
-        before.update(stored=old, reader=reader, handle=ReaderHandle(reader))
-        self.reader = reader
-        self.handle = before["handle"]
+        self._read_by(replace(before["reader"], stored=old))
+        before.update(stored=old, reader=self.reader, handle=self.handle)
 
     def _prepare(self, replaced: OldSamples | None = None) -> None:
         """Choose where samples are stored, and store them."""
@@ -452,7 +450,6 @@ class DatasetSamples:
 
     def _serve(self, stored: Stored) -> None:
         self.stored = stored
-        self._handles = weakref.WeakSet()
         self._compile()
 
     def _compile(self) -> None:
