@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from functools import cached_property
 from operator import attrgetter
-from types import MethodType
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch.utils.data import Dataset, get_worker_info
@@ -65,42 +64,20 @@ def _shown(read: Callable[[DatasetSamples], Any]) -> Any:
     return _Shown(read)
 
 
-class _WholeBatches:
-    """The method ``__getitems__``, which is not found through a wrapper that forwards attributes.
+def _asked_through_wrapper(dataset: Any) -> Any:
+    """Return the wrapper whose ``__getattr__`` gave a method of ``dataset`` to torch, else None.
 
-    torch's fetcher, and its ``Subset``, ask ``hasattr(dataset, "__getitems__")``. A wrapper whose
-    ``__getattr__`` asks the dataset inside of it would answer with this method, and the wrapper's
-    own ``__getitem__`` would never be called. Without the method it is called for each sample.
-    """
-
-    def __init__(self, method: Callable[..., Any]) -> None:
-        self._method = method
-
-    def __get__(self, dataset: Any, owner: type | None = None) -> Any:
-        if dataset is None:
-            return self._method
-        if _is_asked_by_wrapper(dataset):
-            raise AttributeError(
-                f"__getitems__ of {kind_of(dataset)} is not found through a wrapper around it"
-            )
-        return MethodType(self._method, dataset)
-
-
-def _is_asked_by_wrapper(dataset: Any) -> bool:
-    """Return True if the attribute that is being looked up is wanted from another object.
-
-    A bound method does not tell through which object it was found. Only the calling frame does. It
-    is that of the wrapper's ``__getattr__``, or, if compiled code forwards the look-up, that of
-    torch's fetcher, ``Subset`` or ``StackDataset``. These have the object that they ask in
-    ``dataset`` or ``self.dataset`` (torch 2.0 to 2.13).
+    torch's fetcher, ``Subset`` and ``StackDataset`` call ``__getitems__`` of what they read if it
+    has the attribute. A wrapper that forwards attributes has that of the dataset inside it, and a
+    bound method does not tell through which object it was found. Only the calling frame does:
+    torch's code has the object in ``dataset`` or ``self.dataset`` (torch 2.0 to 2.13).
     """
     frame = sys._getframe(2)
-    if frame.f_code.co_name in ("__getattr__", "__getattribute__"):
-        return True
     if not frame.f_globals.get("__name__", "").startswith("torch.utils.data."):
-        return False
-    asking = frame.f_locals.get("self")
-    return frame.f_locals.get("dataset", getattr(asking, "dataset", dataset)) is not dataset
+        return None
+    names = frame.f_locals
+    asked = names.get("dataset", getattr(names.get("self"), "dataset", dataset))
+    return None if asked is dataset else asked
 
 
 class PreparedDataset(Dataset[Any]):
@@ -164,9 +141,14 @@ class PreparedDataset(Dataset[Any]):
         reader = samples.handle.reader or samples.handle()
         return reader.item(samples.drawing([index], reader))
 
-    @_WholeBatches
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Return a whole batch: a ``SampleBatch`` if the transform allows, else a list."""
+        """Return a whole batch: a ``SampleBatch`` if the transform allows, else a list.
+
+        A wrapper that forwards attributes makes the items by its own ``__getitem__``.
+        """
+        wrapper = _asked_through_wrapper(self)
+        if wrapper is not None:
+            return [wrapper[index] for index in indices]
         samples = self._fastdata
         batch = indices if isinstance(indices, IndexBatch) else None
         # Else the epoch began with it, and other threads read.
