@@ -154,6 +154,33 @@ def test_what_fastdata_shows_is_not_assigned() -> None:
                 setattr(dataset, name, None)
 
 
+def test_a_dataset_inside_the_item_of_another_is_prepared_and_follows_changes(
+    image_folder: Folder,
+) -> None:
+    """Where a subclass's ``__getitem__`` reads a second dataset, that one is as if it was read alone."""
+    root = str(image_folder())
+    to_tensor = v2.Compose([v2.ToImage(), v2.ToDtype(torch.float32, scale=True)])
+
+    class Pairs(ImageFolder):
+        def __init__(self) -> None:
+            super().__init__(root, transform=to_tensor)
+            self.masks = ImageFolder(root)
+
+        def __getitem__(self, index: int) -> Any:
+            _, label = super().__getitem__(index)
+            mask = self.masks[index][0]
+            return (mask if isinstance(mask, torch.Tensor) else to_tensor(mask)).mean(), label
+
+    with Pairs() as dataset, dataset.masks:
+        loader = DataLoader(dataset, batch_size=len(dataset))
+        [[means, _]] = loader
+        assert dataset.masks.filled_share() == 1
+        dataset.masks.transform = v2.Compose([to_tensor, lambda image: image + 1])
+        torch.testing.assert_close(next(iter(loader))[0], means + 1)
+        dataset.masks.transform.transforms[1] = lambda image: image + 2
+        torch.testing.assert_close(next(iter(loader))[0], means + 2)
+
+
 # Wrappers that forward attributes
 
 

@@ -101,12 +101,14 @@ class OwnItem:
     came before, of any dataset: two crops of one image differ, and so do those of two datasets.
 
     Attributes:
+        samples: of the dataset whose item this is.
         position: of the item in the dataset.
         visit: of the item; see ``IndexBatch``.
         seed: None where the dataset was made without one. Reads then draw from torch's generator.
         reads: how many came before.
     """
 
+    samples: object
     position: int
     visit: int
     seed: int | None

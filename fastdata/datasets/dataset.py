@@ -136,7 +136,8 @@ class PreparedDataset(Dataset[Any]):
             IndexError: ``index`` is not in [-N, N).
         """
         samples = self._fastdata
-        if OWN_ITEM.get() is None:  # else the epoch began with it, and other threads read
+        item = OWN_ITEM.get()
+        if item is None or item.samples is not samples:  # else the epoch began with a refresh
             samples.refresh()
         reader = samples.handle.reader or samples.handle()
         return reader.item(samples.drawing([index], reader))
@@ -367,10 +368,11 @@ def _is_made(dataset: PreparedDataset) -> bool:
 
 def _own_items(dataset: PreparedDataset, batch: IndexBatch) -> list[Any]:
     """Return the items of a subclass's own ``__getitem__``."""
-    has_seed = samples_of(dataset).stored.options.seed is not None
+    samples = samples_of(dataset)
+    seed = None if samples.stored.options.seed is None else batch.seed
     items = []
     for position, visit, index in zip(batch.positions, batch.visits, batch, strict=True):
-        OWN_ITEM.set(OwnItem(int(position), int(visit), batch.seed if has_seed else None))
+        OWN_ITEM.set(OwnItem(samples, int(position), int(visit), seed))
         items.append(dataset[index])
     return items
 
