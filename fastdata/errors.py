@@ -145,37 +145,34 @@ def is_url(path: AnyPath) -> bool:
 
 
 _NAMES_OF_USERS = {
-    *("abfs", "abfss", "ftp", "ftps", "hdfs", "oci", "scp", "sftp", "smb"),
+    *("abfs", "abfss", "az", "ftp", "ftps", "hdfs", "hf", "oci", "scp", "sftp", "smb"),
     *("ssh", "wasb", "wasbs", "webhdfs"),
 }
-"""Schemes that have the name of a user or of a container before the @, which is not secret. Others
-have a token there, such as GitHub's and Hugging Face's https://TOKEN@host."""
-_FILES_HERE = {"file", "local"}
-_NEXT = r"::(?:[a-z][\w+.-]+:)?/"
-"""The next URL or path of a chain, as in zip://a.png::https://host/a.zip."""
-_CREDENTIALS = re.compile(
-    r"\b(?P<scheme>[a-z][\w+.-]+)(?P<begin>:/{1,3})"
-    # A colon with no port behind it begins a password, which may hold a / or an @: it ends at the
-    # last @ of this URL. Else the user ends at the @ of the host.
-    rf"(?P<user>[^/?#@:\s]*(?!{_NEXT}):(?!\d*(?:[/?#\s]|$))(?:(?!{_NEXT})\S)*|[^/?#\s]*)@",
-    re.IGNORECASE,
-)
-_QUERY = re.compile(
-    r"\b(?P<scheme>[a-z][\w+.-]+)(?P<begin>:/[^\s?#]*[?#])(?P<query>\S*[^\s.,:;'\")\]])",
-    re.IGNORECASE,
-)
-_SENDS_QUERIES = re.compile(r"https?|(web)?davs?(\+https?)?", re.IGNORECASE)
+"""Schemes that have the name of a user, container or repository before the @, which is not secret.
+Others have a token there, such as GitHub's and Hugging Face's https://TOKEN@host."""
+_WITHOUT_SECRETS = {"file", "local", "github"}
+"""The last is fsspec's, with github://organisation:repository@branch/path."""
+_CHAIN_LINK = re.compile(r"::(?=(?:[a-z][\w+.-]+:)?/)", re.IGNORECASE)
+"""Comes before the next URL or path of a chain, as in zip://a.png::https://host/a.zip."""
+_SCHEME = re.compile(r"(?<![\w+.-])([\w+.-]{2,}):/{1,3}")
+_SCHEME_OR_MARK = re.compile(rf"{_SCHEME.pattern}|[?#]")
+_HOST = re.compile(r"[^/?#]*")
+_PASSWORD = re.compile(r"(?:\[[\da-fA-F:.]+\]|(?!\[[\da-fA-F:.]+\]))[^/?#@:]*:(?!\d*(?:[/?#]|$))")
+"""A user and a colon with no port behind it. In brackets is an address of IPv6."""
+_SENDS_QUERIES = re.compile(r"(?:https?|(?:web)?davs?(?:\+https?)?)\Z", re.IGNORECASE)
 """Schemes whose queries are sent to the server, so that one without a = may be a token, too."""
 _PUBLIC_QUERY = re.compile(r"versionId=[\w.-]+", re.IGNORECASE)
 """The version of an object, which s3fs reads."""
 _END_OF_NAME = re.compile(r"\.\w{1,8}$")
+_PUNCTUATION = ".,:;'\")]"
 
 
 def hide_secrets(text: str) -> str:
     """Replace by ``***`` what may be a secret in the URLs of a text.
 
     Secrets are a password or a token before the host, and a query, which may be a signature. This
-    function alone decides what is one: see also ``refuse_secrets``.
+    function alone decides what is one: see also ``refuse_secrets``. Texts may come from others, so
+    its time grows with the length of the text, not with its square.
 
     Example:
         >>> hide_secrets("https://me:password@host/a.png and https://host/a.png?sig=abc")
@@ -185,7 +182,7 @@ def hide_secrets(text: str) -> str:
     """
     if not _may_hold_secret(text):
         return text
-    return _QUERY.sub(_hide_query, _CREDENTIALS.sub(_hide_credentials, text))
+    return re.sub(r"\S+", lambda word: _hide_in_word(word[0]), text)
 
 
 def _may_hold_secret(text: str) -> bool:
@@ -193,22 +190,58 @@ def _may_hold_secret(text: str) -> bool:
     return ":/" in text and ("@" in text or "?" in text or "#" in text)
 
 
-def _hide_credentials(found: re.Match[str]) -> str:
-    scheme = found["scheme"].lower()
-    is_name = scheme in _NAMES_OF_USERS and not re.search(":|%3a", found["user"], re.IGNORECASE)
-    if is_name or scheme in _FILES_HERE:
-        return found[0]
-    return f"{found['scheme']}{found['begin']}***@"
+def _hide_in_word(word: str) -> str:
+    """Hide the secrets of a word without blanks, which may be a URL, a chain or a list of some."""
+    if not _may_hold_secret(word):
+        return word
+    return "::".join(_hide_query(_hide_credentials(part)) for part in _CHAIN_LINK.split(word))
 
 
-def _hide_query(found: re.Match[str]) -> str:
-    query = found["query"]
-    is_secret = not _PUBLIC_QUERY.fullmatch(query)
-    if "=" not in query:  # may be part of a name, or of a pattern such as train-0?.tar
-        is_sent = _SENDS_QUERIES.fullmatch(found["scheme"]) and found["begin"].endswith("?")
-        is_secret = bool(is_sent) and not _END_OF_NAME.search(query)
-    is_secret &= found["scheme"].lower() not in _FILES_HERE
-    return f"{found['scheme']}{found['begin']}***" if is_secret else found[0]
+def _hide_credentials(text: str) -> str:
+    shown = []
+    done = 0
+    last = text.rfind("@")
+    for start in _SCHEME.finditer(text):
+        begin = start.end()
+        if begin < done:  # in a password
+            continue
+        if begin > last:
+            break
+        # A password may hold a / or an @, so that it ends at the last @. Else a user or a token
+        # ends at the @ of the host.
+        host = _HOST.match(text, begin)
+        assert host is not None
+        end = last if _PASSWORD.match(text, begin) else text.rfind("@", *host.span())
+        if end < 0:
+            continue
+        scheme = start[1].lower()
+        is_name = not re.search(":|%3a", text[begin:end], re.IGNORECASE)
+        if scheme in _WITHOUT_SECRETS or (is_name and scheme in _NAMES_OF_USERS):
+            continue
+        shown += [text[done:begin], "***"]
+        done = end
+    return "".join([*shown, text[done:]])
+
+
+def _hide_query(text: str) -> str:
+    scheme = ""
+    is_sent = False
+    for found in _SCHEME_OR_MARK.finditer(text):
+        if found[1]:
+            scheme = found[1].lower()
+            is_sent = _SENDS_QUERIES.search(scheme) is not None
+        elif is_sent or (scheme and found[0] == "?"):  # else # is part of a name
+            break
+    else:
+        return text
+    query = text[found.end() :].rstrip(_PUNCTUATION)
+    if "=" in query:
+        is_secret = not _PUBLIC_QUERY.fullmatch(query)
+    else:  # may be part of a name, or of a pattern such as train-0?.tar
+        is_secret = bool(query) and is_sent and found[0] == "?" and not _END_OF_NAME.search(query)
+    if scheme in _WITHOUT_SECRETS or not is_secret:
+        return text
+    return f"{text[: found.end()]}***{text[found.end() + len(query) :]}"
 
 
 def holds_secret(url: str) -> bool:
