@@ -111,6 +111,45 @@ def test_a_dataset_that_draws_is_refused(dataset: Items, found: str) -> None:
             assert len(kept) == len(PIXELS)
 
 
+class Applied:
+    """Like a transform of albumentations, which draws to decide if it is applied, whatever ``p`` is."""
+
+    def __init__(self, p: float, transforms: Any = (), draw: Any = None) -> None:
+        self.p, self.transforms, self.draw = p, transforms, draw or random.Random(0)
+
+    def __call__(self, image: np.ndarray) -> np.ndarray:
+        self.draw.random()
+        return image
+
+
+Applied.__module__ = "albumentations.core"
+
+
+def shared(p: float, outer: float = 1.0) -> Applied:
+    """One transform in another, which have a generator in common."""
+    inner = Applied(p)
+    return Applied(outer, [inner], inner.draw)
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_transforms_that_are_always_applied_are_no_draws(is_old: bool) -> None:
+    """Such as a resize of albumentations, wherever a dataset holds it; a flip beside it is one."""
+
+    def give(transform: Applied) -> None:
+        if is_old:  # with Python's generator
+            transform.draw = random
+            for inner in transform.transforms:
+                inner.draw = random
+        steps = {"val": transform}
+        CachedDataset(Items(lambda i: (steps["val"](PIXELS[i]), i)), prepare_workers=1).close()
+
+    give(Applied(1.0))
+    give(shared(1.0))
+    for drawing in (Applied(0.01), shared(0.01), shared(1.0, outer=0.01)):
+        with pytest.raises(ValueError, match="reading its items moves"):
+            give(drawing)
+
+
 def test_the_unknown_transform_of_a_dataset_that_draws_is_named() -> None:
     """As it shows itself, cut where it would fill a page."""
 

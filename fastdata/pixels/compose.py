@@ -254,6 +254,20 @@ def draws_in_vain(step: Any) -> bool:
     return known_name(step) in _RANGES and is_random(step) is False
 
 
+def is_always_applied(step: Any) -> bool | None:
+    """Return whether a transform of albumentations is applied to every image, with all in it.
+
+    Return None for other objects.
+    """
+    is_theirs = type(step).__module__.startswith("albumentations.")
+    probability = None if isinstance(step, type) or not is_theirs else getattr(step, "p", None)
+    if probability is None:
+        return None
+    parts = getattr(step, "transforms", ())
+    is_applied = probability >= 1 or getattr(step, "always_apply", False)
+    return is_applied and all(map(is_always_applied, parts))
+
+
 # The user's own callables
 
 

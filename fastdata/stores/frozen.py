@@ -14,13 +14,13 @@ import random
 import time
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
-from fastdata.pixels.compose import draws_in_vain, flatten, is_random
+from fastdata.pixels.compose import draws_in_vain, flatten, is_always_applied, is_random
 from fastdata.pixels.describe import name_of
 from fastdata.pixels.images import is_pil
 from fastdata.report import warn_user
@@ -31,19 +31,18 @@ if TYPE_CHECKING:
 
 _TRANSFORM_NAMES = ("transforms", "transform", "target_transform")
 _CALLED_NAMES = (*_TRANSFORM_NAMES, "set_transform")
-_TORCH = "torch's generator"
 _MOST_READS = 8
-"""Of one item. A flip with probability 1/2 goes unseen in one of 128 datasets whose generator
-cannot be seen either."""
+"""Reads of one item. If a generator cannot be found, one of 128 datasets that flip an image with
+probability 1/2 is taken for one that does not."""
 _READS_S = 0.02
 """Time after which no item is read a third time."""
 _FIRST_READS_S = 1.0
 """Time after which no other item is read; one is read twice in any case."""
 _MOST_OBJECTS = 20_000
 _MOST_PARTS = 1_000
-"""Of one list or dictionary."""
+"""Objects that are looked at in one list or dictionary."""
 _MOST_CHARACTERS = 60
-"""Of a transform's text, which for albumentations fills a page."""
+"""Length of a transform's text in an error. That of albumentations would fill a page."""
 
 
 # Transforms that are known to be random
@@ -109,8 +108,8 @@ def refuse_draws(source: Source, options: Options) -> None:
     if options.frozen or not isinstance(source, DatasetSource):
         return
     steps = list(_own_steps(source.dataset))
-    ignored = _TORCH if any(draws_in_vain(step) for _, _, step in steps) else ""
-    found = _what_differs(source, ignored=ignored)
+    moves_torch = any(draws_in_vain(step) for _, _, step in steps)
+    found = _what_differs(source, _find_generators(source.dataset, moves_torch=moves_torch))
     if not found:
         return
     causes = [
@@ -140,34 +139,36 @@ def _shown(step: Any) -> str:
     return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
 
 
-def _what_differs(source: DatasetSource, *, ignored: str) -> str:
-    """Return what differed when items were read again, or which generator moved; else nothing."""
-    generators = _find_generators(source.dataset)
-    before = [read() for read, _ in generators.values()]
+def _what_differs(source: DatasetSource, generators: Sequence[_Generator]) -> str:
+    """Return what differed when items were read again, or which generator moved; else nothing.
+
+    Every generator is left in the state that it had.
+    """
+    before = [each.read() for each in generators]
     try:
-        return _read_again(source, generators, ignored)
+        return _read_again(source, generators)
     except Exception:  # noqa: BLE001  # user code raises anything; preparing names the sample
         return ""
     finally:
-        for (read, write), state in zip(generators.values(), before, strict=True):
-            if not _is_same(read(), state):
-                write(state)
+        for each, state in zip(generators, before, strict=True):
+            if not _is_same(each.read(), state):
+                each.write(state)
 
 
-def _read_again(source: DatasetSource, generators: Mapping[str, _Generator], ignored: str) -> str:
+def _read_again(source: DatasetSource, generators: Sequence[_Generator]) -> str:
     last = len(source) - 1
     indices = sorted({0, last // 2, last}) if last >= 0 else []
     first: dict[int, Any] = {}
     begun = time.perf_counter()
     for index in indices:
         first[index] = source.read(index)
-        states = [read() for read, _ in generators.values()]
+        states = [each.read() for each in generators]
         if found := _difference(first[index], source.read(index), index):
             return found
-        # A dataset may seed them by the index: then they are where they were.
-        for (name, (read, _)), state in zip(generators.items(), states, strict=True):
-            if name != ignored and not _is_same(read(), state):
-                return f"reading its items moves {name.partition(' #')[0]}"
+        # A dataset may seed generators by the index: the second read then leaves the same states.
+        for each, state in zip(generators, states, strict=True):
+            if not each.moves_in_vain and not _is_same(each.read(), state):
+                return f"reading its items moves {each.name}"
         if time.perf_counter() - begun > _FIRST_READS_S:
             break
     for _ in range(_MOST_READS - 2):
@@ -189,7 +190,7 @@ def _difference(item: Any, again: Any, index: int) -> str:
 def _is_same(one: Any, other: Any) -> bool:
     """True if two values have the same content, NaN being equal to itself.
 
-    Objects that say nothing of their content count as the same.
+    Objects that do not show their content count as the same.
     """
     if one is other:
         return True
@@ -215,8 +216,8 @@ def _is_same(one: Any, other: Any) -> bool:
         return math.isnan(other)
     if hasattr(one, "__dict__"):
         return _is_same(vars(one), vars(other))
-    says_nothing = type(one).__eq__ is object.__eq__  # type: ignore[comparison-overlap]
-    return says_nothing or bool(one == other)
+    shows_nothing = type(one).__eq__ is object.__eq__  # type: ignore[comparison-overlap]
+    return shows_nothing or bool(one == other)
 
 
 def _octets(tensor: torch.Tensor) -> torch.Tensor:
@@ -225,24 +226,71 @@ def _octets(tensor: torch.Tensor) -> torch.Tensor:
 
 # Random number generators
 
-_Generator = tuple[Callable[[], Any], Callable[[Any], Any]]
-"""What reads and what writes the state of a generator."""
+_KINDS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+_PYTHON: Any = random.random.__self__  # type: ignore[attr-defined]
+_GLOBAL = {
+    "Python's random generator": _PYTHON,
+    "NumPy's global generator": np.random.random.__self__,  # type: ignore[attr-defined]
+    "torch's generator": torch.default_generator,
+}
 _ATOMS = (str, bytes, int, float, bool, type(None), np.ndarray, torch.Tensor, types.ModuleType)
 
 
-def _find_generators(dataset: Any) -> dict[str, _Generator]:
-    """Return the global generators and those that a dataset can reach, by their names."""
-    found: dict[str, _Generator] = {
-        "Python's random generator": (random.getstate, random.setstate),
-        "NumPy's global generator": (np.random.get_state, np.random.set_state),
-        _TORCH: (torch.get_rng_state, torch.set_rng_state),
-    }
-    for number, generator in enumerate(_reachable_generators(dataset)):
-        found[f"a {type(generator).__name__} that it holds #{number}"] = _access(generator)
-    return found
+class _Generator(NamedTuple):
+    """A random number generator that a dataset may draw from.
+
+    Attributes:
+        name: of the generator, for a message.
+        read: returns its state.
+        write: sets its state.
+        moves_in_vain: True if transforms move it that may do the same each time.
+    """
+
+    name: str
+    read: Callable[[], Any]
+    write: Callable[[Any], Any]
+    moves_in_vain: bool
 
 
-def _access(generator: Any) -> _Generator:
+def _find_generators(dataset: Any, *, moves_torch: bool) -> list[_Generator]:
+    """Return the global generators and those that a dataset can reach.
+
+    Args:
+        dataset: is searched.
+        moves_torch: True if torchvision's transforms in it move torch's generator in vain.
+    """
+    reachable = list(_reachable(dataset))
+    named = {id(generator): (name, generator) for name, generator in _GLOBAL.items()}
+    for value in reachable:
+        if isinstance(value, _KINDS):
+            named.setdefault(id(value), (f"a {type(value).__name__} that it holds", value))
+    in_vain = _moved_in_vain(reachable)
+    if moves_torch:
+        in_vain.add(id(torch.default_generator))
+    return [
+        _Generator(name, *_access(generator), moves_in_vain=key in in_vain)
+        for key, (name, generator) in named.items()
+    ]
+
+
+def _moved_in_vain(values: Sequence[Any]) -> set[int]:
+    """Return the ids of generators that are moved by transforms without a choice.
+
+    Albumentations' transforms draw a number to decide if they are applied, also if they always
+    are, as ``Resize`` is. Those of older versions draw it from Python's generator.
+    """
+    in_vain: set[int] = set()
+    for_a_choice: set[int] = set()
+    for value in values:
+        is_applied = is_always_applied(value)
+        if is_applied is not None:
+            held = {id(each) for each in _reachable(value) if isinstance(each, _KINDS)}
+            (in_vain if is_applied else for_a_choice).update(held or {id(_PYTHON)})
+    return in_vain - for_a_choice
+
+
+def _access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    """Return what reads and what writes the state of a generator."""
     if isinstance(generator, np.random.Generator):
         bits = generator.bit_generator
         return (lambda: bits.state), (lambda state: setattr(bits, "state", state))
@@ -251,29 +299,26 @@ def _access(generator: Any) -> _Generator:
     return generator.get_state, generator.set_state
 
 
-def _reachable_generators(dataset: Any) -> Iterator[Any]:
-    """Yield the generators in a dataset, in what it holds and in the globals that its code names.
+def _reachable(value: Any) -> Iterator[Any]:
+    """Yield an object, what it holds, and the globals that its code names.
 
-    Of large datasets only the first objects are looked at.
+    Of large ones only the first objects are looked at. What draws from the system
+    (``random.SystemRandom``) has no state, and is left out.
     """
-    queue = deque([dataset])
+    queue = deque([value])
     met: set[int] = set()
-    kinds = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
     while queue and len(met) < _MOST_OBJECTS:
         value = queue.popleft()
-        if id(value) in met or isinstance(value, _ATOMS):
+        if id(value) in met or isinstance(value, (*_ATOMS, random.SystemRandom)):
             continue
         met.add(id(value))
-        if isinstance(value, kinds):
-            # What draws from the system has no state.
-            if not isinstance(value, random.SystemRandom):
-                yield value
-        else:
+        yield value
+        if not isinstance(value, _KINDS):
             queue.extend(itertools.islice(_parts_of(value), _MOST_PARTS))
 
 
 def _parts_of(value: Any) -> Iterator[Any]:
-    """Yield what a value refers to; of code that is installed nothing."""
+    """Yield what a value refers to. Code that is installed is not followed."""
     if isinstance(value, (type, types.FunctionType)) and name_of(value) is not None:
         return
     if isinstance(value, type):
