@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tarfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from fastdata import CachedDataset, DataLoader
 from fastdata.errors import RemoteError
 from fastdata.pixels.images import load_image
 from fastdata.sources import remote
-from fastdata.sources.formats import open_dataset
+from fastdata.sources.formats import TarSamples, open_dataset
 from fastdata.sources.remote import Place
 
 Item = dict[str, bytes]
@@ -97,6 +98,23 @@ def test_tars_are_served_in_batches(tars: Path) -> None:
         (batch,) = DataLoader(dataset, batch_size=3)
         assert torch.equal(batch[0], torch.from_numpy(np.stack([pixels(i) for i in range(3)])))
         assert batch[1].tolist() == [0, 10, 20]
+
+
+def test_files_are_not_read_again_to_find_draws(
+    tars: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading a tar draws nothing, and the row group of a Parquet file may take a second to read."""
+    read: Counter[int] = Counter()
+    plain = TarSamples.__getitem__
+
+    def count(self: Any, index: int) -> Any:
+        read[index] += 1
+        return plain(self, index)
+
+    monkeypatch.setattr(TarSamples, "__getitem__", count)
+    with CachedDataset(str(tars / "*.tar"), prepare_workers=1) as dataset:
+        dataset.prepare()
+    assert max(read.values()) <= 2
 
 
 def test_a_tar_gives_the_files_that_columns_name(tmp_path: Path) -> None:

@@ -150,6 +150,14 @@ def test_transforms_that_are_always_applied_are_no_draws(is_old: bool) -> None:
             give(drawing)
 
 
+def test_a_dataset_may_have_any_attribute() -> None:
+    """Also those that fastdata's own readers of tars and Parquet files have."""
+    dataset = Items(lambda index: (PIXELS[index], index))
+    dataset.is_remote = True  # type: ignore[attr-defined]
+    with CachedDataset(dataset, prepare_workers=1) as kept:
+        assert kept.targets == [*range(len(PIXELS))]
+
+
 def test_the_unknown_transform_of_a_dataset_that_draws_is_named() -> None:
     """As it shows itself, cut where it would fill a page."""
 

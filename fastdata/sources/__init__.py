@@ -245,7 +245,8 @@ def chosen(column: Any, indices: Indices) -> list[Any]:
 class DatasetSource:
     """The items of any map-style dataset of pairs or dicts; its own transform runs in ``read``.
 
-    With ``columns`` the items are dicts, of which those named are sample and target.
+    With ``columns`` the items are dicts, of which those named are sample and target. ``is_format``
+    is True for datasets of ``formats.py``, which draw nothing at random.
     """
 
     opening: ClassVar[Opening | None] = None
@@ -263,10 +264,13 @@ class DatasetSource:
                 "be read by index. Give a map-style dataset; an iterable one can be collected "
                 "first: list(dataset)."
             )
+        from fastdata.sources.formats import FileSamples
+
         self.dataset = dataset
         self.columns = columns
         self.keys: ItemKeys | None = None
-        self.is_remote = getattr(dataset, "is_remote", False)  # of formats.py
+        self.is_format = isinstance(dataset, FileSamples)
+        self.is_remote = self.is_format and dataset.is_remote
         self._form = ""  # of the items read so far
 
     def __len__(self) -> int:

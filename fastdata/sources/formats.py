@@ -216,8 +216,8 @@ class _Latest(threading.local):
         return _Latest, ()
 
 
-class _Samples:
-    """Samples that lie in files, one after the other; pickles, and is safe from several threads."""
+class FileSamples:
+    """Samples of several files, in their order; pickles, and several threads may read at once."""
 
     def __init__(self, files: Sequence[File], columns: Names) -> None:
         self._files = files
@@ -274,7 +274,7 @@ _DECODERS: dict[str, Callable[[bytes], Any]] = {
 _TARGETS = ("cls", "json", "txt")
 
 
-class TarSamples(_Samples):
+class TarSamples(FileSamples):
     """WebDataset's tars: files of one key, up to the first dot of the base name, are a sample.
 
     Items are dicts by ending with ``columns``, and else pairs: of the one image, and of the first
@@ -358,7 +358,7 @@ def _members(tar: tarfile.TarFile) -> Iterator[tuple[str, str, tarfile.TarInfo]]
 _IMAGE_START = re.compile(rb"\xff\xd8\xff|\x89PNG|GIF8|BM|II\*\0|MM\0\*|.{8}WEBP", re.DOTALL)
 
 
-class ArrowRows(_Samples):
+class ArrowRows(FileSamples):
     """Rows of Parquet or Arrow files as dicts.
 
     Bytes of an image, as Hugging Face writes them too, are opened.

@@ -105,7 +105,7 @@ def refuse_draws(source: Source, options: Options) -> None:
     Raises:
         ValueError: says what differed or moved, and what to do.
     """
-    if options.frozen or not isinstance(source, DatasetSource):
+    if options.frozen or not isinstance(source, DatasetSource) or source.is_format:
         return
     steps = list(_own_steps(source.dataset))
     moves_torch = any(draws_in_vain(step) for _, _, step in steps)
