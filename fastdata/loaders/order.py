@@ -20,7 +20,7 @@ import itertools
 import operator
 import zlib
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -290,7 +290,7 @@ class Epochs:
             batch: Any = next(indices, _END)
             if batch is _END:
                 return
-            if self._is_batched and isinstance(batch, Iterator):
+            if self._is_batched and hasattr(batch, "__next__"):
                 batch = list(batch)  # other threads and processes read it, and so does ``draw``
             progress.counted += len(batch) if is_cut else 1
             if is_seen and chain.is_spent(progress.counted):
@@ -473,31 +473,31 @@ def _index_batches(
         seen = np.zeros(length, np.uint32)
 
     def draw(indices: Any) -> Any:
-        if not isinstance(indices, Iterable):
+        if not hasattr(indices, "__iter__"):
             return indices  # the dataset raises torch's error
-        batch = IndexBatch(indices)  # read once: a second pass may give other indices, or none
+        # Read once: a second pass may give other indices, or none. A plain list, because array()
+        # takes twice as long for a subclass.
+        listed = indices if type(indices) is list else list(indices)
         try:
-            index_B = np.asarray(array("q", batch))
+            index_B = np.asarray(array("q", listed))
             if (index_B.view(np.uint64) >= length).any():
                 index_B = positions(index_B, length)
         except (IndexError, OverflowError, TypeError, ValueError):
             return indices  # the dataset's own __getitem__ takes them, or it raises
-        visit_B = np.full(len(index_B), epoch, np.int64)
+        visit_B = np.zeros(len(index_B), np.int64)  # np.full takes two calls more
+        visit_B += epoch
         if seen is not None:
             before_B = count_earlier(seen, index_B)
-            for row, occurrence in occurrences(batch):
+            for row, occurrence in occurrences(listed):
                 before_B[row] = occurrence
             if copies > 1:
                 before_B = before_B * copies + earlier[index_B]
             visit_B += before_B * ranks + rank << REPEAT_SHIFT
         if subset is not None:
             index_B = subset[index_B]
-            batch = IndexBatch(index_B.tolist())
+            listed = index_B.tolist()
             index_B = positions(index_B, count)
-        batch.positions = index_B
-        batch.visits = visit_B
-        batch.seed = seed
-        return batch
+        return IndexBatch.of(listed, index_B, visit_B, seed)
 
     return draw
 
