@@ -331,6 +331,29 @@ def test_an_own_method_with_a_seed_follows_it(engine: str) -> None:
     assert epochs[0] != epochs[1]
 
 
+class Mixed(CachedDataset):
+    """Reads batches of another dataset, and none of it for the first samples."""
+
+    def __init__(self, other: CachedDataset, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.other = other
+
+    def __getitem__(self, index: int) -> Any:
+        others = self.other.__getitems__([index] * (index // 9))
+        crop, label = super().__getitem__(index)
+        assert all(not torch.equal(crop, other) for other, _ in others)
+        return crop, label
+
+
+@pytest.mark.filterwarnings("ignore:batches are not served whole")
+def test_an_own_method_may_read_batches_of_another_dataset() -> None:
+    """Also empty ones. Their draws are not those of the item itself, and follow the seed."""
+    with _images(seed=5) as other:
+        pairs = Pairs((image, i) for i, image in enumerate(PIXELS))
+        with Mixed(other, pairs, transform=CROP, seed=5) as dataset:
+            assert _epochs(dataset, "inline") == _epochs(dataset, "threads")
+
+
 SAME = [(PIXELS[0], 0)] * 20
 
 

@@ -120,7 +120,7 @@ class OwnItem:
         read_B = np.arange(self.reads, self.reads + len(index_B))
         self.reads += len(index_B)
         visit_B: Array = sample_keys(self.visit, read_B, np.array([self.position])).view(np.int64)
-        if is_first and index_B[:1] == self.position:
+        if is_first and self.position in index_B[:1]:
             visit_B[0] = self.visit
         return visit_B
 
