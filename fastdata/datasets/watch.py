@@ -17,10 +17,10 @@ _ARRAYS = (torch.Tensor, np.ndarray)
 
 
 class Watch:
-    """What transforms consisted of when they were compiled, to notice changes in place."""
+    """A copy of what transforms consist of when they are compiled, to notice changes in place."""
 
     def __init__(self, calls: tuple[Any, ...], unknown: Iterable[Any]) -> None:
-        """Note what there is; not what is in unknown steps, which run as they are."""
+        """Copy the contents of ``calls``, except those of ``unknown`` steps, which run as they are."""
         met = {id(step): step for step in unknown}
         self._outside: list[tuple[Any, Any]] = []
         held = _held_by(calls, met, self._outside)
@@ -46,7 +46,7 @@ class Watch:
 
 
 def _held_by(values: Iterable[Any], met: dict[int, Any], outside: list[Any]) -> list[Any]:
-    """These, all that is in them, and what their code reads: each once, and none met before."""
+    """Return values, what is inside them and what their code reads, each once and none of ``met``."""
     queue = list(values)
     held = []
     for value in queue:  # which grows

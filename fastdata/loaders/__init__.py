@@ -577,7 +577,7 @@ def _warn(dataset: Any, sampler: Any, served: LoaderView, *, is_asked: bool) -> 
 
 
 def _fallback_notice(dataset: PreparedDataset) -> str:
-    """Which code of the user's own runs on each sample unasked, and the cure; else empty."""
+    """Return which code of the user's runs on each sample, and the cure; empty if none does."""
     own = own_reader(dataset)
     if own:
         return (
@@ -599,7 +599,7 @@ def _fallback_notice(dataset: PreparedDataset) -> str:
 
 
 def _wrapped_notice(dataset: Any) -> str:
-    """How to have whole batches where a fastdata dataset is asked for sample after sample."""
+    """Return how to get whole batches if another dataset reads a fastdata dataset by samples."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
     for inner in (*getattr(dataset, "datasets", ()), *getattr(dataset, "__dict__", {}).values()):

@@ -64,7 +64,7 @@ _END_S = 5.0  # how long a killed worker may take to die
 
 
 class JoinedReader:
-    """The readers of several datasets as one, for a batch; what it has of a ``Reader`` is alike."""
+    """Reads one batch from several datasets, with the interface of ``Reader``."""
 
     def __init__(self, readers: Sequence[Reader], starts: Array) -> None:
         self._readers = readers
@@ -93,14 +93,14 @@ class JoinedReader:
         return self.in_order(batch, [reader.items for reader in self._readers])
 
     def in_order(self, batch: IndexBatch, reads: Sequence[Callable[..., list[Any]]]) -> list[Any]:
-        """What each dataset's ``reads`` gives of its samples, in the order of the batch."""
+        """Return what each dataset's function in ``reads`` returns, in the order of the batch."""
         found: dict[int, Any] = {}
         for number, row_B, piece in self._pieces(batch):
             found |= zip(row_B.tolist(), reads[number](piece), strict=True)
         return [found[row] for row in range(len(found))]
 
     def _pieces(self, batch: IndexBatch) -> Iterator[tuple[int, Array, IndexBatch]]:
-        """The number of each dataset with indices in a batch, their rows, and its own batch."""
+        """Yield, for each dataset in a batch, its number, the rows of its samples, and their batch."""
         number_B = np.searchsorted(self._starts, batch.positions, side="right") - 1
         for number in np.unique(number_B).tolist():
             row_B = np.flatnonzero(number_B == number)
@@ -115,7 +115,7 @@ class JoinedReader:
 
 @dataclass(frozen=True)
 class JoinedHandle:
-    """Of the readers of several datasets."""
+    """The handles of several datasets, which are read as one."""
 
     handles: list[ReaderHandle]
     starts: Array
@@ -131,16 +131,16 @@ Handle = ReaderHandle | JoinedHandle
 
 @dataclass(frozen=True, slots=True)
 class LoaderView:
-    """What is fastdata's behind a loader; nothing, where there are no parts.
+    """The fastdata datasets that a loader reads.
 
-    Several datasets, of a ``ConcatDataset``, count as one whose indices are theirs in a row. Each
-    is read with its own transform, targets and draws, into its rows of the batch; one without a
-    ``seed`` draws from that of the first that has one.
+    The datasets of a ``ConcatDataset`` count as one, whose indices are theirs in a row. Each is
+    read with its own transform, targets and draws, into its rows of the batch. One without a
+    ``seed`` takes the seed of the first that has one.
 
     Attributes:
-        parts: the datasets.
-        subset: which of their samples the loader sees; None: all.
-        starts: of each dataset, the index of its first.
+        parts: the datasets; empty if the loader reads anything else.
+        subset: indices of the samples that the loader sees; None for all.
+        starts: index of the first sample of each dataset.
     """
 
     parts: Sequence[PreparedDataset]
@@ -149,7 +149,7 @@ class LoaderView:
 
     @classmethod
     def find(cls, dataset: Any) -> LoaderView:
-        """Look behind any ``Subset`` and ``ConcatDataset``; anything else there hides all."""
+        """Find the datasets in any ``Subset`` and ``ConcatDataset``; none next to other datasets."""
         parts = []
         subset = None
         # Not isinstance: a proxy may give the class of what it is around for its own.
@@ -182,11 +182,11 @@ class LoaderView:
         return _first(latest_reader(part).stored.options.seed for part in self.parts)
 
     def reader(self) -> AnyReader | None:
-        """What a coming epoch is served by, after what was changed in place."""
+        """Return the reader of an epoch that begins now, with all changes made in place."""
         return self._one([samples_of(part).fresh_reader() for part in self.parts])
 
     def latest(self) -> AnyReader | None:
-        """What was served last; not to be held, with the memory that it holds."""
+        """Return the latest reader. Do not keep it: it keeps the samples in memory."""
         return self._one(list(map(latest_reader, self.parts)))
 
     def _one(self, readers: list[Reader]) -> AnyReader | None:
@@ -195,7 +195,7 @@ class LoaderView:
         return readers[0] if readers else None
 
     def handle(self) -> Handle | None:
-        """What an epoch reads by that begins now."""
+        """Return the handle of an epoch that begins now."""
         handles = list(map(handle_of, self.parts))
         if len(handles) > 1:
             return JoinedHandle(handles, self.starts)
@@ -224,11 +224,11 @@ def _first(given: Iterable[_T | None]) -> _T | None:
 
 
 def _join(dataset: Any, parts: list[PreparedDataset]) -> Array:
-    """The indices of a dataset's samples among those of all ``parts`` in a row; adds its own parts.
+    """Return the indices of a dataset's samples among those of all ``parts``, and add its parts.
 
     Raises:
-        TypeError: there is anything but fastdata datasets, one that is as long as a subclass of
-            one's own says, or indices that only such a class's own methods know the meaning of.
+        TypeError: there is a dataset of another kind, or a subclass with another ``__len__`` than
+            its samples have, or indices that are not whole numbers.
     """
     if type(dataset) is Subset:
         return _join(dataset.dataset, parts)[as_numbers(dataset.indices)]

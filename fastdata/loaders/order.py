@@ -1,15 +1,16 @@
 """The order of an epoch: the indices of its batches, and what their random draws are made from.
 
-torch's iterators take ``Epochs`` for the sampler. Its iterators move a ``Progress`` on, which it
-makes a state of, to resume inside an epoch.
+torch's iterators get an ``Epochs`` as their sampler. Its iterators update a ``Progress``, and a
+state is made of that, to resume inside an epoch.
 
-Batches are read ahead of the user, and so is the sampler. A state therefore holds what the epoch's
-order was drawn from, and how many batches were handed over. Resuming draws the same order again and
-passes over indices, never over samples. Of a RankSampler, which begins anywhere, a state holds the
-position in the order of all ranks, so that other ranks and batches can go on.
+Batches are read ahead of the user, and so are indices. A state therefore holds the generators that
+the epoch's order was drawn from, and how many batches were handed over. Resuming draws the same
+order again and skips indices, without reading their samples. A RankSampler can begin anywhere: its
+state is the position in the order of all ranks, so that another number of ranks or another batch
+size can go on from there.
 
-What an order can be drawn from is recorded: for torch's own samplers their generators, for one that
-nobody knows also torch's global one; Python's and NumPy's never.
+Of torch's own samplers the state records their generators, of any other sampler also torch's global
+one. It never records Python's or NumPy's generators.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ _KNOWN = {
 """Samplers that draw from torch's generators only, or not at all."""
 _END = object()
 VERSION = 4
-"""Of states."""
+"""The version of states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -439,13 +440,13 @@ class Epochs:
 
 
 def _nested(sampler: Any) -> list[Any]:
-    """A sampler and those in it, as far as their states are not part of its own."""
+    """Return a sampler and the samplers inside it whose states it does not hold."""
     inner = getattr(sampler, "batch_sampler", getattr(sampler, "sampler", None))
     return [sampler] if inner is None or _keeps_state(sampler) else [sampler, *_nested(inner)]
 
 
 def _gives_each_once(sampler: Any) -> bool:
-    """Whether no index comes twice in an epoch, as far as that is known."""
+    """True if it is certain that no index comes twice in an epoch."""
     inner = sampler.sampler if type(sampler) is BatchSampler else None
     if type(inner) is RandomSampler:
         return not inner.replacement and inner.num_samples == len(inner.data_source)
@@ -455,10 +456,11 @@ def _gives_each_once(sampler: Any) -> bool:
 def _index_batches(
     served: LoaderView, sampler: Any, epoch: int, seed: int, rank: int, ranks: int
 ) -> Callable[[Any], Any]:
-    """What makes of each batch's indices those of samples, with what their draws are made from.
+    """Return a function that makes an ``IndexBatch`` of the indices that a sampler gave.
 
-    A sample that comes again in the epoch is told apart: by a RankSampler's marks, else by how
-    often its index came before; and where a ``Subset`` has several indices of it, by which it is.
+    Each time that a sample comes in an epoch it gets another visit. The times are told apart by the
+    marks of a RankSampler, else by how often the index came before; and by the place in a
+    ``Subset`` that has the sample several times.
     """
     subset = served.subset
     count = served.index_count
@@ -503,7 +505,7 @@ def _index_batches(
 
 
 def _pack(generator: torch.Generator) -> str:
-    """Some 4,000 characters for a Mersenne twister of 20,000 bits."""
+    """Return the state of a generator as text: about 4,000 characters."""
     return base64.b64encode(zlib.compress(generator.get_state().numpy().tobytes(), 1)).decode()
 
 
@@ -512,7 +514,7 @@ def _unpack(packed: str) -> torch.Tensor:
 
 
 def _rank_state(start: State) -> State:
-    """That of the RankSampler in what an order is drawn from."""
+    """Return the RankSampler's state in what ``SamplerChain.capture`` returned."""
     state: State = start["samplers"][-1]["state"]
     return state
 
