@@ -222,6 +222,12 @@ def test_an_lmdb_environment_with_locks_is_read_by_this_process(tmp_path: Path) 
     with open(tmp_path / "lock.mdb", "w+b"), pytest.warns(FastDataWarning, match=named):
         CachedDataset(Items(noted), prepare_workers=2).close()
     assert makers == {PARENT}
+    with open(tmp_path / "data-lock", "w+b"):
+        # Of another kind, and no warning, unless LMDB's file is open as well.
+        CachedDataset(Items(noted), prepare_workers=2).close()
+        named = named.replace("/lock\\.mdb", "/data-lock")
+        with open(tmp_path / "data", "w+b"), pytest.warns(FastDataWarning, match=named):
+            CachedDataset(Items(noted), prepare_workers=2).close()
 
 
 def test_a_worker_that_cannot_open_a_file_again_reads_nothing(

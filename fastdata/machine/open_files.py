@@ -12,6 +12,7 @@ import contextlib
 import os
 import stat
 import sys
+from collections.abc import Collection
 
 if sys.platform != "win32":
     import fcntl
@@ -19,7 +20,6 @@ if sys.platform != "win32":
 _DESCRIPTORS = "/proc/self/fd"
 _OWN_MEMORY = "/memfd:fastdata"
 """Blocks of shared memory, which are read and written at given offsets."""
-_LMDB_LOCKS = ("/lock.mdb", "-lock")
 
 
 def take_own_positions() -> None:
@@ -54,11 +54,15 @@ def obstacle_to_forks() -> str:
         files = _files_with_a_position()
     except OSError as problem:
         return f"open files cannot be listed ({problem})"
-    for fd, access in files.items():
-        wanted = os.R_OK if access == os.O_RDONLY else os.R_OK | os.W_OK
+    paths = {}
+    for fd in files:
         with contextlib.suppress(OSError):  # another thread has closed it
-            path = os.readlink(_link(fd))
-            if path.endswith(_LMDB_LOCKS):
+            paths[fd] = os.readlink(_link(fd))
+    opened = set(paths.values())
+    for fd, path in paths.items():
+        wanted = os.R_OK if files[fd] == os.O_RDONLY else os.R_OK | os.W_OK
+        with contextlib.suppress(OSError):
+            if _is_lmdb_lock(path, opened):
                 return (
                     f"an LMDB environment is open ({path}), which must not be used after a fork. "
                     "Open it with lock=False to use all cores"
@@ -70,6 +74,12 @@ def obstacle_to_forks() -> str:
                     "all cores"
                 )
     return ""
+
+
+def _is_lmdb_lock(path: str, opened: Collection[str]) -> bool:
+    """Return True for the lock file of an LMDB environment, of a folder or of a file ``NAME``."""
+    is_of_file = path.endswith("-lock") and path.removesuffix("-lock") in opened
+    return is_of_file or path.endswith("/lock.mdb")
 
 
 def _files_with_a_position() -> dict[int, int]:
