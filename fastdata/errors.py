@@ -352,6 +352,16 @@ _FAULTS_BY_CLASS: dict[type[Exception], Fault] = {
     InterruptedError: "machine",
 }
 """For errors without an error number."""
+_NETWORK_PACKAGES = {
+    *("aiohttp", "azure", "botocore", "google", "http", "httpcore", "httpx", "requests"),
+    *("socket", "ssl", "urllib", "urllib3"),
+}
+"""Packages whose errors are of a server or a network, and have no error number."""
+_FAULTS_BY_STATUS: dict[Any, Fault] = {
+    **dict.fromkeys((404, 410), "missing"),
+    **dict.fromkeys((401, 403), "permission"),
+}
+"""For answers of HTTP servers."""
 _WINDOWS_INVALID_NAME = 123
 RETRY_PAUSES_S = (0.05, 0.25, 1.0)
 
@@ -368,21 +378,37 @@ def fault_of(problem: BaseException) -> Fault:
 def _diagnose(problem: BaseException) -> tuple[Fault, int | None]:
     """Return what is at fault, and the operating system's error number, if there is one."""
     cause: BaseException | None = problem
-    while cause is not None:
+    met: set[int] = set()
+    while cause is not None and id(cause) not in met:
+        met.add(id(cause))  # an error may be raised from itself
         code = _code_of(cause)
         if code is not None:
             return _FAULTS_BY_CODE.get(code, "machine"), code
         for kind, fault in _FAULTS_BY_CLASS.items():
             if isinstance(cause, kind):
                 return fault, None
+        packages = {kind.__module__.partition(".")[0] for kind in type(cause).__mro__}
+        if packages & _NETWORK_PACKAGES:
+            return _FAULTS_BY_STATUS.get(_status_of(cause), "machine"), None
         cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     return "damage", None
+
+
+def _status_of(problem: BaseException) -> int | None:
+    """Return the status of the HTTP answer that an error tells of, if it tells of one."""
+    answer = getattr(problem, "response", None)
+    if isinstance(answer, dict):  # of botocore
+        status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        return status if isinstance(status, int) else None
+    names = ("status", "status_code", "code")
+    found = [getattr(holder, name, None) for holder in (problem, answer) for name in names]
+    return next((status for status in found if isinstance(status, int)), None)
 
 
 def _code_of(problem: BaseException) -> int | None:
     """Return the operating system's error number, where an error has one."""
     code = None
-    if isinstance(problem, OSError):
+    if isinstance(problem, OSError) and type(problem).__module__ != "ssl":  # which has its own
         code = problem.errno
         if getattr(problem, "winerror", None) == _WINDOWS_INVALID_NAME:
             return errno.ENOENT
@@ -396,7 +422,7 @@ def _code_of(problem: BaseException) -> int | None:
             return errno.ENOMEM
         found = re.match(r"\[Errno (\d+)\]", str(problem))
         code = int(found[1]) if found else None
-    return code if code in errno.errorcode else None
+    return code if isinstance(code, int) and code in errno.errorcode else None
 
 
 def with_retries(call: Callable[..., _Result], *arguments: Any) -> _Result:
@@ -500,6 +526,10 @@ _KINDS = {
 """Kinds of files by a pattern of their first 64 bytes and last two; the first that fits."""
 
 
+_FLAGS = re.DOTALL | re.IGNORECASE
+_PART_BYTES = 1 << 20
+
+
 def _describe_file(path: str) -> str:
     """Describe a file by its size and its first and last bytes; read all of it.
 
@@ -507,10 +537,14 @@ def _describe_file(path: str) -> str:
     for damage.
     """
     with open(path, "rb", opener=open_file) as stream:
-        data = stream.read()
-    if not data:
+        start = stream.read(64)
+        size = len(start)
+        end = start
+        while part := stream.read(_PART_BYTES):
+            size += len(part)
+            end = (end + part)[-2:]
+    if not size:
         return "an empty file (0 bytes)"
-    ends = data[:64] + data[max(0, len(data) - 2) :]
-    found = (kind for sign, kind in _KINDS.items() if re.match(sign, ends, re.DOTALL | re.I))
-    kind = next(found, f"no image: it starts with {data[:16]!r}")
-    return f"a file of {len(data):,} bytes, {kind}"
+    found = (kind for sign, kind in _KINDS.items() if re.match(sign, start + end[-2:], _FLAGS))
+    kind = next(found, f"no image: it starts with {start[:16]!r}")
+    return f"a file of {size:,} bytes, {kind}"

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import copy
 import errno
+import http.client
 import io
 import os
 import pickle
+import socket
+import ssl
 import struct
 import time
+import types
+import urllib.error
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +26,7 @@ from torch.utils.data import DataLoader as TorchLoader
 
 from children import PILToTensor
 from fastdata import CachedDataset, DataLoader, ImageFolder, ImageManifest, errors
-from fastdata.errors import RemoteError, SampleError, StoreGoneError, sample_error
+from fastdata.errors import RemoteError, SampleError, StoreGoneError, fault_of, sample_error
 
 ODD_PATH = "/data/a, b: 'c'\nsample 7, d.jpg"
 
@@ -202,6 +207,10 @@ OTHERS_OF_A_MACHINE = [
     TimeoutError("no answer"),
     ConnectionResetError("gone"),
     RuntimeError("[Errno 5] Input/output error: '/data/a.jpg'"),  # torchvision's read_file
+    socket.gaierror(socket.EAI_NONAME, "Name or service not known"),
+    ssl.SSLError(1, "wrong version number"),  # a number of OpenSSL's own, not EPERM
+    http.client.IncompleteRead(b"", 10),
+    urllib.error.HTTPError("https://host/a.jpg", 503, "busy", http.client.HTTPMessage(), None),
 ]
 
 
@@ -216,6 +225,26 @@ def test_errors_without_a_number_are_told_by_class_text_and_cause(
         wrapped.__cause__ = cause
         cause = wrapped
     assert isinstance(sample_error("/data/a.jpg", 3, cause), RemoteError)
+
+
+@pytest.mark.parametrize(("status", "fault"), [(404, "missing"), (403, "permission")])
+def test_answers_of_servers_have_the_faults_of_files(status: int, fault: str) -> None:
+    """As attributes of the error (urllib), of its answer (requests), or in a dict (botocore)."""
+    answer = types.SimpleNamespace(status_code=status)
+    metadata = {"ResponseMetadata": {"HTTPStatusCode": status}}
+    given = [({"status": status}), ({"response": answer}), ({"response": metadata})]
+    for attributes in given:
+        problem = http.client.HTTPException()
+        vars(problem).update(attributes)
+        assert fault_of(problem) == fault
+
+
+def test_odd_errors_of_others_are_of_the_sample() -> None:
+    """One that was raised from itself, and error numbers that are none."""
+    circular = ValueError("x")
+    circular.__cause__ = circular
+    for problem in (circular, OSError([5], "x"), OSError("5", "x")):
+        assert fault_of(problem) == "damage"
 
 
 @pytest.mark.parametrize("transform", [None, PILToTensor()], ids=["item", "batch"])
