@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import types
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +36,16 @@ class Items:
 class Pair(NamedTuple):
     image: np.ndarray
     other: np.ndarray
+
+
+class Node:
+    """An object that has a part with a reference back to it, as graphs and trees do."""
+
+    def __init__(self, make: Callable[[Any], Any]) -> None:
+        self.part = types.SimpleNamespace(owner=make(self))
+
+    def __reduce__(self) -> Any:
+        return str, ()
 
 
 class Opaque:
@@ -148,6 +160,14 @@ def test_transforms_that_are_always_applied_are_no_draws(is_old: bool) -> None:
     for drawing in (Applied(0.01), shared(0.01), shared(1.0, outer=0.01)):
         with pytest.raises(ValueError, match="reading its items moves"):
             give(drawing)
+
+
+@pytest.mark.parametrize("make", [weakref.ref, lambda node: node], ids=["weak", "strong"])
+def test_targets_may_refer_to_themselves(make: Callable[[Any], Any]) -> None:
+    """They are no draws; and a generator that moves is seen although they cannot be compared."""
+    CachedDataset(Items(lambda index: (PIXELS[index], Node(make))), prepare_workers=1).close()
+    with pytest.raises(ValueError, match="Python's random generator"):
+        CachedDataset(Items(lambda index: (PIXELS[index], (Node(make), random.random())[0])))
 
 
 def test_a_dataset_may_have_any_attribute() -> None:

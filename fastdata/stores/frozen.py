@@ -13,6 +13,7 @@ import math
 import random
 import time
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -182,7 +183,11 @@ def _read_again(source: DatasetSource, generators: Sequence[_Generator]) -> str:
 
 def _difference(item: Any, again: Any, index: int) -> str:
     for name, one, other in zip(("sample", "target"), item, again, strict=False):
-        if not _is_same(one, other):
+        try:
+            is_same = _is_same(one, other)
+        except Exception:  # noqa: BLE001  # objects of users raise anything when they are compared
+            continue
+        if not is_same:
             return f"item {index} has another {name} each time"
     return ""
 
@@ -212,6 +217,8 @@ def _is_same(one: Any, other: Any) -> bool:
         return one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(_is_same, one, other))
+    if isinstance(one, weakref.ref):  # such as one to the object around it, which is another
+        return True
     if isinstance(one, float) and math.isnan(one):
         return math.isnan(other)
     if hasattr(one, "__dict__"):
