@@ -116,12 +116,14 @@ class OwnItem:
 
     def visits(self, index_B: Array) -> Array:
         """Count one read for each index, and return their visits: int64 (B,)."""
-        is_first = self.reads == 0
-        read_B = np.arange(self.reads, self.reads + len(index_B))
+        first = self.reads
         self.reads += len(index_B)
+        given = [self.visit] if first == 0 and self.position in index_B[:1] else []
+        if len(given) == len(index_B):  # most items read their own sample once
+            return np.array(given, np.int64)
+        read_B = np.arange(first, self.reads)
         visit_B: Array = sample_keys(self.visit, read_B, np.array([self.position])).view(np.int64)
-        if is_first and self.position in index_B[:1]:
-            visit_B[0] = self.visit
+        visit_B[: len(given)] = given
         return visit_B
 
 
@@ -135,7 +137,7 @@ def draw_seed() -> int:
     This is the one draw from a global generator: torchvision's transforms draw from it too, so that
     ``manual_seed``, ``fork_rng`` and worker processes have the effect that users know.
     """
-    return int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+    return int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu").item())
 
 
 class Sample(tuple[Any, ...]):
@@ -412,6 +414,8 @@ def count_earlier(seen: Array, index_B: Array) -> Array:
 
 def count_within(index_B: Array, before_B: Array) -> Array:
     """Add to ``before_B`` how often each index came before in this batch, and return it."""
+    if len(index_B) < 2:  # as where samples are read one by one
+        return before_B
     order = index_B.argsort(kind="stable")
     sorted_B = index_B[order]
     if (sorted_B[1:] == sorted_B[:-1]).any():  # else it takes half the time
