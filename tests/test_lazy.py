@@ -24,7 +24,6 @@ from torchvision import transforms as v1
 from children import Compose, PILToTensor
 from conftest import shown
 from fastdata import DataLoader, ImageFolder, ImageManifest
-from fastdata.datasets import dataset as dataset_module
 from fastdata.errors import FastDataError, IngestError, MemoryBudgetError, SampleError
 from fastdata.machine.shared import Block
 from fastdata.pixels.images import CenterCrop, Resize
@@ -131,9 +130,10 @@ def test_two_first_readers_that_race_prepare_a_dataset_once(
     wanted = sorted(opened)
     opened.clear()
     with ImageFolder(root, **options) as dataset:
-        monkeypatch.setattr("fastdata.datasets.dataset._ENDING", Second())
+        samples: Any = dataset._fastdata
+        monkeypatch.setattr(samples, "_lock", Second())
         assert dataset[1][0].size == (12, 10)
-        assert not isinstance(dataset_module._ENDING, Second)
+        assert not isinstance(samples._lock, Second)
         assert sorted(opened) == wanted
 
 
