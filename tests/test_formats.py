@@ -103,7 +103,7 @@ def test_tars_are_served_in_batches(tars: Path) -> None:
 def test_files_are_not_read_again_to_find_draws(
     tars: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reading a tar draws nothing, and the row group of a Parquet file may take a second to read."""
+    """Reading a tar draws nothing, and one item of a Parquet file takes its whole row group."""
     read: Counter[int] = Counter()
     plain = TarSamples.__getitem__
 
