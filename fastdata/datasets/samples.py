@@ -414,7 +414,7 @@ class DatasetSamples:
         self._prepare(OldSamples(size_bytes, partial(self._drop, before)))
 
     def _drop(self, before: dict[str, Any]) -> None:
-        """Forget the samples from before a change. Epochs that have begun hold them to their end."""
+        """Forget the old samples. Epochs that have begun hold them to their end."""
         old = _unprepared(before["stored"], before["origin"].source(before["stored"]))
         self._read_by(replace(before["reader"], stored=old))
         before.update(stored=old, reader=self.reader, handle=self.handle)

@@ -366,7 +366,7 @@ def _middle_rows(sample: Array) -> Array:
 
 
 _LONGEST_SIDE_PX = 65_500
-"""Of libjpeg."""
+"""The longest side that libjpeg can write."""
 
 
 @dataclass(frozen=True, kw_only=True)
