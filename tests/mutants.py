@@ -181,8 +181,8 @@ MUTANTS = [
     Mutant(
         "slots are given back while they are lent",
         RING,
-        "        loan.buffer = buffer\n",
-        "        loan.buffer = buffer\n        self._free.append(loan)\n",
+        "        lease.buffer = buffer\n",
+        "        lease.buffer = buffer\n        self._free.append(lease)\n",
         "gathered",
     ),
     Mutant(

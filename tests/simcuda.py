@@ -826,9 +826,9 @@ class Sim:
                 self._pinned_free[size].append(Memory(size))
             memory = self._pinned_free[size].pop()
             self._pinned[memory.address] = memory, set()
-        lent = memory.array[:nbytes]
-        weakref.finalize(lent, self._unpin, memory).atexit = False
-        return torch.frombuffer(lent.data, dtype=shape.dtype).as_strided(
+        leased = memory.array[:nbytes]
+        weakref.finalize(leased, self._unpin, memory).atexit = False
+        return torch.frombuffer(leased.data, dtype=shape.dtype).as_strided(
             shape.shape, shape.stride()
         )
 
@@ -1035,7 +1035,7 @@ class Sim:
                 saved.append((owner, name, owner.__dict__.get(name, _MISSING)))
                 setattr(owner, name, value)
 
-        empty, empty_like, take = torch.empty, torch.empty_like, BatchRing.take
+        empty, empty_like, lease = torch.empty, torch.empty_like, BatchRing.lease
 
         def any_empty(*size: Any, pin_memory: bool = False, **options: Any) -> Any:
             return (
@@ -1046,11 +1046,11 @@ class Sim:
             return self.pinned_like(model) if pin_memory else empty_like(model, **options)
 
         def overwriting(ring: Any, size_bytes: int) -> Any:
-            memory = take(ring, size_bytes)
-            lent: Any = memory.obj
-            if lent.base is not None:  # else nobody takes it back
-                buffer = _whole(lent)[:size_bytes]
-                weakref.finalize(lent, self.given_back, buffer).atexit = False
+            memory = lease(ring, size_bytes)
+            leased: Any = memory.obj
+            if leased.base is not None:  # else nobody takes it back
+                buffer = _whole(leased)[:size_bytes]
+                weakref.finalize(leased, self.given_back, buffer).atexit = False
             return memory
 
         def exchange(reference: Any) -> int:
@@ -1099,7 +1099,7 @@ class Sim:
             pin_memory=lambda tensor, device=None: self.pinned_like(tensor).copy_(tensor),
         )
         put(torch, empty=any_empty, empty_like=any_like)
-        put(BatchRing, take=overwriting)
+        put(BatchRing, lease=overwriting)
         put(device, ctypes=loaded)
         put(prefetch, threading=threads)
         is_scheduled = isinstance(self.scheduler, Schedule)
@@ -1144,7 +1144,7 @@ def _span(tensor: SimTensor) -> tuple[Memory, int, int]:
 
 
 def _whole(buffer: np.ndarray) -> np.ndarray:
-    """The array that has the memory, without what was lent of it."""
+    """The array that has the memory, without what was leased of it."""
     while isinstance(buffer.base, np.ndarray):
         buffer = buffer.base
     return buffer.reshape(-1).view(np.uint8)

@@ -7,14 +7,14 @@ import threading
 import numpy as np
 import torch
 
-from fastdata.datasets.reader import BatchRing, room
+from fastdata.datasets.reader import BatchRing, allocate_batch
 
 UINT8 = np.dtype("uint8")
 
 
 def taken(ring: BatchRing, shape: tuple[int, ...], dtype: np.dtype = UINT8) -> np.ndarray:
     """An array over memory of the ring."""
-    [array] = room(shape[0], [(shape[1:], dtype)], ring.take)
+    [array] = allocate_batch(shape[0], [(shape[1:], dtype)], ring.lease)
     return array
 
 
@@ -73,7 +73,7 @@ def test_threads_never_share_a_buffer() -> None:
 
 
 def test_buffers_come_from_the_given_allocator() -> None:
-    """A buffer too small is dropped for a larger one; one that is lent lives on."""
+    """A buffer too small is dropped for a larger one; one that is leased lives on."""
     made: list[int] = []
 
     def allocate(size_bytes: int) -> np.ndarray:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch.utils.data import Dataset, get_worker_info
 
 from fastdata.datasets.batch import OWN_ITEM, IndexBatch, OwnItem
-from fastdata.datasets.reader import Reader, fresh
+from fastdata.datasets.reader import Reader, new_buffer
 from fastdata.datasets.ring import ring_of
 from fastdata.datasets.samples import DatasetSamples, ReaderHandle
 from fastdata.errors import SampleError, kind_of
@@ -159,7 +159,7 @@ class PreparedDataset(Dataset[Any]):
             reader = samples.handle()
             ring = ring_of(self)
             batch = samples.drawing(indices, reader)
-            return reader.items(batch, fresh if ring is None else ring.take)
+            return reader.items(batch, new_buffer if ring is None else ring.lease)
         if batch is None:
             return [self[index] for index in indices]
         return copy_context().run(_own_items, self, batch)

@@ -67,11 +67,11 @@ ALIGN_BYTES = 64
 _DECODED = SampleSpec(shape=None, dtype="uint8", form="pil")
 
 Output = tuple[Shape, np.dtype[Any]]
-Take = Callable[[int], memoryview]
+Allocate = Callable[[int], memoryview]
 
 
-def room(
-    count: int, outputs: list[Output], take: Take, *, channels_last: bool = False
+def allocate_batch(
+    count: int, outputs: list[Output], allocate: Allocate, *, channels_last: bool = False
 ) -> list[Array]:
     """Memory for so many samples of each shape and dtype, all in one piece.
 
@@ -83,7 +83,7 @@ def room(
         length = count * math.prod(shape)
         pieces.append((shape, dtype, length, end))
         end += -(-length * dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES
-    memory = take(end)
+    memory = allocate(end)
     arrays = []
     for shape, dtype, length, start in pieces:
         values = np.frombuffer(memory, dtype, length, start)
@@ -95,7 +95,7 @@ def room(
     return arrays
 
 
-def fresh(size_bytes: int) -> memoryview:
+def new_buffer(size_bytes: int) -> memoryview:
     """Memory that nobody takes back."""
     return np.empty(size_bytes, np.uint8).data
 
@@ -167,8 +167,8 @@ class Column(NamedTuple):
     output: Output | None = None
     last: Program | None = None
 
-    def uncast(self) -> tuple[Column, Op | None]:
-        """This without the conversion to floats at its end; and that, None if it has none."""
+    def without_cast(self) -> tuple[Column, Op | None]:
+        """Return this column without its final float cast, and that cast (None without one)."""
         assert self.program is not None
         program, cast = self.program.without_cast()
         # Which may make three channels of one.
@@ -182,7 +182,7 @@ class Column(NamedTuple):
         made = tensor_class(kind)
         return [self.program.as_tensor(sample).as_subclass(made) for sample in served]
 
-    def finished(self, samples: list[Any], batch: IndexBatch, take: Take) -> Any:
+    def finished(self, samples: list[Any], batch: IndexBatch, allocate: Allocate) -> Any:
         """What unknown steps, and those behind them, make of samples: whole where that can be."""
         last = self.last
         if self.plan.per_sample:
@@ -199,7 +199,7 @@ class Column(NamedTuple):
         if shape is None or output is None:
             return list(map(self.plan.run_last, samples))
         decoded = [to_stored(image)[0] for image in samples]
-        [out] = room(len(samples), [output], take)
+        [out] = allocate_batch(len(samples), [output], allocate)
         images = core.Samples(addresses_of(decoded), np.array([shape] * len(decoded), np.int32))
         last.run(images, batch.positions, batch.visits, batch.seed, out)
         return last.as_tensor(out)
@@ -299,9 +299,9 @@ class Reader:
         return not (self.outputs and all(store.spec.is_dense for store in self.kept.stores))
 
     @cached_property
-    def uncast(self) -> tuple[Reader, list[Op | None]]:
-        """This with columns that are ``uncast``, and their casts; only if there is no obstacle."""
-        columns, casts = zip(*map(Column.uncast, self.columns), strict=True)
+    def without_cast(self) -> tuple[Reader, list[Op | None]]:
+        """Return this reader without final float casts, and the casts; only without obstacle."""
+        columns, casts = zip(*map(Column.without_cast, self.columns), strict=True)
         return replace(self, columns=columns), list(casts)
 
     @cached_property
@@ -326,23 +326,23 @@ class Reader:
 
     # Batches and items
 
-    def __call__(self, batch: IndexBatch, take: Take = fresh) -> Any:
+    def __call__(self, batch: IndexBatch, allocate: Allocate = new_buffer) -> Any:
         """Images (B, *shape) and collated targets; only if there is no obstacle.
 
-        Memory is what ``take`` gives.
+        Memory is what ``allocate`` gives.
         """
-        return self.joined(self.whole(batch, take, self.targets))
+        return self.to_batch(self.read_batch(batch, allocate, self.targets))
 
-    def joined(self, parts: list[Any]) -> Any:
-        """A ``whole`` batch as ``default_collate`` gives it."""
+    def to_batch(self, parts: list[Any]) -> Any:
+        """A batch of ``read_batch`` as ``default_collate`` gives it."""
         *views, targets = parts
         images = views if self.plan.views else views[0]
         keys = self.stored.samples.keys
         return [images, targets] if keys is None else keys.join(images, targets, list)
 
-    def items(self, batch: IndexBatch, take: Take = fresh) -> list[Any]:
+    def items(self, batch: IndexBatch, allocate: Allocate = new_buffer) -> list[Any]:
         """A ``SampleBatch`` where samples are pairs with images of one shape, else a list."""
-        parts = self._parts(batch, take, is_alone=not self.outputs)
+        parts = self._parts(batch, allocate, is_alone=not self.outputs)
         images, *_, targets = parts
         if self.plan.views or self.keys is not None or not isinstance(images, torch.Tensor):
             return self._listed(parts)
@@ -353,7 +353,7 @@ class Reader:
 
     def item(self, batch: IndexBatch) -> Any:
         """Sample and target of a batch of one, in whatever shape it has."""
-        return self._listed(self._parts(batch, fresh, is_alone=self._are_ragged))[0]
+        return self._listed(self._parts(batch, new_buffer, is_alone=self._are_ragged))[0]
 
     def _listed(self, parts: list[Any]) -> list[Any]:
         """The items of a batch."""
@@ -370,11 +370,11 @@ class Reader:
         keys = self.stored.samples.keys
         return list(pairs) if keys is None else [keys.join(*pair) for pair in pairs]
 
-    def _parts(self, batch: IndexBatch, take: Take, *, is_alone: bool) -> list[Any]:
-        """As of a ``whole`` batch; but lists of what differs, or is shown to the user's steps."""
+    def _parts(self, batch: IndexBatch, allocate: Allocate, *, is_alone: bool) -> list[Any]:
+        """As of ``read_batch``; but lists of what differs, or is shown to the user's steps."""
         plan = self.plan
         if self.obstacle is None and not is_alone:
-            return self.whole(batch, take, self.targets_of)
+            return self.read_batch(batch, allocate, self.targets_of)
         kept = self.kept
         index_B = batch.positions.tolist()
         targets = None
@@ -394,7 +394,7 @@ class Reader:
                         for program, store in zip(self.programs, stores, strict=False)
                     ]
             else:
-                outs = room(len(batch), self.outputs, fresh)
+                outs = allocate_batch(len(batch), self.outputs, new_buffer)
                 self.read_into(outs, batch)
                 rows = [[out[b, ...] for b in range(len(out))] for out in outs]
             columns = list(map(Column.shown, self.columns, rows))
@@ -405,9 +405,9 @@ class Reader:
             return columns
         if self.pair_transform is None:
             # Of the ring there is one piece of memory a batch.
-            take = fresh if len(columns) > 1 else take
+            allocate = new_buffer if len(columns) > 1 else allocate
             columns = [
-                column.finished(samples, batch, take)
+                column.finished(samples, batch, allocate)
                 for column, samples in zip(self.columns, columns, strict=True)
             ]
         return [*columns, self.targets_of(batch, targets)]
@@ -466,18 +466,21 @@ class Reader:
 
     # Whole columns
 
-    def whole(
-        self, batch: IndexBatch, take: Take, targets_of: Callable[[IndexBatch], Any]
+    def read_batch(
+        self, batch: IndexBatch, allocate: Allocate, targets_of: Callable[[IndexBatch], Any]
     ) -> list[Any]:
         """Images of each view, and behind these the targets, or masks."""
         is_last = batch.channels_last and self.can_write_channels_last
-        outs = room(len(batch), self.outputs, take, channels_last=is_last)
+        outs = allocate_batch(len(batch), self.outputs, allocate, channels_last=is_last)
         self.read_into(outs, batch)
         parts = list(map(torch.Tensor.view, map(torch.from_numpy, outs), self.dtypes))
         return parts if self.plan.mask else [*parts, targets_of(batch)]
 
     def read_into(self, outs: list[Array], batch: IndexBatch, rows_B: Array | None = None) -> None:
-        """Read a batch's images into ``room()`` for it; or into rows ``rows_B`` of a larger one."""
+        """Read a batch's images into arrays of ``allocate_batch``.
+
+        ``rows_B`` are the rows to write to where the arrays are for a larger batch.
+        """
         if self.stored.is_remote:
             self.expect(batch)
         index_B = batch.positions
@@ -650,8 +653,8 @@ def _channels_of(images: Store) -> int | None:
 # Memory that is reused
 
 
-class Loan(weakref.ref[np.ndarray]):
-    """An array that was lent; what is called when it dies runs no line of Python.
+class Lease(weakref.ref[np.ndarray]):
+    """A reference to an array that was leased; its callback runs no line of Python.
 
     In one, Ctrl-C would be an error that is printed and forgotten, and the training loop would go
     on.
@@ -673,8 +676,8 @@ class BatchRing:
 
     def __init__(self, slots: int, allocate: Callable[[int], Array] | None = None) -> None:
         self._allocate = allocate or partial(np.empty, dtype=np.uint8)
-        self._free: deque[Loan | None] = deque([None] * slots)  # None: of no buffer yet
-        self._loans: dict[int, Loan] = {}  # by id, those that came back too
+        self._free: deque[Lease | None] = deque([None] * slots)  # None: of no buffer yet
+        self._leases: dict[int, Lease] = {}  # by id, those that came back too
         self._slots = slots
         self.fresh_count = 0  # how often all slots were lent and the batch got memory of its own
 
@@ -684,20 +687,20 @@ class BatchRing:
 
     @property
     def bytes_held(self) -> int:
-        return sum(loan.buffer.nbytes for loan in list(self._loans.values()))
+        return sum(lease.buffer.nbytes for lease in list(self._leases.values()))
 
-    def take(self, size_bytes: int) -> memoryview:
+    def lease(self, size_bytes: int) -> memoryview:
         """Memory that is lent as long as anything over it lives."""
         try:
-            loan = self._free.pop()
+            lease = self._free.pop()
         except IndexError:
             self.fresh_count += 1
-            return fresh(size_bytes)
-        buffer = None if loan is None else self._loans.pop(id(loan)).buffer
+            return new_buffer(size_bytes)
+        buffer = None if lease is None else self._leases.pop(id(lease)).buffer
         if buffer is None or buffer.nbytes < size_bytes:
             buffer = self._allocate(size_bytes)
-        lent = buffer[:size_bytes]
-        loan = Loan(lent, self._free.append)
-        loan.buffer = buffer
-        self._loans[id(loan)] = loan
-        return lent.data  # arrays over it refer to it, those over the array to the buffer
+        leased = buffer[:size_bytes]
+        lease = Lease(leased, self._free.append)
+        lease.buffer = buffer
+        self._leases[id(lease)] = lease
+        return leased.data  # arrays over it refer to it, those over the array to the buffer

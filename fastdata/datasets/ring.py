@@ -36,7 +36,7 @@ from torch.utils.data._utils import collate as torch_collate
 
 from fastdata.datasets.batch import Collate
 from fastdata.datasets.batch import collate as default_collate
-from fastdata.datasets.reader import ALIGN_BYTES, Loan, fresh
+from fastdata.datasets.reader import ALIGN_BYTES, Lease, new_buffer
 from fastdata.errors import MemoryBudgetError, StoreGoneError
 from fastdata.machine import is_running
 from fastdata.machine.shared import Block
@@ -47,7 +47,7 @@ from fastdata.report import warn_user
 _LOOP_MODULE = "torch.utils.data._utils.worker"
 _FETCH_MODULE = "torch.utils.data._utils.fetch"
 _FREE = 0
-_LENT = 1
+_LEASED = 1
 _PAGE_BYTES = 4096
 _STATE_BYTES = ALIGN_BYTES  # the first byte of a slot has a cache line of its own before the data
 # A tensor travels with its whole storage, as in torch, up to so many times its own bytes.
@@ -165,13 +165,13 @@ class WorkerRing:
         dataset = getattr(dataset, "behind", dataset)
         while isinstance(dataset, Subset):
             dataset = dataset.dataset
-        # It gathers its batches straight into a slot, by ``take``.
+        # It gathers its batches straight into a slot, by ``lease``.
         _worker_rings[id(dataset)] = self
 
-    def take(self, size_bytes: int) -> memoryview:
+    def lease(self, size_bytes: int) -> memoryview:
         self._begin()
         memory = None if self._filled is None else self._filled.reserve(size_bytes)
-        return memory or fresh(size_bytes)
+        return memory or new_buffer(size_bytes)
 
     def send(self, collate: Collate, samples: Any) -> SentBatch:
         if self._filled is None:
@@ -190,11 +190,11 @@ class WorkerRing:
         self._end()  # of a batch that never came
         self._filled = next((slot for slot in self._slots if slot.is_free), None)
         if self._filled is not None:
-            self._filled.lend()
+            self._filled.lease()
 
     def _end(self) -> None:
         if self._filled is not None:
-            self._filled.lent = None
+            self._filled.leased = None
             self._filled = None
 
     def _collate(self, collate: Collate, samples: Any) -> Any:
@@ -226,7 +226,7 @@ class _Slot:
         memory: of the block; only a state before the first batch.
         handle: where the training loop finds it: the worker's process, a name, the pickled block;
             None before the first batch.
-        lent: the memory, while a batch is brought into it: an array that lives as long as anything
+        leased: the memory, while a batch is brought into it: an array that lives as long as anything
             over it in this process.
     """
 
@@ -235,25 +235,25 @@ class _Slot:
         self.handle: Handle | None = None
         self._name = secrets.token_hex(8)
         self._block: Block | None = None
-        self.lend()
-        self.lent: Array | None = None
+        self.lease()
+        self.leased: Array | None = None
 
     @property
     def is_free(self) -> bool:
         return self.memory[0] == _FREE and self._latest() is None
 
-    def lend(self) -> None:
-        self.lent = self.memory[:]
-        self._latest = weakref.ref(self.lent)
+    def lease(self) -> None:
+        self.leased = self.memory[:]
+        self._latest = weakref.ref(self.leased)
         self._end = _STATE_BYTES
 
     def reserve(self, size_bytes: int) -> memoryview | None:
         """The next bytes, or None if it is full."""
         start = self._end
-        if self.lent is None or start + size_bytes > self.lent.nbytes:
+        if self.leased is None or start + size_bytes > self.leased.nbytes:
             return None
         self._end = _aligned(start + size_bytes)
-        return self.lent.data[start : start + size_bytes]
+        return self.leased.data[start : start + size_bytes]
 
     def stack(self, batch: Any, *, collate_fn_map: Any = None) -> Any:
         """Torch's ``collate_tensor_fn``, which stacks plain tensors here."""
@@ -275,7 +275,7 @@ class _Slot:
             spans = self._lay_out(parts)
         except MemoryBudgetError:
             return None
-        self.memory[0] = _LENT
+        self.memory[0] = _LEASED
         return self.handle, spans, packer.file.getvalue()
 
     def offset_of(self, part: Array) -> int | None:
@@ -309,7 +309,7 @@ class _Slot:
         self._block = block
         self.memory = block.array("uint8", (block.size_bytes,))
         self.handle = os.getpid(), self._name, pickle.dumps(block)
-        self.lend()
+        self.lease()
 
 
 def _aligned(offset: int) -> int:
@@ -396,7 +396,7 @@ class BatchReceiver:
         self._token = token
         self.fresh_count = 0  # batches that came in torch's way, because all slots were lent
         # By name: the handle, and who is told when the latest batch dies.
-        self._mapped: dict[str, tuple[Handle, Loan]] = {}
+        self._mapped: dict[str, tuple[Handle, Lease]] = {}
 
     def __reduce__(self) -> Any:
         return BatchReceiver.of, (self._token,)
@@ -409,7 +409,7 @@ class BatchReceiver:
     @property
     def bytes_held(self) -> int:
         self._drop_ended()
-        return sum(loan.buffer.nbytes for _, loan in list(self._mapped.values()))
+        return sum(lease.buffer.nbytes for _, lease in list(self._mapped.values()))
 
     def receive(self, handle: Handle | None, spans: Spans, data: bytes) -> Any:
         """The batch of this structure, whose parts lie in spans of a slot.
@@ -426,9 +426,9 @@ class BatchReceiver:
     def borrow(self, handle: Handle) -> memoryview:
         """The memory of a slot, which is given back when the last that is made of it dies."""
         pid, name, block = handle
-        known, loan = self._mapped.get(name, (None, None))
-        if loan is not None and known == handle:
-            memory = loan.buffer
+        known, lease = self._mapped.get(name, (None, None))
+        if lease is not None and known == handle:
+            memory = lease.buffer
         else:
             self._drop_ended()
             try:
@@ -438,12 +438,12 @@ class BatchReceiver:
                 raise StoreGoneError(
                     f"the DataLoader worker (pid {pid}) has ended, and this batch with it"
                 ) from None
-        lent = memory[:]
-        loan = Loan(lent, _GIVE_BACK)
-        loan.buffer = memory
-        loan.set_state = memory[:1].fill
-        self._mapped[name] = handle, loan
-        return lent.data
+        leased = memory[:]
+        lease = Lease(leased, _GIVE_BACK)
+        lease.buffer = memory
+        lease.set_state = memory[:1].fill
+        self._mapped[name] = handle, lease
+        return leased.data
 
     def _drop_ended(self) -> None:
         """Forget the slots of workers that have ended."""
@@ -456,11 +456,11 @@ _receivers: weakref.WeakValueDictionary[str, BatchReceiver] = weakref.WeakValueD
 _GIVE_BACK = operator.methodcaller("set_state", _FREE)
 
 
-def _forget_loans() -> None:
+def _forget_leases() -> None:
     """Have a forked process drop what it inherits: the batches are still its parent's."""
     for receiver in list(_receivers.values()):
         receiver._mapped.clear()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_loans)
+    os.register_at_fork(after_in_child=_forget_leases)

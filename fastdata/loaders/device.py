@@ -317,7 +317,7 @@ class DeviceOps:
                 self._warn_of_the_store(obstacle)
             return None, None, None
         handle = handle_of(self._served.parts[0])
-        _, casts = reader.uncast
+        _, casts = reader.without_cast
         converts = [None if cast is None else _to_floats(cast) for cast in casts]
         why = _store_obstacle(reader) if has_store else ""
         if has_store and not why:
@@ -347,7 +347,7 @@ class DeviceOps:
         if obstacle is None:
             if isinstance(reader, JoinedReader):
                 obstacle = "the samples of a ConcatDataset lie in several stores"
-            elif not any(reader.uncast[1]):
+            elif not any(reader.without_cast[1]):
                 codes = {op.code for column in reader.columns for op in column.plan.batch_ops}
                 if "OP_CAST" in codes:
                     obstacle = "erasing or noise comes after the conversion to floats"
@@ -369,14 +369,14 @@ class DeviceOps:
 
 def _read(handle: ReaderHandle, batch: IndexBatch, ring: BatchRing) -> list[Any]:
     """The parts of a batch as they are sent."""
-    sent, _ = handle().uncast
-    return sent.whole(batch, ring.take, sent.targets)
+    sent, _ = handle().without_cast
+    return sent.read_batch(batch, ring.lease, sent.targets)
 
 
 def _finish(handle: ReaderHandle, converts: list[Transform | None], batch: list[Any]) -> Any:
     pairs = zip_longest(batch, converts)
     made = [part if convert is None else convert(part) for part, convert in pairs]
-    return handle().joined(made)
+    return handle().to_batch(made)
 
 
 def _to_floats(cast: Op) -> Transform:
@@ -436,7 +436,7 @@ class StoreCut(Iterator[Any]):
         self._device = samples_NCHW.device
         self._convert = convert
         self._stream: Any = None  # that batches were cut on
-        [program] = handle().uncast[0].programs
+        [program] = handle().without_cast[0].programs
         self._window = Window(program, samples_NCHW)
         # Images, targets and mark of batches that were cut; indices of those that are to be, each
         # alone; and what comes after these.
@@ -460,7 +460,7 @@ class StoreCut(Iterator[Any]):
             self.marks[0] = self._indices.progress.mark()
             raise self._ends.pop()
         images, targets, self.marks[0] = self._made.popleft()
-        batch = self._handle().joined([images, _sent(targets, self.send)])
+        batch = self._handle().to_batch([images, _sent(targets, self.send)])
         now = torch.cuda.current_stream(self._device)
         if now != self._stream:  # the loop has changed to another
             now.wait_stream(self._stream)

@@ -48,7 +48,7 @@ from fastdata.datasets.dataset import (
     latest_reader,
     samples_of,
 )
-from fastdata.datasets.reader import BatchRing, Reader, Take, fresh, room
+from fastdata.datasets.reader import Allocate, BatchRing, Reader, allocate_batch, new_buffer
 from fastdata.datasets.ring import BatchReceiver, RingCollate
 from fastdata.datasets.samples import ReaderHandle
 from fastdata.errors import IngestError, MemoryBudgetError, StoreGoneError
@@ -76,20 +76,20 @@ class JoinedReader:
         self.target_transform = _first(reader.target_transform for reader in readers)
         self.served_bytes = None if self.obstacle else readers[0].served_bytes
 
-    def __call__(self, batch: IndexBatch, take: Take = fresh) -> Any:
+    def __call__(self, batch: IndexBatch, allocate: Allocate = new_buffer) -> Any:
         readers = self._readers
         first = readers[0]
         is_last = batch.channels_last and all(each.can_write_channels_last for each in readers)
-        outs = room(len(batch), first.outputs, take, channels_last=is_last)
+        outs = allocate_batch(len(batch), first.outputs, allocate, channels_last=is_last)
         for number, row_B, piece in self._pieces(batch):
             readers[number].read_into(outs, piece, row_B)
         parts = list(map(torch.Tensor.view, map(torch.from_numpy, outs), first.dtypes))
         if first.plan.mask is None:
             of_each = self.in_order(batch, [reader.targets_of for reader in readers])
             parts.append(collate_targets(of_each))
-        return first.joined(parts)
+        return first.to_batch(parts)
 
-    def items(self, batch: IndexBatch, take: Take = fresh) -> list[Any]:
+    def items(self, batch: IndexBatch, allocate: Allocate = new_buffer) -> list[Any]:
         return self.in_order(batch, [reader.items for reader in self._readers])
 
     def in_order(self, batch: IndexBatch, reads: Sequence[Callable[..., list[Any]]]) -> list[Any]:
@@ -279,7 +279,7 @@ class Engine(NamedTuple):
     workers: int
 
 
-def shown_as(name: str) -> AbstractContextManager[Any]:
+def profiled(name: str) -> AbstractContextManager[Any]:
     """Let a profiler show what runs within; 0.3 us without one, where torch's own takes 4 us."""
     return profiler.record_function(name) if profiler._is_profiler_enabled else nullcontext()
 
@@ -308,7 +308,7 @@ class BatchMaker:
     read: Read | None
 
     def __call__(self, indices: Any, draws: DrawKey) -> Any:
-        with shown_as("fastdata: read"):
+        with profiled("fastdata: read"):
             read = self.fetch
             is_collated = False
             may_draw = self.in_thread  # the user's own code
@@ -319,7 +319,7 @@ class BatchMaker:
                 reader = self.handle.reader or self.handle()
                 is_whole = reader.obstacle is None
                 is_collated = is_whole and self.collate_fn is collate and len(indices) > 0
-                read = partial(reader if is_collated else reader.items, take=self.ring.take)
+                read = partial(reader if is_collated else reader.items, allocate=self.ring.lease)
                 may_draw &= not is_whole or reader.target_transform is not None
             with BatchDraws(draws.apart()) if may_draw else nullcontext():
                 batch = read(indices)

@@ -60,7 +60,7 @@ from fastdata.loaders.device import (
     resolve_device,
     ring_slots,
 )
-from fastdata.loaders.epochs import HELD_BY_USER, LoopCounts, sample_count, shown_as
+from fastdata.loaders.epochs import HELD_BY_USER, LoopCounts, sample_count, profiled
 from fastdata.machine import format_bytes
 from fastdata.pixels.images import Array
 from fastdata.report import EpochReport, Line
@@ -436,7 +436,7 @@ class Transfer:
             _refuse_capture(self.device)
         asked_at = time.perf_counter()
         try:
-            with shown_as("fastdata: wait"):
+            with profiled("fastdata: wait"):
                 outcome = self._read_here() if self.stream is None else self._take()
         except BaseException:  # Ctrl-C, or torch's word on a killed worker
             self.stop()
@@ -569,7 +569,7 @@ class Transfer:
             ready = _event()
             self._in_flight.append((ready, sources))
             try:
-                with shown_as("fastdata: copy"):
+                with profiled("fastdata: copy"):
                     batch = build([self._copy(tensor) for tensor in tensors])
                 batch = self.finish(batch)
             finally:

@@ -19,7 +19,7 @@ from torchvision import transforms as v1  # noqa: E402  # only importable now
 
 from fastdata import CachedDataset  # noqa: E402
 from fastdata.datasets.batch import IndexBatch  # noqa: E402
-from fastdata.datasets.reader import Take, fresh  # noqa: E402
+from fastdata.datasets.reader import Allocate, new_buffer  # noqa: E402
 from fastdata.datasets.samples import DatasetSamples  # noqa: E402
 from fastdata.machine.shared import Block  # noqa: E402
 
@@ -98,16 +98,16 @@ class CountingReader:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._reader, name)
 
-    def __call__(self, batch: IndexBatch, take: Take = fresh) -> Any:
-        return self._reader(batch, take)
+    def __call__(self, batch: IndexBatch, allocate: Allocate = new_buffer) -> Any:
+        return self._reader(batch, allocate)
 
     def item(self, batch: IndexBatch) -> Any:
         self._count(0)
         return self._reader.item(batch)
 
-    def items(self, batch: IndexBatch, take: Take = fresh) -> Any:
+    def items(self, batch: IndexBatch, allocate: Allocate = new_buffer) -> Any:
         self._count(1)
-        return self._reader.items(batch, take)
+        return self._reader.items(batch, allocate)
 
 
 def see(batch: Any) -> Batch:
