@@ -617,7 +617,7 @@ def test_a_draw_from_other_generators_is_found(call: Any) -> None:
     "call",
     [
         default_collate,
-        partial(collate, pad=0),
+        collate,
         _calls(torch.rand),
         _calls(v2.RandomChoice([v2.MixUp(num_classes=2), v2.CutMix(num_classes=2)])),
         MixingBySlot(len),

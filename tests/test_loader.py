@@ -11,7 +11,6 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -806,7 +805,7 @@ def test_the_collate_of_torch_works_too(images: CachedDataset) -> None:
         )
 
 
-@pytest.mark.parametrize("collate_fn", [partial(collate, pad=0), default_collate])
+@pytest.mark.parametrize("collate_fn", [collate, default_collate])
 def test_ours_and_torchs_collate_are_not_watched_for_draws(
     images: CachedDataset, monkeypatch: pytest.MonkeyPatch, collate_fn: Any
 ) -> None:

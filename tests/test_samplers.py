@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
-    BatchSampler,
     ConcatDataset,
     Dataset,
     DistributedSampler,
@@ -26,13 +25,9 @@ from torchvision import transforms as v1
 from conftest import shown
 from fastdata import (
     CachedDataset,
-    CudaPrefetcher,
     DataLoader,
     FastDataWarning,
-    RingCollate,
-    collate,
 )
-from fastdata.datasets.batch import Padded
 from fastdata.loaders.samplers import (
     Order,
     RankSampler,
@@ -47,7 +42,6 @@ AUGMENT = v1.Compose(
 )
 COUNT = 23
 WORLDS = [1, 2, 3, 4, 8]
-SHAPES = np.stack([np.arange(COUNT) * 7 % 5 + 2, np.arange(COUNT) * 11 % 6 + 2], axis=1)
 WEIGHTS = np.arange(COUNT) % 4
 TARGETS = np.arange(COUNT) % 3
 
@@ -842,69 +836,6 @@ def test_mixed_orders_are_uniform() -> None:
     assert rounds[0] != rounds[1]
 
 
-# Padding
-
-
-def _ragged() -> list[Any]:
-    return [(torch.full((2, *shape), k + 1), k) for k, shape in enumerate([(3, 5), (4, 2), (1, 1)])]
-
-
-@pytest.mark.parametrize("kind", ["pairs", "dicts", "alone"])
-def test_images_are_padded_at_the_right_and_the_bottom(kind: str) -> None:
-    """Each image lies at the top left of one tensor, ``pad`` around it; sizes and targets are told."""
-    samples: list[Any] = _ragged()
-    if kind == "dicts":
-        samples = [{"label": target, "image": image} for image, target in samples]
-    batch = collate(samples if kind != "alone" else [image for image, _ in samples], pad=-1)
-    padded = {"pairs": lambda: batch[0], "dicts": lambda: batch["image"], "alone": lambda: batch}[
-        kind
-    ]()
-    targets = {
-        "pairs": lambda: batch[1],
-        "dicts": lambda: batch["label"],
-        "alone": lambda: torch.arange(3),
-    }[kind]()
-    assert padded.images.shape == (3, 2, 4, 5)
-    assert padded.sizes.tolist() == [[3, 5], [4, 2], [1, 1]]
-    assert padded.sizes.dtype == torch.int64
-    assert targets.tolist() == [0, 1, 2]
-    for k, (image, _) in enumerate(_ragged()):
-        height, width = image.shape[1:]
-        assert torch.equal(padded.images[k, :, :height, :width], image)
-        assert int((padded.images[k] == -1).sum()) == 2 * (20 - height * width)
-
-
-def test_a_whole_batch_is_padded_without_a_copy() -> None:
-    """Samples that fastdata served as one tensor stay that, with nothing padded."""
-    with _images() as dataset:
-        samples = dataset.__getitems__([1, 2])
-        padded, labels = collate(samples, pad=0)
-        assert padded.images is samples.stacked[0]
-        assert (padded.sizes.tolist(), labels.tolist()) == ([[4, 3]] * 2, [1, 2])
-
-
-@pytest.mark.parametrize("engine", [INLINE, PROCESSES], ids=["inline", "processes"])
-def test_padded_batches_go_all_ways(engine: dict[str, Any]) -> None:
-    """Batches of ragged samples come padded through processes, RingCollate in torch's loader, and a prefetcher."""
-    samples = [(torch.full((3, *shape), k), k) for k, shape in enumerate(SHAPES.tolist())]
-    with CachedDataset([(image.to(torch.uint8), k) for image, k in samples]) as dataset:
-        pads = partial(collate, pad=0)
-        sampler = [*BatchSampler(range(COUNT), 4, False)]
-        loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=pads, **engine)
-        workers = engine["num_workers"]
-        theirs = TorchLoader(
-            dataset, batch_sampler=sampler, collate_fn=RingCollate(pads), num_workers=workers
-        )
-        for batches in (loader, theirs, CudaPrefetcher(loader, "cpu")):
-            seen = []
-            for padded, labels in batches:
-                assert type(padded) is Padded
-                assert padded.sizes.tolist() == SHAPES[labels].tolist()
-                assert torch.equal(padded.images.amax(dim=(1, 2, 3)).long(), labels)
-                seen += labels.tolist()
-            assert sorted(seen) == list(range(COUNT))
-
-
 def test_ranks_that_all_read_all_samples_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """A shuffled loader in one of two ranks says once that it shares out nothing; one that does, not."""
     monkeypatch.setenv("RANK", "0")
@@ -945,10 +876,6 @@ def test_a_sampler_of_nothing_says_what_it_needs() -> None:
         ),
         (lambda: balanced(Numbers()), "Numbers has no targets; give the class of each sample"),
         (
-            lambda: collate([torch.zeros(1, 2, 2).byte()], pad=-1),
-            "pad=-1 does not fit images of torch.uint8",
-        ),
-        (
             lambda: mixed([5, 6], [1]),
             r"weights=\[1.0\] of datasets of \[5, 6\] samples: one for each",
         ),
@@ -972,31 +899,6 @@ def test_what_cannot_be_is_refused(make: Callable[[], Any], message: str) -> Non
     """Each wrong argument is a ValueError that says what was given, and what is needed."""
     with pytest.raises(ValueError, match=message):
         make()
-
-
-@pytest.mark.parametrize(
-    ("samples", "message"),
-    [
-        (
-            [("an image", 1)],
-            r"tensors \(C, H, W\), not str; end the transform with a step that makes tensors",
-        ),
-        ([(torch.zeros(4, 4), 1)], r"not one of shape \(4, 4\)"),
-        (
-            [torch.zeros(1, 2, 2), torch.zeros(3, 2, 2)],
-            "float32 of 1 channels and torch.float32 of 3 channels",
-        ),
-        (
-            [{"a": torch.zeros(1, 2, 2), "b": torch.zeros(1, 2, 2)}],
-            r"one image, .* in each sample, and finds \['a', 'b'\] among",
-        ),
-        ([{"a": 1}], r"finds \[\] among \['a'\]"),
-    ],
-)
-def test_images_that_cannot_be_padded_are_refused(samples: list[Any], message: str) -> None:
-    """What is no image tensor, or differs in more than its size, is a TypeError that says so."""
-    with pytest.raises(TypeError, match=message):
-        collate(samples, pad=0)
 
 
 def test_a_sampler_made_alone_knows_its_rank_when_it_is_iterated(
