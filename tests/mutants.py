@@ -92,17 +92,10 @@ MUTANTS = [
         "transform",
     ),
     Mutant(
-        "attributes of the user's objects are not searched",
+        "attributes and slots of the user's objects are not searched",
         BATCH,
-        "        parts += attributes.values()\n",
-        "        pass\n",
-        "objects",
-    ),
-    Mutant(
-        "slots of the user's objects are not searched",
-        BATCH,
-        "            parts.append(slot.__get__(value))",
-        "            pass",
+        "        parts = gc.get_referents(value)\n",
+        "        parts = list(value) if isinstance(value, (list, tuple)) else []\n",
         "objects",
     ),
     Mutant(
@@ -131,8 +124,8 @@ MUTANTS = [
     Mutant(
         "sources in objects that move in place are not held",
         PREFETCH,
-        "return [*tensors, *in_objects]",
-        "return tensors",
+        "                sources.extend(host_memory(staged))",
+        "                pass",
         "moving_objects",
     ),
     Mutant(

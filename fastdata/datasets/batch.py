@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import operator
 from array import array
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
-from functools import cache, lru_cache, partial
-from types import FunctionType, MemberDescriptorType, ModuleType
+from functools import cache
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -163,6 +163,9 @@ class SampleBatch(list[Any]):
             it is made when it is asked for, if it can be.
         each_target: one Python object per sample.
         image_class: of the images in the list, such as ``tv_tensors.Image`` or ``np.ndarray``.
+
+    Attributes:
+        parts: these arguments.
     """
 
     def __init__(
@@ -173,7 +176,7 @@ class SampleBatch(list[Any]):
         image_class: type[torch.Tensor] | type[np.ndarray] = torch.Tensor,
     ) -> None:
         each_target = list(each_target)
-        self._parts = images, targets, each_target, image_class
+        self.parts = images, targets, each_target, image_class
         pairs = zip(rows_of(images, image_class), each_target, strict=True)
         super().__init__(map(Sample, pairs))
         self._made_of = list(self)
@@ -182,9 +185,14 @@ class SampleBatch(list[Any]):
 
     @property
     def is_intact(self) -> bool:
-        """Whether the list still consists of the very samples that it was made of."""
+        """True if the list still consists of the very samples that it was made of."""
         are_same = all(map(operator.is_, self, self._made_of))
         return are_same and len(self) == len(self._made_of)
+
+    @property
+    def is_stacked(self) -> bool:
+        """True if samples are still views of one tensor."""
+        return self.is_intact and self.parts[3] is not np.ndarray
 
     @property
     def stacked(self) -> Any:
@@ -194,7 +202,7 @@ class SampleBatch(list[Any]):
         """
         if not self.is_intact:
             return None
-        images, targets, each_target, _ = self._parts
+        images, targets, each_target, _ = self.parts
         return [images, collate_targets(each_target) if targets is None else targets]
 
     def __reduce__(self) -> Any:
@@ -351,15 +359,13 @@ def count_within(index_B: Array, before_B: Array) -> Array:
 
 # Batches as trees
 
-Build = Callable[[Sequence[Any]], Any]
-
 
 def is_tensor(value: Any) -> bool:
     return isinstance(value, (torch.Tensor, PackedSequence))
 
 
 def is_container(value: Any) -> bool:
-    """True if ``flatten`` takes a value apart."""
+    """True if ``map_batch`` maps the parts of a value."""
     if isinstance(value, (list, tuple, Mapping)):
         return True
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
@@ -379,34 +385,106 @@ def moves_itself(value: Any) -> bool:
     return hasattr(kind, "pin_memory") or not is_container(value)
 
 
-def flatten(batch: Any, is_leaf: Callable[[Any], bool] = is_tensor) -> tuple[list[Any], Build]:
-    """Return the tensors in a batch, each once, and what makes the same batch of others.
+def map_batch(
+    function: Callable[[Any], Any], batch: Any, is_leaf: Callable[[Any], bool] = is_tensor
+) -> Any:
+    """Return a batch in which ``function`` has replaced each tensor.
 
-    Tuples, namedtuples, lists, mappings, dataclasses and ``SampleBatch`` keep their type; one that
-    holds no tensor is passed on as it is, like every other value. A ``PackedSequence`` counts as a
-    tensor. What makes the batch holds none of its tensors, but for a mapping that is no dict.
+    Tuples, namedtuples, lists, mappings, dataclasses and ``SampleBatch`` keep their type. One in
+    which nothing is replaced is returned itself, like every other value. A tensor that occurs twice
+    is replaced once. A ``PackedSequence`` counts as a tensor.
 
     Args:
+        function: is called with each tensor.
         batch: any value.
-        is_leaf: returns True for values that are returned and not taken apart.
+        is_leaf: returns True for values that ``function`` is called with, instead of tensors.
 
     Example:
-        >>> tensors, build = flatten({"image": torch.zeros(2), "name": "a"})
-        >>> len(tensors), build(["another"])
-        (1, {'image': 'another', 'name': 'a'})
+        >>> map_batch(len, {"image": torch.zeros(2), "name": "a"})
+        {'image': 2, 'name': 'a'}
     """
-    numbered: dict[int, tuple[int, Any]] = {}
-    build = _flatten(batch, numbered, is_leaf)
-    return [tensor for _, tensor in numbered.values()], build or (lambda _: batch)
+    return _map_value(function, batch, is_leaf, {})
+
+
+def leaves_of(batch: Any, is_leaf: Callable[[Any], bool] = is_tensor) -> list[Any]:
+    """Return the tensors in a batch, or other leaves, each once.
+
+    Example:
+        >>> leaves_of({"image": torch.zeros(2), "name": "a"})
+        [tensor([0., 0.])]
+    """
+    found: list[Any] = []
+
+    def note(leaf: Any) -> Any:
+        found.append(leaf)
+        return leaf
+
+    map_batch(note, batch, is_leaf)
+    return found
+
+
+def _map_value(
+    function: Callable[[Any], Any],
+    value: Any,
+    is_leaf: Callable[[Any], bool],
+    results: dict[int, Any],
+) -> Any:
+    # Not a closure that calls itself: such a cycle would keep the tensors until garbage collection.
+    if is_leaf(value):
+        if id(value) not in results:
+            results[id(value)] = function(value)
+        return results[id(value)]
+    parts = _parts_of(value)
+    mapped = [_map_value(function, part, is_leaf, results) for part in parts]
+    if all(map(operator.is_, mapped, parts)):
+        return value
+    return _rebuilt(value, mapped)
+
+
+def _parts_of(value: Any) -> Sequence[Any]:
+    """Return the values in a container; none of anything else."""
+    match value:
+        case SampleBatch() if value.is_stacked:
+            return value.parts
+        case list() | tuple():
+            return value
+        case Mapping():
+            return list(dict(value).values())
+    if not is_container(value):
+        return ()
+    return [getattr(value, field.name) for field in dataclasses.fields(value)]
+
+
+def _rebuilt(value: Any, parts: list[Any]) -> Any:
+    """Return a container like ``value`` of other parts."""
+    match value:
+        case SampleBatch():
+            return SampleBatch(*parts) if value.is_stacked else parts
+        case tuple() if hasattr(value, "_make"):
+            return value._make(parts)
+        case list() | tuple():
+            return type(value)(parts)
+        case MutableMapping():  # a copy keeps the rest of it, such as a default factory
+            new = copy.copy(value)
+            new.update(zip(value, parts, strict=True))
+            return new
+        case Mapping():
+            return dict(zip(value, parts, strict=True))
+    new = copy.copy(value)
+    for field, part in zip(dataclasses.fields(value), parts, strict=True):
+        object.__setattr__(new, field.name, part)  # a frozen one too: the copy is not shared yet
+    return new
 
 
 def as_channels_last(batch: Any) -> Any:
-    """The batch with its tensors of four dimensions in ``torch.channels_last``."""
-    tensors, build = flatten(batch)
-    for number, tensor in enumerate(tensors):
-        if isinstance(tensor, torch.Tensor) and tensor.ndim == 4:
-            tensors[number] = tensor.contiguous(memory_format=torch.channels_last)
-    return build(tensors)
+    """Return the batch with its tensors of four dimensions in ``torch.channels_last``."""
+    return map_batch(_channels_last, batch)
+
+
+def _channels_last(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.ndim == 4:
+        return value.contiguous(memory_format=torch.channels_last)
+    return value
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -419,65 +497,17 @@ class ChannelsLast:
         return as_channels_last(self.collate_fn(samples))
 
 
-def _flatten(
-    value: Any, numbered: dict[int, tuple[int, Any]], is_leaf: Callable[[Any], bool]
-) -> Build | None:
-    """Number the leaves of a value; return None if it holds none."""
-    if is_leaf(value):
-        number = numbered.setdefault(id(value), (len(numbered), value))[0]
-        return operator.itemgetter(number)
-    parts, make = _taken_apart(value)
-    found = {key: _flatten(part, numbered, is_leaf) for key, part in parts.items()}
-    builds = {key: build for key, build in found.items() if build is not None}
-    if not builds:
-        return None
-    rest = parts | dict.fromkeys(builds)
-    return lambda tensors: make(rest | {key: build(tensors) for key, build in builds.items()})
-
-
-def _taken_apart(value: Any) -> tuple[dict[Any, Any], Callable[[dict[Any, Any]], Any]]:
-    """The values in a container, and what makes the like of others."""
-    if isinstance(value, SampleBatch) and value.is_intact and value._parts[3] is not np.ndarray:
-        return dict(enumerate(value._parts)), lambda parts: SampleBatch(*parts.values())
-    if isinstance(value, (list, tuple)):
-        # A ``SampleBatch`` that was changed is a list.
-        kind = list if type(value) is SampleBatch else type(value)
-        make = getattr(kind, "_make", kind)
-        return dict(enumerate(value)), lambda parts: make(parts.values())
-    if isinstance(value, Mapping):
-        # Others that can be changed may refuse None in a copy.
-        is_plain = type(value) is dict or not isinstance(value, MutableMapping)
-        return dict(value), dict if is_plain else partial(_fill, value)
-    if is_container(value):
-        parts = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        return parts, partial(_fill, _fill(value, dict.fromkeys(parts)))
-    return {}, dict
-
-
-def _fill(old: Any, parts: dict[Any, Any]) -> Any:
-    """Copy a mapping or dataclass with other values; it keeps the rest, as a default factory."""
-    new = copy.copy(old)
-    if isinstance(new, MutableMapping):
-        new.update(parts)
-    else:
-        for name, part in parts.items():
-            object.__setattr__(new, name, part)  # a frozen one too: nobody else sees the copy yet
-    return new
-
-
 # Tensors in any object
 
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
 _NOT_HELD = (type, ModuleType, FunctionType, Dataset, torch.nn.Module)
 """Objects that a batch may refer to, but that are not part of it."""
-_CSR = ("crow_indices", "col_indices", "values")
-_CSC = ("ccol_indices", "row_indices", "values")
 _PARTS_OF = {
     torch.sparse_coo: ("_indices", "_values"),
-    torch.sparse_csr: _CSR,
-    torch.sparse_bsr: _CSR,
-    torch.sparse_csc: _CSC,
-    torch.sparse_bsc: _CSC,
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
 }
 """Methods that return the strided tensors of a layout."""
 
@@ -506,9 +536,13 @@ def _memory_of(values: Iterable[Any], seen: dict[int, Any]) -> list[Any]:
         if type(value) in _PLAIN or id(value) in seen or isinstance(value, _NOT_HELD):
             continue
         seen[id(value)] = value  # keeps its id from being used for another object
-        parts = _held_by(value)
+        # Items, attributes and slots, of classes written in C too. NumPy does not tell the
+        # garbage collector what an array of objects refers to.
+        parts = gc.get_referents(value)
+        if isinstance(value, np.ndarray) and value.dtype.hasobject:
+            parts += value.flat
         if isinstance(value, torch.Tensor):
-            found += _strided_parts(value, parts)
+            found += _strided_parts(value)
         elif hasattr(type(value), "record_stream"):
             found += _memory_of(parts, seen) or [value]
             continue
@@ -516,42 +550,12 @@ def _memory_of(values: Iterable[Any], seen: dict[int, Any]) -> list[Any]:
     return found
 
 
-def _strided_parts(tensor: torch.Tensor, attributes: list[Any]) -> list[torch.Tensor]:
+def _strided_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the tensors that own a tensor's memory, without those in its attributes."""
     if tensor.layout in _PARTS_OF:
         return [getattr(tensor, name)() for name in _PARTS_OF[tensor.layout]]
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         # A wrapper, such as a jagged, masked or distributed tensor, has no memory of its own.
-        return [] if any(isinstance(it, torch.Tensor) for it in attributes) else [tensor]
+        held = vars(tensor).values()
+        return [] if any(isinstance(it, torch.Tensor) for it in held) else [tensor]
     return [tensor.detach().values()] if tensor.is_nested else [tensor]
-
-
-def _held_by(value: Any) -> list[Any]:
-    """Return the items of a container, and the attributes of any object."""
-    parts: list[Any] = []
-    if isinstance(value, (list, tuple, set, frozenset, deque)):
-        parts += value
-    elif isinstance(value, Mapping):
-        parts += value.values()
-    elif isinstance(value, np.ndarray) and value.dtype.hasobject:
-        parts += value.flat
-    attributes = getattr(value, "__dict__", None)
-    if type(attributes) is dict:
-        parts += attributes.values()
-    kind: Any = type(value)
-    for slot in _slots_of(kind):
-        if hasattr(value, slot.__name__):
-            parts.append(slot.__get__(value))
-    return parts
-
-
-@lru_cache(maxsize=256)
-def _slots_of(kind: type) -> list[Any]:
-    """Return the descriptors of the ``__slots__`` of a class and its bases."""
-    return [
-        member
-        for base in kind.__mro__
-        if "__slots__" in vars(base)
-        for member in vars(base).values()
-        if isinstance(member, MemberDescriptorType)
-    ]

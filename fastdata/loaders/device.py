@@ -28,8 +28,9 @@ import torch.cuda
 from fastdata import machine
 from fastdata.datasets.batch import (
     IndexBatch,
-    flatten,
     is_container,
+    leaves_of,
+    map_batch,
     memory_of,
     moves_itself,
 )
@@ -248,7 +249,7 @@ def move_object(value: Any, device: torch.device) -> Any:
 
 def left_behind(batch: Any) -> str:
     """Return the class of an object in a batch that cannot be moved and has tensors on the CPU."""
-    objects, _ = flatten(batch, is_leaf=lambda value: not is_container(value))
+    objects = leaves_of(batch, is_leaf=lambda value: not is_container(value))
     names = (kind_of(it) for it in objects if not moves_itself(it) and host_memory(it))
     return next(names, "")
 
@@ -554,8 +555,7 @@ def _upload(store: Store, device: torch.device) -> torch.Tensor:
 
 
 def _sent(targets: Any, send: Send) -> Any:
-    tensors, build = flatten(targets)
-    return build([send(it) if isinstance(it, Tensor) else it for it in tensors])
+    return map_batch(lambda it: send(it) if isinstance(it, Tensor) else it, targets)
 
 
 def _store(reader: Reader) -> Store:

@@ -38,7 +38,7 @@ from fastdata.datasets.batch import (
     as_channels_last,
     as_numbers,
     collate,
-    flatten,
+    leaves_of,
 )
 from fastdata.datasets.dataset import (
     PreparedDataset,
@@ -419,7 +419,7 @@ def sample_count(batch: Any) -> int:
     if type(batch) is list and batch and type(batch[0]) is torch.Tensor and batch[0].ndim:
         return batch[0].size(0)  # most are
     try:
-        return next(it.size(0) for it in flatten(batch)[0] if isinstance(it, torch.Tensor))
+        return next(it.size(0) for it in leaves_of(batch) if isinstance(it, torch.Tensor))
     except Exception:  # noqa: BLE001  # users' types raise anything, and counting stops nobody
         return 0
 

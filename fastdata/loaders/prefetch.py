@@ -39,7 +39,7 @@ import numpy as np
 import torch
 import torch.cuda
 
-from fastdata.datasets.batch import flatten, memory_of, moves_itself
+from fastdata.datasets.batch import map_batch, memory_of, moves_itself
 from fastdata.datasets.reader import BatchRing
 from fastdata.datasets.ring import is_plain
 from fastdata.loaders.device import (
@@ -60,7 +60,7 @@ from fastdata.loaders.device import (
     resolve_device,
     ring_slots,
 )
-from fastdata.loaders.epochs import HELD_BY_USER, LoopCounts, sample_count, profiled
+from fastdata.loaders.epochs import HELD_BY_USER, LoopCounts, profiled, sample_count
 from fastdata.machine import format_bytes
 from fastdata.pixels.images import Array
 from fastdata.report import EpochReport, Line
@@ -333,8 +333,7 @@ def _finish(
     if ops is not None:
         batch = ops(batch)
     if cast is not None:
-        tensors, build = flatten(batch)
-        batch = build(list(map(cast, tensors)))
+        batch = map_batch(cast, batch)
     if transform is None:
         return batch
     try:
@@ -555,9 +554,7 @@ class Transfer:
         mark = self.mark()
         samples = sample_count(batch)
         self._follow_makers(batch)
-        tensors, build = flatten(batch, moves_itself)
-        del batch
-        sources = self._stage(tensors)
+        batch, sources = self._stage(batch)
         left = self._leave.get()
         if left is None or self._is_stopped:
             return False
@@ -570,13 +567,14 @@ class Transfer:
             self._in_flight.append((ready, sources))
             try:
                 with profiled("fastdata: copy"):
-                    batch = build([self._copy(tensor) for tensor in tensors])
+                    batch = map_batch(self._copy, batch, moves_itself)
                 batch = self.finish(batch)
             finally:
-                del tensors, sources  # an exception keeps this frame
+                del sources  # an exception keeps this frame
                 ready.record(self.stream)
             memory = self._memory(batch)
         except BaseException:
+            del batch
             self._leave.put(left)
             raise
         self._ready.put(BatchHandle(batch, samples, mark, ready, memory))
@@ -611,35 +609,48 @@ class Transfer:
             )
         return memory
 
-    def _stage(self, tensors: list[Any]) -> list[Any]:
+    def _stage(self, batch: Any) -> tuple[Any, list[Any]]:
         """Replace what the device cannot read in place by pinned copies.
 
         Returns:
-            What is read on the host until the copies are done.
+            The batch, and what of it is read on the host until the copies are done.
         """
         staged_bytes = 0
-        in_objects: list[Any] = []  # which their own ``to`` may replace
-        for k, value in enumerate(tensors):
-            if not isinstance(value, torch.Tensor):
-                tensors[k], object_bytes = self._stage_object(value)
-                staged_bytes += object_bytes
-                in_objects += host_memory(tensors[k])
-                continue
-            if not _is_host_tensor(value):
-                continue
-            road = "in_place_bytes"
-            if not value.is_pinned() or not _is_dense(value):
-                pinned = self.pinned.pin(value)
-                road = "pageable_bytes" if pinned is None else "staged_bytes"
-                if pinned is not None:
-                    np.copyto(_as_array(pinned), _as_array(value))
-                    tensors[k] = pinned
-                    staged_bytes += allocated_bytes(value.nbytes)
-            self.sent_bytes[road] += value.nbytes
+        sources: list[Any] = []
+
+        def stage(value: Any) -> Any:
+            nonlocal staged_bytes
+            if isinstance(value, torch.Tensor):
+                staged, size_bytes = self._stage_tensor(value)
+                sources.append(staged)
+            else:
+                staged, size_bytes = self._stage_object(value)
+                sources.append(staged)
+                sources.extend(host_memory(staged))  # its own ``to`` may replace these in it
+            staged_bytes += size_bytes
+            return staged
+
+        batch = map_batch(stage, batch, moves_itself)
         # Of each batch in flight one, the next, and one that torch has not found to be read yet.
         need_bytes = (self.depth + 2) * staged_bytes
         self.pinned.copies_bytes = max(need_bytes, self.pinned.copies_bytes)
-        return [*tensors, *in_objects]
+        return batch, sources
+
+    def _stage_tensor(self, value: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Return a tensor, or a pinned copy of it, and the bytes for that."""
+        if not _is_host_tensor(value):
+            return value, 0
+        road = "in_place_bytes"
+        staged_bytes = 0
+        if not value.is_pinned() or not _is_dense(value):
+            pinned = self.pinned.pin(value)
+            road = "pageable_bytes" if pinned is None else "staged_bytes"
+            if pinned is not None:
+                np.copyto(_as_array(pinned), _as_array(value))
+                value = pinned
+                staged_bytes = allocated_bytes(value.nbytes)
+        self.sent_bytes[road] += value.nbytes
+        return value, staged_bytes
 
     def _stage_object(self, value: Any) -> tuple[Any, int]:
         """Return an object of the user's own class, pinned if it can be, and the bytes for that."""
@@ -657,9 +668,8 @@ class Transfer:
 
     def send(self, tensor: torch.Tensor) -> Any:
         """Bring a tensor to the device, on the current stream."""
-        tensors = [tensor]
-        self._stage(tensors)
-        return self._copy(tensors[0])
+        staged, _ = self._stage(tensor)
+        return self._copy(staged)
 
     def _copy(self, value: Any) -> Any:
         """Queue the copy of a tensor or object, one transfer if it is dense."""

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils.data import Subset
 
-from fastdata.datasets.batch import collate, flatten
+from fastdata.datasets.batch import collate, leaves_of
 from fastdata.datasets.dataset import latest_reader
 from fastdata.datasets.public import ImageFolder
 from fastdata.errors import MemoryBudgetError, counted
@@ -279,7 +279,7 @@ class _Judge:
         """Seconds and bytes of a sample; what the dataset raises is the user's to see."""
         self.dataset[0]
         began = time.perf_counter()
-        tensors, _ = flatten(self.collate_fn([self.dataset[0]]))
+        tensors = leaves_of(self.collate_fn([self.dataset[0]]))
         seconds = time.perf_counter() - began
         return seconds, sum(getattr(tensor, "nbytes", 0) for tensor in tensors)
 
