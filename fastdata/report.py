@@ -11,7 +11,6 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from html import escape
 from itertools import groupby
 from typing import Any, Literal
 
@@ -76,7 +75,7 @@ def as_text(lines: Iterable[Line]) -> str:
 
 
 class Report(ABC):
-    """What shows itself as lines of text and tables, and in a notebook as one table."""
+    """What shows itself as lines of text and tables."""
 
     __slots__ = ()
 
@@ -85,15 +84,6 @@ class Report(ABC):
 
     def __repr__(self) -> str:
         return as_text(self._lines())
-
-    def _repr_html_(self) -> str:
-        rows = ""
-        for line in self._lines():
-            if isinstance(line, str):
-                rows += f"<tr><td colspan=9>{escape(line)}</td></tr>"
-            else:
-                rows += f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in line)}</tr>"
-        return f"<table>{rows}</table>"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)

@@ -31,7 +31,7 @@ from torchvision.transforms import v2
 from conftest import save_image
 from fastdata import CachedDataset, ImageFolder, collate
 from fastdata.machine.shared import SampleTable
-from fastdata.pixels.describe import describe, draws_nothing, may_draw_outside_torch
+from fastdata.pixels.describe import describe, may_draw
 from fastdata.tools.caches import inspect_caches
 
 Folder = Callable[..., Path]
@@ -299,27 +299,17 @@ def test_what_passes_another_datasets_attributes_on_is_not_that(image_folder: Fo
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_what_a_function_imports_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module of its own package, by any way; not another module of that name, which is not loaded."""
-    imports = ("from .helpers import by", "from . import helpers", "import mine.helpers as helpers")
-    texts = set()
-    for number in range(2):
-        package = tmp_path / str(number) / "mine"
-        package.mkdir(parents=True)
-        (package / "__init__.py").touch()
-        (package / "helpers.py").write_text(f"by = {number}")
-        (package.parent / "helpers.py").touch()
-        steps = enumerate(imports)
-        text = "".join(f"def step{n}():\n    {line}\n    return helpers.by\n" for n, line in steps)
-        (package / "steps.py").write_text(text)
-        with monkeypatch.context() as here:
-            here.syspath_prepend(package.parent)
-            made = importlib.import_module("mine.steps")
-            texts |= {describe(getattr(made, f"step{n}")) for n in range(len(imports))}
-        assert "helpers" not in sys.modules
-        for name in [name for name in sys.modules if name.startswith("mine")]:
-            del sys.modules[name]
-    assert len(texts) == 2 * len(imports)
+def test_an_import_inside_a_function_is_refused() -> None:
+    """Only what Python itself and known packages have may be imported when a function is called."""
+    made = module("""
+        def known(): import os.path, numpy; return numpy
+        def own(): import mine.helpers as helpers; return helpers.by
+        def near(): from .helpers import by; return by
+    """)
+    assert describe(made.known) == describe(made.known)
+    for step in (made.own, made.near):
+        with pytest.raises(ValueError, match=r"it imports .*helpers when it is called.*cache_key="):
+            describe(step)
 
 
 def test_a_description_outlives_its_process(tmp_path: Path) -> None:
@@ -467,8 +457,8 @@ def test_which_columns_are_chosen_counts(tmp_path: Path) -> None:
             assert int(dataset[0][0].max()) == level
 
 
-def test_what_computes_with_plain_data_only_draws_nothing() -> None:
-    """Tables, builtins and functions of these are told from whatever might reach a random generator."""
+def test_a_draw_from_any_generator_is_told_from_none() -> None:
+    """Tables, builtins and functions of these draw nothing; what reaches a generator may draw, torch's too."""
     table, row = {0: 1, 1: 0}, np.arange(3)
 
     def by_default(label: int, source: Any = random) -> float:
@@ -478,18 +468,6 @@ def test_what_computes_with_plain_data_only_draws_nothing() -> None:
         return float(label + draw())
 
     drawing: Any = defaultdict(random.random)
-
-    class Series:
-        """Compares each of its values, as one of pandas."""
-
-        def __eq__(self, other: object) -> Any:
-            return row == other
-
-        def __getitem__(self, label: int) -> int:
-            return label
-
-    series = Series()
-
     for calm in (
         None,
         int,
@@ -500,7 +478,7 @@ def test_what_computes_with_plain_data_only_draws_nothing() -> None:
         lambda label: -label,
         lambda label: label in {1, 2},
     ):
-        assert draws_nothing(calm)
+        assert not may_draw(calm)
     for unknown in (
         random.random,
         np.random.rand,
@@ -508,15 +486,14 @@ def test_what_computes_with_plain_data_only_draws_nothing() -> None:
         by_default,
         by_name,
         lambda label: drawing[label],
-        lambda label: series[label],
         lambda label: label + random.random(),
-        lambda label: label.item(),
+        lambda label: label + torch.rand(()),
         lambda label: [random.random() for _ in range(label)],
-        lambda label: __import__("random").random(),
+        _by_import,
         torch.nn.Dropout(),
         partial(np.random.normal, 0),
     ):
-        assert not draws_nothing(unknown)
+        assert may_draw(unknown)
 
 
 class Mixing:
@@ -610,7 +587,7 @@ _OWN = module(
 )
 def test_a_draw_from_other_generators_is_found(call: Any) -> None:
     """Wherever the generator is: in a closure, an attribute, a slot, a default, an import, a package."""
-    assert may_draw_outside_torch(call)
+    assert may_draw(call, from_torch=False)
 
 
 @pytest.mark.parametrize(
@@ -627,7 +604,7 @@ def test_a_draw_from_other_generators_is_found(call: Any) -> None:
 )
 def test_torchs_draws_and_none_are_told_apart(call: Any) -> None:
     """MixUp and CutMix, and functions that only stack samples, draw from no other generator than torch's."""
-    assert not may_draw_outside_torch(call)
+    assert not may_draw(call, from_torch=False)
 
 
 def test_a_dataset_that_holds_anothers_targets_is_known_by_them() -> None:

@@ -39,9 +39,9 @@ from fastdata.pixels import (
     Step,
     TransformPlan,
     core,
+    describe_steps,
     plan_pairs,
     plan_transform,
-    prepare_key,
     split_upright,
 )
 from fastdata.pixels.core import Shape
@@ -534,7 +534,7 @@ def compile_reader(
         is_upright, (plan, columns) = decoding
         beforehand = ()
     else:
-        plan = plan_transform(transform, batch_ops="last", obstacle=stored.obstacle)
+        plan = plan_transform(transform, only_last=True, obstacle=stored.obstacle)
         columns = tuple(map(_unread_column, plan.each))
         steps = (*steps, *plan.prepare)
     return Reader(
@@ -581,7 +581,7 @@ def _compile_kept(stored: Stored, kept: KeptSamples, transform: Any) -> Compiled
         channels=_channels_of(store) if dimensions == 3 else None,
         obstacle=obstacle,
     )
-    if prepare_key(plan.prepare) != key:
+    if describe_steps(plan.prepare, "") != key:
         raise ValueError(
             f"samples are stored after {text or 'no step'}, but the transform now begins with "
             f"{', '.join(map(repr, plan.prepare)) or 'none'}. Give it the same first steps, or "

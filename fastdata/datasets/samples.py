@@ -37,7 +37,7 @@ from fastdata.datasets.watch import Watch
 from fastdata.errors import StoreGoneError
 from fastdata.machine import StoragePlan, StorageReport
 from fastdata.machine.shared import ArrayBlock, SampleTable
-from fastdata.pixels import PairStep, StandardTransform, Step, leading_steps, prepare_key
+from fastdata.pixels import PairStep, StandardTransform, Step, describe_steps, leading_steps
 from fastdata.pixels.compose import known_name
 from fastdata.pixels.images import tensor_class
 from fastdata.report import log, warn_user
@@ -362,7 +362,10 @@ class DatasetSamples:
         none was read yet.
         """
         stored = self.stored
-        if stored.kept is not None and prepare_key(leading_steps(self.transform, count)) != key:
+        if (
+            stored.kept is not None
+            and describe_steps(leading_steps(self.transform, count), "") != key
+        ):
             return True
         # After other steps samples may fit, or take less.
         may_gain = stored.filled_share() == 0 or (not key and not self.was_read)
@@ -370,7 +373,7 @@ class DatasetSamples:
             may_gain = stored.options.storage == "auto" and self.reader.length > 0
         # A worker process cannot share a store with the others.
         may_gain &= stored.source is not None and get_worker_info() is None
-        return may_gain and prepare_key(leading_steps(self.transform)) != key
+        return may_gain and describe_steps(leading_steps(self.transform), "") != key
 
     # Preparing
 
@@ -444,7 +447,7 @@ class DatasetSamples:
             skipped = (*old.prepared.skipped, *prepared.skipped)
             prepared = replace(prepared, skipped=skipped)
         self.was_read = False
-        after = len(leading), prepare_key(leading), ", ".join(map(repr, leading))
+        after = len(leading), describe_steps(leading, ""), ", ".join(map(repr, leading))
         is_upright = "exif_transpose" in map(known_name, path.prepare.steps)
         self._serve(replace(old, prepared=prepared, after=after, is_upright=is_upright))
 

@@ -50,7 +50,7 @@ from fastdata.loaders.order import Epochs, SamplerChain, length_of
 from fastdata.loaders.samplers import RankSampler, Uneven
 from fastdata.machine import PinningPlan, budget_bytes, choose_pinning
 from fastdata.machine.processes import find_rank, local_ranks
-from fastdata.pixels.describe import draws_nothing, may_draw_outside_torch
+from fastdata.pixels.describe import may_draw
 from fastdata.pixels.images import jpeg_obstacle
 from fastdata.report import EpochReport, warn_user
 
@@ -494,9 +494,9 @@ class LoaderInternals:
         is_prepared = loader.collate_fn not in (collate, default_collate)
         if init is not None and is_prepared and not is_lightnings:
             return "worker_init_fn is for worker processes"
-        if not all(draws_nothing(part.target_transform) for part in self._served.parts):
+        if any(may_draw(part.target_transform) for part in self._served.parts):
             return "target_transform= may draw random numbers"
-        if is_prepared and may_draw_outside_torch(loader.collate_fn):
+        if is_prepared and may_draw(loader.collate_fn, from_torch=False):
             return "collate_fn= may draw from Python's or NumPy's generators"
         return reader.obstacle
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from textwrap import shorten
-from typing import Any, Literal
+from typing import Any
 
 from fastdata.pixels.compose import (
     Views,
@@ -156,9 +156,9 @@ def plan_transform(
     form: Form = "pil",
     dtype: str = "uint8",
     channels: int | None = None,
-    batch_ops: Literal["auto", "last", "off"] = "auto",
     prepared: int | None = None,
     obstacle: str | None = None,
+    only_last: bool = False,
     first: int = 0,
 ) -> TransformPlan:
     """Cut a transform in what runs once per sample, on whole batches, and per sample.
@@ -169,11 +169,11 @@ def plan_transform(
         form: what the samples are: those of the source or, the same in effect, those in the store.
         dtype: of the stored samples; batch ops know uint8 only.
         channels: of the stored samples, where they are known; colours need 1 or 3.
-        batch_ops: ``"off"`` leaves all but the prepare part to run per sample; ``"last"`` all but
-            that and the known steps at the end.
         prepared: how many of the leading steps samples are stored after, where they are stored
             already; all others run when they are read.
-        obstacle: why there are no batch ops on this machine.
+        obstacle: why there are no batch ops, as on this machine: all but the prepare part runs per
+            sample.
+        only_last: have no batch ops but the known steps at the end, behind some that are unknown.
         first: number that random draws know the first step by.
 
     Example:
@@ -181,10 +181,10 @@ def plan_transform(
         >>> plan.is_batched, plan.obstacle
         (False, 'the transform ends with a PIL image')
     """
-    if batch_ops == "off":
-        obstacle = "batch_ops=False"
-    reason = f"runs as written, because {obstacle}" if obstacle else ""
-    if not reason and dtype != "uint8":
+    reason = ""
+    if obstacle:
+        reason = f"runs as written, because {obstacle}"
+    elif dtype != "uint8":
         reason = f"gets {dtype} samples, and batch ops know uint8 only"
     steps = flatten(transform)
     each = _each_view(steps)
@@ -192,7 +192,7 @@ def plan_transform(
     plans = []
     for view in each:
         state = State(kind=form, channels=channels)
-        plans.append(_plan(view, len(prepare), first, state, reason, batch_ops == "last"))
+        plans.append(_plan(view, len(prepare), first, state, reason, only_last))
         first += len(view)
     *before, views = steps or (None,)
     return _joined(before, views, plans, form) if isinstance(views, Views) else plans[0]
@@ -351,24 +351,13 @@ def split_upright(transform: Any) -> tuple[bool, tuple[Step, ...]]:
 # Steps as text
 
 
-def prepare_key(steps: Iterable[Step]) -> str:
-    """Text that is equal, in any process, for leading steps that do the same; empty for none."""
-    texts = []
-    for step in steps:
-        held = getattr(step, "__dict__", {}).items()
-        shown = {name: it for name, it in held if name[0] != "_" and name != "training"}
-        text = f"{type(step)} {shown or repr(step)}"
-        texts.append(describe_step(step, "") if " at 0x" in text else text)
-    return " | ".join(texts)
-
-
 def describe_steps(
     steps: Iterable[Any], cache_key: str | None = None, *, is_pil: bool = False
 ) -> str:
-    """Text that is equal for steps that do the same; ``cache_key`` as in ``describe``.
+    """Text that is equal, in any process, for steps that do the same; empty for none.
 
-    Resize and centre crop of samples that are PIL images have one text whoever wrote them:
-    torchvision v1, v2, or ``resize=``.
+    ``cache_key`` is as in ``describe``. Resize and centre crop of samples that are PIL images have
+    one text whoever wrote them: torchvision v1, v2, or ``resize=``.
     """
     texts = []
     for step in steps:

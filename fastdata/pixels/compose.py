@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dis
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -124,25 +124,29 @@ def flatten(transform: Any) -> tuple[Any, ...]:
         step = waiting.pop()
         if step is None:
             continue
-        kind = type(step)
-        name = known_name(step)
-        parts = None
-        if kind is tuple or (kind is torch.nn.Sequential and not is_changed(step)):
-            parts = step
-        elif name == "Compose":
-            parts = step.transforms
-        elif name == "ImageClassification" or kind.__module__.startswith("albumentations."):
-            steps += _steps_of_preset(step, str(vars(step))) if name else [_Named(step)]
-            continue
-        elif not name:
-            parts = seen_through(step)
-        elif name == "Lambda" and getattr(step, "types", (object,)) == (object,):
-            parts = seen_through(step.lambd)
+        parts = _parts_of(step)
         if parts is None:
             steps.append(step)
         else:
-            waiting += reversed([*parts])
+            waiting += reversed(parts)
     return tuple(steps)
+
+
+def _parts_of(step: Any) -> Sequence[Any] | None:
+    """The steps that a step consists of; None where it is a single one."""
+    kind = type(step)
+    name = known_name(step)
+    if kind is tuple or (kind is torch.nn.Sequential and not is_changed(step)):
+        return tuple(step)
+    if name == "Compose":
+        return tuple(step.transforms)
+    if name == "ImageClassification":
+        return _steps_of_preset(step, str(vars(step)))
+    if kind.__module__.startswith("albumentations."):
+        return (_Named(step),)
+    if name == "Lambda" and getattr(step, "types", (object,)) == (object,):
+        return seen_through(step.lambd)
+    return None if name or kind is _Named else seen_through(step)
 
 
 def joint_steps(transforms: Any) -> tuple[Any, ...]:
@@ -234,7 +238,7 @@ def is_random(step: Any) -> bool | None:
     """Whether a step draws at random; None where that is not known."""
     if type(step) is Views:
         drawn = set(map(is_random, flatten(step.transforms)))
-        return True if True in drawn else None if None in drawn else False
+        return next((answer for answer in (True, None) if answer in drawn), False)
     name = known_name(step)
     if not name:
         return None
@@ -306,11 +310,10 @@ def _code_of(call: Any) -> tuple[Any, Any]:
     if isinstance(call, MethodType):
         return call.__func__, call.__self__
     kind: Any = type(call)
-    if kind.__getattribute__ is not object.__getattribute__ or not hasattr(call, "__dict__"):
-        return None, None
-    if kind.__call__ is torch.nn.Module.__call__:
-        return (None if is_changed(call) else kind.forward), call
-    return kind.__call__, call
+    called = kind.__call__ if callable(call) else None
+    if called is torch.nn.Module.__call__:
+        called = None if is_changed(call) else kind.forward
+    return called, call
 
 
 _MORE = ("_IF_", "STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF", "DELETE_", "EXC", "SETUP_", "IMPORT_")
@@ -409,12 +412,6 @@ def f(self, img):
 """: lambda step: ("OP_SOLARIZE", 128.0, 128.0, step.p),
 }
 """Published steps of PIL images."""
-_MODULES = {
-    "np": "numpy",
-    "random": "random",
-    "ImageFilter": "PIL.ImageFilter",
-    "ImageOps": "PIL.ImageOps",
-}
 _IMPORTS = "import random\nimport numpy as np\nfrom PIL import ImageFilter, ImageOps\n"
 
 
@@ -424,13 +421,7 @@ def published(step: Any) -> Any:
     if not isinstance(function, FunctionType):
         return None
     read = _templates().get(_body(function.__code__))
-    if read is None:
-        return None
-    # "random" is an attribute of np, too, which then need not be a global.
-    names = _MODULES.keys() & function.__code__.co_names & function.__globals__.keys()
-    if any(function.__globals__[name] is not sys.modules.get(_MODULES[name]) for name in names):
-        return None
-    return read(step)
+    return None if read is None else read(step)
 
 
 @cache
