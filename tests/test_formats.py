@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
-import json
 import pickle
-import re
 import subprocess
 import sys
 import tarfile
@@ -27,7 +25,7 @@ from fastdata import CachedDataset, DataLoader
 from fastdata.errors import RemoteError
 from fastdata.pixels.images import load_image
 from fastdata.sources import remote
-from fastdata.sources.formats import TarSamples, open_dataset
+from fastdata.sources.formats import TarSamples, open_tars
 from fastdata.sources.remote import Place
 
 Item = dict[str, bytes]
@@ -103,7 +101,7 @@ def test_tars_are_served_in_batches(tars: Path) -> None:
 def test_files_are_not_read_again_to_find_draws(
     tars: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reading a tar draws nothing, and one item of a Parquet file takes its whole row group."""
+    """Reading a tar draws nothing at random, so that no sample is read twice to find out."""
     read: Counter[int] = Counter()
     plain = TarSamples.__getitem__
 
@@ -134,7 +132,7 @@ def test_a_tar_gives_the_files_that_columns_name(tmp_path: Path) -> None:
     }
     path = write_tar(tmp_path / "x.tar", files)
     names = ["jpg", "seg.png", "json", "txt", "npy", "bin", "__key__"]
-    (item,) = open_dataset(path, columns=names)
+    (item,) = open_tars(path, columns=names)
     assert set(item) == set(names)
     (tmp_path / "1.jpg").write_bytes(files["x/1.JPG"])
     assert np.array_equal(item.pop("jpg"), load_image(tmp_path / "1.jpg"))
@@ -163,11 +161,10 @@ def test_columns_choose_sample_and_target_of_a_tar(tmp_path: Path) -> None:
 
 
 def test_files_that_others_write_next_to_data_are_not_read(tars: Path) -> None:
-    """Hidden files and Hugging Face's cache-*.arrow are left out in every folder, and by patterns."""
+    """Hidden files are left out in every folder, and by patterns."""
     for place in (tars, tars / "a", tars / ".git"):
         place.mkdir(exist_ok=True)
         (place / "._t-00.tar").write_bytes(b"\0\5\x16\7" + bytes(90))
-        (place / "cache-0123456789abcdef.arrow").write_bytes(b"ARROW1")
         write_tar(place / "cache-t.tar", sample_files(3, "3."))
     (tars / ".git" / "t-00.tar").write_bytes(b"none")
     for given, count in ((tars, 5), (f"{tars}/*.tar", 4), (f"{tars}/t-*", 3)):
@@ -181,11 +178,11 @@ def test_braces_in_a_name_that_exists_are_of_the_name(tmp_path: Path, name: str)
     path = tmp_path / name
     path.parent.mkdir()
     write_tar(path, sample_files(1, "1."))
-    assert len(open_dataset(path)) == 1
-    assert len(open_dataset(path.parent)) == 1
+    assert len(open_tars(path)) == 1
+    assert len(open_tars(path.parent)) == 1
     write_tar(path.parent / "x-1.tar", sample_files(2, "2."))
     write_tar(path.parent / "x-2.tar", sample_files(3, "3."))
-    assert len(open_dataset(f"{path.parent}/x-{{1..2}}.tar")) == 2
+    assert len(open_tars(f"{path.parent}/x-{{1..2}}.tar")) == 2
 
 
 @pytest.mark.parametrize(
@@ -207,7 +204,7 @@ def test_damaged_tars_are_errors(
     path = write_tar(tmp_path / "x.tar", {"1.txt": b"text", "2.txt": b"text"})
     path.write_bytes(change(path.read_bytes()[:2048] + bytes(1024)))
     with pytest.raises(ValueError, match=message):
-        open_dataset(path)
+        open_tars(path)
 
 
 def test_a_tar_whose_file_is_larger_than_its_place_is_refused(tmp_path: Path) -> None:
@@ -217,13 +214,13 @@ def test_a_tar_whose_file_is_larger_than_its_place_is_refused(tmp_path: Path) ->
         info.pax_headers = {"GNU.sparse.realsize": str(1 << 50)}
         tar.addfile(info)
     with pytest.raises(ValueError, match=r"x.tar cannot be read: .*1.txt does not lie within it"):
-        open_dataset(tmp_path / "x.tar")
+        open_tars(tmp_path / "x.tar")
 
 
 def test_tars_are_refused_that_cannot_be_sought(tmp_path: Path) -> None:
     """Files twice in a sample and compressed tars are named with the reason."""
     with pytest.raises(ValueError, match=r"it holds 1.PNG twice"):
-        open_dataset(write_tar(tmp_path / "x.tar", {"1.png": b"", "1.PNG": b""}))
+        open_tars(write_tar(tmp_path / "x.tar", {"1.png": b"", "1.PNG": b""}))
     for name in ("x.tar.gz", "x.tgz"):
         (tmp_path / name).touch()
         (tmp_path / f"of {len(name)}").mkdir()
@@ -232,9 +229,9 @@ def test_tars_are_refused_that_cannot_be_sought(tmp_path: Path) -> None:
             with pytest.raises(
                 ValueError, match=rf"{name} is compressed as a whole.* Decompress it to a .tar"
             ):
-                open_dataset(tmp_path / given)
+                open_tars(tmp_path / given)
     write_tar(tmp_path / "x.tar", sample_files(0, "0."))
-    assert len(open_dataset(tmp_path)) == 1  # which others beside it do not keep from being read
+    assert len(open_tars(tmp_path)) == 1  # which others beside it do not keep from being read
 
 
 def test_a_tar_without_samples_is_an_empty_dataset(tmp_path: Path) -> None:
@@ -263,21 +260,19 @@ def test_damaged_images_name_their_file(tars: Path) -> None:
 def test_damaged_arrays_are_errors(tmp_path: Path, bad: bytes) -> None:
     """An array takes no memory that its file does not hold."""
     with pytest.raises(ValueError, match="number 0 of"):
-        open_dataset(write_tar(tmp_path / "x.tar", {"1.npy": bad}), columns=["npy"])[0]
+        open_tars(write_tar(tmp_path / "x.tar", {"1.npy": bad}), columns=["npy"])[0]
     stream = io.BytesIO()
     np.save(stream, np.zeros(4))
     with pytest.raises(
         ValueError, match=r"number 0 of .*x.tar: ValueError: .*EOF: reading array data"
     ):
-        open_dataset(
+        open_tars(
             write_tar(tmp_path / "x.tar", {"1.npy": stream.getvalue()[:-1]}), columns=["npy"]
         )[0]
     objects = io.BytesIO()
     np.save(objects, np.array([{}], object), allow_pickle=True)
     with pytest.raises(ValueError, match="Object arrays cannot be loaded"):
-        open_dataset(write_tar(tmp_path / "x.tar", {"1.npy": objects.getvalue()}), columns=["npy"])[
-            0
-        ]
+        open_tars(write_tar(tmp_path / "x.tar", {"1.npy": objects.getvalue()}), columns=["npy"])[0]
 
 
 def test_a_cache_of_tars_is_found_again_until_a_file_changes(
@@ -297,7 +292,7 @@ def test_a_cache_of_tars_is_found_again_until_a_file_changes(
 
 def test_readers_pickle(tars: Path) -> None:
     """A copy reads the same, as in a worker process that is spawned."""
-    dataset = open_dataset(str(tars / "t-*.tar"))
+    dataset = open_tars(str(tars / "t-*.tar"))
     copy = pickle.loads(pickle.dumps(dataset))
     assert [copy[i][1] for i in range(-3, 3)] == [0, 10, 20] * 2
     with pytest.raises(IndexError):
@@ -332,7 +327,7 @@ def test_whatever_byte_is_another_is_a_value_or_an_error(tmp_path: Path) -> None
     for at in range(0, len(data), len(data) // 50):
         path.write_bytes(data[:at] + bytes([data[at] ^ 255]) + data[at + 1 :])
         try:
-            dataset = open_dataset(path)
+            dataset = open_tars(path)
             outcomes.add(len([dataset[i] for i in range(len(dataset))]))
         except ValueError:
             outcomes.add(-1)
@@ -355,62 +350,19 @@ def test_what_is_none_of_ours_says_what_to_give(tmp_path: Path) -> None:
             CachedDataset(path)
     with pytest.raises(FileNotFoundError):
         CachedDataset(tmp_path / "nowhere.tar")
-    with pytest.raises(
-        FileNotFoundError, match=r"no .tar, .parquet, .arrow or .feather file is like .*/x-\*"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"no .tar file is like .*/x-\*"):
         CachedDataset(f"{tmp_path}/x-*")
 
 
-def test_folders_of_several_kinds_or_splits_are_refused(tars: Path) -> None:
-    """Files of two kinds, or of training and validation, are not served as one dataset."""
-    (tars / "x.parquet").touch()
-    with pytest.raises(
-        ValueError,
-        match="holds files of several kinds, parquet, tar; give those of one by a pattern",
-    ):
-        open_dataset(tars)
-    (tars / "x.parquet").unlink()
+def test_folders_of_several_splits_are_refused(tars: Path) -> None:
+    """Tars of training and validation are not served as one dataset."""
     for split in ("train", "val"):
         write_tar(tars / f"{split}-0.tar", sample_files(0, "0."))
     with pytest.raises(
         ValueError, match=r"holds the splits train, val; give the files of one .*/train-\*"
     ):
-        open_dataset(tars)
-    assert len(open_dataset(f"{tars}/train-*")) == 1
-
-
-def test_arrow_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without pyarrow the error names the extra."""
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    (tmp_path / "x.parquet").write_bytes(b"PAR1")
-    with pytest.raises(ImportError, match=r"pip install 'fastdata\[arrow\]'"):
-        open_dataset(tmp_path / "x.parquet")
-
-
-@pytest.mark.parametrize(
-    ("index", "what", "call"),
-    [
-        (
-            {"version": 2, "shards": []},
-            "MDS shards of mosaicml-streaming",
-            r"StreamingDataset(local='{}', batch_size=1)",
-        ),
-        ({"chunks": [], "config": {}}, "chunks of litdata", "StreamingDataset('{}')"),
-    ],
-    ids=["mds", "litdata"],
-)
-def test_streams_of_others_name_the_package_that_reads_them(
-    tmp_path: Path, index: Any, what: str, call: str
-) -> None:
-    """A folder of litdata's or Mosaic's says what lies there, and the call that opens it."""
-    (tmp_path / "index.json").write_text(json.dumps(index))
-    with pytest.raises(
-        ValueError, match=rf"holds {what}, .* Install it, .*{re.escape(call.format(tmp_path))}"
-    ):
-        CachedDataset(tmp_path)
-    (tmp_path / "index.json").write_text("{}")
-    write_tar(tmp_path / "x.tar", sample_files(0, "0."))
-    assert len(open_dataset(tmp_path)) == 1
+        open_tars(tars)
+    assert len(open_tars(f"{tars}/train-*")) == 1
 
 
 class Streamed(IterableDataset[Any]):

@@ -43,13 +43,11 @@ DOORS = {
     "psutil": {"machine"},
     "torch.cuda": {"loaders"},
     "torchvision": {"tools"},
-    "matplotlib": {"tools"},
     "lz4": {"stores"},
     "zstandard": {"stores"},
     "filelock": {"stores", "sources"},
     "ray": {"stores"},
     "fsspec": {"sources"},
-    "pyarrow": {"sources"},
 }
 """Library -> the only wings that import it."""
 

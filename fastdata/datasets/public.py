@@ -29,6 +29,7 @@ from fastdata.sources import (
     read_manifest,
     scan_folder,
 )
+from fastdata.sources.formats import open_tars
 from fastdata.sources.remote import Place, StorageChoice
 from fastdata.stores.frozen import refuse_random_steps
 from fastdata.stores.prepare import DatasetOptions, Options, read_options, with_options
@@ -327,9 +328,9 @@ class CachedDataset(PreparedDataset):
             alone has no target. Of an item that is a dict the one value that is an image is the
             sample, and the target that of the other key, or a dict of several; items and batches
             are dicts of the same keys then. Namedtuples stay of their class, where it can be found
-            by its module and name. Or the path or URL of another format's files, a pattern such as
-            ``"train-{000..009}.tar"``, or a list of these: WebDataset's tars, Parquet and Arrow;
-            see docs/other-datasets.md.
+            by its module and name. Or the path or URL of WebDataset's tars, a pattern such as
+            ``"train-{000..009}.tar"``, or a list of these. For other formats see
+            docs/other-datasets.md.
         columns: of items that are dicts the names of those that are sample and target, such as
             ``{"sample": "image", "target": "label"}``; items are pairs then, and a list of names
             makes the target a dict.
@@ -387,12 +388,9 @@ class CachedDataset(PreparedDataset):
         pair_transform = _checked(transforms, transform, target_transform)
         each = dataset if isinstance(dataset, list) and dataset else [dataset]
         if all(isinstance(path, (str, os.PathLike)) for path in each):
-            # 20 ms, which only files of others take.
-            from fastdata.sources.formats import open_dataset
-
             only = None if chosen_columns is None else chosen_columns.names
-            found = open_dataset(dataset, chosen.storage_options, only)
-            dataset = dataset if found is None else found
+            tars = open_tars(dataset, chosen.storage_options, only)
+            dataset = dataset if tars is None else tars
         source = DatasetSource(dataset, chosen_columns)
         if chosen.storage != "none" and not frozen:
             refuse_random_steps(dataset)

@@ -43,6 +43,7 @@ from fastdata.machine import user_cache
 from fastdata.machine.shared import ListView
 from fastdata.pixels.images import Loader, Opening, decode_image, is_image, load_image, opening_of
 from fastdata.report import log
+from fastdata.sources.formats import TarSamples
 from fastdata.sources.remote import Place, Requests, StorageChoice, facts_of, fleeting_folder
 
 Indices = Sequence[int]
@@ -246,7 +247,7 @@ class DatasetSource:
     """The items of any map-style dataset of pairs or dicts; its own transform runs in ``read``.
 
     With ``columns`` the items are dicts, of which those named are sample and target. ``is_format``
-    is True for datasets of ``formats.py``, which draw nothing at random.
+    is True for tars, which draw nothing at random.
     """
 
     opening: ClassVar[Opening | None] = None
@@ -256,7 +257,8 @@ class DatasetSource:
             raise TypeError(
                 f"{hide_secrets(repr(dataset))} is a path, not a dataset. Give "
                 "fastdata.ImageFolder the folder of class folders, fastdata.ImageManifest the CSV "
-                "file, or CachedDataset.from_cache the cache."
+                "file, CachedDataset.from_cache the cache, or CachedDataset the dataset that reads "
+                "these files, as datasets.load_dataset or litdata.StreamingDataset does."
             )
         if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
             raise TypeError(
@@ -264,12 +266,10 @@ class DatasetSource:
                 "be read by index. Give a map-style dataset; an iterable one can be collected "
                 "first: list(dataset)."
             )
-        from fastdata.sources.formats import FileSamples
-
         self.dataset = dataset
         self.columns = columns
         self.keys: ItemKeys | None = None
-        self.is_format = isinstance(dataset, FileSamples)
+        self.is_format = isinstance(dataset, TarSamples)
         self.is_remote = self.is_format and dataset.is_remote
         self._form = ""  # of the items read so far
 
