@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import csv
-import errno
 import io
 import os
 import random
 import re
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -127,70 +125,20 @@ def test_scan_survives_a_link_to_its_own_parent(tmp_path: Path) -> None:
     )
 
 
-def test_a_listing_that_had_to_wait_is_kept(
-    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_cache_that_is_opened_alone_lists_nothing(
+    image_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is used until a file comes or goes; not where a folder changed lately, or where it is switched off."""
-    monkeypatch.setattr(sources, "KEEP_PATIENCE_S", float("-inf"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    walks: list[str] = []
-    walk = os.walk
-    monkeypatch.setattr(os, "walk", lambda top, **rest: walks.append(top) or walk(top, **rest))
-
-    def listed_anew() -> bool:
-        walks.clear()
-        found = listed_in(tree, extensions=ENDINGS)
-        is_anew = bool(walks)
-        assert found == folder.make_dataset(tree, extensions=ENDINGS)
-        return is_anew
-
-    assert listed_anew()
-    assert listed_anew()  # the folders have just been made
-    monkeypatch.setattr(sources, "SETTLED_S", -60.0)
-    for time_s in (30, 31):  # else all may have one time, as where there are none
-        os.utime(tree / "b", (0, time.time() + time_s))
-        assert listed_anew()
-        assert not listed_anew()
-    first = listed_in(tree, extensions=ENDINGS)[0][0]
-    within = os.path.dirname(first)
-    before = os.stat(within)
-    os.rename(first, f"{within}/another.jpg")
-    os.utime(within, ns=(before.st_atime_ns, before.st_mtime_ns))  # as rsync does
-    assert listed_anew()
-    [kept] = (tmp_path / "cache").rglob("folders/*")
-    whole = kept.read_bytes()
-    for cut in (whole[:40], whole[:-1], whole[:-3], whole + b"\0"):
-        kept.write_bytes(cut)
-        assert listed_anew()
-        assert not listed_anew()
-    kept.unlink()
-    monkeypatch.setattr(sources, "_times_of_change", lambda found: dict.fromkeys(found, 1))
-    assert listed_anew()
-    assert listed_anew()
-    monkeypatch.setenv("FASTDATA_LISTINGS", "off")
-    assert listed_anew()
-
-
-def test_a_listing_that_met_an_error_is_not_kept(
-    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What may not be listed for a moment is left out, as by torchvision, but not from then on."""
-    monkeypatch.setattr(sources, "KEEP_PATIENCE_S", float("-inf"))
-    monkeypatch.setattr(sources, "SETTLED_S", -60.0)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    os.utime(tree / "b", (0, time.time() + 30))
-    whole = folder.make_dataset(tree, extensions=ENDINGS)
+    """``from_cache`` looks at no folder of images: it serves them after they were moved away."""
+    root = image_folder()
+    with ImageFolder(root, cache_dir=tmp_path / "caches", prepare_workers=1) as dataset:
+        wanted = [(np.asarray(image).tobytes(), target) for image, target in dataset]
+    listed: list[str] = []
     scan = os.scandir
-
-    def fail(path: str) -> Any:
-        if path.endswith("deep"):
-            raise OSError(errno.EACCES, "Permission denied", path)
-        return scan(path)
-
-    with monkeypatch.context() as failing:
-        failing.setattr(os, "scandir", fail)
-        assert len(listed_in(tree, extensions=ENDINGS)) < len(whole)
-    assert listed_in(tree, extensions=ENDINGS) == whole
+    monkeypatch.setattr(os, "scandir", lambda path=".": listed.append(str(path)) or scan(path))
+    root.rename(tmp_path / "elsewhere")
+    with CachedDataset.from_cache(tmp_path / "caches") as dataset:
+        assert [(np.asarray(image).tobytes(), target) for image, target in dataset] == wanted
+    assert [path for path in listed if "images" in path or "elsewhere" in path] == []
 
 
 def test_is_valid_file_runs_in_the_calling_thread_in_order(tree: Path) -> None:
@@ -330,10 +278,10 @@ def test_manifest_from_a_list(samples: Any, options: Any, targets: Any) -> None:
         (
             ["a"],
             {},
-            r"the list, item 0: \('a',\) has not the values file, label, in this order. .* label=None",
+            r"the list, item 0, is \('a',\), but every item must be \(file, label\). Pass label=None",
         ),
-        ([("a", 1), ("b", 2, 3)], {}, r"item 1: \('b', 2, 3\) has not the values"),
-        ([("a", 1)], {"label": None}, "has not the values file, in this order"),
+        ([("a", 1), ("b", 2, 3)], {}, r"item 1, is \('b', 2, 3\), but every"),
+        ([("a", 1)], {"label": None}, r"but every item must be \(file\)\."),
         (
             [("a", 1), ("b", "cat")],
             {},

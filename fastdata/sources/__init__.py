@@ -1,21 +1,19 @@
-"""Which samples exist, and how one is read. Nothing here keeps a sample."""
+"""Samples that exist, and how each is read. A source never keeps a sample."""
 
 from __future__ import annotations
 
 import contextlib
 import csv
-import hashlib
 import io
-import json
 import os
 import re
-import stat
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from decimal import Decimal
 from functools import partial
 from itertools import repeat
 from operator import attrgetter, getitem
@@ -26,23 +24,19 @@ import numpy as np
 import torch
 
 from fastdata.errors import (
-    NO_FILE,
-    READ_FLAGS,
     AnyPath,
     fault_of,
     hide_secrets,
-    holds_secret,
     is_url,
     kind_of,
     local_path,
+    open_file,
     refuse_chain,
     refuse_secrets,
     with_retries,
 )
-from fastdata.machine import user_cache
 from fastdata.machine.shared import ListView
 from fastdata.pixels.images import Loader, Opening, decode_image, is_image, load_image, opening_of
-from fastdata.report import log
 from fastdata.sources.formats import TarSamples
 from fastdata.sources.remote import Place, Requests, StorageChoice, facts_of, fleeting_folder
 
@@ -51,19 +45,16 @@ Pair = tuple[Any, Any]
 """Sample and target."""
 
 
-# What items are
-
-
 @dataclass(frozen=True, slots=True)
 class ItemKeys:
-    """Items that are no pairs: how they split into sample and target, and are joined again.
+    """How items that are not pairs split into sample and target, and are joined again.
 
-    The sample of a dict is the value of ``image``; the target is the value of the other key, or a
-    dict of several. The sample of a tuple is its first value; the target is a tuple of the others.
-    Where there is no other value, the target is 0.
+    The sample of a dict is the value of ``image``. The target is the value of the other key, or a
+    dict of several. The sample of a tuple is its first value. The target is the other value, a
+    tuple of several, or 0 if there is none.
 
-    A namedtuple is ``named`` by its module and class, so that a cache can tell: it is one again
-    where that is imported, else a tuple.
+    ``named`` is the module and class of a namedtuple, as text, so that a cache can store it. The
+    joined item has this class if the module is imported, else it is a tuple.
     """
 
     names: tuple[str, ...]
@@ -80,17 +71,19 @@ class ItemKeys:
         return item[self.image], others if len(others) != 1 else others.popitem()[1]
 
     def join(self, sample: Any, target: Any, kind: Any = tuple) -> Any:
-        """The item again; or a batch of them, whose tuples are lists as in ``default_collate``."""
+        """Return the item; or a batch of items, whose tuples are lists as in ``default_collate``."""
         if self.kind == "alone":
             return sample
         if self.kind == "dict":
-            target = kind(target) if type(target) is tuple else target  # texts
+            # A batch of texts is a tuple, which is a list in the batches of default_collate.
+            target = kind(target) if type(target) is tuple else target
             others = dict.fromkeys(self.names, target) if len(self.names) == 2 else target
             return {name: sample if name == self.image else others[name] for name in self.names}
         count = len(self.names)
         values = (sample, *target) if count > 2 else (sample, target)[:count]
         if self.named:
-            with contextlib.suppress(KeyError, AttributeError):  # of what is not imported
+            # The text may come from a cache on disk, so that nothing is imported for it.
+            with contextlib.suppress(KeyError, AttributeError):
                 module, _, name = self.named.partition(":")
                 named = attrgetter(name)(sys.modules[module])
                 kind = named._make if named._fields == self.names else kind
@@ -98,10 +91,10 @@ class ItemKeys:
 
 
 def chosen_keys(columns: Mapping[str, Any]) -> ItemKeys:
-    """The keys of a dict that are asked for as sample and target.
+    """Return the keys that ``columns=`` names as sample and target.
 
     Raises:
-        ValueError: it is not said which is which.
+        ValueError: ``columns`` has other keys than ``sample`` and ``target``, or no names.
     """
     target: Any = columns.get("target")
     names: list[Any] = [columns.get("sample")]
@@ -115,12 +108,16 @@ def chosen_keys(columns: Mapping[str, Any]) -> ItemKeys:
 
 
 class Source(Protocol):
-    """Samples by index in [0, len), each read again whenever it is asked for.
+    """Samples by index in [0, len), each read again whenever it is needed.
 
-    ``read`` gives (sample, target), from several threads at once if the source's parts allow it.
-    ``expect`` says which ones this process reads next: worth something where reading is waiting, as
-    where the source ``is_remote``. ``path`` names the sample's file, for messages. ``keys`` are
-    known once one item was read. ``opening`` is how files are opened, where fastdata can do that.
+    Attributes:
+        keys: how items that are not pairs are split; known once one item was read.
+        opening: how files are opened, if fastdata can open them itself.
+        is_remote: True if reading waits for a network, so that ``expect`` makes it faster.
+
+    ``read`` returns (sample, target), from several threads at once if the loader or the dataset
+    allows it. ``expect`` announces the indices that this process reads next. ``path`` returns the
+    sample's file, for messages.
     """
 
     @property
@@ -137,16 +134,17 @@ class Source(Protocol):
 
 @dataclass(eq=False, repr=False)
 class FileSource:
-    """One file per sample, here or behind a URL; paths and targets are read by index only.
+    """One file per sample, on this machine or behind a URL.
 
     Args:
-        paths, targets: of the samples.
-        loader: opens a file by its path; without one, samples are the files' bytes. Of a remote
-            file, one of the user's own gets the path of a temporary copy.
-        place: that all or most remote files lie below. Those that are expected are fetched
-            together, in the background.
-        facts: of remote files size and tag, int64 (N, 2); -1 where they are not known. A file that
-            comes in another size was changed since it was listed, which is an error.
+        paths: path or URL of each sample. Read by index only, as ``targets`` and ``facts`` are.
+        targets: target of each sample.
+        loader: opens a file by its path. If it is the user's own, it gets the path of a temporary
+            copy of a remote file. None: samples are the bytes of the files.
+        place: folder of all or most remote files; None for files of this machine. Expected files
+            are fetched together, in the background.
+        facts: size and tag of each remote file, int64 (N, 2); -1 if unknown. A file that comes in
+            another size was changed since it was listed, which is an error.
     """
 
     paths: Sequence[str]
@@ -203,7 +201,7 @@ class FileSource:
         return place.submit(name, size_bytes=None if size < 0 else size)
 
     def columns_of(self, indices: Indices) -> dict[str, Any]:
-        """The fields with what is known of these samples, by index, for another process."""
+        """Return the fields with these samples only, by index, for another process."""
         columns = {"paths": self.paths, "targets": self.targets, "facts": self.facts}
         return {
             name: {index: column[index] for index in indices}
@@ -212,7 +210,7 @@ class FileSource:
         }
 
     def listing(self) -> np.ndarray | None:
-        """Sizes and tags, (2, samples), of remote files."""
+        """Return sizes and tags of remote files, int64 (2, N); None for files of this machine."""
         if self.place is None:
             return None
         facts: np.ndarray = np.array(self.facts).T
@@ -226,28 +224,26 @@ class FileSource:
 def _read_files(paths: Sequence[str]) -> list[bytes]:
     files = []
     for path in paths:
-        fd = os.open(path, READ_FLAGS)
-        try:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise OSError(*NO_FILE, path)
-            files.append(io.FileIO(fd, closefd=False).readall())
-        finally:
-            os.close(fd)
+        with io.FileIO(path, opener=open_file) as file:
+            files.append(file.readall())
     return files
 
 
 def chosen(column: Any, indices: Indices) -> list[Any]:
-    """Of a column of samples the values of these."""
+    """Return the values of these samples."""
     if isinstance(column, ListView):
         return column.chosen(indices)
     return [column[index] for index in indices]
 
 
 class DatasetSource:
-    """The items of any map-style dataset of pairs or dicts; its own transform runs in ``read``.
+    """Items of any map-style dataset; its own transform runs in ``read``.
 
-    With ``columns`` the items are dicts, of which those named are sample and target. ``is_format``
-    is True for tars, which draw nothing at random.
+    Args:
+        dataset: has ``__getitem__`` and ``__len__``.
+        columns: keys of sample and target, if the items are dicts.
+
+    ``is_format`` is True for tars, which draw nothing at random.
     """
 
     opening: ClassVar[Opening | None] = None
@@ -271,7 +267,7 @@ class DatasetSource:
         self.keys: ItemKeys | None = None
         self.is_format = isinstance(dataset, TarSamples)
         self.is_remote = self.is_format and dataset.is_remote
-        self._form = ""  # of the items read so far
+        self._form = ""  # form of the items read so far
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -296,9 +292,9 @@ class DatasetSource:
             self.dataset.expect(indices)
 
     def path(self, index: int) -> str | None:
-        """The sample's file, where the dataset lists its files in ``samples``.
+        """Return the sample's file if the dataset lists its files in ``samples``, as torchvision's.
 
-        As torchvision's do; also through subsets of subsets.
+        Subsets of subsets are looked through.
         """
         dataset = self.dataset
         while getattr(dataset, "indices", None) is not None and hasattr(dataset, "dataset"):
@@ -314,7 +310,7 @@ class DatasetSource:
 
 
 def _split_by_columns(item: Any, columns: ItemKeys, which: str) -> Pair:
-    """Split an item as ``columns=`` asks for.
+    """Split an item by ``columns=``.
 
     Raises:
         TypeError: it is not a dict.
@@ -356,7 +352,7 @@ def _form_of(item: Any) -> str:
 
 
 def _keys_of(item: Any, form: str, which: str) -> ItemKeys | None:
-    """None for a pair."""
+    """Return how an item of this form is split; None for a pair."""
     if isinstance(item, dict):
         images = [name for name, value in item.items() if is_image(value)]
         if len(images) == 1 and all(isinstance(name, str) for name in item):
@@ -383,16 +379,15 @@ def _keys_of(item: Any, form: str, which: str) -> ItemKeys | None:
 
 # Manifests: CSV files, frames, lists
 
-_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d{1,9})?", re.ASCII | re.IGNORECASE)
 _WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
-_LONGEST_WHOLE = 100
 _FLAGS = {"False": "0", "True": "1"}
 _MISSING = ("None", "nan", "NaT", "<NA>")
-"""How a frame's values that stand for none show themselves; text that reads so is text."""
+"""Texts of the values by which a frame marks that there is none. A text that reads so is a name."""
 
 
 class Listed(NamedTuple):
-    """Samples that a user lists; ``class_to_idx`` is None where no labels are names."""
+    """Samples that a user lists; ``class_to_idx`` is None if labels are not names."""
 
     paths: list[str]
     targets: Any
@@ -400,7 +395,7 @@ class Listed(NamedTuple):
 
 
 class _Table(NamedTuple):
-    """Columns by name. Messages call it ``title``, its rows ``row`` and a number: ``line 3``."""
+    """Columns by name. Messages call it ``title``, and a row ``row`` and its number: ``line 3``."""
 
     title: str
     row: str
@@ -411,9 +406,10 @@ class _Table(NamedTuple):
         return f"{self.title}, {self.row} {self.numbers[index]}, column {column!r}"
 
     def texts(self, column: str) -> list[str]:
+        """Return the values of a column as text, blanks included: they may be part of a path."""
         texts = []
         for index, value in enumerate(self.columns[column]):
-            text = str(_plain(value))  # with blanks at its ends: they may be of a file's name
+            text = str(_plain(value))
             is_none = text in _MISSING and not isinstance(value, str)
             if is_none or not text.strip():
                 raise ValueError(f"{self.where(index, column)}: the value is missing")
@@ -436,30 +432,20 @@ def read_manifest(
     if isinstance(manifest, str | os.PathLike):
         table = _read_csv(manifest, names, storage_options)
         folder = os.path.dirname(table.title)
-    elif hasattr(manifest, "columns"):  # a frame of pandas or Polars
-        title = f"the {type(manifest).__name__}"
-        _check_columns(title, list(manifest.columns), names)
-        columns = {name: list(manifest[name]) for name in names}
-        table = _Table(title, "row", range(len(manifest)), columns)
+    elif hasattr(manifest, "columns"):
+        table = _read_frame(manifest, names)
     else:
         table = _read_list(manifest, names)
     if not table.numbers:
         raise ValueError(f"{table.title} lists no samples")
     if root is not None:
         folder = Place(root).url if is_url(root) else local_path(root)
-    paths = [
-        path
-        if ":/" in path and is_url(path)
-        else os.path.join(folder, local_path(path) if path.startswith("file:/") else path)
-        for path in table.texts(file)
-    ]
+    paths = [_absolute_path(path, folder) for path in table.texts(file)]
     for index, path in enumerate(paths):
-        if "\0" in path:
-            raise ValueError(f"{table.where(index, file)}: {path!r} has a NUL, as no path can")
-        if holds_secret(path):
-            refuse_secrets(path, table.where(index, file))
-        if "::" in path and is_url(path):
-            refuse_chain(path, table.where(index, file))
+        try:
+            _check_path(path)
+        except ValueError as problem:
+            raise ValueError(f"{table.where(index, file)}: {problem}") from None
     targets: Any = range(len(paths))
     class_to_idx = None
     if isinstance(label, str):
@@ -467,10 +453,24 @@ def read_manifest(
     elif labels:
         targets = _read_vectors(table, labels)
     if id is not None:
-        table.texts(id)  # none is missing
+        table.texts(id)  # raises if one is missing
         ids = table.columns[id]
         targets = list(zip(targets, ids, strict=True)) if labels else ids
     return Listed(paths, targets, class_to_idx)
+
+
+def _absolute_path(path: str, folder: str) -> str:
+    if ":/" in path and is_url(path):
+        return path
+    return os.path.join(folder, local_path(path) if path.startswith("file:/") else path)
+
+
+def _check_path(path: str) -> None:
+    if "\0" in path:
+        raise ValueError(f"{path!r} has a NUL, as no path can")
+    refuse_secrets(path)
+    if "::" in path and is_url(path):
+        refuse_chain(path)
 
 
 def _read_csv(path: AnyPath, names: list[str], storage_options: StorageChoice) -> _Table:
@@ -479,49 +479,43 @@ def _read_csv(path: AnyPath, names: list[str], storage_options: StorageChoice) -
         title = place.url
         data = place.read("")
     else:
-        title = os.path.abspath(local_path(path))  # the folder of relative paths
+        title = os.path.abspath(local_path(path))  # its folder is that of relative paths
         data = with_retries(Path(title).read_bytes)
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as problem:
         raise ValueError(f"{title} is no text in UTF-8 ({problem}). Save it as such.") from problem
     with _long_values(len(text)):
-        rows = _read_rows(title, text)
-        _, header = next(rows, (1, []))
-        _check_columns(title, header, names)
-        positions = list(map(header.index, names))
-        numbers = []
-        picked = []
-        for line, row in rows:
-            if len(row) > len(header):
-                raise ValueError(
-                    f"{title}, line {line}: {len(row)} values for {len(header)} columns. "
-                    'Put quotes around a value that holds a comma: "a,b.jpg".'
-                )
-            row += [""] * (len(header) - len(row))
-            numbers.append(line)
-            picked.append([row[position] for position in positions])
-    return _Table(title, "line", numbers, dict(zip(names, zip(*picked, strict=True), strict=False)))
+        numbered = list(_read_rows(title, text))
+    numbers, rows = zip(*numbered, strict=True) if numbered else ((0,), ([],))
+    header = rows[0]
+    _check_columns(title, header, names)
+    for line, row in numbered[1:]:
+        if len(row) > len(header):
+            raise ValueError(
+                f"{title}, line {line}: {len(row)} values for {len(header)} columns. "
+                'Put quotes around a value that holds a comma: "a,b.jpg".'
+            )
+        row += [""] * (len(header) - len(row))
+    columns = {name: [row[header.index(name)] for row in rows[1:]] for name in names}
+    return _Table(title, "line", numbers[1:], columns)
 
 
 def _read_rows(title: str, text: str) -> Iterator[tuple[int, list[str]]]:
     """Yield each row that is not empty, with the line that it begins in."""
     rows = csv.reader(io.StringIO(text, newline=""), strict=True)
     line = 1
-    while True:
-        try:
-            row = next(rows, None)
-        except csv.Error as problem:
-            raise ValueError(
-                f"{title}, line {line}: the row that begins here is not CSV ({problem}). Close "
-                "the quote that opens a value, and write a quote inside of such a value twice: "
-                '"a ""b"".jpg".'
-            ) from problem
-        if row is None:
-            return
-        if row:
-            yield line, row
-        line = rows.line_num + 1
+    try:
+        for row in rows:
+            if row:
+                yield line, row
+            line = rows.line_num + 1
+    except csv.Error as problem:
+        raise ValueError(
+            f"{title}, line {line}: the row that begins here is not CSV ({problem}). Close "
+            "the quote that opens a value, and write a quote inside of such a value twice: "
+            '"a ""b"".jpg".'
+        ) from problem
 
 
 _LIMIT_LOCK = threading.Lock()
@@ -550,6 +544,14 @@ def _check_columns(title: str, there: list[str], names: list[str]) -> None:
             )
 
 
+def _read_frame(frame: Any, names: list[str]) -> _Table:
+    """Read a frame of pandas or Polars."""
+    title = f"the {type(frame).__name__}"
+    _check_columns(title, list(frame.columns), names)
+    columns = {name: list(frame[name]) for name in names}
+    return _Table(title, "row", range(len(frame)), columns)
+
+
 def _read_list(samples: Iterable[Any], names: list[str]) -> _Table:
     if isinstance(samples, Mapping) or not isinstance(samples, Iterable):
         raise TypeError(
@@ -560,116 +562,108 @@ def _read_list(samples: Iterable[Any], names: list[str]) -> _Table:
     for index, row in enumerate(rows):
         if not isinstance(row, tuple | list) or len(row) != len(names):
             raise ValueError(
-                f"the list, item {index}: {row!r} has not the values {', '.join(names)}, in this "
-                "order. Leave out what there is not by label=None and id=None, or give a frame or "
-                "the path of a CSV file."
+                f"the list, item {index}, is {row!r}, but every item must be "
+                f"({', '.join(names)}). Pass label=None if there are no labels, and id=None if "
+                "there are no ids; or give a frame or the path of a CSV file."
             )
-    return _Table(
-        "the list",
-        "item",
-        range(len(rows)),
-        dict(zip(names, zip(*rows, strict=True), strict=False)),
-    )
+    columns = {name: [row[k] for row in rows] for k, name in enumerate(names)}
+    return _Table("the list", "item", range(len(rows)), columns)
 
 
 def _read_labels(table: _Table, label: str) -> tuple[Any, dict[str, int] | None]:
-    """Targets, and the numbers of classes where labels are names."""
+    """Return targets, and the numbers of classes if labels are names."""
     if any(map(_is_vector, table.columns[label])):
         return _stack_vectors(table, label), None
     texts = table.texts(label)
-    is_number = [_NUMBER.fullmatch(text.strip()) is not None for text in texts]
-    if all(is_number):
+    name = _find_name(texts)
+    if name is None:
         return _parse_numbers(table, label, texts).tolist(), None
-    if any(is_number):
-        name = is_number.index(False)
-        number = is_number.index(True)
-        raise ValueError(
-            f"{table.where(name, label)}: {texts[name]!r} is a name, but {texts[number]!r} in "
-            f"{table.row} {table.numbers[number]} is a number. Write all labels as numbers or all "
-            "as names, such as 'class_7'."
-        )
+    for number, text in enumerate(texts):
+        if _NUMBER.fullmatch(text.strip()):
+            raise ValueError(
+                f"{table.where(name, label)}: {texts[name]!r} is a name, but {text!r} in "
+                f"{table.row} {table.numbers[number]} is a number. Write all labels as numbers or "
+                "all as names, such as 'class_7'."
+            )
     class_to_idx = {name: number for number, name in enumerate(sorted(set(texts)))}
     return [class_to_idx[name] for name in texts], class_to_idx
 
 
+def _find_name(texts: Sequence[str]) -> int | None:
+    """Return the index of the first text that is not a number; None if all are numbers."""
+    for index, text in enumerate(texts):
+        if not _NUMBER.fullmatch(text.strip()):
+            return index
+    return None
+
+
 def _is_vector(value: Any) -> bool:
-    is_scalar = isinstance(value, str | int | float)
-    return not is_scalar and (isinstance(value, list | tuple) or np.ndim(value) > 0)
-
-
-def _stack_vectors(table: _Table, label: str) -> torch.Tensor:
-    """Stack the vectors of a column, which must have one length."""
-    vectors = []
-    for index, value in enumerate(table.columns[label]):
-        try:
-            vectors.append(torch.tensor(_plain(value), device="cpu"))
-        except (TypeError, ValueError, RuntimeError) as problem:
-            raise ValueError(
-                f"{table.where(index, label)}: {value!r} is not a vector of numbers that torch "
-                f"can hold: {problem}"
-            ) from problem
-        if vectors[-1].shape != vectors[0].shape:
-            raise ValueError(
-                f"{table.where(index, label)}: {value!r} has the shape {list(vectors[-1].shape)}, "
-                f"those before it have {list(vectors[0].shape)}. Give all labels one length."
-            )
-    stacked = torch.stack(vectors)
-    return stacked.long() if stacked.dtype == torch.bool else stacked
+    if isinstance(value, str):
+        return False
+    dimensions: int = getattr(value, "ndim", hasattr(value, "__len__"))
+    return dimensions > 0
 
 
 def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
+def _stack_vectors(table: _Table, label: str) -> torch.Tensor:
+    """Stack the vectors of a column, which must have one length."""
+    vectors: list[torch.Tensor] = []
+    for index, value in enumerate(table.columns[label]):
+        try:
+            vectors.append(torch.tensor(_plain(value), device="cpu"))
+            torch.stack([vectors[0], vectors[-1]])
+        except (TypeError, ValueError, RuntimeError) as problem:
+            raise ValueError(
+                f"{table.where(index, label)}: {value!r} is not a vector of numbers as long as "
+                f"those before it: {problem}"
+            ) from problem
+    stacked = torch.stack(vectors)
+    return stacked.long() if stacked.dtype == torch.bool else stacked
+
+
 def _read_vectors(table: _Table, names: Sequence[str]) -> torch.Tensor:
-    """int64 (samples, columns) where all are whole numbers, else float32."""
+    """Return several columns as int64 (samples, columns) if all are whole, else as float32."""
     columns = []
     for name in names:
         texts = [_FLAGS.get(text.strip(), text) for text in table.texts(name)]
-        for index, text in enumerate(texts):
-            if not _NUMBER.fullmatch(text.strip()):
-                raise ValueError(
-                    f"{table.where(index, name)}: {text!r} is no number, and several labels are a "
-                    "vector of numbers. Write numbers, or name one column of class names."
-                )
+        index = _find_name(texts)
+        if index is not None:
+            raise ValueError(
+                f"{table.where(index, name)}: {texts[index]!r} is no number, and several labels "
+                "are a vector of numbers. Write numbers, or name one column of class names."
+            )
         columns.append(_parse_numbers(table, name, texts))
     values = torch.from_numpy(np.stack(columns, axis=1))
     return values.float() if values.is_floating_point() else values
 
 
 def _parse_numbers(table: _Table, column: str, texts: list[str]) -> np.ndarray:
-    """Return int64 where all are whole, else float64."""
-    if all(_WHOLE.fullmatch(text.strip()) for text in texts):
-        for index, text in enumerate(texts):
-            # Python refuses to parse thousands of digits.
-            if len(text.strip()) > _LONGEST_WHOLE or not -(1 << 63) <= int(text) < 1 << 63:
-                raise ValueError(
-                    f"{table.where(index, column)}: {text[:50]!r} does not fit into 64 bits. Give "
-                    "such a column as id=, or write names, such as 'class_7'."
-                )
+    """Return int64 if all are whole, else float64."""
+    is_whole = all(_WHOLE.fullmatch(text.strip()) for text in texts)
+    limit = 1 << 63 if is_whole else sys.float_info.max
+    for index, text in enumerate(texts):
+        # Decimal reads thousands of digits, which int refuses.
+        if not -limit <= Decimal(text) < limit:
+            raise ValueError(
+                f"{table.where(index, column)}: {text[:50]!r} does not fit into 64 bits. Give "
+                "such a column as id=, or write names, such as 'class_7'."
+            )
+    if is_whole:
         return np.array(list(map(int, texts)), np.int64)
-    values = np.array(list(map(float, texts)))
-    if not np.isfinite(values).all():
-        index = int(np.argmin(np.isfinite(values)))
-        raise ValueError(
-            f"{table.where(index, column)}: {texts[index][:50]!r} is larger than a float of 64 "
-            "bits can be"
-        )
-    return values
+    return np.array(list(map(float, texts)))
 
 
 # Folders of class folders, listed as torchvision does
 
 SCAN_THREADS = 16
-"""Folders listed at once where listing waits, as on a network file system."""
+"""Folders that are listed at once if listing waits, as on a network file system."""
 SCAN_PATIENCE_S = 0.02
-"""Wait beyond the work done that makes threads worth it. Without a wait they only pass the GIL
-around: 50,000 files in 100 folders of a local disk take 37 ms in one thread, 61 ms in eight, and
-torchvision 65 ms."""
-KEEP_PATIENCE_S = 1.0
-"""Wait that makes a listing worth keeping."""
-SETTLED_S = 600.0
-"""How long a folder must not have changed; clocks of file servers are wrong by less."""
+"""Waiting time, beyond the time of work, from which threads are faster. Without waiting they only
+pass the GIL around: 50,000 files in 100 folders of a local disk take 37 ms in one thread, 61 ms in
+eight, and 65 ms in torchvision."""
 
 Endings = str | tuple[str, ...]
 
@@ -690,7 +684,7 @@ def scan_folder(
     is_valid_file: Callable[[str], bool] | None = None,
     allow_empty: bool = False,
 ) -> list[tuple[str, int]]:
-    """List the samples below class folders: torchvision's ``make_dataset``, but faster.
+    """List the samples below class folders, as torchvision's ``make_dataset`` does, but faster.
 
     Order and errors are torchvision's. Links are followed. Folders that are slow to list, as over a
     network, are listed in parallel threads; ``is_valid_file`` runs in the calling thread, in order.
@@ -701,7 +695,7 @@ def scan_folder(
         raise ValueError(
             "Both extensions and is_valid_file cannot be None or not None at the same time"
         )
-    endings = extensions or ""  # which every name ends in
+    endings = extensions or ""  # every name ends in ""
     if not isinstance(endings, str):
         endings = tuple(endings)
     samples: list[tuple[str, int]] = []
@@ -722,98 +716,43 @@ def scan_folder(
 
 
 def _list_classes(root: AnyPath, names: list[str], endings: Endings) -> Iterator[list[str]]:
-    """List folders in turn, the rest in threads once listing has waited more than it worked."""
+    """List folders in turn, and the rest in threads once listing has waited more than worked."""
     if isinstance(root, Place):
         for coming in [root.find(name) for name in names]:  # all folders at once
             found = {root.at(name): facts for name, facts in coming.result().items()}
             root.listed |= found
             urls = [url for url in found if url.lower().endswith(endings)]
-            # In the order of _list_files.
+            # A sorted walk lists files by folder and then by name.
             yield sorted(urls, key=lambda url: os.path.split(root.unescaped(url)))
         return
     tops = [os.path.join(os.path.expanduser(root), name) for name in names]
-    # With what relative paths are relative to.
-    named = json.dumps([os.path.abspath(tops[0]), tops, endings])
-    kept = user_cache() / "folders" / hashlib.sha256(named.encode()).hexdigest()[:32]
-    is_kept = os.environ.get("FASTDATA_LISTINGS") != "off"
-    paths = _read_listing(kept) if is_kept else None
-    if paths is None:
-        began_s = time.time()
-        waited_s = _clock_of_waits()
-        folders: list[str] = []
-        list_files = partial(with_retries, partial(_list_files, endings=endings, folders=folders))
-        paths = []
-        for top in tops:
-            paths.append(list_files(top))
-            if _clock_of_waits() - waited_s > SCAN_PATIENCE_S:
-                with ThreadPoolExecutor(SCAN_THREADS) as threads:
-                    paths += threads.map(list_files, tops[len(paths) :])
-                break
-        if is_kept and _clock_of_waits() - waited_s > KEEP_PATIENCE_S:
-            _write_listing(kept, folders, paths, began_s - SETTLED_S)
+    list_files = partial(with_retries, partial(_list_files, endings=endings))
+    paths: list[list[str]] = []
+    began_s = _clock_of_waits()
+    for top in tops:
+        if _clock_of_waits() - began_s > SCAN_PATIENCE_S:
+            break
+        paths.append(list_files(top))
+    with ThreadPoolExecutor(SCAN_THREADS) as threads:
+        paths += threads.map(list_files, tops[len(paths) :])
     yield from paths
 
 
 def _clock_of_waits() -> float:
-    """Goes on while this thread waits, and back while it works."""
+    """Return seconds that this thread has waited, less those that it has worked."""
     return time.perf_counter() - 2 * time.thread_time()
 
 
-def _list_files(top: str, endings: Endings, folders: list[str]) -> list[str]:
-    """The files below ``top`` that end in one of ``endings``, in torchvision's order.
-
-    Adds the folders that they are in to ``folders``.
-    """
-    paths = []
+def _list_files(top: str, endings: Endings) -> list[str]:
+    """List the files below ``top`` that end in one of ``endings``, in torchvision's order."""
 
     def leave_out(problem: OSError) -> None:
-        """Leave out a folder that may not be read, as torchvision does; not one that fails."""
+        """Leave out a folder that may not be read, as torchvision does, but not one that fails."""
         if fault_of(problem) == "machine":
             raise problem
-        folders.append("")  # is no folder, so that no such listing is kept
 
+    paths = []
     for folder, _, names in sorted(os.walk(top, followlinks=True, onerror=leave_out)):
-        folders.append(folder)
         prefix = os.path.join(folder, "")
         paths += [prefix + name for name in sorted(names) if name.lower().endswith(endings)]
     return paths
-
-
-# A listing that had to wait, as on a network file system, is kept in the user's cache folder: when
-# its folders changed, and the paths. It is used again as long as no folder in it has changed since;
-# FASTDATA_LISTINGS=off lists anew each time.
-
-
-def _read_listing(kept: Path) -> list[list[str]] | None:
-    """The paths of each top; None where none are kept, or a folder has changed since."""
-    try:
-        changed, listed = json.loads(kept.read_bytes())
-        if _times_of_change(changed) != changed:
-            return None
-        log.info("%d files as they were listed before (%s)", sum(map(len, listed)), kept)
-        return list(listed)
-    except (OSError, ValueError, TypeError, AttributeError):  # none of this version
-        return None
-
-
-def _write_listing(
-    kept: Path, folders: list[str], paths: Sequence[Sequence[str]], settled_s: float
-) -> None:
-    """Keep it, unless a folder has changed lately, and so might have behind the listing.
-
-    Nor where all have one time, as that of the mount: file systems over objects know no other.
-    """
-    with contextlib.suppress(OSError):  # of a folder that is gone, or a cache that takes no files
-        changed = _times_of_change(folders)
-        if min(changed.values()) < max(changed.values()) < settled_s * 1e9:
-            Place(kept.parent).write(kept.name, json.dumps([changed, paths]).encode())
-
-
-def _times_of_change(folders: Iterable[str]) -> dict[str, int]:
-    """By folder when a name in it came or went, in ns; OSError where one is not there.
-
-    Programs that unpack or copy set the first of the two back, none the other.
-    """
-    with ThreadPoolExecutor(SCAN_THREADS) as threads:
-        found = zip(folders, threads.map(os.stat, folders), strict=True)
-        return {folder: max(facts.st_mtime_ns, facts.st_ctime_ns) for folder, facts in found}
