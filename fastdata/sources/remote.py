@@ -1,7 +1,7 @@
-"""Files behind a URL, with the face of a folder here. The only door to fsspec.
+"""Files behind a URL, with the interface of a folder. The only module that imports fsspec.
 
-Requests run on fsspec's own event loop, many at once, each tried twice and held against the length
-that it must have. A client belongs to the process that made it: a forked one makes its own.
+Requests run on fsspec's own event loop, many at once. Each is tried twice, and its answer must have
+the length that is needed. A client belongs to the process that made it: a forked one makes its own.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from fastdata.errors import (
 from fastdata.report import log
 
 ATTEMPT_S = 60.0
-"""What has not ended by then is begun anew, once. Clients repeat what servers refuse for a moment
-themselves."""
+"""A request that has not ended by then is made again, once. Clients themselves repeat requests
+that servers refuse for a moment."""
 _PAUSE_S = 0.5
-_FINAL = (
+FINAL = (
     PermissionError,
     IsADirectoryError,
     NotADirectoryError,
@@ -54,13 +54,13 @@ _FINAL = (
     TypeError,
     ValueError,
 )
-"""Errors that come again however often the request is made."""
+"""Errors that a second request would raise again."""
 _GONE = (404, 410)
 _REFUSED = (401, 403)
 """Answers of HTTP servers."""
 _OTHER_SERVER = "Copy the file to a local disk, or give it by a server that does."
 MISSING = (-1, -1)
-"""The facts of a file that is not there. One that is there has a tag, if no size."""
+"""Size and tag of a file that does not exist. A file that exists always has a tag."""
 _TAGS = (
     "ETag",
     "etag",
@@ -72,53 +72,55 @@ _TAGS = (
     "updated",
     "created",
 )
-"""What file systems call that which tells an object from a newer one of its name."""
+"""Metadata keys that identify the version of a remote object."""
 _S3_DEFAULTS = {"max_pool_connections": 64, "connect_timeout": 5, "read_timeout": 5}
-"""Of botocore, whose 10 connections fetch 200 small objects a second at 50 ms each; timeouts are
-seconds of silence."""
+"""Options of botocore. Its usual 10 connections fetch 200 small objects a second at 50 ms each.
+Timeouts are seconds of silence."""
 _READ_AHEAD_BYTES = 8 << 20
-"""Read at once of a file that is gone through: as much as comes in two round trips."""
+"""Bytes read at once of a file that is read from start to end, as much as comes in two round trips."""
 _MOST_EXPECTED = 1024
 _FLEETING = "fastdata-remote-"
 _FLEETING_S = 60.0
 _TEXT_BYTES = 4
-"""A secret that is shorter is not looked for in messages: every other word would be one."""
+"""Shortest secret that is looked for in messages; a shorter one could be part of any word."""
 
 _CLIENTS: dict[tuple[int, str, str], Any] = {}
-"""By process, protocol and options. Those of a parent stay there: to end them is the parent's."""
+"""Clients by process, protocol and options. A forked process leaves those of its parent alone:
+their connections and threads are the parent's."""
 _OPTIONS_TRAVEL = ContextVar("fastdata_options_travel", default=False)
 
 
 StorageChoice = Mapping[str, Any] | None
 Facts = tuple[int, int]
-"""Of a file: its size, -1 where that is not told, and a number that tells its content."""
+"""Size of a file, -1 if unknown, and a number that changes with its content."""
 
 
 @contextlib.contextmanager
 def fleeting_folder() -> Iterator[Path]:
-    """A folder for files on their way to or from a URL; what killed processes left is removed."""
-    from filelock import FileLock  # 20 ms, which only they take
+    """Make a folder for files on their way to or from a URL, and remove those of killed processes."""
+    from filelock import FileLock  # takes 20 ms, which other uses of this module need not wait
 
     _sweep(tempfile.gettempdir())
     with tempfile.TemporaryDirectory(prefix=_FLEETING) as folder, FileLock(Path(folder, "lock")):
         yield Path(folder)
 
 
-@cache  # to look through it takes longer than a sample does
+@cache  # looking through a folder of temporary files takes longer than reading a sample
 def _sweep(parent: str) -> None:
     from filelock import FileLock
 
     for left in Path(parent).glob(f"{_FLEETING}*"):
-        with contextlib.suppress(OSError):  # a Timeout, too, of one that is in use
+        with contextlib.suppress(OSError):  # also Timeout, for a folder that is in use
             found = left.lstat()
             is_own = stat.S_ISDIR(found.st_mode) and made_by_this_user(left)
-            if is_own and time.time() - found.st_mtime > _FLEETING_S:  # else it may have no lock
+            # A folder that was just made may have no lock yet.
+            if is_own and time.time() - found.st_mtime > _FLEETING_S:
                 with FileLock(left / "lock").acquire(timeout=0):
                     shutil.rmtree(left)
 
 
 class StorageOptions(dict[str, Any]):
-    """What a file system takes, such as credentials: shown nowhere, pickled empty by default."""
+    """Options of a file system, such as credentials: never shown, and pickled empty by default."""
 
     def __repr__(self) -> str:
         return "{...}" if self else "{}"
@@ -137,7 +139,10 @@ class StorageOptions(dict[str, Any]):
 
 @contextlib.contextmanager
 def options_travel() -> Iterator[None]:
-    """Let what is pickled in this block carry storage_options: tasks for workers, never files."""
+    """Let pickles made in this block carry storage_options: tasks for workers, never files.
+
+    A context variable, because pickle passes no arguments to ``__reduce__``.
+    """
     token = _OPTIONS_TRAVEL.set(True)
     try:
         yield
@@ -146,14 +151,14 @@ def options_travel() -> Iterator[None]:
 
 
 class Place:
-    """A folder of this machine or behind a URL: its files by relative names, with ``/``.
+    """A folder of this machine or behind a URL, with its files by relative names.
 
-    Safe from several threads. Pickles without ``storage_options``, which may be secret, unless to a
-    process that is being started; without them whatever the environment has is asked for
-    credentials.
+    Safe to use from several threads. Pickles without ``storage_options``, which may be secret,
+    unless for a process that is being started. A copy without them takes credentials from the
+    environment.
 
     Attributes:
-        listed: facts of files that were listed, by URL, for who asks soon.
+        listed: size and tag of files that were just listed, by URL.
 
     Raises:
         ValueError: the URL holds a password, a token or a query; see ``refuse_secrets``.
@@ -186,7 +191,7 @@ class Place:
         return Place(self.at(name), self._options)
 
     def locate(self, url: str) -> tuple[Place, str]:
-        """The folder of a file, which most likely is this one, and the file's name there."""
+        """Return the folder of a file, which is this one for most files, and the file's name."""
         name = url.removeprefix(f"{self.url}/")
         if name != url:
             return self, name
@@ -206,13 +211,14 @@ class Place:
     def submit(
         self, name: str, start: int = 0, stop: int | None = None, *, size_bytes: int | None = None
     ) -> Future[bytes]:
-        """The bytes of a file, or some, in the background; there may be any number at once.
+        """Read a file, or its bytes from ``start`` to ``stop``, in the background.
 
-        A whole file of another size than it is known to have is an error.
+        Any number of requests may run at once. A file of another size than ``size_bytes`` is an
+        error.
         """
         wanted_bytes = size_bytes if stop is None else stop - start
-        # One byte more lets a file that has grown show it. Of a whole one s3fs asks for the size
-        # unless it is told one, and takes twice as much CPU where it is told no first byte.
+        # One byte more shows that a file has grown. s3fs asks for the size of a whole file unless
+        # it is given an end, and takes twice as much CPU if it is given no start.
         end = size_bytes + 1 if size_bytes else stop
 
         def check(data: bytes) -> bytes:
@@ -222,7 +228,7 @@ class Place:
                     f"for: its server gives no parts of files (it ignores Range). {_OTHER_SERVER}"
                 )
             if wanted_bytes not in (None, len(data)):
-                raise _SizeError(
+                raise SizeError(
                     f"{self.at(name)}: {len(data):,} bytes came where {wanted_bytes:,} are needed: "
                     "it was changed since it was listed, or is cut short"
                 )
@@ -240,7 +246,7 @@ class Place:
         try:
             stream = client.open(self._path(client, name), "rb", block_size=_READ_AHEAD_BYTES)
         except Exception as problem:  # noqa: BLE001  # clients raise anything
-            failure = self._final_error(url, _true_cause(problem))
+            failure = final_error(url, true_cause(problem), self._options)
         else:
             if getattr(stream, "size", 0) is not None:
                 return stream
@@ -250,12 +256,12 @@ class Place:
                 "large it is (Content-Length), or gives no parts of files (Accept-Ranges: none). "
                 f"{_OTHER_SERVER}"
             )
-        raise failure  # without the client's error, as below
+        raise failure  # without the client's error, which may show credentials
 
     def find(self, below: str = "", **options: Any) -> Future[dict[str, Facts]]:
-        """All files below a folder, by name; none where it is not there.
+        """Find all files below a folder, by name; none if there is no such folder.
 
-        Behind a URL it need not look further down than ``maxdepth=``.
+        Behind a URL, ``maxdepth=`` limits how many levels are listed.
         """
 
         def facts_by_name(files: Mapping[str, Any]) -> dict[str, Facts]:
@@ -267,10 +273,10 @@ class Place:
         )
 
     def folders(self) -> list[str]:
-        """The names of the folders right in this one, sorted.
+        """Return the names of the folders in this one, sorted.
 
         Raises:
-            FileNotFoundError: nothing is there.
+            FileNotFoundError: there is no such folder.
         """
         if not self.is_remote:
             with os.scandir(self.url) as entries:
@@ -280,7 +286,7 @@ class Place:
         return sorted(self.unescaped(posixpath.basename(path)) for path in paths)
 
     def unescaped(self, name: str) -> str:
-        """Return a name as it is here: over HTTP files are listed by their escaped URLs."""
+        """Return a name without escapes: over HTTP, files are listed by their escaped URLs."""
         return unquote(name) if self._is_http else name
 
     def _escaped(self, name: str) -> str:
@@ -293,11 +299,11 @@ class Place:
     # Writing
 
     def write(self, name: str, data: bytes) -> None:
-        """Make these bytes the file, at once and for good: nobody sees half of it."""
+        """Write a file atomically: a reader finds the old file or all of the new one."""
         self._submit("pipe_file", name, data).result()
 
     def upload(self, name: str, path: Path) -> None:
-        """Make a copy of a file of this machine the file of that name, behind a URL."""
+        """Copy a file of this machine to a file behind a URL."""
         self._submit("put_file", name, source=(str(path),)).result()
 
     def remove(self, name: str) -> None:
@@ -313,7 +319,7 @@ class Place:
 
         protocol = self.url.partition("://")[0]
         kind = fsspec.get_filesystem_class(protocol)
-        # What its URLs have besides the path: host, port and user of SFTP, organisation of GitHub.
+        # URLs hold more than a path: host, port and user of SFTP, organisation of GitHub.
         options = {**kind._get_kwargs_from_urls(self.url), **self._options}
         key = os.getpid(), protocol, fsspec.utils.tokenize(options)
         if key not in _CLIENTS:
@@ -326,12 +332,12 @@ class Place:
         failure: Exception
         try:
             return kind(skip_instance_cache=True, **options)
-        except ImportError as problem:  # of a package that the file system needs
+        except ImportError as problem:  # a package that the file system needs is not installed
             failure = problem
         except Exception as problem:  # noqa: BLE001  # gcsfs calls a token a missing file
             failure = RemoteError(
-                f"{self.url} cannot be opened: {self._said(problem)}. Look at storage_options=, "
-                "and at what the environment has of credentials."
+                f"{self.url} cannot be opened: {shown_error(problem, self._options)}. Look at "
+                "storage_options=, and at the credentials in the environment."
             )
         raise failure  # without the client's error, which may show credentials
 
@@ -348,36 +354,36 @@ class Place:
         then: Callable[[Any], Any] = lambda result: result,
         **options: Any,
     ) -> Future[Any]:
-        """Call a method of the client with the path of a file: here at once, else in fsspec's loop.
+        """Call a method of the client with the path of a file, and ``then`` with the result.
 
-        ``then`` is what the result goes through.
+        A local call ends before this returns. A remote one runs on fsspec's event loop.
         """
         client = self._client()
         arguments = (*source, self._path(client, name), *arguments)
         url = self.at(name)
 
-        async def request(again: str = "") -> Any:
-            failure: Exception | None = None
-            try:
-                if method in ("find", "ls", "info"):
-                    client.invalidate_cache()  # of another's listings
-                if client.async_impl:
-                    answer = getattr(client, f"_{method}")(*arguments, **options)
-                else:
-                    answer = asyncio.to_thread(getattr(client, method), *arguments, **options)
-                return then(await asyncio.wait_for(answer, ATTEMPT_S))
-            except Exception as problem:  # noqa: BLE001  # clients raise anything
-                cause = _true_cause(problem)
-                said = self._said(cause)
-                if again or isinstance(cause, _FINAL):
-                    failure = self._final_error(url, cause, again)
-            if failure is not None:
-                # Raised here, so that it has neither cause nor context: the text and the traceback
-                # of a client's error may show credentials.
-                raise failure
-            log.info("%s is asked for again: %s", url, said)
-            await asyncio.sleep(_PAUSE_S)
-            return await request(" (tried twice)")
+        async def request() -> Any:
+            failure: Exception = RemoteError(url)
+            for again in ("", " (tried twice)"):
+                if again:
+                    log.info("asked for again after: %s", failure)
+                    await asyncio.sleep(_PAUSE_S)
+                try:
+                    if method in ("find", "ls", "info"):
+                        client.invalidate_cache()  # listings of another request may be old
+                    if client.async_impl:
+                        answer = getattr(client, f"_{method}")(*arguments, **options)
+                    else:
+                        answer = asyncio.to_thread(getattr(client, method), *arguments, **options)
+                    return then(await asyncio.wait_for(answer, ATTEMPT_S))
+                except Exception as problem:  # noqa: BLE001  # clients raise anything
+                    cause = true_cause(problem)
+                    failure = final_error(url, cause, self._options, again)
+                    if isinstance(cause, FINAL):
+                        break
+            # Raised outside of the except block, so that it has neither cause nor context: the text
+            # and the traceback of a client's error may show credentials.
+            raise failure
 
         if self.is_remote:
             from fsspec.asyn import get_loop
@@ -386,45 +392,19 @@ class Place:
         future: Future[Any] = Future()
         try:
             future.set_result(then(getattr(client, method)(*arguments, **options)))
-        except Exception as problem:  # noqa: BLE001  # raised by whoever asks for the result
-            # Whose traceback would hold this frame, which holds it, and all that called.
+        except Exception as problem:  # noqa: BLE001  # raised when the result is read
+            # A traceback would hold this frame, which holds the future: a circle that keeps the
+            # callers' memory until the garbage collector runs.
             future.set_exception(problem.with_traceback(None))
         return future
 
-    def _said(self, problem: Exception) -> str:
-        """Return the text of an error, without the secrets of URLs and of ``storage_options``."""
-        said = hide_secrets(str(problem))
-        if isinstance(problem, TimeoutError):
-            said = said or f"no answer in {ATTEMPT_S:.0f} s"
-        for text in pytree.tree_leaves(dict(self._options)):
-            is_text = isinstance(text, str) and len(text) >= _TEXT_BYTES
-            if is_text and not text.startswith(("http://", "https://")):
-                said = said.replace(text, "***").replace(quote(text, safe=""), "***")
-        return f"{type(problem).__name__}: {said.rstrip('.')}"
 
-    def _final_error(self, url: str, problem: Exception, again: str = "") -> Exception:
-        """Return what is raised instead of a client's error: it says the URL and the cure."""
-        if isinstance(problem, FileNotFoundError):
-            return FileNotFoundError(f"{url} is not there")
-        if isinstance(problem, ImportError | RemoteError | _SizeError):
-            return problem
-        said = self._said(problem)
-        cure = "Look at the network, and run again"
-        is_refused = isinstance(problem, PermissionError) or "redential" in said
-        if is_refused or getattr(problem, "status", None) in _REFUSED:
-            cure = (
-                "Give credentials that are valid and allow it, in the environment or as "
-                "storage_options="
-            )
-        return RemoteError(f"{url}: {said}{again}. {cure}.")
+class SizeError(OSError):
+    """A file has another size than it was listed with."""
 
 
-class _SizeError(OSError):
-    pass
-
-
-def _true_cause(problem: Exception) -> Exception:
-    """Return what happened: fsspec's HTTP calls a file missing, whatever its server answers."""
+def true_cause(problem: Exception) -> Exception:
+    """Return the error behind a FileNotFoundError of fsspec's HTTP, which it raises for any answer."""
     cause = problem.__cause__
     is_from_http = type(cause).__module__.partition(".")[0] == "aiohttp"
     if isinstance(problem, FileNotFoundError) and is_from_http:
@@ -434,8 +414,39 @@ def _true_cause(problem: Exception) -> Exception:
     return problem
 
 
+def final_error(
+    url: str, problem: Exception, options: Mapping[str, Any], again: str = ""
+) -> Exception:
+    """Return the error to raise instead of a client's, with the URL and what to do."""
+    if isinstance(problem, FileNotFoundError):
+        return FileNotFoundError(f"{url} is not there")
+    if isinstance(problem, ImportError | RemoteError | SizeError):
+        return problem
+    said = shown_error(problem, options)
+    cure = "Look at the network, and run again"
+    is_refused = isinstance(problem, PermissionError) or "redential" in said
+    if is_refused or getattr(problem, "status", None) in _REFUSED:
+        cure = (
+            "Give credentials that are valid and allow it, in the environment or as "
+            "storage_options="
+        )
+    return RemoteError(f"{url}: {said}{again}. {cure}.")
+
+
+def shown_error(problem: Exception, options: Mapping[str, Any]) -> str:
+    """Return the text of an error, without the secrets of URLs and of ``storage_options``."""
+    said = hide_secrets(str(problem))
+    if isinstance(problem, TimeoutError):
+        said = said or "no answer in time"
+    for text in pytree.tree_leaves(dict(options)):
+        is_text = isinstance(text, str) and len(text) >= _TEXT_BYTES
+        if is_text and not text.startswith(("http://", "https://")):
+            said = said.replace(text, "***").replace(quote(text, safe=""), "***")
+    return f"{type(problem).__name__}: {said.rstrip('.')}"
+
+
 def facts_of(files: Iterable[tuple[Place, str]]) -> list[Facts]:
-    """Return the facts of files by place and name, all asked for at once; see ``MISSING``."""
+    """Return size and tag of files, all requested at once; ``MISSING`` for one that is not there."""
     asked = [place._submit("info", name, then=_facts) for place, name in files]
     found = []
     for future in asked:
@@ -452,17 +463,17 @@ def _facts(info: Mapping[str, Any]) -> Facts:
 
 
 Submit = Callable[[int], Future[bytes]]
-"""Asks for the file, or the piece, of an index."""
+"""Requests the file of a sample, or the sample's part of a file."""
 
 
 class Requests(dict[tuple[int, int], Future[bytes]]):
-    """Files, or pieces of them, that were asked for and not read yet, by process and index.
+    """Samples that were requested and not read yet, by process and index.
 
-    What a parent waits for never comes to a process that was forked.
+    A forked process makes its own requests: the answers to those of its parent never reach it.
     """
 
     def take(self, index: int, submit: Submit) -> Future[bytes]:
-        """What was asked for, or is now."""
+        """Return the request for a sample, made earlier or now."""
         return self.pop((os.getpid(), index), None) or submit(index)
 
     def expect(self, indices: Sequence[int], submit: Submit) -> None:
@@ -470,7 +481,7 @@ class Requests(dict[tuple[int, int], Future[bytes]]):
         for index in indices:
             if (pid, index) not in self:
                 self[pid, index] = submit(index)
-        # Of readers that gave up.
+        # Readers that stopped early left requests that nothing will take.
         own = [key for key in list(self) if key[0] == pid]
         for key in own[: -max(_MOST_EXPECTED, len(indices))]:
             self.pop(key, Future()).cancel()
@@ -479,10 +490,9 @@ class Requests(dict[tuple[int, int], Future[bytes]]):
         return Requests, ()
 
 
-# A folder here, with the methods of fsspec's file systems
-
-
 class _LocalFiles:
+    """Files of this machine, with the methods of fsspec's file systems that ``Place`` calls."""
+
     @staticmethod
     def _strip_protocol(url: str) -> str:
         return url
@@ -527,7 +537,7 @@ class _LocalFiles:
 
 
 def made_by_this_user(path: Path) -> bool:
-    """Return whether a file, or the link itself if it is one, is this user's; True on Windows."""
+    """Return True if a file, or a link itself, belongs to this user. Always True on Windows."""
     return not hasattr(os, "getuid") or path.lstat().st_uid == os.getuid()
 
 
