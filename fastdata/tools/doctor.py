@@ -1,4 +1,4 @@
-"""``fastdata doctor``: what this machine gives to training, and what to do about what is missing.
+"""``fastdata doctor``: checks of this machine, each with what to do about it.
 
 Each check looks at one thing and makes no CUDA context. A problem breaks training or slows it
 badly; advice is for what may.
@@ -19,10 +19,10 @@ from pathlib import Path
 
 import torch
 
-from fastdata import machine
-from fastdata.machine import format_bytes
+from fastdata.machine import available_bytes, budget_bytes, format_bytes, usable_cores
 from fastdata.machine.shared import Block
-from fastdata.pixels import core, images
+from fastdata.pixels.core import obstacle as core_obstacle
+from fastdata.pixels.images import jpeg_obstacle
 from fastdata.report import Line, as_text
 from fastdata.tools import versions
 
@@ -33,7 +33,7 @@ DEVICES = Path("/dev")
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was looked at, and what to do about it."""
+    """One thing that was checked, and what to do about it."""
 
     name: str
     found: str
@@ -47,7 +47,7 @@ def examine_machine() -> list[Check]:
 
 
 def _cores() -> Iterator[Check]:
-    cores = machine.usable_cores()
+    cores = usable_cores()
     all_cores = os.cpu_count() or cores
     problem = ""
     if cores == 1 < all_cores:
@@ -56,19 +56,19 @@ def _cores() -> Iterator[Check]:
             "(docker run --cpus, sbatch --cpus-per-task, taskset)"
         )
     yield Check("cores", f"{cores} of {all_cores}, by CPU affinity and cgroup quota", "", problem)
-    # Torch counts the affinity's cores and knows nothing of a quota.
+    # torch counts the cores of the affinity, but not the quota.
     threads = torch.get_num_threads()
     advice = f"export OMP_NUM_THREADS={cores}: more threads than usable cores wait for each other"
     yield Check("torch threads", f"{threads} for an operation", advice if threads > cores else "")
 
 
 def _memory() -> Iterator[Check]:
-    budget = machine.budget_bytes(machine.available_bytes())
+    budget = budget_bytes(available_bytes())
     problem = "no image can be kept in memory: give the job more, or keep them on disk (cache_dir=)"
     yield Check("memory", str(budget), problem="" if budget.bytes else problem)
     folder = Path("/dev/shm")
     if folder.is_dir():
-        # A batch of 256 float32 images of 224x224 is 147 MiB; torch keeps two there for a worker.
+        # A batch of 256 float32 images of 224x224 is 147 MiB, and torch keeps two for each worker.
         free = shutil.disk_usage(folder).free
         advice = (
             "fastdata does not need it; for workers of torch's own loader: docker run --shm-size=8g"
@@ -79,7 +79,7 @@ def _memory() -> Iterator[Check]:
             path = block.path or os.path.realpath(f"/proc/self/fd/{block.fd}")
         is_file = hasattr(os, "memfd_create") and "memfd:" not in str(path)
         advice = "allow memfd_create (a container's seccomp profile, sysctl vm.memfd_noexec)"
-        yield Check("shared memory", f"can be had: {path}", advice if is_file else "")
+        yield Check("shared memory", f"works: {path}", advice if is_file else "")
     except (OSError, MemoryError) as error:
         yield Check("shared memory", str(error), problem="allow memfd_create, or give TMPDIR room")
 
@@ -87,11 +87,11 @@ def _memory() -> Iterator[Check]:
 def _libraries() -> Iterator[Check]:
     installed = versions()
     yield Check("versions", ", ".join(f"{name} {it or '-'}" for name, it in installed.items()))
-    obstacle = core.obstacle()
+    obstacle = core_obstacle()
     problem = "install fastdata with pip; without its core every step runs per sample, in Python"
     found = obstacle or f"there, for {platform.machine()}"
     yield Check("compiled core", found, "", problem if obstacle else "")
-    obstacle = images.jpeg_obstacle()
+    obstacle = jpeg_obstacle()
     advice = (
         "Pillow decodes whole images, which takes longer; its wheels for Linux and macOS "
         "bring what is needed: pip install --force-reinstall pillow"
@@ -135,7 +135,7 @@ def _torch() -> Check:
 
 
 def _numa() -> Iterator[Check]:
-    """Memory of another socket than the GPU's is copied to it at half the speed, or worse."""
+    """Check the socket of each GPU: copies from another socket take twice as long, or longer."""
     for gpu in NVIDIA.glob("gpus/*"):
         files = SYSTEM / "bus/pci/devices" / gpu.name
         node = int((files / "numa_node").read_text())
@@ -151,7 +151,7 @@ def _numa() -> Iterator[Check]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """It has none."""
+    """Add no arguments."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -161,7 +161,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def report_lines(checks: Sequence[Check]) -> Iterator[Line]:
-    """Problems are marked with ``!``, advice with ``->``."""
+    """Yield a row for each check: problems are marked with ``!``, advice with ``->``."""
     for check in checks:
         yield f"{'!' if check.problem else ' '} {check.name}", check.found
         cure = check.problem or check.advice
