@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from _helper import Row, in_turns, parser, print_rows, save_rows
 from _loaders import LOADERS, Synthetic
 from fastdata import DataLoader, tune
-from fastdata.tools import apart, shuffled
+from fastdata.tools import in_subprocess, shuffled
 from fastdata.tools import measure as probe
 
 GRID = {
@@ -57,14 +57,14 @@ class Chosen(NamedTuple):
 
     def probed(self, dataset: Synthetic, window_s: float) -> float:
         """The rate as tune finds it."""
-        return apart(
+        return in_subprocess(
             lambda: probe(self.over(dataset), seconds=window_s),
             limit_s=LIMIT_S,
         )
 
     def counted(self, dataset: Synthetic, window_s: float) -> float:
         """The rate of a plain loop, in which an error of tune's own measuring would show."""
-        return apart(partial(self._count, dataset, window_s), limit_s=LIMIT_S)
+        return in_subprocess(partial(self._count, dataset, window_s), limit_s=LIMIT_S)
 
     def over(self, dataset: Synthetic) -> TorchDataLoader[Any]:
         order = shuffled(dataset)
@@ -139,7 +139,7 @@ def measure(
 
     measured = {}
     for label, steps in STEPS.items() if has_loadtune else ():
-        answer = partial(apart, partial(ask_loadtune, dataset, steps), limit_s=10 * LIMIT_S)
+        answer = partial(in_subprocess, partial(ask_loadtune, dataset, steps), limit_s=10 * LIMIT_S)
         (options, threads, measured[label]), took_s = timed(answer)
         seconds[label] = [took_s]
         choices[label] = Chosen(options, TorchDataLoader, threads)

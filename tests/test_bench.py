@@ -199,7 +199,7 @@ def test_interrupt_leaves_nothing(
         assert list(tmp_path.iterdir()), "the images are there when the signal comes"
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(bench, "apart", interrupted)
+    monkeypatch.setattr(bench, "in_subprocess", interrupted)
     assert main(TINY) == 130
     assert capsys.readouterr().err.endswith("fastdata: interrupted\n")
     assert list(tmp_path.iterdir()) == []

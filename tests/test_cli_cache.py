@@ -71,8 +71,8 @@ def test_inspect_tells_what_is_damaged(
     capsys.readouterr()
     assert main(["inspect", str(cache), "--verify"]) == 0
     out = capsys.readouterr().out
-    assert "samples    6" in out
-    assert "classes    2" in out
+    assert "samples   6" in out
+    assert "classes   2" in out
     assert "resize 7 bilinear" in out
     assert "every sample is as it was written" in out
     (shard,) = cache.glob("*/part0-*.npy")
@@ -202,7 +202,7 @@ def test_help_shows_defaults(capsys: pytest.CaptureFixture[str]) -> None:
             main([command, "--help"])
         shown = " ".join(capsys.readouterr().out.split())
         assert "None" not in shown
-        assert {"bench": "images in a batch; default: 64", "build": "no image; default: raise"}[
+        assert {"bench": "images in a batch; default: 64", "build": "leave it out; default: raise"}[
             command
         ] in shown
 

@@ -103,8 +103,8 @@ def test_what_the_user_got_wrong_is_one_line(
         (["tune", ".", "--batch-size", "some"], "invalid positive value: 'some'"),
         (["diagnose", "--batches", "0", "x.py"], "must be at least 1"),
         (["diagnose"], "SCRIPT"),
-        (["bench", "--json", "nowhere/x.json"], "is no file in a folder that is there"),
-        (["inspect", ".", "--json", "."], "is no file in a folder that is there"),
+        (["bench", "--json", "nowhere/x.json"], "is no file in a folder that exists"),
+        (["inspect", ".", "--json", "."], "is no file in a folder that exists"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -18,7 +18,7 @@ import torch
 
 from fastdata import DataLoader, ImageFolder, tools
 from fastdata.machine import Budget, usable_cores
-from fastdata.tools import apart, measure, shuffled
+from fastdata.tools import in_subprocess, measure, shuffled
 from fastdata.tools import tune as tuning
 from fastdata.tools.tune import TuneResult, ascend, tune
 
@@ -188,20 +188,22 @@ def test_orders_without_an_end_are_permutations() -> None:
 # A process of its own
 
 
-def test_apart_changes_nothing_here() -> None:
+def test_a_subprocess_changes_nothing_here() -> None:
     """What is drawn and noted apart stays there; its result comes back."""
     samples, states = Samples(), (random.getstate(), torch.get_rng_state())
-    assert apart(lambda: len([samples[i] for i in range(3)] + samples.read), limit_s=20) == 6
+    assert (
+        in_subprocess(lambda: len([samples[i] for i in range(3)] + samples.read), limit_s=20) == 6
+    )
     assert samples.read == []
     assert random.getstate() == states[0]
     assert torch.equal(torch.get_rng_state(), states[1])
 
 
-def test_apart_runs_torchs_own_threads() -> None:
+def test_a_subprocess_runs_torchs_own_threads() -> None:
     """An operation of several threads ends there, though this process has used its pool before the fork."""
     ones = torch.ones(1 << 20)
     assert torch.sort(ones + ones).values.sum() == 2 << 20
-    assert apart(lambda: float(torch.sort(ones + ones).values.sum()), limit_s=30) == 2 << 20
+    assert in_subprocess(lambda: float(torch.sort(ones + ones).values.sum()), limit_s=30) == 2 << 20
 
 
 class OddError(Exception):
@@ -215,23 +217,23 @@ def fail(error: BaseException) -> None:
     raise error
 
 
-def test_apart_raises_what_was_raised() -> None:
+def test_a_subprocess_raises_what_was_raised() -> None:
     """An exception arrives as it is; one that cannot be sent as its text; a killed process says how it ended."""
     with pytest.raises(KeyError, match="absent"):
-        apart(lambda: fail(KeyError("absent")), limit_s=20)
+        in_subprocess(lambda: fail(KeyError("absent")), limit_s=20)
     with pytest.raises(RuntimeError, match="OddError: 3"):
-        apart(lambda: fail(OddError(1, 2)), limit_s=20)
+        in_subprocess(lambda: fail(OddError(1, 2)), limit_s=20)
     with pytest.raises(RuntimeError, match="SystemExit: 3"):
-        apart(lambda: sys.exit(3), limit_s=20)
+        in_subprocess(lambda: sys.exit(3), limit_s=20)
     with pytest.raises(RuntimeError, match="exit code -9"):
-        apart(lambda: os.kill(os.getpid(), signal.SIGKILL), limit_s=20)
+        in_subprocess(lambda: os.kill(os.getpid(), signal.SIGKILL), limit_s=20)
 
 
-def test_apart_ends_its_workers() -> None:
+def test_a_subprocess_ends_its_workers() -> None:
     """What takes too long is killed with the worker processes it has."""
     loader = torch.utils.data.DataLoader(Samples(seconds=30), num_workers=2)
     with pytest.raises(TimeoutError, match=r"no answer within 0\.5 s"):
-        apart(lambda: next(iter(loader)), limit_s=0.5)
+        in_subprocess(lambda: next(iter(loader)), limit_s=0.5)
 
 
 # tune

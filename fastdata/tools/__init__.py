@@ -1,8 +1,8 @@
-"""The commands, a file for each, and what they share: how fast a loader is without a model.
+"""The commands of ``fastdata``, and what they share: how fast a loader is without a model.
 
-``measure`` is an empty loop with a warm-up.
-``apart`` runs it in a forked copy of this process: what the loop draws, reads, caches or breaks
-stays there, and its memory, threads and worker processes end with it.
+``measure`` is an empty loop with a warm-up. ``in_subprocess`` runs it in a forked copy of this
+process: what the loop draws, reads, caches or breaks stays there, and its memory, threads and
+worker processes end with it.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from fastdata.machine.processes import attempt_job, forked, settle
 
 _T = TypeVar("_T")
 _WARM_UP = 0.125
-"""Share of the seconds to measure after which a loader is warm that has much to read ahead."""
+"""Share of the measuring time after which a loader that reads far ahead counts as warm."""
 
 
 def measure(loader: Iterable[Any], *, seconds: float, limit_s: float = math.inf) -> float:
-    """Samples a second of an empty loop over a loader, measured for some ``seconds``.
+    """Return samples a second of an empty loop over a loader, without the start of its workers.
 
-    What its workers need to start, and what they have read ahead by then, is left out. Of a loader
-    whose epochs are shorter than that, whole epochs are measured. Of batches without tensors each
-    is one sample.
+    If epochs are shorter than ``seconds``, whole epochs are measured. A batch without tensors
+    counts as one sample.
 
     Args:
-        loader: what to measure.
-        seconds: to measure.
-        limit_s: seconds after which it ends with what there is; looked at where a batch comes.
+        loader: any iterable of batches.
+        seconds: time to measure.
+        limit_s: seconds after which the loop ends with what it has; checked when a batch comes.
 
     Raises:
         ValueError: the loader gives no batch.
     """
     # Batches of several workers come in turns, often all at once: whole turns are counted.
     turn = max(1, getattr(loader, "num_workers", 0))
+    # What workers have read ahead before the start would be counted as read in no time.
     ahead = turn * (1 + (getattr(loader, "prefetch_factor", None) or 0))
     end = time.perf_counter() + limit_s
     in_epochs = 0
@@ -80,36 +80,33 @@ def measure(loader: Iterable[Any], *, seconds: float, limit_s: float = math.inf)
 
 
 def shuffled(dataset: Sized, seed: int = 0) -> RandomSampler:
-    """Shuffled indices without an end; equal seeds give equal orders."""
+    """Return shuffled indices without an end; equal seeds give equal orders."""
     generator = torch.Generator().manual_seed(seed)
     return RandomSampler(dataset, num_samples=1 << 60, generator=generator)
 
 
 def is_kept(dataset: Any) -> bool:
+    """Return True if a dataset keeps prepared samples."""
     return isinstance(dataset, PreparedDataset) and storage_of(dataset) != "none"
 
 
-# A process of its own
-
-
-def apart(work: Callable[[], _T], *, limit_s: float | None) -> _T:
+def in_subprocess(work: Callable[[], _T], *, limit_s: float | None) -> _T:
     """Return what ``work`` returns, or raise what it raises, from a forked copy of this process.
 
-    Elsewhere than on Linux, where forks are not safe or not there, it runs here.
+    On systems other than Linux, where forks are unsafe or missing, it runs in this process.
 
     Raises:
         TimeoutError: it took longer than ``limit_s`` seconds.
-        RuntimeError: the process was killed, or has raised what cannot be sent.
+        RuntimeError: the process was killed, or has raised an error that cannot be pickled.
     """
     if sys.platform != "linux":
         return work()
-    available_bytes()  # imports what its threads would import while it forks
+    available_bytes()  # imports psutil now, and not in a thread that may hold a lock at the fork
 
     def job(_: str) -> _T:
-        warnings.simplefilter("ignore")  # the user's own run says them
-        # What a library has started in threads of the parent is dead in the copy, OpenMP's pool
-        # among it, which waits for its threads for ever; a thread that is new gets a pool of its
-        # own.
+        warnings.simplefilter("ignore")  # the user's own run shows them
+        # Threads of the parent do not exist in the copy. OpenMP's pool would wait for its own for
+        # ever, but a new thread gets a new pool.
         return ThreadPoolExecutor(1).submit(work).result()
 
     with forked(job) as (pool, [process]):
@@ -130,19 +127,19 @@ def apart(work: Callable[[], _T], *, limit_s: float | None) -> _T:
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--json", type=_to_write, metavar="FILE", help="keep every figure, with versions"
+        "--json", type=_to_write, metavar="FILE", help="write all figures, with versions"
     )
 
 
 def _to_write(text: str) -> Path:
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is no file in a folder that is there")
+        raise argparse.ArgumentTypeError(f"{text} is no file in a folder that exists")
     return path
 
 
-def keep(document: dict[str, Any], options: argparse.Namespace) -> None:
-    """Write the figures, if they were asked for, with the versions and the machine."""
+def write_json(document: dict[str, Any], options: argparse.Namespace) -> None:
+    """Write the figures with versions and machine, if ``--json`` was given."""
     if options.json:
         document |= {"versions": versions(), "machine": machine_facts()}
         options.json.write_text(json.dumps(document, indent=2, default=str) + "\n", "utf-8")
@@ -170,7 +167,7 @@ def version(package: str) -> str | None:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of Python and of the packages that matter, None for those not installed."""
+    """Return versions of Python and of the packages that matter; None if one is not installed."""
     packages = ("fastdata", "torch", "torchvision", "numpy", "pillow", "lz4", "zstandard")
     return {"python": platform.python_version()} | {name: version(name) for name in packages}
 

@@ -10,7 +10,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastdata.errors import FastDataError
-from fastdata.tools import bench, caches, diagnose, doctor, tune, version
+from fastdata.tools import bench, diagnose, doctor, tune, version
+from fastdata.tools.caches import (
+    add_build,
+    add_inspect,
+    add_prune,
+    build,
+    inspect,
+    prune,
+)
 
 COMMANDS = {
     "bench": (
@@ -38,28 +46,21 @@ COMMANDS = {
         "fastdata diagnose train.py --epochs 1\n  fastdata diagnose --batches 300 train.py",
     ),
     "build": (
-        caches.add_build,
-        caches.build,
+        add_build,
+        build,
         "prepare a folder of images into a cache, for cache_dir= of runs with these sizes",
         "fastdata build imagenet/train /data/caches --resize 256 --crop 256\n"
         "  fastdata build imagenet/train /data/caches --codec lz4 --on-error skip",
     ),
     "inspect": (
-        caches.add_inspect,
-        caches.inspect,
+        add_inspect,
+        inspect,
         "show what caches hold, and whether they are sound; status 1 if one is damaged",
         "fastdata inspect /data/caches --verify",
     ),
-    "export": (
-        caches.add_export,
-        caches.export,
-        "write a cache as class folders or WebDataset tars; PNG keeps every pixel",
-        "fastdata export /data/caches /data/folder --to folder\n"
-        "  fastdata export /data/caches /data/tars --to webdataset --image-format jpeg",
-    ),
     "prune": (
-        caches.add_prune,
-        caches.prune,
+        add_prune,
+        prune,
         "remove what dead writers left, and caches that no run can use any more",
         "fastdata prune /data/caches --gone --dry-run",
     ),

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from PIL import Image
 from torch.utils.data import DataLoader as TorchDataLoader
 
@@ -26,7 +25,15 @@ from fastdata.datasets.public import ImageFolder
 from fastdata.loaders import DataLoader
 from fastdata.machine import cpu_model, usable_cores
 from fastdata.report import Line, as_text
-from fastdata.tools import add_json, apart, check_folder, keep, measure, positive, shuffled
+from fastdata.tools import (
+    add_json,
+    check_folder,
+    in_subprocess,
+    measure,
+    positive,
+    shuffled,
+    write_json,
+)
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -41,13 +48,13 @@ _RATE_S = 0.5
 
 
 def make_recipe(recipe: str, dtype: str) -> Any:
-    """One of ``RECIPES`` by torchvision: those of its references, and the view of SimCLR's paper.
+    """Make a transform of torchvision's references, or the view of SimCLR's paper.
 
     Args:
-        recipe: ``"crop"`` is what people write who resize once.
+        recipe: one of ``RECIPES``; ``"crop"`` resizes to one size and crops at random.
         dtype: ``"uint8"``, or ``"float32"``, which is normalised.
     """
-    v1 = import_torchvision().transforms
+    v1 = _import_torchvision().transforms
     crop = [v1.RandomResizedCrop(CROP_PX)]
     if recipe == "crop":
         crop = [v1.Resize(PREPARED_PX), v1.CenterCrop(PREPARED_PX), v1.RandomCrop(CROP_PX)]
@@ -66,38 +73,17 @@ def make_recipe(recipe: str, dtype: str) -> Any:
     return v1.Compose([*crop, v1.RandomHorizontalFlip(), *more.get(recipe, ()), *last])
 
 
-def import_torchvision() -> Any:
-    """Import torchvision, also one that is built for another torch.
-
-    That one fails as it registers two operators of its library, which did not load. Its transforms
-    need none: declared, they let the rest be imported.
-
-    Raises:
-        ImportError: it is not installed.
-    """
+def _import_torchvision() -> Any:
     try:
         return importlib.import_module("torchvision")
     except ImportError as error:
         raise ImportError(
             "this needs torchvision, which is not installed: pip install 'fastdata[bench]'"
         ) from error
-    except RuntimeError as error:
-        if "torchvision::nms" not in str(error):
-            raise
-    _declare_operators()
-    return importlib.import_module("torchvision")
-
-
-@cache  # operators of a library count as long as it is held
-def _declare_operators() -> torch.library.Library:
-    library = torch.library.Library("torchvision", "DEF")
-    for name in ("nms", "qnms"):
-        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    return library
 
 
 def find_transform(words: str) -> Any:
-    """The user's own transform, by ``MODULE:NAME``."""
+    """Import the user's own transform by ``MODULE:NAME``, from the working directory, too."""
     if not all(words.partition(":")):
         raise ValueError(
             f"--transform {words} is not module:name, as in --transform train:train_transform"
@@ -115,12 +101,11 @@ def find_transform(words: str) -> Any:
 
 
 Figures = dict[str, Any]
-"""Of a recipe the images a second of both in turns, ``vanilla`` and ``fastdata``, the ``ratio`` of
-their medians, and the seconds that fastdata took to prepare the images, ``prepare_s``."""
+"""Figures of a recipe: images a second of each round, ``vanilla`` and ``fastdata``, the ``ratio`` of
+their medians, and ``prepare_s``, the seconds that fastdata took to prepare the images."""
 
 
 def run(options: argparse.Namespace) -> int:
-    import_torchvision()  # with its operators, before a transform of the user's imports it
     names = options.recipe or ([] if options.transform else RECIPES)
     transforms = {name: make_recipe(name, options.dtype) for name in names}
     if options.transform:
@@ -139,14 +124,14 @@ def run(options: argparse.Namespace) -> int:
             _say(f"measuring {name}")
             recipes[name] = _measure_recipe(folder, paths, name, transform, options)
     print(as_text(_report_lines(recipes, count, options)))
-    keep({"settings": vars(options), "images": count, "recipes": recipes}, options)
+    write_json({"settings": vars(options), "images": count, "recipes": recipes}, options)
     return 0
 
 
 def _report_lines(
     recipes: dict[str, Figures], count: int, options: argparse.Namespace
 ) -> Iterator[Line]:
-    """A row for each recipe, and a line to quote."""
+    """Yield a row for each recipe, and a line to quote."""
     yield (
         f"{count:,} images ({options.folder or 'drawn for this run'}); {options.dtype}, "
         f"batch {options.batch_size}, num_workers={options.num_workers}"
@@ -181,10 +166,11 @@ def _measure_recipe(
         loader = kind(dataset, options.batch_size, sampler=order, num_workers=workers)
         return measure(loader, seconds=_RATE_S, limit_s=4 * _RATE_S)
 
-    is_square = name in ("crop", options.transform)  # by its own first steps
+    # These transforms begin with a resize of their own.
+    is_square = name in ("crop", options.transform)
     resize = None if is_square else (PREPARED_PX, PREPARED_PX)
     chosen: dict[str, Any] = {"is_valid_file": frozenset(paths).__contains__, "allow_empty": True}
-    theirs = import_torchvision().datasets.ImageFolder(folder, transform, **chosen)
+    theirs = _import_torchvision().datasets.ImageFolder(folder, transform, **chosen)
     began = time.perf_counter()
     with ImageFolder(folder, transform, resize=resize, storage="shared", **chosen) as ours:
         ours.prepare()
@@ -192,17 +178,14 @@ def _measure_recipe(
         vanilla = []
         fastdata = []
         for _ in range(_ROUNDS):
-            vanilla.append(apart(lambda: rate(TorchDataLoader, theirs), limit_s=60))
-            fastdata.append(apart(lambda: rate(DataLoader, ours), limit_s=60))
+            vanilla.append(in_subprocess(lambda: rate(TorchDataLoader, theirs), limit_s=60))
+            fastdata.append(in_subprocess(lambda: rate(DataLoader, ours), limit_s=60))
     return {
         "vanilla": vanilla,
         "fastdata": fastdata,
         "ratio": median(fastdata) / median(vanilla),
         "prepare_s": prepare_s,
     }
-
-
-# Images like photographs, for whoever has none at hand
 
 
 def write_photos(
@@ -223,9 +206,9 @@ def write_photos(
 
 
 def photo(seed: int, size: tuple[int, int] = (512, 384)) -> npt.NDArray[np.uint8]:
-    """One image of ``size`` (width, height), uint8: smooth shapes of many colours, and a grain.
+    """Draw smooth shapes of many colours with a grain, uint8 (height, width, 3).
 
-    The grain is such that 512x384 takes 60 to 110 KB at quality 90, as photographs of that size do.
+    With this grain, 512x384 takes 60 to 110 KB at quality 90, as photographs of that size do.
     """
     rng = np.random.default_rng(seed)
     width, height = size
@@ -251,16 +234,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "folder",
         nargs="?",
         metavar="FOLDER",
-        help="class folders of images; without it images are drawn",
+        help="class folders of images; default: drawn images",
     )
     number("--images", help="images at most; default: 1000, or 400 drawn ones")
     parser.add_argument(
         "--recipe",
         action="append",
         choices=RECIPES,
-        help="what to measure, several times if need be; default: all",
+        help="recipe to measure; may be given several times; default: all",
     )
-    add_transform(parser, "alone, or beside each --recipe")
+    add_transform(parser, "measured alone, or in addition to each --recipe")
     parser.add_argument(
         "--dtype",
         choices=("uint8", "float32"),

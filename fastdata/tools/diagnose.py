@@ -1,8 +1,8 @@
 """``fastdata.diagnose``: where a training loop's time goes, and what would make it shorter.
 
-Measured are the loop as it is, the loader without a model, what one sample costs in its parts, and
-the loader over samples that are kept in memory; all but the first in forked processes.
-``Diagnosis`` makes words of the figures.
+It measures the loop as it is, the loader without a model, the parts of one sample, and the loader
+over samples that are kept in memory; all but the first in forked processes. ``Diagnosis`` derives
+the limit and the advice from these figures.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from fastdata.loaders.prefetch import CudaPrefetcher
 from fastdata.machine import available_bytes, budget_bytes, format_bytes, usable_cores
 from fastdata.pixels.compose import flatten
 from fastdata.report import Line, Report
-from fastdata.tools import apart, is_kept, measure, positive, shuffled
+from fastdata.tools import in_subprocess, is_kept, measure, positive, shuffled
 
 _RATE_S = 1.0
 _SAMPLES_S = 1.5
@@ -45,9 +45,9 @@ _PATIENCE_S = 30.0
 _SAMPLES = 32
 _MOST_KEPT = 256
 _HARDLY = 0.1
-"""A loop that waits less is as fast as its model."""
+"""A loop that waits for a smaller share of its time is limited by the model."""
 _CLEAR = 1.15
-"""Keeping samples must gain so much to be worth a change of the script."""
+"""Least gain of keeping samples that is worth a change of the script."""
 
 LIMITS = {
     "model": ("the model", "no faster loader would help: make the step faster"),
@@ -57,14 +57,17 @@ LIMITS = {
     "transform": ("the transform", "run its steps on whole batches: transform= of ImageFolder"),
     "collate": ("collate_fn", "return tensors of one shape, which are stacked without Python"),
     "workers": ("the number of workers", "use every core, or let fastdata.tune choose num_workers"),
-    "loader": ("the loader", "it is no torch DataLoader over samples: its parts are not known"),
+    "loader": ("the loader", "it is no torch DataLoader over samples, so its parts are unknown"),
 }
-"""What limits a loop, in words, and what to do."""
+"""Name and cure of each thing that can limit a loop."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one part of making a sample costs one core, waiting for others than a core included."""
+    """Cost of one part of a sample, on one core, without the time that it waited for a core.
+
+    ``seconds`` includes waiting for disks and networks, ``cpu_s`` does not.
+    """
 
     kind: str
     name: str
@@ -83,20 +86,21 @@ class Diagnosis(Report):
     """Where a training loop's time goes; shown as one line, the table behind it, and advice.
 
     Args:
-        batches: that the times are means of; the first one is left out.
-        batch_size: samples in a batch, in the mean.
-        wait_s: of each step of the loop, for data.
-        step_s: of each step of the loop, for all else.
-        workers: of the loader.
-        usable_cores: of the machine.
-        is_prefetched: whether a CudaPrefetcher moves batches.
+        batches: number of batches that the times are means of, without the first one.
+        batch_size: mean number of samples in a batch.
+        wait_s: mean time in each step of the loop that waits for data.
+        step_s: mean time of the rest of each step.
+        workers: number of the loader's workers.
+        usable_cores: number of cores that this process may use.
+        is_prefetched: True if a CudaPrefetcher moves batches.
         loader_per_s: samples a second of an empty loop over the loader.
-        parts: of making a sample.
-        kept_per_s: samples a second of the loader if samples were kept in memory, where that is
-            clearly faster.
-        kept: what that would take.
-        imports: from fastdata in place of torchvision's and torch's, where the loader is theirs.
-        note: what could not be measured, and why.
+        parts: cost of each part of making a sample.
+        kept_per_s: samples a second of the loader if samples were kept in memory; None unless that
+            is clearly faster.
+        kept: memory that this would need.
+        imports: names to import from fastdata instead of torchvision and torch, if the loader is
+            torch's.
+        note: figures that could not be measured, and why.
     """
 
     batches: int
@@ -115,7 +119,7 @@ class Diagnosis(Report):
 
     @property
     def waited(self) -> float:
-        """Share of each step in which the model had nothing to do."""
+        """Share of each step that waits for data."""
         return self.wait_s / (self.wait_s + self.step_s)
 
     @property
@@ -128,7 +132,7 @@ class Diagnosis(Report):
 
     @property
     def limit(self) -> str:
-        """What the loop is limited by, such as ``"decode"`` or ``"model"``."""
+        """The key in ``LIMITS`` of what limits the loop, such as ``"decode"`` or ``"model"``."""
         if self.waited <= _HARDLY:
             return "model"
         if self.is_prefetched and (self.loader_per_s or 0) > 1.5 * self.loop_per_s:
@@ -155,7 +159,7 @@ class Diagnosis(Report):
 
     @property
     def advice(self) -> tuple[str, ...]:
-        """What to do, with the figures that say so."""
+        """The cures, with the figures that they follow from."""
         cures = [LIMITS[self.limit][1]]
         if self.limit != "model" and self.kept_per_s is not None:
             cures.append(f"samples in memory: {self.kept_per_s:,.0f} samples/s, tried; {self.kept}")
@@ -209,16 +213,16 @@ def _ms(seconds: float) -> str:
 def diagnose(
     loader: Iterable[Any], step: Callable[[Any], Any] | None = None, *, batches: int = 100
 ) -> Diagnosis:
-    """Run a training loop and say where its time goes.
+    """Run a training loop and return where its time goes.
 
-    The loop is run over one epoch at most, all else in forked processes. A loader of fastdata's
-    counts the epoch. What the loader or ``step`` raises in the loop is raised here.
+    The loop runs over one epoch at most, which a loader of fastdata counts. All else is measured in
+    forked processes. Errors of the loader or of ``step`` in the loop are raised here.
 
     Args:
-        loader: any torch ``DataLoader``, fastdata's among them, or a ``CudaPrefetcher``. Of other
-            iterables of batches only the loop is measured.
-        step: called with each batch; without it nothing is done with them.
-        batches: to run at most, at least 2; the first one is not counted.
+        loader: any torch ``DataLoader``, also fastdata's, or a ``CudaPrefetcher``. For any other
+            iterable of batches only the loop is measured.
+        step: called with each batch; default: do nothing.
+        batches: most batches to run, at least 2; the first one is not counted.
 
     Raises:
         ValueError: the loader gave fewer than two batches.
@@ -240,9 +244,9 @@ def diagnose(
 
 @dataclass
 class TimedLoop:
-    """A loader whose loops are timed, but for the first batch, which workers start for.
+    """A loader whose loops are timed, without the first batch, which workers start for.
 
-    ``wait_s`` is how long the loop waited for ``batches``, ``busy_s`` how long it was busy.
+    ``wait_s`` is the time that loops waited for ``batches``, ``busy_s`` the time in between.
 
     Example:
         >>> loop = TimedLoop([1, 2, 3])
@@ -267,7 +271,7 @@ class TimedLoop:
             self.samples += sample_count(batch) or 1
             yield batch
             if torch.cuda.is_initialized():
-                # Else the GPU's work would count as a wait for the next batch, or as nothing.
+                # Without it, the GPU's work would count as a wait for the next batch, or not at all.
                 torch.cuda.current_stream().synchronize()
             done_at = time.perf_counter()
             if self.batches:
@@ -280,7 +284,7 @@ class TimedLoop:
 
 
 class _EnoughError(BaseException):
-    """Ends a script whose loop has been seen for long enough; no ``except Exception`` keeps it."""
+    """Ends a script after enough batches; not an Exception, which the script may catch."""
 
 
 def _in_prefetcher(loader: Any) -> Any:
@@ -291,7 +295,7 @@ def _in_prefetcher(loader: Any) -> Any:
 
 
 def _examine(loop: TimedLoop) -> Diagnosis:
-    """The figures of the loop with those of the loader alone, until one cannot be had."""
+    """Return the figures of the loop with those of the loader alone, up to the first that fails."""
     loader = _in_prefetcher(loop.loader)
     is_torchs = isinstance(loader, TorchDataLoader)
     imports = ""
@@ -311,7 +315,7 @@ def _examine(loop: TimedLoop) -> Diagnosis:
     )
     for what, work in _BESIDE.items() if is_torchs else ():
         try:
-            figures = apart(partial(work, loader, diagnosis), limit_s=_PATIENCE_S)
+            figures = in_subprocess(partial(work, loader, diagnosis), limit_s=_PATIENCE_S)
             diagnosis = replace(diagnosis, **figures)
         except Exception as error:  # noqa: BLE001  # of the user's code, under settings of ours
             reason = shorten(f"{type(error).__name__}: {error}", 160, placeholder=" ...")
@@ -320,14 +324,14 @@ def _examine(loop: TimedLoop) -> Diagnosis:
 
 
 def _loader_alone(loader: Any, diagnosis: Diagnosis) -> dict[str, Any]:
-    """The rate of a loader like the user's, which leaves its workers alone."""
+    """Measure a copy of the user's loader, whose persistent workers are left alone."""
     other = copy.copy(loader)
     other.__dict__ |= {"_iterator": None, "pin_memory": False, "persistent_workers": False}
     return {"loader_per_s": measure(other, seconds=_RATE_S, limit_s=6 * _RATE_S)}
 
 
 def _when_kept(loader: Any, diagnosis: Diagnosis) -> dict[str, Any]:
-    """The rate if fastdata kept the samples in memory, where that is clearly faster."""
+    """Measure the loader with samples kept in memory; no figures unless that is clearly faster."""
     dataset = loader.dataset
     base = _in_subsets(dataset)
     is_indexed = loader.batch_size is not None and not isinstance(dataset, IterableDataset)
@@ -355,9 +359,9 @@ def _when_kept(loader: Any, diagnosis: Diagnosis) -> dict[str, Any]:
 
 
 def _parts(loader: Any, diagnosis: Diagnosis) -> dict[str, Any]:
-    """What the parts of a sample cost, in the calling thread."""
+    """Measure the parts of a sample, in the calling thread."""
     if loader.num_workers:
-        torch.set_num_threads(1)  # as workers do
+        torch.set_num_threads(1)  # as in workers
     dataset = loader.dataset
     base = _in_subsets(dataset)
     is_ours = isinstance(base, PreparedDataset)
@@ -375,7 +379,7 @@ def _parts(loader: Any, diagnosis: Diagnosis) -> dict[str, Any]:
     samples = iter(dataset) if is_stream else map(dataset.__getitem__, loader.sampler)
     read = []
     with contextlib.nullcontext() if is_ours else _transform_instead(base, timed):
-        next(samples)  # which pays for imports and tables
+        next(samples)  # the first one pays for imports and tables
         step_costs[:] = 0
         began = _clock()
         for sample in islice(samples, _SAMPLES):
@@ -406,11 +410,10 @@ _BESIDE = {
 
 
 def _clock() -> np.ndarray:
-    """Seconds in which this thread did not wait for a core, and its CPU seconds.
+    """Return seconds in which this thread did not wait for a core, and its CPU seconds.
 
-    A difference of the first that is more than one of the second was spent waiting, for a disk or a
-    network. Where the system does not count how long threads wait for cores, the first is plain
-    time.
+    The first grows faster than the second while the thread waits for a disk or a network. If the
+    system does not count how long threads wait for cores, the first is plain time.
     """
     ready_ns = 0
     with (
@@ -429,9 +432,9 @@ def _in_subsets(dataset: Any) -> Any:
 
 @contextlib.contextmanager
 def _transform_instead(dataset: Any, transform: Any) -> Iterator[None]:
-    """Let a dataset of torchvision's manners have another transform for a while."""
+    """Replace the transform of a dataset like torchvision's while this block runs."""
     own = getattr(dataset, "transform", None)
-    joint = getattr(dataset, "transforms", None)  # torchvision's, which holds the same one
+    joint = getattr(dataset, "transforms", None)  # torchvision's StandardTransform holds it, too
     holders: list[Any] = [it for it in (dataset, joint) if hasattr(it, "transform")]
     for holder in holders:
         holder.transform = transform
@@ -477,11 +480,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def run_script(script: Path, arguments: list[str], batches: int) -> list[TimedLoop]:
-    """Run a script as ``__main__`` until a loop over a loader has had so many batches.
+    """Run a script as ``__main__`` until a loop over a loader has run this many batches.
 
-    Of a prefetcher and the loader in it the prefetcher's loop is timed.
+    If a prefetcher reads a loader, only the prefetcher's loop is timed.
     """
-    # Not runpy's: the script's workers may have to import from the module when it has ended.
+    # runpy would remove the module at its end, but the script's workers may still import from it.
     module = types.ModuleType("__main__")
     module.__file__ = str(script)
     sys.modules["__main__"] = module
@@ -492,7 +495,7 @@ def run_script(script: Path, arguments: list[str], batches: int) -> list[TimedLo
     begins = {kind: kind.__iter__ for kind in kinds}
 
     def begin_timed(loader: Any, begin: Callable[[Any], Any]) -> Any:
-        # Prefetchers may be made anew.
+        # A prefetcher may be made for each epoch: its loops are told apart by the loader in it.
         loop = loops.setdefault(id(_in_prefetcher(loader)), TimedLoop(loader, batches))
         is_in_prefetcher = type(loop.loader) is not type(loader)
         return begin(loader) if is_in_prefetcher else loop.over(begin(loader))

@@ -21,13 +21,13 @@ import torch
 from torch.utils.data import Subset
 
 from fastdata.datasets.batch import collate, leaves_of
-from fastdata.datasets.dataset import latest_reader
 from fastdata.datasets.public import ImageFolder
 from fastdata.errors import MemoryBudgetError, counted
 from fastdata.loaders import DataLoader
 from fastdata.machine import available_bytes, budget_bytes, format_bytes, usable_cores
 from fastdata.report import Line, Report, progress_bar
-from fastdata.tools import apart, bench, check_folder, is_kept, measure, positive, shuffled
+from fastdata.tools import check_folder, in_subprocess, is_kept, measure, positive, shuffled
+from fastdata.tools.bench import add_transform, find_transform, make_recipe
 
 Settings = dict[str, Any]
 
@@ -81,12 +81,12 @@ class TuneResult(Report):
 
     @property
     def samples_per_s(self) -> float:
-        """Of the best settings, in the mean of their probes."""
+        """Mean rate of the best settings, in their probes."""
         return fmean(_rates(self.probes, self.best))
 
     @property
     def start_samples_per_s(self) -> float:
-        """Of the settings that the search began with."""
+        """Mean rate of the settings that the search began with."""
         return fmean(_rates(self.probes, self.probes[0].settings))
 
     @property
@@ -97,12 +97,11 @@ class TuneResult(Report):
         return f"DataLoader(dataset, {', '.join(words)})"
 
     def _lines(self) -> Iterator[Line]:
-        names = list(self.probes[0].settings)
+        names = list(dict.fromkeys(name for probe in self.probes for name in probe.settings))
         yield *names, "samples/s", ""
-        best = [probe for probe in self.probes if _arguments(probe.settings) == self.best]
+        best = [probe for probe in self.probes if probe.settings == self.best]
         for probe in self.probes:
-            arguments = _arguments(probe.settings)
-            values = [str(arguments.get(name, "-")) for name in names]
+            values = [str(probe.settings.get(name, "-")) for name in names]
             words = "best" if probe is best[-1] else probe.failed
             yield *values, f"{probe.samples_per_s:,.0f}", words
         rate = self.samples_per_s
@@ -167,8 +166,8 @@ def tune(
     began = time.perf_counter()
     with progress_bar(math.ceil(max_seconds), "tuning", unit="s", enabled=progress) as bar:
         judge = _Judge(_prepared(dataset), collate_fn or collate, began + max_seconds, bar)
-        judge.probe(start)  # finds files and caches cold
         best = start
+        judge.probe(start)  # finds files and caches cold
         is_complete = False
         with suppress(TimeoutError):
             judge.probe(start)
@@ -176,7 +175,7 @@ def tune(
                 best = better
             is_complete = True
     return TuneResult(
-        best=_arguments(best),
+        best=_used(best),
         probes=judge.probes,
         seconds=time.perf_counter() - began,
         is_complete=is_complete,
@@ -225,8 +224,8 @@ def _usual_space(dataset: Any) -> dict[str, Sequence[Any]]:
 
 
 def _prepared(dataset: Any) -> Any:
-    """The dataset; where it is still being prepared some of its samples, prepared now."""
-    if not is_kept(dataset) or latest_reader(dataset).stored.filled_share() >= _MOSTLY_PREPARED:
+    """Return the dataset, or some samples of one that is still being prepared, prepared now."""
+    if not is_kept(dataset) or dataset.filled_share() >= _MOSTLY_PREPARED:
         return dataset
     chosen = islice(shuffled(dataset), min(len(dataset), _SAMPLES_PREPARED))
     some = Subset(dataset, sorted(chosen))
@@ -239,31 +238,27 @@ def _prepared(dataset: Any) -> Any:
 # Measuring
 
 
-def _arguments(settings: Settings) -> Settings:
-    """Those that matter: without workers neither their engine nor what they read ahead does."""
-    idle = () if settings["num_workers"] else ("workers", "prefetch_factor")
-    return {name: it for name, it in settings.items() if name not in idle and it != "auto"}
+def _used(settings: Settings) -> Settings:
+    """Return the settings that matter: without workers neither engine nor prefetching does."""
+    unused = () if settings["num_workers"] else ("workers", "prefetch_factor")
+    return {name: it for name, it in settings.items() if name not in unused and it != "auto"}
 
 
 def _rates(probes: Sequence[Probe], settings: Settings) -> list[float]:
-    """What probes of the settings have found; where there are more, without the first, cold one."""
-    wanted = _arguments(settings)
-    return [
-        probe.samples_per_s
-        for probe in probes[1:] or probes
-        if _arguments(probe.settings) == wanted
-    ]
+    """Return the rates of settings, without the first probe, which is cold, if there are more."""
+    used = _used(settings)
+    return [probe.samples_per_s for probe in probes[1:] or probes if probe.settings == used]
 
 
-def _cost(settings: Settings) -> tuple[float, float]:
-    """What settings take besides time, by which equally fast ones are told apart."""
+def _cost(settings: Settings) -> tuple[float, int]:
+    """Return processes and batches that settings take, which decide between equally fast ones."""
     workers = settings["num_workers"] * (0.5 if settings.get("workers") == "thread" else 1)
-    return workers, workers * settings.get("prefetch_factor", 2)
+    return workers, settings.get("prefetch_factor", 2)
 
 
 @dataclass
 class _Judge:
-    """Measures settings, remembers what it found, and says which of two wins."""
+    """Measures settings, holds the probes, and decides which of two wins."""
 
     dataset: Any
     collate_fn: Any
@@ -273,10 +268,10 @@ class _Judge:
 
     def __post_init__(self) -> None:
         self.probe_s = min(1.0, max(0.2, (self.deadline - time.perf_counter()) / _PROBES))
-        self.sample_s, self.sample_bytes = apart(self._look, limit_s=None)
+        self.sample_s, self.sample_bytes = in_subprocess(self._look, limit_s=None)
 
     def _look(self) -> tuple[float, int]:
-        """Seconds and bytes of a sample; what the dataset raises is the user's to see."""
+        """Return seconds and bytes of a sample; errors of the dataset are raised to the user."""
         self.dataset[0]
         began = time.perf_counter()
         tensors = leaves_of(self.collate_fn([self.dataset[0]]))
@@ -284,12 +279,12 @@ class _Judge:
         return seconds, sum(getattr(tensor, "nbytes", 0) for tensor in tensors)
 
     def wins(self, challenger: Settings, best: Settings) -> bool:
-        """Whether a challenger is better than the best, measured again if that is close."""
-        if _arguments(challenger) == _arguments(best):
+        """Return True if a challenger is better than the best, measured again if that is close."""
+        if _used(challenger) == _used(best):
             return False
         if not _rates(self.probes, challenger):
             self.probe(challenger)
-        least = 1 / _WORTH if _cost(challenger) < _cost(best) else _WORTH
+        least = 1 / _WORTH if _cost(_used(challenger)) < _cost(_used(best)) else _WORTH
         is_close = least < self._gain(challenger, best) < _CLEAR
         if is_close and len(_rates(self.probes, challenger)) == 1:
             self.probe(best)
@@ -300,33 +295,34 @@ class _Judge:
         return fmean(_rates(self.probes, challenger)) / fmean(_rates(self.probes, best))
 
     def probe(self, settings: Settings) -> None:
-        """Measure, and note what fails, or would not fit into memory.
+        """Measure settings, or note why they cannot be measured.
 
         Raises:
             TimeoutError: the time is over.
             Exception: the first two probes, of the settings to begin with, fail.
         """
+        used = _used(settings)
         began = time.perf_counter()
         left_s = max(0.0, self.deadline - began)
         if self.probes and left_s < self.probe_s:
             raise TimeoutError
         try:
-            probe = Probe(settings, self._measure(settings, left_s))
+            probe = Probe(used, self._measure(used, left_s))
         except Exception as error:  # a user's dataset raises anything
             if len(self.probes) < 2 or isinstance(error, TimeoutError):
                 raise
             failed = f"{type(error).__name__}: {error}".partition("\n")[0]
-            probe = Probe(settings, failed=failed)
+            probe = Probe(used, failed=failed)
         self.probes.append(probe)
         self.bar.update(round(time.perf_counter() - began))
 
     def _measure(self, settings: Settings, left_s: float) -> float:
-        ahead = settings["num_workers"] * settings.get("prefetch_factor", 2)
-        need = (2 + ahead) * settings["batch_size"] * self.sample_bytes
+        batches = 2 + settings["num_workers"] * settings.get("prefetch_factor", 2)
+        need = batches * settings["batch_size"] * self.sample_bytes
         budget = budget_bytes(available_bytes())
         if need > budget.bytes:
             raise MemoryBudgetError(f"batches would take {format_bytes(need)}, but {budget}")
-        options = _arguments(settings)
+        options = dict(settings)
         if not hasattr(self.dataset, "__getitems__"):
             most = int(_BATCH_S / max(self.sample_s, 1e-9))
             options["batch_size"] = min(options["batch_size"], max(1, most))
@@ -336,7 +332,7 @@ class _Judge:
             loader = DataLoader(self.dataset, sampler=order, collate_fn=self.collate_fn, **options)
             return measure(loader, seconds=self.probe_s, limit_s=left_s)
 
-        return apart(work, limit_s=left_s + _GRACE_S)
+        return in_subprocess(work, limit_s=left_s + _GRACE_S)
 
 
 # The command
@@ -345,7 +341,7 @@ class _Judge:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("folder", metavar="FOLDER", help="class folders of images")
-    bench.add_transform(parser, "default: 256 px squares, random crop to 224, flip, float32")
+    add_transform(parser, "default: 256 px squares, random crop to 224, flip, float32")
     add(
         "--batch-size",
         type=positive,
@@ -371,7 +367,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     check_folder(options.folder)
     own = options.transform
-    transform = bench.find_transform(own) if own else bench.make_recipe("crop", "float32")
+    transform = find_transform(own) if own else make_recipe("crop", "float32")
     with ImageFolder(options.folder, transform, storage=options.storage) as dataset:
         print(dataset.storage_plan.reason)
         print(tune(dataset, batch_size=options.batch_size, max_seconds=options.seconds))
