@@ -200,7 +200,7 @@ def test_a_cache_key_makes_a_warning_of_it(tmp_path: Path) -> None:
     """Said when the cache is written, and never again; ``frozen=True`` says that it is meant."""
     dataset = Items(lambda index: flipped(index, random.random() < 0.5))
     options: Any = {"cache_dir": tmp_path, "prepare_workers": 1}
-    with pytest.warns(FastDataWarning, match=r"Items draws at random .* Give frozen=True"):
+    with pytest.warns(FastDataWarning, match=r"Items draws at random .* frozen=True keeps"):
         CachedDataset(dataset, cache_key="a", **options).close()
     CachedDataset(dataset, cache_key="a", **options).close()
     CachedDataset(dataset, cache_key="b", frozen=True, **options).close()

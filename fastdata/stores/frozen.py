@@ -8,22 +8,19 @@ which some are known to be random, and at a few items, which are read several ti
 from __future__ import annotations
 
 import gc
-import itertools
-import math
 import random
 import time
 import types
-import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from fastdata.pixels.compose import draws_in_vain, flatten, is_always_applied, is_random
-from fastdata.pixels.describe import name_of
-from fastdata.pixels.images import is_pil
+from fastdata.pixels.describe import describe, name_of
 from fastdata.report import warn_user
 from fastdata.sources import DatasetSource, Source
 
@@ -72,27 +69,38 @@ def refuse_random_steps(dataset: Any) -> None:
 
 def _own_steps(dataset: Any) -> Iterator[tuple[str, str, Any]]:
     """Yield the steps of a dataset's transforms and of those inside it: owner, name, step."""
-    calls = {name: getattr(dataset, name, None) for name in _TRANSFORM_NAMES}
-    both: Any = calls["transforms"]
-    if type(both).__name__ == "StandardTransform":
-        del calls["transforms"]
-        code = getattr(getattr(type(dataset), "__getitem__", None), "__code__", None)
-        if "transforms" in getattr(code, "co_names", ()):  # else its dataset asks for each
-            calls = {"transforms": both.transform, "target_transform": both.target_transform}
-    shown = getattr(dataset, "format", None)
-    if isinstance(shown, dict) and shown.get("type") == "custom":  # Hugging Face's
-        calls["set_transform"] = shown.get("format_kwargs", {}).get("transform")
-    for name, call in getattr(dataset, "__dict__", {}).items():
-        if name not in _TRANSFORM_NAMES and callable(call):
-            calls[name] = call
     owner = type(dataset).__name__
-    yield from ((owner, name, step) for name, call in calls.items() for step in flatten(call))
-    parts = getattr(dataset, "datasets", None)
-    parts = list(parts.values()) if isinstance(parts, dict) else parts
-    each = parts if isinstance(parts, (list, tuple)) else ()
-    for part in (getattr(dataset, "dataset", None), *each):
+    for name, call in _own_calls(dataset).items():
+        for step in flatten(call):
+            yield owner, name, step
+    inside = [getattr(dataset, "dataset", None)]
+    match getattr(dataset, "datasets", None):
+        case dict() as named:
+            inside += named.values()
+        case [*listed]:
+            inside += listed
+    for part in inside:
         if part is not None:
             yield from _own_steps(part)
+
+
+def _own_calls(dataset: Any) -> dict[str, Any]:
+    """Return what a dataset may call on its items, by the name of the attribute."""
+    attributes = getattr(dataset, "__dict__", {})
+    calls = {name: call for name, call in attributes.items() if callable(call)}
+    calls |= {name: getattr(dataset, name, None) for name in _TRANSFORM_NAMES}
+    both = calls["transforms"]
+    if type(both).__name__ == "StandardTransform":
+        # torchvision's datasets call either this or the other two, which may have been changed.
+        calls["transforms"] = None
+        code = getattr(getattr(type(dataset), "__getitem__", None), "__code__", None)
+        if "transforms" in getattr(code, "co_names", ()):
+            calls["transform"] = None
+            calls |= {"transforms": both.transform, "target_transform": both.target_transform}
+    match getattr(dataset, "format", None):  # of Hugging Face's datasets
+        case {"type": "custom", "format_kwargs": {"transform": call}}:
+            calls["set_transform"] = call
+    return calls
 
 
 # Items that are read several times
@@ -108,31 +116,28 @@ def refuse_draws(source: Source, options: Options) -> None:
     """
     if options.frozen or not isinstance(source, DatasetSource) or source.is_format:
         return
-    steps = list(_own_steps(source.dataset))
+    dataset = source.dataset
+    steps = list(_own_steps(dataset))
     moves_torch = any(draws_in_vain(step) for _, _, step in steps)
-    found = _what_differs(source, _find_generators(source.dataset, moves_torch=moves_torch))
+    found = _what_differs(source, _find_generators(dataset, moves_torch=moves_torch))
     if not found:
         return
-    causes = [
-        f"{_shown(step)} in {owner}.{name}"
-        for owner, name, step in steps
-        if is_random(step) or (is_random(step) is None and name in _CALLED_NAMES)
-    ]
+    causes = []
+    for owner, name, step in steps:
+        draws = is_random(step)
+        if draws or (draws is None and name in _CALLED_NAMES):
+            causes.append(f"{_shown(step)} in {owner}.{name}")
     if causes:
         found += f", perhaps through {', '.join(dict.fromkeys(causes))}"
-    text = f"{type(source.dataset).__name__} draws at random when it is read: {found}."
-    if options.cache_key is None:
-        raise ValueError(
-            f"{text} CachedDataset keeps each item as it was first read, so that every epoch would "
-            "see the same draw. Move what is random into transform= of CachedDataset, or give "
-            "storage='none' to read the dataset in every epoch. frozen=True keeps one draw for all "
-            "epochs."
-        )
-    warn_user(
-        f"{text} The cache keeps each item as it was first read, so that every epoch sees the same "
-        "draw. Give frozen=True if that is what you want; else move what is random into transform= "
-        "of CachedDataset."
+    message = (
+        f"{type(dataset).__name__} draws at random when it is read: {found}. CachedDataset keeps "
+        "each item as it was first read, so that every epoch would see the same draw. Move what is "
+        "random into transform= of CachedDataset, or give storage='none' to read the dataset in "
+        "every epoch. frozen=True keeps one draw for all epochs."
     )
+    if options.cache_key is None:
+        raise ValueError(message)
+    warn_user(message)
 
 
 def _shown(step: Any) -> str:
@@ -145,90 +150,59 @@ def _what_differs(source: DatasetSource, generators: Sequence[_Generator]) -> st
 
     Every generator is left in the state that it had.
     """
-    before = [each.read() for each in generators]
+    before = [_state_of(each.generator) for each in generators]
     try:
         return _read_again(source, generators)
     except Exception:  # noqa: BLE001  # user code raises anything; preparing names the sample
         return ""
     finally:
         for each, state in zip(generators, before, strict=True):
-            if not _is_same(each.read(), state):
-                each.write(state)
+            _set_state(each.generator, state)
 
 
 def _read_again(source: DatasetSource, generators: Sequence[_Generator]) -> str:
     last = len(source) - 1
-    indices = sorted({0, last // 2, last}) if last >= 0 else []
-    first: dict[int, Any] = {}
+    first: dict[int, list[str]] = {}
     begun = time.perf_counter()
-    for index in indices:
-        first[index] = source.read(index)
-        states = [each.read() for each in generators]
-        if found := _difference(first[index], source.read(index), index):
+    for index in sorted({0, last // 2, last}):
+        first[index] = _contents(source.read(index))
+        states = _contents(_state_of(each.generator) for each in generators)
+        if found := _difference(first, source, index):
             return found
         # A dataset may seed generators by the index: the second read then leaves the same states.
-        for each, state in zip(generators, states, strict=True):
-            if not each.moves_in_vain and not _is_same(each.read(), state):
+        after = _contents(_state_of(each.generator) for each in generators)
+        for each, one, other in zip(generators, states, after, strict=True):
+            if one != other and not each.moves_in_vain:
                 return f"reading its items moves {each.name}"
         if time.perf_counter() - begun > _FIRST_READS_S:
             break
     for _ in range(_MOST_READS - 2):
         if time.perf_counter() - begun > _READS_S:
             break
-        for index, item in first.items():
-            if found := _difference(item, source.read(index), index):
+        for index in first:
+            if found := _difference(first, source, index):
                 return found
     return ""
 
 
-def _difference(item: Any, again: Any, index: int) -> str:
-    for name, one, other in zip(("sample", "target"), item, again, strict=False):
-        try:
-            is_same = _is_same(one, other)
-        except Exception:  # noqa: BLE001  # objects of users raise anything when they are compared
-            continue
-        if not is_same:
+def _difference(first: Mapping[int, Sequence[str]], source: DatasetSource, index: int) -> str:
+    """Read an item again, and say what is not as it was when it was first read."""
+    again = _contents(source.read(index))
+    for name, one, other in zip(("sample", "target"), first[index], again, strict=False):
+        if one != other:
             return f"item {index} has another {name} each time"
     return ""
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    """True if two values have the same content, NaN being equal to itself.
-
-    Objects that do not show their content count as the same.
-    """
-    if one is other:
-        return True
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, torch.Tensor):
-        if (one.shape, one.dtype) != (other.shape, other.dtype):
-            return False
-        return torch.equal(_octets(one), _octets(other))
-    if isinstance(one, (np.ndarray, np.generic)):
-        if (one.shape, one.dtype) != (other.shape, other.dtype):
-            return False
-        if one.dtype.hasobject:
-            return _is_same(one.tolist(), other.tolist())
-        return bool(one.tobytes() == other.tobytes())
-    if is_pil(one):
-        return (one.mode, one.size, one.tobytes()) == (other.mode, other.size, other.tobytes())
-    if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_is_same, one, other))
-    if isinstance(one, weakref.ref):  # such as one to the object around it, which is another
-        return True
-    if isinstance(one, float) and math.isnan(one):
-        return math.isnan(other)
-    if hasattr(one, "__dict__"):
-        return _is_same(vars(one), vars(other))
-    shows_nothing = type(one).__eq__ is object.__eq__  # type: ignore[comparison-overlap]
-    return shows_nothing or bool(one == other)
-
-
-def _octets(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+def _contents(values: Iterable[Any]) -> list[str]:
+    """Return a hash of the content of each value. Those that do not show it have the same."""
+    hashes = []
+    for value in values:
+        try:
+            hashes.append(describe(value, cache_key=""))
+        except Exception:  # noqa: BLE001  # objects of users raise anything when they are read
+            hashes.append("")
+    return hashes
 
 
 # Random number generators
@@ -248,14 +222,12 @@ class _Generator(NamedTuple):
 
     Attributes:
         name: of the generator, for a message.
-        read: returns its state.
-        write: sets its state.
+        generator: is of one of ``_KINDS``.
         moves_in_vain: True if transforms move it that may do the same each time.
     """
 
     name: str
-    read: Callable[[], Any]
-    write: Callable[[Any], Any]
+    generator: Any
     moves_in_vain: bool
 
 
@@ -267,16 +239,14 @@ def _find_generators(dataset: Any, *, moves_torch: bool) -> list[_Generator]:
         moves_torch: True if torchvision's transforms in it move torch's generator in vain.
     """
     reachable = list(_reachable(dataset))
-    named = {id(generator): (name, generator) for name, generator in _GLOBAL.items()}
-    for value in reachable:
-        if isinstance(value, _KINDS):
-            named.setdefault(id(value), (f"a {type(value).__name__} that it holds", value))
     in_vain = _moved_in_vain(reachable)
     if moves_torch:
         in_vain.add(id(torch.default_generator))
+    held = [value for value in reachable if isinstance(value, _KINDS)]
+    named = {id(each): (f"a {type(each).__name__} that it holds", each) for each in held}
+    named |= {id(each): (name, each) for name, each in _GLOBAL.items()}
     return [
-        _Generator(name, *_access(generator), moves_in_vain=key in in_vain)
-        for key, (name, generator) in named.items()
+        _Generator(name, each, moves_in_vain=key in in_vain) for key, (name, each) in named.items()
     ]
 
 
@@ -296,14 +266,21 @@ def _moved_in_vain(values: Sequence[Any]) -> set[int]:
     return in_vain - for_a_choice
 
 
-def _access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-    """Return what reads and what writes the state of a generator."""
+def _state_of(generator: Any) -> Any:
     if isinstance(generator, np.random.Generator):
-        bits = generator.bit_generator
-        return (lambda: bits.state), (lambda state: setattr(bits, "state", state))
+        return generator.bit_generator.state
     if isinstance(generator, random.Random):
-        return generator.getstate, generator.setstate
-    return generator.get_state, generator.set_state
+        return generator.getstate()
+    return generator.get_state()
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
 
 
 def _reachable(value: Any) -> Iterator[Any]:
@@ -321,7 +298,7 @@ def _reachable(value: Any) -> Iterator[Any]:
         met.add(id(value))
         yield value
         if not isinstance(value, _KINDS):
-            queue.extend(itertools.islice(_parts_of(value), _MOST_PARTS))
+            queue.extend(islice(_parts_of(value), _MOST_PARTS))
 
 
 def _parts_of(value: Any) -> Iterator[Any]:
