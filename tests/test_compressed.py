@@ -387,7 +387,7 @@ def test_boxes_keep_format_and_canvas_as_targets(tmp_path: Path) -> None:
             )
             assert repr(found) == repr(wanted)
         with pytest.raises(
-            ValueError, match=r"cache_dir= keeps targets that are .* found a BoundingBoxes of"
+            ValueError, match=r"cache_dir= keeps targets that are .* It found .*BoundingBoxes"
         ):
             CachedDataset([pair], cache_dir=tmp_path, cache_key="boxes")
     with pytest.raises(

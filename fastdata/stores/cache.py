@@ -14,18 +14,20 @@ not complete, or was found damaged: the next build writes it again.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import io
 import json
 import os
 import re
+import reprlib
 import types
 import typing
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import filterfalse, islice
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +137,7 @@ class Cache:
 
         Raises:
             FileNotFoundError: there is none.
-            CacheError: it is damaged, or of another version.
+            CacheError: it is damaged, or has another format.
             RemoteError: it cannot be fetched.
         """
         try:
@@ -168,7 +170,7 @@ class Cache:
         document = columns.pop("manifest.json")
         if document["version"] != VERSION:
             raise ValueError(
-                f"it has version {document['version']!r}; this fastdata reads {VERSION}"
+                f"its format is {document['version']!r}, but this fastdata reads {VERSION}"
             )
         cache = cls(place=place, manifest=_typed(Manifest, document), columns=columns)
         cache._check()
@@ -256,11 +258,12 @@ class Cache:
         """What is wrong with the samples that were left out."""
         rows = np.flatnonzero(~self.columns["kept"]).tolist()
         errors = []
-        for row, (path, message, *more) in zip(rows, self.columns["skipped.json"], strict=True):
+        for row, entry in zip(rows, self.columns["skipped.json"], strict=True):
+            path, message, may_pass = entry
             if not isinstance(path, str | None):
                 raise ValueError(f"{path!r} is no path")
             error = SampleError(message, index=row, path=path)
-            error.may_pass = more != [False]  # not said by caches of older versions
+            error.may_pass = may_pass
             errors.append(error)
         return errors
 
@@ -298,20 +301,19 @@ class Cache:
             shapes = self._column(f"{name}.shapes", "int32", count, dimensions)
             sizes = self._column(f"{name}.sizes", "int64", count)
             index |= {"sizes": sizes, "shapes": shapes}
-        if shape is not None and (shapes != shape).any():
-            raise ValueError(f"samples have other shapes than {list(shape)}")
         item_bytes = np.dtype(part.spec.dtype).itemsize
         sample_bytes = shapes.astype(np.float64).prod(axis=1) * item_bytes
-        if sample_bytes.max(initial=0) > _MOST_SAMPLE_BYTES:
-            raise ValueError(f"a sample has {sample_bytes.max():,.0f} bytes, as none has")
-        room = self.columns["shards.bytes"][shards, number]
-        is_wrong = (offsets < 0) | (sizes < 0) | (offsets > room - sizes) | (shapes < 0).any(axis=1)
+        file_bytes = self.columns["shards.bytes"][shards, number]
+        # Not offsets + sizes, which may overflow.
+        is_wrong = (offsets < 0) | (sizes < 0) | (offsets > file_bytes - sizes)
+        is_wrong |= (shapes < 0).any(axis=1) | (sample_bytes > _MOST_SAMPLE_BYTES)
+        if shape is not None:
+            is_wrong |= (shapes != shape).any(axis=1)
         if part.codec is None:
             is_wrong |= (sample_bytes != sizes) | (offsets % item_bytes != 0)
         if is_wrong.any():
-            raise ValueError(
-                f"sample {int(is_wrong.argmax())} of {name} does not lie within its file"
-            )
+            row = int(is_wrong.argmax())
+            raise ValueError(f"sample {row} of {name} has an impossible offset, size or shape")
         return index
 
     # Serving
@@ -336,14 +338,14 @@ class Cache:
     def serve(
         self,
         known: Sequence[Decoder | None],
-        table: SampleTable,
+        table: SampleTable | None,
         local_cache: AnyPath | None = None,
     ) -> Prepared:
         """Map all samples.
 
         Args:
             known: what may decode a part, beside fastdata's own codecs.
-            table: of the samples of the source, or of those kept.
+            table: of the samples of the source, or of those kept; by default of their targets.
             local_cache: folder that holds what is needed of a cache behind a URL.
         """
         if not len(self.kept):
@@ -352,6 +354,8 @@ class Cache:
             self.open_part(number, _coder_of(self.place, part, known), local_cache)
             for number, part in enumerate(self.manifest.parts)
         )
+        if table is None:
+            table = SampleTable(self.targets)
         if len(self.kept) < len(table):
             table = table.reduced_to(self.kept.tolist())
         codecs = "+".join(dict.fromkeys(store.codec for store in stores))
@@ -413,14 +417,13 @@ def cache_places(home: Place) -> list[Place]:
     if facts_of([(home, INDEX)]) != [MISSING]:  # which may be in a folder that cannot be listed
         return [home]
     places = []
-    with contextlib.suppress(FileNotFoundError):
+    with suppress(FileNotFoundError):
         places = list(map(home.below, home.folders()))
     facts = facts_of((place, INDEX) for place in places)
     found = [place for place, fact in zip(places, facts, strict=True) if fact != MISSING]
     if not found:
         raise FileNotFoundError(
-            f"{home} is no cache and holds none: there is no {INDEX} in it or one below it, as "
-            f"caches of version {VERSION} have; older ones are to be built again"
+            f"{home} is no cache and holds none: there is no {INDEX} in it or one folder below"
         )
     return found
 
@@ -457,8 +460,13 @@ def open_cache(
 # Targets as columns
 
 
-_KINDS = ("number", "tensor", "array", "scalar")
-"""Of targets that are a column of numbers."""
+_COLUMN_KINDS: dict[str, Callable[[Array], Any]] = {
+    "number": np.asarray,
+    "tensor": torch.from_numpy,
+    "array": list,
+    "scalar": list,
+}
+"""Kinds of targets that are one column of numbers, and how each is made of the column."""
 
 
 def pack_targets(targets: Sequence[Any] | Array) -> Columns:
@@ -475,52 +483,33 @@ def pack_targets(targets: Sequence[Any] | Array) -> Columns:
 
 def _pack_targets(targets: Sequence[Any] | Array, columns: Columns) -> Any:
     found, kind = target_columns(targets)
-    if kind in _KINDS:
+    if kind in _COLUMN_KINDS:
         name = f"targets.{len(columns)}"
         columns[name] = found["targets"]
         return {kind: name}
     if {*map(type, targets)} == {tuple} and targets[0] and len({*map(len, targets)}) == 1:
         return [_pack_targets(place, columns) for place in zip(*targets, strict=True)]
     targets = list(targets)
-    with contextlib.suppress(TypeError, ValueError):
-        if repr(json.loads(json.dumps(targets))) == repr(targets):
-            return {"json": targets}
+    if _is_json(targets):
+        return {"json": targets}
+    others = [
+        f"{reprlib.repr(target)} ({type(target).__name__})"
+        for target in islice(filterfalse(_is_json, targets), 2)
+    ]
     raise ValueError(
         "cache_dir= keeps targets that are numbers, arrays of one shape, texts, lists of these and "
         "dicts of these with texts as keys, or tuples of one length. It found "
-        f"{_why_not_kept(targets)}. Give such targets from the dataset, and make what you need of "
-        "them in target_transform=."
+        f"{' and '.join(others)}. Give such targets from the dataset, and make "
+        "what you need of them in target_transform=."
     )
 
 
-def _why_not_kept(targets: list[Any]) -> str:
-    """Return what JSON does not give back as it is."""
-    lengths = sorted({len(target) for target in targets if type(target) is tuple})
-    if len(lengths) > 1:
-        return f"tuples of {' and '.join(map(str, lengths))} values"
-    whys = list(dict.fromkeys(filter(None, map(_not_json, targets))))
-    more = f" and {whys[1]}" if whys[1:] else ""
-    return f"{whys[0]}{more}" if whys else "targets of several kinds"
-
-
-def _not_json(target: Any) -> str | None:
-    """Return what in a target JSON does not give back as it is; None if there is nothing."""
-    kind = type(target)
-    if kind in (int, float, bool, str, type(None)):
-        return None
-    if kind is list:
-        return next(filter(None, map(_not_json, target)), None)
-    if kind is dict:
-        for key, value in target.items():
-            why = f"a dict with the key {key!r}" if type(key) is not str else _not_json(value)
-            if why is not None:
-                return why
-        return None
-    if kind is tuple:
-        return f"a tuple within a target or next to other targets, {repr(target)[:80]}"
-    shape = getattr(target, "shape", None)
-    of = "" if shape is None else f" of {target.dtype} in the shape {tuple(shape)}"
-    return f"a {kind.__name__}{of}"
+def _is_json(value: Any) -> bool:
+    """Return True if JSON gives a value back as it is."""
+    try:
+        return repr(json.loads(json.dumps(value))) == repr(value)
+    except (TypeError, ValueError):
+        return False
 
 
 def _unpack_targets(packed: Any, columns: Columns, count: int) -> Any:
@@ -539,11 +528,7 @@ def _unpack_targets(packed: Any, columns: Columns, count: int) -> Any:
     if not is_number or column.shape[:1] != (count,):
         given = f"{column.dtype}{list(column.shape)}"
         raise ValueError(f"{found} are {given} where numbers[{count}] are needed")
-    if kind not in _KINDS:
-        raise KeyError(kind)
-    if kind == "number":
-        return column
-    return torch.from_numpy(column) if kind == "tensor" else list(column)
+    return _COLUMN_KINDS[kind](column)
 
 
 def as_list(targets: Any) -> list[Any]:
