@@ -116,13 +116,14 @@ class PreparedDataset(Dataset[Any]):
                 was stopped goes on.
             shard_bytes: about how large a shard is: bytes, or ``"256MiB"``. Default: 16 to 64 MiB,
                 or as much as 200 shards take.
-            **options: of the dataset.
+            **options: of the dataset. A subclass with its own ``__init__`` has to pass on
+                ``engine`` and ``shard_bytes``, if they are given, with its ``**options``.
         """
-        dataset = cls.__new__(cls)
-        # Not an argument of ``__init__``, because that of a subclass need not pass it on.
-        vars(dataset)["_fastdata_writing"] = {"engine": engine, "shard_bytes": shard_bytes}
-        dataset.__init__(*arguments, **options)  # type: ignore[misc]
-        return dataset
+        if engine != "local":
+            options["engine"] = engine
+        if shard_bytes is not None:
+            options["shard_bytes"] = shard_bytes
+        return cls(*arguments, **options)
 
     # torch's protocol
 

@@ -74,4 +74,4 @@ def _list_files(source: Source) -> tuple[Listing | None, str]:
         root = os.path.commonpath({os.path.dirname(path) for path in paths}) or os.curdir
     listing = list_paths(paths, root)
     # Names that are not files, such as the keys of an LMDB, have no size.
-    return (None, "") if (listing.facts[0] < 0).all() else (listing, root)
+    return (None, "") if (listing.stats[0] < 0).all() else (listing, root)

@@ -108,11 +108,6 @@ def _to_prepare(
     )
 
 
-def _chosen_options(dataset: PreparedDataset, made: type, given: Mapping[str, Any]) -> Options:
-    """Return the options given to a constructor, with those of ``build_cache``."""
-    return read_options(made, given, vars(dataset).pop("_fastdata_writing", {}))
-
-
 @with_options
 class ImageFolder(_ImageFiles):
     """torchvision's ``ImageFolder``: a folder of images per class, prepared once and kept.
@@ -166,7 +161,7 @@ class ImageFolder(_ImageFiles):
         allow_empty: bool = False,
         **options: Unpack[DatasetOptions],
     ) -> None:
-        chosen = _chosen_options(self, ImageFolder, options)
+        chosen = read_options(ImageFolder, options)
         folder: AnyPath = local_path(root) if isinstance(root, str) else root
         place = None
         if is_url(root):
@@ -289,7 +284,7 @@ class ImageManifest(_ImageFiles):
         loader: Loader | None = None,
         **options: Unpack[DatasetOptions],
     ) -> None:
-        chosen = _chosen_options(self, ImageManifest, options)
+        chosen = read_options(ImageManifest, options)
         is_path = isinstance(manifest, str | os.PathLike)
         beside = os.path.dirname(os.fsdecode(manifest)) if is_path else ""
         listed = read_manifest(manifest, root, file, label, id, chosen.storage_options)
@@ -383,7 +378,7 @@ class CachedDataset(PreparedDataset):
         frozen: bool = False,
         **options: Unpack[DatasetOptions],
     ) -> None:
-        chosen = _chosen_options(self, CachedDataset, options)
+        chosen = read_options(CachedDataset, options)
         chosen_columns = None if columns is None else chosen_keys(columns)
         pair_transform = _checked(transforms, transform, target_transform)
         each = dataset if isinstance(dataset, list) and dataset else [dataset]

@@ -7,17 +7,16 @@ larger. Ranks of one machine that make the same dataset share what one of them p
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import inspect
-import itertools
 import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from itertools import chain
 from numbers import Integral
 from typing import (
     Any,
@@ -27,8 +26,6 @@ from typing import (
     TypedDict,
     TypeVar,
     get_args,
-    get_origin,
-    get_type_hints,
 )
 
 import numpy as np
@@ -59,6 +56,7 @@ from fastdata.pixels.images import Array, Bound, SampleSpec, SourceDecoder
 from fastdata.report import log, warn_user
 from fastdata.sources import DatasetSource, FileSource
 from fastdata.sources.remote import StorageOptions
+from fastdata.stores.codecs import KNOWN_CODECS, find_codec
 from fastdata.stores.frozen import refuse_draws
 from fastdata.stores.readers import SOURCE, Decoder, KeptSamples, Layout, Store
 from fastdata.stores.writers import (
@@ -105,23 +103,29 @@ class Options:
     frozen: bool = False
     """Of ``CachedDataset``: keep one draw of each item of a dataset that draws at random."""
     at_once: bool = False
-    """Whether all samples are prepared now, and none on its first read."""
+    """True if all samples are prepared now, and none on its first read."""
     cores: Collection[int] = ()
     """Those of a job, where this process prepares for all of it."""
     engine: str | Executor = "local"
-    """What writes a cache; see ``build_cache`` of datasets."""
+    """Writes a cache; see ``build_cache`` of datasets."""
     shard_bytes: int | str | None = None
 
     def __post_init__(self) -> None:
         if self.storage_options is not None:
             object.__setattr__(self, "storage_options", StorageOptions(self.storage_options))
-        for name, kind in get_type_hints(Options).items():
+        for name, choices in _CHOICES.items():
             value = getattr(self, name)
-            if get_origin(kind) is Literal and value not in get_args(kind):
-                choices = ", ".join(map(repr, get_args(kind)))
-                raise ValueError(f"{name}={value!r} is not one of {choices}")
-            if not isinstance(value, _PLAIN.get(kind, object)):
-                raise TypeError(f"{name}={value!r} is not of type {kind}")
+            if value not in choices:
+                listed = ", ".join(map(repr, choices))
+                raise ValueError(f"{name}={value!r} is not one of {listed}")
+        for name in ("batch_ops", "frozen"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise TypeError(f"{name}={value!r} is neither True nor False")
+        for name in ("prepare_workers", "seed"):
+            value = getattr(self, name)
+            if not isinstance(value, Integral | None):
+                raise TypeError(f"{name}={value!r} is neither an int nor None")
         if self.prepare_workers is not None and self.prepare_workers < 0:
             raise ValueError(
                 f"prepare_workers={self.prepare_workers} is less than 0; leave it out to use all "
@@ -129,8 +133,6 @@ class Options:
             )
         for codec in self.codecs:
             if codec not in ("auto", SOURCE):
-                from fastdata.stores.codecs import find_codec
-
                 find_codec(codec)
         if self.cache_dir is None and self.storage == "disk":
             raise ValueError("storage='disk' keeps samples in a folder; name it with cache_dir=")
@@ -153,8 +155,7 @@ class Options:
         return self.codec if isinstance(self.codec, (tuple, list)) else (self.codec,)
 
 
-_PLAIN: dict[Any, Any] = {bool: bool, int | None: Integral | None}
-"""Types of options that are looked at here -> of which their values must be."""
+_CHOICES = {"storage": get_args(Storage), "on_error": get_args(OnError)}
 
 
 class DatasetOptions(TypedDict, total=False):
@@ -236,26 +237,18 @@ def with_options(dataset: type[_Dataset]) -> type[_Dataset]:
     return dataset
 
 
-_RETIRED = {
-    "progress": "set TQDM_DISABLE=1 to hide progress bars",
-    "fill": "dataset.prepare() prepares all samples at once",
-    "share": "the ranks of a machine always share their samples",
-}
-"""Options of earlier versions that scripts still give -> what stands for them."""
+def read_options(dataset: type, given: Mapping[str, Any]) -> Options:
+    """Return the options that a constructor was given; a TypeError names one that it does not have.
 
-
-def read_options(made: type, given: Mapping[str, Any], writing: Mapping[str, Any]) -> Options:
-    """The options that a constructor was given; a TypeError for a name it has no argument of."""
-    chosen = dict(given)
-    for name in _RETIRED.keys() & given.keys():
-        warn_user(f"{name}={chosen.pop(name)!r} is no option any more: {_RETIRED[name]}")
-    for name in chosen.keys() - DatasetOptions.__annotations__.keys():
-        close = get_close_matches(name, inspect.signature(made).parameters, n=1)
-        advice = f"help({made.__name__}) lists those it has."
+    Beside ``DatasetOptions`` these may be the ``engine`` and ``shard_bytes`` of ``build_cache``.
+    """
+    for name in given.keys() - {*DatasetOptions.__annotations__, "engine", "shard_bytes"}:
+        close = get_close_matches(name, inspect.signature(dataset).parameters, n=1)
+        advice = f"help({dataset.__name__}) lists those it has."
         if close:
             advice = f"Did you mean {close[0]}=?"
-        raise TypeError(f"{made.__name__}() has no argument {name}=. {advice}")
-    return Options(**chosen, **writing, at_once=given.get("fill") == "eager")
+        raise TypeError(f"{dataset.__name__}() has no argument {name}=. {advice}")
+    return Options(**given)
 
 
 # A few samples
@@ -263,16 +256,20 @@ def read_options(made: type, given: Mapping[str, Any], writing: Mapping[str, Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forecast:
-    """What the stores of a source will look like, told from a few samples spread over it.
+    """The expected stores of a source, from a few samples that are spread over it.
 
-    ``samples`` are those probed, of each part, raw. ``parts`` are dense if they have one shape;
-    ``raw`` says what all ``count`` samples take, which is exact then, else told from the mean.
+    Attributes:
+        path: reads samples.
+        count: of all samples.
+        probed: the few samples, raw.
+        parts: a plan for each part; dense if the samples probed have one shape.
+        raw: the size of all samples without a codec: exact if they are dense, else an estimate.
+        layout: of the samples.
     """
 
     path: ReadPath
     count: int
     probed: list[ReadSample]
-    samples: list[list[Array]]
     parts: list[WriterPlan]
     raw: CodecTrial
     layout: Layout
@@ -297,7 +294,7 @@ def forecast(path: ReadPath, *, probes: int = 8) -> Forecast:
     path.source.expect(indices)
     probed: list[ReadSample] = []
     errors = []
-    for read in itertools.chain.from_iterable(read_samples(path, indices)):
+    for read in chain.from_iterable(read_samples(path, indices)):
         if isinstance(read, SampleError):
             errors.append(read)
         elif not probed or len(read.parts) == len(probed[0].parts):
@@ -305,25 +302,23 @@ def forecast(path: ReadPath, *, probes: int = 8) -> Forecast:
             probed.append(read._replace(parts=copied))
     if not probed:
         raise errors[0]
-    samples = []
     parts = []
     part_bytes = []
     for number, (first, form) in enumerate(probed[0].parts):
-        samples.append([read.parts[number][0] for read in probed])
+        samples = [read.parts[number][0] for read in probed]
         shape = None
         align_bytes = ALIGN_BYTES
-        if len({sample.shape for sample in samples[-1]}) == 1:
+        if len({sample.shape for sample in samples}) == 1:
             shape = first.shape
             align_bytes = 1
-        sizes = [-(-sample.nbytes // align_bytes) * align_bytes for sample in samples[-1]]
-        part_bytes.append(math.ceil(sum(sizes) / len(sizes) * count))
+        total_bytes = sum(-(-sample.nbytes // align_bytes) * align_bytes for sample in samples)
+        part_bytes.append(math.ceil(total_bytes / len(samples) * count))
         spec = SampleSpec(shape=shape, dtype=first.dtype.name, form=form)
         parts.append(WriterPlan(spec=spec, dimensions=first.ndim))
     return Forecast(
         path=path,
         count=count,
         probed=probed,
-        samples=samples,
         parts=parts,
         raw=CodecTrial("raw", tuple(part_bytes), coders=(None,) * len(parts)),
         layout=replace(probed[0].layout, keys=path.source.keys),
@@ -387,7 +382,7 @@ def prepare_storage(
         return replace(prepared, storage_plan=plan._replace(reason=reason))
     if met is None:
         return _prepare(expected, options, table, old)
-    with contextlib.ExitStack() as cleanup:
+    with ExitStack() as cleanup:
         cleanup.callback(met.close)
         prepared = _prepare(expected, replace(options, cores=cores_of_job()), table, old)
         if prepared.kept is not None:
@@ -412,7 +407,7 @@ def _prepare(
     refused = ""
     while True:
         if trials is None and (options.storage == "compressed" or need_bytes > budget.bytes):
-            trials = try_codecs(look_longer(expected.path), options.codec)
+            trials = try_codecs(probe_more(expected.path), options.codec)
         plan = choose_storage(
             options.storage, need_bytes, budget, trials or (), only_lossless=options.codec == "auto"
         )
@@ -429,7 +424,7 @@ def _prepare(
         try:
             return _fill(expected, options, table, plan, expected.plan_writers(trial, budget.bytes))
         except MemoryBudgetError as error:  # samples turned out larger than those looked at
-            trials = trials or try_codecs(look_longer(expected.path), options.codec)
+            trials = trials or try_codecs(probe_more(expected.path), options.codec)
             trials = [it for it in trials if it is not trial]
             if options.storage != "auto":
                 raise MemoryBudgetError(
@@ -447,15 +442,14 @@ def _fill(
     plans: Sequence[WriterPlan],
 ) -> Prepared:
     path = expected.path
-    if options.on_error == "skip":  # files are opened, to leave some out
-        path = path._replace(shape=None)
     indices = range(expected.count)
     stores: list[Store]
     skipped = []
-    # Samples wait for their first read where what they take is certain; those of a device are
-    # copied there at once.
+    # Samples wait for their first read where their size is certain and none is left out; those of
+    # a device are copied there at once.
     is_certain = path.by_core is not None and path.shape is not None and plan.storage == "shared"
-    if is_certain and table is not None and not options.at_once:
+    may_wait = is_certain and options.on_error == "raise" and not options.at_once
+    if may_wait and table is not None:
         stores = [LazyStore(WritePath.open(path, plans, indices))]
     else:
         stores, written = write_any_shapes(
@@ -494,37 +488,31 @@ def _meet(
 
 
 def _key(expected: Forecast, options: Options, table: SampleTable | None) -> str:
-    """What all have in common who have the same samples, and made as many such datasets before.
+    """Return a key that ranks with the same samples share, for their n-th dataset of these.
 
     Raises:
-        ValueError: that cannot be told of something, and no ``cache_key`` stands for it.
+        ValueError: something cannot be described, and no ``cache_key`` stands for it.
     """
-    from fastdata.stores.codecs import describe_codec
-
-    source = expected.path.source
+    path = expected.path
+    source = path.source
     name = options.cache_key
-    words: list[Any] = [options.storage, options.at_once, options.on_error, options.memory_limit]
-    made_by = [*expected.path.prepare.steps, getattr(source, "loader", None)]
-    words += [describe_codec(options.codec, name), describe(made_by, name), name]
-    words += [expected.count, expected.parts]
+    chosen = [options.storage, options.codec, options.at_once, options.on_error]
+    seen: list[Any] = [*chosen, options.memory_limit, name, expected.count, repr(expected.parts)]
+    seen += [path.prepare.steps, getattr(source, "loader", None)]
     if isinstance(source, DatasetSource):
-        words += [_describe(source.dataset, name), source.columns]
-    digest = hashlib.blake2b(digest_size=16)
-    for column in () if table is None else table.columns.values():
-        digest.update(column.tobytes())
+        seen += [_describe(source.dataset, name), repr(source.columns)]
+    if table is not None:
+        seen += table.columns.values()
     for read in expected.probed:
-        words += [read.number, read.target]
-        for array, _ in read.parts:
-            digest.update(array.tobytes())
-    digest.update(repr(words).encode())
-    key = digest.hexdigest()
+        seen += [read.number, read.target, *(array for array, _ in read.parts)]
+    key = describe(seen, name)
     _MADE[key] += 1
     return f"{key} {_MADE[key]}"
 
 
 _MADE: Counter[str] = Counter()
-"""Datasets that this process has made, by key: it must not share with itself, to whom it would
-answer."""
+"""How many datasets this process has made, by key. A second one with the same key must not follow
+the first, which this process leads."""
 
 
 def _describe(dataset: Any, cache_key: str | None) -> str:
@@ -556,13 +544,13 @@ def warn_of_skipped(skipped: Sequence[SampleError], count: int) -> None:
 _TRIAL_SAMPLES = 24
 
 
-def look_longer(path: ReadPath) -> Forecast:
-    """Sizes of encoded samples vary more than their shapes do."""
+def probe_more(path: ReadPath) -> Forecast:
+    """Forecast from more samples, because their encoded sizes vary more than their shapes."""
     return forecast(path, probes=_TRIAL_SAMPLES)
 
 
 def report_storage(path: ReadPath, options: Options) -> StorageReport:
-    expected = look_longer(path)
+    expected = probe_more(path)
     return StorageReport(
         raw_bytes=expected.raw.need_bytes,
         budget=_budget(options, is_shared=find_run() is not None),
@@ -580,9 +568,7 @@ def try_codecs(expected: Forecast, *codecs: Any) -> list[CodecTrial]:
 
 
 def _coders_by_name(codec: Any, expected: Forecast) -> dict[str, Coders]:
-    """What ``codec=`` leaves open: what encodes each part; None where files cannot be kept."""
-    from fastdata.stores.codecs import KNOWN_CODECS, find_codec
-
+    """Return the choices that ``codec=`` leaves open, each with a coder for every part."""
     parts = len(expected.parts)
     if codec == SOURCE:
         return {SOURCE: (expected.path.decoder,)}
@@ -606,22 +592,19 @@ def _try(name: str, coders: Coders, expected: Forecast) -> CodecTrial:
     count = len(expected.probed)
     part_bytes = []
     seconds = 0.0
-    try:
-        encoded = [
-            _encode(coder, samples, expected)
-            for coder, samples in zip(coders, expected.samples, strict=False)
-        ]
-    except (ImportError, ValueError) as obstacle:
-        return trial._replace(obstacle=str(obstacle))
-    for coder, encodings, samples in zip(coders, encoded, expected.samples, strict=False):
+    for number, coder in enumerate(coders):
+        samples = [read.parts[number][0] for read in expected.probed]
+        try:
+            encoded = _encode(coder, samples, expected)
+        except (ImportError, ValueError) as obstacle:
+            return trial._replace(obstacle=str(obstacle))
+        part_bytes.append(math.ceil(sum(map(len, encoded)) / count * expected.count))
         assert coder is not None
-        mean_bytes = sum(map(len, encodings)) / count
-        part_bytes.append(math.ceil(mean_bytes * expected.count))
-        outs = list(map(np.empty_like, samples))
-        coder.decode(encodings[0], outs[0])  # which warms up
+        out = np.empty_like(samples[0])
+        coder.decode(memoryview(encoded[0]), out)  # warms up
         begun = time.perf_counter()
-        for encoding, out in zip(encodings, outs, strict=True):
-            coder.decode(encoding, out)
+        for data, sample in zip(encoded, samples, strict=True):
+            coder.decode(memoryview(data), np.empty_like(sample))
         seconds += time.perf_counter() - begun
     return trial._replace(
         part_bytes=tuple(part_bytes),
@@ -630,17 +613,14 @@ def _try(name: str, coders: Coders, expected: Forecast) -> CodecTrial:
     )
 
 
-def _encode(
-    coder: Decoder | None, samples: Sequence[Array], expected: Forecast
-) -> list[memoryview]:
-    """A part of the samples probed; a ValueError says why it cannot be encoded."""
-    source = expected.path.source
+def _encode(coder: Decoder | None, samples: Sequence[Array], expected: Forecast) -> list[bytes]:
+    """Encode one part of the samples probed; a ValueError says why that is not possible."""
     if coder is None:
         raise ValueError("the samples are no files, or your own loader= opens them")
     if not isinstance(coder, SourceDecoder):
-        return [memoryview(coder.encode(sample)) for sample in samples]
+        return [coder.encode(sample) for sample in samples]
     if len(expected.parts) > 1:
         raise ValueError("samples have several parts")
+    source = expected.path.source
     assert isinstance(source, FileSource)
-    numbers = [read.number for read in expected.probed]
-    return [memoryview(data) for data in source.read_files(numbers)]
+    return source.read_files([read.number for read in expected.probed])

@@ -552,6 +552,8 @@ def ingest(
         IngestError: a worker died.
         ShapesDifferError: a sample has another shape than planned; see ``write_any_shapes``.
     """
+    if options.on_error == "skip":
+        path = path._replace(shape=None)  # files are opened, to leave some out
     size = _FETCHED_AT_ONCE if path.source.is_remote else _AT_ONCE
     tasks = [indices[first : first + size] for first in range(0, len(indices), size)]
     all_written = Written({}, {})
