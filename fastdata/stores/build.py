@@ -13,9 +13,7 @@ hold: a shard whose receipt and files are there is complete, and is not written 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import itertools
 import json
 import math
 import multiprocessing
@@ -23,9 +21,18 @@ import os
 import pickle
 import re
 import uuid
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, as_completed, wait
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    closing,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from dataclasses import asdict, dataclass, replace
+from itertools import chain, filterfalse
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,15 +75,16 @@ from fastdata.stores.prepare import (
     Options,
     Prepared,
     forecast,
-    look_longer,
+    probe_more,
     try_codecs,
     warn_of_skipped,
 )
-from fastdata.stores.readers import Layout, free_bytes, naming_full_disk, receipt_name
+from fastdata.stores.readers import Layout, Store, free_bytes, naming_full_disk, receipt_name
 from fastdata.stores.writers import (
     ReadPath,
     StoredPart,
     WriterPlan,
+    Written,
     ingest,
     ingest_workers,
     is_thread_safe,
@@ -87,8 +95,6 @@ from fastdata.stores.writers import (
 
 _SPARE_BYTES = 256 << 20
 """Left on the disk where the choice is ours."""
-_CACHE_CHARACTERS = 12
-"""Of a fingerprint, in a name."""
 _MOST_SHARDS = 200
 """Every process keeps a descriptor open for each file, and 1,024 is a usual limit."""
 _LEAST_BYTES = 16 << 20
@@ -96,10 +102,9 @@ _LEAST_BYTES = 16 << 20
 _GOOD_BYTES = 32 << 20
 """From these on a shard may be more, where there are enough for all workers."""
 _GOOD_SHARDS = 64
-_SHARD_CHARACTERS = 16
-"""Of a fingerprint, in a name."""
 _FILES_PER_TASK = 50_000
-_NO_FILE = -1
+_CHARACTERS = 16
+"""Length of a fingerprint."""
 _RAY_RETRIES = 10
 """Of a task whose node was lost."""
 
@@ -133,15 +138,16 @@ def prepare_on_disk(
         "prepare": describe_steps(path.prepare.steps, options.cache_key, is_pil=is_pil),
         "codec": describe_codec(options.codec, options.cache_key),
     }
-    root = os.path.abspath(local_path(root)) if root and not is_url(root) else root
+    if root and not is_url(root):
+        root = os.path.abspath(local_path(root))
     stem = re.sub(r"[^A-Za-z0-9._]+", "-", os.path.basename(root)).strip(".-") or "samples"
-    names = [_fingerprint(json.dumps({**key, "root": root}, sort_keys=True).encode())]
+    basis = json.dumps({**key, "root": root}, sort_keys=True).encode()
+    name = f"{stem}-{_fingerprint(basis)}"
     content = str(len(path.source))
     if listing is not None:
-        paths = listing.paths.ends.tobytes() + listing.paths.blob.tobytes()
-        content = _fingerprint(paths + listing.facts.tobytes())
-        names += [_fingerprint(paths)] * is_own_list
-    name = "-".join([stem, *(each[:_CACHE_CHARACTERS] for each in names)])
+        content = listing.fingerprint(slice(None))
+        if is_own_list:
+            name += f"-{_fingerprint(*listing.paths)}"
     place = Place(options.cache_dir, options.storage_options).below(name)
     build = _Build(
         path=path,
@@ -171,7 +177,7 @@ def lock_of(home: Path) -> FileLock:
     return FileLock(home.with_name(f".{home.name}.lock"))
 
 
-def locked(home: Path, reason: str) -> contextlib.AbstractContextManager[Any]:
+def locked(home: Path, reason: str) -> AbstractContextManager[Any]:
     """Hold the lock of a cache's writer, which the system frees when its holder dies.
 
     A CacheError says for what reason it has to be written where it cannot be.
@@ -196,53 +202,56 @@ def locked(home: Path, reason: str) -> contextlib.AbstractContextManager[Any]:
 class Listing(NamedTuple):
     """The files that samples are made from, one for each.
 
-    Args:
-        paths: their names, relative to the root where they lie below it.
-        facts: int64 (2, N), sizes, -1 where there is no file, and times of the last change, or what
-            else stands for their content.
+    Attributes:
+        paths: their names, relative to the root if they are below it.
+        stats: int64 (2, N), the size of each file and the time of its last change, or a tag that
+            stands for its content; -1 where there is no file.
     """
 
-    paths: Packed
-    facts: npt.NDArray[np.int64]
+    paths: list[bytes]
+    stats: npt.NDArray[np.int64]
+
+    def fingerprint(self, rows: slice, basis: bytes = b"") -> str:
+        """Return a fingerprint of some files and of what else depends on them."""
+        return _fingerprint(basis, *self.paths[rows], self.stats[:, rows].tobytes())
 
 
 Described = tuple[str, Listing | None, str]
-"""Of a dataset: text, the same where samples are; their files and folder, if any."""
+"""A dataset for a cache: text that is equal for equal samples; their files and folder, if any."""
 
 
 def list_paths(
-    paths: Sequence[str], root: str, facts: npt.NDArray[np.int64] | None = None
+    paths: Sequence[str], root: str, stats: npt.NDArray[np.int64] | None = None
 ) -> Listing:
-    """List the files of a dataset; of remote ones ``facts`` are known."""
+    """List the files of a dataset; of remote ones ``stats`` are known."""
     prefix = os.fsencode(os.path.join(local_path(root), "")) if root else b""
     # A relative root may have absolute paths below it.
     full = os.fsencode(os.path.join(os.path.abspath(local_path(root)), "")) if root else b""
-    packed = Packed.of(os.fsencode(path).removeprefix(prefix).removeprefix(full) for path in paths)
-    if facts is None:  # 1,300,000 are a matter of seconds
+    names = [os.fsencode(path).removeprefix(prefix).removeprefix(full) for path in paths]
+    if stats is None:  # 1,300,000 are a matter of seconds
         tasks = [paths[i : i + _FILES_PER_TASK] for i in range(0, len(paths), _FILES_PER_TASK)]
         workers = usable_cores() if len(tasks) > 4 else 0
-        with contextlib.closing(run_tasks(_ask, tasks, workers)) as answers:
-            facts = np.array([each for answer in answers for each in answer], np.int64)
-        facts = facts.reshape(-1, 2).T
-    return Listing(packed, facts)
+        with closing(run_tasks(_stat_files, tasks, workers)) as found:
+            stats = np.concatenate([np.zeros((0, 2), np.int64), *found]).T
+    return Listing(names, stats)
 
 
-def _ask(paths: Sequence[str]) -> list[tuple[int, int]]:
-    facts = []
-    for path in paths:
+def _stat_files(paths: Sequence[str]) -> npt.NDArray[np.int64]:
+    """Return size and time of files, (N, 2)."""
+    stats = np.full((len(paths), 2), -1, np.int64)
+    for row, path in enumerate(paths):
         try:
             found = with_retries(os.stat, path)
         except (OSError, ValueError) as problem:  # no such file, or a name that cannot be one
             if fault_of(problem) == "machine":
                 raise
-            facts.append((_NO_FILE, _NO_FILE))
         else:
-            facts.append((found.st_size, found.st_mtime_ns))
-    return facts
+            stats[row] = found.st_size, found.st_mtime_ns
+    return stats
 
 
-def _fingerprint(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
+def _fingerprint(*parts: bytes) -> str:
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:_CHARACTERS]
 
 
 def samples_per_shard(count: int, need_bytes: int, shard_bytes: int | str | None) -> int:
@@ -284,26 +293,32 @@ class _Build:
     place: Place
     home: Path
 
-    def open(self, *, try_again: bool = True) -> Prepared:
+    def open(self) -> Prepared:
         """Serve from the cache.
 
         Raises:
-            FileNotFoundError: there is none that is up to date; with ``try_again`` also if samples
-                that were left out, for a reason that may pass, can be read now.
+            FileNotFoundError: there is none that is up to date, or samples that were left out, for
+                a reason that may pass, can be read now.
             CacheError: it is damaged.
         """
-        options = self.options
-        wanted = self.manifest
-        own = [find_codec(codec) for codec in options.codecs if not isinstance(codec, str)]
-        with contextlib.suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):
             cache = Cache.read(self.place)
-            found = cache.manifest
-            is_current = (found.key, found.content) == (wanted.key, wanted.content)
-            is_whole = is_current and _allows(options, cache) and not cache.lacks_receipts()
-            if is_whole and not (try_again and self._can_read_more(cache)):
-                table = SampleTable(cache.targets) if self.table is None else self.table
-                return cache.serve([*own, self.path.decoder], table, options.local_cache)
+            if self._is_current(cache):
+                return self._serve(cache)
         raise FileNotFoundError("it holds no cache of these samples that is up to date")
+
+    def _is_current(self, cache: Cache) -> bool:
+        found = (cache.manifest.key, cache.manifest.content)
+        if found != (self.manifest.key, self.manifest.content) or cache.lacks_receipts():
+            return False
+        if self.place.is_remote or os.access(self.place.url, os.W_OK):
+            return may_stay_out(self.path, self.options, cache.skipped)
+        return not cache.skipped or self.options.on_error == "skip"
+
+    def _serve(self, cache: Cache) -> Prepared:
+        options = self.options
+        own = [find_codec(codec) for codec in options.codecs if not isinstance(codec, str)]
+        return cache.serve([*own, self.path.decoder], self.table, options.local_cache)
 
     def open_or_write(self) -> Prepared:
         try:
@@ -315,30 +330,25 @@ class _Build:
         # Behind a URL nobody holds a file open: those of the index before stay for who reads them.
         before: set[str] = set()
         if self.place.is_remote:
-            with contextlib.suppress(FileNotFoundError, CacheError):
+            with suppress(FileNotFoundError, CacheError):
                 before = Cache.read(self.place).file_names()
+        needed: Callable[[str], bool] = _is_complete
         try:
             with naming_full_disk(self.home):
                 if not self.place.is_remote:
                     self.home.mkdir(exist_ok=True)
                 cache = self._write()
+            needed = (before | cache.file_names()).__contains__
         finally:
-            # Of workers that were ended; "-" is in the names of what is complete.
-            self._sweep(lambda name: "-" in name or name == INDEX)
-            with contextlib.suppress(OSError):
+            self._sweep(needed)
+            with suppress(OSError):
                 self.home.rmdir()  # where nothing is in it
-        self._sweep((before | cache.file_names()).__contains__)
-        return self.open(try_again=False)
-
-    def _can_read_more(self, cache: Cache) -> bool:
-        """Return True if a sample that was left out can be read now, and written."""
-        is_writable = self.place.is_remote or os.access(self.place.url, os.W_OK)
-        return is_writable and _can_read_any(self.path, cache.skipped)
+        return self._serve(cache)
 
     def _sweep(self, is_needed: Callable[[str], bool]) -> None:
         """Remove all other files that are this user's."""
-        with contextlib.suppress(OSError):
-            for name in itertools.filterfalse(is_needed, _file_sizes(self.place)):
+        with suppress(OSError):
+            for name in filterfalse(is_needed, _file_sizes(self.place)):
                 path = Path(self.place.url, name)
                 is_linked = path.is_symlink() or path.parent.is_symlink()
                 if self.place.is_remote or (not is_linked and made_by_this_user(path)):
@@ -360,18 +370,17 @@ class _Build:
     def _choose_codec(self, expected: Forecast) -> CodecTrial:
         """Samples raw where the disk has room, else by a lossless codec, or as the user says."""
         codec = self.options.codec
-        free = math.inf
-        if codec == "auto":
-            free = free_bytes(self.home) + sum(_file_sizes(self.place).values()) - _SPARE_BYTES
-            # A bucket is never full.
-            if self.place.is_remote or expected.raw.need_bytes <= free:
-                return expected.raw
-        trials = try_codecs(look_longer(self.path), codec)
-        fits = fitting(trials, free, only_lossless=codec == "auto")
-        if not fits and codec != "auto":
-            raise ValueError(f"codec={codec!r} is not possible here: {trials[0].obstacle}")
-        # Raw says need, free and cure.
-        return fits[0] if fits else expected.raw
+        if codec != "auto":
+            [trial] = try_codecs(probe_more(self.path), codec)
+            if trial.obstacle is not None:
+                raise ValueError(f"codec={codec!r} is not possible here: {trial.obstacle}")
+            return trial
+        free = free_bytes(self.home) + sum(_file_sizes(self.place).values()) - _SPARE_BYTES
+        # A bucket is never full.
+        if self.place.is_remote or expected.raw.need_bytes <= free:
+            return expected.raw
+        fits = fitting(try_codecs(probe_more(self.path), codec), free, only_lossless=True)
+        return fits[0] if fits else expected.raw  # whose error says need, free and cure
 
     def _write_as(self, plans: Sequence[WriterPlan], layout: Layout) -> Cache:
         parts = tuple(
@@ -380,43 +389,35 @@ class _Build:
         )
         manifest = replace(self.manifest, parts=parts, layout=layout)
         tasks = self._cut(manifest, sum(plan.first_bytes for plan in plans))
-        path = self.path
-        if self.options.on_error == "skip":  # files are opened, to leave some out
-            path = path._replace(shape=None)
         writer = _ShardWriter(
-            path=path,
+            path=self.path,
             plans=[replace(plan, first_bytes=plan.first_bytes // len(tasks)) for plan in plans],
             options=self.options,
             manifest=replace(manifest, classes=None),  # which may be many, for each receipt
             place=self.place,
         )
         shards = writer.write_all(tasks)
-        cache = Cache(place=self.place, manifest=manifest, columns=self._join(shards))
+        cache = Cache(place=self.place, manifest=manifest, columns=self._concatenate(shards))
         self.place.write(INDEX, cache.pack())
         return cache
 
     def _cut(self, manifest: Manifest, need_bytes: int) -> list[_Task]:
-        """Runs of samples, each named after all that its bytes depend on."""
-        paths = []
-        content = manifest.content
-        if self.listing is not None:
-            paths = self.listing.paths.all()
-            content = ""
-        words = [VERSION, manifest.key, content, *map(asdict, manifest.parts)]
-        basis = json.dumps(words, sort_keys=True).encode()
+        """Cut samples into runs, each named after all that its bytes depend on."""
+        content = manifest.content if self.listing is None else ""
+        parts = list(map(asdict, manifest.parts))
+        basis = json.dumps([VERSION, manifest.key, content, parts], sort_keys=True)
         samples = range(len(self.path.source))
         size = samples_per_shard(len(samples), need_bytes, self.options.shard_bytes)
+        listing = self.listing or Listing([], np.zeros((2, 0), np.int64))
         tasks = []
         for first in samples[::size]:
-            run = slice(first, first + size)
-            name = _fingerprint(basis + str(run).encode() + b"\0".join(paths[run]))
-            if self.listing is not None:
-                name = _fingerprint(name.encode() + self.listing.facts[:, run].tobytes())
-            tasks.append(_Task(name[:_SHARD_CHARACTERS], samples[run]))
+            rows = slice(first, first + size)
+            name = listing.fingerprint(rows, f"{basis} {rows}".encode())
+            tasks.append(_Task(name, samples[rows]))
         return tasks
 
-    def _join(self, shards: Sequence[Cache]) -> Columns:
-        """The columns of all shards, with what is known of their samples besides."""
+    def _concatenate(self, shards: Sequence[Cache]) -> Columns:
+        """Return the columns of all shards, with what else is known of their samples."""
         columns: Columns = {
             "skipped.json": [each for shard in shards for each in shard.columns["skipped.json"]]
         }
@@ -432,8 +433,7 @@ class _Build:
             targets = list(map(self.table.target, kept))
         columns |= pack_targets(targets)
         if self.listing is not None:
-            listed = self.listing.paths.all()
-            paths = [listed[row] for row in kept]
+            paths = [self.listing.paths[row] for row in kept]
             if any(map(os.path.isabs, paths)):  # of a file elsewhere
                 paths = [os.path.join(os.fsencode(self.manifest.root), path) for path in paths]
             packed = Packed.of(paths)
@@ -442,25 +442,32 @@ class _Build:
 
 
 def _file_sizes(place: Place) -> dict[str, int]:
-    """Of the files that are there, by name."""
+    """Return the sizes of the files in a place, by name."""
     found = place.find().result()
     return {name: size for name, (size, _) in found.items() if "/" not in name}
 
 
-def _allows(options: Options, cache: Cache) -> bool:
-    return not cache.skipped or options.on_error == "skip"
+def _is_complete(name: str) -> bool:
+    """Return True for a file that a build leaves to the next one if it is stopped."""
+    return "-" in name or name == INDEX
 
 
-def _can_read_any(path: ReadPath, skipped: Iterable[SampleError], first_index: int = 0) -> bool:
-    """Return True if a sample that was left out, for a reason that may pass, can be read now.
+def may_stay_out(
+    path: ReadPath, options: Options, skipped: Sequence[SampleError], first_index: int = 0
+) -> bool:
+    """Return True if the user leaves samples out, and none of these can be read now.
 
-    ``first_index`` is the sample whose error would have index 0.
+    Those whose bytes are damaged are not read again. ``first_index`` is the sample whose error
+    would have index 0.
     """
+    if skipped and options.on_error != "skip":
+        return False
     left_out = [first_index + error.index for error in skipped if error.may_pass]
-    with contextlib.suppress(RemoteError, IngestError):  # the machine fails: they stay left out
-        read = itertools.chain.from_iterable(read_samples(path, left_out))
-        return any(not isinstance(each, SampleError) for each in read)
-    return False
+    with suppress(RemoteError, IngestError):  # the machine fails: they stay left out
+        for read in chain.from_iterable(read_samples(path, left_out)):
+            if not isinstance(read, SampleError):
+                return False
+    return True
 
 
 # Shards
@@ -507,44 +514,46 @@ class _ShardWriter:
         if multiprocessing.parent_process() is not None:
             # There is a process for each core; and a forked OpenMP pool would hang.
             torch.set_num_threads(1)
-        if isinstance(path.source, FileSource) and task.columns is not None:
+        if task.columns is not None:
+            assert isinstance(path.source, FileSource)
             path = path._replace(source=replace(path.source, **task.columns))
-        with contextlib.ExitStack() as cleanup:
+        with ExitStack() as cleanup:
             folder = Path(self.place.url)
             if self.place.is_remote:
                 folder = cleanup.enter_context(fleeting_folder())
             fresh = uuid.uuid4().hex  # there may be several of one shard
+            new_paths = [folder / f"{fresh}.{number}" for number in range(len(self.plans))]
             plans = [
-                replace(plan, path=folder / f"{fresh}.{number}")
-                for number, plan in enumerate(self.plans)
+                replace(plan, path=new) for plan, new in zip(self.plans, new_paths, strict=True)
             ]
             stores, written = ingest(path, plans, task.positions, self.options)
-            kept = np.zeros(len(task.positions), bool)
-            kept[list(written.targets)] = True
-            columns = {
-                "shards.names": np.array([task.name], "S16"),
-                "shards.rows": np.array([len(kept)]),
-                "shards.bytes": np.array([[store.size_bytes for store in stores]]),
-                "kept": kept,
-                "skipped.json": [
-                    [error.path, str(error), error.may_pass]
-                    for _, error in sorted(written.errors.items())
-                ],
-            }
-            for number, store in enumerate(stores):
+            for store in stores:
                 cleanup.callback(store.close)
-                columns |= {f"part{number}.{name}": it for name, it in store.index.items()}
-            columns |= pack_targets(list(written.targets.values()))
-            shard = Cache(place=self.place, manifest=self.manifest, columns=columns)
+            shard = self._describe(task, stores, written)
             receipt = shard.pack()
-            for plan, [name] in zip(plans, shard.files(), strict=True):
-                assert plan.path is not None
+            for new, [name] in zip(new_paths, shard.files(), strict=True):
                 if self.place.is_remote:
-                    self.place.upload(name, plan.path)
+                    self.place.upload(name, new)
                 else:
-                    plan.path.replace(folder / name)
+                    new.replace(folder / name)
             self.place.write(receipt_name(task.name), receipt)
         return receipt
+
+    def _describe(self, task: _Task, stores: Sequence[Store], written: Written) -> Cache:
+        kept = np.zeros(len(task.positions), bool)
+        kept[list(written.targets)] = True
+        errors = [error for _, error in sorted(written.errors.items())]
+        columns: Columns = {
+            "shards.names": np.array([task.name], "S16"),
+            "shards.rows": np.array([len(kept)]),
+            "shards.bytes": np.array([[store.size_bytes for store in stores]]),
+            "kept": kept,
+            "skipped.json": [[error.path, str(error), error.may_pass] for error in errors],
+        }
+        for number, store in enumerate(stores):
+            columns |= {f"part{number}.{name}": column for name, column in store.index.items()}
+        columns |= pack_targets(list(written.targets.values()))
+        return Cache(place=self.place, manifest=self.manifest, columns=columns)
 
     def write_all(self, tasks: Sequence[_Task]) -> list[Cache]:
         """Write all shards that are not complete.
@@ -568,7 +577,7 @@ class _ShardWriter:
                 count,
             )
         with (
-            contextlib.closing(self._run(left)) as written,
+            closing(self._run(left)) as written,
             progress_bar(count, f"preparing {count:,} images") as bar,
         ):
             bar.update(count - missing)
@@ -579,21 +588,19 @@ class _ShardWriter:
         return [complete[task.name] for task in tasks]
 
     def _complete(self, tasks: Sequence[_Task]) -> dict[str, Cache]:
-        """The shards of tasks that need not be written, by name."""
+        """Return the shards of tasks that need not be written, by name."""
         sizes = _file_sizes(self.place)
         found = [task for task in tasks if receipt_name(task.name) in sizes]
-        asked = [(task, self.place.submit(receipt_name(task.name))) for task in found]
+        asked = [self.place.submit(receipt_name(task.name)) for task in found]
         complete = {}
-        for task, receipt in asked:
-            with contextlib.suppress(Exception):  # bytes of others raise anything
+        for task, receipt in zip(found, asked, strict=True):
+            with suppress(Exception):  # bytes of others raise anything
                 shard = Cache.unpack(self.place, receipt.result())
                 is_whole = all(files.items() <= sizes.items() for files in shard.files())
-                if is_whole and _allows(self.options, shard) and shard.shard_names == [task.name]:
+                is_whole &= shard.shard_names == [task.name]
+                first = task.positions[0]
+                if is_whole and may_stay_out(self.path, self.options, shard.skipped, first):
                     complete[task.name] = shard
-        for task in tasks:
-            skipped = complete[task.name].skipped if task.name in complete else ()
-            if _can_read_any(self.path, skipped, task.positions[0]):
-                del complete[task.name]
         return complete
 
     def _run(self, tasks: Sequence[_Task]) -> Generator[bytes, None, None]:
@@ -627,12 +634,14 @@ def _run_elsewhere(
         tasks = [task._replace(columns=source.columns_of(task.positions)) for task in tasks]
         no_files = replace(source, **source.columns_of(()))
         writer = replace(writer, path=writer.path._replace(source=no_files))
-    opened: _Submit = _ray(writer)
+    opened: _Submit
     if isinstance(engine, Executor):
         packed = _pickled(writer)
-        opened = contextlib.nullcontext(lambda task: engine.submit(_attempt, packed, task))
-    running: list[Future[bytes]] = []
+        opened = nullcontext(lambda task: engine.submit(_attempt, packed, task))
+    else:
+        opened = _ray(writer)
     with opened as submit:
+        running: list[Future[bytes]] = []
         try:
             running.extend(map(submit, tasks))
             for future in as_completed(running):
@@ -660,10 +669,10 @@ def _pickled(writer: _ShardWriter) -> bytes:
         ) from problem
 
 
-_Submit = contextlib.AbstractContextManager[Callable[[_Task], "Future[bytes]"]]
+_Submit = AbstractContextManager[Callable[[_Task], "Future[bytes]"]]
 
 
-@contextlib.contextmanager
+@contextmanager
 def _ray(writer: _ShardWriter) -> Iterator[Callable[[_Task], Future[bytes]]]:
     """Submit tasks to the Ray cluster that this process is connected to, or RAY_ADDRESS has.
 
@@ -686,8 +695,9 @@ def _ray(writer: _ShardWriter) -> Iterator[Callable[[_Task], Future[bytes]]]:
         write = ray.remote(num_cpus=1, max_retries=_RAY_RETRIES)(_attempt)
 
         def submit(task: _Task) -> Future[bytes]:
-            refs.append(write.remote(packed, task))
-            future: Future[bytes] = refs[-1].future()
+            ref = write.remote(packed, task)
+            refs.append(ref)
+            future: Future[bytes] = ref.future()
             return future
 
         yield submit
