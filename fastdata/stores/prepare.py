@@ -56,7 +56,6 @@ from fastdata.pixels.images import Array, Bound, SampleSpec, SourceDecoder
 from fastdata.report import log, warn_user
 from fastdata.sources import DatasetSource, FileSource
 from fastdata.sources.remote import StorageOptions
-from fastdata.stores.codecs import KNOWN_CODECS, find_codec
 from fastdata.stores.frozen import refuse_draws
 from fastdata.stores.readers import SOURCE, Decoder, KeptSamples, Layout, Store
 from fastdata.stores.writers import (
@@ -133,6 +132,8 @@ class Options:
             )
         for codec in self.codecs:
             if codec not in ("auto", SOURCE):
+                from fastdata.stores.codecs import find_codec
+
                 find_codec(codec)
         if self.cache_dir is None and self.storage == "disk":
             raise ValueError("storage='disk' keeps samples in a folder; name it with cache_dir=")
@@ -569,6 +570,8 @@ def try_codecs(expected: Forecast, *codecs: Any) -> list[CodecTrial]:
 
 def _coders_by_name(codec: Any, expected: Forecast) -> dict[str, Coders]:
     """Return the choices that ``codec=`` leaves open, each with a coder for every part."""
+    from fastdata.stores.codecs import KNOWN_CODECS, find_codec
+
     parts = len(expected.parts)
     if codec == SOURCE:
         return {SOURCE: (expected.path.decoder,)}
