@@ -427,22 +427,6 @@ def test_a_rank_is_taken_from_the_environment(monkeypatch: pytest.MonkeyPatch) -
         chunked(Squares(10), rank=2, world_size=2)
 
 
-def test_quality_tells_orders_apart(tmp_path: Path) -> None:
-    """More pieces mixed are better, samples in sequence are 0, a global shuffle is 1."""
-    with chunked(Squares(1024), batch_size=32) as loader:
-        assert loader.shuffle_quality() == 1.0
-    with CachedDataset(Squares(1024), cache_dir=tmp_path, cache_key="k") as dataset:
-        values = []
-        for pieces in (1, 4, 16, 64):
-            with chunked(dataset, 32, chunk_samples=64, mix_chunks=pieces) as loader:
-                values.append(loader.shuffle_quality())
-        assert values == sorted(values)
-        assert values[0] < 0.2
-        assert values[-1] > 0.95
-        with chunked(dataset, 32, shuffle=False) as loader:
-            assert loader.shuffle_quality() == 0.0
-
-
 def test_a_loader_made_alone_finds_its_ranks_when_an_epoch_begins(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

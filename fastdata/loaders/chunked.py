@@ -24,7 +24,7 @@ from fastdata.datasets.reader import BatchRing
 from fastdata.errors import FastDataError
 from fastdata.loaders import DataLoader
 from fastdata.loaders.epochs import HELD_BY_USER, Counted, LoaderView
-from fastdata.loaders.samplers import Int64s, Order, RankSampler, chunked, shuffled
+from fastdata.loaders.samplers import Int64s, Order, RankSampler, chunked
 from fastdata.machine import CHUNKS_HELD, ENOUGH_BATCHES, ChunkPlan
 from fastdata.machine.processes import find_rank, local_ranks
 from fastdata.report import EpochReport
@@ -193,6 +193,55 @@ class ChunkSampler(RankSampler):
             self.resident.passed()
 
 
+class DiskSamples:
+    """The samples of a loader that are stored on disk.
+
+    Attributes:
+        stores: the stores of all datasets of the loader.
+        mirrors: the stores that fetch their samples over a network.
+        sample_bytes: bytes of a sample in a chunk: the mean of the heaviest neighbours.
+        edges_bytes: bytes of the pages at both ends of neighbours, which others' samples share.
+    """
+
+    def __init__(self, view: LoaderView) -> None:
+        self._view = view
+        self.stores = [store for part in view.parts for store in _disk_stores(part)]
+        self.mirrors = [store for store in self.stores if isinstance(store, MirroredStore)]
+        self.sample_bytes = _ENTRY_BYTES + sum(it.heaviest_bytes(_NEIGHBOURS) for it in self.stores)
+        self.edges_bytes = 2 * mmap.PAGESIZE * len(self.stores)
+
+    @property
+    def has_gaps(self) -> bool:
+        """True if samples that follow each other in the loader are not neighbours in the files."""
+        subset = self._view.subset
+        return subset is not None and bool((np.diff(subset) != 1).any())
+
+    def most_in_chunk(self, samples: int) -> int:
+        """Return how many samples a chunk may have, of at most so many."""
+        for mirror in self.mirrors:
+            # Of what the mirror may take, one share is what others' blocks waste.
+            share_bytes = mirror.limit_bytes // (local_ranks() * (CHUNKS_HELD + 1))
+            samples = min(samples, int(share_bytes // self.sample_bytes))
+        return samples
+
+    def locate(self, samples: Int64s) -> Located:
+        """Yield each store that holds some of the samples, and their positions in it."""
+        view = self._view
+        if view.subset is not None:
+            # -1 is the last one.
+            samples = np.sort(view.subset[samples] % view.index_count)
+        pieces = np.split(samples, np.searchsorted(samples, view.starts[1:]))
+        for part, start, piece in zip(view.parts, view.starts, pieces, strict=True):
+            if len(piece):
+                for store in _disk_stores(part):
+                    yield store, piece - start
+
+
+def _disk_stores(dataset: PreparedDataset) -> list[DiskStore]:
+    kept = latest_reader(dataset).kept
+    return [store for store in kept.stores if isinstance(store, DiskStore)] if kept else []
+
+
 class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
     """Trains on data larger than memory: a ``DataLoader`` in an order of chunks, under a limit.
 
@@ -225,8 +274,8 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
             follows from this number and ``mix_chunks``, which all ranks must share.
         mix_chunks: of how many pieces of neighbouring samples a chunk is made, from all over the
             dataset; within the chunk they are mixed. Reading is sequential then, and the shuffle
-            not quite global: see ``shuffle_quality``. By default 32 where samples lie on disk and
-            are best read in sequence, elsewhere the shuffle is global.
+            not quite global. By default 32 where samples are stored on disk and are best read in
+            sequence, elsewhere the shuffle is global.
         num_workers: threads or processes that make batches, at most; by default the usable cores.
             Fewer where memory is short.
         collate_fn: as torch's; the default is ``fastdata.collate``.
@@ -284,10 +333,12 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
         BatchSampler([], batch_size, drop_last)  # which refuses other sizes
         self.dataset = dataset
         self._view = LoaderView.find(dataset)
-        self._stores = [store for part in self._view.parts for store in _disk_stores(part)]
-        self._mirrors = [store for store in self._stores if isinstance(store, MirroredStore)]
-        self._is_mixed = shuffle and bool(self._stores)
-        pieces = (mix_chunks or _PIECES_PER_CHUNK) if self._is_mixed else 1
+        self._disk = DiskSamples(self._view)
+        stores = self._disk.stores
+        is_mixed = shuffle and bool(stores)
+        pieces = 1
+        if is_mixed:
+            pieces = mix_chunks or _PIECES_PER_CHUNK
         ranks = find_rank(rank, world_size).world_size
         make = partial(
             chunked, len(dataset), shuffle=shuffle, drop_last=drop_last, world_size=ranks
@@ -298,19 +349,19 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
             memory_limit, samples, ranks, chunk_samples, mixed_samples, pieces, num_workers
         )
         hold = None
-        if self._stores:
-            disk_bytes = sum(store.size_bytes for store in self._stores)
+        if stores:
+            disk_bytes = sum(store.size_bytes for store in stores)
             free_bytes = machine.available_bytes().bytes
             self._empties_cache = machine.empties_cache(disk_bytes, free_bytes, self.plan)
             hold = partial(
                 ResidentChunks,
-                locate=self._locate,
+                locate=self._disk.locate,
                 chunk_samples=self.plan.chunk_samples,
                 batch_size=batch_size,
-                is_remote=bool(self._mirrors),
+                is_remote=bool(self._disk.mirrors),
                 from_cache=self._empties_cache,
             )
-        if self._is_mixed:
+        if is_mixed:
             make = partial(
                 make, piece_samples=max(mixed_samples // pieces, 1), chunk_samples=mixed_samples
             )
@@ -323,7 +374,7 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
             collate_fn=collate_fn,
             drop_last=drop_last,
             generator=torch.Generator() if self._view.seed is not None else None,
-            workers="thread" if self._stores else "auto",
+            workers="thread" if stores else "auto",
         )
         self.collate_fn = self._loader.collate_fn
 
@@ -336,15 +387,10 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
         least = 1
         if chunk_samples is None:
             least = ENOUGH_BATCHES
-            most_bytes = _FETCHED_CHUNK_BYTES if self._mirrors else _CHUNK_BYTES
-            chunk_samples = int(most_bytes // self._sample_bytes)
+            most_bytes = _FETCHED_CHUNK_BYTES if self._disk.mirrors else _CHUNK_BYTES
+            chunk_samples = int(most_bytes // self._disk.sample_bytes)
         batches = max(chunk_samples // self.batch_size, least)
         return min(batches, -(-samples // self.batch_size)) * self.batch_size
-
-    @property
-    def _sample_bytes(self) -> float:
-        """Bytes of a sample in a chunk: the mean of the heaviest neighbours."""
-        return _ENTRY_BYTES + sum(store.heaviest_bytes(_NEIGHBOURS) for store in self._stores)
 
     def _plan(
         self,
@@ -367,28 +413,23 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
             pieces: that they are made of.
             num_workers: the user's.
         """
-        stores = self._stores
-        for store in stores:
+        disk = self._disk
+        for store in disk.stores:
             store.release()  # chunks will be there in its place
         reader = self._view.reader()
         served_bytes = None if reader is None else reader.served_bytes
         batch_bytes = (served_bytes or _SAMPLE_BYTES) * self.batch_size
-        is_single = served_bytes is None  # samples come one by one
         in_use_bytes = machine.tree_pss_bytes()
         share_bytes = machine.available_bytes().bytes // local_ranks() + in_use_bytes
+        most_workers = num_workers or machine.usable_cores()
+        worker_bytes = 0
+        if served_bytes is None:  # samples come one by one
+            if disk.stores:
+                most_workers = 1
+            else:
+                worker_bytes = machine.PROCESS_BYTES
         fixed_bytes = _ORDER_BYTES * len(self.dataset) + (1 + HELD_BY_USER) * batch_bytes
-        sample_bytes = self._sample_bytes
-        most_samples = mixed_samples
-        for mirror in self._mirrors:
-            fixed_bytes += CHUNKS_HELD * FETCH_BYTES
-            # Of what the mirror may take, one share is what others' blocks waste.
-            room_bytes = mirror.limit_bytes // (local_ranks() * (CHUNKS_HELD + 1))
-            most_samples = min(most_samples, int(room_bytes // sample_bytes))
-        edges_bytes = 2 * mmap.PAGESIZE * len(stores)  # pages of a piece that others' samples share
-        fixed_bytes += CHUNKS_HELD * pieces * edges_bytes
-        subset = self._view.subset
-        has_gaps = subset is not None and bool((np.diff(subset) != 1).any())
-        is_apart = has_gaps or (ranks > 1 and not self.shuffle)  # samples without neighbours
+        fixed_bytes += CHUNKS_HELD * (pieces * disk.edges_bytes + FETCH_BYTES * len(disk.mirrors))
         plan = partial(
             machine.plan_chunks,
             machine.parse_bytes(memory_limit, of=share_bytes),
@@ -397,37 +438,27 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
             batch_bytes=batch_bytes,
             batch_size=self.batch_size,
             samples=samples,
-            worker_bytes=machine.PROCESS_BYTES if is_single and not stores else 0,
-            most_workers=1 if is_single and stores else num_workers or machine.usable_cores(),
-            most_samples=most_samples,
+            worker_bytes=worker_bytes,
+            most_workers=most_workers,
+            most_samples=disk.most_in_chunk(mixed_samples),
             chunk_samples=chunk_samples,
         )
-        if not stores:
+        alone_bytes = disk.sample_bytes + disk.edges_bytes  # of a sample that is read alone
+        if not disk.stores:
             return plan(sample_bytes=0)
-        found = plan(sample_bytes=sample_bytes + is_apart * edges_bytes)
-        if self._is_mixed and not is_apart and found.chunk_samples < mixed_samples:
-            # Neighbours are in several chunks, and each sample is read alone.
-            return plan(sample_bytes=sample_bytes + edges_bytes)
+        if disk.has_gaps or (ranks > 1 and not self.shuffle):  # samples without neighbours
+            return plan(sample_bytes=alone_bytes)
+        found = plan(sample_bytes=disk.sample_bytes)
+        if self.shuffle and found.chunk_samples < mixed_samples:  # neighbours in several chunks
+            return plan(sample_bytes=alone_bytes)
         return found
-
-    def _locate(self, samples: Int64s) -> Located:
-        """In which files samples of the loader lie, and where in these."""
-        if self._view.subset is not None:
-            # -1 is the last one.
-            samples = np.sort(self._view.subset[samples] % self._view.index_count)
-        starts = self._view.starts
-        pieces = np.split(samples, np.searchsorted(samples, starts[1:]))
-        for part, start, piece in zip(self._view.parts, starts, pieces, strict=True):
-            if len(piece):
-                for store in _disk_stores(part):
-                    yield store, piece - start
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_live": ()}  # epochs stay here
 
     def __copy__(self) -> ChunkedLoader:
         """Return a loader over the same samples, with the same plan, whose epochs are its own."""
-        shared = self.dataset, self._view, self.collate_fn, *self._view.parts, *self._stores
+        shared = self.dataset, self._view, self.collate_fn, *self._view.parts, *self._disk.stores
         return copy.deepcopy(self, {id(each): each for each in shared})
 
     def __len__(self) -> int:
@@ -442,9 +473,10 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
         """Begin an epoch, as ``iter`` does; for a prefetcher as that of a DataLoader."""
         self._end("another one of the same loader was begun")
         iterator = self._loader._fastdata.iterate(self._loader, ring, held)
-        if self._stores:
+        if self._disk.stores:
             iterator.after_batch = self._sampler.passed
-            iterator.stop = weakref.finalize(iterator, _finish, self._sampler, iterator.stop)
+            end = weakref.finalize(iterator, _finish, self._sampler, iterator.stop)
+            iterator.stop = end  # type: ignore[method-assign]
         self._live = weakref.WeakSet([iterator])
         return iterator
 
@@ -456,28 +488,6 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
     def set_epoch(self, epoch: int) -> None:
         """Make the order and the draws of the coming epochs those of ``epoch``, until set again."""
         self._loader.set_epoch(epoch)
-
-    def shuffle_quality(self, epoch: int = 0) -> float:
-        """How good this rank's order of an epoch is: 1 as a global shuffle, 0 as none.
-
-        ``(D_source - D) / (D_source - D_global)``, cut to [0, 1], where D is the mean over the
-        batches of the Kolmogorov-Smirnov distance between the source positions in the batch and the
-        uniform distribution over the dataset. It reads no data.
-        """
-        sampler = self._sampler
-        if not self.shuffle:
-            return 0.0
-        if not self._is_mixed:
-            return 1.0
-        own_n = sampler.order(epoch)[sampler.rank :: sampler.num_replicas]
-        length = len(self.dataset)
-        orders = np.arange(length), shuffled(length).draw(0, 0, length), own_n
-        worst, best, own = (
-            _distance(np.resize(order_n, len(own_n)), length, self.batch_size) for order_n in orders
-        )
-        if worst <= best:  # no order of so few samples is better than another one
-            return 1.0
-        return min(max((worst - own) / (worst - best), 0.0), 1.0)
 
     def report(self) -> EpochReport:
         """How the latest epoch went; ``.path`` says how batches are read, and why."""
@@ -518,18 +528,3 @@ def _finish(sampler: ChunkSampler, stop: Callable[[], Any]) -> None:
     sampler.resident = None
     if resident is not None:
         resident.close()
-
-
-def _distance(positions_n: Int64s, length: int, batch_size: int) -> float:
-    """Mean Kolmogorov-Smirnov distance of the full batches from the uniform distribution."""
-    size = min(batch_size, len(positions_n))
-    batches = positions_n[: len(positions_n) // size * size].reshape(-1, size)
-    # To a constant, which comparing distances leaves out.
-    apart = (np.sort(batches, axis=1) + 0.5) / length - (np.arange(size) + 0.5) / size
-    return float(np.abs(apart).max(axis=1).mean())
-
-
-def _disk_stores(dataset: PreparedDataset) -> list[DiskStore]:
-    """The files that its samples are served from."""
-    kept = latest_reader(dataset).kept
-    return [store for store in kept.stores if isinstance(store, DiskStore)] if kept else []
