@@ -43,15 +43,15 @@ _PART_SALT = 0x6D69786564
 
 
 class Order(NamedTuple):
-    """Which samples an epoch has, of all ranks, and in which order: for ``RankSampler(order=...)``.
+    """The samples of an epoch of all ranks, in their order: for ``RankSampler(order=...)``.
 
     Attributes:
-        draw: called with seed, epoch and n, gives int64 (n,), the samples in their order.
+        draw: called with seed, epoch and n, returns int64 (n,), the samples in their order.
         length: of the dataset, N.
-        num_samples: n, where nobody asks for another.
-        most: n, at most.
-        identity: what ``draw`` follows from besides, as plain values: a state is of samplers equal
-            in these.
+        num_samples: the default of n.
+        most: the maximum of n.
+        identity: plain values that ``draw`` also depends on: a state is resumed by a sampler with
+            equal ones.
     """
 
     draw: Callable[[int, int, int], Int64s]
@@ -62,10 +62,10 @@ class Order(NamedTuple):
 
 
 def shuffled(dataset: Sized | int, shuffle: bool = True) -> Order:
-    """All samples once, shuffled, or in the order of the dataset.
+    """Return an order of all samples once, shuffled, or as in the dataset.
 
     Args:
-        dataset: or its length.
+        dataset: the dataset, or its length.
         shuffle: whether to shuffle.
     """
     length = len(dataset) if isinstance(dataset, Sized) else operator.index(dataset)
@@ -79,7 +79,8 @@ def _draw_shuffled(length: int, seed: int, epoch: int, count: int) -> Int64s:
 
 def _sort(samples: Int64s, seed: int, epoch: int, first_key: int = 0) -> Int64s:
     """Put samples in the random order of their keys."""
-    return samples[np.argsort(sample_keys(seed, epoch, samples + first_key), kind="stable")]
+    keys = sample_keys(seed, epoch, samples + first_key)
+    return samples[np.argsort(keys, kind="stable")]
 
 
 def _draw_sequence(length: int, seed: int, epoch: int, count: int) -> Int64s:
@@ -87,11 +88,11 @@ def _draw_sequence(length: int, seed: int, epoch: int, count: int) -> Int64s:
 
 
 def weighted(weights: Any) -> Order:
-    """Samples drawn by their weights: a ``WeightedRandomSampler`` for ranks, and resumable.
+    """Return an order drawn by weights: a ``WeightedRandomSampler`` for ranks, and resumable.
 
     Args:
-        weights: (N,), of each sample, not negative; a sample with none never comes. One that comes
-            again in an epoch draws other augmentations.
+        weights: (N,), of each sample, not negative; a sample of weight zero is never drawn. A
+            sample that is drawn again in an epoch gets other augmentations.
 
     Raises:
         ValueError: a weight is negative or not finite, or all are zero.
@@ -117,22 +118,22 @@ def weighted(weights: Any) -> Order:
 
 def _draw_weighted(weights: Float64s, seed: int, epoch: int, count: int) -> Int64s:
     chosen = np.flatnonzero(weights)
-    ends = np.cumsum(weights[chosen] / weights.max())  # whose sum is finite
-    drawn: Float64s = (
-        draw_uniform(sample_keys(seed ^ _CHOICE_SALT, epoch, np.arange(count)), 0, 0) * ends[-1]
-    )
-    return chosen.take(np.searchsorted(ends, drawn, side="right"), mode="clip")
+    ends = np.cumsum(weights[chosen] / weights.max())  # divided, so that the sum is finite
+    keys = sample_keys(seed ^ _CHOICE_SALT, epoch, np.arange(count))
+    drawn: Float64s = draw_uniform(keys, 0, 0) * ends[-1]
+    places = np.searchsorted(ends, drawn, side="right")
+    return chosen.take(places, mode="clip")
 
 
 def balanced(targets: Any, replacement: bool = False) -> Order:
-    """Every class equally often: rounds in each of which all classes come once, in random order.
+    """Return an order of rounds, in each of which all classes come once, in random order.
 
     Args:
-        targets: (N,), the class of each sample, or a dataset that has them as ``targets``; of a
-            ``Subset``, its own, of a ``ConcatDataset`` those of its parts.
-        replacement: whether a sample may come again in an epoch, which has as many samples as the
-            dataset then. Else it has at most as many of each class as the smallest one has, other
-            ones of the larger classes each time.
+        targets: (N,), the class of each sample, or a dataset that has them as ``targets``, also
+            in a ``Subset`` or ``ConcatDataset``.
+        replacement: True if a sample may come again in an epoch, which then has as many samples as
+            the dataset. Else it has at most as many samples of each class as the smallest class,
+            and other samples of the larger classes in each epoch.
 
     Example:
         >>> targets = np.array([0, 0, 0, 0, 0, 1, 1, 2, 2, 2])
@@ -143,36 +144,40 @@ def balanced(targets: Any, replacement: bool = False) -> Order:
     _, classes = np.unique(_targets_of(targets), return_inverse=True)
     draw = partial(_draw_balanced, classes, replacement)
     identity = {"order": "balanced", "replacement": replacement, "targets": _checksum(classes)}
+    if replacement:
+        return Order(draw, len(classes), len(classes), math.inf, identity)
     counts = np.bincount(classes)
     once = len(counts) * int(counts.min())
-    count, most = (len(classes), math.inf) if replacement else (once, once)
-    return Order(draw, len(classes), count, most, identity)
+    return Order(draw, len(classes), once, once, identity)
 
 
 def _draw_balanced(classes: Int64s, replacement: bool, seed: int, epoch: int, count: int) -> Int64s:
     counts = np.bincount(classes)
     rounds = -(-count // len(counts))
     keys = sample_keys(seed ^ _ROUND_SALT, epoch, np.arange(rounds * len(counts)))
-    drawn = np.argsort(keys.reshape(-1, len(counts)), kind="stable").ravel()[:count]
+    orders = np.argsort(keys.reshape(-1, len(counts)), kind="stable")
+    drawn = orders.ravel()[:count]  # the class of each place
     everything = _draw_shuffled(len(classes), seed, epoch, len(classes))
-    members = everything[np.argsort(classes[everything], kind="stable")]  # of all classes in a row
+    by_class = np.argsort(classes[everything], kind="stable")
+    members = everything[by_class]  # the samples of all classes in a row
+    firsts = np.cumsum(counts) - counts
     which = np.arange(count) // len(counts)
     if replacement:
         which = draw_integers(keys[:count], 1, 0, counts[drawn])
-    return members.take((np.cumsum(counts) - counts)[drawn] + which)
+    return members.take(firsts[drawn] + which)
 
 
 def repeated(dataset: Sized | int, repeats: int = 3, shuffle: bool = True) -> Order:
-    """Repeated augmentation: each sample several times in a row, so that ranks share its copies.
+    """Return an order for repeated augmentation: each sample several times in a row.
 
-    As timm's ``RepeatAugSampler`` and DeiT's ``RASampler`` (M. Berman et al., "MultiGrain", 2019;
-    E. Hoffer et al., "Augment your batch", CVPR 2020). Each copy draws augmentations of its own. An
-    epoch has as many samples as the dataset, so that it has as many batches as ever;
-    ``num_samples=repeats * len(dataset)`` has all copies.
+    Ranks share the copies, as with timm's ``RepeatAugSampler`` and DeiT's ``RASampler`` (M. Berman
+    et al., "MultiGrain", 2019; E. Hoffer et al., "Augment your batch", CVPR 2020). Each copy draws
+    augmentations of its own. An epoch has as many samples as the dataset, so that its number of
+    batches stays the same; ``num_samples=repeats * len(dataset)`` has all copies.
 
     Args:
-        dataset: or its length.
-        repeats: of each sample.
+        dataset: the dataset, or its length.
+        repeats: number of copies of each sample.
         shuffle: whether to shuffle.
 
     Example:
@@ -199,13 +204,13 @@ def mixed(
     weights: Sequence[float] | None = None,
     stop: Literal["first", "all"] = "first",
 ) -> Order:
-    """Samples of several datasets in fixed shares: the order of a ``ConcatDataset`` of them.
+    """Return an order of several datasets in fixed shares, for a ``ConcatDataset`` of them.
 
     Each dataset is shuffled by itself, and again each time that all of its samples have come.
-    Shares are exact, to a sample, in each epoch; which dataset comes when is random.
+    Shares are exact, to a sample, in each epoch; the datasets are mixed at random.
 
     Args:
-        datasets: of the ``ConcatDataset``, in its order; or their lengths.
+        datasets: those of the ``ConcatDataset``, in its order; or their lengths.
         weights: the share of each, of any sum; by default they are equal.
         stop: an epoch ends when the ``"first"`` of the datasets has been read whole, so that no
             sample comes twice, or when ``"all"`` of them have.
@@ -220,37 +225,40 @@ def mixed(
         >>> len(indices), int((indices < 100).sum())
         (400, 100)
     """
-    lengths = np.array([shuffled(each).length for each in datasets])
-    given = np.ones(len(lengths)) if weights is None else np.asarray(weights, np.float64)
-    is_matching = given.shape == lengths.shape
-    if not is_matching or not (np.isfinite(given) & (given > 0) & (lengths > 0)).all():
+    lengths = [shuffled(each).length for each in datasets]
+    if weights is None:
+        weights = [1.0] * len(lengths)
+    given = [float(weight) for weight in weights]
+    is_right = len(given) == len(lengths) and min(given) > 0 and math.isfinite(sum(given))
+    if not is_right or min(lengths) == 0:
         raise ValueError(
-            f"weights={given.tolist()} of datasets of {lengths.tolist()} samples: one for each is "
-            "needed, finite and above zero, and no dataset may be empty"
+            f"weights={given} of datasets of {lengths} samples: one for each is needed, finite and "
+            "above zero, and no dataset may be empty"
         )
     # Exact numbers, as they are written: 0.7 is 7/10. Rounded ones would give one sample too many.
-    exact = [Fraction(repr(weight)) for weight in given.tolist()]
+    exact = [Fraction(repr(weight)) for weight in given]
     shares = [weight / sum(exact) for weight in exact]
-    whole = [length / share for length, share in zip(lengths.tolist(), shares, strict=True)]
-    count = math.floor(min(whole)) if stop == "first" else math.ceil(max(whole))
-    identity = {"order": "mixed", "lengths": lengths.tolist(), "weights": given.tolist()}
-    return Order(
-        partial(_draw_mixed, lengths, shares), int(lengths.sum()), count, math.inf, identity
-    )
+    ends = [length / share for length, share in zip(lengths, shares, strict=True)]
+    count = math.floor(min(ends)) if stop == "first" else math.ceil(max(ends))
+    identity = {"order": "mixed", "lengths": lengths, "weights": given}
+    draw = partial(_draw_mixed, lengths, shares)
+    return Order(draw, sum(lengths), count, math.inf, identity)
 
 
 def _draw_mixed(
-    lengths: Int64s, shares: list[Fraction], seed: int, epoch: int, count: int
+    lengths: list[int], shares: list[Fraction], seed: int, epoch: int, count: int
 ) -> Int64s:
-    parts = []
+    parts = [np.empty(0, np.int64)]
     first = 0
-    for number, taken in enumerate(_takes(lengths.tolist(), shares, count)):
-        length = int(lengths[number])
-        rounds = [
-            _draw_shuffled(length, _derived_seed(seed, number, again), epoch, length)
-            for again in range(-(-taken // length) or 1)
-        ]
-        parts.append(first + np.concatenate(rounds)[:taken])
+    for number, (length, left) in enumerate(
+        zip(lengths, _takes(lengths, shares, count), strict=True)
+    ):
+        again = 0
+        while left > 0:  # a round begins again with the first sample of the dataset
+            round_seed = sample_keys(seed ^ _PART_SALT, number, np.array([again]))
+            parts.append(first + _draw_shuffled(length, int(round_seed[0]), epoch, left))
+            left -= length
+            again += 1
         first += length
     return np.concatenate(parts)[_draw_shuffled(count, seed, epoch, count)]
 
@@ -262,22 +270,16 @@ def _takes(lengths: list[int], shares: list[Fraction], count: int) -> list[int]:
     remainders. So with ``stop="first"`` no dataset gives more samples than it has, and one gives
     all; with ``stop="all"`` each gives all.
     """
-    exact = [share * count for share in shares]
-    takes = [math.floor(each) for each in exact]
+    takes = [math.floor(share * count) for share in shares]
+    remainders = [share * count % 1 for share in shares]
     numbers = range(len(shares))
     soonest = min(numbers, key=lambda number: lengths[number] / shares[number])
-    remainders = [each - taken for each, taken in zip(exact, takes, strict=True)]
     if remainders[soonest]:
         remainders[soonest] = Fraction(1)  # before all others
     by_remainder = sorted(numbers, key=lambda number: -remainders[number])
     for number in by_remainder[: count - sum(takes)]:
         takes[number] += 1
     return takes
-
-
-def _derived_seed(seed: int, number: int, again: int) -> int:
-    """The seed of a dataset's order, in each round that begins again with its first sample."""
-    return int(sample_keys(seed ^ _PART_SALT, number, np.array([again]))[0])
 
 
 def chunked(
@@ -289,18 +291,19 @@ def chunked(
     drop_last: bool = False,
     world_size: int = 1,
 ) -> Order:
-    """Chunks of neighbouring samples, of which each rank has its own; equally many for each rank.
+    """Return an order of chunks of neighbouring samples; each rank has as many of its own.
 
-    Shuffled, the samples are cut into pieces of neighbours, the pieces are put in random order,
+    If shuffled, the samples are cut into pieces of neighbours, the pieces are put in random order,
     each rank takes a stretch of them, and within each chunk of the stretch samples are mixed. With
     pieces of one sample that is a random permutation of all.
 
     Args:
         length: of the dataset.
-        shuffle: whether samples are shuffled at all.
+        shuffle: False for the order of the dataset.
         piece_samples: neighbours that stay together until they are mixed within their chunk.
-        chunk_samples: over how many samples pieces are mixed.
-        drop_last: whether ranks drop what cannot be shared out evenly; else samples are repeated.
+        chunk_samples: number of samples among which pieces are mixed.
+        drop_last: whether ranks drop samples that cannot be divided evenly; else the first samples
+            are repeated.
         world_size: number of ranks.
 
     Example:
@@ -309,7 +312,14 @@ def chunked(
         >>> sorted(chunked(5, piece_samples=2, chunk_samples=4).draw(0, 0, 5).tolist())
         [0, 1, 2, 3, 4]
     """
-    identity = locals() | {"chunk_samples": chunk_samples if piece_samples > 1 else None}
+    identity = {
+        "length": length,
+        "shuffle": shuffle,
+        "piece_samples": piece_samples,
+        "chunk_samples": chunk_samples if piece_samples > 1 else None,
+        "drop_last": drop_last,
+        "world_size": world_size,
+    }
     spare = 0 if drop_last else world_size - 1
     count = (length + spare) // world_size * world_size
     draw = partial(_draw_sequence, length)
@@ -338,41 +348,41 @@ def _draw_chunked(
 class RankSampler(DistributedSampler[int]):
     """Each rank's share of an epoch: a ``DistributedSampler`` that counts epochs and resumes.
 
-    ``DataLoader(distributed="auto")`` makes it. All ranks must give the same arguments but
-    ``rank``. ``set_epoch`` decides which epoch comes, until it is set again; else each ``iter`` is
-    the next one, once its first index is asked for.
+    ``DataLoader(distributed="auto")`` makes one. All ranks must give the same arguments except
+    ``rank``. ``set_epoch`` chooses the coming epochs, until it is called again; else each ``iter``
+    is the next epoch, once its first index is asked for.
 
     Args:
-        dataset: or its length; not needed where there is an ``order``.
-        num_samples: of an epoch of all ranks, where that are not all samples of the order.
-        order: as ``weighted(...)``, ``balanced(...)``, ``repeated(...)`` make it; by default all
-            samples once.
-        shuffle: else, where there is no ``order``, samples come in that of the dataset.
+        dataset: the dataset, or its length; not needed with an ``order``.
+        num_samples: samples of all ranks in an epoch, if not all samples of the order.
+        order: an order by ``weighted(...)``, ``balanced(...)``, ``repeated(...)`` or ``mixed(...)``;
+            by default all samples once.
+        shuffle: False for the order of the dataset, if there is no ``order``.
         seed: of the order.
-        uneven: what becomes of samples that cannot be shared out evenly. ``"pad"``: the first of
-            the epoch are repeated, ``"drop"``: the last are left out; both as torch's. ``"keep"``:
-            each comes once, and some ranks have one more than others: for evaluation, as ranks that
-            wait for each other in each step would wait for ever; a state is that of rank 0.
-        rank: by default that of ``torch.distributed``, or of the launcher's variables; 0 where
-            there is neither.
-        world_size: number of ranks; by default of the same.
+        uneven: treatment of samples that cannot be divided evenly. ``"pad"``: the first samples of
+            the epoch are repeated, ``"drop"``: the last ones are left out; both as in torch.
+            ``"keep"``: each comes once, and some ranks have one more than others. That is for
+            evaluation: ranks that wait for each other in each step would hang. The state is then
+            that of rank 0.
+        rank: by default that of ``torch.distributed``, or of the launcher's variables, or 0.
+        world_size: number of ranks, with the same default.
 
     Attributes:
         epoch: of the latest iterator, or before the first one and after ``set_epoch`` of the next.
-        position: how many samples of all ranks were consumed of that epoch before its iterator
-            began: none, but after a resume.
-        num_samples: of this rank, in a whole epoch; ``len`` too, also of one that is resumed.
-        total_size: of all ranks.
-        is_set: whether ``set_epoch`` chose the epoch.
-        has_begun: whether an iterator has begun it.
+        position: samples of all ranks in that epoch that came before its iterator began: 0 except
+            after a resume.
+        num_samples: samples of this rank in a whole epoch; ``len`` too, also when it is resumed.
+        total_size: samples of all ranks in an epoch.
+        is_set: True if ``set_epoch`` chose the epoch.
+        has_begun: True if an iterator has begun the epoch.
 
-    A sample that comes again in an epoch is told apart, so that it draws anew, whichever rank that
-    is on. An ``Order`` of your own is shared out and resumed as those here are. A sampler that was
-    alone when it was made looks for ranks again when an epoch begins: Lightning makes ranks of
-    processes whose loaders are there already.
+    A sample that comes again in an epoch is marked, so that it gets other draws, on whatever rank.
+    An ``Order`` of your own is divided and resumed like those of fastdata. A sampler that was made
+    without other ranks looks for ranks again when an epoch begins: Lightning starts ranks after the
+    loaders were made.
 
     Raises:
-        ValueError: there is no such rank, or there are fewer than ``num_samples``.
+        ValueError: there is no such rank, or the order has fewer than ``num_samples``.
 
     Example:
         >>> [list(RankSampler(5, shuffle=False, rank=rank, world_size=2)) for rank in (0, 1)]
@@ -426,7 +436,7 @@ class RankSampler(DistributedSampler[int]):
         self.total_size = self.order_length if is_kept else self.num_samples * self.num_replicas
 
     def order(self, epoch: int) -> Int64s:
-        """The samples of an epoch, of all ranks, in the order in which they come: int64 (n,)."""
+        """Return the samples of an epoch of all ranks, in their order: int64 (n,)."""
         return self._order.draw(self.seed, epoch, self.order_length)
 
     def __iter__(self) -> Iterator[int]:
@@ -456,7 +466,7 @@ class RankSampler(DistributedSampler[int]):
         return self.num_samples
 
     def _share_of(self, samples: int, rank: int) -> int:
-        """How many of the coming samples of all ranks are this rank's."""
+        """Return how many of so many coming samples of all ranks are one rank's."""
         first = {"pad": 0, "drop": self.num_replicas - 1, "keep": rank}[self.uneven]
         return max(-(-(samples - first) // self.num_replicas), 0)
 
@@ -464,7 +474,7 @@ class RankSampler(DistributedSampler[int]):
 
     @property
     def identity(self) -> State:
-        """What the order follows from besides the epoch: a state is of samplers equal in these."""
+        """All values that the order depends on, except the epoch; equal in a state's sampler."""
         return {
             "sampler": type(self).__name__,
             "samples": self.order_length,
@@ -474,7 +484,7 @@ class RankSampler(DistributedSampler[int]):
         }
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch that comes; one that was loaded goes on if it is the same."""
+        """Choose the coming epoch; a loaded one goes on if it is the same."""
         if epoch != self.epoch:
             self.epoch = operator.index(epoch)
             self.position = 0
@@ -482,7 +492,7 @@ class RankSampler(DistributedSampler[int]):
         self.is_set = True
 
     def coming(self) -> State:
-        """The state of what the next iterator will begin with."""
+        """Return the state that the next iterator begins with."""
         if self.has_begun:
             return self._state(self.epoch + (not self.is_set), 0)
         return self._state(self.epoch, self.position)
@@ -498,29 +508,31 @@ class RankSampler(DistributedSampler[int]):
         drop_last: bool = False,
         begun: State | None = None,
     ) -> State:
-        """Return where the epoch stands, as a dict of plain values, the same on every rank.
+        """Return the position in the epoch, as a dict of plain values, the same on every rank.
 
-        fastdata's DataLoader holds it in its own state. torch's reads ahead, so that only the
-        training loop knows how far it is: ``sampler.state_dict(batches=step,
+        fastdata's DataLoader includes it in its own state. torch's loader reads ahead, so that only
+        the training loop can count its batches: ``sampler.state_dict(batches=step,
         batch_size=loader.batch_size)``.
 
         Args:
-            batches: that this rank has got since the latest iterator began. After the last one the
-                state is the beginning of the next epoch.
-            batch_size: samples in each, on one rank.
-            drop_last: the loader's, which decides what batch is the last one.
-            begun: the state that the iterator began in, where that is not the latest one.
+            batches: number of batches that this rank got since the latest iterator began. After the
+                last one the state is the beginning of the next epoch.
+            batch_size: samples in each batch of one rank.
+            drop_last: the loader's, which decides which batch is the last one.
+            begun: the state that the iterator began with, if not the latest one.
         """
         begun = begun or self._state(self.epoch, self.position)
         epoch = begun["epoch"]
         position = begun["position"]
-        left = self._share_of(self.order_length - position, rank=0)  # who has the most
-        if batches and batches >= (left if drop_last else left + batch_size - 1) // batch_size:
+        left = self._share_of(self.order_length - position, rank=0)  # rank 0 has the most
+        if not drop_last:
+            left += batch_size - 1
+        if batches and batches >= left // batch_size:
             return self._state(epoch + 1, 0)
         return self._state(epoch, position + batches * batch_size * self.num_replicas)
 
     def load_state_dict(self, state: State) -> None:
-        """Let the next iterator go on where ``state`` was taken, whatever ranks and batches are.
+        """Let the next iterator go on where ``state`` was taken, with any ranks and batch size.
 
         Raises:
             ValueError: the state is of a sampler with another order.
@@ -536,9 +548,18 @@ class RankSampler(DistributedSampler[int]):
         self.has_begun = False
         self.is_set = False
 
+    def resume(self, state: State) -> bool:
+        """Load a state, unless ``set_epoch`` chose another epoch; return True if it was loaded."""
+        is_set = self.is_set
+        if is_set and self.epoch != state["epoch"]:
+            return False
+        self.load_state_dict(state)
+        self.is_set = is_set
+        return True
+
 
 def name_differences(saved: State, own: State) -> str:
-    """What differs between a state and what it is loaded into; empty if nothing does."""
+    """Return how the values of a state differ from one's own; empty if they do not."""
     return "; ".join(
         f"{name} is {own.get(name)!r}, in the state {saved.get(name)!r}"
         for name in {**saved, **own}
@@ -551,7 +572,7 @@ def _checksum(values: npt.NDArray[Any]) -> str:
 
 
 def _targets_of(source: Any) -> npt.NDArray[Any]:
-    """The targets of a dataset, behind any ``Subset`` and ``ConcatDataset`` too."""
+    """Return the targets of a dataset, also of one in a ``Subset`` or ``ConcatDataset``."""
     if isinstance(source, Subset):
         return _targets_of(source.dataset)[np.asarray(source.indices, np.int64)]
     if isinstance(source, ConcatDataset):
