@@ -142,7 +142,9 @@ def test_prefetchers_have_it_of_their_loader() -> None:
 
 def test_another_format_is_refused() -> None:
     """Images have two that batches may come in."""
-    with pytest.raises(ValueError, match=r"memory_format=torch\.channels_last_3d is neither"):
+    with pytest.raises(
+        ValueError, match=r"memory_format=torch\.channels_last_3d is not one of torch\.contiguous"
+    ):
         DataLoader(Images(), memory_format=torch.channels_last_3d)
 
 

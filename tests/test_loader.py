@@ -403,7 +403,7 @@ def test_joined_datasets_of_others_are_torchs(images: CachedDataset) -> None:
         for other in (short, TensorDataset(torch.zeros(3, 3, 4, 3), torch.arange(3))):
             loader = DataLoader(ConcatDataset([images, other]), batch_size=26)
             assert _labels(loader) == [[*range(23), 0, 1, 2]]
-            assert "ConcatDataset is no fastdata dataset" in loader.report().path
+            assert "ConcatDataset is not a fastdata dataset" in loader.report().path
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -600,11 +600,11 @@ def test_other_datasets_take_torchs_road() -> None:
     """Datasets, iterable ones and batch_size=None that fastdata cannot speed up behave as in torch, and are said."""
     tensors = TensorDataset(torch.arange(7), torch.arange(7) * 2)
     for dataset, options, reason in (
-        (tensors, {"batch_size": 3}, "TensorDataset is no fastdata dataset"),
+        (tensors, {"batch_size": 3}, "TensorDataset is not a fastdata dataset"),
         (
             tensors,
             {"batch_size": 3, "num_workers": 2},
-            "2 worker processes over a shared ring: TensorDataset is no",
+            "2 worker processes over a shared ring: TensorDataset is not",
         ),
         (tensors, {"batch_size": None}, "batch_size=None asks for single samples"),
         (Stream(), {"batch_size": 2}, "an IterableDataset is read in order"),

@@ -369,9 +369,6 @@ class Progress:
     """How far one epoch has come.
 
     Attributes:
-        may_be_told: whether a sampler has ``set_epoch``, which Lightning calls between ``iter`` and
-            ``next``. Nothing is read ahead before ``next`` then; else from ``iter`` on, as by
-            torch's loader.
         epoch: its number, which random draws are made from; -1 before the first.
         base_seed: of worker processes, and of draws where the dataset has no seed; None until
             drawn.
@@ -387,7 +384,6 @@ class Progress:
         seen: the mark that the user has come to where a prefetcher reads ahead of them.
     """
 
-    may_be_told: bool = False
     epoch: int = -1
     base_seed: int | None = None
     start: State | None = None
@@ -400,6 +396,21 @@ class Progress:
     is_finished: bool = False
     draws: Any = None
     seen: Mark | None = None
+
+    @classmethod
+    def resumed(cls, state: State) -> Progress:
+        """Return the progress of an epoch that begins where a state was saved."""
+        passed = state["num_yielded"]
+        return cls(
+            epoch=state["epoch"],
+            base_seed=state["base_seed"],
+            start=state["start"],
+            state=state,
+            is_begun=state["is_begun"],
+            first=passed,
+            drawn=passed,
+            handed=passed,
+        )
 
     def mark(self) -> Mark:
         """How far it is now; a prefetcher's thread takes it along."""
@@ -525,12 +536,12 @@ class ProcessIter(Counted, torch_loader._MultiProcessingDataLoaderIter):
             raise
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        # Lightning calls ``set_epoch`` between ``iter`` and ``next``: ask for no batch before.
         ahead = self._prefetch_factor
-        if self.progress.may_be_told:
-            self._prefetch_factor = 0
+        self._prefetch_factor = 0
         try:
             super()._reset(loader, first_iter)
-            self._put_later = (ahead - self._prefetch_factor) * self._num_workers
+            self._put_later = ahead * self._num_workers
         finally:  # workers that persist begin again after Ctrl-C
             self._prefetch_factor = ahead
 
@@ -582,8 +593,6 @@ class ThreadIter(Counted):
         if threads:
             self._threads = ThreadPoolExecutor(threads, thread_name_prefix="fastdata-loader")
             self.stop = weakref.finalize(self, _stop, self._threads)  # type: ignore[method-assign]
-            if not progress.may_be_told:
-                self._submit()
 
     def _next_data(self) -> Any:
         if self._threads is None:

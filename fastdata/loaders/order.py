@@ -9,8 +9,8 @@ order again and skips indices, without reading their samples. A RankSampler can 
 state is the position in the order of all ranks, so that another number of ranks or another batch
 size can go on from there.
 
-Of torch's own samplers the state records their generators, of any other sampler also torch's global
-one. It never records Python's or NumPy's generators.
+A state has the generators of torch's own samplers, also torch's global one if they draw from it. Of
+any other sampler it has what that keeps itself: ``state_dict()``, or the epoch that was set.
 """
 
 from __future__ import annotations
@@ -27,14 +27,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DistributedSampler,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import dataloader as torch_loader
 
 from fastdata.datasets.batch import (
     REPEAT_SHIFT,
@@ -46,83 +40,74 @@ from fastdata.datasets.batch import (
 )
 from fastdata.loaders.epochs import LoaderView, Progress
 from fastdata.loaders.samplers import RankSampler, State, name_differences
+from fastdata.machine.processes import Rank
+from fastdata.report import warn_user
 
-_KNOWN = {
-    RandomSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-    BatchSampler,
-    SequentialSampler,
-    DistributedSampler,
-    list,
-    tuple,
-    range,
-    np.ndarray,
-    torch.Tensor,
-}
-"""Samplers that draw from torch's generators only, or not at all."""
 _END = object()
-VERSION = 4
+VERSION = 1
 """The version of states."""
+_NO_SIZE = (
+    "the batch size was changed within this epoch, and a state counts batches only: an epoch that is "
+    "resumed from it may repeat some samples and leave out others. Change the batch size between "
+    "epochs, or save a state at the end of the epoch."
+)
 
 
 @dataclass(frozen=True, slots=True)
 class SamplerChain:
-    """What an order is drawn from: a loader's sampler, the samplers inside it, and generators.
+    """A loader's sampler, the samplers inside it, and the generators that they draw from.
 
     Attributes:
         outer: gives the indices of each batch, or single ones.
         generator: the loader's.
-        each: ``outer`` first, then what it reads, as far as ``outer`` does not hold their states.
+        each: ``outer`` first, then the sampler that it reads, and so on, up to one that holds the
+            states of those inside it.
         ranked: the innermost one if it is a ``RankSampler``.
-        is_known: all others draw from torch's generators only, or not at all.
     """
 
     outer: Any
     generator: torch.Generator | None
     each: list[Any]
     ranked: RankSampler | None
-    is_known: bool
 
     @classmethod
-    def of(cls, outer: Any, generator: torch.Generator | None) -> SamplerChain:
+    def of(cls, loader: torch_loader.DataLoader[Any]) -> SamplerChain:
+        """Return the samplers and generators of an epoch of a loader that begins now."""
+        outer = loader._index_sampler
         each = _nested(outer)
         ranked = each[-1] if isinstance(each[-1], RankSampler) else None
-        kinds = {type(sampler) for sampler in each if sampler is not ranked}
-        return cls(outer, generator, each, ranked, kinds <= _KNOWN)
-
-    @property
-    def may_be_told(self) -> bool:
-        """True if a sampler has ``set_epoch``."""
-        inner = getattr(self.outer, "sampler", None)
-        return any(hasattr(sampler, "set_epoch") for sampler in (*self.each, inner))
+        if ranked is not None and not ranked.has_begun:
+            ranked.find_ranks()
+        return cls(outer, loader.generator, each, ranked)
 
     @property
     def batch_size(self) -> int | None:
-        """Samples in each batch of a rank if a RankSampler is shared out, else None."""
-        ranked = self.ranked
-        if ranked is None:
+        """Samples in each batch of a rank, where they tell a RankSampler's position; else None."""
+        if self.ranked is None:
             return None
-        if not ranked.has_begun:
-            ranked.find_ranks()
-        if self.outer is ranked:
+        if self.outer is self.ranked:
             return 1
-        is_batched = type(self.outer) is BatchSampler and self.outer.sampler is ranked
+        is_batched = type(self.outer) is BatchSampler and self.outer.sampler is self.ranked
         return self.outer.batch_size if is_batched else None
 
     @property
-    def rank(self) -> tuple[int, int, bool]:
-        """Rank, number of ranks, and whether several ranks may have the same samples."""
-        # Where there is one rank some have None.
-        sharing = (each for each in self.each if getattr(each, "num_replicas", None))
-        shared = next(sharing, None)
-        if shared is None:
-            return 0, 1, False
-        return (
-            shared.rank,
-            shared.num_replicas,
-            shared is not self.ranked and (type(shared) not in _KNOWN),
-        )
+    def sharing(self) -> Any:
+        """The sampler that divides the samples among ranks; None if none does."""
+        # Some have None as their number of ranks, if there is one.
+        return next((each for each in self.each if getattr(each, "num_replicas", None)), None)
+
+    @property
+    def rank(self) -> Rank:
+        sharing = self.sharing
+        return Rank(0, 1) if sharing is None else Rank(sharing.rank, sharing.num_replicas)
+
+    @property
+    def ranks_may_overlap(self) -> bool:
+        """True if several ranks may read the same samples, and no mark tells them apart."""
+        sharing = self.sharing
+        if sharing is None or sharing is self.ranked:
+            return False
+        return type(sharing) is not DistributedSampler
 
     def is_spent(self, counted: int) -> bool:
         """Return True if no batch can follow, as far as lengths tell.
@@ -136,24 +121,33 @@ class SamplerChain:
         length = length_of(outer.sampler)
         if length is None:
             return False
-        return length - counted < (outer.batch_size if outer.drop_last else 1)
+        least = outer.batch_size if outer.drop_last else 1
+        return length - counted < least
+
+    def has_changed_size(self, progress: Progress) -> bool:
+        """Return True if torch's BatchSampler got another ``batch_size`` within the epoch."""
+        outer = self.outer
+        if type(outer) is not BatchSampler or self.batch_size is not None:
+            return False
+        whole = progress.drawn * outer.batch_size
+        return progress.counted not in (whole, length_of(outer.sampler))
 
     @property
     def ends_with_a_draw(self) -> bool:
         """True if the sampler draws once more after its last index, and others can see that.
 
-        RandomSampler does. Without a ``generator`` it draws from one that nobody else has.
+        RandomSampler does. Without a ``generator`` it draws from one of its own.
         """
         last = self.each[-1]
-        return self.is_known and type(last) is RandomSampler and last.generator is not None
+        return type(last) is RandomSampler and last.generator is not None
 
     @property
     def generators(self) -> list[torch.Generator]:
-        """Those that the order is drawn from."""
-        of_samplers = [getattr(sampler, "generator", False) for sampler in self.each]
-        found = [self.generator, *of_samplers]
-        if None in of_samplers or not self.is_known:
+        """Generators that the order is drawn from, each once."""
+        found = [getattr(sampler, "generator", False) for sampler in self.each]
+        if None in found:
             found.append(torch.default_generator)
+        found.insert(0, self.generator)
         return list(dict.fromkeys(each for each in found if isinstance(each, torch.Generator)))
 
     def capture(self) -> State:
@@ -163,8 +157,20 @@ class SamplerChain:
             "samplers": [_capture(sampler) for sampler in self.each],
         }
 
+    def restore(self, start: State, *, is_begun: bool) -> None:
+        """Put generators and samplers back to what was captured, but for a RankSampler."""
+        for generator, packed in zip(self.generators, start["generators"], strict=True):
+            generator.set_state(_unpack(packed))
+        for sampler, saved in zip(self.each, start["samplers"], strict=True):
+            if sampler is self.ranked:
+                continue
+            if "state" in saved:
+                sampler.load_state_dict(copy.deepcopy(saved["state"]))
+            if "epoch" in saved and is_begun:  # else the user may have set the coming epoch
+                sampler.set_epoch(saved["epoch"])
+
     def identity(self) -> State:
-        """Return what a state and the loader that takes it must have alike."""
+        """Return the values in which a state and the loader that takes it must agree."""
         identity: State = {
             "generators": len(self.generators),
             "sampler": " > ".join(type(sampler).__name__ for sampler in self.each),
@@ -197,7 +203,7 @@ class Epochs:
         self._seeds_once = seeds_once
         self._is_batched = is_batched
         self._set: int | None = None  # number of the coming epochs, by the user
-        self._chain = SamplerChain.of((), None)  # of the latest epoch
+        self._chain = SamplerChain((), None, [()], None)  # of the latest epoch
 
     def __len__(self) -> int:
         return len(self._chain.outer)
@@ -205,21 +211,11 @@ class Epochs:
     def __iter__(self) -> Iterator[Any]:
         return self._batches(self.progress, self._chain)
 
-    def __copy__(self) -> Epochs:
+    def copied(self) -> Epochs:
         """Return epochs that go on from here on their own."""
-        other = object.__new__(Epochs)
-        vars(other).update(vars(self), progress=copy.copy(self.progress))
+        other = copy.copy(self)
+        other.progress = copy.copy(self.progress)
         return other
-
-    @property
-    def has_changed_size(self) -> bool:
-        """True if torch's BatchSampler was given another ``batch_size`` within the latest epoch."""
-        outer = self._chain.outer
-        if type(outer) is not BatchSampler or self._chain.batch_size is not None:
-            return False
-        counted = self.progress.counted
-        is_whole = counted == self.progress.drawn * outer.batch_size
-        return counted > 0 and not is_whole and counted != length_of(outer.sampler)
 
     def set_epoch(self, epoch: int, chain: SamplerChain) -> None:
         self._set = operator.index(epoch)
@@ -231,32 +227,16 @@ class Epochs:
     def begin(self, chain: SamplerChain) -> Progress:
         """Begin the next epoch, or the rest of the one whose state was loaded."""
         state = self.progress.pending
-        ranked = chain.ranked
-        if state is not None and ranked is not None:
-            saved = _rank_state(state["start"])
-            is_set = ranked.is_set
-            if not is_set or ranked.epoch == saved["epoch"]:
-                ranked.load_state_dict(saved)
-                ranked.is_set = is_set
-            elif state["is_begun"]:
+        if state is not None and chain.ranked is not None:
+            is_taken = chain.ranked.resume(rank_state(state["start"]))
+            if state["is_begun"] and not is_taken:
                 state = None  # the sampler was told to begin another epoch
         progress = self._following()
         if state is not None:
-            passed = state["num_yielded"]
-            progress = Progress(
-                epoch=state["epoch"] or 0,
-                base_seed=state["base_seed"],
-                start=state["start"],
-                state=state,
-                is_begun=state["is_begun"],
-                first=passed,
-                drawn=passed,
-                handed=passed,
-            )
+            progress = Progress.resumed(state)
         chosen = self.served.epoch if self._set is None else self._set
         if chosen is not None and not progress.is_begun:
             progress.epoch = chosen
-        progress.may_be_told = chain.may_be_told
         self.progress = progress
         self._chain = chain
         return progress
@@ -269,19 +249,20 @@ class Epochs:
         """
         served = self.served
         ranked = chain.ranked
-        own_seed = served.seed
-        seed = progress.base_seed or 0 if own_seed is None else own_seed
+        seed = served.seed
+        if seed is None:
+            seed = progress.base_seed or 0
         # Not where each epoch draws a seed, whose draws count from 0, nor where the epoch of draws
         # was set alone.
         is_counted = self._is_counted and served.epoch is None
         if ranked is not None and served.parts and (ranked.is_set or is_counted):
             progress.epoch = ranked.coming()["epoch"]
         epoch = progress.epoch
-        rank, ranks, may_share = chain.rank
+        rank, ranks = chain.rank
         draw: Callable[[Any], Any] | None = None
         if served.parts:
-            apart = (rank, ranks) if may_share else (0, 1)
-            draw = _index_batches(served, chain.outer, epoch, seed, *apart)
+            others = chain.rank if chain.ranks_may_overlap else Rank(0, 1)
+            draw = index_batches(served, chain.outer, epoch, seed, others)
         is_cut = type(chain.outer) is BatchSampler
         is_seen = chain.ends_with_a_draw
         # Otherwise the sampler begins where the epoch stands.
@@ -297,7 +278,7 @@ class Epochs:
             if is_seen and chain.is_spent(progress.counted):
                 # Have the last draw done now, so that a state taken with the last batch finds the
                 # generator as the next epoch does.
-                indices = itertools.chain(list(itertools.islice(indices, 1)), indices)
+                indices = _drawn_ahead(indices)
                 is_seen = False
             if draw is not None:
                 batch = draw(batch)
@@ -320,22 +301,12 @@ class Epochs:
             return iter(sampler)
         if chain.ranked is not None:  # another epoch may have been set on it since
             progress.start = progress.start | {"samplers": chain.capture()["samplers"]}
-        elif not progress.is_begun and chain.is_known:
-            # torch's generator moves on as at the start of any epoch. A sampler that is not known
-            # is not asked twice.
+        elif not progress.is_begun and torch.default_generator in chain.generators:
+            # torch's generator moves on as at the start of any epoch.
             next(iter(sampler), None)
         with torch.random.fork_rng(devices=[]):
-            for generator, packed in zip(
-                chain.generators, progress.start["generators"], strict=True
-            ):
-                generator.set_state(_unpack(packed))
-            for each, saved in zip(chain.each, progress.start["samplers"], strict=True):
-                if "state" in saved and each is not chain.ranked:
-                    each.load_state_dict(copy.deepcopy(saved["state"]))
-                if "epoch" in saved and progress.is_begun:  # else it may have been set since
-                    each.set_epoch(saved["epoch"])
-            indices = iter(sampler)
-            return itertools.chain(list(itertools.islice(indices, 1)), indices)
+            chain.restore(progress.start, is_begun=progress.is_begun)
+            return _drawn_ahead(iter(sampler))
 
     # States
 
@@ -358,7 +329,7 @@ class Epochs:
             is_over = is_over or is_spent
         else:
             # The sampler may have been told of another epoch since.
-            begun = _rank_state(start)
+            begun = rank_state(start)
             reached = latest.ranked.state_dict(
                 handed - progress.first, size, drop_last=latest.outer.drop_last, begun=begun
             )
@@ -368,6 +339,8 @@ class Epochs:
             handed = 0
             latest = chain
             progress, start = self._coming(chain)
+        elif latest.has_changed_size(progress):
+            warn_user(_NO_SIZE)
         return {
             "version": VERSION,
             "num_yielded": handed,
@@ -389,11 +362,11 @@ class Epochs:
         start = chain.capture()
         generator.set_state(before)
         if chain.ranked is not None and chain.ranked.has_begun:  # one that was set is over too
-            _rank_state(start)["epoch"] = chain.ranked.epoch + 1
+            rank_state(start)["epoch"] = chain.ranked.epoch + 1
         return progress, start
 
     def _following(self) -> Progress:
-        """The epoch after the latest; draws of a new base seed count epochs from 0."""
+        """Return the epoch after the latest; draws of a new base seed count epochs from 0."""
         latest = self.progress
         return Progress(
             epoch=latest.epoch + 1 if self._is_counted else 0,
@@ -409,7 +382,7 @@ class Epochs:
         if state:
             if state.get("version") != VERSION:
                 raise ValueError(
-                    f"this is no state of a fastdata DataLoader of version {VERSION}: it has "
+                    f"this is not a state of a fastdata DataLoader of version {VERSION}: it has "
                     f"version {state.get('version')!r} and the keys {sorted(state)}"
                 )
             # How samples are shared out may differ.
@@ -439,6 +412,11 @@ class Epochs:
         return self._seeds_once or self.served.seed is not None
 
 
+def _drawn_ahead(indices: Iterator[Any]) -> Iterator[Any]:
+    """Have the next indices drawn now."""
+    return itertools.chain(list(itertools.islice(indices, 1)), indices)
+
+
 def _nested(sampler: Any) -> list[Any]:
     """Return a sampler and the samplers inside it whose states it does not hold."""
     inner = getattr(sampler, "batch_sampler", getattr(sampler, "sampler", None))
@@ -453,14 +431,21 @@ def _gives_each_once(sampler: Any) -> bool:
     return type(inner) is SequentialSampler
 
 
-def _index_batches(
-    served: LoaderView, sampler: Any, epoch: int, seed: int, rank: int, ranks: int
+def index_batches(
+    served: LoaderView, sampler: Any, epoch: int, seed: int, rank: Rank
 ) -> Callable[[Any], Any]:
     """Return a function that makes an ``IndexBatch`` of the indices that a sampler gave.
 
     Each time that a sample comes in an epoch it gets another visit. The times are told apart by the
     marks of a RankSampler, else by how often the index came before; and by the place in a
     ``Subset`` that has the sample several times.
+
+    Args:
+        served: the datasets.
+        sampler: gives the batches.
+        epoch: number that the draws follow.
+        seed: number that the draws follow.
+        rank: tells ranks apart that may read the same samples.
     """
     subset = served.subset
     count = served.index_count
@@ -494,7 +479,7 @@ def _index_batches(
                 before_B[row] = occurrence
             if copies > 1:
                 before_B = before_B * copies + earlier[index_B]
-            visit_B += before_B * ranks + rank << REPEAT_SHIFT
+            visit_B += before_B * rank.world_size + rank.rank << REPEAT_SHIFT
         if subset is not None:
             index_B = subset[index_B]
             listed = index_B.tolist()
@@ -513,7 +498,7 @@ def _unpack(packed: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(zlib.decompress(base64.b64decode(packed))), dtype=torch.uint8)
 
 
-def _rank_state(start: State) -> State:
+def rank_state(start: State) -> State:
     """Return the RankSampler's state in what ``SamplerChain.capture`` returned."""
     state: State = start["samplers"][-1]["state"]
     return state
