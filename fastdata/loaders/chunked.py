@@ -35,38 +35,39 @@ __all__ = ["ChunkedLoader"]
 
 _PIECES_PER_CHUNK = 32
 _CHUNK_BYTES = 256 << 20
-"""Size of a chunk: a piece of it is 8 MiB, most of whose time on a hard disk is reading."""
+"""Size of a chunk: its pieces are 8 MiB, for which a hard disk reads longer than it seeks."""
 _FETCHED_CHUNK_BYTES = 512 << 20
-"""Size of a chunk that comes over a network, at 100 MB/s in five seconds: so that pieces are larger
-than the segments in which they are fetched."""
+"""Size of a chunk that comes over a network, in five seconds at 100 MB/s: its pieces are larger than
+the segments in which they are fetched."""
 _ORDER_BYTES = 64
-"""For each sample of the dataset while an epoch is planned: its key, its place, and sorting."""
+"""Memory for each sample of the dataset while an epoch is planned: key, place, and sorting."""
 _ENTRY_BYTES = 256
-"""For each sample of a chunk, besides its own: its position, and that it is resident."""
+"""Memory for each sample of a chunk next to its bytes: its position, and a flag."""
 _NEIGHBOURS = 256
-"""The mean size of that many of the heaviest neighbours is hardly below that of a chunk."""
+"""Number of neighbours whose mean size is hardly below that of a chunk, for the heaviest."""
 _SAMPLE_BYTES = 4 * 3 * 224 * 224
-"""Of a sample in a batch where only running the transform would tell."""
+"""Assumed size of a sample in a batch if only running the transform would tell."""
 _BROUGHT_AT_ONCE = 128
-"""Samples between two looks whether the epoch has ended."""
+"""Samples that are read between two checks for the end of the epoch."""
 
 Located = Iterable[tuple[DiskStore, Int64s]]
 
 
 class ResidentChunks:
-    """Reads the chunks of an epoch ahead of their batches, and releases each after its last.
+    """Reads the chunks of an epoch ahead of their batches, and releases each after its last batch.
 
-    These are hints: a sample that is not there is read when it is asked for, and one that was let
-    go is read again.
+    Only hints are given: a sample that is not in memory is read when it is needed, and one that was
+    released is read again.
 
     Args:
-        samples: of the epoch, in its order.
-        locate: the stores that samples lie in, and their positions there.
-        chunk_samples: in each chunk but the last.
+        samples: samples of the epoch, in its order.
+        locate: returns the stores that hold samples, and their positions there.
+        chunk_samples: samples in each chunk but the last.
         batch_size: samples in a batch.
-        is_remote: a chunk that comes over a network comes batch by batch, and each is waited for
-            where it is read. One on a disk is read in the order of its files, and waited for whole.
-        from_cache: whether the system's page cache lets go of samples, too.
+        is_remote: True if samples come over a network: batch by batch, and each batch is waited for
+            when it is read. A chunk on a disk is read in the order of its files, and waited for as
+            a whole.
+        from_cache: True to remove samples from the system's page cache, too.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class ResidentChunks:
             self._begin()
 
     def waited_for(self, indices: Iterator[int]) -> Iterator[int]:
-        """The indices of the samples: the thread reads in sequence, faster than batches would."""
+        """Yield indices once their chunk is read: in sequence, which is faster than by batches."""
         for number, chunk in enumerate(self._chunks):
             if number < len(self._coming) and not self._is_remote:
                 self._coming[number].result()
@@ -103,17 +104,17 @@ class ResidentChunks:
     def passed(self) -> None:
         """Note that one more batch was handed over; the last one of a chunk makes room."""
         self._handed += 1
-        is_held = self._released < len(self._coming)  # not so where one asks on behind the last
+        is_held = self._released < len(self._coming)  # False if asked again after the last batch
         if is_held and self._handed % self._chunk_batches == 0:
             self._release()
             self._begin()
 
     def __reduce__(self) -> Any:
-        """Nothing of it goes to another process, or copy."""
+        """Pickle and copy as None: chunks belong to one epoch in one process."""
         return type(None), ()
 
     def close(self) -> None:
-        """End the thread, and let go of what is there. Idempotent; nothing in a forked process."""
+        """End the thread and release all chunks. Idempotent; does nothing in a forked process."""
         if os.getpid() != self._pid:
             return
         for _ in self._coming[self._released :]:
@@ -126,7 +127,7 @@ class ResidentChunks:
             self._coming.append(self._thread.submit(self._bring, chunk))
 
     def _groups(self, chunk: int) -> Located:
-        """Its samples, as they are brought at once, and therefore dropped at once."""
+        """Yield the samples of a chunk in the groups in which they are read and released."""
         for run in _cut(self._chunks[chunk], self._run_samples):
             for store, positions in self._locate(np.sort(run)):
                 for some in _cut(positions, _BROUGHT_AT_ONCE):
@@ -136,7 +137,7 @@ class ResidentChunks:
         for store, positions in self._groups(chunk):
             if chunk < self._released:
                 return
-            # An error is raised where its batch would come.
+            # The error is raised again when the batch of the sample is read.
             with contextlib.suppress(FastDataError, OSError):
                 store.bring(positions)
 
@@ -146,7 +147,7 @@ class ResidentChunks:
         future = self._coming[chunk]
         if not future.cancel():
             future.result()
-        elif not self._is_remote:  # else its batches may have brought it themselves
+        elif not self._is_remote:  # batches may have fetched a remote chunk themselves
             return
         for store, positions in self._groups(chunk):
             store.drop(positions, from_cache=self._from_cache)
@@ -157,12 +158,12 @@ def _cut(samples: Int64s, size: int) -> list[Int64s]:
 
 
 class ChunkSampler(RankSampler):
-    """A rank's samples in an order of chunks; waits until they are there before it gives them.
+    """A rank's samples in an order of chunks; gives the samples of a chunk once they are read.
 
     Args:
-        make: an order of chunks for a ``world_size``.
-        hold: makes the chunks of an epoch's samples resident; None where none lie on disk.
-        options: of a ``RankSampler``.
+        make: returns an order of chunks for a ``world_size``.
+        hold: begins to read the chunks of an epoch's samples; None if none are on disk.
+        options: arguments of ``RankSampler``.
     """
 
     def __init__(
@@ -243,56 +244,55 @@ def _disk_stores(dataset: PreparedDataset) -> list[DiskStore]:
 
 
 class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
-    """Trains on data larger than memory: a ``DataLoader`` in an order of chunks, under a limit.
+    """A ``DataLoader`` for data larger than memory: in an order of chunks, under a memory limit.
 
-    Chunk k + 1 is read from disk while chunk k is served, which is let go of then. Samples that are
-    kept nowhere are prepared again each epoch, in an order that is shuffled globally. Every sample
-    comes exactly once an epoch, with the pixels that ``DataLoader`` over the same dataset held in
-    memory would serve in the epoch of the same number. It is no subclass of torch's loader, which
-    Accelerate and Lightning would rebuild over the dataset alone, but has ``__iter__`` and
-    ``__len__``, ``dataset``, ``batch_size`` and ``drop_last``. It pickles as torch's does, with its
-    plan.
+    Chunk k + 1 is read from disk while chunk k is served, and released after it. Samples that are
+    not stored are prepared again each epoch, in a global shuffle. Every sample comes exactly once
+    an epoch, with the pixels that a ``DataLoader`` over the same dataset in memory serves in the
+    epoch of the same number. It is not a subclass of torch's loader, which Accelerate and Lightning
+    would rebuild over the dataset alone, but has ``__iter__`` and ``__len__``, ``dataset``,
+    ``batch_size`` and ``drop_last``. It pickles as torch's loader does, with its plan.
 
     Args:
         dataset: a fastdata dataset with ``cache_dir=``, whose samples are read from disk; or any
-            other map-style dataset, which is read as a ``DataLoader`` reads it. A cache alone, at a
-            URL too, is opened by ``CachedDataset.from_cache``; two chunks of every rank of the
-            machine must have room where the machine keeps what it needs of a remote one.
+            other map-style dataset, which is read as a ``DataLoader`` reads it. Open a cache alone,
+            also one at a URL, by ``CachedDataset.from_cache``; the local cache of a remote one must
+            have room for two chunks of every rank of the machine.
         batch_size: samples in a batch.
-        memory_limit: for all memory of this process and its children, Python and torch included
-            (the sum of their proportional set sizes): bytes, ``"1GiB"``, or a fraction of what is
-            free. What is in use now, batches and workers are taken off, chunks get the rest, so
-            make the loader after the model. See ``plan``. Each rank has a limit of its own, which
-            changes how much it reads ahead, but never the order.
-        shuffle: whether to shuffle; else samples come in the order of the dataset.
-        drop_last: whether to drop the last batch if it is not full. Over several ranks, samples
-            that cannot be shared out evenly are dropped too; else the first ones are repeated, as
-            torch's ``DistributedSampler`` does.
+        memory_limit: limit for all memory of this process and its children, Python and torch
+            included (the sum of their proportional set sizes): bytes, ``"1GiB"``, or a fraction of
+            the free memory. Memory in use now, batches and workers are subtracted, chunks get the
+            rest, so make the loader after the model. See ``plan``. Each rank has a limit of its
+            own, which changes how much it reads ahead, but never the order.
+        shuffle: False for the order of the dataset.
+        drop_last: True to drop the last batch if it is not full. With several ranks, samples that
+            cannot be divided evenly are dropped too; else the first ones are repeated, as by
+            torch's ``DistributedSampler``.
         chunk_samples: samples in a chunk, rounded down to whole batches. By default 256 MiB of
-            samples are mixed with each other, and 512 MiB where they come over a network; where two
-            such chunks do not fit into the limit, smaller parts of them are read ahead. The order
+            samples are mixed with each other, and 512 MiB if they come over a network; if two such
+            chunks do not fit into the limit, smaller parts of them are read ahead. The order
             follows from this number and ``mix_chunks``, which all ranks must share.
-        mix_chunks: of how many pieces of neighbouring samples a chunk is made, from all over the
-            dataset; within the chunk they are mixed. Reading is sequential then, and the shuffle
-            not quite global. By default 32 where samples are stored on disk and are best read in
-            sequence, elsewhere the shuffle is global.
-        num_workers: threads or processes that make batches, at most; by default the usable cores.
-            Fewer where memory is short.
+        mix_chunks: number of pieces of neighbouring samples, from all over the dataset, that a
+            chunk consists of; within the chunk they are mixed. Reading is sequential then, and the
+            shuffle not quite global. The default is 32 if samples are stored on disk; else the
+            shuffle is global.
+        num_workers: the most threads or processes that make batches; by default the usable cores.
+            There are fewer if memory is short.
         collate_fn: as torch's; the default is ``fastdata.collate``.
         seed: of the order, which all ranks must share. Random draws of transforms follow the
-            dataset's own seed; where that is None, a base seed that is drawn for each epoch from
-            torch's generator, as by torch's loader.
-        rank: which share of each epoch to serve; by default that of ``torch.distributed``, or of
-            the environment that torchrun sets.
+            dataset's own seed; without one, a base seed that is drawn for each epoch from torch's
+            generator, as by torch's loader.
+        rank: number of the share of each epoch to serve; by default that of ``torch.distributed``,
+            or of the environment that torchrun sets.
         world_size: number of shares.
 
     Attributes:
-        plan: what is in memory at once, a ``ChunkPlan``.
+        plan: the memory that is in use at once, a ``ChunkPlan``.
 
     Raises:
-        MemoryBudgetError: ``memory_limit`` leaves no room for batches and two chunks of one batch.
+        MemoryBudgetError: ``memory_limit`` is too small for batches and two chunks of one batch.
 
-    A damaged sample raises ``SampleError`` where its batch would come, and the next batch can be
+    A damaged sample raises ``SampleError`` in the place of its batch, and the next batch can be
     asked for. One iterator is open at a time: the next one ends it.
 
     Example:
@@ -322,13 +322,13 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
         self.batch_size = batch_size
         self.drop_last = drop_last
         self.shuffle = shuffle
-        self._live = weakref.WeakSet[Counted]()  # the latest epoch, as long as somebody has it
+        self._live = weakref.WeakSet[Counted]()  # the latest iterator, if it is in use
         has_no_index = isinstance(dataset, (str, bytes, os.PathLike, IterableDataset))
         if has_no_index or not hasattr(dataset, "__getitem__"):
             raise TypeError(
-                f"ChunkedLoader reads samples by index, which {type(dataset).__name__} has no "
-                "way for. Give it a map-style dataset, such as fastdata.ImageFolder(root, "
-                "cache_dir=...), or CachedDataset.from_cache(path) of a cache."
+                "ChunkedLoader needs a map-style dataset, which is read by index, but got "
+                f"{type(dataset).__name__}. Give it fastdata.ImageFolder(root, cache_dir=...), or "
+                "CachedDataset.from_cache(path) of a cache."
             )
         BatchSampler([], batch_size, drop_last)  # which refuses other sizes
         self.dataset = dataset
@@ -402,20 +402,20 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
         pieces: int,
         num_workers: int | None,
     ) -> ChunkPlan:
-        """Plan what is in memory at once: batches, and the chunks that are read ahead.
+        """Plan the memory of batches, and of the chunks that are read ahead.
 
         Args:
             memory_limit: the user's.
-            samples: of an epoch of this rank.
-            ranks: that share the order.
+            samples: samples of an epoch of this rank.
+            ranks: number of ranks that share the order.
             chunk_samples: the user's.
-            mixed_samples: in the order; a chunk has at most as many.
-            pieces: that they are made of.
+            mixed_samples: samples that the order mixes; a chunk has at most as many.
+            pieces: number of pieces that they consist of.
             num_workers: the user's.
         """
         disk = self._disk
         for store in disk.stores:
-            store.release()  # chunks will be there in its place
+            store.release()  # this memory is for the chunks
         reader = self._view.reader()
         served_bytes = None if reader is None else reader.served_bytes
         batch_bytes = (served_bytes or _SAMPLE_BYTES) * self.batch_size
@@ -490,7 +490,7 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
         self._loader.set_epoch(epoch)
 
     def report(self) -> EpochReport:
-        """How the latest epoch went; ``.path`` says how batches are read, and why."""
+        """Return how the latest epoch went; ``.path`` tells how batches are read, and why."""
         report = self._loader.report()
         if not self.plan.chunk_samples:
             return report
@@ -502,7 +502,7 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
         return self._loader._fastdata.ring_slots(self._loader, held)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the latest epoch stands, as ``DataLoader.state_dict``."""
+        """Return the position in the latest epoch, as ``DataLoader.state_dict``."""
         return self._loader.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -522,7 +522,7 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
 
 
 def _finish(sampler: ChunkSampler, stop: Callable[[], Any]) -> None:
-    """Let go of what is in memory once nobody reads it any more, which would map it again."""
+    """End what reads the samples, then release their memory, which reading would map again."""
     stop()
     resident = sampler.resident
     sampler.resident = None

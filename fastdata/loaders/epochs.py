@@ -58,13 +58,14 @@ from fastdata.pixels.core import sample_keys
 from fastdata.pixels.images import Array
 
 _T = TypeVar("_T")
+_J = TypeVar("_J")
 _PART_SALT_1 = np.array([0x70617274])
 """Keeps the seeds of a ``ConcatDataset``'s parts apart from the keys of samples."""
 _END_S = 5.0  # how long a killed worker may take to die
 
 
 class JoinedReader:
-    """Reads one batch from several datasets, with the interface of ``Reader``."""
+    """Reads a batch from several datasets, with the interface of ``Reader``."""
 
     def __init__(self, readers: Sequence[Reader], starts: Array) -> None:
         self._readers = readers
@@ -107,7 +108,7 @@ class JoinedReader:
             position_B = batch.positions[row_B] - self._starts[number]
             own_seed = self._readers[number].stored.options.seed
             seed = batch.seed if own_seed is None else own_seed
-            if number:  # so that the same index in two datasets draws independently
+            if number:  # so that the same index in two datasets has independent draws
                 seed = int(sample_keys(seed, number, _PART_SALT_1)[0])
             piece = IndexBatch.of(position_B.tolist(), position_B, batch.visits[row_B], seed)
             yield number, row_B, piece
@@ -131,11 +132,11 @@ Handle = ReaderHandle | JoinedHandle
 
 @dataclass(frozen=True, slots=True)
 class LoaderView:
-    """The fastdata datasets that a loader reads.
+    """The fastdata datasets that a loader reads, as one.
 
-    The datasets of a ``ConcatDataset`` count as one, whose indices are theirs in a row. Each is
-    read with its own transform, targets and draws, into its rows of the batch. One without a
-    ``seed`` takes the seed of the first that has one.
+    Their indices are put in a row, as in a ``ConcatDataset``. Each dataset is read with its own
+    transform, targets and draws, into its rows of the batch. A dataset without a ``seed`` takes the
+    seed of the first that has one.
 
     Attributes:
         parts: the datasets; empty if the loader reads anything else.
@@ -168,49 +169,51 @@ class LoaderView:
 
     @property
     def index_count(self) -> int:
-        """Indices from 0 to this, exclusive, may be asked for."""
+        """The number of indices, from 0 on, that may be asked for."""
         return sum(map(index_count, self.parts))  # samples may have been assigned since
 
     @property
     def epoch(self) -> int | None:
-        """As the user set it on a dataset."""
+        """The epoch that the user set on a dataset; None if loaders count epochs."""
         return _first(map(epoch_of, self.parts))
 
     @property
     def seed(self) -> int | None:
-        """As the user gave it to a dataset."""
+        """The first ``seed`` that the user gave to a dataset; None if there is none."""
         return _first(latest_reader(part).stored.options.seed for part in self.parts)
 
     def reader(self) -> AnyReader | None:
         """Return the reader of an epoch that begins now, with all changes made in place."""
-        return self._one([samples_of(part).fresh_reader() for part in self.parts])
+        readers = [samples_of(part).fresh_reader() for part in self.parts]
+        return self._one(readers, JoinedReader)
 
     def latest(self) -> AnyReader | None:
         """Return the latest reader. Do not keep it: it keeps the samples in memory."""
-        return self._one(list(map(latest_reader, self.parts)))
-
-    def _one(self, readers: list[Reader]) -> AnyReader | None:
-        if len(readers) > 1:
-            return JoinedReader(readers, self.starts)
-        return readers[0] if readers else None
+        return self._one(list(map(latest_reader, self.parts)), JoinedReader)
 
     def handle(self) -> Handle | None:
         """Return the handle of an epoch that begins now."""
-        handles = list(map(handle_of, self.parts))
-        if len(handles) > 1:
-            return JoinedHandle(handles, self.starts)
-        return handles[0] if handles else None
+        return self._one(list(map(handle_of, self.parts)), JoinedHandle)
+
+    def _one(self, each: list[_T], join: Callable[[list[_T], Array], _J]) -> _T | _J | None:
+        if len(each) > 1:
+            return join(each, self.starts)
+        return each[0] if each else None
 
     @property
     def prepared_share(self) -> float:
-        """Share of the samples that will not be prepared and kept when they are read; the least."""
+        """The share of samples that are stored already, of the dataset with the fewest."""
         index = None if len(self.parts) > 1 else self.subset
         readers = map(latest_reader, self.parts)
         shares = (1.0 if it.kept is None else it.stored.filled_share(index) for it in readers)
         return min(shares, default=1.0)
 
     def fetched(self, dataset: Any) -> Any:
-        """What is read in place of a loader's ``dataset``, so that batches keep their draws."""
+        """Return a loader's ``dataset``, or a copy that passes whole batches to these datasets.
+
+        torch's ``Subset`` and ``ConcatDataset`` make plain lists of the indices of a batch, without
+        the numbers that its draws follow.
+        """
         if self.subset is None:
             return dataset
         whole = copy.copy(dataset)
@@ -248,7 +251,7 @@ def _join(dataset: Any, parts: list[PreparedDataset]) -> Array:
 
 
 class _Whole(Dataset[Any]):
-    """Hands batches to what is ``behind``, where torch's own class would make lists of them."""
+    """Passes batches to the datasets ``behind``, where torch's class would make lists of them."""
 
     behind: PreparedDataset | LoaderView
 
@@ -272,7 +275,7 @@ looked ahead."""
 
 
 class Engine(NamedTuple):
-    """Who reads batches, how many (0: the training loop), and why."""
+    """Threads or processes that read batches, their number (0: the training loop), and why."""
 
     kind: Literal["thread", "process"]
     path: str
@@ -289,14 +292,14 @@ class BatchMaker:
     """Reads and collates a batch, in any thread; holds neither loader nor iterator.
 
     Attributes:
-        fetch: reads samples where there is no handle.
-        handle: of the reader of the fastdata dataset behind it; None where only the dataset knows
-            what an index means.
-        ring: that batches take memory from.
+        fetch: reads samples if there is no handle.
+        handle: handle of the reader of the fastdata dataset; None if a method of the user's own
+            must be called for each index.
+        ring: memory for batches.
         collate_fn: the user's.
-        in_thread: whether that is outside the loop, which may draw from torch's generator too.
-        channels_last: whether batches are to lie so.
-        read: makes a batch of indices in place of all this.
+        in_thread: True outside the training loop, which may draw from torch's generator too.
+        channels_last: True if batches are to have this memory format.
+        read: makes a batch of indices instead of all this.
     """
 
     fetch: Callable[[Any], Any]
@@ -313,7 +316,7 @@ class BatchMaker:
             is_collated = False
             may_draw = self.in_thread  # the user's own code
             if self.handle is not None and isinstance(indices, IndexBatch):
-                # Of no samples no batch can be made, which collating says as torch does.
+                # Collating an empty batch raises torch's error.
                 if self.read is not None and indices:
                     return self.read(indices, self.ring)
                 reader = self.handle.reader or self.handle()
@@ -330,12 +333,15 @@ class BatchMaker:
 
 @dataclass(slots=True)
 class LoopCounts:
-    """What the training loop has got, and how long it waited for it.
+    """Batches and samples that the training loop got, and its time.
 
     Attributes:
-        ring: that batches come through.
-        begun_at: when it asked first.
-        left_at: when it was last answered; between these it waited or was busy.
+        ring: memory that batches come through.
+        batches: number of batches.
+        samples: number of samples in them.
+        wait_s: seconds that the loop waited.
+        begun_at: time of its first request.
+        left_at: time of the last answer; between these it waited or was busy.
     """
 
     ring: Slots | None = None
@@ -351,7 +357,7 @@ class LoopCounts:
         self.begun_at = self.begun_at or asked_at
 
     def figures(self) -> dict[str, Any]:
-        """As in an ``EpochReport``."""
+        """Return the fields of an ``EpochReport``."""
         return {
             "batches": self.batches,
             "samples": self.samples,
@@ -361,27 +367,28 @@ class LoopCounts:
 
 
 Mark = tuple[int, bool]
-"""Batches handed over, and whether those are all."""
+"""The number of batches handed over, and True if those are all."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Progress:
-    """How far one epoch has come.
+    """The position in one epoch.
 
     Attributes:
-        epoch: its number, which random draws are made from; -1 before the first.
-        base_seed: of worker processes, and of draws where the dataset has no seed; None until
-            drawn.
-        start: what the order is drawn from; None until the first index is drawn.
-        state: that it goes on from, which holds until a batch is handed over.
-        is_begun: that state is one inside the epoch; nothing more is drawn from the global
+        epoch: number of the epoch, which random draws follow; -1 before the first.
+        base_seed: seed of worker processes, and of draws if the dataset has no seed; None until it
+            is drawn.
+        start: states of generators and samplers when the order was drawn; None before that.
+        state: loaded state that the epoch goes on from, which holds until a batch is handed over.
+        is_begun: True if that state is one inside the epoch; nothing more is drawn from the global
             generator.
-        first: batches handed over before that.
-        drawn: batches whose indices were drawn.
-        handed: of these, those that were handed over.
-        counted: how much of the sampler's length was drawn: its samples or batches.
+        first: number of batches handed over before that.
+        drawn: number of batches whose indices were drawn.
+        handed: number of these that were handed over.
+        counted: how much of the sampler's length was drawn: samples, or batches.
+        is_finished: True once there are no more batches.
         draws: the ``DrawKey`` of the batch that was drawn last.
-        seen: the mark that the user has come to where a prefetcher reads ahead of them.
+        seen: the mark of the user's latest batch, if a prefetcher reads ahead of the user.
     """
 
     epoch: int = -1
@@ -413,7 +420,7 @@ class Progress:
         )
 
     def mark(self) -> Mark:
-        """How far it is now; a prefetcher's thread takes it along."""
+        """Return the position now; a prefetcher's thread sends it with the batch."""
         return self.handed, self.is_finished
 
     def hand_over(self, mark: Mark) -> None:
@@ -426,7 +433,7 @@ class Progress:
 
 
 def sample_count(batch: Any) -> int:
-    """Length of the first tensor in a batch; 0 if it has none, or cannot tell."""
+    """Return the length of the first tensor in a batch; 0 if it has none, or no length."""
     if type(batch) is list and batch and type(batch[0]) is torch.Tensor and batch[0].ndim:
         return batch[0].size(0)  # most are
     try:
@@ -438,12 +445,12 @@ def sample_count(batch: Any) -> int:
 class Counted(torch_loader._BaseDataLoaderIter):
     """An iterator that counts what it hands over and how long it kept the user waiting."""
 
-    # Of the epoch, as ``progress``; an iterator of persistent workers gets new ones for the next.
+    # These and ``progress`` are replaced for each epoch of persistent workers.
     counts: LoopCounts
-    ring: Slots | None = None  # that batches come through
-    handle: Handle | None = None  # of what is read; ends the epoch once the dataset is closed
+    ring: Slots | None = None  # memory that batches come through
+    handle: Handle | None = None  # once the dataset is closed it ends the epoch
 
-    ended = ""  # why no more batches come, although there are some
+    ended = ""  # the reason if no more batches come, although there are some
     after_batch: Callable[[], Any] | None = None
     _task_info: Any = ()  # batches that were drawn, but not handed over; torch's own name
 
@@ -461,7 +468,7 @@ class Counted(torch_loader._BaseDataLoaderIter):
             self.progress.base_seed = drawn
 
     def stop(self) -> None:
-        """End its threads, if it has some."""
+        """End the threads of the iterator, if it has some."""
 
     def __next__(self) -> Any:
         if self.ended:
@@ -472,7 +479,7 @@ class Counted(torch_loader._BaseDataLoaderIter):
         try:
             if self.handle is not None and self.handle.reader is None:
                 self.handle()
-            # torch's own takes 10 us to tell a profiler of itself, and does nothing else for
+            # torch's ``__next__`` takes 10 us for a profiler's entry, and does nothing else for
             # datasets that have a length.
             is_stream = self._dataset_kind == torch_loader._DatasetKind.Iterable
             is_plain = not is_stream and not profiler._is_profiler_enabled
@@ -497,9 +504,9 @@ class InlineIter(Counted, torch_loader._SingleProcessDataLoaderIter):
 def _watched(parent_pid: int, work: Callable[..., None], *arguments: Any) -> None:
     """Run torch's worker loop with a watch over the process that started the worker.
 
-    torch's own watch takes for the parent whoever is the parent when the loop begins. By then,
-    behind a ``worker_init_fn``, that may be the process that adopts what a killed parent left.
-    Written for torch 2.4 to 2.13; a torch without this class keeps a watch of its own.
+    torch's watch takes the parent when the loop begins for the one to watch. After a slow
+    ``worker_init_fn`` that may be the process that adopts the children of a killed parent. Written
+    for torch 2.4 to 2.13; a torch without this class keeps its own watch.
     """
     watch = getattr(torch_worker, "ManagerWatchdog", None)
     if watch is not None:
@@ -512,7 +519,7 @@ def _watched(parent_pid: int, work: Callable[..., None], *arguments: Any) -> Non
 class ProcessIter(Counted, torch_loader._MultiProcessingDataLoaderIter):
     """torch's worker processes, counted, with batches that come through a shared ring."""
 
-    _put_later = 0  # batches that workers are asked for at ``next``
+    _put_later = 0  # number of batches to ask workers for at ``next``
 
     def __init__(self, view: Any, progress: Progress, *, held: int) -> None:
         if not isinstance(view.collate_fn, RingCollate):
@@ -520,7 +527,7 @@ class ProcessIter(Counted, torch_loader._MultiProcessingDataLoaderIter):
             view.collate_fn = RingCollate(view.collate_fn, slots=slots)
         self.ring = view.collate_fn.receiver
         context = (view.multiprocessing_context or multiprocessing).get_context()
-        # A forkserver's child is no child of this process.
+        # A forkserver's child is not a child of this process.
         if context.get_start_method() != "forkserver":
             view.multiprocessing_context = copy.copy(context)
             view.multiprocessing_context.Process = lambda *, target, **options: context.Process(
@@ -555,8 +562,8 @@ class ProcessIter(Counted, torch_loader._MultiProcessingDataLoaderIter):
         try:
             return super()._try_get_data(*timeout)  # type: ignore[no-untyped-call]
         except StoreGoneError:
-            # A worker that is killed loses its memory first and dies later. Torch's handler raises
-            # where this thread is then: here, and not in ``__del__``, which could only print it.
+            # A killed worker loses its memory first and dies later. torch's signal handler then
+            # raises in this thread: here, and not in ``__del__``, which could only print it.
             ending = wait_for([worker.sentinel for worker in self._workers], timeout=_END_S)
             for worker in self._workers:
                 if worker.sentinel in ending:
@@ -567,8 +574,8 @@ class ProcessIter(Counted, torch_loader._MultiProcessingDataLoaderIter):
         try:
             return super()._process_data(data, worker_idx)  # type: ignore[no-untyped-call]
         except Exception as error:
-            # torch's frames hold the exception, and it them and this iterator: a cycle that the
-            # collector takes apart in an order in which ending the workers costs 5 s for each. The
+            # The exception and torch's frames, which hold this iterator, hold each other: a cycle
+            # that the collector takes apart in an order in which each worker takes 5 s to end. The
             # worker's traceback is in the message.
             error.__traceback__ = None
             raise error
@@ -577,9 +584,9 @@ class ProcessIter(Counted, torch_loader._MultiProcessingDataLoaderIter):
 class ThreadIter(Counted):
     """Batches read ahead by threads, or in the training loop when there are none; always in order.
 
-    An exception is raised where its batch would have come. Threads end with the epoch, on ``break``
-    as soon as the iterator is dropped, so that ``read``, which turns the indices and the draws of a
-    batch into it, must not hold it.
+    An exception is raised in the place of its batch. Threads end with the epoch, or when the
+    iterator is dropped, as by ``break``. Therefore ``read``, which makes a batch of its indices and
+    draws, must not refer to the iterator.
     """
 
     def __init__(self, view: Any, progress: Progress, read: BatchMaker, *, threads: int) -> None:
@@ -633,13 +640,13 @@ class ThreadIter(Counted):
             self._submit()
 
     def _submit(self) -> None:
-        """Have as many batches read as are to be ahead."""
+        """Ask the threads for batches until enough are read ahead."""
         while not self.ended and len(self._task_info) < self._ahead:
             try:
                 indices = next(self._sampler_iter)
             except StopIteration:
                 return
-            except Exception as error:  # noqa: BLE001  # raised where its batch would have come
+            except Exception as error:  # noqa: BLE001  # raised in the place of its batch
                 future: Future[Any] = Future()
                 future.set_exception(error)
             else:
@@ -648,10 +655,10 @@ class ThreadIter(Counted):
 
 
 def _stop(threads: ThreadPoolExecutor) -> None:
-    """End the threads; batches not begun are dropped.
+    """End the threads; batches that are not begun are dropped.
 
-    A thread that drops the last reference cannot wait for itself, nor can one that the garbage
-    collector interrupts where it holds the lock of ``threading`` that a join takes.
+    Do not wait in a thread that drops the last reference, which would wait for itself; nor in one
+    that the garbage collector interrupts while it holds the lock of ``threading`` that a join takes.
     """
     lock = getattr(threading, "_shutdown_locks_lock", None)  # until Python 3.12
     is_own = threading.get_ident() in {thread.ident for thread in threads._threads}

@@ -181,19 +181,19 @@ class SamplerChain:
 
 
 class Epochs:
-    """The epochs of a loader: how far the latest has come, which comes next, and states of both.
+    """The epochs of a loader: the position in the latest, the number of the next, and their states.
 
-    Iterating gives the indices of the batches of the epoch that was begun last. It does not hold
-    the loader, which may hold an iterator of torch's that holds this. What orders are drawn from is
-    given in each call, because the attributes of a loader may be replaced.
+    Iterating yields the indices of the batches of the epoch that was begun last. There is no
+    reference to the loader, which may hold an iterator of torch's that holds this. Samplers are an
+    argument of each call, because the attributes of a loader may be replaced.
 
     Args:
-        served: what of the samples is fastdata's.
-        seeds_once: only the first epoch draws a base seed, as in torch where workers persist.
+        served: the fastdata datasets behind the loader.
+        seeds_once: only the first epoch draws a base seed, as in torch if workers persist.
         is_batched: samplers give the indices of a batch, not single ones.
 
     Attributes:
-        channels_last: what batches of indices are told; see ``IndexBatch``.
+        channels_last: memory format that the batches of indices ask for; see ``IndexBatch``.
     """
 
     def __init__(self, served: LoaderView, *, seeds_once: bool, is_batched: bool) -> None:
@@ -242,18 +242,18 @@ class Epochs:
         return progress
 
     def _batches(self, progress: Progress, chain: SamplerChain) -> Iterator[Any]:
-        """Yield the indices of an epoch's batches, from where it stands, and note their draws.
+        """Yield the indices of an epoch's coming batches, and set the keys of their draws.
 
-        Samplers are begun, and draw, when the first batch is asked for. The epoch ends where the
-        sampler ends, whatever its length was before.
+        Samplers are begun, and draw, when the first batch is asked for. The epoch ends with the
+        sampler, whatever its length was before.
         """
         served = self.served
         ranked = chain.ranked
         seed = served.seed
         if seed is None:
             seed = progress.base_seed or 0
-        # Not where each epoch draws a seed, whose draws count from 0, nor where the epoch of draws
-        # was set alone.
+        # The sampler's epoch is that of draws too, unless each epoch draws a seed, whose draws count
+        # from 0, or the epoch of draws was set alone.
         is_counted = self._is_counted and served.epoch is None
         if ranked is not None and served.parts and (ranked.is_set or is_counted):
             progress.epoch = ranked.coming()["epoch"]
@@ -265,7 +265,7 @@ class Epochs:
             draw = index_batches(served, chain.outer, epoch, seed, others)
         is_cut = type(chain.outer) is BatchSampler
         is_seen = chain.ends_with_a_draw
-        # Otherwise the sampler begins where the epoch stands.
+        # A RankSampler begins at its position, so that nothing is skipped.
         to_skip = progress.first if chain.batch_size is None else 0
         indices = self._begun(progress, chain)
         while True:
@@ -273,11 +273,11 @@ class Epochs:
             if batch is _END:
                 return
             if self._is_batched and hasattr(batch, "__next__"):
-                batch = list(batch)  # other threads and processes read it, and so does ``draw``
+                batch = list(batch)  # read by ``draw``, and by other threads and processes
             progress.counted += len(batch) if is_cut else 1
             if is_seen and chain.is_spent(progress.counted):
-                # Have the last draw done now, so that a state taken with the last batch finds the
-                # generator as the next epoch does.
+                # Let the sampler draw its last numbers now, so that a state that is taken with the
+                # last batch has the generator as it is when the next epoch begins.
                 indices = _drawn_ahead(indices)
                 is_seen = False
             if draw is not None:
@@ -286,7 +286,7 @@ class Epochs:
                 to_skip -= 1
                 continue
             progress.drawn += 1
-            # Among the batches of all ranks, so that no two draw the same.
+            # Numbered among the batches of all ranks, so that no two have the same draws.
             progress.draws = DrawKey(seed, epoch, (progress.drawn - 1) * ranks + rank)
             if isinstance(batch, IndexBatch):
                 batch.draws = progress.draws
@@ -294,7 +294,7 @@ class Epochs:
             yield batch
 
     def _begun(self, progress: Progress, chain: SamplerChain) -> Iterator[Any]:
-        """Begin the samplers as the epoch's were begun."""
+        """Return the sampler's iterator for an epoch, begun as in the epoch of a loaded state."""
         sampler = chain.outer
         if progress.start is None:
             progress.start = chain.capture()
@@ -311,11 +311,11 @@ class Epochs:
     # States
 
     def state(self, loader: State, chain: SamplerChain) -> State:
-        """Return where the latest epoch stands.
+        """Return the position in the latest epoch.
 
         Args:
-            loader: what another loader must have alike.
-            chain: of an epoch that would begin now.
+            loader: values in which another loader must agree.
+            chain: samplers of an epoch that would begin now.
         """
         progress = self.progress
         if progress.pending is not None:
@@ -328,7 +328,7 @@ class Epochs:
             is_spent = handed == progress.drawn and latest.is_spent(progress.counted)
             is_over = is_over or is_spent
         else:
-            # The sampler may have been told of another epoch since.
+            # Another epoch may have been set on the sampler since.
             begun = rank_state(start)
             reached = latest.ranked.state_dict(
                 handed - progress.first, size, drop_last=latest.outer.drop_last, begun=begun
@@ -352,7 +352,7 @@ class Epochs:
         }
 
     def _coming(self, chain: SamplerChain) -> tuple[Progress, State]:
-        """Return how the next epoch would begin if it began now, and what it is drawn from."""
+        """Return the next epoch as it would begin now, and the states that its order follows."""
         progress = self._following()
         generator = chain.generator or torch.default_generator
         before = generator.get_state()
@@ -377,7 +377,7 @@ class Epochs:
         """Let the next epoch be that of a state.
 
         Raises:
-            ValueError: it is of another loader; says what differs.
+            ValueError: the state is of another loader; the message names the differences.
         """
         if state:
             if state.get("version") != VERSION:
@@ -385,7 +385,7 @@ class Epochs:
                     f"this is not a state of a fastdata DataLoader of version {VERSION}: it has "
                     f"version {state.get('version')!r} and the keys {sorted(state)}"
                 )
-            # How samples are shared out may differ.
+            # A RankSampler's position can be resumed with other ranks and batches.
             shares = ("batch_size", "world_size", "sampler_length")
             free = {} if chain.batch_size is None else dict.fromkeys(shares)
             own = loader | chain.identity()
@@ -413,7 +413,7 @@ class Epochs:
 
 
 def _drawn_ahead(indices: Iterator[Any]) -> Iterator[Any]:
-    """Have the next indices drawn now."""
+    """Draw the next indices now."""
     return itertools.chain(list(itertools.islice(indices, 1)), indices)
 
 
@@ -436,21 +436,21 @@ def index_batches(
 ) -> Callable[[Any], Any]:
     """Return a function that makes an ``IndexBatch`` of the indices that a sampler gave.
 
-    Each time that a sample comes in an epoch it gets another visit. The times are told apart by the
-    marks of a RankSampler, else by how often the index came before; and by the place in a
+    A sample that comes several times in an epoch gets another visit each time. These are numbered
+    by the marks of a RankSampler, or by how often the index came before; and by the place in a
     ``Subset`` that has the sample several times.
 
     Args:
         served: the datasets.
-        sampler: gives the batches.
-        epoch: number that the draws follow.
-        seed: number that the draws follow.
-        rank: tells ranks apart that may read the same samples.
+        sampler: the sampler that gives the batches.
+        epoch: the epoch that draws follow.
+        seed: the seed that draws follow.
+        rank: distinguishes ranks that may read the same samples.
     """
     subset = served.subset
     count = served.index_count
     length = count if subset is None else len(subset)
-    earlier: Any = None  # of each index, how many smaller ones are of its sample
+    earlier: Any = None  # for each index, the number of smaller ones of the same sample
     copies = 1
     if subset is not None and count:
         earlier = count_earlier(np.zeros(count, np.uint32), subset % count)
@@ -479,6 +479,7 @@ def index_batches(
                 before_B[row] = occurrence
             if copies > 1:
                 before_B = before_B * copies + earlier[index_B]
+            # Ranks that overlap count separately: rank r of W has the repeats r, r + W, ...
             visit_B += before_B * rank.world_size + rank.rank << REPEAT_SHIFT
         if subset is not None:
             index_B = subset[index_B]
