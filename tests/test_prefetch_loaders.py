@@ -337,24 +337,6 @@ def test_auto_pinning_without_a_device_is_off_in_silence(dataset: CachedDataset)
     assert loader.report().pinning in str(loader.report())
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("workers", ["thread", "process"])
-def test_pinning_without_a_device_is_warned_of_once_per_loader(
-    dataset: CachedDataset, num_workers: int, workers: Any
-) -> None:
-    """Torch's loader warns in every epoch; a copy of the loader, which may be elsewhere, asks again."""
-    if torch.cuda.is_available():
-        pytest.skip("this machine has a GPU")
-    loader = DataLoader(
-        dataset, batch_size=8, num_workers=num_workers, workers=workers, pin_memory=True
-    )
-    for each in (loader, copy.copy(loader)):
-        with pytest.warns(UserWarning, match="'pin_memory' argument is set as true") as caught:
-            assert [len(list(each)) for _ in range(3)] == [3, 3, 3]
-        assert len(caught) == 1
-        assert each.pin_memory is True
-
-
 def test_auto_pinning_with_a_device_goes_by_the_batch(
     dataset: CachedDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
