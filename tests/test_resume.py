@@ -542,7 +542,9 @@ def test_a_state_of_batches_out_of_order_says_that_it_is_not_exact() -> None:
     iterator = iter(loader)
     assert 1 not in [next(iterator).item() for _ in range(3)]
     dataset.may_come.set()
-    with pytest.warns(FastDataWarning, match="in_order=False .* may repeat some samples and leave out"):
+    with pytest.warns(
+        FastDataWarning, match="in_order=False .* may repeat some samples and leave out"
+    ):
         assert loader.state_dict()["num_yielded"] == 3
 
 
