@@ -397,7 +397,7 @@ def test_jpeg_headers_are_checked_first(monkeypatch: pytest.MonkeyPatch) -> None
     data = bytearray(JpegCodec().encode(np.zeros((3, 8, 8), np.uint8)))
     frame = data.index(b"\xff\xc0")
     data[frame + 5 : frame + 9] = (65_000).to_bytes(2, "big") * 2
-    monkeypatch.setattr(images, "_pack_planes", lambda image, out: pytest.fail("decoded"))
+    monkeypatch.setattr(images, "pack_planes", lambda image, out: pytest.fail("decoded"))
     with pytest.raises(CodecError, match="a JPEG of 65000 x 65000 px in mode RGB"):
         decoded(JpegCodec(), bytes(data), np.zeros((3, 8, 8), np.uint8))
 

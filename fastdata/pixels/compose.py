@@ -143,10 +143,10 @@ def _parts_of(step: Any) -> Sequence[Any] | None:
     if name == "ImageClassification":
         return _steps_of_preset(step, str(vars(step)))
     if kind.__module__.startswith("albumentations."):
-        return (_Named(step),)
+        return (AlbumentationsStep(step),)
     if name == "Lambda" and getattr(step, "types", (object,)) == (object,):
         return seen_through(step.lambd)
-    return None if name or kind is _Named else seen_through(step)
+    return None if name or kind is AlbumentationsStep else seen_through(step)
 
 
 def joint_steps(transforms: Any) -> tuple[Any, ...]:
@@ -171,7 +171,7 @@ def _steps_of_preset(preset: Any, attributes: str) -> tuple[Any, ...]:
 
 
 @dataclass(frozen=True)
-class _Named:
+class AlbumentationsStep:
     """An albumentations transform, which takes arrays by name and gives dicts, as a step."""
 
     step: Any
@@ -281,7 +281,7 @@ def seen_through(call: Any) -> tuple[Any, ...] | None:
     It is tried, on a stand-in for an image, with stand-ins for what it reads. These can only be
     called, and code without a condition does the same each time.
     """
-    function, owner = _code_of(call)
+    function, owner = code_of_call(call)
     names = _names_read(function.__code__) if isinstance(function, FunctionType) else None
     if names is None:
         return None
@@ -303,7 +303,7 @@ def seen_through(call: Any) -> tuple[Any, ...] | None:
     return (several,)
 
 
-def _code_of(call: Any) -> tuple[Any, Any]:
+def code_of_call(call: Any) -> tuple[Any, Any]:
     """The function that runs where this is called, and whose method it is."""
     if isinstance(call, FunctionType):
         return call, None
@@ -329,7 +329,7 @@ def _names_read(code: CodeType) -> frozenset[str] | None:
 
 def outside_of(call: Any) -> dict[str, Any]:
     """What the code of a callable that may be seen through reads from outside now, by name."""
-    function, owner = _code_of(call)
+    function, owner = code_of_call(call)
     if not isinstance(function, FunctionType):
         return {}
     names = _names_read(function.__code__) or frozenset()
@@ -417,7 +417,7 @@ _IMPORTS = "import random\nimport numpy as np\nfrom PIL import ImageFilter, Imag
 
 def published(step: Any) -> Any:
     """The op, range and probability of a step whose code is one of ``_PUBLISHED``; else None."""
-    function, _ = _code_of(step)
+    function, _ = code_of_call(step)
     if not isinstance(function, FunctionType):
         return None
     read = _templates().get(_body(function.__code__))

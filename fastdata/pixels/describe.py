@@ -28,8 +28,8 @@ from typing import Any
 import numpy as np
 import torch
 
-_BY_NAME = {"PIL", "fastdata", "numpy", "timm", "torch", "torchvision", *sys.stdlib_module_names}
-_ATOMS = (type(None), bool, int, float, str, bytes)
+BY_NAME = {"PIL", "fastdata", "numpy", "timm", "torch", "torchvision", *sys.stdlib_module_names}
+ATOMS = (type(None), bool, int, float, str, bytes)
 _DESCRIPTORS = (classmethod, staticmethod, property)
 _WRAPPED = ("__self__", "__func__", "fget", "fset")
 _CODE_PARTS = (
@@ -109,17 +109,17 @@ def name_of(code: Any) -> str | None:
 def _origin(module: str) -> str | None:
     """What stands for an installed module; None for the user's own, which may change in any run."""
     package = module.partition(".")[0]
-    if package in _BY_NAME:
+    if package in BY_NAME:
         return module
     path = getattr(sys.modules.get(module), "__file__", None)
     # A module of C, and what lies among installed packages, changes only with its file.
-    if path is None or (path.endswith(".py") and not _is_installed(path)):
+    if path is None or (path.endswith(".py") and not is_installed(path)):
         return None
     version = getattr(sys.modules.get(package), "__version__", "")
     return f"{module} {version} {_hash_of(Path(path).read_bytes())}"
 
 
-def _is_installed(path: str) -> bool:
+def is_installed(path: str) -> bool:
     return not {"site-packages", "dist-packages"}.isdisjoint(Path(path).parts)
 
 
@@ -136,10 +136,10 @@ class _Describer(pickle.Pickler):
 
     def persistent_id(self, value: Any) -> Any:
         kind = type(value)
-        if kind in _ATOMS or kind is dict:
+        if kind in ATOMS or kind is dict:
             return None
         if kind is list or kind is tuple:
-            return (kind.__name__, repr(value)) if _is_plain(value) else None
+            return (kind.__name__, repr(value)) if is_plain(value) else None
         if id(value) in self._met:
             return self._met[id(value)][0]
         if hasattr(value, "__dict__"):  # may lead back to itself
@@ -186,12 +186,12 @@ class _Describer(pickle.Pickler):
         return _reduced(value)
 
 
-def _is_plain(values: Collection[Any]) -> bool:
+def is_plain(values: Collection[Any]) -> bool:
     """Whether there are only atoms, or tuples of these: the text is exact, and 20 times as fast."""
     kinds = set(map(type, values))
     if kinds == {tuple}:
         kinds = set(map(type, itertools.chain.from_iterable(values)))
-    return kinds.issubset(_ATOMS)
+    return kinds.issubset(ATOMS)
 
 
 def _hash_of(data: Any) -> str:
@@ -212,10 +212,10 @@ def _contents_of(kind: type) -> list[tuple[str, Any]]:
 def _parts_of_function(function: types.FunctionType) -> list[Any]:
     code = function.__code__
     defaults = [function.__defaults__, function.__kwdefaults__, vars(function)]
-    return [code, _closed(function), _globals_of(code, function.__globals__), *defaults]
+    return [code, closed_over(function), _globals_of(code, function.__globals__), *defaults]
 
 
-def _closed(function: types.FunctionType) -> list[Any]:
+def closed_over(function: types.FunctionType) -> list[Any]:
     """The values that a function closes over, as far as they are assigned."""
     empty = types.CellType()
     return [cell.cell_contents for cell in function.__closure__ or () if cell != empty]
@@ -247,7 +247,7 @@ def _globals_of(code: types.CodeType, namespace: Mapping[str, Any]) -> dict[str,
     # Names of attributes and globals look alike in co_names: instructions tell them apart.
     for step in steps:
         name = step.argval
-        if step.opname == "IMPORT_NAME" and name.partition(".")[0] not in _BY_NAME:
+        if step.opname == "IMPORT_NAME" and name.partition(".")[0] not in BY_NAME:
             raise ValueError(f"it imports {name or 'a module'} when it is called, not at the top")
         if name in namespace and ("GLOBAL" in step.opname or step.opname == "LOAD_NAME"):
             held[name] = _used_of(namespace[name], names)
@@ -269,21 +269,21 @@ def _used_of(value: Any, names: frozenset[str]) -> Any:
 
 def read_code(code: types.CodeType) -> tuple[frozenset[str], list[dis.Instruction]]:
     """The names that code and the functions in it look up, and their instructions."""
-    steps = [step for each in _with_inner(code) for step in dis.get_instructions(each)]
+    steps = [step for each in with_inner(code) for step in dis.get_instructions(each)]
     return names_in_code(code), steps
 
 
 def names_in_code(code: types.CodeType) -> frozenset[str]:
     """The names that code and the functions in it look up or import."""
-    return frozenset(name for each in _with_inner(code) for name in each.co_names)
+    return frozenset(name for each in with_inner(code) for name in each.co_names)
 
 
-def _with_inner(code: types.CodeType) -> Iterator[types.CodeType]:
+def with_inner(code: types.CodeType) -> Iterator[types.CodeType]:
     """Yield code and that of the functions in it."""
     yield code
     for value in code.co_consts:
         if isinstance(value, types.CodeType):
-            yield from _with_inner(value)
+            yield from with_inner(value)
 
 
 # Draws
@@ -323,7 +323,7 @@ def may_draw(call: Any, *, from_torch: bool = True) -> bool:
 
 
 _GENERATORS = (random.Random, np.random.RandomState, np.random.Generator, np.random.BitGenerator)
-_DATA = (*_ATOMS, np.ndarray, torch.Tensor, types.ModuleType)
+_DATA = (*ATOMS, np.ndarray, torch.Tensor, types.ModuleType)
 _MOST_FOLLOWED = 1000
 _IMPORT_NAME = dis.opmap["IMPORT_NAME"]
 _IMPORT = object()
@@ -336,7 +336,7 @@ def _used_by(value: Any) -> Collection[Any]:
         if _is_leaf(value):
             return ()
         return _members_of(value) if isinstance(value, type) else _named_by(value)
-    if isinstance(value, (list, tuple)) and _is_plain(value):
+    if isinstance(value, (list, tuple)) and is_plain(value):
         return ()
     return gc.get_referents(value)  # attributes, items, a method's object, an object's class
 
@@ -353,11 +353,11 @@ def _named_by(function: types.FunctionType) -> list[Any]:
     names = names_in_code(code)
     held = [function.__globals__[name] for name in names & function.__globals__.keys()]
     module = function.__module__
-    if _is_installed(getattr(sys.modules.get(module), "__file__", None) or ""):
+    if is_installed(getattr(sys.modules.get(module), "__file__", None) or ""):
         held = [it for it in held if _is_leaf(it) or getattr(it, "__module__", None) == module]
-    elif any(_IMPORT_NAME in each.co_code[::2] for each in _with_inner(code)):
+    elif any(_IMPORT_NAME in each.co_code[::2] for each in with_inner(code)):
         return [_IMPORT]
-    held += [*_closed(function), *(function.__defaults__ or ())]
+    held += [*closed_over(function), *(function.__defaults__ or ())]
     held += (function.__kwdefaults__ or {}).values()
     return [used for value in held for used in _named_in(value, names)]
 
@@ -374,7 +374,7 @@ def _named_in(value: Any, names: frozenset[str]) -> Iterator[Any]:
 def _is_leaf(value: Any) -> bool:
     """Return True for modules, functions and classes whose code is not followed."""
     package = _package_of(value)
-    return package in _BY_NAME and package not in ("timm", "torchvision")
+    return package in BY_NAME and package not in ("timm", "torchvision")
 
 
 def _package_of(value: Any) -> str:

@@ -96,7 +96,7 @@ def to_stored(sample: Any, *, is_mask: bool = False) -> tuple[Array, Form]:
         if is_palette or sample.mode in _WIDE_MODES:
             return np.array(sample)[None], "pil"
         array = np.empty((len(sample.mode), sample.height, sample.width), np.uint8)
-        _pack_planes(sample, array)
+        pack_planes(sample, array)
         return array, "pil"
     if isinstance(sample, np.ndarray):
         if sample.dtype.kind not in _NUMERIC_KINDS:
@@ -109,7 +109,7 @@ def to_stored(sample: Any, *, is_mask: bool = False) -> tuple[Array, Form]:
         )
     if sample.device.type != "cpu":
         raise TypeError(f"a tensor on {sample.device} cannot be stored; give .cpu() of it")
-    form = _form_of(sample)
+    form = form_of(sample)
     if form is None:
         raise TypeError(
             f"{kind_of(sample)} cannot be stored without losing what it is beside its values. "
@@ -142,11 +142,11 @@ def is_image(value: Any) -> bool:
     if isinstance(value, np.ndarray):
         return value.ndim > 1 and not value.dtype.hasobject
     if isinstance(value, torch.Tensor):
-        return value.ndim > 1 and _form_of(value) is not None
+        return value.ndim > 1 and form_of(value) is not None
     return is_pil(value)
 
 
-def _form_of(tensor: torch.Tensor) -> Form | None:
+def form_of(tensor: torch.Tensor) -> Form | None:
     """What a tensor is; None for classes whose tensors may be more than their values."""
     kind = type(tensor)
     if kind in (torch.Tensor, torch.nn.Parameter):
@@ -155,7 +155,7 @@ def _form_of(tensor: torch.Tensor) -> Form | None:
     return _TV_TENSORS.get(kind.__name__) if is_theirs else None
 
 
-def _pack_planes(image: Image.Image, out_CHW: Array) -> None:
+def pack_planes(image: Image.Image, out_CHW: Array) -> None:
     # A plane at a time: 42 us for 3 x 256 x 256, where a transposed copy takes 93 us.
     for plane, band in zip(out_CHW, image.mode, strict=True):
         plane[...] = np.frombuffer(image.tobytes("raw", band), np.uint8).reshape(plane.shape)
@@ -629,4 +629,4 @@ def decode_planes_into(data: memoryview, out_CHW: Array) -> None:
         raise OSError(f"no JPEG file ({problem})") from problem
     if image.size != (width, height) or image.mode != {1: "L", 3: "RGB"}[channels]:
         raise ValueError(f"it is a JPEG of {image.width} x {image.height} px in mode {image.mode}")
-    _pack_planes(image, out_CHW)
+    pack_planes(image, out_CHW)
