@@ -195,7 +195,17 @@ def plan_transform(
         plans.append(_plan(view, len(prepare), first, state, reason, only_last))
         first += len(view)
     *before, views = steps or (None,)
-    return _joined(before, views, plans, form) if isinstance(views, Views) else plans[0]
+    if not isinstance(views, Views):
+        return plans[0]
+    if all(is_random(step) is False for step in before):
+        return TransformPlan(prepare=prepare, kind=form, views=tuple(plans), made=views.kind)
+    return TransformPlan(
+        prepare=prepare,
+        per_sample=steps[len(prepare) :],
+        kind=form,
+        reason="leads to views that share a random step; write it in each of them",
+        made=views.kind,
+    )
 
 
 def _plan(
@@ -239,7 +249,9 @@ def _read(steps: Sequence[Step], state: State) -> tuple[int, State, str]:
 
 def _read_last(steps: Sequence[Step], skipped: int, at: int, before: State) -> TransformPlan | None:
     """Plan the steps that are known again behind one that is not, if that keeps PIL images."""
-    for start in range(skipped, len(steps)) if before.kind == "pil" else ():
+    if before.kind != "pil":
+        return None
+    for start in range(skipped, len(steps)):
         nothing = State(kind="pil", channels=before.channels, at=at + start)
         _, state, reason = _read(steps[start:], nothing)
         if not reason and state.kind != "pil":
@@ -255,25 +267,6 @@ def _read_last(steps: Sequence[Step], skipped: int, at: int, before: State) -> T
 
 def _may_draw(steps: Iterable[Step]) -> bool:
     return any(is_random(step) is not False for step in steps)
-
-
-def _joined(
-    before: list[Step], views: Views, plans: Sequence[TransformPlan], form: Form
-) -> TransformPlan:
-    """One plan of views behind common steps, each of which was planned by itself."""
-    prepare = plans[0].prepare
-    if all(is_random(step) is False for step in before):
-        return TransformPlan(prepare=prepare, kind=form, views=tuple(plans), made=views.kind)
-    more = max(len(prepare) - len(before), 0)
-    rest = Views(*(flatten(transform)[more:] for transform in views.transforms))
-    rest.kind = views.kind
-    return TransformPlan(
-        prepare=prepare,
-        per_sample=(*before[len(prepare) :], rest),
-        kind=form,
-        reason="leads to views that share a random step; write it in each of them",
-        made=views.kind,
-    )
 
 
 def leading_steps(transform: Any, prepared: int | None = None) -> tuple[Step, ...]:

@@ -517,21 +517,6 @@ class Resize:
 
 
 @dataclass(frozen=True, slots=True)
-class CenterCrop:
-    """Cuts (height, width) out of PIL images, as torchvision's ``CenterCrop(size)``."""
-
-    size: tuple[int, int]
-
-    __torchvision_equal__ = "CenterCrop"
-
-    def __call__(self, image: Image.Image) -> Image.Image:
-        height, width = self.size
-        left = _cut_start(image.width, width)
-        top = _cut_start(image.height, height)
-        return image.crop((left, top, left + width, top + height))
-
-
-@dataclass(frozen=True, slots=True)
 class RGB:
     """Converts PIL images to mode RGB, as ``image.convert("RGB")`` within a transform does."""
 
@@ -542,11 +527,6 @@ class RGB:
 
 
 TO_RGB = RGB()
-
-
-def _cut_start(there: int, wanted: int) -> int:
-    """Where torchvision's CenterCrop begins: it pads first, right and below, and then rounds."""
-    return round((there - wanted) / 2) if there >= wanted else -((wanted - there) // 2)
 
 
 def _resized_size(height: int, width: int, size: Bound) -> tuple[int, int]:

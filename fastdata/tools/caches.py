@@ -21,7 +21,6 @@ from fastdata.errors import (
     is_url,
 )
 from fastdata.machine import format_bytes
-from fastdata.pixels.images import CenterCrop
 from fastdata.report import as_text
 from fastdata.sources.remote import Place, StorageChoice
 from fastdata.stores.build import lock_of
@@ -236,9 +235,11 @@ def add_build(parser: argparse.ArgumentParser) -> None:
     _add_storage_options(parser)
 
 
-def side(text: str) -> CenterCrop:
-    """Parse the side of a square at the centre."""
-    return CenterCrop((positive(text), positive(text)))
+def side(text: str) -> Any:
+    """Parse the side of a square, and return torchvision's step that cuts it out of the centre."""
+    from torchvision.transforms import CenterCrop  # 1 s, which only this option takes
+
+    return CenterCrop(positive(text))
 
 
 def build(options: argparse.Namespace) -> int:
