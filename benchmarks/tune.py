@@ -27,7 +27,7 @@ from _helper import Row, in_turns, parser, print_rows, save_rows
 from _loaders import LOADERS, Synthetic
 from fastdata import DataLoader, tune
 from fastdata.tools import in_subprocess, shuffled
-from fastdata.tools import measure as probe
+from fastdata.tools import measure_rate as probe
 
 GRID = {
     "num_workers": (0, 1, 2, 4, 8, 16),

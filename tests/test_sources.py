@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 
 from conftest import shown
-from fastdata import CachedDataset, ImageFolder, ImageManifest, sources
+from fastdata import CachedDataset, ImageFolder, ImageManifest
 from fastdata.sources import DatasetSource, FileSource, find_classes, read_manifest, scan_folder
 
 folder = pytest.importorskip(
@@ -96,7 +96,7 @@ def test_scan_gives_what_torchvision_gives(
     tree: Path, options: dict[str, Any], patience_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Samples, their order, and errors with type and text equal torchvision's, in one thread and in several."""
-    monkeypatch.setattr(sources, "SCAN_PATIENCE_S", patience_s)
+    monkeypatch.setattr("fastdata.sources.SCAN_PATIENCE_S", patience_s)
     assert outcome(listed_in, tree, **options) == outcome(folder.make_dataset, tree, **options)
 
 

@@ -18,7 +18,7 @@ import torch
 
 from fastdata import DataLoader, ImageFolder, tools
 from fastdata.machine import Budget, usable_cores
-from fastdata.tools import in_subprocess, measure, shuffled
+from fastdata.tools import in_subprocess, measure_rate, shuffled
 from fastdata.tools import tune as tuning
 from fastdata.tools.tune import TuneResult, ascend, tune
 
@@ -158,7 +158,7 @@ def test_a_rate_is_of_the_steady_loop(
 ) -> None:
     """Start-up is left out, and batches that come in bursts are counted with the time between them."""
     monkeypatch.setattr(tools, "time", clock := Clock())
-    rate = measure(Bursts(clock, workers, burst_s), seconds=1.0)
+    rate = measure_rate(Bursts(clock, workers, burst_s), seconds=1.0)
     assert rate == pytest.approx(10 * workers / burst_s)
     assert clock.now >= 5.99
 
@@ -166,14 +166,14 @@ def test_a_rate_is_of_the_steady_loop(
 def test_epochs_too_short_to_warm_up_are_counted_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a loader of two batches an epoch the start is a part."""
     monkeypatch.setattr(tools, "time", clock := Clock())
-    rate = measure(Bursts(clock, 1, 5.0, batches=2), seconds=1.0)
+    rate = measure_rate(Bursts(clock, 1, 5.0, batches=2), seconds=1.0)
     assert rate == pytest.approx(20 / 15)
 
 
 def test_a_loader_without_batches_is_refused() -> None:
     """There is nothing to measure, which is said instead of looping for ever."""
     with pytest.raises(ValueError, match="gives no batch to measure"):
-        measure([], seconds=0.1)
+        measure_rate([], seconds=0.1)
 
 
 def test_orders_without_an_end_are_permutations() -> None:
@@ -242,7 +242,7 @@ def test_a_subprocess_ends_its_workers() -> None:
 @pytest.fixture(autouse=True)
 def short_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     """As short as they may be, and as many as there are: a loaded machine changes nothing."""
-    monkeypatch.setattr(tuning, "_PROBES", 1000)
+    monkeypatch.setattr("fastdata.tools.tune._PROBES", 1000)
 
 
 def quick(dataset: Any, **options: Any) -> TuneResult:
@@ -336,7 +336,7 @@ def test_the_time_box_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (len(result.probes), result.is_complete) == (1, False)
     assert result.samples_per_s == result.start_samples_per_s > 0
     assert "1 probe in" in str(result)
-    monkeypatch.setattr(tuning, "_GRACE_S", 0.5)
+    monkeypatch.setattr("fastdata.tools.tune._GRACE_S", 0.5)
     with pytest.raises(TimeoutError, match="no answer within"):
         quick(Samples(seconds=1.2), max_seconds=0.1, parameters={"num_workers": (0,)})
 

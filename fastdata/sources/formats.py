@@ -234,10 +234,11 @@ def _expand_braces(text: str) -> Iterator[str]:
 
 def _find_tars(text: str, storage_options: StorageChoice) -> list[tuple[Place, str]]:
     folder, name = os.path.split(text)
-    is_pattern = re.search(r"[*?]", name) is not None and not os.path.exists(text)
-    if is_pattern or _is_tar(name):
-        place = Place(folder or ".", storage_options)
-        names = _match(place, name) if is_pattern else [name]
+    place = Place(folder or ".", storage_options)
+    if re.search(r"[*?]", name) and not os.path.exists(text):
+        names = _match(place, name)
+    elif _is_tar(name):
+        names = [name]
     elif is_url(text) or os.path.isdir(text):
         place = Place(text, storage_options)
         names = _list_folder(place)
@@ -256,11 +257,14 @@ def _is_tar(name: str) -> bool:
 
 
 def _match(place: Place, pattern: str) -> list[str]:
-    """Return the tars in a folder whose names match; hidden ones, as macOS's ._NAME, only by a dot."""
+    """Return the tars in a folder whose names match; hidden ones only if the pattern is hidden."""
     there = place.find(maxdepth=1).result() if place.is_remote else os.listdir(place.url)
-    names = [name for name in sorted(there) if fnmatchcase(name, pattern) and _is_tar(name)]
-    if not pattern.startswith("."):
-        names = [name for name in names if not name.startswith(".")]
+    names = []
+    for name in sorted(there):
+        # macOS writes a hidden ._NAME next to each file on other file systems.
+        is_hidden = name.startswith(".") and not pattern.startswith(".")
+        if fnmatchcase(name, pattern) and not is_hidden and _is_tar(name):
+            names.append(name)
     if not names:
         raise FileNotFoundError(f"no .tar file is like {place.at(pattern)}")
     return names

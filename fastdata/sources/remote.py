@@ -314,7 +314,7 @@ class Place:
 
     def _client(self) -> Any:
         if not self.is_remote:
-            return _LocalFiles
+            return LocalFiles
         import fsspec
 
         protocol = self.url.partition("://")[0]
@@ -490,7 +490,7 @@ class Requests(dict[tuple[int, int], Future[bytes]]):
         return Requests, ()
 
 
-class _LocalFiles:
+class LocalFiles:
     """Files of this machine, with the methods of fsspec's file systems that ``Place`` calls."""
 
     @staticmethod

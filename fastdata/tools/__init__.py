@@ -1,6 +1,6 @@
 """The commands of ``fastdata``, and what they share: how fast a loader is without a model.
 
-``measure`` is an empty loop with a warm-up. ``in_subprocess`` runs it in a forked copy of this
+``measure_rate`` is an empty loop with a warm-up. ``in_subprocess`` runs it in a forked copy of this
 process: what the loop draws, reads, caches or breaks stays there, and its memory, threads and
 worker processes end with it.
 """
@@ -36,7 +36,7 @@ _WARM_UP = 0.125
 """Share of the measuring time after which a loader that reads far ahead counts as warm."""
 
 
-def measure(loader: Iterable[Any], *, seconds: float, limit_s: float = math.inf) -> float:
+def measure_rate(loader: Iterable[Any], *, seconds: float, limit_s: float = math.inf) -> float:
     """Return samples a second of an empty loop over a loader, without the start of its workers.
 
     If epochs are shorter than ``seconds``, whole epochs are measured. A batch without tensors

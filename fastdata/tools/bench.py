@@ -29,7 +29,7 @@ from fastdata.tools import (
     add_json,
     check_folder,
     in_subprocess,
-    measure,
+    measure_rate,
     positive,
     shuffled,
     write_json,
@@ -54,7 +54,7 @@ def make_recipe(recipe: str, dtype: str) -> Any:
         recipe: one of ``RECIPES``; ``"crop"`` resizes to one size and crops at random.
         dtype: ``"uint8"``, or ``"float32"``, which is normalised.
     """
-    v1 = _import_torchvision().transforms
+    v1 = import_torchvision().transforms
     crop = [v1.RandomResizedCrop(CROP_PX)]
     if recipe == "crop":
         crop = [v1.Resize(PREPARED_PX), v1.CenterCrop(PREPARED_PX), v1.RandomCrop(CROP_PX)]
@@ -73,7 +73,7 @@ def make_recipe(recipe: str, dtype: str) -> Any:
     return v1.Compose([*crop, v1.RandomHorizontalFlip(), *more.get(recipe, ()), *last])
 
 
-def _import_torchvision() -> Any:
+def import_torchvision() -> Any:
     try:
         return importlib.import_module("torchvision")
     except ImportError as error:
@@ -164,13 +164,13 @@ def _measure_recipe(
         order = shuffled(dataset)
         workers = options.num_workers
         loader = kind(dataset, options.batch_size, sampler=order, num_workers=workers)
-        return measure(loader, seconds=_RATE_S, limit_s=4 * _RATE_S)
+        return measure_rate(loader, seconds=_RATE_S, limit_s=4 * _RATE_S)
 
     # These transforms begin with a resize of their own.
     is_square = name in ("crop", options.transform)
     resize = None if is_square else (PREPARED_PX, PREPARED_PX)
     chosen: dict[str, Any] = {"is_valid_file": frozenset(paths).__contains__, "allow_empty": True}
-    theirs = _import_torchvision().datasets.ImageFolder(folder, transform, **chosen)
+    theirs = import_torchvision().datasets.ImageFolder(folder, transform, **chosen)
     began = time.perf_counter()
     with ImageFolder(folder, transform, resize=resize, storage="shared", **chosen) as ours:
         ours.prepare()

@@ -166,7 +166,7 @@ def _fault(folder: Path, *, gone: bool) -> str:
 # The commands
 
 
-def _add_storage_options(parser: argparse.ArgumentParser) -> None:
+def add_storage_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--storage-options",
         type=_json,
@@ -232,7 +232,7 @@ def add_build(parser: argparse.ArgumentParser) -> None:
         help="write shards of this size to twice as much, such as 256MiB; a stopped build "
         "continues after the last one",
     )
-    _add_storage_options(parser)
+    add_storage_options(parser)
 
 
 def side(text: str) -> Any:
@@ -257,7 +257,7 @@ def add_inspect(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="read every sample and mark damaged ones, which the next run prepares again",
     )
-    _add_storage_options(parser)
+    add_storage_options(parser)
     add_json(parser)
 
 

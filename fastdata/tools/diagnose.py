@@ -37,7 +37,7 @@ from fastdata.loaders.prefetch import CudaPrefetcher
 from fastdata.machine import available_bytes, budget_bytes, format_bytes, usable_cores
 from fastdata.pixels.compose import flatten
 from fastdata.report import Line, Report
-from fastdata.tools import in_subprocess, is_kept, measure, positive, shuffled
+from fastdata.tools import in_subprocess, is_kept, measure_rate, positive, shuffled
 
 _RATE_S = 1.0
 _SAMPLES_S = 1.5
@@ -233,7 +233,7 @@ def diagnose(
         'model'
     """
     loop = TimedLoop(loader, batches)
-    with contextlib.suppress(_EnoughError):
+    with contextlib.suppress(EnoughError):
         for batch in loop:
             if step is not None:
                 step(batch)
@@ -279,15 +279,15 @@ class TimedLoop:
                 self.busy_s += done_at - came_at
             self.batches += 1
             if self.batches == self.most_batches:
-                raise _EnoughError
+                raise EnoughError
             asked_at = done_at
 
 
-class _EnoughError(BaseException):
+class EnoughError(BaseException):
     """Ends a script after enough batches; not an Exception, which the script may catch."""
 
 
-def _in_prefetcher(loader: Any) -> Any:
+def in_prefetcher(loader: Any) -> Any:
     return loader.loader if isinstance(loader, CudaPrefetcher) else loader
 
 
@@ -296,7 +296,7 @@ def _in_prefetcher(loader: Any) -> Any:
 
 def _examine(loop: TimedLoop) -> Diagnosis:
     """Return the figures of the loop with those of the loader alone, up to the first that fails."""
-    loader = _in_prefetcher(loop.loader)
+    loader = in_prefetcher(loop.loader)
     is_torchs = isinstance(loader, TorchDataLoader)
     imports = ""
     if is_torchs and not isinstance(loader, DataLoader):
@@ -327,7 +327,7 @@ def _loader_alone(loader: Any, diagnosis: Diagnosis) -> dict[str, Any]:
     """Measure a copy of the user's loader, whose persistent workers are left alone."""
     other = copy.copy(loader)
     other.__dict__ |= {"_iterator": None, "pin_memory": False, "persistent_workers": False}
-    return {"loader_per_s": measure(other, seconds=_RATE_S, limit_s=6 * _RATE_S)}
+    return {"loader_per_s": measure_rate(other, seconds=_RATE_S, limit_s=6 * _RATE_S)}
 
 
 def _when_kept(loader: Any, diagnosis: Diagnosis) -> dict[str, Any]:
@@ -350,7 +350,7 @@ def _when_kept(loader: Any, diagnosis: Diagnosis) -> dict[str, Any]:
             num_workers=min(loader.num_workers, usable_cores()),
             collate_fn=loader.collate_fn,
         )
-        rate = measure(other, seconds=_RATE_S, limit_s=6 * _RATE_S)
+        rate = measure_rate(other, seconds=_RATE_S, limit_s=6 * _RATE_S)
         need = format_bytes(kept.storage_report().raw_bytes * len(dataset) // len(some))
     if rate < _CLEAR * (diagnosis.loader_per_s or 0):
         return {}
@@ -496,7 +496,7 @@ def run_script(script: Path, arguments: list[str], batches: int) -> list[TimedLo
 
     def begin_timed(loader: Any, begin: Callable[[Any], Any]) -> Any:
         # A prefetcher may be made for each epoch: its loops are told apart by the loader in it.
-        loop = loops.setdefault(id(_in_prefetcher(loader)), TimedLoop(loader, batches))
+        loop = loops.setdefault(id(in_prefetcher(loader)), TimedLoop(loader, batches))
         is_in_prefetcher = type(loop.loader) is not type(loader)
         return begin(loader) if is_in_prefetcher else loop.over(begin(loader))
 
@@ -504,7 +504,7 @@ def run_script(script: Path, arguments: list[str], batches: int) -> list[TimedLo
         kind.__iter__ = lambda loader, begin=begin: begin_timed(loader, begin)
     try:
         exec(compile(script.read_bytes(), str(script), "exec"), module.__dict__)
-    except _EnoughError:
+    except EnoughError:
         pass
     except SystemExit as end:
         if end.code:

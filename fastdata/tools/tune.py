@@ -1,7 +1,7 @@
 """``fastdata.tune``: the loader's settings that read a dataset fastest on this machine.
 
 The search is coordinate ascent: one parameter at a time is moved while that wins, until a whole
-round over all of them changes nothing (``ascend``, which measures nothing itself). ``_Judge``
+round over all of them changes nothing (``ascend``, which measures nothing itself). ``Judge``
 measures and says who wins.
 """
 
@@ -26,7 +26,7 @@ from fastdata.errors import MemoryBudgetError, counted
 from fastdata.loaders import DataLoader
 from fastdata.machine import available_bytes, budget_bytes, format_bytes, usable_cores
 from fastdata.report import Line, Report, progress_bar
-from fastdata.tools import check_folder, in_subprocess, is_kept, measure, positive, shuffled
+from fastdata.tools import check_folder, in_subprocess, is_kept, measure_rate, positive, shuffled
 from fastdata.tools.bench import add_transform, find_transform, make_recipe
 
 Settings = dict[str, Any]
@@ -82,32 +82,37 @@ class TuneResult(Report):
     @property
     def samples_per_s(self) -> float:
         """Mean rate of the best settings, in their probes."""
-        return fmean(_rates(self.probes, self.best))
+        return fmean(rates_of(self.probes, self.best))
 
     @property
     def start_samples_per_s(self) -> float:
         """Mean rate of the settings that the search began with."""
-        return fmean(_rates(self.probes, self.probes[0].settings))
+        return fmean(rates_of(self.probes, self.probes[0].settings))
 
     @property
     def call(self) -> str:
         """The loader to paste into a script, shuffled as the probes were."""
-        settings = {"batch_size": self.best["batch_size"], "shuffle": True} | self.best
-        words = (f"{name}={value!r}" for name, value in settings.items())
-        return f"DataLoader(dataset, {', '.join(words)})"
+        words = "dataset"
+        for name, value in {"batch_size": None, "shuffle": True, **self.best}.items():
+            words += f", {name}={value!r}"
+        return f"DataLoader({words})"
 
     def _lines(self) -> Iterator[Line]:
-        names = list(dict.fromkeys(name for probe in self.probes for name in probe.settings))
+        names: dict[str, None] = {}
+        for probe in self.probes:
+            names |= dict.fromkeys(probe.settings)
+            if probe.settings == self.best:
+                last = probe
         yield *names, "samples/s", ""
-        best = [probe for probe in self.probes if probe.settings == self.best]
         for probe in self.probes:
             values = [str(probe.settings.get(name, "-")) for name in names]
-            words = "best" if probe is best[-1] else probe.failed
+            words = "best" if probe is last else probe.failed
             yield *values, f"{probe.samples_per_s:,.0f}", words
         rate = self.samples_per_s
+        gain = rate / self.start_samples_per_s
         end = "nothing more to gain" if self.is_complete else "the time was over"
         yield f"{counted(len(self.probes), 'probe')} in {self.seconds:.1f} s: {end}"
-        yield f"{rate:,.0f} samples/s, {rate / self.start_samples_per_s:.2f} times the start's:"
+        yield f"{rate:,.0f} samples/s, {gain:.2f} times the start's:"
         yield f"loader = {self.call}"
 
 
@@ -165,7 +170,7 @@ def tune(
     start["batch_size"] = batch_size
     began = time.perf_counter()
     with progress_bar(math.ceil(max_seconds), "tuning", unit="s", enabled=progress) as bar:
-        judge = _Judge(_prepared(dataset), collate_fn or collate, began + max_seconds, bar)
+        judge = Judge(_prepared(dataset), collate_fn or collate, began + max_seconds, bar)
         best = start
         judge.probe(start)  # finds files and caches cold
         is_complete = False
@@ -175,7 +180,7 @@ def tune(
                 best = better
             is_complete = True
     return TuneResult(
-        best=_used(best),
+        best=used_settings(best),
         probes=judge.probes,
         seconds=time.perf_counter() - began,
         is_complete=is_complete,
@@ -238,15 +243,15 @@ def _prepared(dataset: Any) -> Any:
 # Measuring
 
 
-def _used(settings: Settings) -> Settings:
+def used_settings(settings: Settings) -> Settings:
     """Return the settings that matter: without workers neither engine nor prefetching does."""
     unused = () if settings["num_workers"] else ("workers", "prefetch_factor")
     return {name: it for name, it in settings.items() if name not in unused and it != "auto"}
 
 
-def _rates(probes: Sequence[Probe], settings: Settings) -> list[float]:
+def rates_of(probes: Sequence[Probe], settings: Settings) -> list[float]:
     """Return the rates of settings, without the first probe, which is cold, if there are more."""
-    used = _used(settings)
+    used = used_settings(settings)
     return [probe.samples_per_s for probe in probes[1:] or probes if probe.settings == used]
 
 
@@ -257,7 +262,7 @@ def _cost(settings: Settings) -> tuple[float, int]:
 
 
 @dataclass
-class _Judge:
+class Judge:
     """Measures settings, holds the probes, and decides which of two wins."""
 
     dataset: Any
@@ -280,19 +285,21 @@ class _Judge:
 
     def wins(self, challenger: Settings, best: Settings) -> bool:
         """Return True if a challenger is better than the best, measured again if that is close."""
-        if _used(challenger) == _used(best):
+        if used_settings(challenger) == used_settings(best):
             return False
-        if not _rates(self.probes, challenger):
+        if not rates_of(self.probes, challenger):
             self.probe(challenger)
-        least = 1 / _WORTH if _cost(_used(challenger)) < _cost(_used(best)) else _WORTH
+        least = (
+            1 / _WORTH if _cost(used_settings(challenger)) < _cost(used_settings(best)) else _WORTH
+        )
         is_close = least < self._gain(challenger, best) < _CLEAR
-        if is_close and len(_rates(self.probes, challenger)) == 1:
+        if is_close and len(rates_of(self.probes, challenger)) == 1:
             self.probe(best)
             self.probe(challenger)
         return self._gain(challenger, best) > least
 
     def _gain(self, challenger: Settings, best: Settings) -> float:
-        return fmean(_rates(self.probes, challenger)) / fmean(_rates(self.probes, best))
+        return fmean(rates_of(self.probes, challenger)) / fmean(rates_of(self.probes, best))
 
     def probe(self, settings: Settings) -> None:
         """Measure settings, or note why they cannot be measured.
@@ -301,7 +308,7 @@ class _Judge:
             TimeoutError: the time is over.
             Exception: the first two probes, of the settings to begin with, fail.
         """
-        used = _used(settings)
+        used = used_settings(settings)
         began = time.perf_counter()
         left_s = max(0.0, self.deadline - began)
         if self.probes and left_s < self.probe_s:
@@ -330,7 +337,7 @@ class _Judge:
 
         def work() -> float:
             loader = DataLoader(self.dataset, sampler=order, collate_fn=self.collate_fn, **options)
-            return measure(loader, seconds=self.probe_s, limit_s=left_s)
+            return measure_rate(loader, seconds=self.probe_s, limit_s=left_s)
 
         return in_subprocess(work, limit_s=left_s + _GRACE_S)
 
