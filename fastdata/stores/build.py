@@ -142,12 +142,12 @@ def prepare_on_disk(
         root = os.path.abspath(local_path(root))
     stem = re.sub(r"[^A-Za-z0-9._]+", "-", os.path.basename(root)).strip(".-") or "samples"
     basis = json.dumps({**key, "root": root}, sort_keys=True).encode()
-    name = f"{stem}-{_fingerprint(basis)}"
+    name = f"{stem}-{fingerprint(basis)}"
     content = str(len(path.source))
     if listing is not None:
         content = listing.fingerprint(slice(None))
         if is_own_list:
-            name += f"-{_fingerprint(*listing.paths)}"
+            name += f"-{fingerprint(*listing.paths)}"
     place = Place(options.cache_dir, options.storage_options).below(name)
     build = _Build(
         path=path,
@@ -213,7 +213,7 @@ class Listing(NamedTuple):
 
     def fingerprint(self, rows: slice, basis: bytes = b"") -> str:
         """Return a fingerprint of some files and of what else depends on them."""
-        return _fingerprint(basis, *self.paths[rows], self.stats[:, rows].tobytes())
+        return fingerprint(basis, *self.paths[rows], self.stats[:, rows].tobytes())
 
 
 Described = tuple[str, Listing | None, str]
@@ -250,7 +250,7 @@ def _stat_files(paths: Sequence[str]) -> npt.NDArray[np.int64]:
     return stats
 
 
-def _fingerprint(*parts: bytes) -> str:
+def fingerprint(*parts: bytes) -> str:
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:_CHARACTERS]
 
 
@@ -348,7 +348,7 @@ class _Build:
     def _sweep(self, is_needed: Callable[[str], bool]) -> None:
         """Remove all other files that are this user's."""
         with suppress(OSError):
-            for name in filterfalse(is_needed, _file_sizes(self.place)):
+            for name in filterfalse(is_needed, file_sizes(self.place)):
                 path = Path(self.place.url, name)
                 is_linked = path.is_symlink() or path.parent.is_symlink()
                 if self.place.is_remote or (not is_linked and made_by_this_user(path)):
@@ -375,7 +375,7 @@ class _Build:
             if trial.obstacle is not None:
                 raise ValueError(f"codec={codec!r} is not possible here: {trial.obstacle}")
             return trial
-        free = free_bytes(self.home) + sum(_file_sizes(self.place).values()) - _SPARE_BYTES
+        free = free_bytes(self.home) + sum(file_sizes(self.place).values()) - _SPARE_BYTES
         # A bucket is never full.
         if self.place.is_remote or expected.raw.need_bytes <= free:
             return expected.raw
@@ -389,7 +389,7 @@ class _Build:
         )
         manifest = replace(self.manifest, parts=parts, layout=layout)
         tasks = self._cut(manifest, sum(plan.first_bytes for plan in plans))
-        writer = _ShardWriter(
+        writer = ShardWriter(
             path=self.path,
             plans=[replace(plan, first_bytes=plan.first_bytes // len(tasks)) for plan in plans],
             options=self.options,
@@ -401,7 +401,7 @@ class _Build:
         self.place.write(INDEX, cache.pack())
         return cache
 
-    def _cut(self, manifest: Manifest, need_bytes: int) -> list[_Task]:
+    def _cut(self, manifest: Manifest, need_bytes: int) -> list[ShardTask]:
         """Cut samples into runs, each named after all that its bytes depend on."""
         content = manifest.content if self.listing is None else ""
         parts = list(map(asdict, manifest.parts))
@@ -413,7 +413,7 @@ class _Build:
         for first in samples[::size]:
             rows = slice(first, first + size)
             name = listing.fingerprint(rows, f"{basis} {rows}".encode())
-            tasks.append(_Task(name, samples[rows]))
+            tasks.append(ShardTask(name, samples[rows]))
         return tasks
 
     def _concatenate(self, shards: Sequence[Cache]) -> Columns:
@@ -441,7 +441,7 @@ class _Build:
         return columns
 
 
-def _file_sizes(place: Place) -> dict[str, int]:
+def file_sizes(place: Place) -> dict[str, int]:
     """Return the sizes of the files in a place, by name."""
     found = place.find().result()
     return {name: size for name, (size, _) in found.items() if "/" not in name}
@@ -473,7 +473,7 @@ def may_stay_out(
 # Shards
 
 
-class _Task(NamedTuple):
+class ShardTask(NamedTuple):
     """A shard that is to be written.
 
     Args:
@@ -491,7 +491,7 @@ class _Task(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _ShardWriter:
+class ShardWriter:
     """What writes shards, in this or any other process.
 
     Args:
@@ -508,7 +508,7 @@ class _ShardWriter:
     manifest: Manifest
     place: Place
 
-    def __call__(self, task: _Task) -> bytes:
+    def __call__(self, task: ShardTask) -> bytes:
         """Write the files of a shard, and then its receipt, which it gives."""
         path = self.path
         if multiprocessing.parent_process() is not None:
@@ -539,7 +539,7 @@ class _ShardWriter:
             self.place.write(receipt_name(task.name), receipt)
         return receipt
 
-    def _describe(self, task: _Task, stores: Sequence[Store], written: Written) -> Cache:
+    def _describe(self, task: ShardTask, stores: Sequence[Store], written: Written) -> Cache:
         kept = np.zeros(len(task.positions), bool)
         kept[list(written.targets)] = True
         errors = [error for _, error in sorted(written.errors.items())]
@@ -555,7 +555,7 @@ class _ShardWriter:
         columns |= pack_targets(list(written.targets.values()))
         return Cache(place=self.place, manifest=self.manifest, columns=columns)
 
-    def write_all(self, tasks: Sequence[_Task]) -> list[Cache]:
+    def write_all(self, tasks: Sequence[ShardTask]) -> list[Cache]:
         """Write all shards that are not complete.
 
         Raises:
@@ -587,9 +587,9 @@ class _ShardWriter:
                 bar.update(len(shard.columns["kept"]))
         return [complete[task.name] for task in tasks]
 
-    def _complete(self, tasks: Sequence[_Task]) -> dict[str, Cache]:
+    def _complete(self, tasks: Sequence[ShardTask]) -> dict[str, Cache]:
         """Return the shards of tasks that need not be written, by name."""
-        sizes = _file_sizes(self.place)
+        sizes = file_sizes(self.place)
         found = [task for task in tasks if receipt_name(task.name) in sizes]
         asked = [self.place.submit(receipt_name(task.name)) for task in found]
         complete = {}
@@ -603,14 +603,14 @@ class _ShardWriter:
                     complete[task.name] = shard
         return complete
 
-    def _run(self, tasks: Sequence[_Task]) -> Generator[bytes, None, None]:
+    def _run(self, tasks: Sequence[ShardTask]) -> Generator[bytes, None, None]:
         """Write shards, and yield the receipt of each when it is written."""
         workers = ingest_workers(self.options)
         engine = self.options.engine
         one_each = replace(self.options, prepare_workers=1, engine="local")
         alone = replace(self, options=one_each)
         if engine != "local":
-            yield from _run_elsewhere(alone, tasks, engine)
+            yield from run_elsewhere(alone, tasks, engine)
         elif 1 < workers <= len(tasks):
             yield from run_tasks(
                 alone,
@@ -626,15 +626,15 @@ class _ShardWriter:
 # Tasks of a build that run elsewhere
 
 
-def _run_elsewhere(
-    writer: _ShardWriter, tasks: Sequence[_Task], engine: str | Executor
+def run_elsewhere(
+    writer: ShardWriter, tasks: Sequence[ShardTask], engine: str | Executor
 ) -> Iterator[bytes]:
     source = writer.path.source
     if isinstance(source, FileSource):  # a task has the files of its own samples only
         tasks = [task._replace(columns=source.columns_of(task.positions)) for task in tasks]
         no_files = replace(source, **source.columns_of(()))
         writer = replace(writer, path=writer.path._replace(source=no_files))
-    opened: _Submit
+    opened: AbstractContextManager[Callable[[ShardTask], Future[bytes]]]
     if isinstance(engine, Executor):
         packed = _pickled(writer)
         opened = nullcontext(lambda task: engine.submit(_attempt, packed, task))
@@ -651,12 +651,12 @@ def _run_elsewhere(
             wait([future for future in running if not future.cancel()])
 
 
-def _attempt(packed: bytes, task: _Task) -> bytes:
+def _attempt(packed: bytes, task: ShardTask) -> bytes:
     """What an executor runs: its errors are answers, so that all others are the executor's."""
     return attempt(lambda task: pickle.loads(packed)(task), task)
 
 
-def _pickled(writer: _ShardWriter) -> bytes:
+def _pickled(writer: ShardWriter) -> bytes:
     try:
         with options_travel():
             return pickle.dumps(writer)
@@ -669,11 +669,8 @@ def _pickled(writer: _ShardWriter) -> bytes:
         ) from problem
 
 
-_Submit = AbstractContextManager[Callable[[_Task], "Future[bytes]"]]
-
-
 @contextmanager
-def _ray(writer: _ShardWriter) -> Iterator[Callable[[_Task], Future[bytes]]]:
+def _ray(writer: ShardWriter) -> Iterator[Callable[[ShardTask], Future[bytes]]]:
     """Submit tasks to the Ray cluster that this process is connected to, or RAY_ADDRESS has.
 
     Where there is none it starts one here, which ends with it. A task whose node was lost is run
@@ -694,7 +691,7 @@ def _ray(writer: _ShardWriter) -> Iterator[Callable[[_Task], Future[bytes]]]:
             packed = ray.put(ray.cloudpickle.dumps(writer))  # which each node fetches once
         write = ray.remote(num_cpus=1, max_retries=_RAY_RETRIES)(_attempt)
 
-        def submit(task: _Task) -> Future[bytes]:
+        def submit(task: ShardTask) -> Future[bytes]:
             ref = write.remote(packed, task)
             refs.append(ref)
             future: Future[bytes] = ref.future()

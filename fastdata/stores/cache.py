@@ -88,21 +88,21 @@ class Manifest:
             raise ValueError(f"its key does not fit: {self.key}")
 
 
-def _typed(kind: Any, value: Any) -> Any:
+def from_json(kind: Any, value: Any) -> Any:
     """A value of JSON as this type, dataclasses included; some error for any other."""
     origin = typing.get_origin(kind)
     arguments = typing.get_args(kind)
     if kind is Any or value in arguments:  # of a Literal
         return value
     if types.NoneType in arguments:
-        return None if value is None else _typed(arguments[0], value)
+        return None if value is None else from_json(arguments[0], value)
     if origin is tuple:
-        return tuple(_typed(arguments[0], item) for item in value)
+        return tuple(from_json(arguments[0], item) for item in value)
     if origin is dict:
-        return {name: _typed(arguments[1], item) for name, item in value.items()}
+        return {name: from_json(arguments[1], item) for name, item in value.items()}
     if dataclasses.is_dataclass(kind):
         known = typing.get_type_hints(kind)
-        fields = {name: _typed(known[name], value[name]) for name in value.keys() & known.keys()}
+        fields = {name: from_json(known[name], value[name]) for name in value.keys() & known.keys()}
         return typing.cast(Any, kind)(**fields)
     if type(value) is not kind:
         raise ValueError(f"{value!r} is in the place of {getattr(kind, '__name__', kind)}")
@@ -172,7 +172,7 @@ class Cache:
             raise ValueError(
                 f"its format is {document['version']!r}, but this fastdata reads {VERSION}"
             )
-        cache = cls(place=place, manifest=_typed(Manifest, document), columns=columns)
+        cache = cls(place=place, manifest=from_json(Manifest, document), columns=columns)
         cache._check()
         return cache
 
@@ -273,7 +273,7 @@ class Cache:
         count = len(self.kept)
         if self.manifest.layout.target_is_part:
             return np.zeros(count, int)
-        return _unpack_targets(self.columns["targets.json"], self.columns, count)
+        return unpack_targets(self.columns["targets.json"], self.columns, count)
 
     @cached_property
     def located(self) -> list[Columns]:
@@ -512,9 +512,9 @@ def _is_json(value: Any) -> bool:
         return False
 
 
-def _unpack_targets(packed: Any, columns: Columns, count: int) -> Any:
+def unpack_targets(packed: Any, columns: Columns, count: int) -> Any:
     if isinstance(packed, list):
-        places = [as_list(_unpack_targets(place, columns, count)) for place in packed]
+        places = [as_list(unpack_targets(place, columns, count)) for place in packed]
         if not places:
             raise ValueError("targets are tuples of nothing")
         return list(zip(*places, strict=True))

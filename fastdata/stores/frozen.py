@@ -119,7 +119,7 @@ def refuse_draws(source: Source, options: Options) -> None:
     dataset = source.dataset
     steps = list(_own_steps(dataset))
     moves_torch = any(draws_in_vain(step) for _, _, step in steps)
-    found = _what_differs(source, _find_generators(dataset, moves_torch=moves_torch))
+    found = _what_differs(source, find_generators(dataset, moves_torch=moves_torch))
     if not found:
         return
     causes = []
@@ -145,32 +145,32 @@ def _shown(step: Any) -> str:
     return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
 
 
-def _what_differs(source: DatasetSource, generators: Sequence[_Generator]) -> str:
+def _what_differs(source: DatasetSource, generators: Sequence[FoundGenerator]) -> str:
     """Return what differed when items were read again, or which generator moved; else nothing.
 
     Every generator is left in the state that it had.
     """
-    before = [_state_of(each.generator) for each in generators]
+    before = [state_of(each.generator) for each in generators]
     try:
         return _read_again(source, generators)
     except Exception:  # noqa: BLE001  # user code raises anything; preparing names the sample
         return ""
     finally:
         for each, state in zip(generators, before, strict=True):
-            _set_state(each.generator, state)
+            set_state(each.generator, state)
 
 
-def _read_again(source: DatasetSource, generators: Sequence[_Generator]) -> str:
+def _read_again(source: DatasetSource, generators: Sequence[FoundGenerator]) -> str:
     last = len(source) - 1
     first: dict[int, list[str]] = {}
     begun = time.perf_counter()
     for index in sorted({0, last // 2, last}):
         first[index] = _contents(source.read(index))
-        states = _contents(_state_of(each.generator) for each in generators)
+        states = _contents(state_of(each.generator) for each in generators)
         if found := _difference(first, source, index):
             return found
         # A dataset may seed generators by the index: the second read then leaves the same states.
-        after = _contents(_state_of(each.generator) for each in generators)
+        after = _contents(state_of(each.generator) for each in generators)
         for each, one, other in zip(generators, states, after, strict=True):
             if one != other and not each.moves_in_vain:
                 return f"reading its items moves {each.name}"
@@ -217,7 +217,7 @@ _GLOBAL = {
 _ATOMS = (str, bytes, int, float, bool, type(None), np.ndarray, torch.Tensor, types.ModuleType)
 
 
-class _Generator(NamedTuple):
+class FoundGenerator(NamedTuple):
     """A random number generator that a dataset may draw from.
 
     Attributes:
@@ -231,7 +231,7 @@ class _Generator(NamedTuple):
     moves_in_vain: bool
 
 
-def _find_generators(dataset: Any, *, moves_torch: bool) -> list[_Generator]:
+def find_generators(dataset: Any, *, moves_torch: bool) -> list[FoundGenerator]:
     """Return the global generators and those that a dataset can reach.
 
     Args:
@@ -246,7 +246,8 @@ def _find_generators(dataset: Any, *, moves_torch: bool) -> list[_Generator]:
     named = {id(each): (f"a {type(each).__name__} that it holds", each) for each in held}
     named |= {id(each): (name, each) for name, each in _GLOBAL.items()}
     return [
-        _Generator(name, each, moves_in_vain=key in in_vain) for key, (name, each) in named.items()
+        FoundGenerator(name, each, moves_in_vain=key in in_vain)
+        for key, (name, each) in named.items()
     ]
 
 
@@ -266,7 +267,7 @@ def _moved_in_vain(values: Sequence[Any]) -> set[int]:
     return in_vain - for_a_choice
 
 
-def _state_of(generator: Any) -> Any:
+def state_of(generator: Any) -> Any:
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
     if isinstance(generator, random.Random):
@@ -274,7 +275,7 @@ def _state_of(generator: Any) -> Any:
     return generator.get_state()
 
 
-def _set_state(generator: Any, state: Any) -> None:
+def set_state(generator: Any, state: Any) -> None:
     if isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
     elif isinstance(generator, random.Random):

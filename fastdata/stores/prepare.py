@@ -372,7 +372,7 @@ def prepare_storage(
     # Of which every rank has its own.
     known = [getattr(path.source, name, None) for name in ("loader", "dataset", "place")]
     known += [path.prepare, *options.codecs]
-    met = _meet(expected, options, table, known)
+    met = share_with_ranks(expected, options, table, known)
     if isinstance(met, Follower):
         prepared: Prepared = met.value
         warn_of_skipped(prepared.skipped, expected.count)
@@ -382,10 +382,10 @@ def prepare_storage(
         )
         return replace(prepared, storage_plan=plan._replace(reason=reason))
     if met is None:
-        return _prepare(expected, options, table, old)
+        return _store_in_memory(expected, options, table, old)
     with ExitStack() as cleanup:
         cleanup.callback(met.close)
-        prepared = _prepare(expected, replace(options, cores=cores_of_job()), table, old)
+        prepared = _store_in_memory(expected, replace(options, cores=cores_of_job()), table, old)
         if prepared.kept is not None:
             met.tell(prepared, known)
             cleanup.pop_all()
@@ -393,7 +393,7 @@ def prepare_storage(
     return prepared
 
 
-def _prepare(
+def _store_in_memory(
     expected: Forecast,
     options: Options,
     table: SampleTable | None,
@@ -423,7 +423,9 @@ def _prepare(
         log.info("%s", plan.reason)
         trial = next((it for it in trials or () if it.codec == plan.codec), expected.raw)
         try:
-            return _fill(expected, options, table, plan, expected.plan_writers(trial, budget.bytes))
+            return _write(
+                expected, options, table, plan, expected.plan_writers(trial, budget.bytes)
+            )
         except MemoryBudgetError as error:  # samples turned out larger than those looked at
             trials = trials or try_codecs(probe_more(expected.path), options.codec)
             trials = [it for it in trials if it is not trial]
@@ -435,7 +437,7 @@ def _prepare(
             need_bytes = budget.bytes + 1
 
 
-def _fill(
+def _write(
     expected: Forecast,
     options: Options,
     table: SampleTable | None,
@@ -472,7 +474,7 @@ def _fill(
 # With the other ranks of this machine that make the same dataset
 
 
-def _meet(
+def share_with_ranks(
     expected: Forecast, options: Options, table: SampleTable | None, known: Sequence[Any]
 ) -> Leader | Follower | None:
     """Prepare for them, or have it from the one that does; None: each on its own."""
