@@ -356,9 +356,23 @@ def describe_steps(
     for step in steps:
         text = _geometry_text(step) if is_pil else None
         is_pil = text is not None
-        name = getattr(step, "__qualname__", type(step).__qualname__)
-        texts.append(text or name_of(step) or f"{name} {describe_step(step, cache_key)}")
+        texts.append(text or _text_of_known(step) or _text_of_any(step, cache_key))
     return " | ".join(texts)
+
+
+def _text_of_known(step: Any) -> str | None:
+    """Return class and attributes of a step that is known; None where these show an address."""
+    if not known_name(step):
+        return None
+    held = getattr(step, "__dict__", {}).items()
+    shown = {name: it for name, it in held if name[0] != "_" and name != "training"}
+    text = f"{type(step)} {shown or repr(step)}"
+    return None if " at 0x" in text else text
+
+
+def _text_of_any(step: Any, cache_key: str | None) -> str:
+    name = getattr(step, "__qualname__", type(step).__qualname__)
+    return name_of(step) or f"{name} {describe_step(step, cache_key)}"
 
 
 def _geometry_text(step: Any) -> str | None:
