@@ -25,7 +25,7 @@ from typing import Any
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from _processor import processor_facts
-from fastdata.machine import tree_pss_bytes, usable_cores
+from fastdata.machine.limits import tree_pss_bytes, usable_cores
 from fastdata.tools import machine_facts, versions
 from fastdata.tools.bench import write_photos
 

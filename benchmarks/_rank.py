@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset
 
 from fastdata import DataLoader, ImageFolder
-from fastdata.machine import tree_pss_bytes
+from fastdata.machine.limits import tree_pss_bytes
 
 BATCH = 32
 WORKERS = 2

@@ -36,8 +36,9 @@ from _helper import (
     transforms,
     vanilla_loader,
 )
-from fastdata import CachedDataset, ChunkedLoader, DataLoader, ImageFolder, machine
-from fastdata.machine import tree_pss_bytes
+from fastdata import CachedDataset, ChunkedLoader, DataLoader, ImageFolder
+from fastdata.loaders import chunked as chunked_loader
+from fastdata.machine.limits import tree_pss_bytes
 from fastdata.pixels.images import SampleSpec
 
 GIB = 1 << 30
@@ -99,7 +100,7 @@ def serve_from_disk(path: Path, codec: str) -> Any:
 
 def serve_chunked(path: Path, limit_bytes: int, codec: str, *, empties_cache: bool = False) -> Any:
     if empties_cache:  # as where memory is short
-        machine.empties_cache = lambda *_: True  # type: ignore[assignment]
+        chunked_loader.empties_cache = lambda *_: True  # type: ignore[assignment]
     return ChunkedLoader(cached(path, codec), BATCH, memory_limit=limit_bytes)
 
 

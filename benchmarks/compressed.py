@@ -37,7 +37,7 @@ from _helper import (
     vanilla_loader,
 )
 from fastdata import CachedDataset, DataLoader, ImageFolder
-from fastdata.machine import usable_cores
+from fastdata.machine.limits import usable_cores
 from fastdata.pixels import images as planar
 from fastdata.stores import readers
 from fastdata.stores.codecs import JpegCodec, ZstdCodec

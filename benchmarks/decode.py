@@ -31,7 +31,7 @@ from _helper import (
     vanilla_loader,
 )
 from fastdata import DataLoader, ImageFolder
-from fastdata.machine import usable_cores
+from fastdata.machine.limits import usable_cores
 from recipes import BATCH, RECIPES, SIDE_PX, crop_and_flip, last_steps
 
 BARE = "bare simplejpeg, whole images"

@@ -33,7 +33,7 @@ from _helper import (
     transforms,
 )
 from fastdata import CudaPrefetcher
-from fastdata.machine import usable_cores
+from fastdata.machine.limits import usable_cores
 from fastdata.tools.diagnose import TimedLoop, diagnose
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))

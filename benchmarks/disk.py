@@ -30,7 +30,7 @@ from _helper import (
     transforms,
 )
 from fastdata import CachedDataset, ImageFolder
-from fastdata.machine import usable_cores
+from fastdata.machine.limits import usable_cores
 
 START = """
 import sys, time

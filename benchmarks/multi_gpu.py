@@ -42,7 +42,7 @@ from _helper import (
     transforms,
 )
 from fastdata import CudaPrefetcher, DataLoader, ImageFolder
-from fastdata.machine import usable_cores
+from fastdata.machine.limits import usable_cores
 
 SIDE_PX = 112
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)

@@ -39,7 +39,7 @@ from _helper import (
     vanilla_loader,
 )
 from fastdata import DataLoader, ImageFolder
-from fastdata.machine import usable_cores
+from fastdata.machine.limits import usable_cores
 from fastdata.tools.bench import IMAGENET_MEAN, IMAGENET_STD
 
 BATCH = 64

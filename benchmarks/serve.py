@@ -34,7 +34,7 @@ from _helper import (
     vanilla_loader,
 )
 from fastdata import DataLoader, ImageFolder
-from fastdata.machine import tree_pss_bytes, usable_cores
+from fastdata.machine.limits import tree_pss_bytes, usable_cores
 from fastdata.tools.bench import IMAGENET_MEAN, IMAGENET_STD
 
 ROUND_S = 1.0

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 from _helper import datasets, transforms, vanilla_loader
 from fastdata import DataLoader, ImageFolder, collate
-from fastdata.machine import usable_cores
+from fastdata.machine.limits import usable_cores
 
 BATCH = 64
 LAST = {

@@ -42,7 +42,7 @@ from _helper import (
     transforms,
 )
 from fastdata import CudaPrefetcher, DataLoader, ImageFolder
-from fastdata.machine import usable_cores
+from fastdata.machine.limits import usable_cores
 from fastdata.tools.bench import IMAGENET_MEAN, IMAGENET_STD
 
 IS_GPU = torch.cuda.is_available()

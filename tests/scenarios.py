@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torchvision import transforms
 
-from fastdata import CachedDataset, CudaPrefetcher, DataLoader, collate, machine
+from fastdata import CachedDataset, CudaPrefetcher, DataLoader, collate
+from fastdata.machine import limits
 from fastdata.loaders import device as prefetch_device
 from simcuda import Schedule, Sim, SimThread
 
@@ -41,8 +42,8 @@ def run(name: str, seed: int, *, ordered: bool = False) -> list[str]:
     """Run one schedule of a scenario; what was seen to be wrong."""
     sim = Sim(seed, devices=2 if name == "second_device" else 1, ordered=ordered)
     found: list[str] = []
-    available_bytes = machine.available_bytes
-    machine.available_bytes = lambda: machine.Available(bytes=1 << 40, limited_by="the test")
+    available_bytes = limits.available_bytes
+    limits.available_bytes = lambda: limits.Available(bytes=1 << 40, limited_by="the test")
     try:
         with sim.installed(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -51,7 +52,7 @@ def run(name: str, seed: int, *, ordered: bool = False) -> list[str]:
             except Exception as error:  # noqa: BLE001
                 found.append(f"{type(error).__name__}: {error}")
     finally:
-        machine.available_bytes = available_bytes
+        limits.available_bytes = available_bytes
     return found + sim.violations
 
 

@@ -20,12 +20,12 @@ from torch.utils.data import ConcatDataset, IterableDataset, Subset
 from torchvision import transforms
 
 from conftest import FolderMaker
-from fastdata import CachedDataset, ChunkedLoader, DataLoader, FastDataError, ImageFolder, machine
+from fastdata import CachedDataset, ChunkedLoader, DataLoader, FastDataError, ImageFolder
 from fastdata.datasets.reader import BatchRing
 from fastdata.errors import MemoryBudgetError
 from fastdata.loaders.chunked import ResidentChunks
 from fastdata.loaders.samplers import chunked as chunked_order
-from fastdata.machine import CHUNKS_HELD, plan_chunks
+from fastdata.machine import CHUNKS_HELD, limits, plan_chunks
 
 MIB = 1 << 20
 LIMIT = "64GiB"  # far from binding: the machine of a test has less, and chunks are as small as the tests ask for
@@ -322,7 +322,7 @@ def test_workers_are_given_up_where_memory_is_short() -> None:
 def test_a_limit_that_is_too_low_says_what_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error names limit, need and cure, nothing is started, and what is needed is enough."""
     # Measured twice, it differs by what other processes share.
-    monkeypatch.setattr(machine, "tree_pss_bytes", lambda: 500 * MIB)
+    monkeypatch.setattr(limits, "tree_pss_bytes", lambda: 500 * MIB)
     with pytest.raises(
         MemoryBudgetError, match=r"memory_limit=1\.0 MiB .* at least .* Raise memory_limit"
     ) as caught:

@@ -19,7 +19,8 @@ from torch.utils.data import Subset
 from torchvision import transforms
 
 from conftest import FolderMaker, save_image
-from fastdata import CachedDataset, ChunkedLoader, CudaPrefetcher, DataLoader, ImageFolder, machine
+from fastdata import CachedDataset, ChunkedLoader, CudaPrefetcher, DataLoader, ImageFolder
+from fastdata.machine import limits
 from fastdata.errors import SampleError, StoreGoneError
 from fastdata.loaders.samplers import chunked as chunked_order
 from fastdata.machine import ChunkPlan, empties_cache
@@ -338,12 +339,12 @@ def test_many_cores_do_not_take_the_memory_of_chunks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With 64 cores batches ahead take a quarter of what is free, not all of it."""
-    monkeypatch.setattr(machine, "usable_cores", lambda: 64)
+    monkeypatch.setattr(limits, "usable_cores", lambda: 64)
     # Measured, it changes with what other processes share.
-    monkeypatch.setattr(machine, "tree_pss_bytes", lambda: 500 << 20)
+    monkeypatch.setattr(limits, "tree_pss_bytes", lambda: 500 << 20)
     data = [(torch.full((3, 100, 100), i, dtype=torch.uint8), i) for i in range(64)]
     with CachedDataset(data, cache_dir=tmp_path, cache_key="k", prepare_workers=1) as dataset:
-        limit = machine.tree_pss_bytes() + (100 << 20)
+        limit = limits.tree_pss_bytes() + (100 << 20)
         arguments = {
             "batch_size": 32,
             "memory_limit": limit,
@@ -362,7 +363,7 @@ def test_the_order_does_not_follow_memory(tmp_path: Path, monkeypatch: pytest.Mo
     options = {"memory_limit": (500 + 64 + 10) << 20, "chunk_samples": None, "batch_size": 8}
 
     def rank_of(dataset: Any, number: int, in_use_mib: int) -> ChunkedLoader:
-        monkeypatch.setattr(machine, "tree_pss_bytes", lambda: in_use_mib << 20)
+        monkeypatch.setattr(limits, "tree_pss_bytes", lambda: in_use_mib << 20)
         return chunked(dataset, rank=number, world_size=2, mix_chunks=5, **options)
 
     def labels(batches: Any) -> list[int]:
@@ -395,7 +396,7 @@ def test_parts_of_a_chunk_have_room_for_their_pages(
     with CachedDataset(data, cache_dir=tmp_path, cache_key="k") as dataset:
         bytes_each = []
         for limit_mib in (500 + 64 + 10, 1000):
-            monkeypatch.setattr(machine, "tree_pss_bytes", lambda: 500 << 20)
+            monkeypatch.setattr(limits, "tree_pss_bytes", lambda: 500 << 20)
             limit = {"memory_limit": limit_mib << 20, "chunk_samples": None, "batch_size": 8}
             with chunked(dataset, mix_chunks=5, **limit) as loader:
                 bytes_each.append(loader.plan.chunk_bytes / loader.plan.chunk_samples)

@@ -44,7 +44,8 @@ from children import (
     mark_worker,
 )
 from conftest import shown
-from fastdata import CachedDataset, CudaPrefetcher, DataLoader, machine
+from fastdata import CachedDataset, CudaPrefetcher, DataLoader
+from fastdata.machine import limits
 from fastdata.errors import FastDataWarning
 
 INLINE = {"num_workers": 0}
@@ -262,7 +263,7 @@ def test_prefetch_factor(
     engine: dict[str, Any], prefetch_factor: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As many batches are ahead of the user as in torch: prefetch_factor per worker, one more drawn for each taken."""
-    monkeypatch.setattr(machine, "usable_cores", lambda: 2)
+    monkeypatch.setattr(limits, "usable_cores", lambda: 2)
     options = {"prefetch_factor": prefetch_factor} if engine["num_workers"] else {}
 
     def drawn(loader_class: Any, arguments: dict[str, Any]) -> list[int]:

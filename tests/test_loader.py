@@ -34,7 +34,8 @@ from torch.utils.data import DataLoader as TorchLoader
 from torchvision import transforms as v1
 
 from conftest import shown
-from fastdata import CachedDataset, DataLoader, FastDataWarning, Views, collate, machine
+from fastdata import CachedDataset, DataLoader, FastDataWarning, Views, collate
+from fastdata.machine import limits
 from fastdata.datasets.ring import ring_of
 
 AUGMENT = v1.Compose(
@@ -821,7 +822,6 @@ def test_ctrl_c_in_the_loop_leaves_at_once() -> None:
     script = """
         import os, signal, torch
         from fastdata import CachedDataset, DataLoader, FastDataWarning
-        from fastdata import machine
         dataset = CachedDataset([(torch.zeros(3, 64, 64), i) for i in range(500)])
         for images, labels in DataLoader(dataset, batch_size=2, num_workers=2):
             os.kill(os.getpid(), signal.SIGINT)
@@ -867,7 +867,7 @@ def test_auto_leaves_a_core_to_the_training_loop(
     cores: int, ranks: int, asks: dict[str, Any], workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """num_workers="auto" is each rank's share of the cores less one, and 0 only where no argument asks for workers."""
-    monkeypatch.setattr(machine, "usable_cores", lambda: cores)
+    monkeypatch.setattr(limits, "usable_cores", lambda: cores)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     assert DataLoader(range(3), num_workers="auto", workers="thread", **asks).num_workers == workers  # type: ignore[arg-type]
 
@@ -876,7 +876,7 @@ def test_auto_is_a_number_once_the_loader_is_made(
     images: CachedDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The environment is read when a loader is made, and the attribute is what any loader can be made from."""
-    monkeypatch.setattr(machine, "usable_cores", lambda: 12)
+    monkeypatch.setattr(limits, "usable_cores", lambda: 12)
     assert DataLoader(images, num_workers="auto").num_workers == 11
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     loader = DataLoader(images, batch_size=4, num_workers="auto")

@@ -14,23 +14,10 @@ import numpy as np
 import psutil
 import pytest
 
-from fastdata import machine
+from fastdata.machine import limits
 from fastdata.errors import MemoryBudgetError
-from fastdata.machine import (
-    Available,
-    Budget,
-    CodecTrial,
-    StorageReport,
-    available_bytes,
-    budget_bytes,
-    check_device_room,
-    choose_pinning,
-    choose_storage,
-    format_bytes,
-    parse_bytes,
-    tree_pss_bytes,
-    usable_cores,
-)
+from fastdata.machine import Budget, CodecTrial, StorageReport, budget_bytes, check_device_room, choose_pinning, choose_storage, format_bytes, parse_bytes
+from fastdata.machine.limits import Available, available_bytes, tree_pss_bytes, usable_cores
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -45,13 +32,13 @@ def lay_out(root: Path, files: dict[str, str]) -> Path:
 
 @pytest.fixture
 def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(machine, "CGROUP_TABLE", tmp_path / "table")
+    monkeypatch.setattr(limits, "CGROUP_TABLE", tmp_path / "table")
     return tmp_path / "table"
 
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(machine, "CGROUP_ROOT", tmp_path / "cgroup")
+    monkeypatch.setattr(limits, "CGROUP_ROOT", tmp_path / "cgroup")
     return tmp_path / "cgroup"
 
 

@@ -16,8 +16,9 @@ import torch
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, DistributedSampler
 
-from fastdata import CachedDataset, CudaPrefetcher, DataLoader, RingCollate, machine
-from fastdata.machine import Available
+from fastdata import CachedDataset, CudaPrefetcher, DataLoader, RingCollate
+from fastdata.machine import RESERVE_SHARE, limits
+from fastdata.machine.limits import Available
 from simcuda import Sim
 
 CUDA = torch.device("cuda", 0)
@@ -150,9 +151,9 @@ def test_a_ring_that_may_not_be_pinned_whole_is_copied(
     """
     batch_bytes = 512  # 8 images of 60 bytes
     for room, in_place_bytes in ((40 * batch_bytes, 23 * 60), (5 * batch_bytes, 0)):
-        free = math.ceil(8 * room / (1 - machine.RESERVE_SHARE))
+        free = math.ceil(8 * room / (1 - RESERVE_SHARE))
         monkeypatch.setattr(
-            machine, "available_bytes", lambda free=free: Available(bytes=free, limited_by="cgroup")
+            limits, "available_bytes", lambda free=free: Available(bytes=free, limited_by="cgroup")
         )
         batches = on_device(DataLoader(dataset, batch_size=8, num_workers=4))
         assert values(batches) == in_batches(23, 8)

@@ -22,7 +22,8 @@ import psutil
 import pytest
 from PIL import Image
 
-from fastdata import CachedDataset, FastDataWarning, ImageFolder, machine
+from fastdata import CachedDataset, FastDataWarning, ImageFolder
+from fastdata.machine import limits
 from fastdata.errors import CacheError, FastDataError, IngestError, MemoryBudgetError, SampleError
 from fastdata.pixels.images import SampleSpec
 from fastdata.stores.writers import Writer, WriterPlan
@@ -419,7 +420,7 @@ def test_room_that_another_process_has_reserved_is_not_asked_for_again(
         other = Writer(writer.plan, theirs, writer.index)
         other.write(0, np.ones(3 << 20, np.uint8), "array")
     free = {"bytes": 2 << 20}
-    monkeypatch.setattr(machine, "available_bytes", lambda: machine.Available(free["bytes"], "x"))
+    monkeypatch.setattr(limits, "available_bytes", lambda: limits.Available(free["bytes"], "x"))
     monkeypatch.setattr("fastdata.stores.readers.free_bytes", lambda folder: free["bytes"])
     writer.write(1, np.full(3 << 19, 2, np.uint8), "array")
     free["bytes"] = 0

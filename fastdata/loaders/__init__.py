@@ -26,7 +26,6 @@ from torch.utils.data import (
 from torch.utils.data import dataloader as torch_loader
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
-from fastdata import machine
 from fastdata.datasets.batch import ChannelsLast, Collate, collate
 from fastdata.datasets.dataset import PreparedDataset, latest_reader, own_reader, samples_of
 from fastdata.datasets.reader import BatchRing
@@ -49,7 +48,7 @@ from fastdata.loaders.epochs import (
 )
 from fastdata.loaders.order import Epochs, SamplerChain, length_of
 from fastdata.loaders.samplers import RankSampler, State, Uneven
-from fastdata.machine import PinningPlan, budget_bytes, choose_pinning
+from fastdata.machine import PinningPlan, budget_bytes, choose_pinning, limits
 from fastdata.machine.processes import find_rank, local_ranks
 from fastdata.pixels.describe import may_draw
 from fastdata.pixels.images import jpeg_obstacle
@@ -301,7 +300,7 @@ def _worker_count(num_workers: int | str, least: int) -> int:
         return num_workers
     if num_workers != "auto":
         raise ValueError(f"num_workers={num_workers!r} is neither a number nor 'auto'")
-    return max(least, machine.usable_cores() // local_ranks() - 1)
+    return max(least, limits.usable_cores() // local_ranks() - 1)
 
 
 def _share(dataset: Any, shuffle: bool, drop_last: bool, distributed: Distributed) -> RankSampler:
@@ -566,7 +565,7 @@ def choose_engine(loader: DataLoader[Any], served: LoaderView, workers: str) -> 
         return Engine("thread", f"{path}, read at exit, when no thread can be started", 0)
     # Samples one by one by more threads than cores, which read ahead where reading waits for a
     # disk or a network.
-    threads = min(count, machine.usable_cores()) if is_whole else count
+    threads = min(count, limits.usable_cores()) if is_whole else count
     return Engine("thread", f"{path}, read by {counted(threads, 'thread')}", threads)
 
 
@@ -604,7 +603,7 @@ def plan_pinning(loader: DataLoader[Any], reader: AnyReader | None) -> PinningPl
         under_way = max(1, loader.num_workers * (loader.prefetch_factor or 0)) + 1
         pinned_bytes = sample_bytes * loader.batch_size * under_way
     has_accelerator = torch.cuda.is_available() or torch.xpu.is_available()
-    budget = budget_bytes(machine.available_bytes())
+    budget = budget_bytes(limits.available_bytes())
     return choose_pinning(pinned_bytes, budget, has_accelerator=has_accelerator)
 
 

@@ -18,14 +18,13 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, IterableDataset
 
-from fastdata import machine
 from fastdata.datasets.dataset import PreparedDataset, latest_reader
 from fastdata.datasets.reader import BatchRing
 from fastdata.errors import FastDataError
 from fastdata.loaders import DataLoader
 from fastdata.loaders.epochs import HELD_BY_USER, Counted, LoaderView
 from fastdata.loaders.samplers import Int64s, Order, RankSampler, chunked
-from fastdata.machine import CHUNKS_HELD, ENOUGH_BATCHES, ChunkPlan
+from fastdata.machine import CHUNKS_HELD, ENOUGH_BATCHES, PROCESS_BYTES, ChunkPlan, empties_cache, limits, parse_bytes, plan_chunks
 from fastdata.machine.processes import find_rank, local_ranks
 from fastdata.report import EpochReport
 from fastdata.stores.mirror import FETCH_BYTES, MirroredStore
@@ -351,8 +350,8 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
         hold = None
         if stores:
             disk_bytes = sum(store.size_bytes for store in stores)
-            free_bytes = machine.available_bytes().bytes
-            self._empties_cache = machine.empties_cache(disk_bytes, free_bytes, self.plan)
+            free_bytes = limits.available_bytes().bytes
+            self._empties_cache = empties_cache(disk_bytes, free_bytes, self.plan)
             hold = partial(
                 ResidentChunks,
                 locate=self._disk.locate,
@@ -419,20 +418,20 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
         reader = self._view.reader()
         served_bytes = None if reader is None else reader.served_bytes
         batch_bytes = (served_bytes or _SAMPLE_BYTES) * self.batch_size
-        in_use_bytes = machine.tree_pss_bytes()
-        share_bytes = machine.available_bytes().bytes // local_ranks() + in_use_bytes
-        most_workers = num_workers or machine.usable_cores()
+        in_use_bytes = limits.tree_pss_bytes()
+        share_bytes = limits.available_bytes().bytes // local_ranks() + in_use_bytes
+        most_workers = num_workers or limits.usable_cores()
         worker_bytes = 0
         if served_bytes is None:  # samples come one by one
             if disk.stores:
                 most_workers = 1
             else:
-                worker_bytes = machine.PROCESS_BYTES
+                worker_bytes = PROCESS_BYTES
         fixed_bytes = _ORDER_BYTES * len(self.dataset) + (1 + HELD_BY_USER) * batch_bytes
         fixed_bytes += CHUNKS_HELD * (pieces * disk.edges_bytes + FETCH_BYTES * len(disk.mirrors))
         plan = partial(
-            machine.plan_chunks,
-            machine.parse_bytes(memory_limit, of=share_bytes),
+            plan_chunks,
+            parse_bytes(memory_limit, of=share_bytes),
             in_use_bytes=in_use_bytes,
             fixed_bytes=fixed_bytes,
             batch_bytes=batch_bytes,

@@ -25,7 +25,6 @@ import numpy.typing as npt
 import torch
 import torch.cuda
 
-from fastdata import machine
 from fastdata.datasets.batch import (
     IndexBatch,
     is_container,
@@ -40,7 +39,7 @@ from fastdata.datasets.samples import ReaderHandle
 from fastdata.errors import DeviceError, kind_of
 from fastdata.loaders import DataLoader
 from fastdata.loaders.epochs import JoinedReader, LoaderView
-from fastdata.machine import budget_bytes, check_device_room, choose_pinning, format_bytes
+from fastdata.machine import budget_bytes, check_device_room, choose_pinning, format_bytes, limits
 from fastdata.pixels import TransformPlan
 from fastdata.pixels.core import Int64s, Shape
 from fastdata.pixels.images import SampleSpec
@@ -139,7 +138,7 @@ class PinnedMemory:
         need_bytes = self.ring_slots * allocated_bytes(size_bytes)
         is_allowed = need_bytes <= self.ring_bytes
         if not is_allowed:
-            budget = budget_bytes(machine.available_bytes())
+            budget = budget_bytes(limits.available_bytes())
             plan = choose_pinning(need_bytes, budget, has_accelerator=True)
             is_allowed = plan.pin
             self._ring = f"ring {plan.reason}"

@@ -37,8 +37,8 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from fastdata import machine
 from fastdata.errors import MemoryBudgetError, StoreGoneError
+from fastdata.machine import format_bytes, is_running, limits
 
 if sys.platform != "win32":
     import fcntl
@@ -127,9 +127,9 @@ class Block:
         """
         if size_bytes < _ASKED_FOR_BYTES:  # to ask takes longer than to reserve that
             return
-        available = machine.available_bytes()
+        available = limits.available_bytes()
         if size_bytes > available.bytes:
-            free = machine.format_bytes(available.bytes)
+            free = format_bytes(available.bytes)
             raise _refusal(size_bytes, f": {free} is free ({available.limited_by})")
 
     def _named(self, problem: OSError, size_bytes: int) -> Exception:
@@ -247,7 +247,7 @@ class Block:
 
 def _why_gone(pid: int, error: OSError | None = None) -> str:
     """Say why a block of process ``pid`` cannot be opened, and what to do."""
-    if not machine.is_running(pid):
+    if not is_running(pid):
         why = f"process {pid}, which held the prepared samples, has ended"
     elif error is None or isinstance(error, FileNotFoundError):
         why = (
@@ -282,7 +282,7 @@ def _open_temporary() -> tuple[int, Path]:
     folder = Path(tempfile.gettempdir())
     for stale in folder.glob(f"{_FILE_PREFIX}*"):
         pid = stale.name.removeprefix(_FILE_PREFIX).partition("-")[0]
-        if pid.isdigit() and not machine.is_running(int(pid)):
+        if pid.isdigit() and not is_running(int(pid)):
             with contextlib.suppress(OSError):
                 stale.unlink()
     fd, path = tempfile.mkstemp(prefix=f"{_FILE_PREFIX}{os.getpid()}-")
@@ -291,7 +291,7 @@ def _open_temporary() -> tuple[int, Path]:
 
 def _refusal(size_bytes: int, why: str) -> MemoryBudgetError:
     return MemoryBudgetError(
-        f"{machine.format_bytes(size_bytes)} of shared memory cannot be reserved{why}. "
+        f"{format_bytes(size_bytes)} of shared memory cannot be reserved{why}. "
         "Use storage='none', a smaller resize=, or free some memory."
     )
 

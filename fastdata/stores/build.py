@@ -51,7 +51,8 @@ from fastdata.errors import (
     local_path,
     with_retries,
 )
-from fastdata.machine import CodecTrial, fitting, parse_bytes, usable_cores
+from fastdata.machine import CodecTrial, fitting, parse_bytes
+from fastdata.machine.limits import usable_cores
 from fastdata.machine.processes import attempt, run_tasks, settle
 from fastdata.machine.shared import Packed, SampleTable
 from fastdata.pixels import describe_steps

@@ -30,7 +30,6 @@ from typing import (
 
 import numpy as np
 
-from fastdata import machine
 from fastdata.errors import AnyPath, MemoryBudgetError, SampleError
 from fastdata.machine import (
     Budget,
@@ -39,6 +38,7 @@ from fastdata.machine import (
     StorageReport,
     budget_bytes,
     choose_storage,
+    limits,
     would_fit,
 )
 from fastdata.machine.processes import (
@@ -529,7 +529,7 @@ def _describe(dataset: Any, cache_key: str | None) -> str:
 
 def _budget(options: Options, *, is_shared: bool) -> Budget:
     return budget_bytes(
-        machine.available_bytes(), options.memory_limit, ranks=1 if is_shared else local_ranks()
+        limits.available_bytes(), options.memory_limit, ranks=1 if is_shared else local_ranks()
     )
 
 

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from fastdata import machine
 from fastdata.errors import (
     CacheError,
     IngestError,
@@ -28,7 +27,7 @@ from fastdata.errors import (
     SampleError,
     sample_error,
 )
-from fastdata.machine import format_bytes
+from fastdata.machine import format_bytes, limits
 from fastdata.machine.processes import run_tasks
 from fastdata.machine.shared import ArrayBlock, Block
 from fastdata.pixels import Step, core, plan_transform, split_upright
@@ -588,7 +587,7 @@ def ingest(
 
 def ingest_workers(options: Options) -> int:
     if options.prepare_workers is None:
-        return machine.usable_cores(len(options.cores) or None)
+        return limits.usable_cores(len(options.cores) or None)
     return options.prepare_workers
 
 

@@ -28,7 +28,7 @@ from torch.utils.data import RandomSampler
 from fastdata.datasets.dataset import PreparedDataset, storage_of
 from fastdata.errors import AnyPath, refuse_remote
 from fastdata.loaders.epochs import sample_count
-from fastdata.machine import available_bytes, cpu_model, usable_cores
+from fastdata.machine.limits import available_bytes, cpu_model, usable_cores
 from fastdata.machine.processes import attempt_job, forked, settle
 
 _T = TypeVar("_T")

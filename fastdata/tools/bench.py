@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 from fastdata.datasets.public import ImageFolder
 from fastdata.loaders import DataLoader
-from fastdata.machine import cpu_model, usable_cores
+from fastdata.machine.limits import cpu_model, usable_cores
 from fastdata.report import Line, as_text
 from fastdata.tools import (
     add_json,

@@ -19,7 +19,8 @@ from pathlib import Path
 
 import torch
 
-from fastdata.machine import available_bytes, budget_bytes, format_bytes, usable_cores
+from fastdata.machine import budget_bytes, format_bytes
+from fastdata.machine.limits import available_bytes, usable_cores
 from fastdata.machine.shared import Block
 from fastdata.pixels.core import obstacle as core_obstacle
 from fastdata.pixels.images import jpeg_obstacle
