@@ -270,7 +270,7 @@ def test_an_array_block_gives_back_its_arrays() -> None:
         "c": np.ones((2, 2), np.uint8),
     }
     with (
-        closing(ArrayBlock(arrays)) as block,
+        closing(ArrayBlock.of(arrays)) as block,
         closing(pickle.loads(pickle.dumps(block))) as attached,
     ):
         assert list(attached) == ["a", "b", "c"]

@@ -216,7 +216,7 @@ class DatasetSamples:
     def set_epoch(self, epoch: int) -> None:
         self.handle()
         if self.epoch is None:
-            self.epoch = ArrayBlock({"epoch": np.zeros(1, np.int64)}, seal=False)
+            self.epoch = ArrayBlock.of({"epoch": np.zeros(1, np.int64)}, seal=False)
         self.epoch["epoch"][0] = epoch
 
     def close(self) -> None:
@@ -298,7 +298,7 @@ class DatasetSamples:
         other = object.__new__(type(self))
         vars(other).update(vars(self))
         other._begin()
-        other.epoch = self.epoch and ArrayBlock(self.epoch, seal=False)
+        other.epoch = self.epoch and ArrayBlock.of(self.epoch, seal=False)
         return other
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DatasetSamples:

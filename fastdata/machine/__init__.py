@@ -14,6 +14,7 @@ from fastdata.errors import MemoryBudgetError
 from fastdata.machine.limits import Available
 from fastdata.report import Line, Report
 
+
 def user_cache() -> Path:
     """The folder for what fastdata keeps of its own accord; it need not be there."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastdata"

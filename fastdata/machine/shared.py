@@ -104,39 +104,18 @@ class Block:
         as ``write`` needs it, and those who write do not wait for all of it.
         """
         more_bytes = size_bytes - self.reserved_bytes()
-        self._ask_for(more_bytes)
-        try:
+        _check_available(more_bytes)
+        with _refusing(more_bytes):
             if at_once and hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(self.fd, 0, size_bytes)
             else:
                 os.ftruncate(self.fd, size_bytes)
-        except OSError as problem:
-            raise self._named(problem, more_bytes) from None
         self.size_bytes = size_bytes
         self._map = None
 
     def reserved_bytes(self) -> int:
         """The size as it is now, after other processes may have changed it."""
         return os.fstat(self.fd).st_size
-
-    def _ask_for(self, size_bytes: int) -> None:
-        """Refuse what the machine does not have.
-
-        A memfd has no limit of its own: asked for more than there is, the kernel would fill the
-        machine and then kill.
-        """
-        if size_bytes < _ASKED_FOR_BYTES:  # to ask takes longer than to reserve that
-            return
-        available = limits.available_bytes()
-        if size_bytes > available.bytes:
-            free = format_bytes(available.bytes)
-            raise _refusal(size_bytes, f": {free} is free ({available.limited_by})")
-
-    def _named(self, problem: OSError, size_bytes: int) -> Exception:
-        """What to raise, which says it where there is no room left."""
-        if problem.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
-            return problem
-        return _refusal(size_bytes, f" ({problem.strerror})")
 
     def write(self, offset: int, data: np.ndarray) -> None:
         """Copy a C-contiguous array to byte ``offset``.
@@ -151,13 +130,11 @@ class Block:
         if not hasattr(os, "pwrite"):
             self.array("uint8", (rest.nbytes,), offset)[:] = rest
             return
-        try:
+        with _refusing(rest.nbytes):
             while rest.nbytes:
                 written = os.pwrite(self.fd, rest, offset)
                 rest = rest[written:]
                 offset += written
-        except OSError as problem:
-            raise self._named(problem, rest.nbytes) from None
 
     def array(self, dtype: str, shape: tuple[int, ...], offset: int = 0) -> np.ndarray:
         """View memory from byte ``offset`` on: no copy; read-only once the block is sealed."""
@@ -165,10 +142,8 @@ class Block:
             if not self._close.alive:
                 raise StoreGoneError("the dataset was closed; create it again to read from it")
             how = _READ_ONLY if self.is_sealed else {"access": mmap.ACCESS_WRITE}
-            try:
+            with _refusing(self.size_bytes):  # a limit of address space
                 self._map = mmap.mmap(self.fd, self.size_bytes, **how)
-            except OSError as problem:  # a limit of address space
-                raise self._named(problem, self.size_bytes) from None
         return np.frombuffer(self._map, dtype, math.prod(shape), offset).reshape(shape)
 
     def seal(self) -> None:
@@ -289,6 +264,31 @@ def _open_temporary() -> tuple[int, Path]:
     return fd, Path(path)
 
 
+def _check_available(size_bytes: int) -> None:
+    """Refuse to reserve more than the machine has.
+
+    A memfd has no limit of its own: asked for more than there is, the kernel would fill the machine
+    and then kill.
+    """
+    if size_bytes < _ASKED_FOR_BYTES:  # to ask takes longer than to reserve that
+        return
+    available = limits.available_bytes()
+    if size_bytes > available.bytes:
+        free = format_bytes(available.bytes)
+        raise _refusal(size_bytes, f": {free} is free ({available.limited_by})")
+
+
+@contextlib.contextmanager
+def _refusing(size_bytes: int) -> Iterator[None]:
+    """Raise a MemoryBudgetError if the system has no room for so many bytes."""
+    try:
+        yield
+    except OSError as problem:
+        if problem.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+            raise
+        raise _refusal(size_bytes, f" ({problem.strerror})") from None
+
+
 def _refusal(size_bytes: int, why: str) -> MemoryBudgetError:
     return MemoryBudgetError(
         f"{format_bytes(size_bytes)} of shared memory cannot be reserved{why}. "
@@ -309,9 +309,19 @@ def _change_lock(fd: int, kind: int, start: int, size: int) -> None:
 
 
 class ArrayBlock(dict[str, np.ndarray]):
-    """Named arrays in one block, sealed unless told; pickles as a handle."""
+    """Named arrays in one block; pickles as a handle."""
 
-    def __init__(self, arrays: Mapping[str, np.ndarray], *, seal: bool = True) -> None:
+    def __init__(self, block: Block, layout: list[_Field]) -> None:
+        super().__init__()
+        self.block = block
+        self._layout = layout
+        data = block.array("uint8", (block.size_bytes,)).data
+        for name, dtype, shape, start in layout:
+            self[name] = np.ndarray(shape, dtype, data, start)
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, np.ndarray], *, seal: bool = True) -> ArrayBlock:
+        """Copy arrays into a new block, which is read-only then if it is sealed."""
         layout = []
         end = 0
         for name, array in arrays.items():
@@ -322,16 +332,10 @@ class ArrayBlock(dict[str, np.ndarray]):
             block.write(start, np.ascontiguousarray(arrays[name]))
         if seal:
             block.seal()
-        self.__setstate__((block, layout))
-
-    def __setstate__(self, opened: tuple[Block, list[_Field]]) -> None:
-        self.block, self._layout = opened
-        data = self.block.array("uint8", (self.block.size_bytes,)).data
-        for name, dtype, shape, start in self._layout:
-            self[name] = np.ndarray(shape, dtype, data, start)
+        return cls(block, layout)
 
     def __reduce__(self) -> Any:
-        return ArrayBlock.__new__, (ArrayBlock,), (self.block, self._layout)
+        return ArrayBlock, (self.block, self._layout)
 
     def close(self) -> None:
         """Give back the block; arrays handed out stay valid. Idempotent."""
@@ -468,7 +472,7 @@ class SampleTable:
             columns["classes"] = np.frombuffer(json.dumps(dict(class_to_idx)).encode(), np.uint8)
         if facts is not None:
             columns["facts"] = np.array(facts, np.int64).reshape(-1, 2)
-        self.columns = ArrayBlock(columns)
+        self.columns = ArrayBlock.of(columns)
 
     def __len__(self) -> int:
         return self._length

@@ -333,7 +333,7 @@ class Cache:
             DiskFile.open(Path(self.place.url, name), size) for name, size in sizes.items()
         )
         located = {**located, "checked": np.zeros(len(self.kept), np.uint8)}
-        return DiskStore(files, spec, ArrayBlock(located, seal=False), decoder)
+        return DiskStore(files, spec, ArrayBlock.of(located, seal=False), decoder)
 
     def serve(
         self,

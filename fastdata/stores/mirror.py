@@ -131,7 +131,7 @@ class MirroredStore(DiskStore):
         folder = private_folder(local_cache / f"{_FOLDER}{digest[:16]}")
         kept_bytes = sum(each_bytes for _, each_bytes, _ in _list_segments(local_cache))
         limit_bytes = parse_bytes(_SHARE, of=free_bytes(local_cache) + kept_bytes)
-        segments = ArrayBlock(_in_segments(index, spec, sum(sizes.values())))
+        segments = ArrayBlock.of(_in_segments(index, spec, sum(sizes.values())))
         return cls(place, list(sizes), spec, segments, decoder, folder, limit_bytes)
 
     def ensure(self, index_B: Array) -> None:

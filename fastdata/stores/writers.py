@@ -357,7 +357,7 @@ class Writer:
             index["sums"] = np.zeros(length, np.uint32)
             file = DiskFile.reserve(plan.path, size_bytes)
         file.write(0, np.frombuffer(head.getvalue(), np.uint8))
-        return cls(plan, file, ArrayBlock(index, seal=False))
+        return cls(plan, file, ArrayBlock.of(index, seal=False))
 
     def write(self, row: int, array: Array, form: Form, shape: Shape | None = None) -> None:
         """Store a sample, as it is or encoded; of a file that is kept ``shape`` may be known.
@@ -427,7 +427,7 @@ class Writer:
             used_bytes = self.index.pop(_USED).item()
             self.file.resize(max(used_bytes, 1))  # nothing cannot be mapped
         self.file.seal()
-        index = ArrayBlock({name: column[rows] for name, column in self.index.items()})
+        index = ArrayBlock.of({name: column[rows] for name, column in self.index.items()})
         self.index.close()
         return Store((self.file,), self.plan.spec, index, self.plan.coder)
 
