@@ -21,7 +21,8 @@ import torch
 
 from _helper import Row, in_turns, parser, print_rows, save_rows, transforms
 from fastdata import plan_transform
-from fastdata.loaders.device import Window, _to_floats, window_obstacle
+from fastdata.loaders.device import ToFloats
+from fastdata.loaders.resident import Window, window_obstacle
 from fastdata.pixels.images import SampleSpec
 from fastdata.pixels.program import Program
 from fastdata.tools.bench import IMAGENET_MEAN, IMAGENET_STD
@@ -85,7 +86,7 @@ def section(title: str, steps: list[Any], samples: Samples, rounds: int) -> list
     window = Window(program, samples.store)
     draws = [window.draw(index_B, 0, SEED).to(samples.device) for index_B in samples.index]
     served = window.cut(samples.index_on_device[0], draws[0])
-    convert = _to_floats(cast) if cast else None
+    convert = ToFloats(cast) if cast else None
     # Each pixel served is read once as uint8 and written once.
     size_bytes = served.numel() * (5 if cast else 1 + 1)
 

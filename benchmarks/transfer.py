@@ -27,7 +27,7 @@ import torch
 
 from _helper import Row, in_turns, print_rows, save_rows, transforms
 from fastdata import CachedDataset, CudaPrefetcher, DataLoader, plan_transform
-from fastdata.loaders.device import _to_floats
+from fastdata.loaders.device import ToFloats
 from fastdata.tools.bench import IMAGENET_MEAN, IMAGENET_STD
 
 MIB = 1 << 20
@@ -46,7 +46,7 @@ FLIP_AND_FLOATS = [
 def conversion_of(steps: list[Any]) -> Callable[[torch.Tensor], torch.Tensor]:
     """What a prefetcher does to uint8 batches of these steps."""
     plan = plan_transform(transforms.Compose(steps), form="tensor")
-    return _to_floats(plan.batch_ops[-1])
+    return ToFloats(plan.batch_ops[-1])
 
 
 DEVICE_WORK: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[torch.Tensor], int]]] = {

@@ -18,8 +18,8 @@ import torch
 from torchvision import transforms
 
 from fastdata import CachedDataset, CudaPrefetcher, DataLoader, collate
+from fastdata.loaders import pinned, resident
 from fastdata.machine import limits
-from fastdata.loaders import device as prefetch_device
 from simcuda import Schedule, Sim, SimThread
 
 __all__ = ["SCENARIOS", "forget", "prepare", "run"]
@@ -279,14 +279,14 @@ def ops_on_the_device(sim: Sim) -> None:
 @scenario
 def store_on_the_device(sim: Sim) -> None:
     """The samples lie on the device, copied there in chunks, once."""
-    before, prefetch_device.CHUNK_BYTES = (
-        prefetch_device.CHUNK_BYTES,
+    before, resident.CHUNK_BYTES = (
+        resident.CHUNK_BYTES,
         144 * rng(sim).choice((1, 7, 100)),
     )
     try:
         ours(sim, "device", "crop", "auto", epochs=2)
     finally:
-        prefetch_device.CHUNK_BYTES = before
+        resident.CHUNK_BYTES = before
     if sum(sim.sent) > 16 * 144 + 2500:  # and where windows lie, in each epoch
         sim.violation(f"the store was sent more than once: {sum(sim.sent)} bytes")
 
@@ -297,8 +297,8 @@ def store_and_streams(sim: Sim) -> None:
     loader, right = loader_of("device", "crop", 0), expected_of("crop")
     streams = [torch.cuda.Stream() for _ in range(2)]
     made = []
-    before, prefetch_device.GROUP_BYTES = (
-        prefetch_device.GROUP_BYTES,
+    before, resident.GROUP_BYTES = (
+        resident.GROUP_BYTES,
         4 * 105 * 4 * rng(sim).choice((0, 1, 100)),
     )
     try:
@@ -315,7 +315,7 @@ def store_and_streams(sim: Sim) -> None:
                 del taking
             torch.full((16, 3, 8, 6), 255, dtype=torch.uint8, device=torch.device("cuda"))
     finally:
-        prefetch_device.GROUP_BYTES = before
+        resident.GROUP_BYTES = before
     check(made, right * 2)
 
 
@@ -584,19 +584,19 @@ def capture_beside_loader_threads(sim: Sim) -> None:
     right, loader = expected_of("none"), loader_of("shared", "none", 2)
     loader.set_epoch(2)
     gate, came, first = threading.Event(), threading.Semaphore(0), threading.Semaphore(2)
-    allocate = prefetch_device.PinnedMemory.allocate
+    allocate = pinned.PinnedMemory.allocate
 
-    def late(pinned: prefetch_device.PinnedMemory, size_bytes: int) -> Any:
+    def late(memory: pinned.PinnedMemory, size_bytes: int) -> Any:
         is_late = not sim.scheduler.is_known() and not first.acquire(blocking=False)
         if is_late:
             gate.wait(0.05)  # the prefetcher's thread may be the one that waits for this slot
         try:
-            return allocate(pinned, size_bytes)
+            return allocate(memory, size_bytes)
         finally:
             if is_late:
                 came.release()
 
-    prefetch_device.PinnedMemory.allocate = late  # type: ignore[method-assign]
+    pinned.PinnedMemory.allocate = late  # type: ignore[method-assign]
     made = []
     try:
         with prefetcher(sim, loader) as batches:
@@ -612,7 +612,7 @@ def capture_beside_loader_threads(sim: Sim) -> None:
             check(made, right)
     finally:
         gate.set()
-        prefetch_device.PinnedMemory.allocate = allocate  # type: ignore[method-assign]
+        pinned.PinnedMemory.allocate = allocate  # type: ignore[method-assign]
 
 
 # Ends

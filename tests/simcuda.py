@@ -1026,7 +1026,7 @@ class Sim:
     def installed(self) -> Iterator[Sim]:
         """Let torch.cuda, and in a schedule the prefetcher's threads and queues, be the simulation's."""
         from fastdata.datasets.reader import BatchRing
-        from fastdata.loaders import device, prefetch
+        from fastdata.loaders import pinned, transfer
 
         saved: list[tuple[Any, str, Any]] = []
 
@@ -1100,11 +1100,11 @@ class Sim:
         )
         put(torch, empty=any_empty, empty_like=any_like)
         put(BatchRing, lease=overwriting)
-        put(device, ctypes=loaded)
-        put(prefetch, threading=threads)
+        put(pinned, ctypes=loaded)
+        put(transfer, threading=threads)
         is_scheduled = isinstance(self.scheduler, Schedule)
         if is_scheduled:
-            put(prefetch, SimpleQueue=SimQueue)
+            put(transfer, SimpleQueue=SimQueue)
         was_enabled = is_scheduled and gc.isenabled()
         if was_enabled:
             gc.disable()  # nobody is interrupted by finalisers but where the last reference dies

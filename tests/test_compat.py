@@ -45,8 +45,8 @@ from children import (
 )
 from conftest import shown
 from fastdata import CachedDataset, CudaPrefetcher, DataLoader
-from fastdata.machine import limits
 from fastdata.errors import FastDataWarning
+from fastdata.machine import limits
 
 INLINE = {"num_workers": 0}
 THREADS = {"num_workers": 2, "workers": "thread"}

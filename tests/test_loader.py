@@ -35,8 +35,8 @@ from torchvision import transforms as v1
 
 from conftest import shown
 from fastdata import CachedDataset, DataLoader, FastDataWarning, Views, collate
-from fastdata.machine import limits
 from fastdata.datasets.ring import ring_of
+from fastdata.machine import limits
 
 AUGMENT = v1.Compose(
     [v1.RandomCrop((4, 3)), v1.RandomHorizontalFlip(), v1.ConvertImageDtype(torch.float32)]

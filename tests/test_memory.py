@@ -14,9 +14,19 @@ import numpy as np
 import psutil
 import pytest
 
-from fastdata.machine import limits
 from fastdata.errors import MemoryBudgetError
-from fastdata.machine import Budget, CodecTrial, StorageReport, budget_bytes, check_device_room, choose_pinning, choose_storage, format_bytes, parse_bytes
+from fastdata.machine import (
+    Budget,
+    CodecTrial,
+    StorageReport,
+    budget_bytes,
+    check_device_room,
+    choose_pinning,
+    choose_storage,
+    format_bytes,
+    limits,
+    parse_bytes,
+)
 from fastdata.machine.limits import Available, available_bytes, tree_pss_bytes, usable_cores
 
 MIB, GIB = 1 << 20, 1 << 30

@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from fastdata import CudaPrefetcher, FastDataWarning
-from fastdata.loaders import device
+from fastdata.loaders import pinned
 from simcuda import Sim, SimThread
 
 CUDA = torch.device("cuda", 0)
@@ -180,7 +180,7 @@ def test_a_runtime_that_cannot_be_told_of_captures_is_logged(
     gpu: Sim, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Where CUDA's function is not found, the log says what to do, and batches come all the same."""
-    monkeypatch.setattr(device, "ctypes", types.SimpleNamespace(CDLL=lambda name: None))
+    monkeypatch.setattr(pinned, "ctypes", types.SimpleNamespace(CDLL=lambda name: None))
     with caplog.at_level("INFO", logger="fastdata"):
         assert len(list(on_device(Loader(3)))) == 3
     (message,) = caplog.messages

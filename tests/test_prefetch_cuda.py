@@ -20,7 +20,7 @@ from torchvision.transforms import v2
 
 from fastdata import CachedDataset, CudaPrefetcher, DataLoader
 from fastdata.errors import DeviceError, FastDataWarning, MemoryBudgetError
-from fastdata.loaders import device as prefetch_device
+from fastdata.loaders import resident
 
 pytestmark = pytest.mark.cuda
 
@@ -493,7 +493,7 @@ def test_a_slow_kernel_sees_what_batch_ops_made(storage: Any) -> None:
 
 def test_a_store_on_the_gpu_is_copied_once_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """In many chunks; its memory is there while the prefetcher is, and gone after ``close``."""
-    monkeypatch.setattr(prefetch_device, "CHUNK_BYTES", 10 * 3 * 64 * 48)
+    monkeypatch.setattr(resident, "CHUNK_BYTES", 10 * 3 * 64 * 48)
     store_bytes = 96 * 3 * 64 * 48
     with noisy("device", CROP) as dataset:
         gc.collect()

@@ -27,7 +27,7 @@ from fastdata import (
     collate,
 )
 from fastdata.errors import MemoryBudgetError
-from fastdata.loaders import device as prefetch_device
+from fastdata.loaders import resident
 from simcuda import Sim
 
 CUDA = torch.device("cuda", 0)
@@ -585,7 +585,7 @@ def mirrored(**options: Any) -> CachedDataset:
 
 def test_a_store_on_the_device_is_sent_once(gpu: Sim, monkeypatch: pytest.MonkeyPatch) -> None:
     """In chunks; then positions, draws and labels are all there is, and where each window's lines lie."""
-    monkeypatch.setattr(prefetch_device, "CHUNK_BYTES", 5 * STORED_BYTES + 7)
+    monkeypatch.setattr(resident, "CHUNK_BYTES", 5 * STORED_BYTES + 7)
     with mirrored() as dataset, on_device(loader_of(dataset, num_workers=1)) as batches:
         expected = list(loader_of(dataset))
         assert_same(taken(batches), expected)

@@ -23,8 +23,8 @@ import pytest
 from PIL import Image
 
 from fastdata import CachedDataset, FastDataWarning, ImageFolder
-from fastdata.machine import limits
 from fastdata.errors import CacheError, FastDataError, IngestError, MemoryBudgetError, SampleError
+from fastdata.machine import limits
 from fastdata.pixels.images import SampleSpec
 from fastdata.stores.writers import Writer, WriterPlan
 

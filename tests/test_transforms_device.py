@@ -18,7 +18,8 @@ from torchvision import transforms as v1
 from torchvision.transforms import v2
 
 from conftest import shown
-from fastdata.loaders.device import Window, _to_floats, window_obstacle
+from fastdata.loaders.device import ToFloats
+from fastdata.loaders.resident import Window, window_obstacle
 from fastdata.pixels import plan_transform
 from fastdata.pixels.images import SampleSpec
 from fastdata.pixels.program import Program
@@ -117,7 +118,7 @@ class Ops:
         )
         assert not plan.per_sample, plan.obstacle
         self.host, cast = Program(plan.batch_ops, store.spec).without_cast()
-        self.floats = _to_floats(cast) if cast else lambda images: images
+        self.floats = ToFloats(cast) if cast else lambda images: images
         self.has_floats = cast is not None
         self.obstacle = window_obstacle(plan, store.spec)
 

@@ -1,0 +1,267 @@
+"""Host memory that batches are copied from on their way to a device, pinned if possible.
+
+A device reads pinned memory by itself, while the host goes on. Other memory is first copied to
+pinned memory of torch's allocator; if the driver refuses to pin, the driver copies it in parts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.cuda
+
+from fastdata.datasets.batch import is_container, leaves_of, map_batch, memory_of, moves_itself
+from fastdata.datasets.ring import is_plain
+from fastdata.errors import kind_of
+from fastdata.machine import budget_bytes, choose_pinning, limits
+from fastdata.pixels.images import Array
+from fastdata.report import log, warn_user
+
+_T = TypeVar("_T")
+_EXCHANGE_MODE = "cudaThreadExchangeStreamCaptureMode"
+_RELAXED = 2  # cudaStreamCaptureModeRelaxed
+_IN_PLACE = "in_place_bytes"
+_STAGED = "staged_bytes"
+_PAGEABLE = "pageable_bytes"
+
+
+class PinnedMemory:
+    """The pinned memory of a prefetcher: buffers of its loader's ring, and copies of batches.
+
+    The ring may take the share of the free memory that ``choose_pinning`` allows. A larger ring
+    stays in ordinary memory, and its batches are copied. Safe from any thread.
+
+    Attributes:
+        ring_slots: buffers of the ring; all of them are pinned, or none.
+        ring_bytes: pinned for the ring.
+        copies_bytes: pinned for copies, at most.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.ring_slots = 0
+        self.ring_bytes = 0
+        self.copies_bytes = 0
+        self._device = device
+        self._ring_reason = ""
+        self._refusal = ""
+        self._warnings: dict[str, bool] = {}  # text -> whether it was given
+
+    @property
+    def reason(self) -> str:
+        copies = "copies pinned" if self.copies_bytes else ""
+        reasons = filter(None, (self._ring_reason, copies, self._refusal))
+        return "; ".join(reasons) or "nothing pinned yet"
+
+    def allocate(self, size_bytes: int) -> Array:
+        """Return uint8 memory for one of the ring's buffers, pinned if all of them may be."""
+        begin_thread(self._device)
+        need_bytes = self.ring_slots * allocated_bytes(size_bytes)
+        if need_bytes > self.ring_bytes:
+            budget = budget_bytes(limits.available_bytes())
+            plan = choose_pinning(need_bytes, budget, has_accelerator=True)
+            self._ring_reason = f"ring {plan.reason}"
+            if not plan.pin:
+                return np.empty(size_bytes, np.uint8)
+        pinned = self.pin(torch.empty(size_bytes, dtype=torch.uint8, device="cpu"))
+        if pinned is None:
+            return np.empty(size_bytes, np.uint8)
+        self.ring_bytes = max(need_bytes, self.ring_bytes)
+        return pinned.numpy()
+
+    def pin(self, like: torch.Tensor) -> torch.Tensor | None:
+        """Return dense pinned memory for such a tensor; None if the driver refuses."""
+        return self._unless_refused(lambda: torch.empty_like(like, pin_memory=True))
+
+    def pin_object(self, value: Any) -> Any:
+        """Pin the tensors of an object of the user's own class, by its ``pin_memory``.
+
+        Return None if its class has no such method, some tensors are on a device, or the driver
+        refuses.
+        """
+        if not hasattr(type(value), "pin_memory") or device_memory(value):
+            return None
+        pinned = self._unless_refused(lambda: (value.pin_memory(),))
+        if pinned == (None,):  # some classes pin in place
+            return value
+        return pinned and pinned[0]
+
+    def _unless_refused(self, pin: Callable[[], _T]) -> _T | None:
+        if self._refusal:
+            return None
+        try:
+            return pin()
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            self._refusal = f"not pinned: the driver refuses to ({reason})"
+            self.add_warning(
+                f"batches go to {self._device} from pageable memory, which takes longer: "
+                f"{self._refusal}"
+            )
+            return None
+
+    def add_warning(self, text: str) -> None:
+        """Note a warning of the copy thread, for ``give_warnings`` in the training loop's thread."""
+        self._warnings.setdefault(text, False)
+
+    def give_warnings(self) -> None:
+        """Warn once of each text."""
+        for text, is_given in list(self._warnings.items()):
+            if not is_given:
+                self._warnings[text] = True
+                warn_user(text)
+
+
+class Sender:
+    """Copies tensors of the host to a device, on the stream that is current.
+
+    Attributes:
+        sent_bytes: read by the device from pinned memory where it was; after one more copy on the
+            host to pinned memory; or from pageable memory, in parts by the driver.
+    """
+
+    def __init__(self, device: torch.device, pinned: PinnedMemory, batches: int = 1) -> None:
+        self.pinned = pinned
+        self.sent_bytes = {_IN_PLACE: 0, _STAGED: 0, _PAGEABLE: 0}
+        self._device = device
+        self._batches = batches  # whose copies are pinned at a time
+
+    def stage(self, batch: Any) -> tuple[Any, list[Any]]:
+        """Replace what the device cannot read in place by pinned copies.
+
+        Returns:
+            The batch, and what of it is read on the host until the copies are done: hold that.
+        """
+        sources: list[Any] = []
+        staged_bytes = 0
+
+        def stage_value(value: Any) -> Any:
+            nonlocal staged_bytes
+            staged, size_bytes = self._stage_value(value)
+            staged_bytes += size_bytes
+            sources.append(staged)
+            if not isinstance(staged, torch.Tensor):
+                sources.extend(host_memory(staged))  # its own ``to`` may replace these in it
+            return staged
+
+        batch = map_batch(stage_value, batch, moves_itself)
+        self.pinned.copies_bytes = max(self._batches * staged_bytes, self.pinned.copies_bytes)
+        return batch, sources
+
+    def _stage_value(self, value: Any) -> tuple[Any, int]:
+        """Return a tensor or object, or a pinned copy of it, and the bytes that this takes."""
+        if not isinstance(value, torch.Tensor):
+            parts = host_memory(value)
+        elif _is_host_tensor(value):
+            parts = [value]
+        else:
+            return value, 0
+        size_bytes = sum(part.nbytes for part in parts)
+        if all(part.is_pinned() and _is_dense(part) for part in parts):
+            self.sent_bytes[_IN_PLACE] += size_bytes
+            return value, 0
+        copy = self._pinned_copy(value)
+        if copy is None:
+            self.sent_bytes[_PAGEABLE] += size_bytes
+            return value, 0
+        self.sent_bytes[_STAGED] += size_bytes
+        return copy, sum(allocated_bytes(part.nbytes) for part in parts)
+
+    def _pinned_copy(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return self.pinned.pin_object(value)
+        copy = self.pinned.pin(value)
+        if copy is not None:
+            np.copyto(_as_array(copy), _as_array(value))
+        return copy
+
+    def copy(self, value: Any) -> Any:
+        """Queue the copy of a staged tensor or object: one transfer if it is dense."""
+        if not isinstance(value, torch.Tensor):
+            return _move_object(value, self._device)
+        if _is_host_tensor(value):
+            return value.to(self._device, non_blocking=value.is_pinned())
+        return value.to(self._device) if value.device.type == "cpu" else value
+
+    def send(self, tensor: torch.Tensor) -> Any:
+        """Stage and copy one tensor."""
+        staged, _ = self.stage(tensor)
+        return self.copy(staged)
+
+
+def begin_thread(device: torch.device) -> None:
+    """Prepare a thread of the prefetcher or its loader for asking CUDA for events and memory.
+
+    A thread begins on device 0, where a context would take memory that nobody may want. And while
+    the training loop captures a graph in torch's default mode ("global"), such calls are forbidden
+    and end the capture, unless their thread has exchanged its mode.
+    """
+    torch.cuda.set_device(device)
+    # Torch loads libcudart with global symbols.
+    symbols = ctypes.CDLL(None) if os.name == "posix" else None
+    exchange_mode = getattr(symbols, _EXCHANGE_MODE, None)
+    if exchange_mode is None:
+        log.info(
+            "%s is not found: capture CUDA graphs before iter() of a CudaPrefetcher", _EXCHANGE_MODE
+        )
+    else:
+        exchange_mode(ctypes.byref(ctypes.c_int(_RELAXED)))
+
+
+def allocated_bytes(size_bytes: int) -> int:
+    """Return what torch's allocator takes for pinned memory: the next power of two."""
+    return 1 << max(size_bytes - 1, 0).bit_length()
+
+
+def device_memory(batch: Any) -> list[Any]:
+    """Return what must not be freed while a stream reads a batch, each with ``record_stream``."""
+    return [it for it in memory_of(batch) if not isinstance(it, torch.Tensor) or it.is_cuda]
+
+
+def host_memory(value: Any) -> list[torch.Tensor]:
+    """Return the tensors of a value, at any depth, that have elements in ordinary memory."""
+    found = [it for it in memory_of(value) if isinstance(it, torch.Tensor)]
+    return [it for it in found if it.device.type == "cpu" and it.numel()]
+
+
+def left_behind(batch: Any) -> str:
+    """Return the class of an object in a batch that cannot be moved and has tensors on the CPU."""
+    objects = leaves_of(batch, is_leaf=lambda value: not is_container(value))
+    names = (kind_of(it) for it in objects if not moves_itself(it) and host_memory(it))
+    return next(names, "")
+
+
+def _move_object(value: Any, device: torch.device) -> Any:
+    """Move an object to a device by its own ``to``, without waiting if it has such an option."""
+    if not host_memory(value) and not hasattr(value, "device"):
+        return value  # ``to`` may mean something else, such as a conversion of units
+    try:
+        moved = value.to(device, non_blocking=True)
+    except TypeError:  # it, or a part of it, has no such parameter
+        moved = value.to(device)
+    return value if moved is None else moved  # some classes move in place
+
+
+def _is_host_tensor(value: torch.Tensor) -> bool:
+    """Return True for a CPU tensor with elements, fully described by dtype, shape and strides."""
+    return type(value) is torch.Tensor and is_plain(value) and value.numel() > 0
+
+
+def _as_array(tensor: torch.Tensor) -> Array:
+    """View a plain tensor as an array, of integers of the same size: NumPy lacks some dtypes.
+
+    ``Tensor.copy_`` would start a team of OpenMP threads on all cores for each thread that calls
+    it. NumPy starts none, releases the GIL, and copies what has equal dense strides in one piece.
+    """
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    dtype = integers.get(tensor.itemsize, tensor.dtype)  # of 16 bytes are only complex numbers
+    return tensor.view(dtype).numpy()
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Return True if the elements fill a range of memory. Else torch would copy them first."""
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()

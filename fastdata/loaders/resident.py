@@ -1,0 +1,346 @@
+"""A store that is on the device (``storage="device"``), and batches that are cut from it there.
+
+The samples are cut, padded and mirrored on the device. Which window of its rows and columns a
+sample is served as is drawn on the host. Nothing asks the device for a value, so the host never
+waits.
+
+Shape letters: N stored samples, B batch, C channels, H W size stored, h w size served.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.cuda
+
+from fastdata.datasets.batch import IndexBatch, map_batch
+from fastdata.datasets.reader import BatchRing
+from fastdata.datasets.samples import ReaderHandle
+from fastdata.loaders import DataLoader
+from fastdata.loaders.epochs import Progress
+from fastdata.loaders.pinned import device_memory
+from fastdata.machine import check_device_room
+from fastdata.pixels import TransformPlan
+from fastdata.pixels.core import Int64s, Shape
+from fastdata.pixels.images import Array, SampleSpec
+from fastdata.pixels.ops import MODES, Op, step_number
+from fastdata.pixels.program import Program
+from fastdata.report import log
+from fastdata.stores.readers import Store
+
+Tensor = torch.Tensor
+Transform = Callable[[Any], Any]
+Send = Callable[[Tensor], Tensor]
+
+CHUNK_BYTES = 32 << 20
+"""How much of a store is copied at a time."""
+GROUP_BYTES = 64 << 20
+"""Small batches are cut together up to this size, as floats: to launch a kernel for each batch
+takes longer than the kernel does."""
+_WINDOWS = ("STEP_PAD", "STEP_CROP", "STEP_CENTER_CROP", "STEP_FLIP")
+_FILLED = -1
+
+
+class Indices(NamedTuple):
+    """The samples of a batch that is to be cut.
+
+    Attributes:
+        batch: their indices.
+        targets: None if the targets of all samples are numbers, which are sent together.
+        mark: how far the loader has been read with this batch.
+    """
+
+    batch: IndexBatch
+    targets: Any
+    mark: Any
+
+
+class StoreCut(Iterator[Any]):
+    """One epoch of batches, cut from the samples of a dataset that are on the device.
+
+    They are cut on the stream of the thread that asks for them; small ones together. An error of
+    the loader is raised where its batch would have come.
+
+    Args:
+        loader: reads the dataset.
+        handle: of the dataset.
+        samples_NCHW: the samples, uint8.
+        convert: to floats; None if uint8 is served.
+        send: copies a tensor to the device.
+        cast: what is done to all images at the end.
+
+    Attributes:
+        progress: of the loader's epoch.
+        marks: how far the loader has been read with the latest batch.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        handle: ReaderHandle,
+        samples_NCHW: Tensor,
+        convert: Transform | None,
+        *,
+        send: Send,
+        cast: Transform,
+    ) -> None:
+        self._handle = handle
+        self._device = samples_NCHW.device
+        self._convert = convert
+        self._send = send
+        self._cast = cast
+        self._stream: Any = None  # that batches were cut on
+        [program] = handle().without_cast[0].programs
+        self._window = Window(program, samples_NCHW)
+        read = partial(_read_targets, handle)
+        path = f"whole batches, cut on {self._device}"
+        self._indices = loader._fastdata.iterate(loader, BatchRing(0), read=read, alone=path)
+        self.progress: Progress = self._indices.progress
+        self.marks = [self.progress.mark()]
+        # Batches that were read and are to be cut, then the exception behind them, which may be
+        # the end; and batches that were cut: images, targets and mark.
+        self._group: deque[Indices] = deque()
+        self._ends: list[Exception] = []
+        self._cuts: deque[tuple[Tensor, Any, Any]] = deque()
+
+    def __next__(self) -> Any:
+        if not self._cuts:
+            self._cut_next()
+        images, targets, self.marks[0] = self._cuts.popleft()
+        batch = self._handle().to_batch([images, _send_all(targets, self._send)])
+        now = torch.cuda.current_stream(self._device)
+        if now != self._stream:
+            # The loop has changed its stream since the group was cut. The new one must not read
+            # before the cut is done, nor the allocator reuse the memory before it has read.
+            now.wait_stream(self._stream)
+            for owner in device_memory(batch):
+                owner.record_stream(now)
+        return batch
+
+    def _cut_next(self) -> None:
+        """Cut the next batches together or, if that fails, as for want of memory, the first one."""
+        if not (self._group or self._ends):
+            self._read_group()
+        if not self._group:
+            self.marks[0] = self.progress.mark()
+            raise self._ends.pop()
+        try:
+            self._cuts += self._cut(self._group)
+            self._group.clear()
+            return
+        except Exception as problem:  # noqa: BLE001  # raised below, where a batch has it alone
+            log.info("%d batches are cut one by one: %s", len(self._group), str(problem))
+        first = self._group.popleft()
+        self.marks[0] = first.mark
+        self._cuts += self._cut([first])
+
+    def _read_group(self) -> None:
+        """Read batches to be cut together, up to the end, or to one that cannot be had."""
+        room_bytes = GROUP_BYTES
+        while not self._group or room_bytes > 0:
+            try:
+                found = next(self._indices, None)
+            except Exception as error:  # noqa: BLE001  # raised where its batch would have come
+                self._ends.append(error)
+                return
+            if found is None:
+                # Not the loader's own: its traceback would hold the frame of ``__next__``, and
+                # that a batch.
+                self._ends.append(StopIteration())
+                return
+            _, batch, targets = found
+            self._group.append(Indices(batch, targets, self.progress.mark()))
+            room_bytes -= 4 * prod(self._window.shape) * len(batch)
+
+    @torch.inference_mode(False)  # which may hold where the first of several is asked for
+    def _cut(self, group: Collection[Indices]) -> Iterable[tuple[Tensor, Any, Any]]:
+        stream = torch.cuda.current_stream(self._device)
+        if self._stream is not None and self._stream != stream:
+            stream.wait_stream(self._stream)  # constants were sent on it
+        self._stream = stream
+        for tensor in self._window.tensors:
+            # The prefetcher may drop them while this stream still reads them.
+            tensor.record_stream(stream)
+        batches, targets, marks = zip(*group, strict=True)
+        index_B = np.concatenate([batch.positions for batch in batches])
+        visits_B = np.concatenate([batch.visits for batch in batches])
+        draws = self._window.draw(index_B, visits_B, batches[0].seed)
+        sent_draws = None if draws is None else self._send(draws)
+        images = self._window.cut(self._send(torch.from_numpy(index_B)), sent_draws)
+        if self._convert is not None:
+            images = self._convert(images)
+        # Unsafe: the parts do not count as views, of which autograd refuses some uses.
+        sizes = list(map(len, batches))
+        parts = self._cast(images).unsafe_split_with_sizes(sizes)
+        numbers = self._handle().numbers
+        if numbers is not None:
+            sent_numbers = self._send(torch.from_numpy(numbers[index_B]))
+            targets = sent_numbers.unsafe_split_with_sizes(sizes)
+        return zip(parts, targets, marks, strict=True)
+
+
+def _read_targets(handle: ReaderHandle, batch: IndexBatch, ring: BatchRing) -> list[Any]:
+    """Return indices and targets, behind a tensor that tells how many there are."""
+    reader = handle()
+    targets = reader.targets(batch) if reader.numbers is None else None
+    return [torch.from_numpy(batch.positions), batch, targets]
+
+
+def _send_all(targets: Any, send: Send) -> Any:
+    return map_batch(lambda it: send(it) if isinstance(it, Tensor) else it, targets)
+
+
+def upload(store: Store, device: torch.device) -> Tensor:
+    """Copy a dense uint8 store to (N, C, H, W) on the current stream, and wait for it.
+
+    Raises:
+        MemoryBudgetError: there is too little memory on the device.
+    """
+    shape = store.spec.shape
+    assert shape is not None
+    unused_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free_bytes = torch.cuda.mem_get_info(device)[0] + unused_bytes
+    check_device_room(size_bytes(store), free_bytes, str(device))
+    copy_NCHW = torch.empty((len(store), *shape), dtype=torch.uint8, device=device)
+    start = 0
+    for part in copy_NCHW.split(max(1, CHUNK_BYTES // store.spec.sample_bytes)):
+        chunk = np.empty((len(part), *shape), np.uint8)
+        store.gather_into(np.arange(start, start + len(part)), chunk)
+        part.copy_(torch.from_numpy(chunk))
+        start += len(part)
+    return copy_NCHW
+
+
+def size_bytes(store: Store) -> int:
+    return len(store) * store.spec.sample_bytes
+
+
+def window_obstacle(plan: TransformPlan, spec: SampleSpec) -> str:
+    """Return why the batch ops before floats cannot cut a store on a device; empty if they can."""
+    if spec.shape is None:
+        return "the stored samples have different shapes"
+    if spec.dtype != "uint8" or len(spec.shape) != 3:
+        return f"the stored samples are {spec.dtype} of shape {spec.shape}, not images (C, H, W)"
+    ops = tuple(op for op in plan.batch_ops if op.code != "OP_CAST")
+    unable = next((op for op in ops if not _only_cuts(op)), None)
+    if unable is None and ops:
+        # Windows that the core does not fuse to one, such as a border around a cropped image.
+        drawn = _draw(Program(ops, spec), spec.shape, np.zeros(1, np.int64), 0, 0)
+        unable = None if drawn.shape[1] == 1 else ops[-1]
+    if unable is None:
+        return ""
+    return f"{plan.batch_texts[step_number(unable.at) - len(plan.prepare)]} runs on the CPU"
+
+
+def _only_cuts(op: Op) -> bool:
+    """Return True if an op only chooses rows and columns, or fills them."""
+    if op.code == "STEP_SEQUENCE":
+        return all(map(_only_cuts, op.children))
+    return op.code in _WINDOWS
+
+
+class Window:
+    """All batch ops as one, if they only cut, pad and mirror samples.
+
+    ``draw`` makes a batch's random numbers on the host, and ``cut`` its pixels, where the samples
+    are. They are those of ``Program``, to the bit.
+
+    Attributes:
+        shape: of a sample as it is served, (C, h, w).
+        tensors: what ``cut`` reads: the samples; then, of rows and of columns, which stored line
+            each line of each window shows.
+    """
+
+    # The core draws one OP_WINDOW for all ops that it fuses. As core.h says, its ``n`` are the
+    # border that is added first (0 to 3: left, top, right, bottom), the window's first row and
+    # column in that (4, 5) and its size (6, 7), and whether it is mirrored (8: bit 0 its columns,
+    # bit 1 its rows; from bit 8 on the border's mode). ``v`` from 8 on is the border's colour. All
+    # but the window's place, and whether it is mirrored, is the same for all samples.
+
+    def __init__(self, program: Program, samples_NCHW: Tensor) -> None:
+        stored_shape = tuple(samples_NCHW.shape[1:])
+        output = program.output(stored_shape)
+        assert output is not None
+        self.shape, _ = output
+        self.tensors = [samples_NCHW]
+        self._draw_ops = partial(_draw, program, stored_shape)
+        self._fill: list[int] = []  # a value for each channel
+        [ops] = self._draw_ops(np.zeros(1, np.int64), 0, 0)
+        if not len(ops):
+            return
+        left, top, right, bottom, *_, flags = ops[0]["n"].tolist()
+        mode = MODES[flags >> 8]
+        for axis, border in ((1, (top, bottom)), (2, (left, right))):
+            table = _line_table(stored_shape[axis], border, mode, self.shape[axis])
+            self.tensors.append(torch.from_numpy(table).to(samples_NCHW.device))
+        if mode == "constant" and left + top + right + bottom:
+            colour = ops[0]["v"][8:].astype(int).tolist()
+            self._fill = [colour[min(c, 3)] for c in range(stored_shape[0])]
+
+    def draw(self, index_B: Int64s, visits_B: int | Int64s, seed: int) -> Tensor | None:
+        """Draw the windows of a batch, on the host.
+
+        Returns:
+            int32 (2, B): of the rows, and of the columns, which window it is. None where samples
+            are served as they are stored.
+        """
+        if len(self.tensors) == 1:
+            return None
+        _, rows, columns = map(len, self.tensors)
+        n_B9 = self._draw_ops(index_B, visits_B, seed)["n"][:, 0]
+        flip_B = n_B9[:, 8]
+        # The second half of each table has the mirrored windows.
+        row_B = n_B9[:, 4] + (flip_B >> 1 & 1) * (rows // 2)
+        column_B = n_B9[:, 5] + (flip_B & 1) * (columns // 2)
+        return torch.from_numpy(np.stack([row_B, column_B]))
+
+    def cut(self, index_B: Tensor, number_2B: Tensor | None) -> Tensor:
+        """Serve samples (B, C, h, w), int64 ``index_B``, by what was drawn for them.
+
+        All are on one device. Indices are not checked, which would wait for the device.
+        """
+        samples_NCHW, *tables = self.tensors
+        batch_BCHW = samples_NCHW.index_select(0, index_B)
+        if number_2B is None:
+            return batch_BCHW
+        channels, _, width = batch_BCHW.shape[1:]
+        row_Bh = tables[0].index_select(0, number_2B[0])
+        column_Bw = tables[1].index_select(0, number_2B[1])
+        # Rows first, then columns of these: an index for each pixel would be read from memory.
+        at_B1h1 = row_Bh.clamp(min=0)[:, None, :, None]
+        lines_BChW = batch_BCHW.gather(2, at_B1h1.expand(-1, channels, -1, width))
+        at_B11w = column_Bw.clamp(min=0)[:, None, None]
+        cut = lines_BChW.gather(3, at_B11w.expand(-1, channels, row_Bh.shape[1], -1))
+        if self._fill:
+            is_filled_Bhw = (row_Bh < 0)[:, :, None] | (column_Bw < 0)[:, None]
+            for plane_Bhw, value in zip(cut.unbind(1), self._fill, strict=True):
+                plane_Bhw.masked_fill_(is_filled_Bhw, value)
+        return cut
+
+
+def _line_table(stored: int, border: tuple[int, int], mode: str, length: int) -> Array:
+    """Return which stored line each line of a window shows: of every window, then mirrored.
+
+    Args:
+        stored: rows, or columns, of a stored sample.
+        border: lines that are added before and behind them.
+        mode: of the border. One of a constant colour shows no line: ``_FILLED``.
+        length: lines of a window.
+    """
+    fill = {"constant_values": _FILLED} if mode == "constant" else {}
+    lines = np.pad(np.arange(stored), border, mode, **fill)  # type: ignore[call-overload]
+    windows: Array = np.lib.stride_tricks.sliding_window_view(lines, length)
+    return np.concatenate([windows, windows[:, ::-1]])
+
+
+def _draw(
+    program: Program, shape: Shape, index_B: Int64s, visits_B: int | Int64s, seed: int
+) -> Array:
+    """Draw the core's ops for samples of one shape: ``core.OP`` (B, S)."""
+    return program.draw(index_B, visits_B, seed, np.full((len(index_B), 3), shape, np.int32))
