@@ -24,7 +24,16 @@ from fastdata.errors import FastDataError
 from fastdata.loaders import DataLoader
 from fastdata.loaders.epochs import HELD_BY_USER, Counted, LoaderView
 from fastdata.loaders.samplers import Int64s, Order, RankSampler, chunked
-from fastdata.machine import CHUNKS_HELD, ENOUGH_BATCHES, PROCESS_BYTES, ChunkPlan, empties_cache, limits, parse_bytes, plan_chunks
+from fastdata.machine import (
+    CHUNKS_HELD,
+    ENOUGH_BATCHES,
+    PROCESS_BYTES,
+    ChunkPlan,
+    empties_cache,
+    limits,
+    parse_bytes,
+    plan_chunks,
+)
 from fastdata.machine.processes import find_rank, local_ranks
 from fastdata.report import EpochReport
 from fastdata.stores.mirror import FETCH_BYTES, MirroredStore
