@@ -1,4 +1,4 @@
-"""Folder scans against torchvision's, CSV manifests, and sources."""
+"""Folder scans against torchvision's, CSV manifests, and items of datasets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import random
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -18,13 +18,36 @@ from PIL import Image
 
 from conftest import shown
 from fastdata import CachedDataset, ImageFolder, ImageManifest
-from fastdata.sources import DatasetSource, FileSource, find_classes, read_manifest, scan_folder
+from fastdata.errors import SampleError
 
 folder = pytest.importorskip(
     "torchvision.datasets.folder", reason="the reference is torchvision's own scan"
 )
 
 ENDINGS = (".jpg", ".png")
+
+
+class Lists(NamedTuple):
+    """The lists of an ``ImageManifest``."""
+
+    paths: list[str]
+    targets: Any
+    class_to_idx: dict[str, int] | None
+
+
+def read_manifest(manifest: Any, root: Any = None, **options: Any) -> Lists:
+    with ImageManifest(manifest, root=root, storage="none", **options) as dataset:
+        paths = [path for path, _ in dataset.samples]
+        targets: Any = list(dataset.targets)
+        if isinstance(targets[0], torch.Tensor):
+            targets = torch.stack(targets)
+        return Lists(paths, targets, dataset.class_to_idx or None)
+
+
+def find_classes(root: Any) -> tuple[list[str], dict[str, int]]:
+    return ImageFolder.find_classes(ImageFolder.__new__(ImageFolder), root)
+
+
 Outcome = tuple[str, Any]
 
 
@@ -61,7 +84,7 @@ def tree(tmp_path: Path) -> Path:
 def listed_in(root: Any, class_to_idx: Any = None, **options: Any) -> list[tuple[str, int]]:
     """As torchvision's ``make_dataset``, which finds the classes where none are given."""
     classes = find_classes(root)[1] if class_to_idx is None else class_to_idx
-    return scan_folder(root, classes, **options)
+    return ImageFolder.make_dataset(root, classes, **options)
 
 
 def outcome(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Outcome:
@@ -537,14 +560,6 @@ def test_a_cache_of_a_relative_list_names_its_files(
         assert [path for path, _ in dataset.samples] == [str(root / name) for name in names]
 
 
-def test_file_source_reads_through_its_loader(tmp_path: Path) -> None:
-    """Sample, target and path of an index belong together."""
-    paths = [str(write(tmp_path / f"{i}.txt", str(i))) for i in range(3)]
-    source = FileSource(paths, [5, 6, 7], loader=lambda path: Path(path).read_text())
-    assert [source.read(i) for i in range(len(source))] == [("0", 5), ("1", 6), ("2", 7)]
-    assert source.path(2) == paths[2]
-
-
 class Listed:
     """A dataset of two samples that lists its files."""
 
@@ -570,72 +585,68 @@ class Part:
         return self.dataset[self.indices[index]]
 
 
-def test_dataset_source_reads_pairs_and_knows_listed_paths() -> None:
-    """Items come as (sample, target), and paths are found through subsets of subsets."""
-    assert DatasetSource(Listed()).read(1) == ("sample 1", 1)
-    assert [DatasetSource(Listed()).path(i) for i in range(2)] == ["x.jpg", "y.jpg"]
-    nested = DatasetSource(Part(Part(Listed(), [1, 0]), [0]))
-    assert (len(nested), nested.read(0), nested.path(0)) == (1, ("sample 1", 1), os.fspath("y.jpg"))
-    assert DatasetSource([("a", 0)]).path(0) is None
+def test_samples_of_subsets_are_named_by_their_files() -> None:
+    """Paths that a dataset lists are found through subsets of subsets, whose errors name them."""
+    for dataset, name in (
+        (Listed(), "x.jpg"),
+        (Part(Part(Listed(), [1, 0]), [0]), "y.jpg"),
+    ):
+        with pytest.raises(SampleError, match=rf"sample 0, {name}, cannot be read: "):
+            CachedDataset(dataset)
 
 
-def test_dataset_source_refuses_what_has_no_index_or_no_image() -> None:
+def test_what_has_no_index_or_no_image_is_refused() -> None:
     """An iterable dataset and items that are no images are named, with what to do."""
     with pytest.raises(
         TypeError, match=r"generator has no __getitem__ and __len__.* Give a map-style dataset"
     ):
-        DatasetSource(item for item in ())
+        CachedDataset(item for item in ())
     with pytest.raises(
-        TypeError, match=r"item 0 of list is an int, not a \(sample, target\) pair, a tuple, a dict"
+        SampleError,
+        match=r"item 0 of list is an int, not a \(sample, target\) pair, a tuple, a dict",
     ):
-        DatasetSource([1]).read(0)
+        CachedDataset([1])
 
 
-def test_dataset_source_refuses_dicts_that_it_cannot_take_apart() -> None:
+def test_dicts_of_no_image_or_several_are_refused() -> None:
     """There is one image, and the keys are those of all items."""
     image = np.zeros((2, 2))
-    for item, found in (
-        (
-            {"label": 3},
-            "item 0 of list is a dict with no image among label; one under a name is needed",
-        ),
-        (
-            {"image": image, "mask": image},
-            "item 0 of list is a dict with the images image, mask; one",
-        ),
-        ({0: image}, "item 0 of list is a dict with the images 0; one under a name"),
-    ):
-        with pytest.raises(TypeError, match=found):
-            DatasetSource([item]).read(0)
+    items: list[tuple[dict[Any, Any], str]] = [
+        ({"label": 3}, "is a dict with no image among label; one under a name is needed"),
+        ({"image": image, "mask": image}, "is a dict with the images image, mask; one"),
+        ({0: image}, "is a dict with the images 0; one under a name"),
+    ]
+    for item, found in items:
+        with pytest.raises(SampleError, match=f"item 0 of list {found}"):
+            CachedDataset([item])
 
 
-def test_the_first_item_says_which_of_a_dict_is_the_sample() -> None:
+def test_the_first_item_decides_which_value_is_the_sample() -> None:
     """Others may have an image where it has something else."""
     image = Image.new("RGB", (2, 2))
-    masks = [None, image, 3]
-    source = DatasetSource([{"image": image, "mask": mask} for mask in masks])
-    assert [source.read(index) for index in range(3)] == [(image, mask) for mask in masks]
+    items = [{"image": image, "mask": mask} for mask in (None, image, 3)]
+    with CachedDataset(items, storage="none") as dataset:
+        assert [dataset[index]["mask"] for index in range(3)] == [None, image, 3]
 
 
-def test_dataset_source_refuses_items_of_another_form() -> None:
+def test_items_of_another_form_are_refused() -> None:
     """The keys of dicts, and the lengths of tuples, are those of all items."""
     image = np.zeros((2, 2))
-    source = DatasetSource([{"image": image}, {"image": image, "label": 3}, (image, 3)])
-    assert source.read(0)[1] == {}
-    with pytest.raises(
-        TypeError, match=r"item 1 of list is a dict of image, label, others are a dict of image"
-    ):
-        source.read(1)
-    with pytest.raises(
-        TypeError, match="item 2 of list is a tuple of length 2, others are a dict of "
-    ):
-        source.read(2)
+    items: list[Any] = [{"image": image}, {"image": image, "label": 3}, (image, 3)]
+    with CachedDataset(items, storage="none") as dataset:
+        assert dataset[0].keys() == {"image"}
+        for index, found in ((1, "a dict of image, label"), (2, "a tuple of length 2")):
+            with pytest.raises(
+                TypeError,
+                match=f"item {index} of list is {found}, others are a dict of image",
+            ):
+                dataset[index]
 
 
-def test_dataset_source_refuses_what_is_no_dataset(tmp_path: Path) -> None:
+def test_a_path_is_no_dataset(tmp_path: Path) -> None:
     """A path has an index and a length too: it is named, with what to give instead."""
     for path in (str(tmp_path), tmp_path):
         with pytest.raises(
             TypeError, match=r"is a path, not a dataset. Give fastdata.ImageFolder the folder"
         ):
-            DatasetSource(path)
+            CachedDataset(path)
