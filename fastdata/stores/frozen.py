@@ -7,12 +7,11 @@ which some are known to be random, and at a few items, which are read several ti
 
 from __future__ import annotations
 
-import gc
 import random
 import time
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,7 +19,7 @@ import numpy as np
 import torch
 
 from fastdata.pixels.compose import draws_in_vain, flatten, is_always_applied, is_random
-from fastdata.pixels.describe import describe, name_of
+from fastdata.pixels.describe import _used_by, describe, name_of
 from fastdata.report import warn_user
 from fastdata.sources import DatasetSource, Source
 
@@ -302,20 +301,8 @@ def _reachable(value: Any) -> Iterator[Any]:
             queue.extend(islice(_parts_of(value), _MOST_PARTS))
 
 
-def _parts_of(value: Any) -> Iterator[Any]:
-    """Yield what a value refers to. Code that is installed is not followed."""
+def _parts_of(value: Any) -> Collection[Any]:
+    """Return what a value refers to. Code that is installed is not followed."""
     if isinstance(value, (type, types.FunctionType)) and name_of(value) is not None:
-        return
-    if isinstance(value, type):
-        yield from vars(value).values()
-    elif isinstance(value, types.FunctionType):
-        yield from (value.__defaults__, value.__kwdefaults__, value.__closure__)
-        yield from (value.__globals__.get(name) for name in _names_in(value.__code__))
-    else:
-        yield from gc.get_referents(value)
-
-
-def _names_in(code: types.CodeType) -> set[str]:
-    """Return the names that code and the functions in it look up."""
-    inner = (_names_in(each) for each in code.co_consts if isinstance(each, types.CodeType))
-    return set(code.co_names).union(*inner)
+        return ()
+    return _used_by(value)

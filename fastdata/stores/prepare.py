@@ -117,10 +117,8 @@ class Options:
             if value not in choices:
                 listed = ", ".join(map(repr, choices))
                 raise ValueError(f"{name}={value!r} is not one of {listed}")
-        for name in ("batch_ops", "frozen"):
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise TypeError(f"{name}={value!r} is neither True nor False")
+        if not isinstance(self.batch_ops, bool):
+            raise TypeError(f"batch_ops={self.batch_ops!r} is neither True nor False")
         for name in ("prepare_workers", "seed"):
             value = getattr(self, name)
             if not isinstance(value, Integral | None):
