@@ -110,9 +110,6 @@ _RAY_RETRIES = 10
 """Of a task whose node was lost."""
 
 
-# Found, or written
-
-
 def prepare_on_disk(
     path: ReadPath,
     options: Options,
@@ -197,9 +194,6 @@ def locked(home: Path, reason: str) -> AbstractContextManager[Any]:
         ) from problem
 
 
-# The files that a cache is made from: their names, sizes and times
-
-
 class Listing(NamedTuple):
     """The files that samples are made from, one for each.
 
@@ -267,9 +261,6 @@ def samples_per_shard(count: int, need_bytes: int, shard_bytes: int | str | None
     shards = min(math.ceil(need_bytes / size_bytes), _MOST_SHARDS, count)
     rows = math.ceil(count / max(shards, 1))
     return 1 << (rows - 1).bit_length()
-
-
-# The build
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -471,9 +462,6 @@ def may_stay_out(
     return True
 
 
-# Shards
-
-
 class ShardTask(NamedTuple):
     """A shard that is to be written.
 
@@ -622,9 +610,6 @@ class ShardWriter:
             )
         else:  # too few to go round: all workers at one after the other
             yield from map(self, tasks)
-
-
-# Tasks of a build that run elsewhere
 
 
 def run_elsewhere(

@@ -391,9 +391,6 @@ def mirror_folder(local_cache: AnyPath | None) -> Path:
     return Path(local_path(local_cache or user_cache() / "remote")).absolute()
 
 
-# Opened without the dataset that it was made from
-
-
 def find_cache(path: AnyPath, storage_options: StorageChoice = None) -> Place:
     """The cache that a path or URL means: itself, or the only one in it.
 
@@ -455,9 +452,6 @@ def open_cache(
         if store.spec.form == "pil":
             store.spec = replace(store.spec, form="tensor")
     return prepared, manifest
-
-
-# Targets as columns
 
 
 _COLUMN_KINDS: dict[str, Callable[[Array], Any]] = {

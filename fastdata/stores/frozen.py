@@ -42,9 +42,6 @@ _MOST_CHARACTERS = 60
 """Length of a transform's text in an error. That of albumentations would fill a page."""
 
 
-# Transforms that are known to be random
-
-
 def refuse_random_steps(dataset: Any) -> None:
     """Refuse a dataset whose transform, or that of a dataset inside it, is known to be random.
 
@@ -100,9 +97,6 @@ def _own_calls(dataset: Any) -> dict[str, Any]:
         case {"type": "custom", "format_kwargs": {"transform": call}}:
             calls["set_transform"] = call
     return calls
-
-
-# Items that are read several times
 
 
 def refuse_draws(source: Source, options: Options) -> None:
@@ -203,8 +197,6 @@ def _contents(values: Iterable[Any]) -> list[str]:
             hashes.append("")
     return hashes
 
-
-# Random number generators
 
 _KINDS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 _PYTHON: Any = random.random.__self__  # type: ignore[attr-defined]

@@ -76,8 +76,6 @@ Coders: TypeAlias = "tuple[Decoder | None, ...]"
 """What encodes each part of samples."""
 
 
-# What the user chooses: names, defaults, meanings
-
 Storage = Literal["auto", "device", "shared", "compressed", "disk", "none"]
 OnError = Literal["raise", "skip"]
 _Dataset = TypeVar("_Dataset")
@@ -250,9 +248,6 @@ def read_options(dataset: type, given: Mapping[str, Any]) -> Options:
     return Options(**given)
 
 
-# A few samples
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forecast:
     """The expected stores of a source, from a few samples that are spread over it.
@@ -322,9 +317,6 @@ def forecast(path: ReadPath, *, probes: int = 8) -> Forecast:
         raw=CodecTrial("raw", tuple(part_bytes), coders=(None,) * len(parts)),
         layout=replace(probed[0].layout, keys=path.source.keys),
     )
-
-
-# The choice of storage, acted out
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -469,9 +461,6 @@ def _write(
     )
 
 
-# With the other ranks of this machine that make the same dataset
-
-
 def share_with_ranks(
     expected: Forecast, options: Options, table: SampleTable | None, known: Sequence[Any]
 ) -> Leader | Follower | None:
@@ -539,8 +528,6 @@ def warn_of_skipped(skipped: Sequence[SampleError], count: int) -> None:
             f"dataset.skipped lists them. The first: {skipped[0]}"
         )
 
-
-# Codecs, tried on a few samples: how small they make them, and how fast they give them back
 
 _TRIAL_SAMPLES = 24
 
