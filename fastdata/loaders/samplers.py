@@ -70,7 +70,13 @@ def shuffled(dataset: Sized | int, shuffle: bool = True) -> Order:
     """
     length = len(dataset) if isinstance(dataset, Sized) else operator.index(dataset)
     draw = partial(_draw_shuffled if shuffle else _draw_sequence, length)
-    return Order(draw, length, length, length, {"shuffle": shuffle})
+    return Order(
+        draw=draw,
+        length=length,
+        num_samples=length,
+        most=length,
+        identity={"shuffle": shuffle},
+    )
 
 
 def _draw_shuffled(length: int, seed: int, epoch: int, count: int) -> Int64s:
@@ -112,8 +118,13 @@ def weighted(weights: Any) -> Order:
             f"weight {wrong} is {given[wrong]}; weights must be finite, not negative, and one "
             "above zero"
         )
-    identity = {"order": "weighted", "weights": _checksum(given)}
-    return Order(partial(_draw_weighted, given), len(given), len(given), math.inf, identity)
+    return Order(
+        draw=partial(_draw_weighted, given),
+        length=len(given),
+        num_samples=len(given),
+        most=math.inf,
+        identity={"order": "weighted", "weights": _checksum(given)},
+    )
 
 
 def _draw_weighted(weights: Float64s, seed: int, epoch: int, count: int) -> Int64s:
@@ -142,13 +153,23 @@ def balanced(targets: Any, replacement: bool = False) -> Order:
         [2, 2, 2]
     """
     _, classes = np.unique(_targets_of(targets), return_inverse=True)
-    draw = partial(_draw_balanced, classes, replacement)
-    identity = {"order": "balanced", "replacement": replacement, "targets": _checksum(classes)}
-    if replacement:
-        return Order(draw, len(classes), len(classes), math.inf, identity)
-    counts = np.bincount(classes)
-    once = len(counts) * int(counts.min())
-    return Order(draw, len(classes), once, once, identity)
+    count = len(classes)
+    most = math.inf
+    if not replacement:
+        counts = np.bincount(classes)
+        count = len(counts) * int(counts.min())
+        most = count
+    return Order(
+        draw=partial(_draw_balanced, classes, replacement),
+        length=len(classes),
+        num_samples=count,
+        most=most,
+        identity={
+            "order": "balanced",
+            "replacement": replacement,
+            "targets": _checksum(classes),
+        },
+    )
 
 
 def _draw_balanced(classes: Int64s, replacement: bool, seed: int, epoch: int, count: int) -> Int64s:
@@ -196,7 +217,8 @@ def repeated(dataset: Sized | int, repeats: int = 3, shuffle: bool = True) -> Or
 def _draw_repeated(
     once: Callable[..., Int64s], repeats: int, seed: int, epoch: int, count: int
 ) -> Int64s:
-    return np.repeat(once(seed, epoch, -(-count // repeats)), repeats)[:count]
+    chosen = once(seed, epoch, -(-count // repeats))
+    return np.repeat(chosen, repeats)[:count]
 
 
 def mixed(
@@ -240,9 +262,13 @@ def mixed(
     shares = [weight / sum(exact) for weight in exact]
     ends = [length / share for length, share in zip(lengths, shares, strict=True)]
     count = math.floor(min(ends)) if stop == "first" else math.ceil(max(ends))
-    identity = {"order": "mixed", "lengths": lengths, "weights": given}
-    draw = partial(_draw_mixed, lengths, shares)
-    return Order(draw, sum(lengths), count, math.inf, identity)
+    return Order(
+        draw=partial(_draw_mixed, lengths, shares),
+        length=sum(lengths),
+        num_samples=count,
+        most=math.inf,
+        identity={"order": "mixed", "lengths": lengths, "weights": given},
+    )
 
 
 def _draw_mixed(
@@ -312,20 +338,25 @@ def chunked(
         >>> sorted(chunked(5, piece_samples=2, chunk_samples=4).draw(0, 0, 5).tolist())
         [0, 1, 2, 3, 4]
     """
-    identity = {
-        "length": length,
-        "shuffle": shuffle,
-        "piece_samples": piece_samples,
-        "chunk_samples": chunk_samples if piece_samples > 1 else None,
-        "drop_last": drop_last,
-        "world_size": world_size,
-    }
     spare = 0 if drop_last else world_size - 1
     count = (length + spare) // world_size * world_size
     draw = partial(_draw_sequence, length)
     if shuffle:
         draw = partial(_draw_chunked, length, piece_samples, chunk_samples, world_size)
-    return Order(draw, length, count, count, identity)
+    return Order(
+        draw=draw,
+        length=length,
+        num_samples=count,
+        most=count,
+        identity={
+            "length": length,
+            "shuffle": shuffle,
+            "piece_samples": piece_samples,
+            "chunk_samples": chunk_samples if piece_samples > 1 else None,
+            "drop_last": drop_last,
+            "world_size": world_size,
+        },
+    )
 
 
 def _draw_chunked(
