@@ -37,7 +37,7 @@ def _plain(batches: Any) -> list[Any]:
 def _own_names() -> list[str]:
     """Names of our loader, and of what it keeps, that torch's does not have; ``_fastdata`` is nobody else's."""
     ours = DataLoader(Numbers())
-    found = {*dir(ours), *dir(ours._fastdata), *dir(ours._fastdata.epochs)}
+    found = {*dir(ours), *dir(ours._fastdata), *dir(ours._fastdata.resume)}
     found -= {*dir(TorchLoader(Numbers())), "_fastdata"}
     return sorted(name for name in found if not name.startswith("__"))
 

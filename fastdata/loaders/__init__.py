@@ -36,18 +36,18 @@ from fastdata.loaders.epochs import (
     HELD_BY_USER,
     AnyReader,
     BatchMaker,
-    Counted,
+    CountedIterator,
     Engine,
     InlineIter,
-    LoaderView,
     LoopCounts,
+    MakeBatch,
+    Parts,
     ProcessIter,
     Progress,
-    Read,
     ThreadIter,
 )
-from fastdata.loaders.order import Epochs, SamplerChain, length_of
-from fastdata.loaders.samplers import RankSampler, State, Uneven
+from fastdata.loaders.order import Resume, SamplerChain, length_of
+from fastdata.loaders.samplers import RankSampler, StateDict, Uneven
 from fastdata.machine import PinningPlan, budget_bytes, choose_pinning, limits
 from fastdata.machine.processes import find_rank, local_ranks
 from fastdata.pixels.describe import may_draw
@@ -215,7 +215,7 @@ class DataLoader(torch_loader.DataLoader, Generic[_T_co]):  # type: ignore[type-
 
         Draws also follow from the base seed, if the dataset has no ``seed``.
         """
-        self._fastdata.epochs.set_epoch(epoch, SamplerChain.of(self))
+        self._fastdata.resume.set_epoch(epoch, SamplerChain.of(self))
 
     def report(self) -> EpochReport:
         """Return how the latest epoch went; ``.path`` tells how batches are read, and why."""
@@ -228,7 +228,7 @@ class DataLoader(torch_loader.DataLoader, Generic[_T_co]):  # type: ignore[type-
             f"{self._fastdata.engine.path}"
         )
 
-    def state_dict(self) -> State:
+    def state_dict(self) -> StateDict:
         """Return the position in the latest epoch, as a small dict of plain values.
 
         Batches count once they are handed to the user, not when they are read ahead. Before the
@@ -247,9 +247,9 @@ class DataLoader(torch_loader.DataLoader, Generic[_T_co]):  # type: ignore[type-
             return {}
         if not self.in_order and self.num_workers > 1 and self._fastdata.engine.kind == "process":
             warn_user(_NO_ORDER)
-        return self._fastdata.epochs.state(_identity_of(self), SamplerChain.of(self))
+        return self._fastdata.resume.state(_identity_of(self), SamplerChain.of(self))
 
-    def load_state_dict(self, state: State) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Let the next epoch be the one of ``state``, without the batches handed over before.
 
         The state holds until a batch is handed over: Lightning may drop a first iterator without
@@ -267,7 +267,7 @@ class DataLoader(torch_loader.DataLoader, Generic[_T_co]):  # type: ignore[type-
         """
         if state and isinstance(self.dataset, IterableDataset):
             raise ValueError(_NO_STREAM)
-        self._fastdata.epochs.load(state, _identity_of(self), SamplerChain.of(self))
+        self._fastdata.resume.load(state, _identity_of(self), SamplerChain.of(self))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes of a copy, or of a pickle; its epochs and workers are its own."""
@@ -286,7 +286,7 @@ class DataLoader(torch_loader.DataLoader, Generic[_T_co]):  # type: ignore[type-
             self.memory_format = CHOICES["memory_format"][self._fastdata.is_channels_last]
 
 
-def _identity_of(loader: DataLoader[Any]) -> State:
+def _identity_of(loader: DataLoader[Any]) -> StateDict:
     return {
         "dataset_length": length_of(loader.dataset),
         "sampler_length": length_of(loader.sampler),
@@ -313,7 +313,7 @@ def _share(dataset: Any, shuffle: bool, drop_last: bool, distributed: Distribute
                 "distributed='exact' gives every sample once, and drop_last=True would drop some: "
                 "choose one"
             )
-    seed = LoaderView.find(dataset).seed  # torch's generators may differ between ranks
+    seed = Parts.find(dataset).seed  # torch's generators may differ between ranks
     return RankSampler(dataset, shuffle=shuffle, seed=seed or 0, uneven=uneven)
 
 
@@ -324,7 +324,7 @@ class LoaderInternals:
     loader and do not keep it: a cycle would keep a dropped loader alive.
 
     Attributes:
-        epochs: of the loader, and the datasets behind it.
+        resume: epochs of the loader, and the datasets behind it.
         engine: reads the batches of the latest epoch, or of the first one.
         is_channels_last: the memory format that the loader was made or copied with.
         has_own_sampler: ``distributed=`` made the loader's sampler.
@@ -340,8 +340,8 @@ class LoaderInternals:
         seeds_once: bool,
         has_own_sampler: bool,
     ) -> None:
-        served = LoaderView.find(dataset)
-        self.epochs = Epochs(served, seeds_once=seeds_once, is_batched=is_batched)
+        parts = Parts.find(dataset)
+        self.resume = Resume(parts, seeds_once=seeds_once, is_batched=is_batched)
         self.engine = Engine("thread", "not chosen yet", 0)
         self.is_channels_last = is_channels_last
         self.has_own_sampler = has_own_sampler
@@ -354,7 +354,7 @@ class LoaderInternals:
     def copied(self, loader: DataLoader[Any]) -> LoaderInternals:
         """Return the internals of a copy of the loader, whose epochs go on as its own would."""
         other = copy.copy(self)
-        other.epochs = self.epochs.copied()
+        other.resume = self.resume.copied()
         other.is_channels_last = self._wants_channels_last(loader)
         other._ring = None
         other._counts = LoopCounts()
@@ -365,9 +365,9 @@ class LoaderInternals:
         loader: DataLoader[Any],
         ring: BatchRing | None = None,
         held: int = HELD_BY_USER,
-        read: Read | None = None,
+        read: MakeBatch | None = None,
         alone: str = "",
-    ) -> Counted:
+    ) -> CountedIterator:
         """Begin an epoch, as ``iter`` does.
 
         Args:
@@ -378,22 +378,22 @@ class LoaderInternals:
             read: makes a batch of indices instead of the dataset; threads only.
             alone: why batches are read in the training loop, whatever the number of workers.
         """
-        served = self._refresh(loader)
-        handle = served.handle()
+        parts = self._refresh(loader)
+        handle = parts.handle()
         self.engine = Engine("thread", alone, 0) if alone else self.choose_engine(loader)
         pins = loader.pin_memory and not alone
         if ring is None:
             ring = self._ring = self._ring or BatchRing(self.ring_slots(loader, held))
         elif self._pinning.reason:  # "auto": the prefetcher pins
             pins = False
-        progress = self.epochs.begin(SamplerChain.of(loader))
+        progress = self.resume.begin(SamplerChain.of(loader))
         is_channels_last = self._wants_channels_last(loader)
         # A collate_fn of the user's own gets samples in the usual layout.
-        self.epochs.channels_last = is_channels_last and loader.collate_fn is collate
+        self.resume.channels_last = is_channels_last and loader.collate_fn is collate
         view = EpochLoader(
             loader,
-            dataset=served.fetched(loader.dataset),
-            index_sampler=self.epochs,
+            dataset=parts.fetched(loader.dataset),
+            index_sampler=self.resume,
             pin_memory=pins,
             collate_fn=_channels_last(loader.collate_fn) if is_channels_last else loader.collate_fn,
             draws_seed=progress.base_seed is None,
@@ -408,7 +408,7 @@ class LoaderInternals:
                 maker = BatchMaker(
                     fetch=_MapDatasetFetcher(view.dataset, True, _as_they_are, False).fetch,
                     # A subclass's own methods must be called for its items.
-                    handle=None if any(map(own_reader, served.parts)) else handle,
+                    handle=None if any(map(own_reader, parts.datasets)) else handle,
                     ring=ring,
                     collate_fn=loader.collate_fn,
                     in_thread=self.engine.workers > 0,
@@ -422,18 +422,18 @@ class LoaderInternals:
         iterator.handle = handle
         return iterator
 
-    def _refresh(self, loader: DataLoader[Any]) -> LoaderView:
+    def _refresh(self, loader: DataLoader[Any]) -> Parts:
         """Return the datasets of an epoch that begins now, with all changes made in place."""
-        served = self.epochs.served
-        if served.subset is not None:  # which may have other indices now
-            served = self.epochs.served = LoaderView.find(loader.dataset)
-        served.reader()  # which notices what was changed in place
+        parts = self.resume.parts
+        if parts.subset is not None:  # which may have other indices now
+            parts = self.resume.parts = Parts.find(loader.dataset)
+        parts.reader()  # which notices what was changed in place
         if not self._has_warned:
             self._has_warned = True
             warn_of_ranks(loader.sampler)
             if self._workers_of(loader) != "process":  # else the user chose it
-                warn_of_samples(loader.dataset, served)
-        return served
+                warn_of_samples(loader.dataset, parts)
+        return parts
 
     def report(self) -> EpochReport:
         engine = self.engine
@@ -445,7 +445,7 @@ class LoaderInternals:
             fresh_batches=ring.fresh_count if ring else 0,
             bytes_held=ring.bytes_held if ring else 0,
             pinning=self._pinning.reason,
-            prepared=self.epochs.served.prepared_share,
+            prepared=self.resume.parts.prepared_share,
             **self._counts.figures(),
         )
 
@@ -477,13 +477,13 @@ class LoaderInternals:
         return given is torch.channels_last if is_ours else self.is_channels_last
 
     def choose_engine(self, loader: DataLoader[Any]) -> Engine:
-        return choose_engine(loader, self.epochs.served, self._workers_of(loader))
+        return choose_engine(loader, self.resume.parts, self._workers_of(loader))
 
     def choose_pinning(self, loader: DataLoader[Any], asked: bool | Literal["auto"]) -> bool:
         """Return whether to pin batches, for ``pin_memory=``; ``report`` has the reason."""
         self.engine = self.choose_engine(loader)
         if asked == "auto":
-            self._pinning = plan_pinning(loader, self.epochs.served.latest())
+            self._pinning = plan_pinning(loader, self.resume.parts.latest())
         else:
             self._pinning = PinningPlan(pin=asked)
         return self._pinning.pin
@@ -505,7 +505,7 @@ class EpochLoader:
         loader: DataLoader[Any],
         *,
         dataset: Any,
-        index_sampler: Epochs,
+        index_sampler: Resume,
         pin_memory: bool,
         collate_fn: Collate | None,
         draws_seed: bool,
@@ -527,7 +527,7 @@ class EpochLoader:
 
 def _iterate_processes(
     loader: DataLoader[Any], view: EpochLoader, progress: Progress, idle: Any, held: int
-) -> Counted:
+) -> CountedIterator:
     """Begin an epoch of torch's engines; ``idle`` has worker processes of an earlier one."""
     if loader.num_workers == 0:
         return InlineIter(view, progress)
@@ -543,11 +543,11 @@ def _iterate_processes(
     return iterator
 
 
-def choose_engine(loader: DataLoader[Any], served: LoaderView, workers: str) -> Engine:
+def choose_engine(loader: DataLoader[Any], parts: Parts, workers: str) -> Engine:
     """Choose what reads the batches of a loader whose option ``workers`` is given."""
     count = index(loader.num_workers)  # which may be NumPy's
-    reader = served.latest()
-    obstacle = _thread_obstacle(loader, served, reader, workers)
+    reader = parts.latest()
+    obstacle = _thread_obstacle(loader, parts, reader, workers)
     if obstacle is not None and (count or reader is None):
         path = "torch's engine in the training loop"
         if count:
@@ -570,7 +570,7 @@ def choose_engine(loader: DataLoader[Any], served: LoaderView, workers: str) -> 
 
 
 def _thread_obstacle(
-    loader: DataLoader[Any], served: LoaderView, reader: AnyReader | None, workers: str
+    loader: DataLoader[Any], parts: Parts, reader: AnyReader | None, workers: str
 ) -> str | None:
     """Return why torch's engine is needed instead of threads, or None."""
     if isinstance(loader.dataset, IterableDataset):
@@ -581,7 +581,7 @@ def _thread_obstacle(
         return "workers='process'" if workers == "process" else None
     if reader is None:
         return f"{type(loader.dataset).__name__} is not a fastdata dataset"
-    if any(may_draw(part.target_transform) for part in served.parts):
+    if any(may_draw(dataset.target_transform) for dataset in parts.datasets):
         return "target_transform= may draw random numbers"
     if loader.collate_fn in (collate, default_collate):
         return reader.obstacle
@@ -622,12 +622,12 @@ def warn_of_ranks(sampler: Any) -> None:
         )
 
 
-def warn_of_samples(dataset: Dataset[Any], served: LoaderView) -> None:
+def warn_of_samples(dataset: Dataset[Any], parts: Parts) -> None:
     """Warn once for each dataset that is read sample by sample."""
-    new = [part for part in served.parts if samples_of(part) not in _WARNED]
+    new = [part for part in parts.datasets if samples_of(part) not in _WARNED]
     _WARNED.update(map(samples_of, new))
     notice = next(filter(None, map(_fallback_notice, new)), "")
-    if not served.parts and not isinstance(dataset, IterableDataset):
+    if not parts.datasets and not isinstance(dataset, IterableDataset):
         notice = _wrapped_notice(dataset)
     if notice:
         warn_user(f"batches are not served whole: {notice}")
@@ -660,7 +660,7 @@ def _wrapped_notice(dataset: Any) -> str:
     while type(dataset) is Subset:
         dataset = dataset.dataset
     for inner in (*getattr(dataset, "datasets", ()), *getattr(dataset, "__dict__", {}).values()):
-        if isinstance(inner, Dataset) and LoaderView.find(inner).parts:
+        if isinstance(inner, Dataset) and Parts.find(inner).datasets:
             name = type(inner).__name__
             return (
                 f"{type(dataset).__name__} asks its {name} for each sample. Give the loader the "

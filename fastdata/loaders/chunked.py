@@ -22,7 +22,7 @@ from fastdata.datasets.dataset import PreparedDataset, latest_reader
 from fastdata.datasets.reader import BatchRing
 from fastdata.errors import FastDataError
 from fastdata.loaders import DataLoader
-from fastdata.loaders.epochs import HELD_BY_USER, Counted, LoaderView
+from fastdata.loaders.epochs import HELD_BY_USER, CountedIterator, Parts
 from fastdata.loaders.samplers import Int64s, Order, RankSampler, chunked
 from fastdata.machine import (
     CHUNKS_HELD,
@@ -212,9 +212,9 @@ class DiskSamples:
         edges_bytes: bytes of the pages at both ends of neighbours, which others' samples share.
     """
 
-    def __init__(self, view: LoaderView) -> None:
-        self._view = view
-        self.stores = [store for part in view.parts for store in _disk_stores(part)]
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self.stores = [store for part in parts.datasets for store in _disk_stores(part)]
         self.mirrors = [store for store in self.stores if isinstance(store, MirroredStore)]
         self.sample_bytes = _ENTRY_BYTES + sum(it.heaviest_bytes(_NEIGHBOURS) for it in self.stores)
         self.edges_bytes = 2 * mmap.PAGESIZE * len(self.stores)
@@ -222,7 +222,7 @@ class DiskSamples:
     @property
     def has_gaps(self) -> bool:
         """True if samples that follow each other in the loader are not neighbours in the files."""
-        subset = self._view.subset
+        subset = self._parts.subset
         return subset is not None and bool((np.diff(subset) != 1).any())
 
     def most_in_chunk(self, samples: int) -> int:
@@ -235,12 +235,12 @@ class DiskSamples:
 
     def locate(self, samples: Int64s) -> Located:
         """Yield each store that holds some of the samples, and their positions in it."""
-        view = self._view
-        if view.subset is not None:
+        parts = self._parts
+        if parts.subset is not None:
             # -1 is the last one.
-            samples = np.sort(view.subset[samples] % view.index_count)
-        pieces = np.split(samples, np.searchsorted(samples, view.starts[1:]))
-        for part, start, piece in zip(view.parts, view.starts, pieces, strict=True):
+            samples = np.sort(parts.subset[samples] % parts.index_count)
+        pieces = np.split(samples, np.searchsorted(samples, parts.starts[1:]))
+        for part, start, piece in zip(parts.datasets, parts.starts, pieces, strict=True):
             if len(piece):
                 for store in _disk_stores(part):
                     yield store, piece - start
@@ -330,7 +330,7 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
         self.batch_size = batch_size
         self.drop_last = drop_last
         self.shuffle = shuffle
-        self._live = weakref.WeakSet[Counted]()  # the latest iterator, if it is in use
+        self._live = weakref.WeakSet[CountedIterator]()  # the latest iterator, if it is in use
         has_no_index = isinstance(dataset, (str, bytes, os.PathLike, IterableDataset))
         if has_no_index or not hasattr(dataset, "__getitem__"):
             raise TypeError(
@@ -340,8 +340,8 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
             )
         BatchSampler([], batch_size, drop_last)  # which refuses other sizes
         self.dataset = dataset
-        self._view = LoaderView.find(dataset)
-        self._disk = DiskSamples(self._view)
+        self._parts = Parts.find(dataset)
+        self._disk = DiskSamples(self._parts)
         stores = self._disk.stores
         is_mixed = shuffle and bool(stores)
         pieces = 1
@@ -381,7 +381,7 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
             num_workers=self.plan.workers,
             collate_fn=collate_fn,
             drop_last=drop_last,
-            generator=torch.Generator() if self._view.seed is not None else None,
+            generator=torch.Generator() if self._parts.seed is not None else None,
             workers="thread" if stores else "auto",
         )
         self.collate_fn = self._loader.collate_fn
@@ -424,7 +424,7 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
         disk = self._disk
         for store in disk.stores:
             store.release()  # this memory is for the chunks
-        reader = self._view.reader()
+        reader = self._parts.reader()
         served_bytes = None if reader is None else reader.served_bytes
         batch_bytes = (served_bytes or _SAMPLE_BYTES) * self.batch_size
         in_use_bytes = limits.tree_pss_bytes()
@@ -466,7 +466,13 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
 
     def __copy__(self) -> ChunkedLoader:
         """Return a loader over the same samples, with the same plan, whose epochs are its own."""
-        shared = self.dataset, self._view, self.collate_fn, *self._view.parts, *self._disk.stores
+        shared = (
+            self.dataset,
+            self._parts,
+            self.collate_fn,
+            *self._parts.datasets,
+            *self._disk.stores,
+        )
         return copy.deepcopy(self, {id(each): each for each in shared})
 
     def __len__(self) -> int:
@@ -483,7 +489,7 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
         iterator = self._loader._fastdata.iterate(self._loader, ring, held)
         if self._disk.stores:
             iterator.after_batch = self._sampler.passed
-            end = weakref.finalize(iterator, _finish, self._sampler, iterator.stop)
+            end = weakref.finalize(iterator, _close_chunks, self._sampler, iterator.stop)
             iterator.stop = end  # type: ignore[method-assign]
         self._live = weakref.WeakSet([iterator])
         return iterator
@@ -529,7 +535,7 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
         self.close()
 
 
-def _finish(sampler: ChunkSampler, stop: Callable[[], Any]) -> None:
+def _close_chunks(sampler: ChunkSampler, stop: Callable[[], Any]) -> None:
     """End what reads the samples, then release their memory, which reading would map again."""
     stop()
     resident = sampler.resident

@@ -23,7 +23,7 @@ from fastdata.datasets.reader import BatchRing, Reader
 from fastdata.datasets.samples import ReaderHandle
 from fastdata.errors import DeviceError, kind_of
 from fastdata.loaders import DataLoader
-from fastdata.loaders.epochs import AnyReader, JoinedReader, LoaderView
+from fastdata.loaders.epochs import AnyReader, JoinedReader, Parts
 from fastdata.loaders.resident import StoreCut, size_bytes, upload, window_obstacle
 from fastdata.machine import format_bytes
 from fastdata.pixels.ops import Op
@@ -126,7 +126,7 @@ class DeviceOps:
         self._loader = loader
         self._asked = asked
         self._device = device
-        self._view = LoaderView.find(getattr(loader, "dataset", None))
+        self._parts = Parts.find(getattr(loader, "dataset", None))
         # By store: samples may be prepared again between epochs.
         self._copies: weakref.WeakKeyDictionary[Store, Tensor] = weakref.WeakKeyDictionary()
         self._has_warned = False
@@ -139,10 +139,10 @@ class DeviceOps:
             MemoryBudgetError: the store does not fit there.
         """
         self.described = ""
-        reader = self._view.reader()  # which notices what was changed in place
+        reader = self._parts.reader()  # which notices what was changed in place
         if reader is None:
             return DeviceWork()
-        is_for_store = "device" in map(storage_of, self._view.parts)
+        is_for_store = "device" in map(storage_of, self._parts.datasets)
         work = DeviceWork()
         why = self._obstacle(reader)
         if not why:
@@ -164,7 +164,7 @@ class DeviceOps:
         return work
 
     def _work(self, reader: Reader, *, is_cut: bool) -> DeviceWork:
-        handle = handle_of(self._view.parts[0])
+        handle = handle_of(self._parts.datasets[0])
         _, casts = reader.without_cast
         converts = [None if cast is None else ToFloats(cast) for cast in casts]
         if is_cut:

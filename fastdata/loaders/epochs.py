@@ -1,6 +1,6 @@
 """One epoch of a loader: what it sees of the fastdata datasets behind, and who reads batches.
 
-``LoaderView`` looks behind ``Subset`` and ``ConcatDataset``. A ``BatchMaker`` reads a batch in any
+``Parts`` looks behind ``Subset`` and ``ConcatDataset``. A ``BatchMaker`` reads a batch in any
 thread, and the iterators hand batches over. They move a ``Progress`` on.
 """
 
@@ -52,7 +52,7 @@ from fastdata.datasets.reader import Allocate, BatchRing, Reader, allocate_batch
 from fastdata.datasets.ring import BatchReceiver, RingCollate
 from fastdata.datasets.samples import ReaderHandle
 from fastdata.errors import IngestError, MemoryBudgetError, StoreGoneError
-from fastdata.loaders.samplers import State
+from fastdata.loaders.samplers import StateDict
 from fastdata.machine.shared import collate_targets
 from fastdata.pixels.core import sample_keys
 from fastdata.pixels.images import Array
@@ -127,11 +127,11 @@ class JoinedHandle:
 
 
 AnyReader = Reader | JoinedReader
-Handle = ReaderHandle | JoinedHandle
+AnyHandle = ReaderHandle | JoinedHandle
 
 
 @dataclass(frozen=True, slots=True)
-class LoaderView:
+class Parts:
     """The fastdata datasets that a loader reads, as one.
 
     Their indices are put in a row, as in a ``ConcatDataset``. Each dataset is read with its own
@@ -139,61 +139,61 @@ class LoaderView:
     seed of the first that has one.
 
     Attributes:
-        parts: the datasets; empty if the loader reads anything else.
+        datasets: the datasets; empty if the loader reads anything else.
         subset: indices of the samples that the loader sees; None for all.
         starts: index of the first sample of each dataset.
     """
 
-    parts: Sequence[PreparedDataset]
+    datasets: Sequence[PreparedDataset]
     subset: Array | None
     starts: Array
 
     @classmethod
-    def find(cls, dataset: Any) -> LoaderView:
+    def find(cls, dataset: Any) -> Parts:
         """Find the datasets in any ``Subset`` and ``ConcatDataset``; none next to other datasets."""
-        parts = []
+        datasets = []
         subset = None
         # Not isinstance: a proxy may give the class of what it is around for its own.
         if issubclass(type(dataset), PreparedDataset):
-            parts.append(dataset)
+            datasets.append(dataset)
         else:
             try:
-                subset = _join(dataset, parts)
+                subset = _join(dataset, datasets)
             except TypeError:
-                parts.clear()
-        return cls(parts, subset, np.cumsum([0, *map(index_count, parts)])[:-1])
+                datasets.clear()
+        return cls(datasets, subset, np.cumsum([0, *map(index_count, datasets)])[:-1])
 
     def __getitems__(self, batch: IndexBatch) -> list[Any]:
-        joined = JoinedReader(list(map(latest_reader, self.parts)), self.starts)
-        return joined.in_order(batch, [part.__getitems__ for part in self.parts])
+        joined = JoinedReader(list(map(latest_reader, self.datasets)), self.starts)
+        return joined.in_order(batch, [dataset.__getitems__ for dataset in self.datasets])
 
     @property
     def index_count(self) -> int:
         """The number of indices, from 0 on, that may be asked for."""
-        return sum(map(index_count, self.parts))  # samples may have been assigned since
+        return sum(map(index_count, self.datasets))  # samples may have been assigned since
 
     @property
     def epoch(self) -> int | None:
         """The epoch that the user set on a dataset; None if loaders count epochs."""
-        return _first(map(epoch_of, self.parts))
+        return _first(map(epoch_of, self.datasets))
 
     @property
     def seed(self) -> int | None:
         """The first ``seed`` that the user gave to a dataset; None if there is none."""
-        return _first(latest_reader(part).stored.options.seed for part in self.parts)
+        return _first(latest_reader(dataset).stored.options.seed for dataset in self.datasets)
 
     def reader(self) -> AnyReader | None:
         """Return the reader of an epoch that begins now, with all changes made in place."""
-        readers = [samples_of(part).fresh_reader() for part in self.parts]
+        readers = [samples_of(dataset).fresh_reader() for dataset in self.datasets]
         return self._one(readers, JoinedReader)
 
     def latest(self) -> AnyReader | None:
         """Return the latest reader. Do not keep it: it keeps the samples in memory."""
-        return self._one(list(map(latest_reader, self.parts)), JoinedReader)
+        return self._one(list(map(latest_reader, self.datasets)), JoinedReader)
 
-    def handle(self) -> Handle | None:
+    def handle(self) -> AnyHandle | None:
         """Return the handle of an epoch that begins now."""
-        return self._one(list(map(handle_of, self.parts)), JoinedHandle)
+        return self._one(list(map(handle_of, self.datasets)), JoinedHandle)
 
     def _one(self, each: list[_T], join: Callable[[list[_T], Array], _J]) -> _T | _J | None:
         if len(each) > 1:
@@ -203,8 +203,8 @@ class LoaderView:
     @property
     def prepared_share(self) -> float:
         """The share of samples that are stored already, of the dataset with the fewest."""
-        index = None if len(self.parts) > 1 else self.subset
-        readers = map(latest_reader, self.parts)
+        index = None if len(self.datasets) > 1 else self.subset
+        readers = map(latest_reader, self.datasets)
         shares = (1.0 if it.kept is None else it.stored.filled_share(index) for it in readers)
         return min(shares, default=1.0)
 
@@ -218,7 +218,7 @@ class LoaderView:
             return dataset
         whole = copy.copy(dataset)
         whole.__class__ = _WholeConcat if type(dataset) is ConcatDataset else _WholeSubset
-        whole.behind = self.parts[0] if len(self.parts) == 1 else replace(self, subset=None)
+        whole.behind = self.datasets[0] if len(self.datasets) == 1 else replace(self, subset=None)
         return whole
 
 
@@ -226,34 +226,34 @@ def _first(given: Iterable[_T | None]) -> _T | None:
     return next((value for value in given if value is not None), None)
 
 
-def _join(dataset: Any, parts: list[PreparedDataset]) -> Array:
-    """Return the indices of a dataset's samples among those of all ``parts``, and add its parts.
+def _join(dataset: Any, found: list[PreparedDataset]) -> Array:
+    """Return the indices of a dataset's samples among those of all ``found``, and add its found.
 
     Raises:
         TypeError: there is a dataset of another kind, or a subclass with another ``__len__`` than
             its samples have, or indices that are not whole numbers.
     """
     if type(dataset) is Subset:
-        return _join(dataset.dataset, parts)[as_numbers(dataset.indices)]
+        return _join(dataset.dataset, found)[as_numbers(dataset.indices)]
     if type(dataset) is ConcatDataset:
-        return np.concatenate([_join(each, parts) for each in dataset.datasets])
+        return np.concatenate([_join(each, found) for each in dataset.datasets])
     is_ours = issubclass(type(dataset), PreparedDataset)
     if not is_ours or len(dataset) != index_count(dataset):
         raise TypeError
     start = 0
-    for part in parts:
+    for part in found:
         if part is dataset:
             break
         start += index_count(part)
     else:
-        parts.append(dataset)
+        found.append(dataset)
     return np.arange(start, start + len(dataset))
 
 
 class _Whole(Dataset[Any]):
     """Passes batches to the datasets ``behind``, where torch's class would make lists of them."""
 
-    behind: PreparedDataset | LoaderView
+    behind: PreparedDataset | Parts
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         if isinstance(indices, IndexBatch):
@@ -268,7 +268,7 @@ class _WholeConcat(_Whole, ConcatDataset[Any]): ...
 
 
 Slots = BatchRing | BatchReceiver
-Read = Callable[[Any, BatchRing], Any]
+MakeBatch = Callable[[Any, BatchRing], Any]
 HELD_BY_USER = 2
 """Batches that the training loop may hold without costing new memory: the current one and one
 looked ahead."""
@@ -303,12 +303,12 @@ class BatchMaker:
     """
 
     fetch: Callable[[Any], Any]
-    handle: Handle | None
+    handle: AnyHandle | None
     ring: BatchRing
     collate_fn: Collate
     in_thread: bool
     channels_last: bool
-    read: Read | None
+    read: MakeBatch | None
 
     def __call__(self, indices: Any, draws: DrawKey) -> Any:
         with profiled("fastdata: read"):
@@ -393,8 +393,8 @@ class Progress:
 
     epoch: int = -1
     base_seed: int | None = None
-    start: State | None = None
-    state: State | None = None
+    start: StateDict | None = None
+    state: StateDict | None = None
     is_begun: bool = False
     first: int = 0
     drawn: int = 0
@@ -405,7 +405,7 @@ class Progress:
     seen: Mark | None = None
 
     @classmethod
-    def resumed(cls, state: State) -> Progress:
+    def resumed(cls, state: StateDict) -> Progress:
         """Return the progress of an epoch that begins where a state was saved."""
         passed = state["num_yielded"]
         return cls(
@@ -427,7 +427,7 @@ class Progress:
         self.seen = mark
 
     @property
-    def pending(self) -> State | None:
+    def pending(self) -> StateDict | None:
         """The state that it goes on from, while no batch was handed over."""
         return self.state if (self.seen or self.mark()) == (self.first, False) else None
 
@@ -442,13 +442,13 @@ def sample_count(batch: Any) -> int:
         return 0
 
 
-class Counted(torch_loader._BaseDataLoaderIter):
+class CountedIterator(torch_loader._BaseDataLoaderIter):
     """An iterator that counts what it hands over and how long it kept the user waiting."""
 
     # These and ``progress`` are replaced for each epoch of persistent workers.
     counts: LoopCounts
     ring: Slots | None = None  # memory that batches come through
-    handle: Handle | None = None  # once the dataset is closed it ends the epoch
+    handle: AnyHandle | None = None  # once the dataset is closed it ends the epoch
 
     ended = ""  # the reason if no more batches come, although there are some
     after_batch: Callable[[], Any] | None = None
@@ -497,7 +497,7 @@ class Counted(torch_loader._BaseDataLoaderIter):
                 self.after_batch()
 
 
-class InlineIter(Counted, torch_loader._SingleProcessDataLoaderIter):
+class InlineIter(CountedIterator, torch_loader._SingleProcessDataLoaderIter):
     """torch's engine in the training loop, counted."""
 
 
@@ -516,7 +516,7 @@ def _watched(parent_pid: int, work: Callable[..., None], *arguments: Any) -> Non
     work(*arguments)
 
 
-class ProcessIter(Counted, torch_loader._MultiProcessingDataLoaderIter):
+class ProcessIter(CountedIterator, torch_loader._MultiProcessingDataLoaderIter):
     """torch's worker processes, counted, with batches that come through a shared ring."""
 
     _put_later = 0  # number of batches to ask workers for at ``next``
@@ -581,7 +581,7 @@ class ProcessIter(Counted, torch_loader._MultiProcessingDataLoaderIter):
             raise error
 
 
-class ThreadIter(Counted):
+class ThreadIter(CountedIterator):
     """Batches read ahead by threads, or in the training loop when there are none; always in order.
 
     An exception is raised in the place of its batch. Threads end with the epoch, or when the

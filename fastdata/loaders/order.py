@@ -1,6 +1,6 @@
 """The order of an epoch: the indices of its batches, and what their random draws are made from.
 
-torch's iterators get an ``Epochs`` as their sampler. Its iterators update a ``Progress``, and a
+torch's iterators get an ``Resume`` as their sampler. Its iterators update a ``Progress``, and a
 state is made of that, to resume inside an epoch.
 
 Batches are read ahead of the user, and so are indices. A state therefore holds the generators that
@@ -38,8 +38,8 @@ from fastdata.datasets.batch import (
     occurrences,
     positions,
 )
-from fastdata.loaders.epochs import LoaderView, Progress
-from fastdata.loaders.samplers import RankSampler, State, name_differences
+from fastdata.loaders.epochs import Parts, Progress
+from fastdata.loaders.samplers import RankSampler, StateDict, name_differences
 from fastdata.machine.processes import Rank
 from fastdata.report import warn_user
 
@@ -150,14 +150,14 @@ class SamplerChain:
         found.insert(0, self.generator)
         return list(dict.fromkeys(each for each in found if isinstance(each, torch.Generator)))
 
-    def capture(self) -> State:
+    def capture(self) -> StateDict:
         """Return the states of generators and samplers, from which the order can be drawn again."""
         return {
             "generators": [_pack(generator) for generator in self.generators],
             "samplers": [_capture(sampler) for sampler in self.each],
         }
 
-    def restore(self, start: State, *, is_begun: bool) -> None:
+    def restore(self, start: StateDict, *, is_begun: bool) -> None:
         """Put generators and samplers back to what was captured, but for a RankSampler."""
         for generator, packed in zip(self.generators, start["generators"], strict=True):
             generator.set_state(_unpack(packed))
@@ -169,9 +169,9 @@ class SamplerChain:
             if "epoch" in saved and is_begun:  # else the user may have set the coming epoch
                 sampler.set_epoch(saved["epoch"])
 
-    def identity(self) -> State:
+    def identity(self) -> StateDict:
         """Return the values in which a state and the loader that takes it must agree."""
-        identity: State = {
+        identity: StateDict = {
             "generators": len(self.generators),
             "sampler": " > ".join(type(sampler).__name__ for sampler in self.each),
         }
@@ -180,7 +180,7 @@ class SamplerChain:
         return identity
 
 
-class Epochs:
+class Resume:
     """The epochs of a loader: the position in the latest, the number of the next, and their states.
 
     Iterating yields the indices of the batches of the epoch that was begun last. There is no
@@ -188,7 +188,7 @@ class Epochs:
     argument of each call, because the attributes of a loader may be replaced.
 
     Args:
-        served: the fastdata datasets behind the loader.
+        parts: the fastdata datasets behind the loader.
         seeds_once: only the first epoch draws a base seed, as in torch if workers persist.
         is_batched: samplers give the indices of a batch, not single ones.
 
@@ -196,9 +196,9 @@ class Epochs:
         channels_last: memory format that the batches of indices ask for; see ``IndexBatch``.
     """
 
-    def __init__(self, served: LoaderView, *, seeds_once: bool, is_batched: bool) -> None:
+    def __init__(self, parts: Parts, *, seeds_once: bool, is_batched: bool) -> None:
         self.progress = Progress(is_finished=True)
-        self.served = served
+        self.parts = parts
         self.channels_last = False
         self._seeds_once = seeds_once
         self._is_batched = is_batched
@@ -211,7 +211,7 @@ class Epochs:
     def __iter__(self) -> Iterator[Any]:
         return self._batches(self.progress, self._chain)
 
-    def copied(self) -> Epochs:
+    def copied(self) -> Resume:
         """Return epochs that go on from here on their own."""
         other = copy.copy(self)
         other.progress = copy.copy(self.progress)
@@ -234,7 +234,7 @@ class Epochs:
         progress = self._following()
         if state is not None:
             progress = Progress.resumed(state)
-        chosen = self.served.epoch if self._set is None else self._set
+        chosen = self.parts.epoch if self._set is None else self._set
         if chosen is not None and not progress.is_begun:
             progress.epoch = chosen
         self.progress = progress
@@ -247,22 +247,22 @@ class Epochs:
         Samplers are begun, and draw, when the first batch is asked for. The epoch ends with the
         sampler, whatever its length was before.
         """
-        served = self.served
+        parts = self.parts
         ranked = chain.ranked
-        seed = served.seed
+        seed = parts.seed
         if seed is None:
             seed = progress.base_seed or 0
         # The sampler's epoch is that of draws too, unless each epoch draws a seed, whose draws count
         # from 0, or the epoch of draws was set alone.
-        is_counted = self._is_counted and served.epoch is None
-        if ranked is not None and served.parts and (ranked.is_set or is_counted):
+        is_counted = self._is_counted and parts.epoch is None
+        if ranked is not None and parts.datasets and (ranked.is_set or is_counted):
             progress.epoch = ranked.coming()["epoch"]
         epoch = progress.epoch
         rank, ranks = chain.rank
         draw: Callable[[Any], Any] | None = None
-        if served.parts:
+        if parts.datasets:
             others = chain.rank if chain.ranks_may_overlap else Rank(0, 1)
-            draw = index_batches(served, chain.outer, epoch, seed, others)
+            draw = index_batches(parts, chain.outer, epoch, seed, others)
         is_cut = type(chain.outer) is BatchSampler
         is_seen = chain.ends_with_a_draw
         # A RankSampler begins at its position, so that nothing is skipped.
@@ -310,7 +310,7 @@ class Epochs:
 
     # States
 
-    def state(self, loader: State, chain: SamplerChain) -> State:
+    def state(self, loader: StateDict, chain: SamplerChain) -> StateDict:
         """Return the position in the latest epoch.
 
         Args:
@@ -351,7 +351,7 @@ class Epochs:
             "loader": loader | latest.identity(),
         }
 
-    def _coming(self, chain: SamplerChain) -> tuple[Progress, State]:
+    def _coming(self, chain: SamplerChain) -> tuple[Progress, StateDict]:
         """Return the next epoch as it would begin now, and the states that its order follows."""
         progress = self._following()
         generator = chain.generator or torch.default_generator
@@ -373,7 +373,7 @@ class Epochs:
             base_seed=latest.base_seed if self._seeds_once else None,
         )
 
-    def load(self, state: State, loader: State, chain: SamplerChain) -> None:
+    def load(self, state: StateDict, loader: StateDict, chain: SamplerChain) -> None:
         """Let the next epoch be that of a state.
 
         Raises:
@@ -409,7 +409,7 @@ class Epochs:
 
     @property
     def _is_counted(self) -> bool:
-        return self._seeds_once or self.served.seed is not None
+        return self._seeds_once or self.parts.seed is not None
 
 
 def _drawn_ahead(indices: Iterator[Any]) -> Iterator[Any]:
@@ -432,7 +432,7 @@ def _gives_each_once(sampler: Any) -> bool:
 
 
 def index_batches(
-    served: LoaderView, sampler: Any, epoch: int, seed: int, rank: Rank
+    parts: Parts, sampler: Any, epoch: int, seed: int, rank: Rank
 ) -> Callable[[Any], Any]:
     """Return a function that makes an ``IndexBatch`` of the indices that a sampler gave.
 
@@ -441,14 +441,14 @@ def index_batches(
     ``Subset`` that has the sample several times.
 
     Args:
-        served: the datasets.
+        parts: the datasets.
         sampler: the sampler that gives the batches.
         epoch: the epoch that draws follow.
         seed: the seed that draws follow.
         rank: distinguishes ranks that may read the same samples.
     """
-    subset = served.subset
-    count = served.index_count
+    subset = parts.subset
+    count = parts.index_count
     length = count if subset is None else len(subset)
     earlier: Any = None  # for each index, the number of smaller ones of the same sample
     copies = 1
@@ -499,9 +499,9 @@ def _unpack(packed: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(zlib.decompress(base64.b64decode(packed))), dtype=torch.uint8)
 
 
-def rank_state(start: State) -> State:
+def rank_state(start: StateDict) -> StateDict:
     """Return the RankSampler's state in what ``SamplerChain.capture`` returned."""
-    state: State = start["samplers"][-1]["state"]
+    state: StateDict = start["samplers"][-1]["state"]
     return state
 
 
@@ -509,7 +509,7 @@ def _keeps_state(sampler: Any) -> bool:
     return hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")
 
 
-def _capture(sampler: Any) -> State:
+def _capture(sampler: Any) -> StateDict:
     if isinstance(sampler, RankSampler):
         return {"state": sampler.coming()}
     captured = {"state": copy.deepcopy(sampler.state_dict())} if _keeps_state(sampler) else {}

@@ -31,7 +31,7 @@ from fastdata.pixels.core import draw_integers, draw_uniform, sample_keys
 
 Int64s = npt.NDArray[np.int64]
 Float64s = npt.NDArray[np.float64]
-State = dict[str, Any]
+StateDict = dict[str, Any]
 """Of plain values."""
 Uneven = Literal["pad", "drop", "keep"]
 
@@ -58,7 +58,7 @@ class Order(NamedTuple):
     length: int
     num_samples: int
     most: float
-    identity: State
+    identity: StateDict
 
 
 def shuffled(dataset: Sized | int, shuffle: bool = True) -> Order:
@@ -504,7 +504,7 @@ class RankSampler(DistributedSampler[int]):
     # Epochs and states
 
     @property
-    def identity(self) -> State:
+    def identity(self) -> StateDict:
         """All values that the order depends on, except the epoch; equal in a state's sampler."""
         return {
             "sampler": type(self).__name__,
@@ -522,13 +522,13 @@ class RankSampler(DistributedSampler[int]):
             self.has_begun = False
         self.is_set = True
 
-    def coming(self) -> State:
+    def coming(self) -> StateDict:
         """Return the state that the next iterator begins with."""
         if self.has_begun:
             return self._state(self.epoch + (not self.is_set), 0)
         return self._state(self.epoch, self.position)
 
-    def _state(self, epoch: int, position: int) -> State:
+    def _state(self, epoch: int, position: int) -> StateDict:
         return {"epoch": epoch, "position": operator.index(position), "order": self.identity}
 
     def state_dict(
@@ -537,8 +537,8 @@ class RankSampler(DistributedSampler[int]):
         batch_size: int = 1,
         *,
         drop_last: bool = False,
-        begun: State | None = None,
-    ) -> State:
+        begun: StateDict | None = None,
+    ) -> StateDict:
         """Return the position in the epoch, as a dict of plain values, the same on every rank.
 
         fastdata's DataLoader includes it in its own state. torch's loader reads ahead, so that only
@@ -562,7 +562,7 @@ class RankSampler(DistributedSampler[int]):
             return self._state(epoch + 1, 0)
         return self._state(epoch, position + batches * batch_size * self.num_replicas)
 
-    def load_state_dict(self, state: State) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Let the next iterator go on where ``state`` was taken, with any ranks and batch size.
 
         Raises:
@@ -579,7 +579,7 @@ class RankSampler(DistributedSampler[int]):
         self.has_begun = False
         self.is_set = False
 
-    def resume(self, state: State) -> bool:
+    def resume(self, state: StateDict) -> bool:
         """Load a state, unless ``set_epoch`` chose another epoch; return True if it was loaded."""
         is_set = self.is_set
         if is_set and self.epoch != state["epoch"]:
@@ -589,7 +589,7 @@ class RankSampler(DistributedSampler[int]):
         return True
 
 
-def name_differences(saved: State, own: State) -> str:
+def name_differences(saved: StateDict, own: StateDict) -> str:
     """Return how the values of a state differ from one's own; empty if they do not."""
     return "; ".join(
         f"{name} is {own.get(name)!r}, in the state {saved.get(name)!r}"
