@@ -95,7 +95,7 @@ class TransformPlan:
     def obstacle(self) -> str | None:
         """Why batches cannot be served as one tensor; None if they can."""
         if self.per_sample:
-            step = shorten(_text(self.per_sample[0]), _SHOWN_LETTERS, placeholder=" ...")
+            step = shorten(text_of_step(self.per_sample[0]), _SHOWN_LETTERS, placeholder=" ...")
             return f"{step} {self.reason}"
         for number, view in enumerate(self.views):
             if view.obstacle:
@@ -130,13 +130,13 @@ class TransformPlan:
         return run_steps(self.per_sample[len(self.unknown) :], sample)
 
     def __repr__(self) -> str:
-        prepare = ", ".join(map(_text, (*self.beforehand, *self.prepare))) or "-"
+        prepare = ", ".join(map(text_of_step, (*self.beforehand, *self.prepare))) or "-"
         lines = [f"prepare, once per sample:     {prepare}"]
         for number, view in enumerate(self.each):
             first = f"view {number}, on whole batches:     "
             if not self.views:
                 first = "batch ops, on whole batches:  "
-            unknown = ", ".join(map(_text, view.unknown)) or "-"
+            unknown = ", ".join(map(text_of_step, view.unknown)) or "-"
             lines.append(f"{first}{', '.join(view.batch_texts) or '-'}")
             lines.append(f"per sample, as written:       {unknown}")
             if view.per_sample:
@@ -230,7 +230,7 @@ def _plan(
         batch_ops=state.all_ops,
         per_sample=rest[known:],
         kind=state.kind,
-        batch_texts=tuple(map(_text, rest[:known])),
+        batch_texts=tuple(map(text_of_step, rest[:known])),
         reason=reason if rest[known:] else "",
         last=last,
         may_draw=_may_draw(rest[:known]),
@@ -255,7 +255,7 @@ def _read_last(steps: Sequence[Step], skipped: int, at: int, before: State) -> T
         nothing = State(kind="pil", channels=before.channels, at=at + start)
         _, state, reason = _read(steps[start:], nothing)
         if not reason and state.kind != "pil":
-            texts = tuple(map(_text, steps[start:]))
+            texts = tuple(map(text_of_step, steps[start:]))
             return TransformPlan(
                 kind=state.kind,
                 batch_ops=state.all_ops,
@@ -320,7 +320,7 @@ def plan_pairs(
     if obstacle:
         reason = f"runs as written, because {obstacle}"
     elif reason and len(steps) > 1:
-        reason = f"contains {_text(steps[known])}, which {reason}"
+        reason = f"contains {text_of_step(steps[known])}, which {reason}"
     elif not reason and kind == "pil":
         reason = "leaves images that are PIL's"
     if reason:
@@ -328,7 +328,7 @@ def plan_pairs(
     return TransformPlan(
         batch_ops=image[1].all_ops,
         kind=kind,
-        batch_texts=tuple(map(_text, steps)),
+        batch_texts=tuple(map(text_of_step, steps)),
         mask=TransformPlan(batch_ops=mask[1].all_ops, kind=mask[1].kind),
         may_draw=_may_draw(steps),
     )
@@ -389,7 +389,7 @@ def _geometry_text(step: Any) -> str | None:
     return f"resize {size} {smooth}"
 
 
-def _text(step: Any) -> str:
+def text_of_step(step: Any) -> str:
     try:
         shown = repr(step)
     except Exception:  # noqa: BLE001  # the repr of a user's own step may raise anything

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dis
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -282,7 +282,9 @@ def seen_through(call: Any) -> tuple[Any, ...] | None:
     called, and code without a condition does the same each time.
     """
     function, owner = code_of_call(call)
-    names = _names_read(function.__code__) if isinstance(function, FunctionType) else None
+    if not isinstance(function, FunctionType):
+        return None
+    names = _names_read(function.__code__)
     if names is None:
         return None
     log: list[Any] = []
@@ -343,15 +345,14 @@ def outside_of(call: Any) -> dict[str, Any]:
 
 
 def _try(function: FunctionType, names: frozenset[str], owner: Any, image: _Image) -> Any:
-    held = {} if owner is None else {**vars(owner), **vars(owner).get("_modules", {})}
-    parts, outside = (
-        {name: _stand_in(values[name]) for name in names & values.keys()}
-        for values in (held, function.__globals__)
-    )
-    cells = [CellType(_stand_in(cell.cell_contents)) for cell in function.__closure__ or ()]
+    outside = _stand_ins(function.__globals__, names)
     outside["__builtins__"] = {"range": range}
+    cells = [CellType(_stand_in(cell.cell_contents)) for cell in function.__closure__ or ()]
     run = FunctionType(function.__code__, outside, closure=tuple(cells))
-    return run(image) if owner is None else run(SimpleNamespace(**parts), image)
+    if owner is None:
+        return run(image)
+    held = {**vars(owner), **vars(owner).get("_modules", {})}  # those of an nn.Module
+    return run(SimpleNamespace(**_stand_ins(held, names)), image)
 
 
 class _Image:
@@ -369,6 +370,10 @@ class _Image:
         if mode != "RGB":
             raise ValueError(mode)
         return self._through(TO_RGB)
+
+
+def _stand_ins(values: Mapping[str, Any], names: frozenset[str]) -> dict[str, Any]:
+    return {name: _stand_in(values[name]) for name in names & values.keys()}
 
 
 def _stand_in(value: Any) -> Any:

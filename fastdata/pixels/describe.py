@@ -21,7 +21,7 @@ import pickle
 import random
 import sys
 import types
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +145,10 @@ class _Describer(pickle.Pickler):
         if hasattr(value, "__dict__"):  # may lead back to itself
             self._met[id(value)] = len(self._met), value  # which stays alive, and its id its own
         try:
-            return name_of(value) or (kind, *self._parts(value))
+            if kind is set or kind is frozenset:
+                # In an order that no seed of hashes changes.
+                return kind.__name__, sorted(describe(each, self._cache_key) for each in value)
+            return name_of(value) or (kind, *_parts_of(value))
         except Exception as unseen:  # what pickles a value may raise anything
             if self._cache_key is not None:
                 return kind.__qualname__, self._cache_key
@@ -156,34 +159,100 @@ class _Describer(pickle.Pickler):
                 "cache_key='a name' to stand for it, and change it whenever that changes."
             ) from unseen
 
-    def _parts(self, value: Any) -> Iterable[Any]:
-        """What a value consists of, which is asked for in turn."""
-        kind = type(value)
-        if kind is types.CodeType:
-            return [getattr(value, name, b"") for name in _CODE_PARTS]
-        if kind is types.FunctionType:
-            return _parts_of_function(value)
-        if kind in (*_DESCRIPTORS, types.MethodType):
-            return [getattr(value, name, None) for name in _WRAPPED]
-        if kind in (set, frozenset):
-            # In an order that no seed of hashes changes.
-            return sorted(describe(each, self._cache_key) for each in value)
-        if isinstance(value, type):
-            return [value.__qualname__, value.__bases__, _contents_of(value)]
-        if isinstance(value, torch.Tensor):
-            # As bytes, because NumPy has no bfloat16.
-            packed = value.detach().cpu().contiguous()
-            octets = packed.reshape(-1).view(torch.uint8).numpy()
-            return [str(value.dtype), list(value.shape), octets, vars(value)]
-        if kind in (np.ndarray, np.memmap) and not value.dtype.hasobject:
-            octets = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
-            return [repr(value.dtype), list(value.shape), _hash_of(octets)]
-        if isinstance(value, types.ModuleType):
-            return [_origin(value.__name__) or _hash_of(Path(str(value.__file__)).read_bytes())]
-        # Not of one that it only passes on, as a dataset around another may.
-        if inspect.getattr_static(value, "_fastdata_identity", None) is not None:
-            return [value._fastdata_identity]
-        return _reduced(value)
+
+def _parts_of(value: Any) -> Iterable[Any]:
+    """What a value consists of, which is asked for in turn."""
+    if isinstance(value, type):
+        return _parts_of_class(value)
+    if isinstance(value, torch.Tensor):
+        return _parts_of_tensor(value)
+    return _PARTS_OF.get(type(value), _parts_of_object)(value)
+
+
+def _parts_of_code(code: types.CodeType) -> Iterable[Any]:
+    return [getattr(code, name, b"") for name in _CODE_PARTS]
+
+
+def _parts_of_function(function: types.FunctionType) -> Iterable[Any]:
+    code = function.__code__
+    yield code
+    yield closed_over(function)
+    yield _globals_of(code, function.__globals__)
+    yield function.__defaults__
+    yield function.__kwdefaults__
+    yield vars(function)
+
+
+def closed_over(function: types.FunctionType) -> list[Any]:
+    """The values that a function closes over, as far as they are assigned."""
+    empty = types.CellType()
+    return [cell.cell_contents for cell in function.__closure__ or () if cell != empty]
+
+
+def _parts_of_wrapper(wrapper: Any) -> Iterable[Any]:
+    return [getattr(wrapper, name, None) for name in _WRAPPED]
+
+
+def _parts_of_class(kind: type) -> Iterable[Any]:
+    """A class's own methods and values; what Python notes beside them does nothing."""
+    yield kind.__qualname__
+    yield kind.__bases__
+    code = (types.FunctionType, *_DESCRIPTORS)
+    for name, value in sorted(vars(kind).items()):
+        is_own = isinstance(value, code) or not name.startswith("__")
+        if is_own and name not in _NOTES:
+            yield name
+            yield value
+
+
+def _parts_of_tensor(tensor: torch.Tensor) -> Iterable[Any]:
+    yield str(tensor.dtype)
+    yield list(tensor.shape)
+    # As bytes, because NumPy has no bfloat16.
+    packed = tensor.detach().cpu().contiguous()
+    yield packed.reshape(-1).view(torch.uint8).numpy()
+    yield vars(tensor)
+
+
+def _parts_of_array(array: np.ndarray) -> Iterable[Any]:
+    if array.dtype.hasobject:
+        return _parts_of_object(array)
+    octets = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return [repr(array.dtype), list(array.shape), _hash_of(octets)]
+
+
+def _parts_of_module(module: types.ModuleType) -> Iterable[Any]:
+    origin = _origin(module.__name__)
+    return [origin or _hash_of(Path(str(module.__file__)).read_bytes())]
+
+
+def _parts_of_object(value: Any) -> Iterable[Any]:
+    """What pickle would call to make it again, and what that may leave out."""
+    # Not of one that it only passes on, as a dataset around another may.
+    if inspect.getattr_static(value, "_fastdata_identity", None) is not None:
+        yield value._fastdata_identity
+        return
+    kind = type(value)
+    # As pickle does: what is registered for a class counts before its methods.
+    reduce = copyreg.dispatch_table.get(kind)
+    reduced = reduce(value) if reduce else value.__reduce_ex__(4)
+    for part in reduced:
+        yield list(part) if isinstance(part, Iterator) else part
+    hidden = getattr(value, "__dict__", {})
+    if _origin(kind.__module__) is not None:
+        yield hidden.get("__wrapped__")
+    elif all(part is not hidden for part in reduced):  # the class itself says how it pickles
+        yield hidden
+
+
+_PARTS_OF: dict[type, Callable[[Any], Iterable[Any]]] = {
+    types.CodeType: _parts_of_code,
+    types.FunctionType: _parts_of_function,
+    types.ModuleType: _parts_of_module,
+    np.ndarray: _parts_of_array,
+    np.memmap: _parts_of_array,
+    **dict.fromkeys((*_DESCRIPTORS, types.MethodType), _parts_of_wrapper),
+}
 
 
 def is_plain(values: Collection[Any]) -> bool:
@@ -197,43 +266,6 @@ def is_plain(values: Collection[Any]) -> bool:
 def _hash_of(data: Any) -> str:
     """Of the bytes of a file or an array."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
-
-
-def _contents_of(kind: type) -> list[tuple[str, Any]]:
-    """A class's own methods and values; what Python notes beside them does nothing."""
-    code = (types.FunctionType, *_DESCRIPTORS)
-    contents = []
-    for name, value in sorted(vars(kind).items()):
-        if name not in _NOTES and (isinstance(value, code) or not name.startswith("__")):
-            contents.append((name, value))
-    return contents
-
-
-def _parts_of_function(function: types.FunctionType) -> list[Any]:
-    code = function.__code__
-    defaults = [function.__defaults__, function.__kwdefaults__, vars(function)]
-    return [code, closed_over(function), _globals_of(code, function.__globals__), *defaults]
-
-
-def closed_over(function: types.FunctionType) -> list[Any]:
-    """The values that a function closes over, as far as they are assigned."""
-    empty = types.CellType()
-    return [cell.cell_contents for cell in function.__closure__ or () if cell != empty]
-
-
-def _reduced(value: Any) -> Iterator[Any]:
-    """What pickle would call to make it again, and what that may leave out."""
-    kind = type(value)
-    # As pickle does: what is registered for a class counts before its methods.
-    reduce = copyreg.dispatch_table.get(kind)
-    reduced = reduce(value) if reduce else value.__reduce_ex__(4)
-    for part in reduced:
-        yield list(part) if isinstance(part, Iterator) else part
-    hidden = getattr(value, "__dict__", {})
-    if _origin(kind.__module__) is not None:
-        yield hidden.get("__wrapped__")
-    elif all(part is not hidden for part in reduced):  # the class itself says how it pickles
-        yield hidden
 
 
 def _globals_of(code: types.CodeType, namespace: Mapping[str, Any]) -> dict[str, Any]:
