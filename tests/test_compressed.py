@@ -434,7 +434,7 @@ def test_lz4_batches_name_the_damaged_sample() -> None:
             "jpeg",
             r"jpeg: .*labels",
         ),
-        ([(np.zeros((3, 5, 6), np.uint8), 0)], "source", r"source: the samples are no files"),
+        ([(np.zeros((3, 5, 6), np.uint8), 0)], "source", r"source: samples are not files"),
         ([(np.zeros((3, 5, 6), np.float32), 0)], Half(), r"half: it halves bytes"),
     ],
 )
@@ -575,9 +575,7 @@ def test_a_report_tells_what_each_codec_makes_of_the_data(image_folder: Folder) 
         trials = {trial.codec: trial for trial in cached.storage_report().trials}
         assert trials["lz4"].ratio > 20
         assert "images of uint8" in str(trials["jpeg"].obstacle)
-        assert (
-            trials["source"].obstacle == "the samples are no files, or your own loader= opens them"
-        )
+        assert trials["source"].obstacle == "samples are not files, or your own loader= opens them"
         assert trials["half"].obstacle == "it halves bytes"
 
 

@@ -51,14 +51,14 @@ def refuse_random_steps(dataset: Any) -> None:
     found = [
         f"{' '.join(repr(step).split())} in {owner}.{name}"
         for owner, name, step in _own_steps(dataset)
-        # Under another name it may stay unused.
+        # An attribute with another name need not be called on the items.
         if name in _TRANSFORM_NAMES and is_random(step)
     ]
     if found:
         raise ValueError(
-            f"{', '.join(dict.fromkeys(found))}: random, but samples are kept as they are first "
+            f"{', '.join(dict.fromkeys(found))}: random, but samples are stored as they are first "
             "read, so that every epoch would see the same draws. Make the dataset without it, and "
-            "give it to CachedDataset as transform=, or as transforms= where it takes the target "
+            "give it to CachedDataset as transform=, or as transforms= if it takes the target "
             "too; or use storage='none'. frozen=True keeps one draw for all epochs."
         )
 
@@ -100,9 +100,10 @@ def _own_calls(dataset: Any) -> dict[str, Any]:
 
 
 def refuse_draws(source: Source, options: Options) -> None:
-    """Refuse a dataset that draws when it is read; with a ``cache_key`` only warn of it.
+    """Refuse a dataset that draws when it is read; with a ``cache_key``, only warn of it.
 
-    A few of its items are read, each at least twice. Generators that moved are set back.
+    A few of its items are read, each at least twice. Afterwards every generator has the state that
+    it had before.
 
     Raises:
         ValueError: says what differed or moved, and what to do.
@@ -134,15 +135,13 @@ def refuse_draws(source: Source, options: Options) -> None:
 
 
 def _shown(step: Any) -> str:
+    """Return the text of a step in one line, cut off if it is long."""
     text = " ".join(repr(step).split())
     return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
 
 
 def _what_differs(source: DatasetSource, generators: Sequence[FoundGenerator]) -> str:
-    """Return what differed when items were read again, or which generator moved; else nothing.
-
-    Every generator is left in the state that it had.
-    """
+    """Return what differed when items were read again, or which generator moved; else nothing."""
     before = [state_of(each.generator) for each in generators]
     try:
         return _read_again(source, generators)
@@ -154,6 +153,7 @@ def _what_differs(source: DatasetSource, generators: Sequence[FoundGenerator]) -
 
 
 def _read_again(source: DatasetSource, generators: Sequence[FoundGenerator]) -> str:
+    """Read the first, middle and last item several times; see ``_what_differs``."""
     last = len(source) - 1
     first: dict[int, list[str]] = {}
     begun = time.perf_counter()
@@ -162,7 +162,8 @@ def _read_again(source: DatasetSource, generators: Sequence[FoundGenerator]) -> 
         states = _contents(state_of(each.generator) for each in generators)
         if found := _difference(first, source, index):
             return found
-        # A dataset may seed generators by the index: the second read then leaves the same states.
+        # Two reads of one item are compared, not the states before and after one: a dataset may
+        # seed generators by the index, and then both reads leave the same states.
         after = _contents(state_of(each.generator) for each in generators)
         for each, one, other in zip(generators, states, after, strict=True):
             if one != other and not each.moves_in_vain:
@@ -188,7 +189,7 @@ def _difference(first: Mapping[int, Sequence[str]], source: DatasetSource, index
 
 
 def _contents(values: Iterable[Any]) -> list[str]:
-    """Return a hash of the content of each value. Those that do not show it have the same."""
+    """Return a hash of the content of each value; all values that do not show it have the same."""
     hashes = []
     for value in values:
         try:
@@ -243,10 +244,10 @@ def find_generators(dataset: Any, *, moves_torch: bool) -> list[FoundGenerator]:
 
 
 def _moved_in_vain(values: Sequence[Any]) -> set[int]:
-    """Return the ids of generators that are moved by transforms without a choice.
+    """Return the ids of generators that only transforms without a choice move.
 
     Albumentations' transforms draw a number to decide if they are applied, also if they always
-    are, as ``Resize`` is. Those of older versions draw it from Python's generator.
+    are, as ``Resize`` is. Older ones draw it from Python's generator.
     """
     in_vain: set[int] = set()
     for_a_choice: set[int] = set()
@@ -259,6 +260,7 @@ def _moved_in_vain(values: Sequence[Any]) -> set[int]:
 
 
 def state_of(generator: Any) -> Any:
+    """Return the state of a generator, whichever library it is of."""
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
     if isinstance(generator, random.Random):
@@ -267,6 +269,7 @@ def state_of(generator: Any) -> Any:
 
 
 def set_state(generator: Any, state: Any) -> None:
+    """Set a state that ``state_of`` returned."""
     if isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
     elif isinstance(generator, random.Random):
@@ -278,8 +281,8 @@ def set_state(generator: Any, state: Any) -> None:
 def _reachable(value: Any) -> Iterator[Any]:
     """Yield an object, what it holds, and the globals that its code names.
 
-    Of large ones only the first objects are looked at. What draws from the system
-    (``random.SystemRandom``) has no state, and is left out.
+    Of large collections only the first objects are searched. ``random.SystemRandom`` draws from the
+    system and has no state, so it is left out.
     """
     queue = deque([value])
     met: set[int] = set()

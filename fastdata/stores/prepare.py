@@ -1,4 +1,4 @@
-"""Prepare: what the user chooses; look at a few samples, choose where they are kept, fill that.
+"""Prepare samples once: options, a look at a few samples, the choice of a storage, and its filling.
 
 ``forecast`` tells from a few what all samples will take, codecs are tried where that matters,
 ``choose_storage`` of the machine decides, and the next choice is made where samples turn out
@@ -73,7 +73,7 @@ from fastdata.stores.writers import (
 )
 
 Coders: TypeAlias = "tuple[Decoder | None, ...]"
-"""What encodes each part of samples."""
+"""Coders of the parts of samples; None for a raw part."""
 
 
 Storage = Literal["auto", "device", "shared", "compressed", "disk", "none"]
@@ -83,7 +83,7 @@ _Dataset = TypeVar("_Dataset")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """What was chosen: ``DatasetOptions`` and their defaults, and what is said elsewhere."""
+    """Options of a dataset: ``DatasetOptions`` with their defaults, and a few internal ones."""
 
     storage: Storage = "auto"
     codec: Any = "auto"
@@ -102,7 +102,7 @@ class Options:
     at_once: bool = False
     """True if all samples are prepared now, and none on its first read."""
     cores: Collection[int] = ()
-    """Those of a job, where this process prepares for all of it."""
+    """Cores of all ranks, if this process prepares for all of them."""
     engine: str | Executor = "local"
     """Writes a cache; see ``build_cache`` of datasets."""
     shard_bytes: int | str | None = None
@@ -148,7 +148,7 @@ class Options:
 
     @property
     def codecs(self) -> Sequence[Any]:
-        """The one of all parts of samples, or those of each."""
+        """The codecs of the parts, or the one codec of all parts."""
         return self.codec if isinstance(self.codec, (tuple, list)) else (self.codec,)
 
 
@@ -221,7 +221,7 @@ class DatasetOptions(TypedDict, total=False):
 
 
 def with_options(dataset: type[_Dataset]) -> type[_Dataset]:
-    """Have ``help`` of a class, and its signature, list each option with default and meaning."""
+    """Add each option, with default and meaning, to the signature and the docstring of a class."""
     init: Any = dataset.__init__
     shown = inspect.signature(init)
     defaults = inspect.signature(Options).parameters
@@ -235,9 +235,12 @@ def with_options(dataset: type[_Dataset]) -> type[_Dataset]:
 
 
 def read_options(dataset: type, given: Mapping[str, Any]) -> Options:
-    """Return the options that a constructor was given; a TypeError names one that it does not have.
+    """Return the options that a constructor was given.
 
-    Beside ``DatasetOptions`` these may be the ``engine`` and ``shard_bytes`` of ``build_cache``.
+    In addition to ``DatasetOptions`` these may be ``engine`` and ``shard_bytes`` of ``build_cache``.
+
+    Raises:
+        TypeError: there is no such option; suggests one with a similar name.
     """
     for name in given.keys() - {*DatasetOptions.__annotations__, "engine", "shard_bytes"}:
         close = get_close_matches(name, inspect.signature(dataset).parameters, n=1)
@@ -269,7 +272,7 @@ class Forecast:
     layout: Layout
 
     def plan_writers(self, trial: CodecTrial, limit_bytes: int = NO_LIMIT) -> list[WriterPlan]:
-        """Of stores for all samples, encoded as was tried; or ``raw``."""
+        """Plan the stores of all samples, encoded as in a trial, or raw."""
         spare_bytes = limit_bytes - trial.need_bytes
         plans = []
         for part, coder, size in zip(self.parts, trial.coders, trial.part_bytes, strict=True):
@@ -282,7 +285,11 @@ class Forecast:
 
 
 def forecast(path: ReadPath, *, probes: int = 8) -> Forecast:
-    """Prepare ``probes`` + 1 samples; the first one's error is raised if none of them can be."""
+    """Prepare ``probes`` + 1 samples, and tell the size and form of all from them.
+
+    Raises:
+        SampleError: none of them can be prepared; this is the error of the first.
+    """
     count = len(path.source)
     indices = sorted({round(k * (count - 1) / probes) for k in range(probes + 1)})
     path.source.expect(indices)
@@ -321,7 +328,13 @@ def forecast(path: ReadPath, *, probes: int = 8) -> Forecast:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """What a dataset serves from; nothing kept where the source is to be asked."""
+    """Prepared samples of a dataset, and why they are stored where they are.
+
+    Attributes:
+        storage_plan: the choice of storage.
+        kept: stored samples; None if each read goes to the source.
+        skipped: errors of the samples that were left out.
+    """
 
     storage_plan: StoragePlan
     kept: KeptSamples | None = None
@@ -329,7 +342,7 @@ class Prepared:
 
 
 class OldSamples(NamedTuple):
-    """Samples that stay in memory until new ones are prepared; ``drop`` gives the memory back."""
+    """Samples that stay in memory until new ones are prepared; ``drop`` frees the memory."""
 
     size_bytes: int
     drop: Callable[[], None]
@@ -347,7 +360,7 @@ def prepare_storage(
         path: reads and prepares a sample.
         options: of the dataset.
         table: paths and targets where they are known beforehand; else targets come from the source.
-        old: what these samples replace. It is dropped first if both do not fit, raw.
+        old: samples that these replace. They are dropped first if both do not fit into memory raw.
     """
     if options.storage == "none" or not len(path.source):
         if options.on_error == "skip":
@@ -359,7 +372,7 @@ def prepare_storage(
         return Prepared(storage_plan=StoragePlan(storage="none", reason=reason))
     refuse_draws(path.source, options)
     expected = forecast(path)
-    # Of which every rank has its own.
+    # Every rank has these objects itself: they are not sent, because they may not pickle.
     known = [getattr(path.source, name, None) for name in ("loader", "dataset", "place")]
     known += [path.prepare, *options.codecs]
     met = share_with_ranks(expected, options, table, known)
@@ -416,7 +429,7 @@ def _store_in_memory(
             return _write(
                 expected, options, table, plan, expected.plan_writers(trial, budget.bytes)
             )
-        except MemoryBudgetError as error:  # samples turned out larger than those looked at
+        except MemoryBudgetError as error:  # samples are larger than those that were probed
             trials = trials or try_codecs(probe_more(expected.path), options.codec)
             trials = [it for it in trials if it is not trial]
             if options.storage != "auto":
@@ -464,7 +477,7 @@ def _write(
 def share_with_ranks(
     expected: Forecast, options: Options, table: SampleTable | None, known: Sequence[Any]
 ) -> Leader | Follower | None:
-    """Prepare for them, or have it from the one that does; None: each on its own."""
+    """Return the leader of the ranks, or what it prepared; None if each rank is on its own."""
     run = find_run()
     to_be = run or run_to_be()
     if to_be is None:
@@ -511,7 +524,7 @@ def _describe(dataset: Any, cache_key: str | None) -> str:
     except ValueError:
         if not is_listed(dataset):
             raise
-        return describe_dataset(dataset, cache_key="")  # by what it lists
+        return describe_dataset(dataset, cache_key="")  # by its lists of samples and targets
 
 
 def _budget(options: Options, *, is_shared: bool) -> Budget:
@@ -548,7 +561,7 @@ def report_storage(path: ReadPath, options: Options) -> StorageReport:
 
 
 def try_codecs(expected: Forecast, *codecs: Any) -> list[CodecTrial]:
-    """Encode and decode the samples probed, on one core, by all that ``codec=`` leaves open."""
+    """Encode and decode the probed samples, on one core, with each codec that ``codec=`` allows."""
     choices: dict[str, Coders] = {}
     for codec in codecs:
         choices = _coders_by_name(codec, expected) | choices
@@ -556,7 +569,7 @@ def try_codecs(expected: Forecast, *codecs: Any) -> list[CodecTrial]:
 
 
 def _coders_by_name(codec: Any, expected: Forecast) -> dict[str, Coders]:
-    """Return the choices that ``codec=`` leaves open, each with a coder for every part."""
+    """Return the choices that ``codec=`` allows, each with a coder for every part."""
     from fastdata.stores.codecs import KNOWN_CODECS, find_codec
 
     parts = len(expected.parts)
@@ -604,9 +617,9 @@ def _try(name: str, coders: Coders, expected: Forecast) -> CodecTrial:
 
 
 def _encode(coder: Decoder | None, samples: Sequence[Array], expected: Forecast) -> list[bytes]:
-    """Encode one part of the samples probed; a ValueError says why that is not possible."""
+    """Encode one part of the probed samples; a ValueError says why that is not possible."""
     if coder is None:
-        raise ValueError("the samples are no files, or your own loader= opens them")
+        raise ValueError("samples are not files, or your own loader= opens them")
     if not isinstance(coder, SourceDecoder):
         return [coder.encode(sample) for sample in samples]
     if len(expected.parts) > 1:
