@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from fastdata.pixels import core
+from fastdata.pixels.core import library
 
-CORE = Path(core.__file__).parent
-LIBRARIES = sorted(CORE.glob(f"core-level*{core.ENDING}"))
+CORE = Path(library.__file__).parent
+LIBRARIES = sorted(CORE.glob(f"core-level*{library.ENDING}"))
 MACHINES = {("linux", "x86_64"), ("linux", "aarch64"), ("darwin", "arm64"), ("win32", "AMD64")}
 
 needs_library = pytest.mark.skipif(
@@ -30,8 +30,8 @@ def copy(tmp_path: Path) -> Path:
 @needs_library
 def test_the_core_is_there_wherever_it_is_built() -> None:
     """What the tests import has a library that fits this machine, and it is opened once."""
-    assert core.obstacle() is None
-    assert core.load() is core.load()
+    assert library.obstacle() is None
+    assert library.load() is library.load()
 
 
 @needs_library
@@ -50,20 +50,20 @@ def test_the_level_is_what_the_system_says_of_the_cpu() -> None:
         )
     ):
         expected += expected == level + 1 and flags >= set(needed.split())
-    assert core.load().fastdata_cpu_level() == expected
+    assert library.load().fastdata_cpu_level() == expected
 
 
 @needs_library
 def test_the_highest_level_that_the_cpu_has_is_opened(copy: Path) -> None:
     """Without the libraries of higher levels the next lower one serves; with one of a level too high, none does."""
-    level = core.load().fastdata_cpu_level()
+    level = library.load().fastdata_cpu_level()
     for each in reversed(LIBRARIES):
         if int(each.stem[-1]) <= level:
-            assert core.open_library(copy)._name == str(copy / each.name)
+            assert library.open_library(copy)._name == str(copy / each.name)
         (copy / each.name).unlink()
-    shutil.copy(LIBRARIES[0], copy / f"core-level9{core.ENDING}")
+    shutil.copy(LIBRARIES[0], copy / f"core-level9{library.ENDING}")
     with pytest.raises(OSError, match=f"needs a CPU with x86-64-v9; this one has x86-64-v{level}"):
-        core.open_library(copy)
+        library.open_library(copy)
 
 
 @needs_library
@@ -72,35 +72,34 @@ def test_a_library_of_other_sources_is_refused(copy: Path) -> None:
     with (copy / "core.h").open("a") as file:
         file.write("\n")
     with pytest.raises(
-        OSError, match=r"core-level\d\.\w+ was built of other sources than those beside it: install"
+        OSError,
+        match=r"core-level\d\.\w+ was built from other sources than those next to it: install",
     ):
-        core.open_library(copy)
+        library.open_library(copy)
 
 
 def test_a_missing_library_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nothing was built, the obstacle names folder, system and machine, and load raises the same words."""
-    monkeypatch.setattr(core, "__file__", str(tmp_path / "__init__.py"))
-    core.load.cache_clear()
+    monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
+    library.load.cache_clear()
     try:
-        assert f"{tmp_path} has no core-level" in (core.obstacle() or "")
+        assert f"{tmp_path} has no core-level" in (library.obstacle() or "")
         with pytest.raises(OSError, match=f"without its compiled core.*this is {sys.platform}"):
-            core.load()
+            library.load()
     finally:
-        core.load.cache_clear()
+        library.load.cache_clear()
 
 
 def test_a_damaged_library_is_an_obstacle(tmp_path: Path) -> None:
     """A file that is no library is an OSError that names it, as where there is none."""
-    (tmp_path / f"core-level1{core.ENDING}").write_bytes(b"not a library")
+    (tmp_path / f"core-level1{library.ENDING}").write_bytes(b"not a library")
     with pytest.raises(OSError, match=r"core-level1|not a valid"):
-        core.open_library(tmp_path)
+        library.open_library(tmp_path)
 
 
 def test_importing_opens_no_library() -> None:
     """`import fastdata` loads the core of no level."""
-    code = (
-        "import fastdata; from fastdata.pixels import core; print(core.load.cache_info().currsize)"
-    )
+    code = "import fastdata; from fastdata.pixels.core import library; print(library.load.cache_info().currsize)"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )

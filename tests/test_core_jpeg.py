@@ -16,11 +16,13 @@ import pytest
 from PIL import Image, ImageFile, ImageOps
 from torchvision import transforms as v1
 
-from fastdata.pixels import core, images, plan_transform
-from fastdata.pixels.core import Samples
+from fastdata.pixels import images, plan_transform
+from fastdata.pixels.core.calls import Samples
+from fastdata.pixels.core.jpeg import Jpeg
+from fastdata.pixels.core.library import load
 from fastdata.pixels.images import OpenedImages, SampleSpec, addresses_of, decode_image
-from fastdata.pixels.ops import Op
 from fastdata.pixels.program import Program
+from fastdata.pixels.steps import Step
 from test_core_programs import FILTERS, GEOMETRY, SIDES
 from test_transforms import ArrayStore
 
@@ -111,8 +113,8 @@ def cut(opened: OpenedImages, box: tuple[int, int, int, int]) -> np.ndarray:
     """A box of the only image, (3, h, w)."""
     _, height, width = opened.shapes_B3[0].tolist()
     top, left, h, w = box
-    borders = (-left, -top, left + w - width, top + h - height)
-    program = Program((Op("STEP_PAD", n=borders),), PIL_SPEC)
+    border = {"left": -left, "top": -top, "right": left + w - width, "bottom": top + h - height}
+    program = Program((Step("pad", {"border": border}),), PIL_SPEC)
     out = np.empty((1, 3, h, w), np.uint8)
     program.run(opened, np.zeros(1, np.int64), 0, 0, out)
     return out[0]
@@ -345,8 +347,8 @@ def test_a_file_is_decoded_by_no_tables_of_another(marker: int) -> None:
     for other in ({"optimize": True, "quality": 20}, {"progressive": True, "quality": 98}):
         out = np.empty((3, 40, 61), np.uint8)
         before = np.frombuffer(saved(photo(40, 61), **other), np.uint8)
-        assert core.decode_jpeg(jpeg, before, out)
-        is_decoded = core.decode_jpeg(jpeg, np.frombuffer(data, np.uint8), out)
+        assert jpeg.decode(before, out)
+        is_decoded = jpeg.decode(np.frombuffer(data, np.uint8), out)
         assert is_decoded == (marker == 0xC4)
         assert not is_decoded or np.array_equal(out, pixels_of(data))
 
@@ -368,6 +370,6 @@ def test_a_file_that_lacks_scans_is_smoothed_as_pillow_does(
 def test_a_library_without_libjpeg_is_said_to_have_none() -> None:
     """What has no shared libjpeg-turbo, as Pillow's wheels for Windows, is named with what it lacks."""
     with pytest.raises(
-        OSError, match=r"is not linked to a shared libjpeg-turbo: it knows no jpeg_CreateDecompress"
+        OSError, match=r"is not linked to a shared libjpeg-turbo: it has no jpeg_CreateDecompress"
     ):
-        core.open_jpeg(core.load()._name)
+        Jpeg(load()._name)

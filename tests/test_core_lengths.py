@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from torchvision import transforms as v1
 
-from fastdata.pixels import core, images, plan_transform
+from fastdata.pixels import images, plan_transform
 from fastdata.pixels.images import OpenedImages, encode_image
 from fastdata.pixels.program import Program
 from test_transforms import ArrayStore
@@ -125,4 +125,4 @@ def test_jpeg_files_need_their_sizes_and_fitting_memory() -> None:
         OpenedImages(files_B, np.array([data.size]), lambda b: planes)
     for out in (planes.astype(np.float32), planes.transpose(0, 2, 1), planes[0]):
         with pytest.raises(ValueError, match="it must be C-contiguous uint8"):
-            core.decode_jpeg(jpeg, data, out)
+            jpeg.decode(data, out)

@@ -9,31 +9,40 @@ import numpy as np
 import pytest
 from torchvision import transforms as v1
 
-from fastdata.pixels import core, plan_transform
+from fastdata.pixels import plan_transform
 from fastdata.pixels.core import draw_integers, draw_uniform, sample_keys
+from fastdata.pixels.core.calls import CoreError, Keys, Table, draw
+from fastdata.pixels.core.library import layout
 from fastdata.pixels.images import SampleSpec
-from fastdata.pixels.ops import Op, child, sequence
 from fastdata.pixels.program import Program
+from fastdata.pixels.steps import Step, child, sequence
 from fuzz_core import run_once
 from test_transforms import ArrayStore, images
 
 MACHINE = {"fuses": False, "resizes_fast": True, "chooses_order": False}
 KEYS = sample_keys(7, 2, np.arange(300))
-ONE = core.Keys(7, np.full(1, 2), np.zeros(1, np.int64))
+ONE = Keys(7, np.full(1, 2), np.zeros(1, np.int64))
 
 
-def table_of(*rows: tuple[str, int, int]) -> core.Table:
-    """Steps of these codes, with where their children begin and how many they are."""
-    steps = np.zeros(len(rows), core.STEP)
+def steps_of(*codes: str) -> np.ndarray:
+    """Records of steps whose other fields are 0."""
+    steps = np.zeros(len(codes), layout().records["STEP"])
     steps["fills"] = 1
-    for step, (code, first, count) in zip(steps, rows, strict=True):
-        step["code"], step["first"], step["count"] = core.CONSTANTS[code], first, count
-    return core.make_table(steps, {}, **MACHINE)
+    steps["code"] = [layout().numbers[code] for code in codes]
+    return steps
 
 
-def reason_of(table: core.Table) -> str:
-    with pytest.raises(core.CoreError) as refused:
-        core.draw(table, ONE, np.array([[3, 8, 9]], np.int32))
+def table_of(*rows: tuple[str, int, int]) -> Table:
+    """Steps of these codes, with where their children begin and how many they are."""
+    steps = steps_of(*(code for code, _, _ in rows))
+    for step, (_, first, count) in zip(steps, rows, strict=True):
+        step["first"], step["count"] = first, count
+    return Table(steps, {}, **MACHINE)
+
+
+def reason_of(table: Table) -> str:
+    with pytest.raises(CoreError) as refused:
+        draw(table, ONE, np.array([[3, 8, 9]], np.int32))
     assert refused.value.place == 0
     return refused.value.reason
 
@@ -52,28 +61,28 @@ def reason_of(table: core.Table) -> str:
         [("STEP_SEQUENCE", 1, 9)],
         [("STEP_SEQUENCE", 1, -1)],
         [("STEP_SEQUENCE", 0, 0), ("STEP_FLIP", 0, 0)],
-        [("STEP_SEQUENCE", 1, 1), ("OP_WINDOW", 0, 0)],
+        [("STEP_SEQUENCE", 1, 1), ("STEP_LENGTH", 0, 0)],
     ],
 )
 def test_tables_that_are_no_trees_are_refused(rows: list[tuple[str, int, int]]) -> None:
     """A step that is its own child, one of two parents, children beyond the end, and what cannot be drawn."""
-    assert reason_of(table_of(*rows)) == "REFUSED_TABLE"
+    assert reason_of(table_of(*rows)) == "table"
 
 
 def test_deep_tables_do_not_overflow_the_stack() -> None:
     """A million steps within each other are refused."""
     count = 1_000_000
-    steps = np.zeros(count, core.STEP)
-    steps["fills"], steps["code"] = 1, core.CONSTANTS["STEP_SEQUENCE"]
+    steps = steps_of("STEP_SEQUENCE").repeat(count)
     steps["first"], steps["count"] = np.arange(1, count + 1), 1
     steps["first"][-1] = steps["count"][-1] = 0
-    assert reason_of(core.make_table(steps, {}, **MACHINE)) == "REFUSED_TABLE"
+    assert reason_of(Table(steps, {}, **MACHINE)) == "table"
 
 
 def test_more_ops_than_there_is_room_for_are_refused() -> None:
     """The error names the sample and its shape."""
     store = ArrayStore(images(3, (6, 5)))
-    program = Program((Op("OP_RESIZE", n=(6, 5, 0, 0, "NEAREST", "PIL_DOMAIN")),) * 300, store.spec)
+    step = Step("resize", {"height": 6, "width": 5})
+    program = Program((step,) * 300, store.spec)
     with pytest.raises(
         ValueError, match=r"sample 2, of shape \(3, 6, 5\), cannot be served: .* more than the core"
     ):
@@ -83,36 +92,36 @@ def test_more_ops_than_there_is_room_for_are_refused() -> None:
 @pytest.mark.parametrize("border", [2**30, -9])
 def test_a_crop_of_what_cannot_be_padded_is_refused(border: int) -> None:
     """Whoever pads the padded image again has one between that is too large, or has no pixel."""
-    steps = np.zeros(2, core.STEP)
-    steps["fills"], steps["code"] = (
-        1,
-        [core.CONSTANTS[f"STEP_{code}"] for code in ("SEQUENCE", "CROP")],
-    )
+    steps = steps_of("STEP_SEQUENCE", "STEP_CROP")
     steps["first"][0] = steps["count"][0] = 1
-    steps["n"][1] = [*[border] * 4, 0, 0, 5, 5, True, False, 0, 0]
-    assert reason_of(core.make_table(steps, {}, **MACHINE)) == "REFUSED_OUTSIDE"
+    crop = steps["crop"]
+    for side in ("left", "top", "right", "bottom"):
+        crop["border"][side][1] = border
+    crop["height"][1] = crop["width"][1] = 5
+    crop["pads_if_needed"][1] = True
+    assert reason_of(Table(steps, {}, **MACHINE)) == "outside"
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_random_tables_are_served_or_refused(seed: int) -> None:
     """None ends the process; ``.ci/run`` has many more of them, under AddressSanitizer."""
     outcomes = {run_once(1000 * seed + number) for number in range(100)}
-    assert {"served", "REFUSED_TABLE"} <= outcomes
+    assert {"served", "table"} <= outcomes
 
 
 def test_draws_are_those_of_samplers() -> None:
     """What the core draws is the function of key, step and number that samplers draw by."""
-    flip = Op("STEP_FLIP", 5, v=(0.3,))
-    crop = Op("STEP_CROP", child(2, 7), (0, 0, 0, 0, "PAD_CONSTANT", "PIL_DOMAIN", 4, 3, 0))
+    flip = Step("flip", {"p": 0.3}, at=5)
+    crop = Step("crop", {"height": 4, "width": 3}, at=child(2, 7))
     program = Program(
         (sequence([crop]), flip), SampleSpec(shape=(3, 30, 40), dtype="uint8", form="pil")
     )
     windows = program.draw(np.arange(300), 2, 7, np.full((300, 3), (3, 30, 40), np.int32))[:, 0]
-    assert np.array_equal(windows["n"][:, 8], draw_uniform(KEYS, 5, 0) < 0.3)
-    for number, count in enumerate((27, 38)):
-        assert np.array_equal(
-            windows["n"][:, 4 + number], draw_integers(KEYS, child(2, 7), number, count)
-        )
+    windows = windows["window"]
+    assert np.array_equal(windows["mirrors_columns"], draw_uniform(KEYS, 5, 0) < 0.3)
+    for number, (side, count) in enumerate((("top", 27), ("left", 38))):
+        drawn = draw_integers(KEYS, child(2, 7), number, count)
+        assert np.array_equal(windows["box"][side], drawn)
 
 
 def test_rotations_are_rounded_as_python_rounds() -> None:
@@ -123,7 +132,7 @@ def test_rotations_are_rounded_as_python_rounds() -> None:
     count = 20000
     matrices = program.draw(np.arange(count), 0, 0, np.full((count, 3), (3, 30, 40), np.int32))[
         :, 0
-    ]["v"]
+    ]["warp"]["map"]
     degrees = -180 + draw_uniform(sample_keys(0, 0, np.arange(count)), 0, 0) * 360
     for matrix, angle in zip(matrices.tolist(), degrees.tolist(), strict=True):
         radians = -math.radians(angle % 360.0)

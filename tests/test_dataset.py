@@ -1152,7 +1152,7 @@ def test_printing_tells_storage_and_transform() -> None:
 
 def test_without_a_compiled_core_steps_run_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples are torchvision's, one by one, from memory, and the report and the plan say what is missing."""
-    monkeypatch.setattr("fastdata.pixels.core.obstacle", lambda: "there is no library")
+    monkeypatch.setattr("fastdata.pixels.core.library.obstacle", lambda: "there is no library")
     images = [(Image.new("RGB", (8, 6), (index, 2 * index, 7)), index) for index in range(5)]
     steps = v1.Compose([v1.Pad(1), v1.RandomHorizontalFlip(), v1.ToTensor()])
     with CachedDataset(images, transform=steps, storage="shared") as dataset:

@@ -201,7 +201,7 @@ def test_preparing_without_the_core_is_said(
         v1.Compose(PREPARED),
     ).prepare() as dataset:
         wanted = [_pixels(image) for image, _ in dataset]
-    monkeypatch.setattr("fastdata.pixels.core.obstacle", lambda: "no core was built here.")
+    monkeypatch.setattr("fastdata.pixels.core.library.obstacle", lambda: "no core was built here.")
     caplog.set_level("INFO", "fastdata")
     with ImageFolder(
         root,

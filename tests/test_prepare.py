@@ -339,7 +339,7 @@ def test_this_process_prepares_where_others_get_no_locks(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("multiprocessing.context.BaseContext.Lock", fail)
-    monkeypatch.setattr("fastdata.pixels.core.obstacle", lambda: "there is no library")
+    monkeypatch.setattr("fastdata.pixels.core.library.obstacle", lambda: "there is no library")
     threads = set()
     original = Image.Image.convert
 

@@ -23,7 +23,7 @@ from torchvision.transforms._presets import ImageClassification
 from conftest import FolderMaker
 from fastdata import CachedDataset, ChunkedLoader, CudaPrefetcher, DataLoader, ImageFolder, Views
 from fastdata.errors import StoreGoneError
-from fastdata.pixels import core
+from fastdata.pixels import program
 
 LENGTH, SHAPE = 11, (3, 8, 6)
 NORM = (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)
@@ -644,7 +644,7 @@ def test_a_batch_that_is_being_read_keeps_its_samples(
     storage: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Closed while the core reads, a dataset gives its memory back behind that batch, and not before."""
-    serve, mapped = core.serve, "memfd:fastdata" if storage == "shared" else str(tmp_path)
+    serve, mapped = program.serve, "memfd:fastdata" if storage == "shared" else str(tmp_path)
     kept_on_disk = {"cache_dir": tmp_path, "cache_key": "samples"} if storage == "disk" else {}
     before = Path("/proc/self/maps").read_text().count(mapped)
     dataset = cached(CachedDataset, v1.RandomHorizontalFlip(1.0), **kept_on_disk)
@@ -655,7 +655,7 @@ def test_a_batch_that_is_being_read_keeps_its_samples(
         gc.collect()
         serve(*arguments, **options)
 
-    monkeypatch.setattr(core, "serve", close_and_serve)
+    monkeypatch.setattr(program, "serve", close_and_serve)
     images, _ = next(iterator)
     assert torch.equal(images, torch.stack([image.flip(-1) for image, _ in samples()[:4]]))
     assert Path("/proc/self/maps").read_text().count(mapped) == before

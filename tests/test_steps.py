@@ -26,10 +26,11 @@ from conftest import shown
 from fastdata import AlternatingFlip, CachedDataset
 from fastdata.pixels import plan_transform
 from fastdata.pixels.compose import known_name
-from fastdata.pixels.core import CONSTANTS, draw_integers, draw_uniform, sample_keys
-from fastdata.pixels.ops import child
+from fastdata.pixels.core import draw_integers, draw_uniform, sample_keys
+from fastdata.pixels.core.library import layout
 from fastdata.pixels.program import Program
-from fastdata.pixels.steps import READERS
+from fastdata.pixels.readers import READERS
+from fastdata.pixels.steps import child
 from test_transforms import EPOCH, SEED, ArrayStore, images, reference, to_array, to_form
 
 APIS = {"v1": v1, "v2": v2}
@@ -584,11 +585,11 @@ class Script:
 
 def mixing_shares(ops: np.ndarray) -> tuple[float, np.ndarray]:
     """The weight of the image itself, and those of the chains."""
-    numbers = CONSTANTS
+    numbers = layout().numbers
     weights = [
-        float(op["v"][0])
+        float(op["mix"]["weight"])
         for op in ops
-        if op["code"] in (numbers["OP_MIX_BEGIN"], numbers["OP_MIX_ADD"])
+        if op["code"] == numbers["OP_MIX"] and op["mix"]["part"] != numbers["MIX_END"]
     ]
     return weights[0], np.array(weights[1:])
 
@@ -625,6 +626,19 @@ def test_shares_of_aug_mix(alpha: float) -> None:
 # What is drawn from ranges
 
 
+def sides_of(records: np.ndarray) -> np.ndarray:
+    """Top, left, height and width of boxes that are resized."""
+    boxes = records["resize"]["box"]
+    return np.stack([boxes[side] for side in ("top", "left", "height", "width")], 1)
+
+
+def is_value(records: np.ndarray, kind: str) -> np.ndarray:
+    """Where an op changes values in this way."""
+    numbers = layout().numbers
+    kinds = records["value"]["kind"]
+    return (records["code"] == numbers["OP_VALUE"]) & (kinds == numbers[kind])
+
+
 def drawn_records(step: Any, size: tuple[int, int], count: int, form: str = "pil") -> np.ndarray:
     """Records of ``count`` samples."""
     program = program_of(step, ArrayStore([np.zeros((3, *size), np.uint8)] * 2, form))
@@ -636,7 +650,7 @@ def drawn_records(step: Any, size: tuple[int, int], count: int, form: str = "pil
 def test_crop_boxes_are_distributed_as_torchvisions(api: Any) -> None:
     """Top, left, height and width of RandomResizedCrop's boxes."""
     step = api.RandomResizedCrop(8, scale=(0.1, 0.9))
-    boxes = drawn_records(step, (90, 120), 3000)[:, 0]["n"][:, :4]
+    boxes = sides_of(drawn_records(step, (90, 120), 3000)[:, 0])
     torch.manual_seed(0)
     sample = torch.zeros(3, 90, 120)
     theirs = np.array(
@@ -676,7 +690,7 @@ def test_matrices_are_torchvisions(api: Any) -> None:
         matrix = functional._get_inverse_affine_matrix(
             middle, angle, [round(x), round(y)], scale, shear
         )
-        assert record["v"][:6].tolist() == matrix
+        assert record["warp"]["map"][:6].tolist() == matrix
 
 
 @both_apis
@@ -845,7 +859,7 @@ def test_timm_op_that_blurs_at_random(timm_data: Any) -> None:
     store = ArrayStore([array] * 300)
     program = program_of(step, store)
     shapes = np.full((300, 3), array.shape, np.int32)
-    radius = program.draw(np.arange(300), EPOCH, SEED, shapes)[:, 0]["v"][:, 0]
+    radius = program.draw(np.arange(300), EPOCH, SEED, shapes)[:, 0]["value"]["amount"]
     assert kolmogorov(radius, np.linspace(0.1, 1.2, 300)) < 0.1
     for got, each in zip(serve_many(step, array, "pil", 300)[:20], radius.tolist(), strict=False):
         assert np.array_equal(
@@ -886,10 +900,7 @@ def test_timm_magnitudes(timm_data: Any, config: str) -> None:
     random.seed(0)
     for _ in range(20000):
         op(None)
-    assert (
-        kolmogorov(records["v"][..., 0][records["code"] == CONSTANTS["OP_BRIGHTNESS"]], factors)
-        < 0.02
-    )
+    assert kolmogorov(records["value"]["amount"][is_value(records, "BRIGHTNESS")], factors) < 0.02
 
 
 def test_timm_layers(timm_data: Any) -> None:
@@ -900,8 +911,8 @@ def test_timm_layers(timm_data: Any) -> None:
     applied = (records["code"] > 0).sum(axis=1)
     for count, share in enumerate((0.25, 0.5, 0.25)):
         assert abs((applied == count).mean() - share) < 0.03
-    for code in ("OP_BRIGHTNESS", "OP_EQUALIZE", "OP_SOLARIZE_ADD"):
-        assert abs((records["code"] == CONSTANTS[code]).sum() / 5000 - 1 / 15) < 0.015
+    for kind in ("BRIGHTNESS", "EQUALIZE", "SOLARIZE_ADD"):
+        assert abs(is_value(records, kind).sum() / 5000 - 1 / 15) < 0.015
 
 
 def test_timm_auto_augment_with_spread_magnitudes(timm_data: Any) -> None:
@@ -926,23 +937,25 @@ def test_timm_crop(timm_data: Any, interpolation: str) -> None:
         11, scale=(0.1, 0.9), interpolation=interpolation
     )
     records = drawn_records(step, (90, 120), 3000)
-    boxes = records[records["code"] > 0]["n"]
+    boxes = sides_of(records[records["code"] > 0])
     random.seed(0)
     theirs = np.array(
         [step.get_params(torch.zeros(3, 90, 120), step.scale, step.ratio) for _ in range(3000)]
     )
-    for ours, wanted in zip(boxes.T[:4], theirs.T, strict=True):
+    for ours, wanted in zip(boxes.T, theirs.T, strict=True):
         assert kolmogorov(ours, wanted) < 0.045
     (array,) = images(1, (31, 40))
     store = ArrayStore([array] * 40)
     shapes = np.full((40, 3), array.shape, np.int32)
     records = program_of(step, store).draw(np.arange(40), EPOCH, SEED, shapes)
     seen = set()
-    drawn = records[records["code"] > 0]["n"].tolist()
-    for got, record in zip(serve_many(step, array, "pil", 40), drawn, strict=True):
-        mode = next(mode for mode in v1.InterpolationMode if CONSTANTS.get(mode.name) == record[6])
+    drawn = records[records["code"] > 0]
+    filters = {layout().numbers.get(mode.name): mode for mode in v1.InterpolationMode}
+    served = serve_many(step, array, "pil", 40)
+    for got, record, box in zip(served, drawn, sides_of(drawn).tolist(), strict=True):
+        mode = filters[int(record["resize"]["interpolation"])]
         seen.add(mode.value)
-        want = v1.functional.resized_crop(to_form(array, "pil"), *record[:4], step.size, mode)
+        want = v1.functional.resized_crop(to_form(array, "pil"), *box, step.size, mode)
         assert np.array_equal(got, to_array(want))
     assert seen == ({"bilinear", "bicubic"} if interpolation == "random" else {interpolation})
 

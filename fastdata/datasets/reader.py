@@ -38,13 +38,13 @@ from fastdata.pixels import (
     PairStep,
     Step,
     TransformPlan,
-    core,
     describe_steps,
     plan_pairs,
     plan_transform,
     split_upright,
 )
-from fastdata.pixels.core import Shape
+from fastdata.pixels.core import Shape, library
+from fastdata.pixels.core.calls import Samples
 from fastdata.pixels.images import (
     Array,
     SampleSpec,
@@ -56,8 +56,8 @@ from fastdata.pixels.images import (
     to_stored,
     without_exif,
 )
-from fastdata.pixels.ops import Op
 from fastdata.pixels.program import Program
+from fastdata.pixels.steps import Step as CoreStep
 from fastdata.sources import FileSource, ItemKeys, Source
 from fastdata.stores.prepare import Options, Prepared
 from fastdata.stores.readers import KeptSamples, Store
@@ -133,7 +133,7 @@ class Stored:
     @property
     def obstacle(self) -> str | None:
         """Why no step runs on whole batches, whatever the transform; None if some may."""
-        return core.obstacle() if self.options.batch_ops else "batch_ops=False"
+        return library.obstacle() if self.options.batch_ops else "batch_ops=False"
 
     @cached_property
     def samples(self) -> Any:
@@ -167,7 +167,7 @@ class Column(NamedTuple):
     output: Output | None = None
     last: Program | None = None
 
-    def without_cast(self) -> tuple[Column, Op | None]:
+    def without_cast(self) -> tuple[Column, CoreStep | None]:
         """Return this column without its final float cast, and that cast (None without one)."""
         assert self.program is not None
         program, cast = self.program.without_cast()
@@ -200,7 +200,7 @@ class Column(NamedTuple):
             return list(map(self.plan.run_last, samples))
         decoded = [to_stored(image)[0] for image in samples]
         [out] = allocate_batch(len(samples), [output], allocate)
-        images = core.Samples(addresses_of(decoded), np.array([shape] * len(decoded), np.int32))
+        images = Samples(addresses_of(decoded), np.array([shape] * len(decoded), np.int32))
         last.run(images, batch.positions, batch.visits, batch.seed, out)
         return last.as_tensor(out)
 
@@ -299,7 +299,7 @@ class Reader:
         return not (self.outputs and all(store.spec.is_dense for store in self.kept.stores))
 
     @cached_property
-    def without_cast(self) -> tuple[Reader, list[Op | None]]:
+    def without_cast(self) -> tuple[Reader, list[CoreStep | None]]:
         """Return this reader without final float casts, and the casts; only without obstacle."""
         columns, casts = zip(*map(Column.without_cast, self.columns), strict=True)
         return replace(self, columns=columns), list(casts)
@@ -599,7 +599,7 @@ def _compile_kept(stored: Stored, kept: KeptSamples, transform: Any) -> Compiled
 def _compile_files(stored: Stored, transform: Any) -> tuple[bool, Compiled] | None:
     """What makes batches of files as they are read, by all steps; None where that cannot be."""
     opening = stored.samples.opening
-    if opening is None or opening.channels is None or core.obstacle() is not None:
+    if opening is None or opening.channels is None or library.obstacle() is not None:
         return None
     is_upright, steps = split_upright((*stored.first_steps, transform))
     plan = plan_transform(

@@ -26,7 +26,7 @@ from fastdata.loaders import DataLoader
 from fastdata.loaders.epochs import AnyReader, JoinedReader, Parts
 from fastdata.loaders.resident import StoreCut, size_bytes, upload, window_obstacle
 from fastdata.machine import format_bytes
-from fastdata.pixels.ops import Op
+from fastdata.pixels.steps import Step
 from fastdata.report import warn_user
 from fastdata.stores.readers import Store
 
@@ -207,8 +207,8 @@ def _obstacle_of(reader: AnyReader) -> str:
         return reader.obstacle
     if isinstance(reader, JoinedReader):
         return "the samples of a ConcatDataset lie in several stores"
-    ops = [op for column in reader.columns for op in column.plan.batch_ops]
-    if not any(reader.without_cast[1]) and any(op.code == "OP_CAST" for op in ops):
+    steps = [step for column in reader.columns for step in column.plan.batch_ops]
+    if not any(reader.without_cast[1]) and any(step.name == "cast" for step in steps):
         return "erasing or noise comes after the conversion to floats"
     return ""
 
@@ -247,16 +247,18 @@ def _finish(handle: ReaderHandle, converts: Sequence[Transform | None], parts: l
 class ToFloats:
     """Converts uint8 to floats and normalises them, in one pass over the pixels."""
 
-    def __init__(self, cast: Op) -> None:
-        scaling = cast.n[1]
+    def __init__(self, cast: Step) -> None:
+        scaling = cast.fields["scaling"]
         unit = 1.0 if scaling == "SCALE_NONE" else 255.0
-        mean, std = np.array(cast.v or (0.0, 1.0)).reshape(-1, 2).T
+        normalizes = cast.fields["means"] > 0
+        mean = np.array(cast.fields["mean"] if normalizes else [0.0])
+        std = np.array(cast.fields["std"] if normalizes else [1.0])
         # By a number of the host CUDA multiplies with its rounded inverse, so that the divisor is a
         # tensor on the device.
-        self._divides = scaling == "SCALE_DIVIDE" and not cast.v
+        self._divides = scaling == "SCALE_DIVIDE" and not normalizes
         scale = unit * std
         both = np.stack([scale if self._divides else 1 / scale, -mean / std])
-        self._dtype: torch.dtype = getattr(torch, str(cast.n[0]).lower())
+        self._dtype: torch.dtype = getattr(torch, cast.fields["dtype"].lower())
         # Halves are computed as float32, and rounded once.
         kind = torch.promote_types(self._dtype, torch.float32)
         self._both_2C11 = torch.tensor(both[:, :, None, None], dtype=kind)

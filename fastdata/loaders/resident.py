@@ -27,10 +27,11 @@ from fastdata.loaders.epochs import Progress
 from fastdata.loaders.pinned import device_memory
 from fastdata.machine import check_device_room
 from fastdata.pixels import TransformPlan
+from fastdata.pixels.arguments import MODES
 from fastdata.pixels.core import Int64s, Shape
 from fastdata.pixels.images import Array, SampleSpec
-from fastdata.pixels.ops import MODES, Op, step_number
 from fastdata.pixels.program import Program
+from fastdata.pixels.steps import Step, place_of
 from fastdata.report import log
 from fastdata.stores.readers import Store
 
@@ -43,7 +44,7 @@ CHUNK_BYTES = 32 << 20
 GROUP_BYTES = 64 << 20
 """Small batches are cut together up to this size, as floats: to launch a kernel for each batch
 takes longer than the kernel does."""
-_WINDOWS = ("STEP_PAD", "STEP_CROP", "STEP_CENTER_CROP", "STEP_FLIP")
+_WINDOWS = ("pad", "crop", "center_crop", "flip")
 _FILLED = -1
 
 
@@ -227,22 +228,22 @@ def window_obstacle(plan: TransformPlan, spec: SampleSpec) -> str:
         return "the stored samples have different shapes"
     if spec.dtype != "uint8" or len(spec.shape) != 3:
         return f"the stored samples are {spec.dtype} of shape {spec.shape}, not images (C, H, W)"
-    ops = tuple(op for op in plan.batch_ops if op.code != "OP_CAST")
-    unable = next((op for op in ops if not _only_cuts(op)), None)
-    if unable is None and ops:
+    steps = tuple(step for step in plan.batch_ops if step.name != "cast")
+    unable = next((step for step in steps if not _only_cuts(step)), None)
+    if unable is None and steps:
         # Windows that the core does not fuse to one, such as a border around a cropped image.
-        drawn = _draw(Program(ops, spec), spec.shape, np.zeros(1, np.int64), 0, 0)
-        unable = None if drawn.shape[1] == 1 else ops[-1]
+        drawn = _draw(Program(steps, spec), spec.shape, np.zeros(1, np.int64), 0, 0)
+        unable = None if drawn.shape[1] == 1 else steps[-1]
     if unable is None:
         return ""
-    return f"{plan.batch_texts[step_number(unable.at) - len(plan.prepare)]} runs on the CPU"
+    return f"{plan.batch_texts[place_of(unable.at) - len(plan.prepare)]} runs on the CPU"
 
 
-def _only_cuts(op: Op) -> bool:
-    """Return True if an op only chooses rows and columns, or fills them."""
-    if op.code == "STEP_SEQUENCE":
-        return all(map(_only_cuts, op.children))
-    return op.code in _WINDOWS
+def _only_cuts(step: Step) -> bool:
+    """Return True if a step only chooses rows and columns, or fills them."""
+    if step.name == "sequence":
+        return all(map(_only_cuts, step.children))
+    return step.name in _WINDOWS
 
 
 class Window:
@@ -257,11 +258,8 @@ class Window:
             each line of each window shows.
     """
 
-    # The core draws one OP_WINDOW for all ops that it fuses. As core.h says, its ``n`` are the
-    # border that is added first (0 to 3: left, top, right, bottom), the window's first row and
-    # column in that (4, 5) and its size (6, 7), and whether it is mirrored (8: bit 0 its columns,
-    # bit 1 its rows; from bit 8 on the border's mode). ``v`` from 8 on is the border's colour. All
-    # but the window's place, and whether it is mirrored, is the same for all samples.
+    # The core draws one window for all steps that it fuses (OP_WINDOW of records.h). All but its
+    # place, and whether it is mirrored, is the same for all samples.
 
     def __init__(self, program: Program, samples_NCHW: Tensor) -> None:
         stored_shape = tuple(samples_NCHW.shape[1:])
@@ -274,13 +272,16 @@ class Window:
         [ops] = self._draw_ops(np.zeros(1, np.int64), 0, 0)
         if not len(ops):
             return
-        left, top, right, bottom, *_, flags = ops[0]["n"].tolist()
-        mode = MODES[flags >> 8]
+        border = ops[0]["window"]["border"]
+        left, top, right, bottom = (
+            int(border[side]) for side in ("left", "top", "right", "bottom")
+        )
+        mode = MODES[border["mode"]]
         for axis, border in ((1, (top, bottom)), (2, (left, right))):
             table = _line_table(stored_shape[axis], border, mode, self.shape[axis])
             self.tensors.append(torch.from_numpy(table).to(samples_NCHW.device))
         if mode == "constant" and left + top + right + bottom:
-            colour = ops[0]["v"][8:].astype(int).tolist()
+            colour = ops[0]["fill"].astype(int).tolist()
             self._fill = [colour[min(c, 3)] for c in range(stored_shape[0])]
 
     def draw(self, index_B: Int64s, visits_B: int | Int64s, seed: int) -> Tensor | None:
@@ -293,11 +294,10 @@ class Window:
         if len(self.tensors) == 1:
             return None
         _, rows, columns = map(len, self.tensors)
-        n_B9 = self._draw_ops(index_B, visits_B, seed)["n"][:, 0]
-        flip_B = n_B9[:, 8]
+        windows_B = self._draw_ops(index_B, visits_B, seed)["window"][:, 0]
         # The second half of each table has the mirrored windows.
-        row_B = n_B9[:, 4] + (flip_B >> 1 & 1) * (rows // 2)
-        column_B = n_B9[:, 5] + (flip_B & 1) * (columns // 2)
+        row_B = windows_B["box"]["top"] + windows_B["mirrors_rows"] * (rows // 2)
+        column_B = windows_B["box"]["left"] + windows_B["mirrors_columns"] * (columns // 2)
         return torch.from_numpy(np.stack([row_B, column_B]))
 
     def cut(self, index_B: Tensor, number_2B: Tensor | None) -> Tensor:
@@ -342,5 +342,5 @@ def _line_table(stored: int, border: tuple[int, int], mode: str, length: int) ->
 def _draw(
     program: Program, shape: Shape, index_B: Int64s, visits_B: int | Int64s, seed: int
 ) -> Array:
-    """Draw the core's ops for samples of one shape: ``core.OP`` (B, S)."""
+    """Draw the core's ops for samples of one shape: records ``OP`` (B, S)."""
     return program.draw(index_B, visits_B, seed, np.full((len(index_B), 3), shape, np.int32))

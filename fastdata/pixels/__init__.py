@@ -13,6 +13,7 @@ from itertools import takewhile
 from textwrap import shorten
 from typing import Any
 
+from fastdata.pixels.arguments import interpolation_name, pair, several
 from fastdata.pixels.compose import (
     Views,
     flatten,
@@ -26,8 +27,9 @@ from fastdata.pixels.compose import (
 from fastdata.pixels.describe import describe as describe_step
 from fastdata.pixels.describe import name_of
 from fastdata.pixels.images import Form
-from fastdata.pixels.ops import Ops, State, UnknownStepError, interpolation_name, pair, several
-from fastdata.pixels.steps import recognise
+from fastdata.pixels.readers import recognise
+from fastdata.pixels.state import State, UnknownStepError
+from fastdata.pixels.steps import Steps
 
 Step = Callable[[Any], Any]
 PairStep = Callable[[Any, Any], Any]
@@ -75,7 +77,7 @@ class TransformPlan:
 
     kind: Form
     prepare: tuple[Step, ...] = ()
-    batch_ops: Ops = ()
+    batch_ops: Steps = ()
     per_sample: tuple[Step, ...] = ()
     batch_texts: tuple[str, ...] = ()
     reason: str = ""
@@ -227,7 +229,7 @@ def _plan(
         last = _read_last(rest, known + (not only_last), first + prepared, state)
     return TransformPlan(
         prepare=steps[:prepared],
-        batch_ops=state.all_ops,
+        batch_ops=state.all_steps,
         per_sample=rest[known:],
         kind=state.kind,
         batch_texts=tuple(map(text_of_step, rest[:known])),
@@ -258,7 +260,7 @@ def _read_last(steps: Sequence[Step], skipped: int, at: int, before: State) -> T
             texts = tuple(map(text_of_step, steps[start:]))
             return TransformPlan(
                 kind=state.kind,
-                batch_ops=state.all_ops,
+                batch_ops=state.all_steps,
                 batch_texts=texts,
                 may_draw=_may_draw(steps[start:]),
             )
@@ -326,10 +328,10 @@ def plan_pairs(
     if reason:
         return TransformPlan(per_sample=(transforms,), kind=form, reason=reason)
     return TransformPlan(
-        batch_ops=image[1].all_ops,
+        batch_ops=image[1].all_steps,
         kind=kind,
         batch_texts=tuple(map(text_of_step, steps)),
-        mask=TransformPlan(batch_ops=mask[1].all_ops, kind=mask[1].kind),
+        mask=TransformPlan(batch_ops=mask[1].all_steps, kind=mask[1].kind),
         may_draw=_may_draw(steps),
     )
 

@@ -390,7 +390,7 @@ def f(self, x):
     sigma = random.uniform(self.sigma[0], self.sigma[1])
     x = x.filter(ImageFilter.GaussianBlur(radius=sigma))
     return x
-""": lambda step: ("OP_BOX_BLUR", *step.sigma, 1.0),
+""": lambda step: ("BOX_BLUR", *step.sigma, 1.0),
     """
 def f(self, img):
     if np.random.rand() < self.p:
@@ -398,7 +398,7 @@ def f(self, img):
         return img.filter(ImageFilter.GaussianBlur(sigma))
     else:
         return img
-""": lambda step: ("OP_BOX_BLUR", 0.1, 2.0, step.p),
+""": lambda step: ("BOX_BLUR", 0.1, 2.0, step.p),
     """
 def f(self, img):
     do_it = random.random() <= self.prob
@@ -407,14 +407,14 @@ def f(self, img):
     return img.filter(
         ImageFilter.GaussianBlur(radius=random.uniform(self.radius_min, self.radius_max))
     )
-""": lambda step: ("OP_BOX_BLUR", step.radius_min, step.radius_max, step.prob),
+""": lambda step: ("BOX_BLUR", step.radius_min, step.radius_max, step.prob),
     """
 def f(self, img):
     if np.random.rand() < self.p:
         return ImageOps.solarize(img)
     else:
         return img
-""": lambda step: ("OP_SOLARIZE", 128.0, 128.0, step.p),
+""": lambda step: ("SOLARIZE", 128.0, 128.0, step.p),
 }
 """Published steps of PIL images."""
 _IMPORTS = "import random\nimport numpy as np\nfrom PIL import ImageFilter, ImageOps\n"

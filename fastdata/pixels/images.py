@@ -9,7 +9,6 @@ Shape letters: C channels, H W size of an image.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import io
 import math
@@ -27,6 +26,8 @@ import torch
 from fastdata.errors import AnyPath, kind_of, open_file
 from fastdata.pixels import core
 from fastdata.pixels.core import Bytes, Int32s, Int64s, Shape
+from fastdata.pixels.core.calls import Samples
+from fastdata.pixels.core.jpeg import Jpeg, jpeg_headers
 
 if TYPE_CHECKING:
     from PIL import Image  # 10 ms, which only those functions take that make images
@@ -250,12 +251,12 @@ def tensor_class(form: Form) -> type[torch.Tensor]:
 
 
 @functools.cache
-def open_libjpeg() -> tuple[core.Jpeg | None, str]:
+def open_libjpeg() -> tuple[Jpeg | None, str]:
     """PIL's own libjpeg-turbo for the core; or None and why PIL decodes alone."""
     from PIL import _imaging
 
     try:
-        return core.open_jpeg(_imaging.__file__), ""
+        return Jpeg(_imaging.__file__), ""
     except OSError as obstacle:
         return None, str(obstacle)
 
@@ -379,7 +380,7 @@ def _make_probe(mode: str) -> bytes:
     return stream.getvalue()
 
 
-class OpenedImages(core.Samples):
+class OpenedImages(Samples):
     """Images for the core: JPEG files as they lie in memory, opened by their headers, or pixels.
 
     Args:
@@ -388,7 +389,7 @@ class OpenedImages(core.Samples):
         by_pillow: gives the pixels (C, H, W) of image ``b`` where the core does not decode its
             file, and where that turns out to be damaged; what it raises is raised.
         shapes_B3: that files have which the core may decode; None where any will do.
-        how: files are opened, as ``core.jpeg_headers`` has it.
+        how: files are opened, as ``jpeg_headers`` has it.
     """
 
     def __init__(
@@ -406,8 +407,8 @@ class OpenedImages(core.Samples):
         found_B3 = np.zeros((len(sizes_B), 3), np.int32)
         jpeg, _ = open_libjpeg()
         if jpeg is not None:
-            found_B3, self._turns_B = core.jpeg_headers(sources_B, sizes_B, **how)
-            self.files = ctypes.byref(jpeg), self._sizes_B.ctypes.data, self._turns_B.ctypes.data
+            found_B3, self._turns_B = jpeg_headers(sources_B, sizes_B, **how)
+            self.files = jpeg.address, self._sizes_B.ctypes.data, self._turns_B.ctypes.data
         super().__init__(sources_B.copy(), found_B3)
         is_left_B = self._turns_B == 0
         if shapes_B3 is not None:
@@ -598,7 +599,7 @@ def decode_planes_into(data: memoryview, out_CHW: Array) -> None:
     """
     channels, height, width = out_CHW.shape
     jpeg, _ = open_libjpeg()
-    if jpeg is not None and core.decode_jpeg(jpeg, np.frombuffer(data, np.uint8), out_CHW):
+    if jpeg is not None and jpeg.decode(np.frombuffer(data, np.uint8), out_CHW):
         return
     from PIL.JpegImagePlugin import JpegImageFile
 

@@ -5,7 +5,6 @@ Shape letters: B batch, C channels, H W stored size, h w size served.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import itertools
 import math
@@ -15,15 +14,27 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from fastdata.pixels import core
 from fastdata.pixels.core import Array, Int32s, Int64s, Shape
+from fastdata.pixels.core.calls import (
+    CoreError,
+    Keys,
+    Outputs,
+    Samples,
+    Table,
+    draw,
+    serve,
+    solve_perspectives,
+)
 from fastdata.pixels.images import OpenedImages, SampleSpec, Scratch
-from fastdata.pixels.ops import Op, Ops, compiled, flattened, refusal_of
+from fastdata.pixels.refusals import error_of
+from fastdata.pixels.steps import Step, Steps, compile_table, flatten_steps
 
 _AHEAD = 4
 """Encoded samples that are decoded before the core takes them."""
 _PREPARED_BYTES = 4 << 20
 """Of images of one size that are prepared by one call."""
+_MOST_CHANNELS = 4
+"""Of samples whose channels the core writes last."""
 _MOST_LEVELS = 1000
 """Sizes of images whose magnitudes are kept."""
 
@@ -64,45 +75,48 @@ class Program:
         ValueError: there are batch ops, and the samples are no uint8 images (C, H, W).
     """
 
-    def __init__(self, ops: Ops, spec: SampleSpec) -> None:
+    def __init__(self, steps: Steps, spec: SampleSpec) -> None:
         dimensions = (2, 3) if spec.form == "mask" else (3,)
         is_image = spec.dtype == "uint8" and (spec.shape is None or len(spec.shape) in dimensions)
-        if ops and not is_image:
+        if steps and not is_image:
             raise ValueError(
                 f"batch ops need uint8 images (C, H, W), but the samples are {spec.dtype} of "
                 f"shape {spec.shape}. Use batch_ops=False."
             )
-        self._ops = ops
+        self._steps = steps
         self._spec = spec
         self._stored = spec.shape and _planes(spec.shape)
-        casts = [str(op.n[0]).lower() for op in ops if op.code == "OP_CAST"]
+        casts = [str(step.fields["dtype"]).lower() for step in steps if step.name == "cast"]
         self._served_dtype = [spec.dtype, *casts][-1]
         self._dtype = np.dtype(self._served_dtype.replace("bfloat16", "uint16"))
         self._scratch = Scratch()
 
     @functools.cached_property
-    def _every(self) -> list[Op]:
-        """All ops, as they lie in the table."""
-        return flattened(self._ops)
+    def _every(self) -> list[Step]:
+        """All steps, in the order of the table."""
+        return flatten_steps(self._steps)
 
     @functools.cached_property
-    def _table(self) -> core.Table:
-        self._has_perspectives = "OP_PERSPECTIVE" in [op.code for op in self._every]
-        return compiled(self._every, {})
+    def _table(self) -> Table:
+        return compile_table(self._every, {})
+
+    @functools.cached_property
+    def _has_perspectives(self) -> bool:
+        return any(step.name == "perspective" for step in self._every)
 
     def __reduce__(self) -> Any:
-        return Program, (self._ops, self._spec)
+        return Program, (self._steps, self._spec)
 
     @property
     def served_dtype(self) -> torch.dtype:
         found: torch.dtype = getattr(torch, self._served_dtype)
         return found
 
-    def without_cast(self) -> tuple[Program, Op | None]:
-        """This up to the conversion to floats that it ends with, and that; None if it has none."""
-        if not self._ops or self._ops[-1].code != "OP_CAST":
+    def without_cast(self) -> tuple[Program, Step | None]:
+        """Return this program without its final conversion to floats, and that, or None."""
+        if not self._steps or self._steps[-1].name != "cast":
             return self, None
-        return Program(self._ops[:-1], self._spec), self._ops[-1]
+        return Program(self._steps[:-1], self._spec), self._steps[-1]
 
     def output(
         self, sample_shape: Shape, *, is_of_all: bool = False
@@ -116,7 +130,7 @@ class Program:
             ChannelsError: an op is for another number of channels.
         """
         shape = sample_shape if is_of_all else self._spec.shape
-        if self._ops:
+        if self._steps:
             # What is drawn on a probe, whose size may be unknown.
             channels = _planes(sample_shape)[0]
             height, width = (0, 0) if shape is None else shape[-2:]
@@ -128,11 +142,11 @@ class Program:
 
     def can_write_channels_last(self, shape: Shape) -> bool:
         """Whether ``run`` serves samples of this shape into memory whose channels lie last."""
-        return bool(self._ops) and len(shape) == 3 and shape[0] <= core.CONSTANTS["MAX_CHANNELS"]
+        return bool(self._steps) and len(shape) == 3 and shape[0] <= _MOST_CHANNELS
 
     def run(
         self,
-        source: Readable | core.Samples,
+        source: Readable | Samples,
         index_B: Int64s,
         visits_B: int | Int64s,
         seed: int,
@@ -156,7 +170,7 @@ class Program:
         """
         pairs = []
         for program, out in ((self, out_BChw), *others):
-            if program._ops or isinstance(source, core.Samples):
+            if program._steps or isinstance(source, Samples):
                 pairs.append((program, out))
             elif rows_B is None:
                 source.gather_into(index_B, out)
@@ -165,14 +179,14 @@ class Program:
                     source.read_into(index, out[row])
         if pairs and len(index_B):
             keys = _keys(seed, visits_B, index_B)
-            if isinstance(source, core.Samples):
+            if isinstance(source, Samples):
                 _serve(pairs, source, keys, rows_B)
             else:
                 self._serve_store(pairs, source, keys, rows_B)
 
     def run_one(self, store: Readable, index: int, visit: int | Int64s, seed: int) -> Array:
         """Serve one sample in fresh memory: its pixels in a batch, in whatever shape it has."""
-        if not self._ops:
+        if not self._steps:
             return np.array(store.read(index))
         shape = store.shape(index)
         index_1 = np.array([index], np.int64)
@@ -183,7 +197,7 @@ class Program:
         served: Array = out_1Chw[0] if len(shape) == 3 else out_1Chw[0, 0]
         return served
 
-    def prepare(self, images: core.Samples) -> Iterator[Array]:
+    def prepare(self, images: Samples) -> Iterator[Array]:
         """Serve images by ops that draw nothing at random: neighbours of one size together.
 
         The next ones may lie over them.
@@ -203,40 +217,40 @@ class Program:
                 first = last
 
     def draw(self, index_B: Int64s, visits_B: int | Int64s, seed: int, shapes_B3: Int32s) -> Array:
-        """What is done to samples of these shapes (C, H, W), ``core.OP`` (B, S)."""
+        """Draw the ops of samples of these shapes (C, H, W), records ``OP`` (B, S)."""
         return self._draw(_keys(seed, visits_B, index_B), shapes_B3)[0]
 
     def _draw(
-        self, keys: core.Keys, shapes_B3: Int32s, *, is_probe: bool = False
+        self, keys: Keys, shapes_B3: Int32s, *, is_probe: bool = False
     ) -> tuple[Array, Int32s]:
         while True:
             try:
-                return core.draw(self._table, keys, shapes_B3, is_probe=is_probe)
-            except core.CoreError as refused:
+                return draw(self._table, keys, shapes_B3, is_probe=is_probe)
+            except CoreError as refused:
                 self._answer(refused, keys, shapes_B3)
 
-    def _answer(self, refused: core.CoreError, keys: core.Keys, shapes_B3: Int32s) -> None:
+    def _answer(self, refused: CoreError, keys: Keys, shapes_B3: Int32s) -> None:
         """Give what the core lacked, magnitudes for a size, so that it can be called again.
 
         Raises:
             ValueError: it refused a sample.
         """
-        op = self._every[refused.step]
-        if refused.reason != "NEEDS_LEVELS" or op.levels is None:
+        step = self._every[refused.step]
+        if refused.reason != "levels" or step.levels is None:
             b = refused.place
-            raise refusal_of(op, refused, int(keys.indices[b]), shapes_B3[b]) from None
-        height, width = refused.numbers[:2]
-        known = self._table.kept[2]
+            raise error_of(step, refused, int(keys.indices[b]), shapes_B3[b]) from None
+        height, width = refused.numbers["height"], refused.numbers["width"]
+        known = self._table.levels
         levels = dict(known) if len(known) < _MOST_LEVELS else {}
-        levels[refused.step, height, width] = op.levels(height, width)
-        self._table = compiled(self._every, levels)  # calls that run have the one before
+        levels[refused.step, height, width] = step.levels(height, width)
+        self._table = compile_table(self._every, levels)  # calls that run have the one before
 
     def as_tensor(self, served: Array) -> torch.Tensor:
         """A tensor over the same memory; NumPy has no bfloat16, and holds its bits."""
         return torch.from_numpy(served).view(self.served_dtype)
 
     def _serve_store(
-        self, pairs: list[_Pair], store: Readable, keys: core.Keys, rows_B: Int64s | None
+        self, pairs: list[_Pair], store: Readable, keys: Keys, rows_B: Int64s | None
     ) -> None:
         """Serve samples of a store where they lie, or as they are decoded."""
         index_B = keys.indices
@@ -248,14 +262,14 @@ class Program:
             # A fifth of what np.full takes.
             shapes_B3 = np.array([self._stored], np.int32).repeat(len(indices), 0)
         if store.gives_views:
-            _serve(pairs, core.Samples(store.addresses(index_B), shapes_B3), keys, rows_B)
+            _serve(pairs, Samples(store.addresses(index_B), shapes_B3), keys, rows_B)
             return
         files = store.jpeg_files(index_B)
         if files is not None:
             images = OpenedImages(*files, lambda b: store.read(indices[b]), shapes_B3)
             _serve(pairs, images, keys, rows_B)
             return
-        samples = core.Samples(np.empty(len(indices), np.int64), shapes_B3)
+        samples = Samples(np.empty(len(indices), np.int64), shapes_B3)
 
         def decoded() -> Iterator[tuple[int, int]]:
             # A few at a time, while their pixels are in the cache.
@@ -270,43 +284,28 @@ class Program:
 
         _serve(pairs, samples, keys, rows_B, decoded())
 
-    def _served(self, out: Array, keys: core.Keys, shapes_B3: Int32s) -> core.Batch:
-        """Return the core's record for a batch that is served into ``out``."""
-        flags = out.flags
-        is_last = not flags.c_contiguous
-        if is_last and not out.transpose(0, 2, 3, 1).flags.c_contiguous:
-            raise ValueError("the memory for a batch must be C-contiguous or channels_last")
-        if not flags.writeable:
-            raise ValueError("the memory for a batch is read-only, but samples are written to it")
-        table = self._table
-        channels, height, width = (1, *out.shape[1:])[-3:]  # of each batch, so without a call
-        batch = core.Batch(
-            ctypes.addressof(table), out.ctypes.data, out.nbytes, channels, height, width, is_last
-        )
-        batch.kept = [table]
+    def _add_output(self, outputs: Outputs, out: Array, keys: Keys, shapes_B3: Int32s) -> None:
+        solved_BS8 = None
         if self._has_perspectives:
-            solved_BS8 = core.solve_perspectives(self._draw(keys, shapes_B3)[0])
-            batch.kept.append(solved_BS8)
-            batch.solved_BS8 = solved_BS8.ctypes.data
-            batch.solved = solved_BS8.shape[1]
-        return batch
+            solved_BS8 = solve_perspectives(self._draw(keys, shapes_B3)[0])
+        outputs.add(self._table, out, solved_BS8)
 
 
 _Pair = tuple[Program, Array]
 """A program, and the memory that it fills."""
 
 
-def _keys(seed: int, visits_B: int | Int64s, index_B: Int64s) -> core.Keys:
+def _keys(seed: int, visits_B: int | Int64s, index_B: Int64s) -> Keys:
     if not isinstance(visits_B, np.ndarray):
         visits_B = np.full(len(index_B), visits_B)
     visits_B = np.ascontiguousarray(visits_B, np.int64)
-    return core.Keys(seed, visits_B, np.ascontiguousarray(index_B, np.int64))
+    return Keys(seed, visits_B, np.ascontiguousarray(index_B, np.int64))
 
 
 def _serve(
     pairs: list[_Pair],
-    samples: core.Samples,
-    keys: core.Keys,
+    samples: Samples,
+    keys: Keys,
     rows_B: Int64s | None = None,
     spans: Iterable[tuple[int, int | None]] = ((0, None),),
 ) -> None:
@@ -316,14 +315,16 @@ def _serve(
     """
     spans = iter(spans)
     while True:
-        every = [program._served(out, keys, samples.shapes_B3) for program, out in pairs]
+        outputs = Outputs(len(pairs))
+        for program, out in pairs:
+            program._add_output(outputs, out, keys, samples.shapes_B3)
         try:
             for first, last in spans:
-                core.serve(samples, keys, every, rows=rows_B, first=first, last=last)
+                serve(samples, keys, outputs, rows=rows_B, first=first, last=last)
             return
-        except core.CoreError as refused:
+        except CoreError as refused:
             b = refused.place
-            if isinstance(samples, OpenedImages) and refused.reason == "REFUSED_FILE":
+            if isinstance(samples, OpenedImages) and refused.reason == "file":
                 samples.leave_to_pillow(b)
             else:
                 pairs[refused.program][0]._answer(refused, keys, samples.shapes_B3)

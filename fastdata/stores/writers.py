@@ -30,9 +30,9 @@ from fastdata.errors import (
 from fastdata.machine import format_bytes, limits
 from fastdata.machine.processes import run_tasks
 from fastdata.machine.shared import ArrayBlock, Block
-from fastdata.pixels import Step, core, plan_transform, split_upright
+from fastdata.pixels import Step, plan_transform, split_upright
 from fastdata.pixels.compose import known_name
-from fastdata.pixels.core import Shape
+from fastdata.pixels.core import Shape, library
 from fastdata.pixels.images import (
     Array,
     Form,
@@ -143,7 +143,7 @@ def read_path(source: Source, steps: tuple[Step, ...]) -> ReadPath:
     opening = source.opening
     if opening is None or (steps and opening.form == "tensor"):  # whose resize the core rounds
         return as_written
-    obstacle = core.obstacle()
+    obstacle = library.obstacle()
     if obstacle is not None:
         log.info("Pillow prepares the images, which takes longer: %s", obstacle)
         return as_written

@@ -1,4 +1,4 @@
-/* Values of pixels: tables, colour, sharpness and blur.
+/* Values of pixels: tables, colour and sharpness.
  *
  * Pillow and torch round each product and each sum: build with -ffp-contract=off; `fused` stands where torch fuses the
  * two.
@@ -13,6 +13,7 @@
 
 enum { V2_SHARP = 3 }; /* a further domain: v2 adjust_sharpness_image sums in an order of its own */
 enum { MOST_RADIUS = 1 << 20 };
+enum { ADDED_BELOW = 128 }; /* timm's solarize_add is never given another threshold */
 enum { BLOCK = 1024 }; /* pixels between two passes, in the first cache */
 
 /* Calls f with a domain that the compiler knows, so that each has a loop of its own. */
@@ -66,7 +67,7 @@ static const uint8_t *luma(int domain, const Image *image, int64_t start, int64_
     return buffer;
 }
 
-/* --- Tables ------------------------------------------------------------------------------------------------------- */
+/* Tables */
 
 /* Pillow: ImageEnhance.Contrast; torchvision: adjust_contrast. */
 static float mean_luma(int domain, const Image *image) {
@@ -119,27 +120,28 @@ static void equalize(const uint8_t *restrict plane, int64_t size, uint8_t table[
     }
 }
 
-void make_table(const Op *op, const Image *image, uint8_t table_C256[MAX_CHANNELS][256]) {
-    const int domain = op->n[8];
-    const float ratio = (float)op->v[0], rest = (float)(1.0 - op->v[0]);
-    const float other = op->code == OP_CONTRAST ? mean_luma(domain, image) : 0.0f;
-    const int dropped = op->code != OP_POSTERIZE || op->n[0] > 8 ? 0 : op->n[0] < 0 ? 8 : 8 - op->n[0];
+static void make_table(const Op *op, const Image *image, uint8_t table_C256[MAX_CHANNELS][256]) {
+    const int32_t domain = op->value.domain, kind = op->value.kind, whole = op->value.whole;
+    const double amount = op->value.amount;
+    const float ratio = (float)amount, rest = (float)(1.0 - amount);
+    const float other = kind == CONTRAST ? mean_luma(domain, image) : 0.0f;
+    const int dropped = kind != POSTERIZE || whole > 8 ? 0 : whole < 0 ? 8 : 8 - whole;
     for (int i = 0; i < 256; i++) {
         int64_t value = i;
-        switch (op->code) {
-        case OP_BRIGHTNESS: /* Pillow: ImageEnhance.Brightness; torchvision: adjust_brightness */
-        case OP_CONTRAST: value = blend(domain, (float)i, other, ratio, rest); break;
-        case OP_SOLARIZE: value = i < op->v[0] ? i : 255 - i; break;          /* ImageOps.solarize */
-        case OP_SOLARIZE_ADD: value = i < op->n[1] ? i + op->n[0] : i; break; /* timm: solarize_add */
-        case OP_POSTERIZE: value = i >> dropped << dropped; break;            /* ImageOps.posterize */
-        case OP_INVERT: value = 255 - i; break;
+        switch (kind) {
+        case BRIGHTNESS: /* Pillow: ImageEnhance.Brightness; torchvision: adjust_brightness */
+        case CONTRAST: value = blend(domain, (float)i, other, ratio, rest); break;
+        case SOLARIZE: value = i < amount ? i : 255 - i; break;               /* ImageOps.solarize */
+        case SOLARIZE_ADD: value = i < ADDED_BELOW ? value + whole : i; break; /* timm: solarize_add */
+        case POSTERIZE: value = i >> dropped << dropped; break;               /* ImageOps.posterize */
+        case INVERT: value = 255 - i; break;
         }
         for (int c = 0; c < image->channels; c++) table_C256[c][i] = value < 0 ? 0 : (uint8_t)least(value, 255);
     }
     for (int c = 0; c < image->channels; c++) {
         const uint8_t *plane = image->data + c * area(image);
-        if (op->code == OP_AUTOCONTRAST) stretch(domain, plane, area(image), table_C256[c]);
-        if (op->code == OP_EQUALIZE) equalize(plane, area(image), table_C256[c]);
+        if (kind == AUTOCONTRAST) stretch(domain, plane, area(image), table_C256[c]);
+        if (kind == EQUALIZE) equalize(plane, area(image), table_C256[c]);
     }
 }
 
@@ -181,29 +183,31 @@ void apply_table(const Image *image, uint8_t table_C256[MAX_CHANNELS][256]) {
     }
 }
 
-/* --- Colour ------------------------------------------------------------------------------------------------------- */
+/* Colour */
 
-void grayscale(const Op *op, Image *image) {
+/* 3 -> 1 shrinks image->channels; 1 -> 3 has room for 3. torchvision: rgb_to_grayscale; Pillow: Image.convert("L"). */
+static void grayscale(const Op *op, Image *image) {
+    const int32_t channels = op->grayscale.channels;
     const int64_t size = area(image);
     uint8_t buffer[BLOCK];
     for (int64_t start = 0; start < size; start += BLOCK) {
         const int64_t count = least(size - start, BLOCK);
-        const uint8_t *gray = luma(op->n[8], image, start, count, buffer);
-        for (int c = 0; c < op->n[0]; c++) memmove(image->data + c * size + start, gray, (size_t)count);
+        const uint8_t *gray = luma(op->grayscale.domain, image, start, count, buffer);
+        for (int c = 0; c < channels; c++) memmove(image->data + c * size + start, gray, (size_t)count);
     }
-    image->channels = op->n[0];
+    image->channels = channels;
 }
 
 /* Pillow: ImageEnhance.Color; torchvision: adjust_saturation. One channel stays as it is. */
-void saturate(const Op *op, Image *image) {
+static void saturate(const Op *op, Image *image) {
     const int64_t size = area(image);
-    const float ratio = (float)op->v[0], rest = (float)(1.0 - op->v[0]);
+    const float ratio = (float)op->value.amount, rest = (float)(1.0 - op->value.amount);
     uint8_t buffer[BLOCK];
     for (int64_t start = 0; start < size && image->channels == 3; start += BLOCK) {
         const int64_t count = least(size - start, BLOCK);
-        luma(op->n[8], image, start, count, buffer);
+        luma(op->value.domain, image, start, count, buffer);
         for (int c = 0; c < 3; c++)
-            FOR_DOMAIN(op->n[8], blend_row, image->data + c * size + start, buffer, count, ratio, rest);
+            FOR_DOMAIN(op->value.domain, blend_row, image->data + c * size + start, buffer, count, ratio, rest);
     }
 }
 
@@ -288,7 +292,7 @@ INLINE void paint(const Wheel *restrict w, uint8_t *restrict r, uint8_t *restric
 }
 
 /* torchvision: adjust_hue. One channel stays as it is. */
-void shift_hue(const Op *op, Image *image) {
+static void shift_hue(const Op *op, Image *image) {
     const int64_t size = area(image);
     Wheel w;
     memset(&w, 0, sizeof w);
@@ -296,13 +300,13 @@ void shift_hue(const Op *op, Image *image) {
         const int64_t count = least(size - start, BLOCK);
         uint8_t *r = image->data + start, *g = r + size, *b = g + size;
         find_hue(r, g, b, count, &w);
-        if (op->n[8] == PIL_DOMAIN) turn_pil(&w, (uint8_t)(int32_t)(op->v[0] * 255));
-        else turn_tensor(&w, (float)(op->v[0] * 6));
+        if (op->value.domain == PIL_DOMAIN) turn_pil(&w, (uint8_t)(int32_t)(op->value.amount * 255));
+        else turn_tensor(&w, (float)(op->value.amount * 6));
         paint(&w, r, g, b, count);
     }
 }
 
-/* --- Neighbours --------------------------------------------------------------------------------------------------- */
+/* Neighbours */
 
 /* ImageFilter.SMOOTH: thirteenths, rounded; the ends of the row stay. column has room for a row and both its sides. */
 INLINE void smooth_row(const uint8_t *restrict up, const uint8_t *restrict mid, const uint8_t *restrict down,
@@ -315,10 +319,10 @@ INLINE void smooth_row(const uint8_t *restrict up, const uint8_t *restrict mid, 
 }
 
 /* Pillow: ImageEnhance.Sharpness, Filter.c ImagingFilter3x3; torchvision: adjust_sharpness. */
-bool sharpen(const Op *op, const Image *in, const Image *out, Scratch *scratch) {
+static bool sharpen(const Op *op, const Image *in, const Image *out, Scratch *scratch) {
     const int64_t height = in->height, width = in->width;
-    const int domain = op->n[8] == V2_DOMAIN ? V2_SHARP : op->n[8];
-    const float ratio = (float)op->v[0], rest = (float)(1.0 - op->v[0]);
+    const int domain = op->value.domain == V2_DOMAIN ? V2_SHARP : op->value.domain;
+    const float ratio = (float)op->value.amount, rest = (float)(1.0 - op->value.amount);
     uint16_t *column = take(scratch, SLOT_WORK, 3 * width + 4);
     if (!column) return false;
     uint8_t *smooth = (uint8_t *)(column + width + 2);
@@ -334,175 +338,99 @@ bool sharpen(const Op *op, const Image *in, const Image *out, Scratch *scratch) 
     return true;
 }
 
-enum { LANE = 32 };
+/* Ops */
 
-/* Half of a Gaussian kernel; returns its radius without taps that together weigh less than a thousandth of a level. */
-static int64_t gaussian(double sigma, int64_t radius, float *half) {
-    double sum = 1.0;
-    for (int64_t i = 1; i <= radius; i++) sum += 2.0 * exp(-0.5 * (i / sigma) * (i / sigma));
-    for (int64_t i = 0; i <= radius; i++) half[i] = (float)(exp(-0.5 * (i / sigma) * (i / sigma)) / sum);
-    while (radius > 0 && half[radius] < 1e-6f) radius--;
-    return radius;
+/* Compose a table with the pending one, so that several ops in a row pass over the pixels once. */
+static int add_table(Sample *sample, const Op *op) {
+    if (sample->image.channels > MAX_CHANNELS) return REFUSED_OP;
+    const int32_t kind = op->value.kind;
+    const bool reads_image = kind == CONTRAST || kind == AUTOCONTRAST || kind == EQUALIZE;
+    if (reads_image && !(settle(sample) && own(sample))) return REFUSED_MEMORY;
+    uint8_t table_C256[MAX_CHANNELS][256];
+    make_table(op, &sample->image, table_C256);
+    for (int32_t c = 0; c < sample->image.channels; c++)
+        for (int x = 0; x < 256; x++)
+            sample->table_C256[c][x] = table_C256[c][sample->has_table ? sample->table_C256[c][x] : x];
+    sample->has_table = true;
+    return OK;
 }
 
-/* rows[0..2 * radius] weighed into one row; width in whole lanes. */
-static void weigh(const float *const *rows, const float *half, int64_t radius, int64_t width, float *restrict out) {
-    for (int64_t x = 0; x < width; x += LANE) {
-        float sum[LANE];
-        for (int k = 0; k < LANE; k++) sum[k] = half[0] * rows[radius][x + k];
-        for (int64_t j = 1; j <= radius; j++) {
-            const float *restrict before = rows[radius - j] + x, *restrict after = rows[radius + j] + x;
-            for (int k = 0; k < LANE; k++) sum[k] = fused(half[j], before[k] + after[k], sum[k]);
-        }
-        memcpy(out + x, sum, sizeof sum);
+static int run_in_place(Sample *sample, const Op *op, void (*kernel)(const Op *, Image *)) {
+    if (sample->image.channels != 1 && sample->image.channels != 3) return REFUSED_OP;
+    if (!settle(sample) || !own(sample)) return REFUSED_MEMORY;
+    kernel(op, &sample->image);
+    return OK;
+}
+
+int run_value(Sample *sample, Op *op) {
+    const int32_t kind = op->value.kind, height = sample->image.height, width = sample->image.width;
+    if (kind >= BRIGHTNESS && kind <= EQUALIZE) return add_table(sample, op);
+    switch (kind) {
+    case SATURATION: return run_in_place(sample, op, saturate);
+    case HUE: return run_in_place(sample, op, shift_hue);
+    case SHARPNESS: return remake(sample, op, height, width, sharpen);
+    case BOX_BLUR: return remake(sample, op, height, width, blur_box);
+    default: return REFUSED_OP;
     }
 }
 
-/* torchvision: gaussian_blur, v2 gaussian_blur_image. */
-static bool blur_gaussian(const Op *op, const Image *in, const Image *out, Scratch *scratch) {
-    const int64_t height = in->height, width = in->width, wide = (width + LANE - 1) / LANE * LANE;
-    int64_t rx = least(op->n[0] / 2, width - 1), ry = least(op->n[1] / 2, height - 1);
-    const int64_t taps = 2 * (rx > ry ? rx : ry) + 1;
-    float *plane = take(scratch, SLOT_WORK, height * wide * (int64_t)sizeof(float));
-    const float **rows = take(scratch, SLOT_WORK_2, taps * (int64_t)sizeof(float *) + (3 * taps + 2 * wide) * 4);
-    if (!plane || !rows) return false;
-    float *half_x = (float *)(rows + taps), *half_y = half_x + taps, *line = half_y + taps;
-    rx = gaussian(op->v[0], rx, half_x);
-    ry = gaussian(op->v[1], ry, half_y);
-    for (int c = 0; c < in->channels; c++) {
-        memset(line, 0, (size_t)(wide + 2 * rx) * sizeof(float));
-        for (int64_t j = 0; j <= 2 * rx; j++) rows[j] = line + j;
-        for (int64_t y = 0; y < height; y++) {
-            const uint8_t *restrict row = in->data + c * in->plane + y * in->row;
-            for (int64_t x = 0; x < width; x++) line[rx + x] = row[x];
-            for (int64_t x = 1; x <= rx; x++) {
-                line[rx - x] = row[x];
-                line[rx + width - 1 + x] = row[width - 1 - x];
-            }
-            weigh(rows, half_x, rx, wide, plane + y * wide);
-        }
-        for (int64_t y = 0; y < height; y++) {
-            for (int64_t j = 0; j <= 2 * ry; j++) {
-                const int64_t from = y + j - ry < 0 ? ry - j - y : y + j - ry;
-                rows[j] = plane + least(from, 2 * (height - 1) - from) * wide;
-            }
-            weigh(rows, half_y, ry, wide, line);
-            uint8_t *restrict to = out->data + (c * height + y) * width;
-            for (int64_t x = 0; x < width; x++) {
-                const float sum = line[x] + 12582912.0f; /* 1.5 * 2^23: the low bits are the integer, half to even */
-                uint32_t bits;
-                memcpy(&bits, &sum, 4);
-                to[x] = (uint8_t)bits;
-            }
-        }
+int run_grayscale(Sample *sample, Op *op) { return run_in_place(sample, op, grayscale); }
+
+/* torchvision: permute_channels of v2/functional/_color.py. */
+int run_permute(Sample *sample, Op *op) {
+    Image *image = &sample->image, out;
+    if (image->channels > MAX_CHANNELS) return REFUSED_OP;
+    if (!settle(sample) || !room(sample, image->channels, image->height, image->width, &out)) return REFUSED_MEMORY;
+    for (int32_t c = 0; c < image->channels; c++) {
+        const int32_t channel = op->permute.from[c];
+        if (channel < 0 || channel >= image->channels) return REFUSED_OUTSIDE;
+        Image from = *image, to = out;
+        from.data += channel * from.plane, to.data += c * to.plane;
+        from.channels = to.channels = 1;
+        copy_image(&from, &to);
     }
-    return true;
-}
-
-/* Down the columns: each row of out is the mean of 2 * radius + 1 rows and a part of the next two. */
-static void box_pass(const uint8_t *in, uint8_t *out, int64_t height, int64_t width, int64_t row, int64_t radius,
-                     uint32_t whole, uint32_t part, uint32_t *restrict sum) {
-    const int64_t last = height - 1, ahead = least(radius, height);
-    for (int64_t x = 0; x < width; x++)
-        sum[x] = (uint32_t)((radius + 1) * in[x] + (radius - ahead) * in[last * row + x]);
-    for (int64_t y = 0; y < ahead; y++)
-        for (int64_t x = 0; x < width; x++) sum[x] += in[y * row + x];
-    for (int64_t y = 0; y < height; y++) {
-        const uint8_t *restrict old = in + (y > radius ? y - radius - 1 : 0) * row;
-        const uint8_t *restrict new = in + least(y + radius, last) * row;
-        const uint8_t *restrict next = in + least(y + radius + 1, last) * row;
-        uint8_t *restrict to = out + y * row;
-        for (int64_t x = 0; x < width; x++) {
-            sum[x] += (uint32_t)(new[x] - old[x]);
-            to[x] = (uint8_t)((sum[x] * whole + (uint32_t)(old[x] + next[x]) * part + (1u << 23)) >> 24);
-        }
-    }
-}
-
-/* In tiles of 8 x 8; both sides are multiples of 8. */
-static void transpose(const uint8_t *restrict in, uint8_t *restrict out, int64_t height, int64_t width) {
-    for (int64_t y = 0; y < height; y += 8)
-        for (int64_t x = 0; x < width; x += 8)
-            for (int i = 0; i < 64; i++) out[(x + i / 8) * height + y + i % 8] = in[(y + i % 8) * width + x + i / 8];
-}
-
-/* Pillow: BoxBlur.c ImagingGaussianBlur with 3 passes each way. */
-static bool blur_box(const Op *op, const Image *in, const Image *out, Scratch *scratch) {
-    const int64_t height = in->height, width = in->width, tall = (height + 7) / 8 * 8, wide = (width + 7) / 8 * 8;
-    const float sigma2 = (float)op->v[0] * (float)op->v[0] / 3.0f;
-    const float length = (float)sqrt(12.0 * sigma2 + 1.0), l = (float)floor((length - 1.0) / 2.0);
-    const float radius = l + (2 * l + 1) * (l * (l + 1) - 3 * sigma2) / (6 * (sigma2 - (l + 1) * (l + 1)));
-    const int64_t r = (int64_t)radius;
-    const uint32_t whole = (uint32_t)(16777216.0f / (radius * 2 + 1));
-    const uint32_t part = ((1u << 24) - ((uint32_t)r * 2 + 1) * whole) / 2;
-    uint8_t *a = take(scratch, SLOT_WORK, 2 * tall * wide);
-    uint32_t *sum = take(scratch, SLOT_WORK_2, (tall > wide ? tall : wide) * (int64_t)sizeof *sum);
-    if (!a || !sum) return false;
-    uint8_t *b = a + tall * wide;
-    for (int c = 0; c < in->channels; c++) {
-        const uint8_t *from = in->data + c * in->plane;
-        for (int64_t y = 0; y < height; y++) memcpy(a + y * wide, from + y * in->row, (size_t)width);
-        for (int way = 0; way < 2 && radius != 0.0f; way++) {
-            const int64_t h = way ? height : width, w = way ? width : height, row = way ? wide : tall;
-            transpose(a, b, row, wide + tall - row);
-            box_pass(b, a, h, w, row, r, whole, part, sum);
-            box_pass(a, b, h, w, row, r, whole, part, sum);
-            box_pass(b, a, h, w, row, r, whole, part, sum);
-        }
-        for (int64_t y = 0; y < height; y++) memcpy(out->data + (c * height + y) * width, a + y * wide, (size_t)width);
-    }
-    return true;
-}
-
-bool blur(const Op *op, const Image *in, const Image *out, Scratch *scratch) {
-    return op->code == OP_BLUR ? blur_gaussian(op, in, out, scratch) : blur_box(op, in, out, scratch);
+    become(sample, &out);
+    return OK;
 }
 
 /* Draws */
 
 bool draw_value(Drawing *d, const Step *step) {
-    const double low = step->v[0], high = step->v[1];
-    const double value = low != high ? between(d, step->at, 0, low, high) : low;
-    const bool is_radius = step->code == OP_BOX_BLUR;
-    if (!isfinite(value) || (is_radius && !(value >= 0 && value < MOST_RADIUS))) return deny(d, step, REFUSED_TABLE, NULL, 0);
-    Op *op = add(d, step, step->code, step->n[1]);
+    const int32_t kind = step->value.kind, domain = step->value.domain;
+    const double low = step->value.low, high = step->value.high;
+    const double amount = low != high ? between(d, step->at, 0, low, high) : low;
+    const bool is_known = kind >= BRIGHTNESS && kind <= BOX_BLUR && isfinite(amount);
+    if (!is_known || !is_domain(d, step, domain)) return deny(d, step, REFUSED_TABLE);
+    if (kind == BOX_BLUR && !(amount >= 0 && amount < MOST_RADIUS)) return deny(d, step, REFUSED_TABLE);
+    Op *op = add(d, step, OP_VALUE);
     if (!op) return false;
-    op->n[0] = (int32_t)truncated(low), op->v[0] = value;
+    op->value.kind = kind, op->value.domain = domain;
+    op->value.whole = (int32_t)truncated(low), op->value.amount = amount;
     return true;
 }
 
 bool draw_grayscale(Drawing *d, const Step *step) {
-    const int32_t wanted = step->n[0] ? step->n[0] : d->channels;
-    if (step->n[0] && step->n[0] != 1 && step->n[0] != 3) return deny(d, step, REFUSED_TABLE, NULL, 0);
-    if (step->n[1] != V1_DOMAIN || d->channels > 1) d->channels = wanted; /* v1 leaves tensors of one channel as they are */
-    if (!d->is_probe && d->channels != 1 && d->channels != 3) return deny(d, step, REFUSED_OP, NULL, 0);
-    Op *op = add(d, step, OP_GRAYSCALE, step->n[1]);
-    if (op) op->n[0] = d->channels;
-    return op != NULL;
-}
-
-bool draw_blur(Drawing *d, const Step *step) {
-    const int32_t *n = step->n;
-    const bool is_odd = n[0] > 0 && n[0] % 2 && n[1] > 0 && n[1] % 2;
-    if (!is_odd || !(step->v[0] > 0) || !(step->v[1] >= step->v[0])) return deny(d, step, REFUSED_TABLE, NULL, 0);
-    if (!d->is_probe && (d->width <= n[0] / 2 || d->height <= n[1] / 2))
-        return deny(d, step, REFUSED_BLUR, (int64_t[]){d->height, d->width}, 2);
-    Op *op = add(d, step, OP_BLUR, 0);
+    const int32_t wanted = step->grayscale.channels, domain = step->grayscale.domain;
+    if (wanted != 0 && wanted != 1 && wanted != 3) return deny(d, step, REFUSED_TABLE);
+    if (!is_domain(d, step, domain)) return false;
+    /* v1 leaves tensors of one channel as they are */
+    if (wanted && (domain != V1_DOMAIN || d->channels > 1)) d->channels = wanted;
+    if (!d->is_probe && d->channels != 1 && d->channels != 3) return deny(d, step, REFUSED_OP);
+    Op *op = add(d, step, OP_GRAYSCALE);
     if (!op) return false;
-    op->n[0] = n[0], op->n[1] = n[1];
-    op->v[0] = op->v[1] = between(d, step->at, 0, step->v[0], step->v[1]);
+    op->grayscale.channels = d->channels, op->grayscale.domain = domain;
     return true;
 }
 
 bool draw_permute(Drawing *d, const Step *step) {
-    Op *op = add(d, step, OP_PERMUTE, 0);
+    Op *op = add(d, step, OP_PERMUTE);
     if (!op) return false;
-    if (d->channels > MAX_CHANNELS) return deny(d, step, REFUSED_OP, NULL, 0);
+    if (d->channels > MAX_CHANNELS) return deny(d, step, REFUSED_OP);
     for (int32_t place = 0; place < d->channels; place++) {
         int32_t smaller_ones = 0;
         const double drawn = uniform(d, step->at, place);
         for (int32_t k = 0; k < d->channels; k++) smaller_ones += uniform(d, step->at, k) < drawn;
-        op->n[smaller_ones] = place; /* the order that sorts what is drawn */
+        op->permute.from[smaller_ones] = place; /* the order that sorts what is drawn */
     }
     return true;
 }

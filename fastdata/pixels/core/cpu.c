@@ -1,4 +1,4 @@
-/* What the loader (__init__.py) asks of a library: the sources it was built of, and what the CPU has. */
+/* What library.py asks of a library: the sources it was built of, and what the CPU has. */
 #include "core.h"
 
 #ifndef FASTDATA_SOURCES

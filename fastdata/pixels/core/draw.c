@@ -1,7 +1,7 @@
 /* Draws: a table's steps become the few ops of one sample.
  *
  * Each draw is a pure function of the sample's key, the number of its step, and a number within that: SplitMix64, as
- * __init__.py has it, where its source is named. So a sample comes out the same in any batch, and a call can be repeated.
+ * draws.py has it, where its source is named. So a sample comes out the same in any batch, and a call can be repeated.
  */
 #include "core.h"
 
@@ -10,7 +10,7 @@
 #include <string.h>
 
 enum { DRAWS_PER_STEP = 1 << 10, CHILDREN = 1 << 10, MAX_DEPTH = 64, ANY_PX = 1 << 10, TRIES = 10 };
-static const uint64_t NUMBERS = ((uint64_t)1 << 54) - 33; /* a prime number, as of ops.py */
+static const uint64_t NUMBERS = ((uint64_t)1 << 54) - 33; /* a prime number, as of steps.py */
 
 uint64_t sample_key(uint64_t seed, int64_t visit, int64_t index) {
     const uint64_t start = scramble(seed + GAMMA), epoch = scramble((uint64_t)visit * GAMMA + start);
@@ -46,31 +46,37 @@ int64_t truncated(double value) {
     return value < INT32_MAX ? (int64_t)value : INT32_MAX;
 }
 
-bool deny(Drawing *d, const Step *step, int32_t reason, const int64_t *n, int count) {
-    d->refusal->reason = reason, d->refusal->step = step - d->table->steps;
-    for (int k = 0; k < count; k++) d->refusal->n[k] = n[k];
+bool deny(Drawing *d, const Step *step, int32_t reason) {
+    d->refusal->reason = reason;
+    d->refusal->step = step - d->table->steps;
     return false;
 }
 
-Op *add(Drawing *d, const Step *step, int32_t code, int32_t domain) {
-    const int64_t channels = d->channels;
-    if (step->fills != 1 && step->fills != channels) return deny(d, step, REFUSED_CHANNELS, &channels, 1), NULL;
+static bool deny_channels(Drawing *d, const Step *step) {
+    d->refusal->channels.channels = d->channels;
+    return deny(d, step, REFUSED_CHANNELS);
+}
+
+bool is_domain(Drawing *d, const Step *step, int32_t domain) {
+    return (domain >= PIL_DOMAIN && domain <= V2_DOMAIN) || deny(d, step, REFUSED_TABLE);
+}
+
+Op *add(Drawing *d, const Step *step, int32_t code) {
+    if (step->fills != 1 && step->fills != d->channels) return deny_channels(d, step), NULL;
     for (int k = 0; k < 4; k++)
-        if (!d->is_cast && !(step->fill[k] >= 0 && step->fill[k] <= 255)) return deny(d, step, REFUSED_TABLE, NULL, 0), NULL;
-    if (domain < 0 || (domain & 255) > V2_DOMAIN) return deny(d, step, REFUSED_TABLE, NULL, 0), NULL;
-    if (d->count == MAX_OPS) return deny(d, step, REFUSED_TABLE, NULL, 0), NULL;
+        if (!d->is_cast && !(step->fill[k] >= 0 && step->fill[k] <= 255)) return deny(d, step, REFUSED_TABLE), NULL;
+    if (d->count == MAX_OPS) return deny(d, step, REFUSED_TABLE), NULL;
     Op *op = d->ops + d->count;
-    if (!d->is_probe) d->count++;
+    if (!d->is_probe) d->count++; /* a probe's ops are written over one another */
     *op = (Op){.code = code};
-    op->n[8] = domain;
-    memcpy(op->v + 8, step->fill, sizeof step->fill);
+    memcpy(op->fill, step->fill, sizeof step->fill);
     return op;
 }
 
 bool leaves_pixels(Drawing *d, const Step *step) {
     const bool is_image = (d->height > 0 && d->width > 0) || d->is_probe;
     const bool fits = is_image && d->height <= INT32_MAX && d->width <= INT32_MAX && d->height * d->width < INT64_MAX >> 6;
-    return fits || deny(d, step, REFUSED_OUTSIDE, NULL, 0);
+    return fits || deny(d, step, REFUSED_OUTSIDE);
 }
 
 bool set_size(Drawing *d, int64_t height, int64_t width, int how) {
@@ -80,7 +86,7 @@ bool set_size(Drawing *d, int64_t height, int64_t width, int how) {
 }
 
 bool draw_box(const Drawing *d, int64_t at, int64_t first, const double scale[2], const double log_ratio[2], double share,
-              bool is_crop, int64_t box[4]) {
+              bool is_crop, Box *box) {
     const double area = (double)(d->height * d->width) / share;
     for (int64_t draw = first; draw < first + 4 * TRIES; draw += 4) {
         const double wanted = area * between(d, at, draw, scale[0], scale[1]);
@@ -90,9 +96,9 @@ bool draw_box(const Drawing *d, int64_t at, int64_t first, const double scale[2]
         const bool fits = is_crop ? w > 0 && w <= d->width && h > 0 && h <= d->height
                                   : w >= 0 && w < d->width && h >= 0 && h < d->height;
         if (!fits) continue;
-        box[0] = truncated(uniform(d, at, draw + 2) * (double)(d->height - h + 1));
-        box[1] = truncated(uniform(d, at, draw + 3) * (double)(d->width - w + 1));
-        box[2] = h, box[3] = w;
+        box->top = (int32_t)truncated(uniform(d, at, draw + 2) * (double)(d->height - h + 1));
+        box->left = (int32_t)truncated(uniform(d, at, draw + 3) * (double)(d->width - w + 1));
+        box->height = (int32_t)h, box->width = (int32_t)w;
         return true;
     }
     return false;
@@ -120,16 +126,18 @@ static bool probe_each(Drawing *d, const Step *step, bool is_whole) {
     return set_size(d, seen.height, seen.width, seen.is_known ? FIXED : DRAWN);
 }
 
-static bool draw_choice(Drawing *d, const Step *step) {
+bool draw_sequence(Drawing *d, const Step *step) { return draw_steps(d, d->table, step->first, step->count); }
+
+bool draw_choice(Drawing *d, const Step *step) {
     const Step *children = d->table->steps + step->first;
-    if (d->is_probe) return probe_each(d, step, step->count > 0 && children[step->count - 1].v[0] >= 1);
+    if (d->is_probe) return probe_each(d, step, step->count > 0 && children[step->count - 1].sequence.end >= 1);
     const double drawn = uniform(d, step->at, 0);
     for (int32_t k = 0; k < step->count; k++)
-        if (drawn < children[k].v[0]) return draw_steps(d, d->table, children[k].first, children[k].count);
+        if (drawn < children[k].sequence.end) return draw_steps(d, d->table, children[k].first, children[k].count);
     return true;
 }
 
-static bool draw_order(Drawing *d, const Step *step) {
+bool draw_order(Drawing *d, const Step *step) {
     const Step *children = d->table->steps + step->first;
     double last = -1;
     for (int32_t place = 0; place < step->count; place++) {
@@ -150,62 +158,38 @@ static bool draw_order(Drawing *d, const Step *step) {
 }
 
 /* v2.RandomPhotometricDistort: what is drawn of its children has the numbers 10 to 13 and 22, their order 20. */
-static bool draw_photometric(Drawing *d, const Step *step) {
+bool draw_photometric(Drawing *d, const Step *step) {
     static const int orders[2][5] = {{0, 1, 2, 3, 4}, {0, 2, 3, 1, 4}};
-    if (step->count != 5) return deny(d, step, REFUSED_TABLE, NULL, 0);
+    if (step->count != 5) return deny(d, step, REFUSED_TABLE);
     const bool is_late = uniform(d, child(step->at, 20), 0) >= 0.5;
     for (int place = 0; place < 5; place++) {
         const int k = orders[is_late][place];
-        const bool is_drawn = uniform(d, child(step->at, k < 4 ? 10 + k : 22), 0) < step->v[0];
+        const bool is_drawn = uniform(d, child(step->at, k < 4 ? 10 + k : 22), 0) < step->photometric.p;
         if ((is_drawn || d->is_probe) && !draw_steps(d, d->table, step->first + k, 1)) return false;
     }
     return true;
 }
 
-static bool draw_cast(Drawing *d, const Step *step) {
-    const int64_t channels = d->channels, means = step->n[2];
-    const bool widens = channels == 1 && step->n[3];
+bool draw_cast(Drawing *d, const Step *step) {
+    const int32_t means = step->cast.means;
+    const bool widens = d->channels == 1 && step->cast.widens;
     d->is_cast = true;
-    if (means > 1 && means != channels && !widens) return deny(d, step, REFUSED_CHANNELS, &channels, 1);
-    if (means > 1) d->channels = (int32_t)means;
-    return add(d, step, OP_CAST, 0) != NULL;
+    if (means > 1 && means != d->channels && !widens) return deny_channels(d, step);
+    if (means > 1) d->channels = means;
+    return add(d, step, OP_CAST) != NULL;
 }
 
 static bool draw_step(Drawing *d, const Step *step) {
     switch (step->code) {
-    case OP_NOTHING: return true;
-    case STEP_PAD: return draw_pad(d, step);
-    case STEP_CROP: return draw_crop(d, step);
-    case STEP_CENTER_CROP: return draw_center_crop(d, step);
-    case STEP_FLIP: return draw_flip(d, step);
-    case STEP_RESIZED_CROP: return draw_resized_crop(d, step);
-    case OP_RESIZE: return draw_resize(d, step);
-    case STEP_ROTATION: return draw_rotation(d, step);
-    case OP_AFFINE: return draw_affine(d, step);
-    case OP_PERSPECTIVE: return draw_perspective(d, step);
-    case OP_BRIGHTNESS: case OP_CONTRAST: case OP_SOLARIZE: case OP_POSTERIZE: case OP_INVERT: case OP_AUTOCONTRAST:
-    case OP_EQUALIZE: case OP_SATURATION: case OP_HUE: case OP_SHARPNESS: case OP_BOX_BLUR: return draw_value(d, step);
-    case OP_GRAYSCALE: return draw_grayscale(d, step);
-    case OP_BLUR: return draw_blur(d, step);
-    case OP_PERMUTE: return draw_permute(d, step);
-    case OP_NOISE: return draw_noise(d, step);
-    case OP_ERASE: return draw_erase(d, step);
-    case OP_CAST: return draw_cast(d, step);
-    case STEP_SEQUENCE: return draw_steps(d, d->table, step->first, step->count);
-    case STEP_CHOICE: return draw_choice(d, step);
-    case STEP_ORDER: return draw_order(d, step);
-    case STEP_PHOTOMETRIC: return draw_photometric(d, step);
-    case STEP_AUGMENT: return draw_augment(d, step);
-    case STEP_POLICIES: return draw_policies(d, step);
-    case STEP_AUG_MIX: return draw_aug_mix(d, step);
-    case STEP_TIMM: return draw_timm(d, step);
-    default: return deny(d, step, REFUSED_TABLE, NULL, 0);
+#define STEP(CODE, name, ...) case STEP_##CODE: return draw_##name(d, step);
+#include "records.h"
+    default: return deny(d, step, REFUSED_TABLE); /* only a parent draws these */
     }
 }
 
 bool draw_steps(Drawing *d, const Table *table, int64_t first, int64_t count) {
     const Step *step = table->steps + first;
-    if (d->depth == MAX_DEPTH) return deny(d, step, REFUSED_TABLE, NULL, 0);
+    if (d->depth == MAX_DEPTH) return deny(d, step, REFUSED_TABLE);
     d->depth++;
     bool is_drawn = true;
     for (int64_t k = 0; k < count && is_drawn; k++) {
@@ -230,20 +214,23 @@ static bool is_tree(const Table *table) {
     return table->count > 0 && next == table->count;
 }
 
+static bool is_between(int32_t value, int32_t low, int32_t high) { return value >= low && value <= high; }
+
 static bool is_sound_cast(const Step *step) {
-    const int32_t *n = step->n;
-    return n[0] >= UINT8 && n[0] <= INT64 && n[1] >= SCALE_NONE && n[1] <= SCALE_MULTIPLY && n[2] >= 0 && n[2] <= MAX_MEANS;
+    const bool is_known = is_between(step->cast.dtype, UINT8, INT64) && is_between(step->cast.scaling, SCALE_NONE, SCALE_MULTIPLY);
+    if (!is_known || !is_between(step->cast.means, 0, MAX_MEANS)) return false;
+    for (int32_t c = 0; c < step->cast.means; c++)
+        if (!isfinite(step->cast.mean[c]) || !isfinite(step->cast.std[c])) return false;
+    return true;
 }
 
 bool is_sound(const Table *table) {
     if (!is_tree(table)) return false;
     for (int32_t k = 0; k < table->count; k++) {
         const Step *step = table->steps + k;
-        if (step->fills < 1 || step->fills > 4 || step->at <= -CHILDREN || step->at >= (int64_t)NUMBERS)
-            return false; /* steps before the user's have negative numbers */
-        if (step->code == OP_CAST && !is_sound_cast(step)) return false;
-        for (int place = 0; place < 12; place++)
-            if (step->v[place] != step->v[place]) return false;
+        const bool is_numbered = step->at > -CHILDREN && step->at < (int64_t)NUMBERS; /* steps before the user's: below 0 */
+        if (!is_between(step->fills, 1, 4) || !is_numbered) return false;
+        if (step->code == STEP_CAST && !is_sound_cast(step)) return false;
     }
     return true;
 }
@@ -251,15 +238,14 @@ bool is_sound(const Table *table) {
 bool resolve(Drawing *d) {
     d->count = d->depth = 0;
     d->is_cast = false;
-    return draw_step(d, d->table->steps);
+    return draw_step(d, d->table->steps) && leaves_pixels(d, d->table->steps);
 }
 
 /* Draw samples of a batch: ops_BS has room for `room` ops of each, and the rest of a row is OP_NOTHING. shapes_B3, channels,
  * height, width, become those behind all steps. A probe draws nothing: 0 as a height says that it is not known.
  * Returns most ops of one sample, or -1 - the sample that was refused. */
-EXPORT int64_t fastdata_draw(const Table *table, uint64_t seed, const int64_t *visits_B, const int64_t *indices_B,
-                             int32_t *shapes_B3, int64_t samples, Op *ops_BS, int64_t room, bool is_probe,
-                             Refusal *refusal) {
+int64_t fastdata_draw(const Table *table, uint64_t seed, const int64_t *visits_B, const int64_t *indices_B,
+                      int32_t *shapes_B3, int64_t samples, Op *ops_BS, int64_t room, int32_t is_probe, Refusal *refusal) {
     int64_t most = 0;
     Op ops[MAX_OPS];
     const bool can_draw = is_sound(table);
@@ -270,7 +256,7 @@ EXPORT int64_t fastdata_draw(const Table *table, uint64_t seed, const int64_t *v
         d.key = sample_key(seed, visits_B[b], indices_B[b]), d.turn = turn_of(visits_B[b], indices_B[b]);
         d.height = is_known ? shape[1] : ANY_PX, d.width = is_known ? shape[2] : ANY_PX, d.is_known = is_known;
         d.is_probe = is_probe;
-        if (!can_draw) deny(&d, table->steps, REFUSED_TABLE, NULL, 0);
+        if (!can_draw) deny(&d, table->steps, REFUSED_TABLE);
         if (!can_draw || !resolve(&d)) return -1 - b;
         if (d.count > most) most = d.count;
         for (int64_t k = 0; k < room; k++) ops_BS[b * room + k] = k < d.count ? ops[k] : (Op){0};

@@ -123,7 +123,7 @@ static void prepare(Decoder *decoder, const Jpeg *jpeg) {
 }
 
 /* The version of the ABI that a library takes; 0: neither. */
-EXPORT int32_t fastdata_jpeg_version(const Jpeg *jpeg) {
+int32_t fastdata_jpeg_version(const Jpeg *jpeg) {
     static const int versions[] = {62, 80};
     Decoder decoder;
     for (volatile int i = 0; i < 2; i++) {
@@ -249,49 +249,55 @@ static bool is_plain(int marker, const uint8_t *data, int64_t size) {
     return marker == DHT || marker == DRI || marker == COM || (marker >= APP0 && marker <= APP15);
 }
 
-static void read_header(const uint8_t *file, int64_t size, int32_t header[4]) {
+/* What a header says of the image, and the turn of its EXIF orientation, 0 where Pillow is to say. */
+typedef struct {
+    int32_t channels, height, width, turn;
+} Header;
+
+/* 0 channels: it is no file for us. */
+static Header read_header(const uint8_t *file, int64_t size) {
+    const Header none = {0};
     bool has_exif = false, has_other = false;
     int32_t channels = 0, height = 0, width = 0, turn = 1;
-    memset(header, 0, 4 * sizeof *header);
-    if (size < 4 || file[0] != 0xFF || file[1] != SOI) return;
+    if (size < 4 || file[0] != 0xFF || file[1] != SOI) return none;
     for (int64_t at = 2; at + 4 <= size;) {
         const int marker = file[at + 1];
         const int64_t length = number(file + at + 2, 2, true), data_size = length - 2;
         const uint8_t *data = file + at + 4;
-        if (file[at] != 0xFF || length < 2 || at + 2 + length > size) return;
+        if (file[at] != 0xFF || length < 2 || at + 2 + length > size) return none;
         at += 2 + length;
         if (marker >= SOF0 && marker <= SOF2) {
-            if (channels || data_size < 6 || data[0] != 8 || data_size != 6 + 3 * data[5]) return;
+            if (channels || data_size < 6 || data[0] != 8 || data_size != 6 + 3 * data[5]) return none;
             channels = data[5], height = (int32_t)number(data + 1, 2, true), width = (int32_t)number(data + 3, 2, true);
-            if ((channels != 1 && channels != 3) || !height || !width) return;
+            if ((channels != 1 && channels != 3) || !height || !width) return none;
         } else if (marker == SOS) {
             if (has_other && turn == 1) turn = 0; /* Pillow searches XMP for one, but only to turn an image */
-            if (channels) header[0] = channels, header[1] = height, header[2] = width, header[3] = turn;
-            return;
+            return channels ? (Header){channels, height, width, turn} : none;
         } else if (!is_plain(marker, data, data_size)) {
-            return;
+            return none;
         } else if (marker == APP1 && data_size >= 6 && !memcmp(data, "Exif\0", 6)) {
             turn = orientation_of(data + 6, data_size - 6);
-            if (has_exif || !turn) return; /* Pillow joins the data of several segments */
+            if (has_exif || !turn) return none; /* Pillow joins the data of several segments */
             has_exif = true;
         } else if (marker == APP1) {
             has_other = true;
         }
     }
+    return none;
 }
 
 /* Find channels (1 or 3, or `channels` of all), height and width of each file as it comes out, turned as its EXIF says if it
  * is to be `upright`, and its turn. A turn of 0 says that Pillow is to open it. */
-EXPORT void fastdata_jpeg_headers(const uint8_t *const *files_B, const int64_t *sizes_B, int64_t count, bool upright,
-                                  int32_t channels, double most_pixels, int32_t *shapes_B3, int32_t *turns_B) {
+void fastdata_jpeg_headers(const uint8_t *const *files_B, const int64_t *sizes_B, int64_t count, int32_t upright,
+                           int32_t channels, double most_pixels, int32_t *shapes_B3, int32_t *turns_B) {
     for (int64_t b = 0; b < count; b++) {
-        int32_t header[4], *shape = shapes_B3 + 3 * b;
-        read_header(files_B[b], sizes_B[b], header);
-        const bool is_open = header[0] && (double)header[1] * header[2] <= most_pixels;
-        turns_B[b] = !is_open ? 0 : upright ? header[3] : 1;
+        const Header header = read_header(files_B[b], sizes_B[b]);
+        int32_t *shape = shapes_B3 + 3 * b;
+        const bool is_open = header.channels && (double)header.height * header.width <= most_pixels;
+        turns_B[b] = !is_open ? 0 : upright ? header.turn : 1;
         const bool is_on_side = turns_B[b] > 4;
-        shape[0] = channels && header[0] ? channels : header[0];
-        shape[1] = header[is_on_side ? 2 : 1], shape[2] = header[is_on_side ? 1 : 2];
+        shape[0] = channels && header.channels ? channels : header.channels;
+        shape[1] = is_on_side ? header.width : header.height, shape[2] = is_on_side ? header.height : header.width;
     }
 }
 
@@ -424,15 +430,14 @@ bool decode(const Jpeg *jpeg, const uint8_t *file, int64_t size, int32_t height,
 }
 
 /* Decode a file to `out`, planar. False where Pillow is to judge, as of one whose header has another size or channels. */
-EXPORT bool fastdata_jpeg_decode(const Jpeg *jpeg, const uint8_t *file, int64_t size, int32_t channels, int32_t height,
-                                 int32_t width, uint8_t *out) {
-    int32_t header[4];
-    read_header(file, size, header);
-    if (header[0] != channels || header[1] != height || header[2] != width) return false;
+int32_t fastdata_jpeg_decode(const Jpeg *jpeg, const uint8_t *file, int64_t size, int32_t channels, int32_t height,
+                             int32_t width, uint8_t *out) {
+    const Header header = read_header(file, size);
+    if (header.channels != channels || header.height != height || header.width != width) return false;
     Scratch *scratch = borrow();
     if (!scratch) return false;
-    Image image = {.data = out, .channels = channels, .height = height, .width = width};
-    image.pixel = 1, image.row = width, image.plane = (int64_t)height * width;
+    Image image = {.channels = channels, .height = height, .width = width};
+    pack_image(&image, out);
     const bool is_decoded = decode(jpeg, file, size, height, width, 0, 0, &image, scratch);
     give_back(scratch);
     return is_decoded;

@@ -7,34 +7,32 @@
 /* Draws */
 
 /* What normal numbers follow from. */
-static void set_key(const Drawing *d, int64_t at, Op *op) {
-    const uint64_t key = d->key ^ sample_key((uint64_t)at, 0, 0);
-    op->n[4] = (int32_t)(uint32_t)key, op->n[5] = (int32_t)(uint32_t)(key >> 32);
-}
+static uint64_t key_of(const Drawing *d, int64_t at) { return d->key ^ sample_key((uint64_t)at, 0, 0); }
 
 bool draw_noise(Drawing *d, const Step *step) {
-    Op *op = add(d, step, OP_NOISE, 0);
+    Op *op = add(d, step, OP_NOISE);
     if (!op) return false;
-    op->n[0] = step->n[0], op->v[0] = step->v[0], op->v[1] = step->v[1];
-    set_key(d, step->at, op);
+    op->noise.clips = step->noise.clips;
+    op->noise.mean = step->noise.mean, op->noise.sigma = step->noise.sigma;
+    op->noise.key = key_of(d, step->at);
     return true;
 }
 
 bool draw_erase(Drawing *d, const Step *step) {
-    const double *v = step->v;
-    const int64_t fewest = step->n[0], most = step->n[1];
-    if (fewest < 0 || fewest > most || most > MAX_OPS) return deny(d, step, REFUSED_TABLE, NULL, 0);
+    const int64_t fewest = step->erase.fewest, most = step->erase.most;
+    if (fewest < 0 || fewest > most || most > MAX_OPS) return deny(d, step, REFUSED_TABLE);
     const int64_t count = fewest + integer(d, step->at, 1, most - fewest + 1);
-    if (d->is_probe) return add(d, step, OP_ERASE, 0) != NULL;
-    if (uniform(d, step->at, 0) >= v[0]) return true;
+    if (d->is_probe) return add(d, step, OP_ERASE) != NULL;
+    if (uniform(d, step->at, 0) >= step->erase.p) return true;
     for (int64_t number = 0; number < count; number++) {
-        int64_t box[4];
-        if (!draw_box(d, step->at, 2 + 40 * number, v + 1, v + 3, (double)count, false, box)) continue;
-        Op *op = add(d, step, OP_ERASE, 0);
+        Box box;
+        const int64_t first = 2 + 40 * number; /* a box takes 40 draws at most */
+        if (!draw_box(d, step->at, first, step->erase.scale, step->erase.log_ratio, (double)count, false, &box)) continue;
+        Op *op = add(d, step, OP_ERASE);
         if (!op) return false;
-        for (int k = 0; k < 4; k++) op->n[k] = (int32_t)box[k];
-        op->n[6] = step->n[6], op->n[7] = step->n[7];
-        if (step->n[6]) set_key(d, child(step->at, number), op);
+        op->erase.box = box;
+        op->erase.mode = step->erase.mode, op->erase.is_normalized = step->erase.is_normalized;
+        if (step->erase.mode != FILLED) op->erase.key = key_of(d, child(step->at, number));
     }
     return true;
 }
@@ -149,40 +147,40 @@ static void move_values(const uint8_t *in, int64_t from, int64_t count, int64_t 
  * or not: torchvision's RandomErasing and gaussian_noise_image (v2/functional/_misc.py), timm's RandomErasing. */
 int rewrite(const Op *op, const Image *image, const Values *served) {
     const bool erases = op->code == OP_ERASE;
+    if (!erases && op->code != OP_NOISE) return REFUSED_OP;
     const int32_t dtype = served ? served->dtype : UINT8;
-    const int32_t whole[] = {0, 0, image->height, image->width}, *box = erases ? op->n : whole;
-    const int32_t mode = erases ? op->n[6] : 1;
-    const int64_t width = box[3], ahead = width < 1 || width > CHUNK ? 1 : CHUNK / width; /* rows drawn at a time */
-    const uint64_t key = (uint32_t)op->n[4] | (uint64_t)(uint32_t)op->n[5] << 32;
+    const Box whole = {0, 0, image->height, image->width}, box = erases ? op->erase.box : whole;
+    const int32_t mode = erases ? op->erase.mode : NORMAL_PIXELS;
+    const uint64_t key = erases ? op->erase.key : op->noise.key;
+    const int64_t width = box.width, ahead = width < 1 || width > CHUNK ? 1 : CHUNK / width; /* rows drawn at a time */
     float values[CHUNK], drawn[CHUNK] = {0};
     uint8_t together[CHUNK * sizeof(double)];
-    if (!erases && op->code != OP_NOISE) return REFUSED_OP;
-    if (erases && (!is_inside(op, image->height, image->width) || (dtype == UINT8 && mode))) return REFUSED_OUTSIDE;
-    for (int64_t k = 0; k < (int64_t)image->channels * box[2]; k++) {
-        const int64_t c = k / box[2], y = box[0] + k % box[2], channel = c < 4 ? c : 3;
-        double unit = served ? 1 : 255, zero = 0, filled = op->v[8 + channel];
-        if (served && served->normalizes && !op->n[7]) {
+    if (erases && (!is_inside(&box, image->height, image->width) || (dtype == UINT8 && mode))) return REFUSED_OUTSIDE;
+    for (int64_t k = 0; k < (int64_t)image->channels * box.height; k++) {
+        const int64_t c = k / box.height, y = box.top + k % box.height, channel = c < 4 ? c : 3;
+        double unit = served ? 1 : 255, zero = 0, filled = op->fill[channel];
+        if (served && served->normalizes && !(erases && op->erase.is_normalized)) {
             const double mean = served->mean[c % served->channels], std = served->std[c % served->channels];
             unit /= std, zero = (zero - mean) / std, filled = (filled - mean) / std;
         }
         const float scale = (float)unit, low = (float)zero, high = low + scale;
-        if (mode == 2) draw_normal(key, c, 1, drawn);
+        if (mode == NORMAL_CHANNELS) draw_normal(key, c, 1, drawn);
         const float fill = mode ? drawn[0] * scale + low : (float)filled;
         for (int64_t x = 0; x < width; x += CHUNK) {
             const int64_t count = width - x < CHUNK ? width - x : CHUNK;
-            const int64_t bytes = ITEM_BYTES[dtype], pixel = image->pixel, place = (box[1] + x) * pixel;
+            const int64_t bytes = ITEM_BYTES[dtype], pixel = image->pixel, place = (box.left + x) * pixel;
             uint8_t *at = image->data + (c * image->plane + y * image->row + place) * bytes;
             uint8_t *packed = pixel == 1 ? at : together;
             float *out = drawn + k % ahead * width;
-            if (mode != 1) for (int64_t i = 0; i < count; i++) out[i] = fill;
+            if (mode != NORMAL_PIXELS) for (int64_t i = 0; i < count; i++) out[i] = fill;
             else if (out == drawn) draw_normal(key, k * width + x, ahead > 1 ? ahead * width : count, drawn);
-            for (int64_t i = 0; i < count && erases && mode == 1; i++) out[i] = out[i] * scale + low;
+            for (int64_t i = 0; i < count && erases && mode == NORMAL_PIXELS; i++) out[i] = out[i] * scale + low;
             if (!erases) {
                 if (pixel != 1) move_values(at, pixel, count, bytes, packed, 1);
                 load(dtype, packed, count, values);
                 for (int64_t i = 0; i < count; i++) {
-                    const float value = values[i] + ((float)op->v[0] + out[i] * (float)op->v[1]) * scale;
-                    out[i] = !op->n[0] ? value : value < low ? low : value > high ? high : value;
+                    const float value = values[i] + ((float)op->noise.mean + out[i] * (float)op->noise.sigma) * scale;
+                    out[i] = !op->noise.clips ? value : value < low ? low : value > high ? high : value;
                 }
             }
             store(dtype, out, count, packed);
@@ -191,3 +189,7 @@ int rewrite(const Op *op, const Image *image, const Values *served) {
     }
     return OK;
 }
+
+int run_noise(Sample *sample, Op *op) { return settle(sample) && own(sample) ? rewrite(op, &sample->image, NULL) : REFUSED_MEMORY; }
+
+int run_erase(Sample *sample, Op *op) { return run_noise(sample, op); }

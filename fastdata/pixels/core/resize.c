@@ -179,7 +179,7 @@ static int64_t axis_bytes(int64_t from, int64_t to, int filter) {
 }
 
 static void *weigh(Axis *a, void *memory, int64_t from, int64_t to, const Op *op) {
-    const int filter = op->n[6], domain = op->n[8] & 255;
+    const int32_t filter = op->resize.interpolation, domain = op->resize.domain;
     const int64_t reach = reach_of(from, to, filter) + 3; /* even, and four at least */
     *a = (Axis){.from = from, .to = to, .stride = to, .weight = memory, .wide = domain == PIL_DOMAIN, .single = domain == V1_DOMAIN};
     a->center = a->weight + reach * to, a->total = a->center + to;
@@ -396,12 +396,13 @@ static void index_nearest(int32_t *index, int64_t from, int64_t to, int filter, 
 }
 
 static bool resize_nearest(const Op *op, const Image *in, const Image *out, Scratch *scratch) {
-    const int64_t whole_h = op->n[4], whole_w = op->n[5], h = out->height, w = out->width;
+    const int32_t filter = op->resize.interpolation, domain = op->resize.domain;
+    const int64_t whole_h = op->resize.height, whole_w = op->resize.width, h = out->height, w = out->width;
     int32_t *rows = take(scratch, SLOT_WORK, 4 * (whole_h + whole_w)), *columns = rows + whole_h;
     if (!rows) return false;
-    index_nearest(rows, in->height, whole_h, op->n[6], op->n[8] & 255, whole_h + whole_w <= 128);
-    index_nearest(columns, in->width, whole_w, op->n[6], op->n[8] & 255, whole_h + whole_w <= 128);
-    rows += op->n[0], columns += op->n[1];
+    index_nearest(rows, in->height, whole_h, filter, domain, whole_h + whole_w <= 128);
+    index_nearest(columns, in->width, whole_w, filter, domain, whole_h + whole_w <= 128);
+    rows += op->resize.first_row, columns += op->resize.first_column;
     for (int c = 0; c < in->channels; c++)
         for (int64_t y = 0; y < h; y++) {
             const uint8_t *from = in->data + c * in->plane + rows[y] * in->row;
@@ -417,17 +418,18 @@ static bool resize_nearest(const Op *op, const Image *in, const Image *out, Scra
 
 INLINE int64_t padded(int64_t x) { return (x + PADDING - 1) / PADDING * PADDING; }
 
-/* Rows from n[0] and columns from n[1] on of the image resized to n[4] and n[5], as many as `out` has; all of those where
- * one length stays as it was. ImagingResampleInner of Pillow's Resample.c (n[8] & 256: of Pillow 13, columns first where much height is lost); its
- * Image.resize multiplies images of 2 and 4 channels by their alpha first (rgbA2rgba, rgba2rgbA of Convert.c). */
-bool resize(const Op *op, const Image *in, const Image *out, Scratch *scratch) {
-    const int64_t H = in->height, W = in->width, whole_h = op->n[4], whole_w = op->n[5], last = in->channels - 1;
-    const int64_t h = out->height, w = out->width;
-    const int filter = op->n[6], domain = op->n[8] & 255;
+/* As many rows and columns of the resized image as `out` has, from the first ones on; `in` is the box. All of those where
+ * one length stays as it was. ImagingResampleInner of Pillow's Resample.c (which of version 13 takes columns first where
+ * much height is lost); its Image.resize multiplies images of 2 and 4 channels by their alpha first (rgbA2rgba, rgba2rgbA
+ * of Convert.c). */
+static bool resize(const Op *op, const Image *in, const Image *out, Scratch *scratch) {
+    const int64_t H = in->height, W = in->width, whole_h = op->resize.height, whole_w = op->resize.width;
+    const int64_t h = out->height, w = out->width, last = in->channels - 1;
+    const int32_t filter = op->resize.interpolation, domain = op->resize.domain;
     if (filter == NEAREST || filter == NEAREST_EXACT) return resize_nearest(op, in, out, scratch);
     const bool single = domain == V1_DOMAIN, alpha = domain == PIL_DOMAIN && last % 2, copied = alpha || W < PADDING;
-    const bool columns_first =
-        op->n[8] & 256 && domain == PIL_DOMAIN && H > whole_h && H - whole_h > 2 * (W - whole_w);
+    const bool chooses = op->resize.chooses_order && domain == PIL_DOMAIN;
+    const bool columns_first = chooses && H > whole_h && H - whole_h > 2 * (W - whole_w);
     const bool along_columns = H != whole_h || single, along_rows = W != whole_w || single;
     const int64_t row_W = padded(W), row_w = padded(w), copy_bytes = copied ? H * row_W : 0;
     const int64_t plan_bytes = (w / BLOCK + 1) * (2 * reach_of(W, whole_w, filter) + 32) * (int64_t)sizeof(Taps);
@@ -442,13 +444,13 @@ bool resize(const Op *op, const Image *in, const Image *out, Scratch *scratch) {
     int64_t top = 0, left = 0, height = H; /* of what is read */
     if (along_columns) {
         memory = weigh(&rows, memory, H, whole_h, op);
-        top = cut(&rows, op->n[0], h), height = rows.from;
+        top = cut(&rows, op->resize.first_row, h), height = rows.from;
     }
     Taps *plan = memory;
     if (along_rows) {
         const int64_t end = copied || columns_first ? row_W : W;
         plan = weigh(&columns, memory, W, whole_w, op);
-        left = cut(&columns, op->n[1], w);
+        left = cut(&columns, op->resize.first_column, w);
         near = plan_rows(&columns, plan, false, end - left);
         far = !near && !single && plan_rows(&columns, plan, true, end - left);
     }
@@ -484,79 +486,123 @@ bool resize(const Op *op, const Image *in, const Image *out, Scratch *scratch) {
     return true;
 }
 
-/* The part of an image of `size` (height, width) that `resize` reads for `wanted` rows and columns of the result; all of
- * it where that is not worth a thought. */
-void resize_reads(const Op *op, const int32_t size[2], const int32_t wanted[2], Box *box) {
-    const bool columns_first = op->n[8] & 256 && size[0] - op->n[4] > 2 * (size[1] - op->n[5]);
-    int64_t begin[2] = {0, 0}, end[2] = {size[0], size[1]};
-    for (int axis = 0; axis < (size[1] < PADDING || columns_first ? 0 : 2); axis++) {
-        const double scale = (double)size[axis] / op->n[4 + axis], stretch = scale < 1 ? 1 : scale;
-        const double reach = support_of(op->n[6]) * stretch + 2; /* two more, whatever is rounded */
-        const double first = op->n[axis] * scale - reach, last = ((double)op->n[axis] + wanted[axis]) * scale + reach;
-        begin[axis] = first < 0 ? 0 : (int64_t)first;
-        end[axis] = last < size[axis] ? (int64_t)ceil(last) : size[axis];
+/* Of a resize only the rows and columns are made that a window cuts out, if it has no border and both sides change: a pass
+ * that does not change its side copies all of it. */
+bool is_cut(const Op *op, const Op *next) {
+    if (next->code != OP_WINDOW) return false;
+    const Border *border = &next->window.border;
+    const Box *box = &op->resize.box;
+    const bool has_border = border->left || border->top || border->right || border->bottom;
+    const bool resizes_both = box->height != op->resize.height && box->width != op->resize.width;
+    const Box *cut = &next->window.box;
+    const bool has_pixels = cut->height > 0 && cut->width > 0;
+    return !has_border && resizes_both && has_pixels && is_inside(cut, op->resize.height, op->resize.width);
+}
+
+/* A resize of a box, which is a view; and of the window that may come next, all but that it mirrors. */
+int run_resize(Sample *sample, Op *op) {
+    const Box *box = &op->resize.box;
+    const int32_t height = op->resize.height, width = op->resize.width;
+    Op *next = op + 1;
+    Image *image = &sample->image;
+    if (!is_inside(box, image->height, image->width) || box->height < 1 || box->width < 1) return REFUSED_OUTSIDE;
+    image->data += box->top * image->row + box->left * image->pixel;
+    image->height = box->height, image->width = box->width;
+    if (box->height == height && box->width == width) return OK;
+    if (!is_cut(op, next)) return remake(sample, op, height, width, resize);
+    Box *cut = &next->window.box;
+    op->resize.first_row = cut->top, op->resize.first_column = cut->left;
+    cut->top = cut->left = 0; /* the window takes all that is made */
+    return remake(sample, op, cut->height, cut->width, resize);
+}
+
+/* Where `size` pixels become `wanted` of which `count` are made from `first` on: which are read, [begin, end). */
+static void find_read(int64_t size, int32_t wanted, int32_t first, int32_t count, int32_t filter, int64_t *begin,
+                      int64_t *end) {
+    const double scale = (double)size / wanted, stretch = scale < 1 ? 1 : scale;
+    const double reach = support_of(filter) * stretch + 2; /* two more, whatever is rounded */
+    const double low = first * scale - reach, high = ((double)first + count) * scale + reach;
+    *begin = low < 0 ? 0 : (int64_t)low;
+    *end = high < (double)size ? (int64_t)ceil(high) : size;
+}
+
+/* The part of the box that `resize` reads for rows and columns that are cut out; all of it where that is hardly less. */
+Box resize_reads(const Op *op, const Box *cut) {
+    const int32_t height = op->resize.height, width = op->resize.width, filter = op->resize.interpolation;
+    const Box *box = &op->resize.box;
+    const bool columns_first = op->resize.chooses_order && box->height - height > 2 * (box->width - width);
+    int64_t top = 0, left = 0, bottom = box->height, right = box->width;
+    if (box->width >= PADDING && !columns_first) {
+        find_read(box->height, height, cut->top, cut->height, filter, &top, &bottom);
+        find_read(box->width, width, cut->left, cut->width, filter, &left, &right);
     }
-    if (begin[1] > size[1] - 16) begin[1] = size[1] - 16 < 0 ? 0 : size[1] - 16; /* 16 columns are read at a time */
-    *box = (Box){(int32_t)begin[0], (int32_t)begin[1], (int32_t)(end[0] - begin[0]), (int32_t)(end[1] - begin[1])};
+    if (left > box->width - 16) left = box->width - 16 < 0 ? 0 : box->width - 16; /* 16 columns are read at a time */
+    return (Box){(int32_t)top, (int32_t)left, (int32_t)(bottom - top), (int32_t)(right - left)};
 }
 
 /* Draws */
 
 /* Whose arithmetic resizes: torchvision's v2 takes float32 (v1's way) where torch has no fast kernel for uint8. */
-static bool add_resize(Drawing *d, const Step *step, const int64_t box[4], int64_t height, int64_t width, int how) {
-    const int32_t filter = step->n[4];
-    int32_t domain = step->n[5];
-    const bool is_known = filter >= NEAREST && filter <= NEAREST_EXACT && domain >= PIL_DOMAIN && domain <= V2_DOMAIN;
-    if (!is_known) return deny(d, step, REFUSED_TABLE, NULL, 0);
+static bool add_resize(Drawing *d, const Step *step, int32_t filter, int32_t domain, Box box, int64_t height, int64_t width,
+                       int how) {
+    if (filter < NEAREST || filter > NEAREST_EXACT) return deny(d, step, REFUSED_TABLE);
+    if (!is_domain(d, step, domain)) return false;
     if (domain == V2_DOMAIN && filter == BILINEAR && !d->table->resizes_fast) domain = V1_DOMAIN;
-    Op *op = add(d, step, OP_RESIZE, domain + (d->table->chooses_order ? 256 : 0));
+    Op *op = add(d, step, OP_RESIZE);
     if (!op) return false;
-    for (int k = 0; k < 4; k++) op->n[k] = (int32_t)box[k];
-    op->n[4] = (int32_t)truncated((double)height), op->n[5] = (int32_t)truncated((double)width), op->n[6] = filter;
+    op->resize.box = box;
+    op->resize.height = (int32_t)truncated((double)height), op->resize.width = (int32_t)truncated((double)width);
+    op->resize.interpolation = filter, op->resize.domain = domain;
+    op->resize.chooses_order = d->table->chooses_order;
     return set_size(d, height, width, how);
 }
 
+/* RandomResizedCrop.get_params, which takes the middle where no box fits. */
 bool draw_resized_crop(Drawing *d, const Step *step) {
-    const double *v = step->v, low = fmin(v[2], v[3]), high = fmax(v[2], v[3]);
-    int64_t box[4];
-    if (!draw_box(d, step->at, 0, v, v + 4, 1, true, box)) {
+    const double one = step->resized_crop.ratio[0], other = step->resized_crop.ratio[1];
+    const double low = fmin(one, other), high = fmax(one, other);
+    Box box;
+    if (!draw_box(d, step->at, 0, step->resized_crop.scale, step->resized_crop.log_ratio, 1, true, &box)) {
         const double shape = (double)d->width / (double)d->height;
-        box[2] = shape < low ? truncated(rint((double)d->width / low)) : d->height;
-        box[3] = shape > high ? truncated(rint((double)d->height * high)) : d->width;
-        box[0] = (d->height - box[2]) / 2, box[1] = (d->width - box[3]) / 2;
+        const int64_t height = shape < low ? truncated(rint((double)d->width / low)) : d->height;
+        const int64_t width = shape > high ? truncated(rint((double)d->height * high)) : d->width;
+        box = (Box){(int32_t)((d->height - height) / 2), (int32_t)((d->width - width) / 2), (int32_t)height, (int32_t)width};
     }
-    return add_resize(d, step, box, step->n[0], step->n[1], FIXED);
+    const int32_t filter = step->resized_crop.interpolation, domain = step->resized_crop.domain;
+    return add_resize(d, step, filter, domain, box, step->resized_crop.height, step->resized_crop.width, FIXED);
 }
 
-/* Both sides where the shorter one is to have a length: RandomShortestSize multiplies both (n[3] == 1). */
+/* Both sides where the shorter one is to have a length: _compute_resized_output_size of torchvision's
+ * transforms/functional.py, and RandomShortestSize of v2/_geometry.py. */
 static void find_sides(const Drawing *d, const Step *step, int64_t wanted, int64_t *height, int64_t *width) {
-    const int32_t bound = step->n[3];
+    const int32_t bound = step->resize.bound;
     const double small = (double)(d->height < d->width ? d->height : d->width);
     const double large = (double)(d->height < d->width ? d->width : d->height);
-    const double most = step->n[2] ? step->n[2] : 0x1p40;
-    if (bound == 1) {
+    const double most = step->resize.longest ? step->resize.longest : 0x1p40;
+    if (bound == MULTIPLIED_SIZE) {
         const double factor = fmin((double)wanted / small, most / large);
         *height = truncated((double)d->height * factor), *width = truncated((double)d->width * factor);
         return;
     }
     double shorter = (double)wanted;
-    if (bound == 3) shorter = fmax(1, trunc(shorter * small / large));
+    if (bound == LONG_BOUND) shorter = fmax(1, trunc(shorter * small / large));
     if (bound) shorter = fmin(shorter, small);
     double longer = trunc(shorter * large / small);
     if (longer > most) shorter = trunc(most * shorter / longer), longer = most;
-    if (bound == 3) longer = fmin((double)wanted, large);
+    if (bound == LONG_BOUND) longer = fmin((double)wanted, large);
     *height = truncated(d->width > d->height ? shorter : longer);
     *width = truncated(d->width > d->height ? longer : shorter);
 }
 
 bool draw_resize(Drawing *d, const Step *step) {
-    int64_t height = step->n[0], width = step->n[1];
+    int64_t height = step->resize.height, width = step->resize.width;
     int how = FIXED;
     if (!height) {
+        if (step->count < 1) return deny(d, step, REFUSED_TABLE);
         const int64_t which = step->count > 1 ? integer(d, step->at, 0, step->count) : 0;
-        if (step->count < 1) return deny(d, step, REFUSED_TABLE, NULL, 0);
-        find_sides(d, step, d->table->steps[step->first + which].n[0], &height, &width);
+        find_sides(d, step, d->table->steps[step->first + which].length.px, &height, &width);
         how = step->count > 1 ? DRAWN : FOLLOWS;
     }
-    return add_resize(d, step, (int64_t[]){0, 0, d->height, d->width}, height, width, how);
+    const Box whole = {0, 0, (int32_t)d->height, (int32_t)d->width};
+    return add_resize(d, step, step->resize.interpolation, step->resize.domain, whole, height, width, how);
 }

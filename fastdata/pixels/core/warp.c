@@ -21,7 +21,7 @@ typedef struct {
     uint32_t differs[RUN];           /* bits by which those that count differ */
 } Run;
 
-/* torch multiplies grids of at least 400 products with a library that may fuse (n[2]), smaller ones by itself. */
+/* torch multiplies grids of at least 400 products with a library that may fuse, smaller ones by itself. */
 INLINE float dot(float x, float y, const float t[3], bool fuse) {
     return (fuse ? fused(y, t[1], x * t[0]) : x * t[0] + y * t[1]) + t[2];
 }
@@ -29,11 +29,13 @@ INLINE float dot(float x, float y, const float t[3], bool fuse) {
 /* torchvision's _gen_affine_grid, _affine_grid, _perspective_grid, then the places of torch's grid_sample. */
 static void split_torch(const Op *op, const Image *in, const Image *out, int32_t base, int64_t first, int64_t row,
                         int64_t n, Run *restrict run) {
-    bool affine = op->code == OP_AFFINE, fuse = op->n[2] && (int64_t)out->height * out->width * 6 >= 400;
+    const double *map = op->warp.map;
+    const bool affine = !op->warp.is_perspective, fuse = op->warp.fuses && (int64_t)out->height * out->width * 6 >= 400;
     float w = (float)in->width, h = (float)in->height, half_w = 0.5f * w, half_h = 0.5f * h, tx[3], ty[3];
-    float tz[3] = {(float)op->v[6], (float)op->v[7], 1}, x0 = 0.5f, y = (float)row + 0.5f;
-    float low = op->n[6] == NEAREST ? 0 : -1, magic = op->n[6] == NEAREST ? 0x1.8p23f : 0; /* to nearest even */
-    for (int k = 0; k < 3; k++) tx[k] = (float)op->v[k] / half_w, ty[k] = (float)op->v[3 + k] / half_h;
+    float tz[3] = {(float)map[6], (float)map[7], 1}, x0 = 0.5f, y = (float)row + 0.5f;
+    const bool nearest = op->warp.interpolation == NEAREST;
+    float low = nearest ? 0 : -1, magic = nearest ? 0x1.8p23f : 0; /* to nearest even */
+    for (int k = 0; k < 3; k++) tx[k] = (float)map[k] / half_w, ty[k] = (float)map[3 + k] / half_h;
     if (affine) x0 -= (float)out->width * 0.5f, y -= (float)out->height * 0.5f;
     int32_t stride = in->width + 2 * EDGE;
     for (int32_t i = 0; i < n; i++) {
@@ -230,14 +232,14 @@ static void move_row(const Image *in, int64_t c, int64_t y, int64_t dx, int fill
 
 /* Moves by whole pixels, to which both libraries' arithmetic comes back (torch's in images that are not too large). */
 static bool move(const Op *op, const Image *in, const Image *out) {
-    const double *a = op->v;
+    const double *a = op->warp.map;
     int64_t w = out->width, h = out->height;
-    bool pillow = op->n[8] == PIL_DOMAIN, same = w == in->width && h == in->height && w <= 1024 && h <= 1024;
-    if (op->code != OP_AFFINE || a[0] != 1 || a[1] != 0 || a[3] != 0 || a[4] != 1 || !(pillow || same)) return false;
+    bool pillow = op->warp.domain == PIL_DOMAIN, same = w == in->width && h == in->height && w <= 1024 && h <= 1024;
+    if (op->warp.is_perspective || a[0] != 1 || a[1] != 0 || a[3] != 0 || a[4] != 1 || !(pillow || same)) return false;
     if (!(fabs(a[2]) < 1e9 && fabs(a[5]) < 1e9) || a[2] != floor(a[2]) || a[5] != floor(a[5])) return false;
     for (int64_t k = 0; k < in->channels * h; k++) {
         const int64_t c = k / h;
-        const int fill = pillow || op->n[7] ? (int)to_level(a[8 + c]) : 0;
+        const int fill = pillow || op->warp.has_fill ? (int)to_level(op->fill[c]) : 0;
         move_row(in, c, k % h + (int64_t)a[5], (int64_t)a[2], fill, w, out->data + k * w);
     }
     return true;
@@ -245,26 +247,27 @@ static bool move(const Op *op, const Image *in, const Image *out) {
 
 /* Shears along rows: in Pillow's fixed point each row moves by whole pixels. A fifth of the time. */
 static bool slide(const Op *op, const Image *in, const Image *out) {
-    const double *a = op->v;
+    const double *a = op->warp.map;
     const int64_t w = out->width, h = out->height;
-    if (op->code != OP_AFFINE || op->n[8] != PIL_DOMAIN || op->n[6] != NEAREST || a[0] != 1 || a[3] != 0) return false;
-    if (!fits_fixed(a, (double)w, (double)h)) return false;
+    if (op->warp.is_perspective || op->warp.domain != PIL_DOMAIN || op->warp.interpolation != NEAREST) return false;
+    if (a[0] != 1 || a[3] != 0 || !fits_fixed(a, (double)w, (double)h)) return false;
     const uint32_t x = to_fixed(a[2] + 0.5 + a[1] * 0.5), y = to_fixed(a[5] + a[4] * 0.5);
     const uint32_t step_x = to_fixed(a[1]), step_y = to_fixed(a[4]);
     for (int64_t k = 0; k < in->channels * h; k++) {
         const uint32_t row = (uint32_t)(k % h);
         const int32_t left = (int32_t)(x + row * step_x) >> 16, top = (int32_t)(y + row * step_y) >> 16;
-        move_row(in, k / h, top, left, (int)to_level(a[8 + k / h]), w, out->data + k * w);
+        move_row(in, k / h, top, left, (int)to_level(op->fill[k / h]), w, out->data + k * w);
     }
     return true;
 }
 
-bool warp(const Op *op, const Image *in, const Image *out, Scratch *scratch) {
-    const double *a = op->v, *fill = op->v + 8;
+static bool warp(const Op *op, const Image *in, const Image *out, Scratch *scratch) {
+    const double *a = op->warp.map, *fill = op->fill;
     if (move(op, in, out) || slide(op, in, out)) return true;
     int64_t w = out->width, h = out->height, stride = in->width + 2 * EDGE;
-    bool pillow = op->n[8] == PIL_DOMAIN, nearest = op->n[6] == NEAREST, bicubic = op->n[6] == BICUBIC;
-    bool affine = op->code == OP_AFFINE, masked = !pillow && op->n[7], sums = pillow && nearest && affine;
+    const int32_t interpolation = op->warp.interpolation;
+    bool pillow = op->warp.domain == PIL_DOMAIN, nearest = interpolation == NEAREST, bicubic = interpolation == BICUBIC;
+    bool affine = !op->warp.is_perspective, masked = !pillow && op->warp.has_fill, sums = pillow && nearest && affine;
     bool fixed = sums && fits_fixed(a, (double)w, (double)h);
     int32_t base = (int32_t)((TAPS + EDGE - bicubic) * stride + EDGE - bicubic);
     uint32_t *pixels = take(scratch, SLOT_WORK, 4 * stride * (in->height + TAPS + 2 * EDGE));
@@ -301,7 +304,7 @@ bool warp(const Op *op, const Image *in, const Image *out, Scratch *scratch) {
                     else add_up(4, 8 * k, !pillow, n, &run, sum);
                     if (bicubic) finish_pillow(16, 8 * k, n, &run, sum, level);
                     else if (pillow && !nearest) finish_pillow(4, 8 * k, n, &run, sum, level);
-                    else if (!nearest) finish_torch((float)fill[c + k], op->n[8], n, sum, masked ? mask : NULL, level);
+                    else if (!nearest) finish_torch((float)fill[c + k], op->warp.domain, n, sum, masked ? mask : NULL, level);
                     memcpy(out->data + ((c + k) * h + y) * w + first, level, (size_t)wanted);
                 }
             }
@@ -310,42 +313,60 @@ bool warp(const Op *op, const Image *in, const Image *out, Scratch *scratch) {
     return true;
 }
 
+int run_warp(Sample *sample, Op *op) {
+    if (sample->image.channels > MAX_CHANNELS) return REFUSED_OP;
+    return remake(sample, op, op->warp.height, op->warp.width, warp);
+}
+
+/* Quarter turns: Image.transpose(ROTATE_90, _180, _270) of Pillow. */
+int run_turn(Sample *sample, Op *op) {
+    Image *image = &sample->image;
+    for (int32_t k = 0; k < op->turn.quarters; k++) {
+        const Image before = *image;
+        image->data += (before.width - 1) * before.pixel;
+        image->row = -before.pixel, image->pixel = before.row;
+        image->height = before.width, image->width = before.height;
+    }
+    return OK;
+}
+
 /* Draws */
 
 static const double RADIANS = 3.14159265358979323846 / 180.0;
 
 /* Pillow and torchvision are called from Python, whose sine and cosine are those of the C library, too. */
 
-static Op *add_warp(Drawing *d, const Step *step, int32_t code, int32_t interpolation) {
-    const int32_t domain = step->n[2];
+static Op *add_warp(Drawing *d, const Step *step, const Warp *warp) {
+    const int32_t interpolation = warp->interpolation, domain = warp->domain;
     const bool is_known = interpolation == NEAREST || interpolation == BILINEAR || interpolation == BICUBIC;
-    if (!is_known || (interpolation == BICUBIC && domain != PIL_DOMAIN))
-        return deny(d, step, REFUSED_TABLE, NULL, 0), NULL;
-    Op *op = add(d, step, code, domain);
+    if (!is_known || (interpolation == BICUBIC && domain != PIL_DOMAIN)) return deny(d, step, REFUSED_TABLE), NULL;
+    if (!is_domain(d, step, domain)) return NULL;
+    Op *op = add(d, step, OP_WARP);
     if (!op) return NULL;
-    op->n[0] = (int32_t)d->height, op->n[1] = (int32_t)d->width, op->n[2] = domain != PIL_DOMAIN && d->table->fuses;
-    op->n[6] = interpolation, op->n[7] = step->n[4];
+    op->warp.height = (int32_t)d->height, op->warp.width = (int32_t)d->width;
+    op->warp.interpolation = interpolation, op->warp.domain = domain, op->warp.has_fill = warp->has_fill;
+    op->warp.fuses = domain != PIL_DOMAIN && d->table->fuses;
     return op;
 }
 
-bool add_map(Drawing *d, const Step *step, int32_t interpolation, const double matrix[6]) {
-    Op *op = add_warp(d, step, OP_AFFINE, interpolation);
+bool add_map(Drawing *d, const Step *step, const Warp *warp, const double matrix[6]) {
+    Op *op = add_warp(d, step, warp);
     if (!op) return false;
-    for (int k = 0; k < 6; k++) op->v[k] = matrix[k];
+    memcpy(op->warp.map, matrix, 6 * sizeof *matrix);
     return true;
 }
 
 /* _get_inverse_affine_matrix of torchvision's v1 or v2: one matrix, rounded in another order. */
-bool add_affine(Drawing *d, const Step *step, double degrees, const double moved[2], double scale, const double shear[2],
-                const double *center) {
+bool add_affine(Drawing *d, const Step *step, const Warp *warp, double degrees, const double moved[2], double scale,
+                const double shear[2], const double *center) {
     const double middle_x = (double)d->width * 0.5, middle_y = (double)d->height * 0.5;
     double cx = center ? center[0] : middle_x, cy = center ? center[1] : middle_y;
-    if (step->n[2] != PIL_DOMAIN) cx -= middle_x, cy -= middle_y; /* tensors: from the centre of the image */
+    if (warp->domain != PIL_DOMAIN) cx -= middle_x, cy -= middle_y; /* tensors: from the centre of the image */
     const double turn = degrees * RADIANS, sx = shear[0] * RADIANS, sy = shear[1] * RADIANS, turned = turn - sy;
     const double cosine = cos(turned), sine = sin(turned), tangent = tan(sx), squeezed = cos(sy);
     const double a = cosine / squeezed, c = sine / squeezed, tx = moved[0], ty = moved[1];
     double b, e, x, y;
-    if (step->n[3]) {
+    if (warp->is_v2) {
         b = -(a * tangent + sin(turn));
         e = cos(turn) - c * tangent;
     } else {
@@ -353,22 +374,32 @@ bool add_affine(Drawing *d, const Step *step, double degrees, const double moved
         e = -sine * tangent / squeezed + cos(turn);
     }
     const double m[4] = {e / scale, -b / scale, -c / scale, a / scale};
-    if (step->n[3]) {
+    if (warp->is_v2) {
         x = cx - m[0] * (cx + tx) - m[1] * (cy + ty);
         y = cy - m[2] * (cx + tx) - m[3] * (cy + ty);
     } else {
         x = m[0] * (-cx - tx) + m[1] * (-cy - ty) + cx;
         y = m[2] * (-cx - tx) + m[3] * (-cy - ty) + cy;
     }
-    return add_map(d, step, step->n[1], (double[]){m[0], m[1], x, m[2], m[3], y});
+    return add_map(d, step, warp, (double[]){m[0], m[1], x, m[2], m[3], y});
 }
 
+static double between_two(const Drawing *d, int64_t at, int64_t draw, const double range[2]) {
+    return between(d, at, draw, range[0], range[1]);
+}
+
+/* RandomAffine.get_params. */
 bool draw_affine(Drawing *d, const Step *step) {
-    const double *v = step->v + 2, most_x = v[2] * (double)d->width, most_y = v[3] * (double)d->height;
-    const double degrees = between(d, step->at, 0, v[0], v[1]), scale = between(d, step->at, 3, v[4], v[5]);
+    const double most_x = step->affine.translation[0] * (double)d->width;
+    const double most_y = step->affine.translation[1] * (double)d->height;
+    const double degrees = between_two(d, step->at, 0, step->affine.degrees);
     const double x = rint(between(d, step->at, 1, -most_x, most_x)), y = rint(between(d, step->at, 2, -most_y, most_y));
-    const double shear[2] = {between(d, step->at, 4, v[6], v[7]), between(d, step->at, 5, v[8], v[9])};
-    return add_affine(d, step, degrees, (double[]){x, y}, scale, shear, step->n[5] ? step->v : NULL);
+    const double scale = between_two(d, step->at, 3, step->affine.scale);
+    const double shear_x = between_two(d, step->at, 4, step->affine.shear_x);
+    const double shear_y = between_two(d, step->at, 5, step->affine.shear_y);
+    const double moved[2] = {x, y}, shear[2] = {shear_x, shear_y};
+    const double *center = step->affine.has_center ? step->affine.center : NULL;
+    return add_affine(d, step, &step->affine.warp, degrees, moved, scale, shear, center);
 }
 
 /* A remainder with the sign of what is divided by, as Python's. */
@@ -387,15 +418,15 @@ static double round_15(double value) {
 }
 
 static bool add_turn(Drawing *d, const Step *step, int quarters, bool expands) {
-    Op *op = add(d, step, OP_TURN, 0);
+    Op *op = add(d, step, OP_TURN);
     if (!op) return false;
-    op->n[0] = quarters;
+    op->turn.quarters = quarters;
     const bool swaps = quarters != 2 && d->height != d->width;
     return !swaps || set_size(d, d->width, d->height, expands ? DRAWN : FOLLOWS);
 }
 
 /* Image.rotate of Pillow's Image.py: the matrix, and the size if it expands. */
-static bool add_pillow_rotation(Drawing *d, const Step *step, double degrees, int32_t interpolation, bool expands,
+static bool add_pillow_rotation(Drawing *d, const Step *step, const Warp *warp, double degrees, bool expands,
                                 const double *center) {
     const double w = (double)d->width, h = (double)d->height, radians = -(degrees * RADIANS);
     const double cosine = round_15(cos(radians)), sine = round_15(sin(radians));
@@ -414,56 +445,59 @@ static bool add_pillow_rotation(Drawing *d, const Step *step, double degrees, in
         x = cosine * dx + sine * dy + x, y = -sine * dx + cosine * dy + y;
         set_size(d, truncated(high), truncated(wide), DRAWN);
     }
-    return add_map(d, step, interpolation, (double[]){cosine, sine, x, -sine, cosine, y});
+    return add_map(d, step, warp, (double[]){cosine, sine, x, -sine, cosine, y});
 }
 
-bool add_rotation(Drawing *d, const Step *step, double degrees, int32_t interpolation, bool expands, const double *center) {
+bool add_rotation(Drawing *d, const Step *step, const Warp *warp, double degrees, bool expands, const double *center) {
     const double none[2] = {0, 0};
     if (expands) d->is_known = false; /* until the size is drawn, as it is for all that a probe knows */
-    if (step->n[2] != PIL_DOMAIN)
-        return remainder_of(degrees, 360) == 0 || add_affine(d, step, -degrees, none, 1, none, center);
+    if (warp->domain != PIL_DOMAIN)
+        return remainder_of(degrees, 360) == 0 || add_affine(d, step, warp, -degrees, none, 1, none, center);
     const double angle = remainder_of(degrees, 360);
     const bool is_half = remainder_of(angle, 180) == 0, is_quarter = remainder_of(angle, 90) == 0;
     if (center || !(is_half || (is_quarter && (d->height == d->width || expands))))
-        return add_pillow_rotation(d, step, angle, interpolation, expands, center);
+        return add_pillow_rotation(d, step, warp, angle, expands, center);
     return angle == 0 || add_turn(d, step, (int)(angle / 90), expands);
 }
 
 bool draw_rotation(Drawing *d, const Step *step) {
-    const double degrees = between(d, step->at, 0, step->v[2], step->v[3]);
-    return add_rotation(d, step, degrees, step->n[1], step->n[0], step->n[5] ? step->v : NULL);
+    const double degrees = between_two(d, step->at, 0, step->rotation.degrees);
+    const double *center = step->rotation.has_center ? step->rotation.center : NULL;
+    return add_rotation(d, step, &step->rotation.warp, degrees, step->rotation.expands, center);
 }
 
 /* RandomPerspective.get_params. Its equations are solved by torch, whose last bits move pixels, so by Python. */
 bool draw_perspective(Drawing *d, const Step *step) {
-    const double half_h = (double)(d->height / 2), half_w = (double)(d->width / 2);
-    const int64_t reach_v = truncated(step->v[2] * half_h) + 1, reach_h = truncated(step->v[2] * half_w) + 1;
-    Op *op = add_warp(d, step, OP_PERSPECTIVE, step->n[1]);
+    const double half_h = (double)(d->height / 2), half_w = (double)(d->width / 2), share = step->perspective.distortion;
+    const int64_t reach_v = truncated(share * half_h) + 1, reach_h = truncated(share * half_w) + 1;
+    Op *op = add_warp(d, step, &step->perspective.warp);
     if (!op) return false;
+    op->warp.is_perspective = true;
     for (int corner = 0; corner < 4; corner++) {
         const bool is_right = corner == 1 || corner == 2, is_bottom = corner > 1;
-        op->v[2 * corner] = (double)(integer(d, step->at, 2 * corner, reach_h) + is_right * (d->width - reach_h));
-        op->v[2 * corner + 1] = (double)(integer(d, step->at, 2 * corner + 1, reach_v) + is_bottom * (d->height - reach_v));
+        double *x = op->warp.map + 2 * corner, *y = x + 1;
+        *x = (double)(integer(d, step->at, 2 * corner, reach_h) + is_right * (d->width - reach_h));
+        *y = (double)(integer(d, step->at, 2 * corner + 1, reach_v) + is_bottom * (d->height - reach_v));
     }
     const int32_t number = (int32_t)(op - d->ops);
     if (!d->solved) return true;
-    if (number >= d->solved_room) return deny(d, step, REFUSED_TABLE, NULL, 0);
-    memcpy(op->v, d->solved + 8 * number, 8 * sizeof *op->v);
+    if (number >= d->solved_room) return deny(d, step, REFUSED_TABLE);
+    memcpy(op->warp.map, d->solved + 8 * number, sizeof op->warp.map);
     return true;
 }
 
 /* _get_perspective_coeffs of transforms/functional.py: of corners that were drawn (P), two equations of eight numbers and a
  * ninth for each corner, of x and of y. */
-EXPORT void fastdata_equations(const Op *ops_P, int64_t count, double *out_P89) {
+void fastdata_equations(const Op *ops_P, int64_t count, double *out_P89) {
     for (int64_t p = 0; p < count; p++, ops_P++) {
-        const double right = ops_P->n[1] - 1.0, bottom = ops_P->n[0] - 1.0;
+        const double right = ops_P->warp.width - 1.0, bottom = ops_P->warp.height - 1.0;
         const double ends[8] = {0, 0, right, 0, right, bottom, 0, bottom};
         for (int k = 0; k < 8; k++, out_P89 += 9) {
-            const double *drawn = ops_P->v + k / 2 * 2;
+            const double *drawn = ops_P->warp.map + k / 2 * 2, x = drawn[0], y = drawn[1];
             double *own = out_P89 + k % 2 * 3;
             memset(out_P89, 0, 9 * sizeof *out_P89);
-            own[0] = drawn[0], own[1] = drawn[1], own[2] = 1;
-            out_P89[6] = -ends[k] * drawn[0], out_P89[7] = -ends[k] * drawn[1], out_P89[8] = ends[k];
+            own[0] = x, own[1] = y, own[2] = 1;
+            out_P89[6] = -ends[k] * x, out_P89[7] = -ends[k] * y, out_P89[8] = ends[k];
         }
     }
 }

@@ -1,0 +1,95 @@
+"""Readers of transforms that change what a sample is: a tensor, floats, normalised."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fastdata.pixels.arguments import value_for
+from fastdata.pixels.compose import is_v2, known_name
+from fastdata.pixels.state import State, UnknownStepError, need_tensor
+from fastdata.pixels.steps import Step
+
+_MASK_DTYPES = (torch.int64, torch.int32, torch.float32, torch.uint8)
+_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_MOST_MEANS = 6  # as the record of a cast has room for
+
+
+def read_to_image(transform: Any, state: State) -> State:
+    return replace(state, kind="image")
+
+
+def read_to_pure_tensor(transform: Any, state: State) -> State:
+    return replace(state, kind="tensor") if state.kind == "image" else state
+
+
+def read_to_tensor(transform: Any, state: State) -> State:
+    """Read ToTensor, PILToTensor, and those of timm."""
+    name = known_name(transform).removeprefix("timm.")
+    if name == "ToNumpy":
+        raise UnknownStepError("makes NumPy arrays; use MaybePILToTensor")
+    if state.kind != "pil":
+        if not (is_v2(transform) or name.startswith("Maybe")):
+            raise UnknownStepError("does not accept tensors")
+        return state
+    state = replace(state, kind="tensor")
+    if name.endswith("PILToTensor"):
+        return state
+    return state.add(_cast(state, torch.get_default_dtype(), "SCALE_DIVIDE"))
+
+
+def read_dtype(transform: Any, state: State) -> Step | State:
+    """Read ToDtype, or v1's ConvertImageDtype, which always scales."""
+    is_to_dtype = known_name(transform) == "ToDtype"
+    dtype = value_for(transform.dtype, state)
+    is_for_masks = isinstance(transform.dtype, dict) or not is_to_dtype
+    if state.is_beside and dtype is not None and is_for_masks:
+        if dtype not in _MASK_DTYPES or state.floats:
+            raise UnknownStepError("converts masks to a dtype that is not served")
+        return _cast(state, dtype, "SCALE_NONE")
+    if dtype is None or state.is_beside:  # a dtype for all is for images only
+        return state
+    if state.kind == "pil":
+        if not is_to_dtype:  # which leaves everything but tensors as it is
+            need_tensor(state)
+        return state
+    if dtype == getattr(torch, state.dtype):
+        return state
+    if state.floats or dtype not in _FLOATS:
+        raise UnknownStepError("converts to a dtype that is not served")
+    if is_to_dtype and not transform.scale:
+        return _cast(state, dtype, "SCALE_NONE")
+    return _cast(state, dtype, "SCALE_MULTIPLY" if is_v2(transform) else "SCALE_DIVIDE")
+
+
+def _cast(state: State, dtype: torch.dtype, scaling: str) -> Step:
+    name = str(dtype).removeprefix("torch.").upper()
+    return state.step("cast", dtype=name, scaling=scaling, means=0)
+
+
+def read_normalize(transform: Any, state: State) -> State:
+    need_tensor(state)
+    if not state.floats:
+        raise UnknownStepError("does not accept uint8")
+    if state.is_normalized:
+        raise UnknownStepError("comes after another Normalize")
+    dtype = getattr(torch, state.dtype)
+    mean, std = torch.broadcast_tensors(
+        torch.as_tensor(transform.mean, dtype=dtype, device="cpu").flatten(),
+        torch.as_tensor(transform.std, dtype=dtype, device="cpu").flatten(),
+    )
+    is_finite = bool(mean.isfinite().all() and std.isfinite().all())
+    if not (1 <= len(mean) <= _MOST_MEANS and is_finite and std.all()):
+        raise UnknownStepError("has a mean or std that is not served")
+    cast, *others = state.floats
+    fields = {
+        **cast.fields,
+        "means": len(mean),
+        # One channel becomes as many as there are means, where torch may broadcast.
+        "widens": is_v2(transform) and not transform.inplace,
+        "mean": mean.tolist(),
+        "std": std.tolist(),
+    }
+    return replace(state, floats=(replace(cast, fields=fields), *others))

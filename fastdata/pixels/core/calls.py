@@ -1,0 +1,276 @@
+"""Calls of the compiled core that draw and serve a batch, with all lengths checked.
+
+serve.c describes how a batch is served, records.h the records. The core itself trusts the lengths of
+the arrays that it gets, so they are checked here.
+
+Shape letters: B batch, S ops of a sample, P perspectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from fastdata.pixels.core import Array, Float64s, Int32s, Int64s
+from fastdata.pixels.core.library import layout, load
+
+Levels = Mapping[tuple[int, int, int], Float64s]
+"""Magnitudes of a policy, by its place in the table, height and width."""
+
+
+class CoreError(Exception):
+    """The core refused the sample at ``place`` of a batch.
+
+    Attributes:
+        reason: the name of a refusal in records.h, such as ``"crop"``.
+        program: number of the output whose program refused it.
+        step: place in the table of the step that refused it.
+        numbers: the refusal's fields.
+    """
+
+    def __init__(self, place: int, refusal: Array) -> None:
+        self.reason = layout().reasons[int(refusal["reason"]) - 1]
+        super().__init__(f"the compiled core refused sample {place} of a batch: {self.reason}")
+        self.place = place
+        self.program = int(refusal["program"])
+        self.step = int(refusal["step"])
+        names = layout().records["REFUSAL"][self.reason].names
+        self.numbers = {name: int(refusal[self.reason][name]) for name in names or ()}
+
+
+class Samples:
+    """Addresses of uint8 samples, and channels, height and width of each.
+
+    They are (C, H, W) in memory; or they are ``files``: pointers to how the core decodes JPEG
+    files, to the bytes of each, 0 of pixels, and to how they are turned.
+    """
+
+    files: tuple[int | None, int | None, int | None] = (None, None, None)
+
+    def __init__(self, sources_B: Int64s, shapes_B3: Int32s) -> None:
+        self.sources_B = np.ascontiguousarray(sources_B, np.int64)
+        self.shapes_B3 = np.ascontiguousarray(shapes_B3, np.int32)
+
+
+class Keys(NamedTuple):
+    """Numbers that samples (B,) are drawn from."""
+
+    seed: int
+    visits: Int64s
+    indices: Int64s
+
+
+class Table:
+    """Steps of a transform, and magnitudes for some sizes, as the core reads them.
+
+    The facts are this machine's. The arrays are kept here, because the record points to them.
+    """
+
+    def __init__(self, steps: Array, levels: Levels, **facts: bool) -> None:
+        records = layout().records
+        self._steps = steps
+        self.levels = levels
+        self._level_records = np.zeros(len(levels), records["Levels"])
+        for record, ((step, height, width), values) in zip(
+            self._level_records, levels.items(), strict=True
+        ):
+            record["step"] = step
+            record["height"] = height
+            record["width"] = width
+            record["count"] = values.size
+            record["levels"] = values.ctypes.data
+        self.record = np.zeros((), records["Table"])
+        self.record["steps"] = steps.ctypes.data
+        self.record["count"] = len(steps)
+        self.record["levels"] = self._level_records.ctypes.data
+        self.record["levels_count"] = len(levels)
+        for name, value in facts.items():
+            self.record[name] = value
+        self.address: int = self.record.ctypes.data
+        load().fastdata_values(self.address)
+
+
+class Outputs:
+    """What samples are served as: for each program its table, and memory for rows of samples.
+
+    A sample is (channels, height, width), or a mask (height, width).
+    """
+
+    def __init__(self, count: int) -> None:
+        self.records = np.zeros(count, layout().records["Output"])
+        # The records hold addresses only, and a program may get another table meanwhile.
+        self._kept: list[tuple[Table, Array, Float64s | None]] = []
+
+    def add(self, table: Table, out: Array, solved_BS8: Float64s | None = None) -> None:
+        """Add memory that is C-contiguous, or torch's channels_last.
+
+        A table that draws perspectives needs what ``solve_perspectives`` returns.
+        """
+        is_last = not out.flags.c_contiguous
+        if is_last and not out.transpose(0, 2, 3, 1).flags.c_contiguous:
+            raise ValueError("the memory for a batch must be C-contiguous or channels_last")
+        if not out.flags.writeable:
+            raise ValueError("the memory for a batch is read-only, but samples are written to it")
+        channels, height, width = (1, *out.shape[1:])[-3:]
+        record = self.records[len(self._kept)]
+        record["table"] = table.address
+        record["out_B"] = out.ctypes.data
+        record["out_bytes"] = out.nbytes
+        record["channels"] = channels
+        record["height"] = height
+        record["width"] = width
+        record["channels_last"] = is_last
+        if solved_BS8 is not None:
+            record["solved_BS8"] = solved_BS8.ctypes.data
+            record["solved"] = solved_BS8.shape[1]
+        self._kept.append((table, out, solved_BS8))
+
+
+def draw(
+    table: Table, keys: Keys, shapes_B3: Int32s, *, is_probe: bool = False, most: int = 1
+) -> tuple[Array, Int32s]:
+    """Draw samples of these channels, heights and widths.
+
+    A probe gives no ops and refuses no size; a height and width of 0 are not known, or not the same
+    for all draws. Perspectives have their corners. ``most`` ops of a sample are expected.
+
+    Returns:
+        the ops of each sample, records ``OP`` (B, S) filled up with OP_NOTHING; and the shapes
+        behind all steps.
+
+    Raises:
+        CoreError: a step is not for such a sample.
+        ValueError: there is not one key for each shape.
+    """
+    _check_lengths(keys, shapes_B3)
+    records = layout().records
+    refusal = np.zeros((), records["REFUSAL"])
+    after_B3 = np.array(shapes_B3, np.int32, order="C")
+    ops_BS = np.empty((len(after_B3), most), records["OP"])
+    drawn = load().fastdata_draw(
+        table.address,
+        keys.seed,
+        keys.visits.ctypes.data,
+        keys.indices.ctypes.data,
+        after_B3.ctypes.data,
+        len(after_B3),
+        ops_BS.ctypes.data,
+        most,
+        is_probe,
+        refusal.ctypes.data,
+    )
+    if drawn < 0:
+        raise CoreError(-1 - drawn, refusal)
+    if drawn > most:
+        return draw(table, keys, shapes_B3, most=drawn)
+    return ops_BS[:, :drawn], after_B3
+
+
+def solve_perspectives(ops_BS: Array) -> Float64s:
+    """Return the coefficients (B, S, 8) of those ops that are perspectives, and 0 for others.
+
+    As ``_get_perspective_coeffs`` of torchvision's transforms/functional.py, in one call: the last
+    bits of another solver would move pixels, as the solution is rounded to float32.
+    """
+    solved_BS8 = np.zeros((*ops_BS.shape, 8))
+    is_warp_BS = ops_BS["code"] == layout().numbers["OP_WARP"]
+    is_solved_BS = is_warp_BS & (ops_BS["warp"]["is_perspective"] != 0)
+    ops_P = ops_BS[is_solved_BS]
+    equations_P89 = torch.empty((len(ops_P), 8, 9), dtype=torch.float64, device="cpu")
+    load().fastdata_equations(ops_P.ctypes.data, len(ops_P), equations_P89.data_ptr())
+    try:
+        found = torch.linalg.lstsq(equations_P89[..., :8], equations_P89[..., 8:], driver="gels")
+    except torch.linalg.LinAlgError as cause:  # type: ignore[attr-defined]
+        raise ValueError(
+            "RandomPerspective drew corners that lie on a line, as torchvision's does of small "
+            "images. Use larger ones or a smaller distortion_scale."
+        ) from cause
+    solved_BS8[is_solved_BS] = found.solution[..., 0].float()
+    return solved_BS8
+
+
+def serve(
+    samples: Samples,
+    keys: Keys,
+    outputs: Outputs,
+    *,
+    rows: Int64s | None = None,
+    first: int = 0,
+    last: int | None = None,
+) -> None:
+    """Serve samples [first, last) of a batch, each as all ``outputs``.
+
+    Sample b is written to row b of an output's memory, or to ``rows[b]``. Its row is filled
+    completely, and no other memory is written.
+
+    Raises:
+        CoreError: a sample does not come out in that shape, a step is not for it, or its file is
+            damaged.
+        MemoryError: there is no memory for an image.
+        ValueError: there is not one key, shape and row for each sample, or no memory for a row.
+    """
+    count = _check_lengths(keys, samples.shapes_B3)
+    last = count if last is None else last
+    row_address = None
+    if rows is not None:
+        rows = np.ascontiguousarray(rows, np.int64)
+        row_address = rows.ctypes.data
+    if len(samples.sources_B) != count or (rows is not None and len(rows) != count):
+        given = f"{len(samples.sources_B)} addresses"
+        given += "" if rows is None else f" and {len(rows)} rows to write to"
+        raise ValueError(
+            f"a batch of {count} samples came with {given}, but each sample needs one. "
+            "Pass arrays of one length."
+        )
+    if not 0 <= first <= last <= count:
+        raise ValueError(
+            f"samples {first} to {last} of a batch of {count} were asked for. "
+            f"Ask for a part of 0 to {count}."
+        )
+    refusal = np.zeros((), layout().records["REFUSAL"])
+    place = load().fastdata_serve(
+        samples.sources_B.ctypes.data,
+        samples.shapes_B3.ctypes.data,
+        *samples.files,
+        keys.seed,
+        keys.visits.ctypes.data,
+        keys.indices.ctypes.data,
+        row_address,
+        outputs.records.ctypes.data,
+        len(outputs.records),
+        first,
+        last,
+        refusal.ctypes.data,
+    )
+    if place >= 0:
+        raise _error_of(CoreError(place, refusal), count)
+
+
+def _error_of(refused: CoreError, count: int) -> Exception:
+    if refused.reason == "memory":
+        return MemoryError(
+            f"there is no memory for the intermediate images of sample {refused.place} of a batch"
+        )
+    if refused.reason == "row":
+        row, rows_there = refused.numbers["row"], refused.numbers["rows"]
+        return ValueError(
+            f"sample {refused.place} of a batch of {count} is to be written to row {row}, but the "
+            f"memory for the batch has {rows_there} rows of its shape and dtype. Give memory with "
+            "a row for every sample."
+        )
+    return refused
+
+
+def _check_lengths(keys: Keys, shapes_B3: Int32s) -> int:
+    """Return how many samples there are: the core reads one key and one shape of each."""
+    count = len(keys.indices)
+    if len(keys.visits) != count or shapes_B3.shape != (count, 3):
+        raise ValueError(
+            f"a batch of {count} indices came with {len(keys.visits)} visits and shapes "
+            f"{shapes_B3.shape}, but every sample needs an index, a visit and a shape "
+            "(channels, height, width). Pass arrays of one length."
+        )
+    return count

@@ -1,0 +1,228 @@
+/* Everything that Python and the core share, each thing once.
+ *
+ * This file is included several times, each time for another meaning of its macros (core.h: enumerators, structs, unions,
+ * prototypes; draw.c: which function draws a step; serve.c: which runs an op; library.c: all of it as text, from which
+ * Python makes its own records when it opens the library). A macro that is not defined means nothing. The fields of a
+ * record are plain C: numbers, arrays of them, pointers, and records that stand before it. So a new op is an entry here, a C
+ * file with its draw and its pixels, and a reader in steps.py.
+ *
+ * ENUM(names)                      numbers from 0 on
+ * RECORD(Name, fields)             a struct
+ * STEP(CODE, name, fields)         one step of a transform, for all samples: step->name, drawn by draw_name
+ * CHILD(CODE, name, fields)        the same for what is drawn by its parent only
+ * OP(CODE, name, fields)           what was drawn of a step for one sample: op->name, run by run_name
+ * REFUSAL(CODE, name, fields)      why a sample is refused: refusal->name holds the numbers for the message
+ * FUNCTION(result, name, arguments)
+ *
+ * Lengths are in pixels. Whoever reads a field must expect any value: Python's tables are checked as they are drawn.
+ */
+#ifndef ENUM
+#define ENUM(...)
+#endif
+#ifndef RECORD
+#define RECORD(...)
+#endif
+#ifndef STEP
+#define STEP(...)
+#endif
+#ifndef CHILD
+#define CHILD(...)
+#endif
+#ifndef OP
+#define OP(...)
+#endif
+#ifndef REFUSAL
+#define REFUSAL(...)
+#endif
+#ifndef FUNCTION
+#define FUNCTION(...)
+#endif
+
+/* Whose pixels are wanted: those of Pillow, or of torchvision's v1 or v2 functions on uint8 tensors. */
+ENUM(PIL_DOMAIN, V1_DOMAIN, V2_DOMAIN)
+ENUM(NEAREST, BOX, BILINEAR, HAMMING, BICUBIC, LANCZOS, NEAREST_EXACT)
+ENUM(PAD_CONSTANT, PAD_EDGE, PAD_REFLECT, PAD_SYMMETRIC)
+ENUM(UINT8, FLOAT32, FLOAT64, FLOAT16, BFLOAT16, INT32, INT64)
+ENUM(SCALE_NONE, SCALE_DIVIDE, SCALE_MULTIPLY) /* how 255 becomes 1 */
+ENUM(FREE_SIZE, MULTIPLIED_SIZE, SHORT_BOUND, LONG_BOUND)
+ENUM(FILLED, NORMAL_PIXELS, NORMAL_CHANNELS) /* what an erased rectangle holds */
+ENUM(MIX_BEGIN, MIX_ADD, MIX_END)
+
+/* What a value step does, or one of a policy's. Up to EQUALIZE it becomes a table of 256 entries for each channel, once the
+ * image is known; from SHEAR_X on it moves pixels, and is for policies only. */
+ENUM(
+    NO_KIND,
+    BRIGHTNESS, CONTRAST, SOLARIZE, SOLARIZE_ADD, POSTERIZE, INVERT, AUTOCONTRAST, EQUALIZE,
+    SATURATION, HUE, SHARPNESS, BOX_BLUR,
+    SHEAR_X, SHEAR_Y, TRANSLATE_X, TRANSLATE_Y, ROTATE)
+
+RECORD(Box, int32_t top, left, height, width;)
+RECORD(Border, int32_t left, top, right, bottom, mode, domain;)
+/* How a map of places takes pixels; is_v2: by v2's formula; has_fill: else tensors get zeros, unmasked. */
+RECORD(Warp, int32_t interpolation, domain, is_v2, has_fill;)
+/* What all policies of torchvision have. Solarize's thresholds are shares of 255 in v2. */
+RECORD(Policy, Warp warp; int32_t bins, has_shares;)
+
+/* Steps of a transform. `end` of a sequence: where in [0, 1) its share among the children of a choice ends. */
+STEP(SEQUENCE, sequence, double end;)
+STEP(CHOICE, choice, ) /* one of its children, or none */
+STEP(ORDER, order, )   /* its children, in random order */
+
+/* torchvision: Pad, RandomCrop, CenterCrop, RandomHorizontalFlip, RandomVerticalFlip; ours: AlternatingFlip. */
+STEP(PAD, pad, Border border;)
+/* pads_if_needed: borders are added where the image is too small; is_v2: together with the others, not after these. */
+STEP(CROP, crop, Border border; int32_t height, width, pads_if_needed, is_v2;)
+STEP(CENTER_CROP, center_crop, int32_t height, width;)
+/* alternates: mirrors in each second epoch, whatever p is. */
+STEP(FLIP, flip, int32_t is_vertical, alternates; double p;)
+
+/* torchvision: Resize, RandomResize, RandomShortestSize, RandomResizedCrop. To height x width; or, if these are 0, the
+ * shorter side to the length of one of its children, and the longer one to `longest` at most (0: any).
+ * bound: MULTIPLIED_SIZE multiplies both sides and cuts, as RandomShortestSize; SHORT_BOUND and LONG_BOUND bound the
+ * shorter or the longer side, and enlarge nothing. */
+STEP(RESIZE, resize, int32_t height, width, longest, bound, interpolation, domain;)
+CHILD(LENGTH, length, int32_t px;)
+STEP(RESIZED_CROP, resized_crop,
+    int32_t height, width, interpolation, domain;
+    double scale[2], ratio[2], log_ratio[2];)
+
+/* torchvision: RandomAffine, RandomRotation, RandomPerspective. Angles in degrees; translation: the most, as a share of
+ * width and height; shear: ranges along x and along y; distortion: share of half a side that corners move by. */
+STEP(AFFINE, affine,
+    Warp warp;
+    int32_t has_center;
+    double center[2], degrees[2], translation[2], scale[2], shear_x[2], shear_y[2];)
+STEP(ROTATION, rotation, Warp warp; int32_t expands, has_center; double center[2], degrees[2];)
+STEP(PERSPECTIVE, perspective, Warp warp; double distortion;)
+
+/* One number for each sample, uniform in its range. torchvision: ColorJitter, RandomInvert, RandomPosterize, ...; Pillow:
+ * ImageFilter.GaussianBlur, with a radius (BOX_BLUR). */
+STEP(VALUE, value, int32_t kind, domain; double low, high;)
+STEP(GRAYSCALE, grayscale, int32_t channels, domain;) /* 0 channels: as many as there are */
+STEP(BLUR, blur, int32_t width, height; double low, high;) /* torchvision: GaussianBlur; of the kernel, range of sigma */
+STEP(PERMUTE, permute, )
+STEP(PHOTOMETRIC, photometric, double p;) /* torchvision: RandomPhotometricDistort; p for each of its five children */
+
+/* torchvision: GaussianNoise, RandomErasing; timm: RandomErasing, whose rectangles share the area. */
+STEP(NOISE, noise, int32_t clips; double mean, sigma;) /* in units of [0, 1] */
+STEP(ERASE, erase, int32_t fewest, most, mode, is_normalized; double p, scale[2], log_ratio[2];)
+
+/* torchvision: ToTensor, ToDtype, ConvertImageDtype, with Normalize by so many means, 0: none. widens: one channel becomes
+ * as many. */
+STEP(CAST, cast, int32_t dtype, scaling, means, widens; double mean[6], std[6];)
+
+/* torchvision: RandAugment and TrivialAugmentWide (bin -1: drawn), AutoAugment (children are pairs), AugMix (depth 0:
+ * drawn). Children are what they choose from. */
+STEP(AUGMENT, augment, Policy policy; int32_t count, bin;)
+STEP(POLICIES, policies, Policy policy;)
+STEP(AUG_MIX, aug_mix, Policy policy; int32_t chains, severity, depth; double alpha;)
+CHILD(MAGNITUDE, magnitude, int32_t kind, is_signed, bin, row; double p;) /* row: among the levels */
+
+/* timm: RandAugment, AutoAugment of data/auto_augment.py: as CHOICE, of sequences of TIMM_OP. Flags are what names of ops
+ * say; one of so many interpolations is drawn. An infinite deviation: uniform from 0 to the magnitude. translation: the
+ * most, in pixels or, if is_relative, as a share of the side. */
+STEP(TIMM, timm, )
+CHILD(TIMM_OP, timm_op,
+    int32_t kind, increases, is_original, is_relative, desaturates, draws_radius;
+    int32_t interpolations, interpolation[4];
+    double p, magnitude, deviation, most, translation;)
+
+/* Ops: what was drawn. */
+OP(NOTHING, nothing, )
+/* The box of the image with borders around it, then mirrored left to right, top to bottom. */
+OP(WINDOW, window, Border border; Box box; int32_t mirrors_columns, mirrors_rows;)
+/* The box, resized to height x width; made are the rows and columns from the first ones on. */
+OP(RESIZE, resize,
+    Box box;
+    int32_t height, width, first_row, first_column, interpolation, domain, chooses_order;)
+/* map: from output to input. PIL_DOMAIN the numbers given to Image.transform(AFFINE or PERSPECTIVE), else the theta that
+ * torchvision gives to _affine_grid, or the coefficients of _perspective_grid. Before a perspective is solved, which Python
+ * does: x and y of the corners at the top left, top right, bottom right, bottom left. */
+OP(WARP, warp,
+    int32_t is_perspective, height, width, interpolation, domain, has_fill, fuses;
+    double map[8];)
+OP(TURN, turn, int32_t quarters;) /* counterclockwise */
+/* amount: factor, threshold, radius or hue; whole: bits kept (POSTERIZE), or what is added (SOLARIZE_ADD). */
+OP(VALUE, value, int32_t kind, domain, whole; double amount;)
+OP(GRAYSCALE, grayscale, int32_t channels, domain;)
+OP(BLUR, blur, int32_t width, height; double sigma;)
+OP(PERMUTE, permute, int32_t from[4];) /* the channel that each channel comes from */
+OP(NOISE, noise, int32_t clips; double mean, sigma; uint64_t key;)
+OP(ERASE, erase, Box box; int32_t mode, is_normalized; uint64_t key;)
+/* AugMix keeps the image with a weight, adds the current image with one, which then is the kept one again, and makes the
+ * sum, truncated, the current one. */
+OP(MIX, mix, int32_t part; double weight;)
+OP(CAST, cast, ) /* what follows works on the values served, normalised or not */
+
+REFUSAL(MEMORY, memory, )
+REFUSAL(TABLE, table, )     /* the table itself is not in order, or asks for more than MAX_OPS */
+REFUSAL(OUTSIDE, outside, ) /* no pixel would be left */
+REFUSAL(OP, op, )           /* an op is not for so many channels */
+REFUSAL(SHAPE, shape, int64_t channels, height, width, room_channels, room_height, room_width;)
+REFUSAL(FILE, file, ) /* the decoder leaves it to Pillow */
+REFUSAL(CHANNELS, channels, int64_t channels;)
+REFUSAL(CROP, crop, int64_t crop_height, crop_width, height, width;)
+REFUSAL(BORDER, border, int64_t left, top, right, bottom, height, width;)
+REFUSAL(BLUR, blur, int64_t height, width;)
+REFUSAL(LEVELS, levels, int64_t height, width;) /* there are none for this size yet */
+REFUSAL(ROW, row, int64_t row, rows;)           /* where it is to be written, of so many */
+
+/* What a policy may do to images of one size: `count` levels, bins of each row. */
+RECORD(Levels, int32_t step, height, width, count; const double *levels;)
+/* How uint8 becomes what is served: made of the CAST step by fastdata_values. Channel c is that of c % channels. Floats are
+ * (x / factor - mean) / std, or with x * factor, where that gives the very values of the table; else these. */
+RECORD(Values,
+    int32_t dtype, scaling, normalizes, widens, channels, by_formula;
+    float factor;
+    double mean[6], std[6], table_C256[1536];)
+/* A transform: its steps, of which the first is the parent of all others, and facts of this machine: torch fuses products,
+ * its v2 has fast bilinear kernels, Pillow chooses which side to resize first. */
+RECORD(Table,
+    const struct Step *steps;
+    const Levels *levels;
+    int32_t count, levels_count, fuses, resizes_fast, chooses_order;
+    Values values;)
+/* What samples are served as: memory for rows (C, h, w), or (h, w, C) if channels_last. Nothing is written beyond its bytes.
+ * Perspectives need the coefficients of all ops of each sample. rows: how many there is room for, found by the core. */
+RECORD(Output,
+    const Table *table;
+    uint8_t *out_B;
+    int64_t out_bytes, rows;
+    int32_t channels, height, width, channels_last;
+    const double *solved_BS8;
+    int64_t solved;)
+
+/* Functions of libjpeg-turbo by their names without jpeg_, and the version of its ABI. */
+RECORD(Jpeg,
+    void (*CreateDecompress)(void *, int version, size_t struct_bytes);
+    int (*read_header)(void *, int needs_image);
+    int (*start_decompress)(void *);
+    void (*crop_scanline)(void *, unsigned *left, unsigned *width);
+    unsigned (*skip_scanlines)(void *, unsigned rows);
+    unsigned (*read_scanlines)(void *, unsigned char **rows, unsigned count);
+    int (*input_complete)(void *);
+    int (*resync_to_restart)(void *, int desired);
+    void (*abort_decompress)(void *);
+    void (*destroy_decompress)(void *);
+    int32_t version;)
+
+FUNCTION(void, fastdata_values, Table *table)
+FUNCTION(int64_t, fastdata_draw, const Table *table, uint64_t seed, const int64_t *visits_B, const int64_t *indices_B,
+    int32_t *shapes_B3, int64_t samples, Op *ops_BS, int64_t room, int32_t is_probe, Refusal *refusal)
+FUNCTION(void, fastdata_equations, const Op *ops_P, int64_t count, double *out_P89)
+FUNCTION(int64_t, fastdata_serve, const uint8_t *const *sources_B, const int32_t *shapes_B3, const Jpeg *jpeg,
+    const int64_t *sizes_B, const int32_t *turns_B, uint64_t seed, const int64_t *visits_B, const int64_t *indices_B,
+    const int64_t *rows_B, Output *outputs, int64_t count, int64_t first, int64_t last, Refusal *refusal)
+FUNCTION(int32_t, fastdata_jpeg_version, const Jpeg *jpeg)
+FUNCTION(void, fastdata_jpeg_headers, const uint8_t *const *files_B, const int64_t *sizes_B, int64_t count, int32_t upright,
+    int32_t channels, double most_pixels, int32_t *shapes_B3, int32_t *turns_B)
+FUNCTION(int32_t, fastdata_jpeg_decode, const Jpeg *jpeg, const uint8_t *file, int64_t size, int32_t channels, int32_t height,
+    int32_t width, uint8_t *out)
+
+#undef ENUM
+#undef RECORD
+#undef STEP
+#undef CHILD
+#undef OP
+#undef REFUSAL
+#undef FUNCTION

@@ -1,0 +1,120 @@
+/* The image that a sample is at present, and the memory that a call works in. */
+#include "core.h"
+
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { POOLED = 32, POOLED_BYTES = 8 << 20 }; /* scratches, and the most that one of them holds */
+
+void *take(Scratch *scratch, int slot, int64_t bytes) {
+    if (scratch->bytes[slot] < bytes) {
+        free(scratch->data[slot]);
+        int64_t size = (bytes + bytes / 4 + 191) / 64 * 64;
+        char *memory = malloc(size + 64);
+        scratch->data[slot] = memory;
+        scratch->bytes[slot] = memory ? size - 64 : 0;
+        if (!memory) return NULL;
+    }
+    return (void *)(((uintptr_t)scratch->data[slot] + 63) / 64 * 64);
+}
+
+/* Of calls that have ended, for those to come: where a call serves one sample, fresh pages are a tenth of it. */
+static _Atomic(Scratch *) pool[POOLED];
+
+Scratch *borrow(void) {
+    for (int i = 0; i < POOLED; i++) {
+        Scratch *found = atomic_exchange(&pool[i], NULL);
+        if (found) return found;
+    }
+    return calloc(1, sizeof(Scratch));
+}
+
+void give_back(Scratch *scratch) {
+    int64_t bytes = 0;
+    for (int slot = 0; slot < SLOT_COUNT; slot++) bytes += scratch->bytes[slot];
+    for (int i = 0; i < POOLED && bytes <= POOLED_BYTES; i++) {
+        Scratch *none = NULL;
+        if (atomic_compare_exchange_strong(&pool[i], &none, scratch)) return;
+    }
+    for (int slot = 0; slot < SLOT_COUNT; slot++) free(scratch->data[slot]);
+    drop_decoder(scratch->decoder);
+    free(scratch);
+}
+
+static bool is_packed(const Image *image) {
+    return image->pixel == 1 && image->row == image->width && image->plane == (int64_t)image->height * image->width;
+}
+
+void pack_image(Image *image, uint8_t *data) {
+    image->data = data;
+    image->pixel = 1;
+    image->row = image->width;
+    image->plane = (int64_t)image->height * image->width;
+}
+
+/* An image of that size in the buffer that the sample does not use. */
+bool room(Sample *sample, int32_t channels, int32_t height, int32_t width, Image *out) {
+    out->channels = channels, out->height = height, out->width = width;
+    int64_t planes = channels < 3 ? 3 : channels; /* grayscale may go back to 3 */
+    uint8_t *data = take(sample->scratch, sample->slot == SLOT_A ? SLOT_B : SLOT_A, planes * height * width);
+    if (data) pack_image(out, data);
+    return data != NULL;
+}
+
+void become(Sample *sample, const Image *image) {
+    sample->image = *image;
+    sample->slot = sample->slot == SLOT_A ? SLOT_B : SLOT_A;
+}
+
+void copy_row(const uint8_t *restrict in, int64_t pixel, int64_t count, uint8_t *restrict out) {
+    if (pixel == 1)
+        memcpy(out, in, count);
+    else if (pixel == -1)
+        for (int64_t x = 0; x < count; x++) out[count - 1 - x] = in[x - (count - 1)];
+    else if (pixel == 3)
+        for (int64_t x = 0; x < count; x++) out[x] = in[3 * x];
+    else
+        for (int64_t x = 0; x < count; x++) out[x] = in[x * pixel];
+}
+
+void copy_image(const Image *in, const Image *out) {
+    for (int32_t c = 0; c < in->channels; c++) {
+        const uint8_t *from = in->data + c * in->plane;
+        uint8_t *to = out->data + c * out->plane;
+        if (in->pixel == 1 && in->row == in->width) {
+            memcpy(to, from, (int64_t)in->height * in->width);
+            continue;
+        }
+        for (int32_t y = 0; y < in->height; y++) copy_row(from + y * in->row, in->pixel, in->width, to + y * out->row);
+    }
+}
+
+/* Make the image packed memory of our own. */
+bool own(Sample *sample) {
+    if (sample->slot >= 0 && is_packed(&sample->image)) return true;
+    Image out;
+    if (!room(sample, sample->image.channels, sample->image.height, sample->image.width, &out)) return false;
+    copy_image(&sample->image, &out);
+    become(sample, &out);
+    return true;
+}
+
+bool settle(Sample *sample) { /* run the pending table */
+    if (!sample->has_table) return true;
+    if (!own(sample)) return false;
+    apply_table(&sample->image, sample->table_C256);
+    sample->has_table = false;
+    return true;
+}
+
+/* Kernels that write another image. */
+int remake(Sample *sample, const Op *op, int32_t height, int32_t width, Kernel *kernel) {
+    Image *image = &sample->image, out;
+    if (height < 1 || width < 1) return REFUSED_OUTSIDE;
+    if (!settle(sample) || (image->pixel != 1 && !own(sample))) return REFUSED_MEMORY;
+    if (!room(sample, image->channels, height, width, &out)) return REFUSED_MEMORY;
+    if (!kernel(op, image, &out, sample->scratch)) return REFUSED_MEMORY;
+    become(sample, &out);
+    return OK;
+}

@@ -1,0 +1,161 @@
+"""Readers of the transforms that fastdata knows: ``READERS`` has one function for each name.
+
+A reader looks at the attributes of the user's object and returns its step, or raises the reason why
+it has to run as it is. Where more than pixels changes, it returns the state of samples after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+from fastdata.pixels import colours, conversions, geometry
+from fastdata.pixels.colours import VALUES
+from fastdata.pixels.compose import Views, flatten, is_v2, joint_steps, known_name, names_in
+from fastdata.pixels.policies import POLICIES, read_policy, read_timm_policies
+from fastdata.pixels.state import State, UnknownStepError
+from fastdata.pixels.steps import Step, Steps
+
+_Reader = Callable[[Any, State], Step | State]
+
+_MOVING = names_in(
+    "CenterCrop ConvertImageDtype Pad RandomAffine RandomApply RandomChoice RandomCrop "
+    "RandomHorizontalFlip RandomOrder RandomPerspective RandomResize RandomResizedCrop "
+    "RandomRotation RandomShortestSize RandomVerticalFlip Resize ToDtype"
+)
+"""Transforms of v2 that change masks as well, drawn once for both; others leave masks alone."""
+
+
+def recognise(transform: Any, state: State) -> State:
+    """Read one of the user's objects, and return the state after it.
+
+    Raises:
+        UnknownStepError: it has to run as it is.
+    """
+    name = known_name(transform)
+    read = READERS.get(name, colours.read_published)
+    if type(transform) is Views:
+        raise UnknownStepError("gives several views, which only the last step may")
+    try:
+        if state.is_beside and name in READERS:
+            read = _read_beside
+        elif state.kind in ("array", "mask", "video"):
+            raise UnknownStepError("gets what is no image to batch ops")
+        found = read(transform, state)
+    except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as unread:
+        raise UnknownStepError(f"has arguments that are not served: {unread}") from unread
+    after = state.add(found) if isinstance(found, Step) else found
+    return replace(after, at=state.at + 1)
+
+
+def _read_beside(transform: Any, state: State) -> Step | State:
+    """Read what v2 does to a mask next to its image."""
+    name = known_name(transform)
+    if not is_v2(transform):
+        raise UnknownStepError("is not of torchvision.transforms.v2, and takes no masks")
+    if name in POLICIES:
+        raise UnknownStepError("does not accept masks")
+    if name == "ToPureTensor":
+        return replace(state, kind="tensor")
+    is_moved = name in _MOVING and state.kind == "mask"
+    return READERS[name](transform, state) if is_moved else state
+
+
+def _read_identity(transform: Any, state: State) -> State:
+    return state
+
+
+# Transforms of transforms
+
+
+def _read_apply(transform: Any, state: State) -> Step:
+    return state.maybe(_inner(transform.transforms, state.inner()), transform.p)
+
+
+def _read_choice(transform: Any, state: State) -> Step:
+    return state.choice(_inner_each(transform, state), transform.p)
+
+
+def _read_order(transform: Any, state: State) -> Step:
+    return state.in_order(_inner_each(transform, state))
+
+
+def _inner_each(transform: Any, state: State) -> list[Steps]:
+    parts = enumerate(transform.transforms)
+    return [_inner([part], state.inner(number)) for number, part in parts]
+
+
+def _inner(transforms: Iterable[Any], state: State) -> Steps:
+    """Read transforms that only some samples go through, so that they must not change the state."""
+    before = replace(state.inner(), steps=())
+    after = before
+    parts_of = joint_steps if state.is_beside else flatten
+    for part in chain.from_iterable(map(parts_of, transforms)):
+        try:
+            after = recognise(part, after)
+        except UnknownStepError as unknown:
+            raise UnknownStepError(f"contains {type(part).__name__}, which {unknown}") from unknown
+    if replace(after, steps=(), at=before.at) != before:
+        raise UnknownStepError("changes what only some samples are")
+    return after.steps
+
+
+def _sometimes(read: Callable[[Any, State], Step]) -> _Reader:
+    """Make a reader of a transform that has a probability ``p``."""
+
+    def reader(transform: Any, state: State) -> Step:
+        return state.maybe([read(transform, state.inner())], transform.p)
+
+    return reader
+
+
+READERS: dict[str, _Reader] = {
+    # Geometry
+    "AlternatingFlip": geometry.read_flip,
+    "CenterCrop": geometry.read_center_crop,
+    "Pad": geometry.read_pad,
+    "RandomAffine": geometry.read_affine,
+    "RandomCrop": geometry.read_random_crop,
+    "RandomHorizontalFlip": geometry.read_flip,
+    "RandomPerspective": _sometimes(geometry.read_perspective),
+    "RandomResize": geometry.read_resize,
+    "RandomResizedCrop": geometry.read_resized_crop,
+    "RandomRotation": geometry.read_rotation,
+    "RandomShortestSize": geometry.read_resize,
+    "RandomVerticalFlip": geometry.read_flip,
+    "Resize": geometry.read_resize,
+    "timm.RandomResizedCropAndInterpolation": geometry.read_resized_crop,
+    # Values
+    **dict.fromkeys(VALUES, _sometimes(colours.read_value)),
+    "ColorJitter": colours.read_jitter,
+    "GaussianBlur": colours.read_blur,
+    "GaussianNoise": colours.read_noise,
+    "Grayscale": colours.read_grayscale,
+    "RGB": colours.read_rgb,
+    "RandomChannelPermutation": colours.read_permute,
+    "RandomErasing": colours.read_erasing,
+    "RandomGrayscale": _sometimes(colours.read_grey),
+    "RandomPhotometricDistort": colours.read_photometric_distort,
+    "timm.RandomErasing": colours.read_timm_erasing,
+    # Policies, and transforms of transforms
+    **dict.fromkeys(POLICIES, read_policy),
+    "RandomApply": _read_apply,
+    "RandomChoice": _read_choice,
+    "RandomOrder": _read_order,
+    "timm.AutoAugment": read_timm_policies,
+    "timm.RandAugment": read_timm_policies,
+    # What a sample is
+    "ConvertImageDtype": conversions.read_dtype,
+    "Identity": _read_identity,
+    "Normalize": conversions.read_normalize,
+    "PILToTensor": conversions.read_to_tensor,
+    "ToDtype": conversions.read_dtype,
+    "ToImage": conversions.read_to_image,
+    "ToPureTensor": conversions.read_to_pure_tensor,
+    "ToTensor": conversions.read_to_tensor,
+    "timm.MaybePILToTensor": conversions.read_to_tensor,
+    "timm.MaybeToTensor": conversions.read_to_tensor,
+    "timm.ToNumpy": conversions.read_to_tensor,
+}
