@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import partial
 from itertools import repeat
-from operator import attrgetter, getitem
+from operator import getitem
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
@@ -66,9 +66,11 @@ class ItemKeys:
         if self.kind == "alone":
             return item, 0
         if self.kind == "tuple":
-            return item[0], item[1] if len(item) == 2 else tuple(item[1:]) or 0
+            sample, *rest = item
+            return sample, rest[0] if len(rest) == 1 else tuple(rest) or 0
         others = {name: item[name] for name in self.names if name != self.image}
-        return item[self.image], others if len(others) != 1 else others.popitem()[1]
+        sample = item[self.image]
+        return sample, others if len(others) != 1 else others.popitem()[1]
 
     def join(self, sample: Any, target: Any, kind: Any = tuple) -> Any:
         """Return the item; or a batch of items, whose tuples are lists as in ``default_collate``."""
@@ -79,15 +81,22 @@ class ItemKeys:
             target = kind(target) if type(target) is tuple else target
             others = dict.fromkeys(self.names, target) if len(self.names) == 2 else target
             return {name: sample if name == self.image else others[name] for name in self.names}
-        count = len(self.names)
-        values = (sample, *target) if count > 2 else (sample, target)[:count]
-        if self.named:
-            # The text may come from a cache on disk, so that nothing is imported for it.
-            with contextlib.suppress(KeyError, AttributeError):
-                module, _, name = self.named.partition(":")
-                named = attrgetter(name)(sys.modules[module])
-                kind = named._make if named._fields == self.names else kind
-        return kind(values)
+        values = [sample]
+        if len(self.names) == 2:
+            values.append(target)
+        elif len(self.names) > 2:
+            values += target
+        named = self._named_class()
+        return kind(values) if named is None else named._make(values)
+
+    def _named_class(self) -> Any:
+        """Return the class of a namedtuple; None if it is not imported or has other fields now."""
+        module, _, name = self.named.partition(":")
+        # The text may come from a cache on disk, so that nothing is imported for it.
+        found: Any = sys.modules.get(module)
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        return found if getattr(found, "_fields", None) == self.names else None
 
 
 def chosen_keys(columns: Mapping[str, Any]) -> ItemKeys:
@@ -98,8 +107,12 @@ def chosen_keys(columns: Mapping[str, Any]) -> ItemKeys:
     """
     target: Any = columns.get("target")
     names: list[Any] = [columns.get("sample")]
-    names += [target] if isinstance(target, str) else target or ()
-    if len(columns) != 2 or len(names) < 2 or not all(isinstance(name, str) for name in names):
+    if isinstance(target, str):
+        names.append(target)
+    else:
+        names += target or ()
+    are_texts = all(isinstance(name, str) for name in names)
+    if len(columns) != 2 or len(names) < 2 or not are_texts:
         raise ValueError(
             f"columns={columns!r} does not say which are sample and target. Give their names, or a "
             "list of several for the target: columns={'sample': 'image', 'target': 'label'}."

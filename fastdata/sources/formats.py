@@ -91,8 +91,8 @@ class TarSamples:
         self._columns = columns
         self._requests = Requests()
         self.is_remote = tars[0].place.is_remote
-        facts = repr(sorted({tar[1:] for tar in tars}))
-        digest = hashlib.blake2b(facts.encode(), digest_size=8).hexdigest()
+        stats = repr(sorted({tar[1:] for tar in tars}))
+        digest = hashlib.blake2b(stats.encode(), digest_size=8).hexdigest()
         # The same in every run until a file changes, so that a cache is found by it.
         self._fastdata_identity = f"{len(tars)} files {digest}"
         with ThreadPoolExecutor(_LISTING_THREADS) as pool:
@@ -106,8 +106,10 @@ class TarSamples:
     def __getitem__(self, index: int) -> Any:
         index = range(len(self))[index]
         number = self._number_of(index)
-        with _naming(f"number {index - self._starts[number]} of {self._tars[number]}"):
-            return self._decode(self._requests.take(index, self._submit).result())
+        position = index - self._starts[number]
+        with _naming(f"number {position} of {self._tars[number]}"):
+            request = self._requests.take(index, self._submit)
+            return self._decode(request.result())
 
     def expect(self, indices: Sequence[int]) -> None:
         """Fetch these samples in the background."""
@@ -185,14 +187,14 @@ def _members(tar: tarfile.TarFile) -> Iterator[tuple[str, str, tarfile.TarInfo]]
 
 def _image_and_target(names: Iterable[str]) -> list[str]:
     images = [name for name in names if f".{name}".endswith(IMAGE_EXTENSIONS)]
-    targets = [name for name in _TARGETS if name in names]
-    if len(images) != 1 or not targets:
-        raise ValueError(
-            f"it has the files {', '.join(names)}, and not one image with one of "
-            f"{', '.join(_TARGETS)}. Say which are meant: columns={{'sample': 'jpg', 'target': "
-            "'npy'}, or the like"
-        )
-    return [images[0], targets[0]]
+    for target in _TARGETS:
+        if target in names and len(images) == 1:
+            return [*images, target]
+    raise ValueError(
+        f"it has the files {', '.join(names)}, and not one image with one of "
+        f"{', '.join(_TARGETS)}. Say which are meant: columns={{'sample': 'jpg', 'target': "
+        "'npy'}, or the like"
+    )
 
 
 @contextmanager
@@ -275,7 +277,9 @@ def _list_folder(place: Place) -> list[str]:
     there = place.find().result()
     names = [name for name in there if not re.search(r"(?:^|[/\\])\.", name)]
     tars = [name for name in names if name.endswith(".tar")]
-    tars = tars or [name for name in names if _is_tar(name)]  # raises for compressed ones
+    if not tars:
+        for name in names:
+            _is_tar(name)  # raises for a compressed one
     splits = sorted({match[1] for name in tars for match in _SPLIT.finditer(name)})
     if len(splits) > 1:
         raise ValueError(
