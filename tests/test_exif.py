@@ -14,8 +14,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from fastdata import ImageFolder
-from fastdata.pixels import images
-from fastdata.pixels.images import OpenedImages
+from fastdata.pixels.images import OpenedImages, SampleSpec, open_libjpeg
 from fastdata.pixels.program import Program
 
 ORIENTATION, RESOLUTION, UNIT, MAKER = 0x112, 0x11A, 0x128, 0x10F
@@ -27,7 +26,7 @@ APP1, APP2, APP13 = 0xE1, 0xE2, 0xED
 DIRECTORIES = 600
 
 needs_libjpeg = pytest.mark.skipif(
-    images.open_libjpeg()[0] is None, reason="Pillow is linked to no shared libjpeg-turbo"
+    open_libjpeg()[0] is None, reason="Pillow is linked to no shared libjpeg-turbo"
 )
 
 
@@ -126,7 +125,7 @@ def core_reads(data: bytes, *, upright: bool) -> np.ndarray | None:
     except LookupError:
         return None
     out = np.empty((1, *opened.shapes_B3[0].tolist()), np.uint8)
-    spec = images.SampleSpec(shape=None, dtype="uint8", form="pil")
+    spec = SampleSpec(shape=None, dtype="uint8", form="pil")
     program = Program((), spec)
     program.run(opened, np.zeros(1, np.int64), 0, 0, out)
     return out[0]

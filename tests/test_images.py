@@ -20,11 +20,16 @@ from PIL import Image, ImageFile, ImageOps
 
 from fastdata import DataLoader, ImageFolder
 from fastdata.errors import SampleError, sample_error
-from fastdata.pixels import images
 from fastdata.pixels.images import (
+    IMAGE_EXTENSIONS,
+    OpenedImages,
+    Opening,
     Resize,
+    SampleSpec,
     decode_image,
     load_image,
+    open_libjpeg,
+    opening_of,
     present,
     to_pil,
     to_stored,
@@ -142,8 +147,8 @@ def outcome(load: Callable[[Any], Image.Image], path: Any) -> Any:
 def road(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both ways to decode JPEG."""
     if request.param == "pil":
-        monkeypatch.setattr(images, "open_libjpeg", lambda: (None, "none"))
-    elif images.open_libjpeg()[0] is None:
+        monkeypatch.setattr("fastdata.pixels.images.open_libjpeg", lambda: (None, "none"))
+    elif open_libjpeg()[0] is None:
         pytest.skip("Pillow is linked to no shared libjpeg-turbo")
     return str(request.param)
 
@@ -218,16 +223,14 @@ def test_the_core_decodes_ordinary_jpeg(
     name: str, decoded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of JPEG files of one or three colours, PIL reads no more than the header; all others are PIL's."""
-    if images.open_libjpeg()[0] is None:
+    if open_libjpeg()[0] is None:
         pytest.skip("Pillow is linked to no shared libjpeg-turbo")
     data, loaded, load = FILES[name](), [], ImageFile.ImageFile.load
     monkeypatch.setattr(
         ImageFile.ImageFile, "load", lambda image: loaded.append(image) or load(image)
     )
-    spec = images.SampleSpec(shape=None, dtype="uint8", form="pil")
-    opened = images.OpenedImages.of_files(
-        [data], lambda _: images.Opening().decode_pixels(data, upright=False)
-    )
+    spec = SampleSpec(shape=None, dtype="uint8", form="pil")
+    opened = OpenedImages.of_files([data], lambda _: Opening().decode_pixels(data, upright=False))
     list(Program((), spec).prepare(opened))
     assert (not loaded) == decoded
 
@@ -262,7 +265,7 @@ def test_loaders_of_tensors_are_known_by_what_they_do(
     decode_tensor: Callable[..., torch.Tensor], options: dict[str, Any], expected: Any, road: str
 ) -> None:
     """decode_image of torchvision, a partial of it, and torchcodec's, which turns images."""
-    opening = images.opening_of(partial(decode_tensor, **options) if options else decode_tensor)
+    opening = opening_of(partial(decode_tensor, **options) if options else decode_tensor)
     assert opening is not None
     assert (opening.form, opening.is_upright, opening.channels) == ("tensor", *expected)
 
@@ -279,7 +282,7 @@ def test_a_loader_of_tensors_that_warns_is_known(
     warning.__module__, warning.__name__ = "torchvision.io.image", "decode_image"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        opening = images.opening_of(warning)
+        opening = opening_of(warning)
     assert opening is not None
     assert opening.form == "tensor"
 
@@ -296,11 +299,11 @@ def test_a_loader_of_tensors_with_other_pixels_is_the_users_own(
         return decode_tensor(open(path, "rb"))
 
     for other in (rounded, of_paths):
-        assert images.opening_of(other) is None
+        assert opening_of(other) is None
         other.__module__, other.__name__ = "torchcodec.decoders", "decode_jpeg"
-        assert images.opening_of(other) is None
+        assert opening_of(other) is None
     monkeypatch.setattr(of_tensors, "__module__", "mine")
-    assert images.opening_of(decode_tensor) is None
+    assert opening_of(decode_tensor) is None
 
 
 @pytest.mark.parametrize("options", [{}, {"mode": "RGB"}, {"mode": "RGB", "turns": True}], ids=str)
@@ -382,7 +385,7 @@ def test_resize_refuses_what_is_no_image() -> None:
 
 def test_extensions_are_torchvisions() -> None:
     """The same files count as images."""
-    assert images.IMAGE_EXTENSIONS == folder.IMG_EXTENSIONS
+    assert IMAGE_EXTENSIONS == folder.IMG_EXTENSIONS
 
 
 # Stored arrays
