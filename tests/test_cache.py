@@ -606,7 +606,7 @@ def test_a_damaged_small_file_or_a_cut_shard_is_a_rebuild(
         with cached(root, codec=codec) as dataset:
             assert same(dataset, wanted)
         assert (
-            len([line for line in caplog.messages if "the cache is written anew: " in line]) == 1
+            len([line for line in caplog.messages if "the cache is written again: " in line]) == 1
         ), name
 
 

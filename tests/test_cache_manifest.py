@@ -72,7 +72,7 @@ def test_a_manifest_of_other_kinds_of_values_is_a_rebuild(
     with pytest.raises(CacheError, match="cannot be read: "):
         Cache.read(Place(home))
     assert np.array_equal(images(root), wanted)
-    assert "the cache is written anew" in caplog.text
+    assert "the cache is written again" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_shards_that_cannot_be_are_a_rebuild(
     with pytest.raises(CacheError, match="cannot be read: "):
         Cache.read(Place(home))
     assert np.array_equal(images(root), wanted)
-    assert "the cache is written anew" in caplog.text
+    assert "the cache is written again" in caplog.text
 
 
 def test_a_shape_that_no_sample_has_is_a_rebuild(

@@ -95,19 +95,19 @@ from fastdata.stores.writers import (
 )
 
 _SPARE_BYTES = 256 << 20
-"""Left on the disk where the choice is ours."""
+"""Free space that codec="auto" leaves on the disk."""
 _MOST_SHARDS = 200
 """Every process keeps a descriptor open for each file, and 1,024 is a usual limit."""
 _LEAST_BYTES = 16 << 20
-"""Of a shard: less is too little to hand out as a task. Up to twice as much is."""
+"""Size of the smallest shards; a smaller one is not worth a task."""
 _GOOD_BYTES = 32 << 20
-"""From these on a shard may be more, where there are enough for all workers."""
+"""Size of shards once there are ``_GOOD_SHARDS``, which is enough for all workers."""
 _GOOD_SHARDS = 64
 _FILES_PER_TASK = 50_000
 _CHARACTERS = 16
 """Length of a fingerprint."""
 _RAY_RETRIES = 10
-"""Of a task whose node was lost."""
+"""Retries of a task whose node was lost."""
 
 
 def prepare_on_disk(
@@ -118,10 +118,15 @@ def prepare_on_disk(
     *,
     is_own_list: bool = False,
 ) -> Prepared:
-    """Serve from the cache of these samples; write it first, or what of it is missing.
+    """Serve from the cache of these samples; write the cache, or its missing shards, first.
 
-    ``is_own_list`` says that somebody chose the files, so that others over the same root have
-    caches of their own; the rest is as in ``_Build``.
+    Args:
+        path: reads and prepares a sample.
+        options: of the dataset, with ``cache_dir``.
+        table: paths and targets, if they are known beforehand; else the cache stores the targets.
+        described: describes the samples.
+        is_own_list: True if code of the user's chose the files, so that other files below the same
+            root have caches of their own.
 
     Raises:
         SampleError: a sample cannot be prepared.
@@ -172,13 +177,15 @@ def prepare_on_disk(
 
 
 def lock_of(home: Path) -> FileLock:
+    """Return the lock that the writer of a cache holds, a file next to the cache."""
     return FileLock(home.with_name(f".{home.name}.lock"))
 
 
 def locked(home: Path, reason: str) -> AbstractContextManager[Any]:
     """Hold the lock of a cache's writer, which the system frees when its holder dies.
 
-    A CacheError says for what reason it has to be written where it cannot be.
+    Raises:
+        CacheError: the folder cannot be written; says the ``reason`` why it has to be.
     """
     lock = lock_of(home)
     try:
@@ -223,7 +230,7 @@ def list_paths(
     # A relative root may have absolute paths below it.
     full = os.fsencode(os.path.join(os.path.abspath(local_path(root)), "")) if root else b""
     names = [os.fsencode(path).removeprefix(prefix).removeprefix(full) for path in paths]
-    if stats is None:  # 1,300,000 are a matter of seconds
+    if stats is None:  # takes seconds for 1,300,000 files
         tasks = [paths[i : i + _FILES_PER_TASK] for i in range(0, len(paths), _FILES_PER_TASK)]
         workers = usable_cores() if len(tasks) > 4 else 0
         with closing(run_tasks(_stat_files, tasks, workers)) as found:
@@ -237,7 +244,7 @@ def _stat_files(paths: Sequence[str]) -> npt.NDArray[np.int64]:
     for row, path in enumerate(paths):
         try:
             found = with_retries(os.stat, path)
-        except (OSError, ValueError) as problem:  # no such file, or a name that cannot be one
+        except (OSError, ValueError) as problem:  # no such file, or not the name of a file
             if fault_of(problem) == "machine":
                 raise
         else:
@@ -246,13 +253,14 @@ def _stat_files(paths: Sequence[str]) -> npt.NDArray[np.int64]:
 
 
 def fingerprint(*parts: bytes) -> str:
+    """Return a short SHA-256 of several texts, none of which holds a zero byte but the last."""
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:_CHARACTERS]
 
 
 def samples_per_shard(count: int, need_bytes: int, shard_bytes: int | str | None) -> int:
-    """How many of so many samples, which take about ``need_bytes``, a shard has.
+    """Return how many of ``count`` samples, which take about ``need_bytes``, a shard holds.
 
-    A power of 2, so that cuts stay where they are when a few samples come or go.
+    It is a power of 2, so that the borders of shards stay when a few samples come or go.
     """
     if shard_bytes is None:
         size_bytes = min(max(need_bytes / _GOOD_SHARDS, _LEAST_BYTES), _GOOD_BYTES)
@@ -265,16 +273,16 @@ def samples_per_shard(count: int, need_bytes: int, shard_bytes: int | str | None
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Build:
-    """A cache that samples are served from, and that is written where it is not there.
+    """A cache of a dataset, which is opened, or built where it is missing.
 
     Args:
-        path: that samples are read by.
-        options: as given by the user, with ``cache_dir``.
-        table: paths and targets where they are known beforehand; else the cache keeps targets.
-        listing: the files, where samples are files.
-        manifest: of the cache, which knows its parts once it is written.
+        path: reads and prepares a sample.
+        options: of the dataset, with ``cache_dir``.
+        table: paths and targets, if they are known beforehand; else the cache stores the targets.
+        listing: the files, if samples are files.
+        manifest: of the cache, without its parts.
         place: of the cache.
-        home: the same here; of a cache behind a URL what its lock on this machine is named after.
+        home: its path on this machine. For a cache behind a URL the lock is named after it.
     """
 
     path: ReadPath
@@ -289,9 +297,9 @@ class _Build:
         """Serve from the cache.
 
         Raises:
-            FileNotFoundError: there is none that is up to date, or samples that were left out, for
-                a reason that may pass, can be read now.
-            CacheError: it is damaged.
+            FileNotFoundError: there is no cache that is up to date, or a sample that was left out
+                can be read now.
+            CacheError: the cache is damaged.
         """
         with suppress(FileNotFoundError):
             cache = Cache.read(self.place)
@@ -300,6 +308,7 @@ class _Build:
         raise FileNotFoundError("it holds no cache of these samples that is up to date")
 
     def _is_current(self, cache: Cache) -> bool:
+        """Return True if a cache holds these samples, and nothing can be added to it."""
         found = (cache.manifest.key, cache.manifest.content)
         if found != (self.manifest.key, self.manifest.content) or cache.lacks_receipts():
             return False
@@ -313,13 +322,14 @@ class _Build:
         return cache.serve([*own, self.path.decoder], self.table, options.local_cache)
 
     def open_or_write(self) -> Prepared:
+        """Serve from the cache; build it first if it is not up to date. The lock is held."""
         try:
             return self.open()  # another process may have written it meanwhile
         except FileNotFoundError:
             pass
         except CacheError as damage:
-            log.warning("the cache is written anew: %s", str(damage))
-        # Behind a URL nobody holds a file open: those of the index before stay for who reads them.
+            log.warning("the cache is written again: %s", str(damage))
+        # Behind a URL readers do not hold files open: those of the previous index stay for them.
         before: set[str] = set()
         if self.place.is_remote:
             with suppress(FileNotFoundError, CacheError):
@@ -334,11 +344,11 @@ class _Build:
         finally:
             self._sweep(needed)
             with suppress(OSError):
-                self.home.rmdir()  # where nothing is in it
+                self.home.rmdir()  # fails unless the folder is empty
         return self._serve(cache)
 
     def _sweep(self, is_needed: Callable[[str], bool]) -> None:
-        """Remove all other files that are this user's."""
+        """Remove all files that are not needed, if they are this user's and behind no link."""
         with suppress(OSError):
             for name in filterfalse(is_needed, file_sizes(self.place)):
                 path = Path(self.place.url, name)
@@ -349,7 +359,7 @@ class _Build:
     # What is to be written
 
     def _write(self) -> Cache:
-        """Write the shards that are not there, and let the cache hold all from now on."""
+        """Write the missing shards, and then the index of all."""
         refuse_draws(self.path.source, self.options)
         expected = forecast(self.path)
         targets = [read.target for read in expected.probed]
@@ -360,7 +370,7 @@ class _Build:
         return write_any_shapes(lambda plans: self._write_as(plans, expected.layout), planned)
 
     def _choose_codec(self, expected: Forecast) -> CodecTrial:
-        """Samples raw where the disk has room, else by a lossless codec, or as the user says."""
+        """Return the user's codec; for "auto" raw if the disk has room, else the best lossless one."""
         codec = self.options.codec
         if codec != "auto":
             [trial] = try_codecs(probe_more(self.path), codec)
@@ -372,7 +382,7 @@ class _Build:
         if self.place.is_remote or expected.raw.need_bytes <= free:
             return expected.raw
         fits = fitting(try_codecs(probe_more(self.path), codec), free, only_lossless=True)
-        return fits[0] if fits else expected.raw  # whose error says need, free and cure
+        return fits[0] if fits else expected.raw  # writing it raises an error with figures
 
     def _write_as(self, plans: Sequence[WriterPlan], layout: Layout) -> Cache:
         parts = tuple(
@@ -409,7 +419,7 @@ class _Build:
         return tasks
 
     def _concatenate(self, shards: Sequence[Cache]) -> Columns:
-        """Return the columns of all shards, with what else is known of their samples."""
+        """Return the columns of all shards, with the targets and paths of their samples."""
         columns: Columns = {
             "skipped.json": [each for shard in shards for each in shard.columns["skipped.json"]]
         }
@@ -426,7 +436,7 @@ class _Build:
         columns |= pack_targets(targets)
         if self.listing is not None:
             paths = [self.listing.paths[row] for row in kept]
-            if any(map(os.path.isabs, paths)):  # of a file elsewhere
+            if any(map(os.path.isabs, paths)):  # a file is not below the root
                 paths = [os.path.join(os.fsencode(self.manifest.root), path) for path in paths]
             packed = Packed.of(paths)
             columns |= {"paths": packed.blob, "ends": packed.ends}
@@ -440,22 +450,22 @@ def file_sizes(place: Place) -> dict[str, int]:
 
 
 def _is_complete(name: str) -> bool:
-    """Return True for a file that a build leaves to the next one if it is stopped."""
+    """Return True for files of complete shards, which a stopped build leaves to the next one."""
     return "-" in name or name == INDEX
 
 
 def may_stay_out(
     path: ReadPath, options: Options, skipped: Sequence[SampleError], first_index: int = 0
 ) -> bool:
-    """Return True if the user leaves samples out, and none of these can be read now.
+    """Return True if samples may be left out, and none of those left out can be read now.
 
-    Those whose bytes are damaged are not read again. ``first_index`` is the sample whose error
-    would have index 0.
+    Samples whose bytes are damaged are not tried again. ``first_index`` is added to the index of
+    each error.
     """
     if skipped and options.on_error != "skip":
         return False
     left_out = [first_index + error.index for error in skipped if error.may_pass]
-    with suppress(RemoteError, IngestError):  # the machine fails: they stay left out
+    with suppress(RemoteError, IngestError):  # the machine or network fails: not now
         for read in chain.from_iterable(read_samples(path, left_out)):
             if not isinstance(read, SampleError):
                 return False
@@ -466,9 +476,9 @@ class ShardTask(NamedTuple):
     """A shard that is to be written.
 
     Args:
-        name: its fingerprint.
-        positions: of its samples in the source.
-        columns: of these, on the way to a process that does not have those of all.
+        name: fingerprint of the shard.
+        positions: indices of its samples in the source.
+        columns: paths and targets of these samples, for a process that does not have all.
     """
 
     name: str
@@ -481,13 +491,13 @@ class ShardTask(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardWriter:
-    """What writes shards, in this or any other process.
+    """Writes shards, in this or any other process.
 
     Args:
-        path: that samples are read by.
-        plans: of each part of a shard.
+        path: reads and prepares a sample.
+        plans: plan for each part of a shard.
         options: of the dataset.
-        manifest: of each receipt.
+        manifest: of the cache, without classes.
         place: of the cache.
     """
 
@@ -498,10 +508,10 @@ class ShardWriter:
     place: Place
 
     def __call__(self, task: ShardTask) -> bytes:
-        """Write the files of a shard, and then its receipt, which it gives."""
+        """Write the files of a shard, and last its receipt, which is returned."""
         path = self.path
         if multiprocessing.parent_process() is not None:
-            # There is a process for each core; and a forked OpenMP pool would hang.
+            # There is a process for each core, and a forked OpenMP pool would hang.
             torch.set_num_threads(1)
         if task.columns is not None:
             assert isinstance(path.source, FileSource)
@@ -510,7 +520,9 @@ class ShardWriter:
             folder = Path(self.place.url)
             if self.place.is_remote:
                 folder = cleanup.enter_context(fleeting_folder())
-            fresh = uuid.uuid4().hex  # there may be several of one shard
+            # Two tasks may write the same shard, as after a lost node: each writes files of its own
+            # and renames them in the end. Their bytes are equal, so the order does not matter.
+            fresh = uuid.uuid4().hex
             new_paths = [folder / f"{fresh}.{number}" for number in range(len(self.plans))]
             plans = [
                 replace(plan, path=new) for plan, new in zip(self.plans, new_paths, strict=True)
@@ -518,7 +530,7 @@ class ShardWriter:
             stores, written = ingest(path, plans, task.positions, self.options)
             for store in stores:
                 cleanup.callback(store.close)
-            shard = self._describe(task, stores, written)
+            shard = self._make_index(task, stores, written)
             receipt = shard.pack()
             for new, [name] in zip(new_paths, shard.files(), strict=True):
                 if self.place.is_remote:
@@ -528,7 +540,7 @@ class ShardWriter:
             self.place.write(receipt_name(task.name), receipt)
         return receipt
 
-    def _describe(self, task: ShardTask, stores: Sequence[Store], written: Written) -> Cache:
+    def _make_index(self, task: ShardTask, stores: Sequence[Store], written: Written) -> Cache:
         kept = np.zeros(len(task.positions), bool)
         kept[list(written.targets)] = True
         errors = [error for _, error in sorted(written.errors.items())]
@@ -552,7 +564,7 @@ class ShardWriter:
             IngestError: a worker of this machine was lost; what is done stays. An executor raises
                 errors of its own.
             ShapesDifferError: a sample has another shape.
-            ValueError: what prepares samples cannot be pickled.
+            ValueError: the code that prepares samples cannot be pickled.
         """
         complete = self._complete(tasks)
         left = [task for task in tasks if task.name not in complete]
@@ -561,7 +573,7 @@ class ShardWriter:
         if complete:
             log.warning(
                 "%d of %d samples are prepared: those of new or changed files, of damaged shards, "
-                "or that a build that was stopped has left",
+                "or that a stopped build has left",
                 missing,
                 count,
             )
@@ -577,13 +589,13 @@ class ShardWriter:
         return [complete[task.name] for task in tasks]
 
     def _complete(self, tasks: Sequence[ShardTask]) -> dict[str, Cache]:
-        """Return the shards of tasks that need not be written, by name."""
+        """Return the shards that are complete already, by name."""
         sizes = file_sizes(self.place)
         found = [task for task in tasks if receipt_name(task.name) in sizes]
         asked = [self.place.submit(receipt_name(task.name)) for task in found]
         complete = {}
         for task, receipt in zip(found, asked, strict=True):
-            with suppress(Exception):  # bytes of others raise anything
+            with suppress(Exception):  # reading somebody else's bytes may raise anything
                 shard = Cache.unpack(self.place, receipt.result())
                 is_whole = all(files.items() <= sizes.items() for files in shard.files())
                 is_whole &= shard.shard_names == [task.name]
@@ -608,15 +620,16 @@ class ShardWriter:
                 forks=needs_processes(self.path, self.plans),
                 is_thread_safe=is_thread_safe(self.path, self.plans),
             )
-        else:  # too few to go round: all workers at one after the other
+        else:  # fewer shards than workers: all workers prepare one shard after the other
             yield from map(self, tasks)
 
 
 def run_elsewhere(
     writer: ShardWriter, tasks: Sequence[ShardTask], engine: str | Executor
 ) -> Iterator[bytes]:
+    """Write shards by an executor or by Ray, and yield the receipt of each when it is written."""
     source = writer.path.source
-    if isinstance(source, FileSource):  # a task has the files of its own samples only
+    if isinstance(source, FileSource):  # a task carries the files of its own samples only
         tasks = [task._replace(columns=source.columns_of(task.positions)) for task in tasks]
         no_files = replace(source, **source.columns_of(()))
         writer = replace(writer, path=writer.path._replace(source=no_files))
@@ -633,23 +646,24 @@ def run_elsewhere(
             for future in as_completed(running):
                 yield settle(future.result())
         finally:
-            # What is being written now stays, too.
+            # Shards that are being written now are completed, and stay for the next build.
             wait([future for future in running if not future.cancel()])
 
 
 def _attempt(packed: bytes, task: ShardTask) -> bytes:
-    """What an executor runs: its errors are answers, so that all others are the executor's."""
+    """Write a shard in an executor. Errors are returned, so that those raised are the executor's."""
     return attempt(lambda task: pickle.loads(packed)(task), task)
 
 
 def _pickled(writer: ShardWriter) -> bytes:
+    """Pickle a writer, with its ``storage_options``; a ValueError says what cannot be pickled."""
     try:
         with options_travel():
             return pickle.dumps(writer)
     except Exception as problem:  # pickling runs code of the user's
         raise ValueError(
-            "engine= sends what reads and prepares samples to other processes, which cannot be "
-            f"pickled: {problem}. Use functions of a module in place of lambdas and of functions "
+            "engine= runs your loader and transform in other processes, but they cannot be "
+            f"pickled: {problem}. Use functions of a module instead of lambdas and of functions "
             "within others; or engine='local', which forks, or engine='ray', which sends their "
             "code."
         ) from problem
@@ -657,10 +671,10 @@ def _pickled(writer: ShardWriter) -> bytes:
 
 @contextmanager
 def _ray(writer: ShardWriter) -> Iterator[Callable[[ShardTask], Future[bytes]]]:
-    """Submit tasks to the Ray cluster that this process is connected to, or RAY_ADDRESS has.
+    """Submit tasks to the Ray cluster that this process is connected to, or that RAY_ADDRESS names.
 
-    Where there is none it starts one here, which ends with it. A task whose node was lost is run
-    again on another one; what is not done in the end is cancelled.
+    If there is none, one is started on this machine and ended afterwards. A task whose node was
+    lost is run again on another one; tasks that are not done in the end are cancelled.
     """
     try:
         import ray
@@ -674,7 +688,7 @@ def _ray(writer: ShardWriter) -> Iterator[Callable[[ShardTask], Future[bytes]]]:
     refs: list[Any] = []
     try:
         with options_travel():
-            packed = ray.put(ray.cloudpickle.dumps(writer))  # which each node fetches once
+            packed = ray.put(ray.cloudpickle.dumps(writer))  # each node fetches it once
         write = ray.remote(num_cpus=1, max_retries=_RAY_RETRIES)(_attempt)
 
         def submit(task: ShardTask) -> Future[bytes]:
