@@ -24,8 +24,8 @@ from torch.utils.data import Dataset
 
 from fastdata import CachedDataset, FastDataWarning, ImageFolder
 from fastdata.errors import SampleError
-from fastdata.machine import processes
-from fastdata.machine.processes import Rank, find_rank, find_run, local_ranks
+from fastdata.machine import ranks
+from fastdata.machine.ranks import Rank, find_rank, find_run, local_ranks
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="ranks meet on Linux only"
@@ -449,24 +449,24 @@ def files_in(folder: Path) -> list[Path]:
 @pytest.mark.parametrize("told", [b"12", b"12 0\n", b"12 0\n\x80\x05\x95"])
 def test_what_a_leader_had_not_told_whole_is_prepared_again(told: bytes, meeting: Path) -> None:
     """One that was killed while it told is no error for those that come after it."""
-    leader = processes.lead_or_follow("run", "key", ())
-    assert isinstance(leader, processes.Leader)
+    leader = ranks.lead_or_follow("run", "key", ())
+    assert isinstance(leader, ranks.Leader)
     [path] = files_in(meeting)
     leader.close()
     path.write_bytes(told)
-    with contextlib.closing(processes.lead_or_follow("run", "key", ())) as again:  # type: ignore[type-var]
-        assert isinstance(again, processes.Leader)
+    with contextlib.closing(ranks.lead_or_follow("run", "key", ())) as again:  # type: ignore[type-var]
+        assert isinstance(again, ranks.Leader)
 
 
 def test_a_rank_that_came_as_the_leader_left_meets_the_next_one(
     meeting: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who waited for the lock of a file that is gone by then leads nobody, but meets the others again."""
-    plain = processes.fcntl.flock
-    leaders: Any = [processes.lead_or_follow("run", "key", ())]
+    plain = ranks.fcntl.flock
+    leaders: Any = [ranks.lead_or_follow("run", "key", ())]
 
     def flock(file: Any, how: int) -> None:
-        if how == processes.fcntl.LOCK_EX:
+        if how == ranks.fcntl.LOCK_EX:
             if len(leaders) == 1:  # this rank has opened the file of the leader, who leaves now
                 leaders[0].close()
                 leaders.append(lead_with(plain))
@@ -476,13 +476,13 @@ def test_a_rank_that_came_as_the_leader_left_meets_the_next_one(
 
     def lead_with(flock: Any) -> Any:
         with monkeypatch.context() as patch:
-            patch.setattr(processes.fcntl, "flock", flock)
-            return processes.lead_or_follow("run", "key", ())
+            patch.setattr(ranks.fcntl, "flock", flock)
+            return ranks.lead_or_follow("run", "key", ())
 
     found = lead_with(flock)
-    assert isinstance(leaders[1], processes.Leader)
+    assert isinstance(leaders[1], ranks.Leader)
     leaders[1].close()
-    assert isinstance(found, processes.Follower)
+    assert isinstance(found, ranks.Follower)
     assert found.value == "prepared"
 
 
@@ -558,7 +558,7 @@ def test_where_ranks_cannot_meet_is_said(tmp_path: Path, meeting: Path, kind: st
             raise OSError(errno.ENOLCK, "No locks available")
 
         if kind == "no locks":
-            processes.fcntl.flock = refuse  # of this forked process
+            ranks.fcntl.flock = refuse  # of this forked process
         with pytest.warns(FastDataWarning, match="cannot meet"):
             dataset = CachedDataset(Numbered(40, tmp_path / f"log{rank}"))
         with dataset:

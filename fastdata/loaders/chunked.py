@@ -34,7 +34,7 @@ from fastdata.machine import (
     parse_bytes,
     plan_chunks,
 )
-from fastdata.machine.processes import find_rank, local_ranks
+from fastdata.machine.ranks import find_rank, local_ranks
 from fastdata.report import EpochReport
 from fastdata.stores.mirror import FETCH_BYTES, MirroredStore
 from fastdata.stores.readers import DiskStore

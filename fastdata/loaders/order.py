@@ -40,7 +40,7 @@ from fastdata.datasets.batch import (
 )
 from fastdata.loaders.epochs import Parts, Progress
 from fastdata.loaders.samplers import RankSampler, StateDict, name_differences
-from fastdata.machine.processes import Rank
+from fastdata.machine.ranks import Rank
 from fastdata.report import warn_user
 
 _END = object()

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from torch.utils.data import ConcatDataset, Dataset, DistributedSampler, Subset
 
 from fastdata.datasets.batch import RepeatedIndex, count_earlier
-from fastdata.machine.processes import find_rank
+from fastdata.machine.ranks import find_rank
 from fastdata.pixels.core import draw_integers, draw_uniform, sample_keys
 
 Int64s = npt.NDArray[np.int64]

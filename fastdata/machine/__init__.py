@@ -7,17 +7,11 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from fastdata.errors import MemoryBudgetError
 from fastdata.machine.limits import Available
 from fastdata.report import Line, Report
-
-
-def user_cache() -> Path:
-    """The folder for what fastdata keeps of its own accord; it need not be there."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastdata"
 
 
 def is_running(pid: int) -> bool:

@@ -53,8 +53,8 @@ from fastdata.errors import (
 )
 from fastdata.machine import CodecTrial, fitting, parse_bytes
 from fastdata.machine.limits import usable_cores
-from fastdata.machine.processes import attempt, run_tasks, settle
 from fastdata.machine.shared import Packed, SampleTable
+from fastdata.machine.workers import attempt, run_tasks, settle
 from fastdata.pixels import describe_steps
 from fastdata.report import log, progress_bar
 from fastdata.sources import FileSource

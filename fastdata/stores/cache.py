@@ -43,7 +43,7 @@ from fastdata.errors import (
     local_path,
     refuse_remote,
 )
-from fastdata.machine import StoragePlan, format_bytes, user_cache
+from fastdata.machine import StoragePlan, format_bytes
 from fastdata.machine.shared import ArrayBlock, Packed, SampleTable, target_columns
 from fastdata.pixels.images import Array
 from fastdata.sources.remote import MISSING, Place, StorageChoice, facts_of
@@ -388,7 +388,9 @@ def mirror_folder(local_cache: AnyPath | None) -> Path:
     """Return the folder that keeps caches behind URLs: by default in the user's cache folder."""
     if local_cache is not None:
         refuse_remote(local_cache)
-    return Path(local_path(local_cache or user_cache() / "remote")).absolute()
+        return Path(local_path(local_cache)).absolute()
+    users = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(users, "fastdata", "remote").absolute()
 
 
 def find_cache(path: AnyPath, storage_options: StorageChoice = None) -> Place:

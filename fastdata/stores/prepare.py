@@ -41,7 +41,7 @@ from fastdata.machine import (
     limits,
     would_fit,
 )
-from fastdata.machine.processes import (
+from fastdata.machine.ranks import (
     Follower,
     Leader,
     cores_of_job,

@@ -37,7 +37,7 @@ from fastdata.errors import (
     sample_error,
 )
 from fastdata.machine import format_bytes
-from fastdata.machine.processes import Leader
+from fastdata.machine.ranks import Leader
 from fastdata.machine.shared import OPEN_FLAGS, ArrayBlock, Block, SampleTable, collate_targets
 from fastdata.pixels.core import Bytes, Shape
 from fastdata.pixels.images import (

@@ -28,8 +28,8 @@ from fastdata.errors import (
     sample_error,
 )
 from fastdata.machine import format_bytes, limits
-from fastdata.machine.processes import run_tasks
 from fastdata.machine.shared import ArrayBlock, Block
+from fastdata.machine.workers import run_tasks
 from fastdata.pixels import Step, plan_transform, split_upright
 from fastdata.pixels.compose import known_name
 from fastdata.pixels.core import Shape, library

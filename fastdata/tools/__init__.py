@@ -29,7 +29,7 @@ from fastdata.datasets.dataset import PreparedDataset, storage_of
 from fastdata.errors import AnyPath, refuse_remote
 from fastdata.loaders.epochs import sample_count
 from fastdata.machine.limits import available_bytes, cpu_model, usable_cores
-from fastdata.machine.processes import attempt_job, forked, settle
+from fastdata.machine.workers import attempt_job, forked, settle
 
 _T = TypeVar("_T")
 _WARM_UP = 0.125
@@ -114,7 +114,7 @@ def in_subprocess(work: Callable[[], _T], *, limit_s: float | None) -> _T:
         if not wait([answer], limit_s).done:
             raise TimeoutError(f"no answer within {limit_s:.1f} s")
         try:
-            return cast(_T, settle(answer.result()))
+            return cast("_T", settle(answer.result()))
         except BrokenProcessPool:
             pool.shutdown()
             raise RuntimeError(

@@ -1,0 +1,272 @@
+"""Jobs that run over tasks in threads or forked processes.
+
+A job runs in threads if it holds no GIL, else in processes that are forked. These share all memory
+of the parent as it was, so that a job needs no pickling, only its tasks and results. Files that are
+open in the parent are opened again, so that each process reads from a position of its own.
+Processes are killed when a run ends, whatever the reason, and end by themselves within a second of
+the parent. If none can be forked, the job runs in threads, or in the calling thread if several
+threads may not run it at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import itertools
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.process import BaseProcess
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import torch.distributed
+
+from fastdata.errors import IngestError
+from fastdata.machine.open_files import obstacle_to_forks, take_own_positions
+from fastdata.report import log, warn_user
+
+if sys.platform != "win32":
+    pass
+
+
+_T = TypeVar("_T")
+
+Job = Callable[[Any], Any]
+
+_PARENT_CHECK_S = 1.0
+
+
+# Workers
+
+
+def run_tasks(
+    job: Callable[[Any], _T],
+    tasks: Sequence[Any],
+    workers: int,
+    *,
+    forks: bool = True,
+    is_thread_safe: bool = True,
+    cores: Collection[int] = (),
+) -> Generator[_T, None, None]:
+    """Yield what the job returns for each task, in order; close the generator to end the workers.
+
+    Args:
+        job: called with one task; what it raises is raised here.
+        tasks: can be pickled, and say as text what they are.
+        workers: below 2 the job runs in the thread that asks.
+        forks: run the job in forked processes if that is possible, because it holds the GIL.
+        is_thread_safe: True if several threads may run the job at once. If not, and if it cannot
+            run in forked processes, it runs in the thread that asks, one task after the other.
+        cores: that workers may use, where those of this process are fewer.
+
+    Raises:
+        IngestError: a worker died.
+    """
+    if workers > 1 and forks:
+        obstacle = _obstacle_to_forks()
+        if not obstacle:
+            yield from _run_in_processes(job, tasks, workers, cores)
+            return
+        if not is_thread_safe:
+            workers = 1
+        _say_slower(obstacle, is_thread_safe=is_thread_safe)
+    if workers > 1:
+        yield from _run_in_threads(job, tasks, workers, cores)
+    else:
+        yield from map(job, tasks)
+
+
+def _run_in_processes(
+    job: Callable[[Any], _T], tasks: Sequence[Any], workers: int, cores: Collection[int]
+) -> Generator[_T, None, None]:
+    done = 0
+    with forked(job, workers, cores, threads=1) as (pool, children):
+        try:
+            seed = torch.initial_seed()
+            for answer in pool.map(attempt_job, tasks, itertools.count(seed)):
+                yield settle(answer)
+                done += 1
+        except BrokenProcessPool:
+            pool.shutdown()  # by when it has ended the others, too
+            raise _loss(children, tasks[done : done + 2 * workers]) from None
+
+
+def _run_in_threads(
+    job: Callable[[Any], _T], tasks: Sequence[Any], workers: int, cores: Collection[int]
+) -> Generator[_T, None, None]:
+    threads = ThreadPoolExecutor(workers, "fastdata-ingest", _use_cores, (cores,))
+    try:
+        yield from threads.map(job, tasks)
+    finally:
+        threads.shutdown(cancel_futures=True)
+
+
+def _obstacle_to_forks() -> str:
+    """Return why no processes can be forked that do the same as this one; empty if they can."""
+    if not sys.platform.startswith("linux"):
+        return _NOT_LINUX
+    if multiprocessing.current_process().daemon:
+        return _DAEMON
+    try:
+        multiprocessing.get_context("fork").Lock()
+    except OSError as problem:
+        return f"processes need room for their locks in /dev/shm ({problem})"
+    return obstacle_to_forks()
+
+
+_NOT_LINUX = "processes are forked only on Linux"
+
+_DAEMON = "a daemon process may not start others"
+
+
+def _say_slower(obstacle: str, *, is_thread_safe: bool) -> None:
+    how = "by threads" if is_thread_safe else "one after the other in this process"
+    text = f"samples are prepared {how}, which may be slower: {obstacle}"
+    if obstacle in (_NOT_LINUX, _DAEMON):  # the user cannot change it
+        log.info("%s", text)
+    else:
+        warn_user(text)
+
+
+def _loss(children: Sequence[BaseProcess], tasks: Sequence[Any]) -> IngestError:
+    """What is to be said of a worker that died, while about these were prepared."""
+    ended = -signal.SIGTERM  # as the others are by the pool
+    code = next((it.exitcode for it in children if it.exitcode not in (0, None, ended)), ended)
+    how = f"ended with exit code {code}"
+    if code < 0:
+        how = f"was killed by {signal.Signals(-code).name}"
+    text = f"a worker process {how} while these were prepared: {'; '.join(map(str, tasks))}."
+    if code == -signal.SIGKILL:
+        text += (
+            " Out of memory is the usual reason: use fewer prepare_workers= or a smaller resize=."
+        )
+    return IngestError(text)
+
+
+@contextlib.contextmanager
+def forked(
+    job: Job, workers: int = 1, cores: Collection[int] = (), *, threads: int | None = None
+) -> Iterator[tuple[ProcessPoolExecutor, Sequence[BaseProcess]]]:
+    """Forked processes in which ``attempt_job`` runs the job, and which have so many threads each.
+
+    They, and the processes that they start, are killed in the end.
+    """
+    creator = os.getpid()
+    context = multiprocessing.get_context("fork")
+    pool = ProcessPoolExecutor(workers, context, _begin, (job, creator, cores, threads))
+    children: list[BaseProcess] = []
+    try:
+        # Ctrl-C waits till then: Python drops exceptions in the hooks that run around a fork.
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            with warnings.catch_warnings():  # of threads: a child runs only our loop
+                warnings.simplefilter("ignore", DeprecationWarning)
+                pool.submit(os.getpid)  # which forks all of them
+        finally:
+            children += pool._processes.values()
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        yield pool, children
+    finally:
+        if os.getpid() == creator:
+            for child in children:  # they hold nothing that needs an orderly end
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(cast("int", child.pid), signal.SIGKILL)
+                child.kill()  # where it has not yet made a group
+            with contextlib.suppress(RuntimeError):  # of a thread that could not be started
+                pool.shutdown(cancel_futures=True)
+
+
+_job: Job
+"""Of a forked worker."""
+
+_NUMPY_SEEDS = 1 << 32
+
+_TORCH_SEEDS = 1 << 63
+
+
+def _begin(job: Job, parent_pid: int, cores: Collection[int], threads: int | None) -> None:
+    global _job
+    try:
+        take_own_positions()
+        _job = job
+    except OSError as problem:
+        _job = functools.partial(_refuse, str(problem))
+    os.setpgid(0, 0)  # so that what it starts is ended with it, all at once
+    _use_cores(cores)
+    multiprocessing.current_process().name = "fastdata-ingest"
+    # Ctrl-C is the parent's, which ends this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    gc.freeze()  # what the parent left to its garbage collector is the parent's to finalise
+    if threads:
+        torch.set_num_threads(threads)  # this process only: a forked OpenMP pool would hang
+    threading.Thread(target=_end_with_parent, args=(parent_pid,), daemon=True).start()
+
+
+def _refuse(problem: str, _: Any) -> None:
+    raise IngestError(
+        "a worker process must open the files that are open in this process again, to read each "
+        f"from a position of its own, but that fails: {problem}. Use prepare_workers=1, or a "
+        "dataset that opens its files in __getitem__ and closes them again."
+    )
+
+
+def _use_cores(cores: Collection[int]) -> None:
+    if cores:
+        with contextlib.suppress(OSError):  # not permitted: those that there are
+            os.sched_setaffinity(0, cores)  # of this thread
+
+
+def _end_with_parent(parent_pid: int) -> None:
+    while os.getppid() == parent_pid:
+        time.sleep(_PARENT_CHECK_S)
+    os.killpg(0, signal.SIGKILL)
+
+
+def attempt_job(task: Any, seed: int | None = None) -> bytes:
+    """Run the job of a forked worker; with a seed, it draws from generators that are seeded so.
+
+    Workers inherit the state of the global generators. Without seeds, what one of them draws at
+    random would be what each of the others draws. Torch seeds its workers alike.
+    """
+    if seed is not None:
+        random.seed(seed)
+        np.random.seed(seed % _NUMPY_SEEDS)
+        torch.default_generator.manual_seed(seed % _TORCH_SEEDS)
+    return attempt(_job, task)
+
+
+def attempt(job: Job, task: Any) -> bytes:
+    """What the job returns, or the error that it raises and its traceback, pickled for ``settle``.
+
+    An error that cannot be pickled travels as text, and so does an exit.
+    """
+    try:
+        return pickle.dumps((job(task), None, ""), protocol=5)
+    except BaseException as error:  # noqa: BLE001  # whatever it is, the parent raises it
+        text = f"in a worker process, {task}:\n{traceback.format_exc()}"
+        with contextlib.suppress(Exception):
+            answer = pickle.dumps((None, error, text))
+            if isinstance(pickle.loads(answer)[1], Exception):
+                return answer
+        return pickle.dumps((None, IngestError(f"{type(error).__name__}: {error}"), text))
+
+
+def settle(answer: bytes) -> Any:
+    """Return or raise what was sent."""
+    result, error, text = pickle.loads(answer)
+    if error is not None:
+        raise error from IngestError(text)
+    return result
