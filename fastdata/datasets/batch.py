@@ -24,8 +24,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from fastdata.errors import counted
 from fastdata.machine.shared import collate_targets
-from fastdata.pixels.core import sample_keys
-from fastdata.pixels.images import Array
+from fastdata.pixels.core import Array, sample_keys
 
 
 def as_numbers(indices: Any) -> Array:

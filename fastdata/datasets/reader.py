@@ -43,10 +43,9 @@ from fastdata.pixels import (
     plan_transform,
     split_upright,
 )
-from fastdata.pixels.core import Shape, library
+from fastdata.pixels.core import Array, Shape, library
 from fastdata.pixels.core.calls import Samples
 from fastdata.pixels.images import (
-    Array,
     SampleSpec,
     addresses_of,
     decoded_shape,

@@ -28,8 +28,8 @@ from fastdata.loaders.pinned import device_memory
 from fastdata.machine import check_device_room
 from fastdata.pixels import TransformPlan
 from fastdata.pixels.arguments import MODES
-from fastdata.pixels.core import Int64s, Shape
-from fastdata.pixels.images import Array, SampleSpec
+from fastdata.pixels.core import Array, Int64s, Shape
+from fastdata.pixels.images import SampleSpec
 from fastdata.pixels.program import Program
 from fastdata.pixels.steps import Step, place_of
 from fastdata.report import log

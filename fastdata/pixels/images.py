@@ -24,15 +24,13 @@ import numpy as np
 import torch
 
 from fastdata.errors import AnyPath, kind_of, open_file
-from fastdata.pixels import core
-from fastdata.pixels.core import Bytes, Int32s, Int64s, Shape
+from fastdata.pixels.core import Array, Bytes, Int32s, Int64s, Shape
 from fastdata.pixels.core.calls import Samples
 from fastdata.pixels.core.jpeg import Jpeg, jpeg_headers
 
 if TYPE_CHECKING:
     from PIL import Image  # 10 ms, which only those functions take that make images
 
-Array = core.Array
 Loader = Callable[[Any], Any]
 Buffer = bytes | memoryview
 IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")

@@ -38,9 +38,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fastdata.errors import CodecError
-from fastdata.pixels.core import Bytes, Shape
+from fastdata.pixels.core import Array, Bytes, Shape
 from fastdata.pixels.describe import describe
-from fastdata.pixels.images import Array, Scratch, decode_planes_into, encode_image, round_up_8
+from fastdata.pixels.images import Scratch, decode_planes_into, encode_image, round_up_8
 
 Settings = dict[str, "int | str | bool"]
 """Plain values that JSON keeps: ``name``, ``format`` (the version of the byte format),

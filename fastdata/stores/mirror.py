@@ -26,8 +26,8 @@ from filelock import FileLock
 from fastdata.errors import CacheError, RemoteError, SampleError
 from fastdata.machine import format_bytes, parse_bytes
 from fastdata.machine.shared import ArrayBlock
-from fastdata.pixels.core import Bytes
-from fastdata.pixels.images import Array, SampleSpec, addresses_of
+from fastdata.pixels.core import Array, Bytes
+from fastdata.pixels.images import SampleSpec, addresses_of
 from fastdata.sources.remote import (
     MISSING,
     Place,

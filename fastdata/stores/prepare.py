@@ -51,8 +51,9 @@ from fastdata.machine.ranks import (
     run_to_be,
 )
 from fastdata.machine.shared import SampleTable
+from fastdata.pixels.core import Array
 from fastdata.pixels.describe import describe, describe_dataset, is_listed
-from fastdata.pixels.images import Array, Bound, SampleSpec, SourceDecoder
+from fastdata.pixels.images import Bound, SampleSpec, SourceDecoder
 from fastdata.report import log, warn_user
 from fastdata.sources import DatasetSource, FileSource
 from fastdata.sources.remote import StorageOptions

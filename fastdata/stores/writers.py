@@ -32,9 +32,8 @@ from fastdata.machine.shared import ArrayBlock, Block
 from fastdata.machine.workers import run_tasks
 from fastdata.pixels import Step, plan_transform, split_upright
 from fastdata.pixels.compose import known_name
-from fastdata.pixels.core import Shape, library
+from fastdata.pixels.core import Array, Shape, library
 from fastdata.pixels.images import (
-    Array,
     Form,
     OpenedImages,
     Opening,

@@ -42,7 +42,7 @@ INLINE float fused(float a, float b, float c) {
 #endif
 }
 
-/* SplitMix64, as _mix in __init__.py. */
+/* SplitMix64, as _mix in random_numbers.py. */
 static const uint64_t GAMMA = 0x9E3779B97F4A7C15u;
 INLINE uint64_t scramble(uint64_t bits) {
     bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9u;

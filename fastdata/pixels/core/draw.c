@@ -1,7 +1,7 @@
 /* Draws: a table's steps become the few ops of one sample.
  *
  * Each draw is a pure function of the sample's key, the number of its step, and a number within that: SplitMix64, as
- * draws.py has it, where its source is named. So a sample comes out the same in any batch, and a call can be repeated.
+ * random_numbers.py has it, where its source is named. So a sample comes out the same in any batch, and a call can be repeated.
  */
 #include "core.h"
 
