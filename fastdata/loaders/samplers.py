@@ -69,7 +69,7 @@ def shuffled(dataset: Sized | int, shuffle: bool = True) -> Order:
         shuffle: whether to shuffle.
     """
     length = len(dataset) if isinstance(dataset, Sized) else operator.index(dataset)
-    draw = partial(_draw_shuffled if shuffle else _draw_sequence, length)
+    draw = partial(_draw_shuffled if shuffle else draw_sequence, length)
     return Order(
         draw=draw,
         length=length,
@@ -80,16 +80,16 @@ def shuffled(dataset: Sized | int, shuffle: bool = True) -> Order:
 
 
 def _draw_shuffled(length: int, seed: int, epoch: int, count: int) -> Int64s:
-    return _sort(np.arange(length), seed ^ _SHUFFLE_SALT, epoch)[:count]
+    return sort_by_keys(np.arange(length), seed ^ _SHUFFLE_SALT, epoch)[:count]
 
 
-def _sort(samples: Int64s, seed: int, epoch: int, first_key: int = 0) -> Int64s:
+def sort_by_keys(samples: Int64s, seed: int, epoch: int, first_key: int = 0) -> Int64s:
     """Put samples in the random order of their keys."""
     keys = sample_keys(seed, epoch, samples + first_key)
     return samples[np.argsort(keys, kind="stable")]
 
 
-def _draw_sequence(length: int, seed: int, epoch: int, count: int) -> Int64s:
+def draw_sequence(length: int, seed: int, epoch: int, count: int) -> Int64s:
     return np.resize(np.arange(length), count)
 
 
@@ -340,7 +340,7 @@ def chunked(
     """
     spare = 0 if drop_last else world_size - 1
     count = (length + spare) // world_size * world_size
-    draw = partial(_draw_sequence, length)
+    draw = partial(draw_sequence, length)
     if shuffle:
         draw = partial(_draw_chunked, length, piece_samples, chunk_samples, world_size)
     return Order(
@@ -363,7 +363,7 @@ def _draw_chunked(
     length: int, piece: int, chunk: int, world_size: int, seed: int, epoch: int, count: int
 ) -> Int64s:
     seed ^= _CHUNK_SALT
-    stream = _sort(np.arange(-(-length // piece)), seed, epoch)
+    stream = sort_by_keys(np.arange(-(-length // piece)), seed, epoch)
     stream = (stream[:, None] * piece + np.arange(piece)).ravel()
     stream = stream[stream < length]  # the last piece may be shorter
     by_rank = np.resize(stream, (world_size, count // world_size))
@@ -371,7 +371,9 @@ def _draw_chunked(
         for row in by_rank:
             for start in range(0, len(row), chunk):
                 some = slice(start, start + chunk)
-                row[some] = _sort(row[some], seed, epoch, length)  # by other keys than pieces
+                row[some] = sort_by_keys(
+                    row[some], seed, epoch, length
+                )  # by other keys than pieces
     order: Int64s = by_rank.T.ravel()
     return order
 
