@@ -39,7 +39,6 @@ from fastdata.report import EpochReport
 from fastdata.stores.mirror import FETCH_BYTES, MirroredStore
 from fastdata.stores.readers import DiskStore
 
-
 _PIECES_PER_CHUNK = 32
 _CHUNK_BYTES = 256 << 20
 """Size of a chunk: its pieces are 8 MiB, for which a hard disk reads longer than it seeks."""
