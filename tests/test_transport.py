@@ -43,9 +43,9 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from fastdata import CachedDataset, CudaPrefetcher, DataLoader, SampleBatch, collate
-from fastdata.datasets import ring as rings
-from fastdata.datasets.ring import BatchReceiver, RingCollate
+from fastdata.datasets.ring import BatchReceiver, RingCollate, WorkerRing, _receivers
 from fastdata.errors import MemoryBudgetError, StoreGoneError
+from fastdata.machine.shared import Block
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "memfd_create"), reason="blocks without a name need Linux"
@@ -120,7 +120,7 @@ def _numbers(
 
 def _ring(collate_fn: RingCollate, dataset: Any = None) -> Any:
     """The worker's end of a ring, here in the same process; it lives as long as the collate function."""
-    collate_fn._ring = rings.WorkerRing(collate_fn.receiver, collate_fn.slots, dataset)
+    collate_fn._ring = WorkerRing(collate_fn.receiver, collate_fn.slots, dataset)
     return collate_fn._ring
 
 
@@ -490,7 +490,7 @@ def test_memory_that_cannot_be_reserved_leaves_torchs_road(
     def refuse(size_bytes: int) -> Any:
         raise MemoryBudgetError(f"{size_bytes} bytes are too many")
 
-    monkeypatch.setattr(rings.Block, "create", refuse)
+    monkeypatch.setattr(Block, "create", refuse)
     ring = _ring(collate_fn := RingCollate(first))
     assert _arrive(ring.send(first, [torch.arange(3)])).tolist() == [0, 1, 2]
     assert collate_fn.receiver.fresh_count == 1
@@ -498,8 +498,8 @@ def test_memory_that_cannot_be_reserved_leaves_torchs_road(
 
 def test_a_block_with_a_name_serves_where_proc_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through temporary files, as on systems without memfd, batches arrive just so, and no file is left."""
-    create = rings.Block.create
-    monkeypatch.setattr(rings.Block, "create", lambda size_bytes: create(size_bytes, portable=True))
+    create = Block.create
+    monkeypatch.setattr(Block, "create", lambda size_bytes: create(size_bytes, portable=True))
     folder = Path(tempfile.gettempdir())
     before = set(folder.glob("fastdata-block-*"))
     ring = _ring(collate_fn := RingCollate(first))
@@ -689,7 +689,9 @@ def test_workers_that_are_not_found_are_said_to_be_slow(
     elsewhere = {**loop.__globals__, "__name__": "elsewhere"}
     monkeypatch.setattr(torch_worker, "_worker_loop", FunctionType(loop.__code__, elsewhere))
     # Where the loop says which worker this is.
-    monkeypatch.setattr(rings, "get_worker_info", lambda: elsewhere["_worker_info"])
+    monkeypatch.setattr(
+        sys.modules[RingCollate.__module__], "get_worker_info", lambda: elsewhere["_worker_info"]
+    )
     collate_fn = RingCollate()
     options = {"multiprocessing_context": "fork", "collate_fn": collate_fn}
     with warnings.catch_warnings():
@@ -906,7 +908,7 @@ def test_receivers_are_forgotten_with_their_collate_function() -> None:
     """Nothing of a RingCollate stays behind in the module."""
     token = RingCollate().receiver._token
     gc.collect()
-    assert token not in rings._receivers
+    assert token not in _receivers
     assert BatchReceiver.of(token).bytes_held == 0
 
 

@@ -4,7 +4,7 @@ Torch's queue between processes makes and maps new memory for each batch. A work
 the same few shared blocks again and again, as ``BatchRing`` does within a process:
 
     worker:  samples -> collate, stacking into a free slot -> SentBatch (pickle of the structure,
-        handle of the slot)
+        address of the slot)
     parent:  unpickling a SentBatch -> the structure, with tensors and arrays over the mapped slot
 
 The first byte of a slot says whose turn it is. Only its owner writes it: the worker lends, the
@@ -27,14 +27,14 @@ from contextlib import closing
 from functools import cache, partial
 from multiprocessing.reduction import ForkingPickler
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import Subset, get_worker_info
 from torch.utils.data._utils import collate as torch_collate
 
-from fastdata.datasets.batch import Collate
+from fastdata.datasets.batch import Collate, IndexBatch
 from fastdata.datasets.batch import collate as default_collate
 from fastdata.datasets.reader import ALIGN_BYTES, Lease, new_buffer
 from fastdata.errors import MemoryBudgetError, StoreGoneError
@@ -45,14 +45,22 @@ from fastdata.report import warn_user
 
 _LOOP_MODULE = "torch.utils.data._utils.worker"
 _FETCH_MODULE = "torch.utils.data._utils.fetch"
-_FREE = 0
-_LEASED = 1
+FREE = 0
+LEASED = 1
 _PAGE_BYTES = 4096
-_STATE_BYTES = ALIGN_BYTES  # the first byte of a slot has a cache line of its own before the data
+STATE_BYTES = ALIGN_BYTES  # the first byte of a slot has a cache line of its own before the data
 # A tensor travels with its whole storage, as in torch, up to so many times its own bytes.
 _WHOLE_STORAGE = 4
 
-Handle = tuple[int, str, bytes]
+
+class SlotAddress(NamedTuple):
+    """How the training loop finds a slot."""
+
+    pid: int  # of the worker
+    name: str
+    block: bytes  # pickled
+
+
 Spans = list[tuple[int, int]]
 """Offset and bytes of each part of a batch in its slot."""
 
@@ -99,9 +107,9 @@ class RingCollate:
         fetch = None if worker is None else _fetch_of_worker_loop()
         if worker is None or fetch is None:
             return self.collate(samples)
-        # Whose loader knows what their batch draws.
-        indices = fetch.f_locals[fetch.f_code.co_varnames[1]]
-        draws = getattr(indices, "draws", None)
+        # fastdata's loaders number their batches, for what a collate function draws.
+        numbered = (it.draws for it in fetch.f_locals.values() if isinstance(it, IndexBatch))
+        draws = next(numbered, None)
         collate = self.collate if draws is None else partial(draws.collated, self.collate)
         if self._ring is None:
             self._ring = WorkerRing(self.receiver, self.slots, worker.dataset)
@@ -112,11 +120,12 @@ def _fetch_of_worker_loop() -> FrameType | None:
     """Return the call of torch's fetcher that a ``RingCollate`` returns to.
 
     None if it returns to other code, or in another thread than a worker process's own: the caller
-    then needs the batch itself. torch does not pass this on, so the frames of the callers are read.
-    Since torch 2.4 a worker's loop, a function in ``_utils.worker``, calls ``fetch(indices)`` of a
-    class in ``_utils.fetch``, which calls the collate function. The names of these functions differ
-    between versions of torch and are not used.
+    then needs the batch itself.
     """
+    # torch passes neither this nor the indices to a collate function, so that the frames of the
+    # callers are read. In torch 2.4 to 2.13 a worker's loop, a function in ``_utils.worker``, calls
+    # a method of a class in ``_utils.fetch`` with the indices, and that the collate function. Names
+    # of functions and arguments differ between versions and are not used.
     frame = sys._getframe(2)
     caller = frame.f_back
     if threading.current_thread() is not threading.main_thread():
@@ -159,8 +168,8 @@ class WorkerRing:
 
     def __init__(self, receiver: BatchReceiver, slots: int, dataset: Any = None) -> None:
         self._receiver = receiver
-        self._slots = [_Slot() for _ in range(slots)]
-        self._filled: _Slot | None = None
+        self._slots = [Slot() for _ in range(slots)]
+        self._filled: Slot | None = None
         dataset = getattr(dataset, "behind", dataset)
         while isinstance(dataset, Subset):
             dataset = dataset.dataset
@@ -218,20 +227,19 @@ def ring_of(dataset: Any) -> WorkerRing | None:
     return _worker_rings.get(id(dataset))
 
 
-class _Slot:
+class Slot:
     """A shared block of this worker, filled from front to back.
 
     Attributes:
         memory: of the block; only a state before the first batch.
-        handle: where the training loop finds it: the worker's process, a name, the pickled block;
-            None before the first batch.
+        address: where the training loop finds it; None before the first batch.
         leased: the memory, while a batch is brought into it: an array that lives as long as anything
             over it in this process.
     """
 
     def __init__(self) -> None:
-        self.memory = np.zeros(_STATE_BYTES, np.uint8)
-        self.handle: Handle | None = None
+        self.memory = np.zeros(STATE_BYTES, np.uint8)
+        self.address: SlotAddress | None = None
         self._name = secrets.token_hex(8)
         self._block: Block | None = None
         self.lease()
@@ -239,12 +247,12 @@ class _Slot:
 
     @property
     def is_free(self) -> bool:
-        return self.memory[0] == _FREE and self._latest() is None
+        return self.memory[0] == FREE and self._latest() is None
 
     def lease(self) -> None:
         self.leased = self.memory[:]
         self._latest = weakref.ref(self.leased)
-        self._end = _STATE_BYTES
+        self._end = STATE_BYTES
 
     def reserve(self, size_bytes: int) -> memoryview | None:
         """The next bytes, or None if it is full."""
@@ -265,7 +273,7 @@ class _Slot:
             return torch.stack(tuple(batch), 0, out=out.view(len(batch), *first.shape))
         return torch_collate.collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
 
-    def pack(self, batch: Any) -> tuple[Handle | None, Spans, bytes] | None:
+    def pack(self, batch: Any) -> tuple[SlotAddress | None, Spans, bytes] | None:
         """Bring every part of a batch here; None where there is no memory for it."""
         packer = _Packer(self)
         packer.dump(batch)
@@ -274,8 +282,8 @@ class _Slot:
             spans = self._lay_out(parts)
         except MemoryBudgetError:
             return None
-        self.memory[0] = _LEASED
-        return self.handle, spans, packer.file.getvalue()
+        self.memory[0] = LEASED
+        return self.address, spans, packer.file.getvalue()
 
     def offset_of(self, part: Array) -> int | None:
         """Where a part lies that was made here; None of any other."""
@@ -284,7 +292,7 @@ class _Slot:
 
     def _lay_out(self, parts: list[Array], *, is_full: bool = False) -> Spans:
         """Copy what is not here."""
-        if is_full or self.handle is None:
+        if is_full or self.address is None:
             self._grow(sum(_aligned(part.nbytes) for part in parts))
         spans = []
         for part in parts:
@@ -301,13 +309,13 @@ class _Slot:
     def _grow(self, size_bytes: int) -> None:
         """Take a larger block, or raise and stay; the old one stays valid for those who see it."""
         # Batches differ in size: leave room from the second on.
-        size_bytes += _STATE_BYTES + (size_bytes // 8 if self._block else 0)
+        size_bytes += STATE_BYTES + (size_bytes // 8 if self._block else 0)
         block = Block.create(-(-size_bytes // _PAGE_BYTES) * _PAGE_BYTES)
         if self._block:
             self._block.close()
         self._block = block
         self.memory = block.array("uint8", (block.size_bytes,))
-        self.handle = os.getpid(), self._name, pickle.dumps(block)
+        self.address = SlotAddress(os.getpid(), self._name, pickle.dumps(block))
         self.lease()
 
 
@@ -340,7 +348,7 @@ class _Packer(pickle.Pickler):
     tensor and not in the slot, torch's way does.
     """
 
-    def __init__(self, slot: _Slot) -> None:
+    def __init__(self, slot: Slot) -> None:
         self._slot = slot
         self.file = io.BytesIO()
         self.parts: list[pickle.PickleBuffer] = []
@@ -394,8 +402,8 @@ class BatchReceiver:
     def __init__(self, token: str) -> None:
         self._token = token
         self.fresh_count = 0  # batches that came in torch's way, because all slots were lent
-        # By name: the handle, and who is told when the latest batch dies.
-        self._mapped: dict[str, tuple[Handle, Lease]] = {}
+        # By name: the address, and who is told when the latest batch dies.
+        self._mapped: dict[str, tuple[SlotAddress, Lease]] = {}
 
     def __reduce__(self) -> Any:
         return BatchReceiver.of, (self._token,)
@@ -410,49 +418,48 @@ class BatchReceiver:
         self._drop_ended()
         return sum(lease.buffer.nbytes for _, lease in list(self._mapped.values()))
 
-    def receive(self, handle: Handle | None, spans: Spans, data: bytes) -> Any:
+    def receive(self, address: SlotAddress | None, spans: Spans, data: bytes) -> Any:
         """The batch of this structure, whose parts lie in spans of a slot.
 
         Without one ``data`` is all of it.
         """
-        if handle is None:
+        if address is None:
             self.fresh_count += 1
             return pickle.loads(data)
         # Its slices keep it lent, and so does all that is made of them.
-        whole = self.borrow(handle)
+        whole = self.borrow(address)
         return pickle.loads(data, buffers=[whole[start : start + size] for start, size in spans])
 
-    def borrow(self, handle: Handle) -> memoryview:
+    def borrow(self, address: SlotAddress) -> memoryview:
         """The memory of a slot, which is given back when the last that is made of it dies."""
-        pid, name, block = handle
-        known, lease = self._mapped.get(name, (None, None))
-        if lease is not None and known == handle:
+        known, lease = self._mapped.get(address.name, (None, None))
+        if lease is not None and known == address:
             memory = lease.buffer
         else:
             self._drop_ended()
             try:
-                with closing(pickle.loads(block)) as opened:
+                with closing(pickle.loads(address.block)) as opened:
                     memory = opened.array("uint8", (opened.size_bytes,))
             except StoreGoneError:
                 raise StoreGoneError(
-                    f"the DataLoader worker (pid {pid}) has ended, and this batch with it"
+                    f"the DataLoader worker (pid {address.pid}) has ended, and this batch with it"
                 ) from None
         leased = memory[:]
         lease = Lease(leased, _GIVE_BACK)
         lease.buffer = memory
         lease.set_state = memory[:1].fill
-        self._mapped[name] = handle, lease
+        self._mapped[address.name] = address, lease
         return leased.data
 
     def _drop_ended(self) -> None:
         """Forget the slots of workers that have ended."""
-        for (pid, name, _), _ in list(self._mapped.values()):
-            if not is_running(pid):
-                self._mapped.pop(name, None)
+        for address, _ in list(self._mapped.values()):
+            if not is_running(address.pid):
+                self._mapped.pop(address.name, None)
 
 
 _receivers: weakref.WeakValueDictionary[str, BatchReceiver] = weakref.WeakValueDictionary()
-_GIVE_BACK = operator.methodcaller("set_state", _FREE)
+_GIVE_BACK = operator.methodcaller("set_state", FREE)
 
 
 def _forget_leases() -> None:
