@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from contextvars import ContextVar
 from functools import cache
 from types import FunctionType, ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +25,9 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from fastdata.errors import counted
 from fastdata.machine.shared import collate_targets
 from fastdata.pixels.core import Array, sample_keys
+
+if TYPE_CHECKING:
+    from fastdata.datasets.reader import Reader
 
 
 def as_numbers(indices: Any) -> Array:
@@ -354,6 +357,28 @@ def count_within(index_B: Array, before_B: Array) -> Array:
     if (sorted_B[1:] == sorted_B[:-1]).any():  # else it takes half the time
         before_B[order] += np.arange(len(order)) - sorted_B.searchsorted(sorted_B)
     return before_B
+
+
+def index_batch(indices: Sequence[int], reader: Reader, epoch: int | None) -> IndexBatch:
+    """Return the batch of these indices, with the numbers that its random draws follow.
+
+    A loader of fastdata's gives an ``IndexBatch``, which holds them already. Other reads draw a
+    seed from torch's generator, unless the dataset has a ``seed`` and the user set its ``epoch``.
+    """
+    if not isinstance(indices, (list, np.ndarray, torch.Tensor)):
+        indices = list(indices)  # read once: a second pass may give other indices, or none
+    index_B = positions(as_numbers(indices), reader.length)
+    if isinstance(indices, IndexBatch) and np.array_equal(index_B, indices.positions):
+        return indices  # not changed by a method of a subclass
+    item = OWN_ITEM.get()
+    if item is not None and item.seed is not None:
+        return IndexBatch.of(indices, index_B, item.visits(index_B), item.seed)
+    before_B = count_repetitions(indices, index_B)
+    seed = reader.stored.options.seed
+    if seed is None or epoch is None:
+        seed = draw_seed() if reader.may_draw else 0
+    visit_B = (before_B << REPEAT_SHIFT) + (epoch or 0)
+    return IndexBatch.of(indices, index_B, visit_B, seed)
 
 
 # Batches as trees

@@ -9,22 +9,24 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
+from dataclasses import replace
 from functools import cached_property
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch.utils.data import Dataset, get_worker_info
 
-from fastdata.datasets.batch import OWN_ITEM, IndexBatch, OwnItem
+from fastdata.datasets.batch import OWN_ITEM, IndexBatch, OwnItem, index_batch
 from fastdata.datasets.reader import Reader, new_buffer
 from fastdata.datasets.ring import ring_of
-from fastdata.datasets.samples import DatasetSamples, ReaderHandle
+from fastdata.datasets.samples import DatasetSamples
 from fastdata.errors import SampleError, kind_of
 from fastdata.machine import StoragePlan, StorageReport
 from fastdata.machine.shared import ListView
-from fastdata.pixels import PairStep, Step, TransformPlan
+from fastdata.pixels import PairStep, StandardTransform, Step, TransformPlan
 from fastdata.sources import FileSource
+from fastdata.stores.prepare import report_storage
 from fastdata.stores.readers import KeptSamples
+from fastdata.stores.writers import read_path
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -85,16 +87,17 @@ class PreparedDataset(Dataset[Any]):
 
     A subclass of these may have its own ``__getitem__``, ``__getitems__`` or ``__len__``: then it is
     called for every batch, and an index means what it says. All other state and code is in
-    ``_fastdata``, so that a subclass may use any other name.
+    ``_fastdata``, so that a subclass may use any other name. Loaders and tools read this attribute
+    and no other one.
     """
 
     _fastdata: DatasetSamples
 
     plan: TransformPlan = _shown(lambda samples: samples.reader.plan)
     """What runs once per sample, on whole batches, and on each sample."""
-    storage: str = _shown(lambda samples: samples.stored.prepared.storage_plan.storage)
+    storage: str = _shown(lambda samples: samples.storage_plan.storage)
     """Where samples are stored."""
-    storage_plan: StoragePlan = _shown(lambda samples: samples.stored.prepared.storage_plan)
+    storage_plan: StoragePlan = _shown(lambda samples: samples.storage_plan)
     """Where samples are stored, and why."""
     skipped: list[SampleError] = _shown(lambda samples: list(samples.stored.prepared.skipped))
     """With ``on_error="skip"``, the errors of the samples left out."""
@@ -138,10 +141,10 @@ class PreparedDataset(Dataset[Any]):
         """
         samples = self._fastdata
         item = OWN_ITEM.get()
-        if item is None or item.samples is not samples:  # else the epoch began with a refresh
-            samples.refresh()
-        reader = samples.handle.reader or samples.handle()
-        return reader.item(samples.drawing([index], reader))
+        # Within the item of a subclass's own method, the epoch has begun with a refresh.
+        is_refreshed = item is not None and item.samples is samples
+        reader = samples.handle() if is_refreshed else samples.refresh()
+        return reader.item(index_batch([index], reader, samples.epoch_number))
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Return a whole batch: a ``SampleBatch`` if the transform allows, else a list.
@@ -159,7 +162,7 @@ class PreparedDataset(Dataset[Any]):
         if samples.own_method != "__getitem__":
             reader = samples.handle()
             ring = ring_of(self)
-            batch = samples.drawing(indices, reader)
+            batch = index_batch(indices, reader, samples.epoch_number)
             return reader.items(batch, new_buffer if ring is None else ring.lease)
         if batch is None:
             return [self[index] for index in indices]
@@ -170,32 +173,37 @@ class PreparedDataset(Dataset[Any]):
     @property
     def transform(self) -> Step | None:
         """Called on each sample; its leading deterministic steps once, before samples are stored."""
-        return self._fastdata.transform
+        return self._fastdata.transforms.of_sample
 
     @transform.setter
     def transform(self, transform: Step | None) -> None:
         if _is_made(self):
-            self._fastdata.assign_transform(transform)
+            samples = self._fastdata
+            samples.assign(replace(samples.transforms, of_sample=transform))
 
     @property
     def target_transform(self) -> Step | None:
         """Called on each target when it is read."""
-        return self._fastdata.target_transform
+        return self._fastdata.transforms.of_target
 
     @target_transform.setter
     def target_transform(self, target_transform: Step | None) -> None:
         if _is_made(self):
-            self._fastdata.target_transform = target_transform
+            self._fastdata.assign_target_transform(target_transform)
 
     @property
     def transforms(self) -> PairStep | None:
         """Called with sample and target: the user's ``transforms=``, or both other transforms."""
-        return self._fastdata.transforms
+        given = self._fastdata.transforms
+        if given.of_both is not None or (given.of_sample is None and given.of_target is None):
+            return given.of_both
+        return StandardTransform(given.of_sample, given.of_target)
 
     @transforms.setter
     def transforms(self, transforms: PairStep | None) -> None:
         if _is_made(self):
-            self._fastdata.assign_pair_transform(transforms)
+            samples = self._fastdata
+            samples.assign(replace(samples.transforms, of_both=transforms))
 
     @property
     def targets(self) -> ListView[Any]:
@@ -245,15 +253,15 @@ class PreparedDataset(Dataset[Any]):
 
     def __repr__(self) -> str:
         samples = self._fastdata
-        kept = samples.stored.prepared.storage_plan.reason.replace("; ", "\n")
+        kept = samples.storage_plan.reason.replace("; ", "\n")
         share = samples.stored.filled_share()
         if samples.stored.kept is not None and share < 1:
             kept += f"\n{share:.0%} prepared so far, the rest on first read"
         shown = {
-            "Storage": "closed" if samples.is_closed else kept,
-            "Transform": samples.transform,
-            "Target transform": samples.target_transform,
-            "Transforms": samples.pair_transform,
+            "Storage": "closed" if samples.handle.is_closed else kept,
+            "Transform": samples.transforms.of_sample,
+            "Target transform": samples.transforms.of_target,
+            "Transforms": samples.transforms.of_both,
         }
         lines = [f"Dataset {type(self).__name__}", f"Number of datapoints: {len(self)}"]
         lines += self.extra_repr().splitlines()
@@ -271,7 +279,7 @@ class PreparedDataset(Dataset[Any]):
         Raises:
             StoreGoneError: the dataset was closed.
         """
-        return self._fastdata.fresh_reader()
+        return self._fastdata.refresh()
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that random draws follow, until it is set again.
@@ -302,7 +310,7 @@ class PreparedDataset(Dataset[Any]):
         return other
 
     def __copy__(self) -> Self:
-        return PreparedDataset.with_transform(self, self._fastdata.transform)
+        return PreparedDataset.with_transform(self, self._fastdata.transforms.of_sample)
 
     def prepare(self) -> Self:
         """Prepare all samples now, none on their first read; returns the dataset.
@@ -327,7 +335,14 @@ class PreparedDataset(Dataset[Any]):
 
         Takes about a second: up to 25 samples are read, encoded and decoded.
         """
-        return self._fastdata.report()
+        samples = self._fastdata
+        samples.handle()
+        stored = samples.stored
+        source = samples.source()
+        steps = (*stored.first_steps, *samples.reader.plan.prepare)
+        return report_storage(
+            read_path(source, () if source is stored.kept else steps), stored.options
+        )
 
     def close(self) -> None:
         """Give the memory back, unless other views are open; idempotent.
@@ -355,8 +370,7 @@ class PreparedDataset(Dataset[Any]):
         kind = type(self)
         if not kind.__module__.startswith("fastdata.") or isinstance(source, KeptSamples):
             raise AttributeError(f"a {kind.__name__} is a subclass, or a copy in another process")
-        calls = samples.transform, samples.target_transform, samples.pair_transform
-        made = samples.stored.first_steps, *calls
+        made = samples.stored.first_steps, samples.transforms
         if isinstance(source, FileSource):
             return made, list(source.paths), list(source.targets), source.loader
         return made, vars(source)
@@ -369,33 +383,13 @@ def _is_made(dataset: PreparedDataset) -> bool:
 
 def _own_items(dataset: PreparedDataset, batch: IndexBatch) -> list[Any]:
     """Return the items of a subclass's own ``__getitem__``."""
-    samples = samples_of(dataset)
+    samples = dataset._fastdata
     seed = None if samples.stored.options.seed is None else batch.seed
     items = []
     for position, visit, index in zip(batch.positions, batch.visits, batch, strict=True):
         OWN_ITEM.set(OwnItem(samples, int(position), int(visit), seed))
         items.append(dataset[index])
     return items
-
-
-# For loaders and tools, which must not depend on attributes that a subclass may replace
-
-
-samples_of: Callable[[PreparedDataset], DatasetSamples] = attrgetter("_fastdata")
-
-latest_reader: Callable[[PreparedDataset], Reader] = attrgetter("_fastdata.reader")
-"""The latest reader. Do not keep a reference to it: it keeps the samples in memory."""
-
-handle_of: Callable[[PreparedDataset], ReaderHandle] = attrgetter("_fastdata.handle")
-"""The handle that an epoch reads by that begins now."""
-
-storage_of: Callable[[PreparedDataset], str] = attrgetter(
-    "_fastdata.stored.prepared.storage_plan.storage"
-)
-"""Where samples are stored, as in ``StoragePlan``."""
-
-epoch_of: Callable[[PreparedDataset], int | None] = attrgetter("_fastdata.epoch_number")
-"""The epoch that the user set; None if loaders count theirs."""
 
 
 def own_reader(dataset: Dataset[Any]) -> str | None:
@@ -412,4 +406,4 @@ def own_method(kind: Any) -> str | None:
 
 def index_count(dataset: PreparedDataset) -> int:
     """Return how many indices, from 0 on, may be asked for."""
-    return len(dataset) if own_reader(dataset) else samples_of(dataset).reader.length
+    return len(dataset) if own_reader(dataset) else dataset._fastdata.reader.length

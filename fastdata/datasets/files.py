@@ -127,7 +127,7 @@ class FileSamples(DatasetSamples):
             )
         if self.stored.filled_share() > 0:
             assert self.stored.after is not None
-            steps = self.stored.after[2]
+            steps = self.stored.after.text
             first = f" after {steps}" if steps else ""
             raise AttributeError(
                 f"{late} already prepared{first}. Make the dataset without transform=, assign "
@@ -145,6 +145,6 @@ class FileSamples(DatasetSamples):
                 prepared=replace(self.stored.prepared, kept=None),
             )
             if self.stored.after is None:
-                self._serve(self.stored)
+                self._compile()
             else:
                 self._prepare_again(before)

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any
 from fastdata.datasets.dataset import PreparedDataset, own_reader
 from fastdata.datasets.files import FileOrigin, FileSamples, facts_of_files
 from fastdata.datasets.origin import ItemOrigin
-from fastdata.datasets.reader import Stored
-from fastdata.datasets.samples import DatasetSamples, not_yet_prepared
+from fastdata.datasets.preparing import to_prepare
+from fastdata.datasets.reader import LeadingSteps, Stored
+from fastdata.datasets.samples import DatasetSamples, Transforms
 from fastdata.errors import AnyPath, is_url, local_path
 from fastdata.machine.shared import SampleTable
 from fastdata.pixels import PairStep, Step
-from fastdata.pixels.images import IMAGE_EXTENSIONS, Loader, Resize, load_image
+from fastdata.pixels.images import IMAGE_EXTENSIONS, Loader, load_image
 from fastdata.sources import (
     DatasetSource,
     Listed,
-    Source,
     chosen_keys,
     find_classes,
     read_manifest,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
 
-class _ImageFiles(PreparedDataset):
+class ImageFiles(PreparedDataset):
     """The base of datasets of image files."""
 
     root: AnyPath
@@ -58,7 +58,7 @@ class _ImageFiles(PreparedDataset):
         return f"Root location: {self.root}"
 
 
-def _file_samples(
+def file_samples(
     dataset: PreparedDataset,
     origin: FileOrigin,
     listed: Listed,
@@ -78,38 +78,13 @@ def _file_samples(
         class_name=type(dataset).__name__,
         own_method=own_reader(dataset),
         origin=origin,
-        stored=_to_prepare(origin.files(table), options, files=table),
-        transform=transform,
-        target_transform=target_transform,
-    )
-
-
-def _to_prepare(
-    source: Source,
-    options: Options,
-    *,
-    prepare: Step | None = None,
-    files: SampleTable | None = None,
-) -> Stored:
-    """Return samples that are still to be prepared.
-
-    ``files`` has their paths and targets, where these are known beforehand.
-    """
-    steps = () if prepare is None else (prepare,)
-    if options.resize is not None:
-        steps = (*steps, Resize(options.resize))
-    return Stored(
-        source=source,
-        files=files,
-        options=options,
-        first_steps=steps,
-        prepared=not_yet_prepared(),
-        is_remote=source.is_remote,
+        stored=to_prepare(origin.files(table), options, files=table),
+        transforms=Transforms(transform, target_transform),
     )
 
 
 @with_options
-class ImageFolder(_ImageFiles):
+class ImageFolder(ImageFiles):
     """torchvision's ``ImageFolder``: a folder of images per class, prepared once and kept.
 
     Args:
@@ -193,7 +168,7 @@ class ImageFolder(_ImageFiles):
             list_name="" if is_usual else None,
         )
         listed = Listed(paths, targets, class_to_idx)
-        self._fastdata = _file_samples(self, origin, listed, chosen, transform, target_transform)
+        self._fastdata = file_samples(self, origin, listed, chosen, transform, target_transform)
 
     @staticmethod
     def make_dataset(
@@ -224,7 +199,7 @@ class ImageFolder(_ImageFiles):
 
 
 @with_options
-class ImageManifest(_ImageFiles):
+class ImageManifest(ImageFiles):
     r"""Image files listed with their labels in a CSV file, a pandas frame, or a list.
 
     Args:
@@ -304,7 +279,7 @@ class ImageManifest(_ImageFiles):
         origin = FileOrigin(
             loader=loader or load_image, root=self.root, place=place, list_name=list_name
         )
-        self._fastdata = _file_samples(self, origin, listed, chosen, transform, target_transform)
+        self._fastdata = file_samples(self, origin, listed, chosen, transform, target_transform)
 
 
 # Any map-style dataset
@@ -380,7 +355,7 @@ class CachedDataset(PreparedDataset):
     ) -> None:
         chosen = read_options(CachedDataset, options)
         chosen_columns = None if columns is None else chosen_keys(columns)
-        pair_transform = _checked(transforms, transform, target_transform)
+        chosen_transforms = _chosen_transforms(transform, target_transform, transforms)
         each = dataset if isinstance(dataset, list) and dataset else [dataset]
         if all(isinstance(path, (str, os.PathLike)) for path in each):
             only = None if chosen_columns is None else chosen_columns.names
@@ -393,10 +368,8 @@ class CachedDataset(PreparedDataset):
             class_name=type(self).__name__,
             own_method=own_reader(self),
             origin=ItemOrigin(),
-            stored=_to_prepare(source, replace(chosen, frozen=frozen), prepare=prepare),
-            transform=transform,
-            target_transform=target_transform,
-            pair_transform=pair_transform,
+            stored=to_prepare(source, replace(chosen, frozen=frozen), prepare=prepare),
+            transforms=chosen_transforms,
         )
 
     @classmethod
@@ -453,7 +426,7 @@ class CachedDataset(PreparedDataset):
         from fastdata.stores.cache import find_cache, open_cache
 
         dataset = cls.__new__(cls)
-        pair_transform = _checked(transforms, transform, target_transform)
+        chosen_transforms = _chosen_transforms(transform, target_transform, transforms)
         home = find_cache(path, storage_options)
         prepared, manifest = open_cache(home, as_tensors=as_tensors, local_cache=local_cache)
         dataset.root = manifest.root
@@ -464,20 +437,20 @@ class CachedDataset(PreparedDataset):
             stored=Stored(
                 options=Options(seed=seed, batch_ops=batch_ops),
                 prepared=prepared,
-                after=(0, "", ""),
+                after=LeadingSteps(),
                 is_upright="PIL.ImageOps.exif_transpose" in manifest.key["prepare"],
             ),
-            transform=transform,
-            target_transform=target_transform,
-            pair_transform=pair_transform,
+            transforms=chosen_transforms,
         )
         return dataset
 
 
-def _checked(transforms: Any, transform: Any, target_transform: Any) -> Any:
+def _chosen_transforms(
+    transform: Step | None, target_transform: Step | None, transforms: PairStep | None
+) -> Transforms:
     if transforms is not None and (transform is not None or target_transform is not None):
         raise ValueError(
             "transforms= takes sample and target together; give it alone, or transform= and the "
             "like"
         )
-    return transforms
+    return Transforms(transform, target_transform, transforms)

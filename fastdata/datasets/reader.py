@@ -22,10 +22,10 @@ from __future__ import annotations
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import repeat, zip_longest
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -99,6 +99,21 @@ def new_buffer(size_bytes: int) -> memoryview:
     return np.empty(size_bytes, np.uint8).data
 
 
+@dataclass(frozen=True)
+class LeadingSteps:
+    """The leading steps of a transform that samples are stored after.
+
+    Attributes:
+        count: number of steps.
+        key: text that is equal for steps that do the same; empty for none.
+        text: shown in errors.
+    """
+
+    count: int = 0
+    key: str = ""
+    text: str = ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Stored:
     """How the samples of a dataset were prepared.
@@ -110,8 +125,8 @@ class Stored:
             know it where samples are kept.
         files: paths and targets, where they are known beforehand.
         first_steps: the dataset's ``prepare=`` and ``resize=``, which run before the transform.
-        after: how many leading steps of the transform samples are stored after, or did not fit
-            after, their key, and their text for errors; None before they are prepared.
+        after: the steps of the transform that samples are stored after, or did not fit after; None
+            before they are prepared.
         is_upright: whether samples were turned as their EXIF says, so that nothing of it is missed.
         is_remote: whether samples that are not kept are fetched from behind a URL.
     """
@@ -121,7 +136,7 @@ class Stored:
     source: Source | None = None
     files: SampleTable | None = None
     first_steps: tuple[Step, ...] = ()
-    after: tuple[int, str, str] | None = None
+    after: LeadingSteps | None = None
     is_upright: bool = False
     is_remote: bool = False
 
@@ -149,19 +164,74 @@ class Stored:
         return 0.0 if self.kept is None else self.kept.images.filled_share(index)
 
 
+@dataclass(frozen=True, eq=False)
+class Targets:
+    """The targets of all samples.
+
+    Attributes:
+        stored: the samples.
+        transform: the user's ``target_transform``, if it is called with targets alone.
+    """
+
+    stored: Stored
+    transform: Step | None
+
+    @cached_property
+    def numbers(self) -> Array | None:
+        """The targets of all samples, if each is a number that is served as it is."""
+        table = self.stored.table
+        kept = self.stored.kept
+        # A table has numbers, too, where targets are images.
+        has_images = kept is not None and kept.target_parts > 0
+        if has_images or self.transform is not None or table is None:
+            return None
+        return table.columns["targets"] if table.target_kind == "number" else None
+
+    @property
+    def _listing(self) -> KeptSamples | SampleTable | None:
+        """The list of targets; None if a target is known only once its sample is read."""
+        kept = self.stored.kept
+        return self.stored.table if kept is None else kept
+
+    def stored_target(self, index: int) -> Any:
+        """Return the target of one sample before ``transform``."""
+        listing = self._listing
+        return self.stored.samples.read(index)[1] if listing is None else listing.target(index)
+
+    def of_each(self, batch: IndexBatch, read: list[Any] | None = None) -> list[Any]:
+        """Return the target of each sample in a batch.
+
+        ``read`` are those before ``transform``, if they were read together with the samples.
+        """
+        if self.numbers is not None:
+            return list(self.numbers[batch.positions].tolist())
+        targets = list(map(self.stored_target, batch.positions.tolist())) if read is None else read
+        return targets if self.transform is None else list(map(self.transform, targets))
+
+    def collated(self, batch: IndexBatch) -> Any:
+        """Return what ``default_collate`` makes of the targets of a batch."""
+        if self.numbers is not None:
+            return torch.from_numpy(self.numbers[batch.positions])
+        if self._listing is None or self.transform is not None:
+            return collate_targets(self.of_each(batch))
+        return self._listing.collated_targets(batch.positions)
+
+
 class Column(NamedTuple):
-    """How one column of a batch is made: a view of its samples, or images or masks.
+    """One column of a batch: a view of the images, or their masks.
 
     Attributes:
         plan: of the transform.
-        program: reads samples and runs the batch ops; None where they are read one by one.
-        shape: of any sample before.
+        program: reads samples and runs the batch ops; None where samples are read one by one.
+        part: number of the stored part of samples that the program reads.
+        shape: of any sample before the batch ops.
         output: shape and dtype of every sample served; None where they differ.
         last: runs the ops behind steps that are not known.
     """
 
     plan: TransformPlan
     program: Program | None = None
+    part: int = 0
     shape: Shape = ()
     output: Output | None = None
     last: Program | None = None
@@ -170,54 +240,66 @@ class Column(NamedTuple):
         """Return this column without its final float cast, and that cast (None without one)."""
         assert self.program is not None
         program, cast = self.program.without_cast()
-        # Which may make three channels of one.
-        return self._replace(program=program, output=program.output(self.shape)), cast
+        output = program.output(self.shape)  # the cast may make three channels of one
+        return self._replace(program=program, output=output), cast
 
-    def shown(self, served: Iterable[Array]) -> list[Any]:
-        """Samples after the batch ops, as the rest of the transform wants them."""
+    def read_alone(self, kept: KeptSamples, batch: IndexBatch) -> list[Array]:
+        """Read samples one by one, each in whatever shape it has."""
+        assert self.program is not None
+        read = partial(self.program.run_one, kept.stores[self.part], seed=batch.seed)
+        return list(map(read, batch.positions.tolist(), batch.visits))
+
+    def show(self, rows: Iterable[Array]) -> list[Any]:
+        """Return samples after the batch ops in the form that the next step expects."""
         kind = self.plan.kind
         if self.program is None or kind in ("pil", "array"):
-            return [present(sample, kind) for sample in served]
+            return [present(row, kind) for row in rows]
         made = tensor_class(kind)
-        return [self.program.as_tensor(sample).as_subclass(made) for sample in served]
+        return [self.program.as_tensor(row).as_subclass(made) for row in rows]
 
-    def finished(self, samples: list[Any], batch: IndexBatch, allocate: Allocate) -> Any:
-        """What unknown steps, and those behind them, make of samples: whole where that can be."""
-        last = self.last
-        if self.plan.per_sample:
-            samples = list(map(self.plan.run_unknown, samples))
-        if last is None:
+    def finish(self, samples: list[Any], batch: IndexBatch, allocate: Allocate) -> Any:
+        """Run the steps that are not known, and those behind them on the whole batch if possible.
+
+        Returns:
+            A tensor of the whole batch, or a list of samples.
+        """
+        plan = self.plan
+        samples = list(map(plan.run_unknown, samples))
+        if self.last is None:
             return samples
         shapes = set(map(decoded_shape, samples))
         shape = shapes.pop() if len(shapes) == 1 else None
+        output = None
         try:
-            output = None if shape is None else last.output(shape, is_of_all=True)
+            if shape is not None:
+                output = self.last.output(shape, is_of_all=True)
         except ChannelsError as wrong:
             wrong.index = int(batch.positions[0])
             raise
-        if shape is None or output is None:
-            return list(map(self.plan.run_last, samples))
+        if output is None:
+            return list(map(plan.run_last, samples))
         decoded = [to_stored(image)[0] for image in samples]
+        shapes_B3 = np.array([shape] * len(decoded), np.int32)
+        images = Samples(addresses_of(decoded), shapes_B3)
         [out] = allocate_batch(len(samples), [output], allocate)
-        images = Samples(addresses_of(decoded), np.array([shape] * len(decoded), np.int32))
-        last.run(images, batch.positions, batch.visits, batch.seed, out)
-        return last.as_tensor(out)
+        self.last.run(images, batch.positions, batch.visits, batch.seed, out)
+        return self.last.as_tensor(out)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Reader:
-    """Serves batches of what it holds; safe from several threads at once.
+    """Reads batches of the samples that it holds; safe from several threads at once.
 
     Attributes:
         stored: the samples, and how they were prepared.
-        length: how many samples there are.
+        length: number of samples.
         target_transform: the user's.
         pair_transform: the user's, of sample and target together, where it runs on each sample.
         plan: of the transform.
         columns: of each batch.
-        prepare: what is done to single samples that are kept nowhere.
-        is_upright: whether EXIF has turned samples that are stored, or turns files that are read.
-        own: which method of a subclass is asked for each item; empty where there is none.
+        prepare: steps that run on single samples that are not stored.
+        is_upright: True if EXIF has turned samples that are stored, or turns files that are read.
+        own: describes the method of a subclass that makes each item; empty if there is none.
     """
 
     stored: Stored
@@ -234,13 +316,24 @@ class Reader:
 
     @cached_property
     def kept(self) -> KeptSamples | None:
-        """The samples, where they are kept."""
+        """The samples, if they are stored."""
         return self.stored.kept
 
     @property
     def keys(self) -> ItemKeys | None:
-        """What items are that are no pairs; where none are kept, known once one was read."""
-        return getattr(self.stored.samples, "keys", None)  # none are left of a closed dataset
+        """Names of the values of an item that is not a pair; known once an item was read."""
+        return getattr(self.stored.samples, "keys", None)  # a closed dataset has no samples
+
+    @cached_property
+    def targets(self) -> Targets:
+        """The targets of all samples."""
+        is_joint = self.pair_transform is not None
+        return Targets(self.stored, None if is_joint else self.target_transform)
+
+    @cached_property
+    def has_target_column(self) -> bool:
+        """True if the last column serves the targets, such as masks."""
+        return self.columns[-1].part > 0
 
     @cached_property
     def obstacle(self) -> str | None:
@@ -264,42 +357,49 @@ class Reader:
 
     @cached_property
     def outputs(self) -> list[Output]:
-        """Of every column; empty where samples differ in one."""
+        """Shape and dtype of each column; empty if samples of one column differ."""
         outputs = [column.output for column in self.columns if column.output is not None]
         return outputs if len(outputs) == len(self.columns) else []
 
     @cached_property
     def may_draw(self) -> bool:
-        """True if what runs on whole batches may draw random numbers."""
+        """True if a step that runs on whole batches may draw random numbers."""
         plans = [column.plan for column in self.columns]
         plans += [plan.last for plan in plans if plan.last]
         return any(plan.may_draw for plan in plans)
 
     @cached_property
     def programs(self) -> list[Program]:
-        """Of every column; empty where samples are read one by one."""
+        """The program of each column; empty if samples are read one by one."""
         return [column.program for column in self.columns if column.program is not None]
 
     @cached_property
     def dtypes(self) -> list[torch.dtype]:
-        """Of what every column serves."""
+        """The dtype of the tensors of each column."""
         return [program.served_dtype for program in self.programs]
 
     @cached_property
+    def _columns_of_parts(self) -> list[tuple[int, slice]]:
+        """The stored parts that are read, and the neighbouring columns that are read from each."""
+        parts = [column.part for column in self.columns]
+        ends = {part: k for k, part in enumerate(parts, 1)}
+        return [(part, slice(end - parts.count(part), end)) for part, end in ends.items()]
+
+    @cached_property
     def _classes(self) -> list[type]:
-        """Of what each column serves, in lists of samples."""
+        """The class of the samples of each column."""
         return [shown_class(column.plan.end_kind or "tensor") for column in self.columns]
 
     @cached_property
     def _are_ragged(self) -> bool:
-        """Whether one that differs from all others may be served alone, though not in a batch."""
+        """True if samples may differ in shape: each can be read alone, but they cannot be stacked."""
         if self.kept is None:
             return False
         return not (self.outputs and all(store.spec.is_dense for store in self.kept.stores))
 
     @cached_property
     def without_cast(self) -> tuple[Reader, list[CoreStep | None]]:
-        """Return this reader without final float casts, and the casts; only without obstacle."""
+        """This reader without final float casts, and the casts; only if there is no obstacle."""
         columns, casts = zip(*map(Column.without_cast, self.columns), strict=True)
         return replace(self, columns=columns), list(casts)
 
@@ -310,55 +410,55 @@ class Reader:
 
     @property
     def served_bytes(self) -> int | None:
-        """Bytes of each sample in a whole batch; None where there are no whole batches."""
+        """Bytes of each sample in a whole batch; None if there are no whole batches."""
         if self.obstacle is not None:
             return None
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.outputs)
 
     @property
     def image_form(self) -> str:
-        """Shape and type of each image in a whole batch."""
+        """Class, shape and dtype of each image in a whole batch."""
         forms = []
-        for column, (shape, _), dtype in zip(self.columns, self.outputs, self.dtypes, strict=True):
-            forms.append(f"{shown_class(column.plan.kind).__name__}{shape} of {str(dtype)[6:]}")
+        for kind, (shape, _), dtype in zip(self._classes, self.outputs, self.dtypes, strict=True):
+            forms.append(f"{kind.__name__}{shape} of {str(dtype)[6:]}")
         return ", ".join(forms) + (f" in {self.keys}" if self.keys else "")
 
     # Batches and items
 
     def __call__(self, batch: IndexBatch, allocate: Allocate = new_buffer) -> Any:
-        """Images (B, *shape) and collated targets; only if there is no obstacle.
+        """Return a whole batch: images (B, *shape) and collated targets.
 
-        Memory is what ``allocate`` gives.
+        Only if there is no obstacle. ``allocate`` gives the memory.
         """
-        return self.to_batch(self.read_batch(batch, allocate, self.targets))
+        return self.to_batch(self.read_batch(batch, allocate, self.targets.collated))
 
-    def to_batch(self, parts: list[Any]) -> Any:
-        """A batch of ``read_batch`` as ``default_collate`` gives it."""
-        *views, targets = parts
+    def to_batch(self, columns: list[Any]) -> Any:
+        """Turn the columns of ``read_batch`` into what ``default_collate`` gives."""
+        *views, targets = columns
         images = views if self.plan.views else views[0]
         keys = self.stored.samples.keys
         return [images, targets] if keys is None else keys.join(images, targets, list)
 
     def items(self, batch: IndexBatch, allocate: Allocate = new_buffer) -> list[Any]:
-        """A ``SampleBatch`` where samples are pairs with images of one shape, else a list."""
-        parts = self._parts(batch, allocate, is_alone=not self.outputs)
-        images, *_, targets = parts
+        """Return a ``SampleBatch`` if samples are pairs with images of one shape, else a list."""
+        columns = self._read_columns(batch, allocate, is_alone=not self.outputs)
+        images, *_, targets = columns
         if self.plan.views or self.keys is not None or not isinstance(images, torch.Tensor):
-            return self._listed(parts)
-        kind, *of_masks = self._classes
-        if self.plan.mask:
-            return SampleBatch(images, targets, rows_of(targets, *of_masks), kind)
-        return SampleBatch(images, None, targets, kind)
+            return self._to_items(columns)
+        if self.has_target_column:
+            kind, target_kind = self._classes
+            return SampleBatch(images, targets, rows_of(targets, target_kind), kind)
+        return SampleBatch(images, None, targets, self._classes[0])
 
     def item(self, batch: IndexBatch) -> Any:
-        """Sample and target of a batch of one, in whatever shape it has."""
-        return self._listed(self._parts(batch, new_buffer, is_alone=self._are_ragged))[0]
+        """Return sample and target of a batch of one, in whatever shape the sample has."""
+        return self._to_items(self._read_columns(batch, new_buffer, is_alone=self._are_ragged))[0]
 
-    def _listed(self, parts: list[Any]) -> list[Any]:
-        """The items of a batch."""
+    def _to_items(self, columns: list[Any]) -> list[Any]:
+        """Return the items of a batch."""
         *views, targets = [
-            rows_of(part, kind) if isinstance(part, torch.Tensor) else part
-            for part, kind in zip_longest(parts, self._classes)
+            rows_of(column, kind) if isinstance(column, torch.Tensor) else column
+            for column, kind in zip_longest(columns, self._classes)
         ]
         images: Iterable[Any] = views[0]
         if self.plan.views:
@@ -369,49 +469,50 @@ class Reader:
         keys = self.stored.samples.keys
         return list(pairs) if keys is None else [keys.join(*pair) for pair in pairs]
 
-    def _parts(self, batch: IndexBatch, allocate: Allocate, *, is_alone: bool) -> list[Any]:
-        """As of ``read_batch``; but lists of what differs, or is shown to the user's steps."""
-        plan = self.plan
+    def _read_columns(self, batch: IndexBatch, allocate: Allocate, *, is_alone: bool) -> list[Any]:
+        """Read a batch as ``read_batch`` does, or as lists of samples where it cannot.
+
+        ``is_alone`` has samples read one by one, because they may differ in shape.
+        """
         if self.obstacle is None and not is_alone:
-            return self.read_batch(batch, allocate, self.targets_of)
-        kept = self.kept
-        index_B = batch.positions.tolist()
+            return self.read_batch(batch, allocate, self.targets.of_each)
         targets = None
-        if not self.programs:
+        if self.programs:
+            columns = self._read_served(batch, is_alone=is_alone)
+        else:
             if self.stored.is_remote:
                 self.expect(batch)
-            read = self._from_source if kept is None else kept.read
-            samples, targets = map(list, zip(*map(read, index_B), strict=True))
+            read = self._read_source if self.kept is None else self.kept.read
+            pairs = map(read, batch.positions.tolist())
+            samples, targets = map(list, zip(*pairs, strict=True))
             columns = [samples] * len(self.columns)
-        else:
-            if is_alone and kept is not None:
-                stores = kept.stores if plan.mask else repeat(kept.images)
-                pairs = list(zip(index_B, batch.visits, strict=True))
-                with kept.naming_damage():
-                    rows = [
-                        [program.run_one(store, index, visit, batch.seed) for index, visit in pairs]
-                        for program, store in zip(self.programs, stores, strict=False)
-                    ]
-            else:
-                outs = allocate_batch(len(batch), self.outputs, new_buffer)
-                self.read_into(outs, batch)
-                rows = [[out[b, ...] for b in range(len(out))] for out in outs]
-            columns = list(map(Column.shown, self.columns, rows))
-        if kept is not None and not self.is_upright:
-            # They tell nothing of an EXIF that they were not turned by.
+        if self.kept is not None and not self.is_upright:
+            # Stored images have lost the EXIF that a step of the user's may look for.
             columns = [list(map(without_exif, samples)) for samples in columns]
-        if plan.mask:
-            return columns
         if self.pair_transform is None:
-            # Of the ring there is one piece of memory a batch.
-            allocate = new_buffer if len(columns) > 1 else allocate
+            if len(columns) > 1:
+                allocate = new_buffer  # a ring leases one piece of memory for a batch
             columns = [
-                column.finished(samples, batch, allocate)
+                column.finish(samples, batch, allocate)
                 for column, samples in zip(self.columns, columns, strict=True)
             ]
-        return [*columns, self.targets_of(batch, targets)]
+        if not self.has_target_column:
+            columns.append(self.targets.of_each(batch, targets))
+        return columns
 
-    def _from_source(self, index: int) -> tuple[Any, Any]:
+    def _read_served(self, batch: IndexBatch, *, is_alone: bool) -> list[list[Any]]:
+        """Return the samples of each column after the batch ops."""
+        if is_alone and self.kept is not None:
+            with self.kept.naming_damage():
+                rows = [column.read_alone(self.kept, batch) for column in self.columns]
+        else:
+            outs = allocate_batch(len(batch), self.outputs, new_buffer)
+            self.read_into(outs, batch)
+            rows = [[out[b, ...] for b in range(len(out))] for out in outs]
+        return list(map(Column.show, self.columns, rows))
+
+    def _read_source(self, index: int) -> tuple[Any, Any]:
+        """Read and prepare a sample that is not stored; return it and its target."""
         source = self.stored.samples
         try:
             sample, target = source.read(index)
@@ -425,55 +526,19 @@ class Reader:
             raise
         return self.prepare(sample), target
 
-    # Targets
-
-    @cached_property
-    def _listing(self) -> KeptSamples | SampleTable | None:
-        """What lists targets; None where only reading samples tells them."""
-        return self.stored.table if self.kept is None else self.kept
-
-    @cached_property
-    def numbers(self) -> Array | None:
-        """The targets of all samples, where each is a number and batches need nothing else."""
-        table = self.stored.table
-        # A cache has numbers where targets are images.
-        is_image = self.kept is not None and (self.kept.target_is_part or self.kept.mask_places)
-        if is_image or self.target_transform is not None or table is None:
-            return None
-        return table.columns["targets"] if table.target_kind == "number" else None
-
-    def targets(self, batch: IndexBatch) -> Any:
-        """What ``default_collate`` makes of the targets of a batch."""
-        if self.numbers is not None:
-            return torch.from_numpy(self.numbers[batch.positions])
-        if self._listing is None or self.target_transform is not None:
-            return collate_targets(self.targets_of(batch))
-        return self._listing.collated_targets(batch.positions)
-
-    def targets_of(self, batch: IndexBatch, read: list[Any] | None = None) -> list[Any]:
-        """The target of each sample; ``read``: those before ``target_transform``, where known."""
-        if self.numbers is not None:
-            return list(self.numbers[batch.positions].tolist())
-        targets = list(map(self.stored_target, batch.positions.tolist())) if read is None else read
-        if self.target_transform is not None and self.pair_transform is None:
-            targets = list(map(self.target_transform, targets))
-        return targets
-
-    def stored_target(self, index: int) -> Any:
-        listing = self._listing
-        return self.stored.samples.read(index)[1] if listing is None else listing.target(index)
-
     # Whole columns
 
     def read_batch(
         self, batch: IndexBatch, allocate: Allocate, targets_of: Callable[[IndexBatch], Any]
     ) -> list[Any]:
-        """Images of each view, and behind these the targets, or masks."""
+        """Read the columns of a whole batch: images of each view, then the targets."""
         is_last = batch.channels_last and self.can_write_channels_last
         outs = allocate_batch(len(batch), self.outputs, allocate, channels_last=is_last)
         self.read_into(outs, batch)
-        parts = list(map(torch.Tensor.view, map(torch.from_numpy, outs), self.dtypes))
-        return parts if self.plan.mask else [*parts, targets_of(batch)]
+        columns = list(map(torch.Tensor.view, map(torch.from_numpy, outs), self.dtypes))
+        if not self.has_target_column:
+            columns.append(targets_of(batch))
+        return columns
 
     def read_into(self, outs: list[Array], batch: IndexBatch, rows_B: Array | None = None) -> None:
         """Read a batch's images into arrays of ``allocate_batch``.
@@ -483,24 +548,28 @@ class Reader:
         if self.stored.is_remote:
             self.expect(batch)
         index_B = batch.positions
-        drawn_by = batch.visits, batch.seed
-        (program, out), *others = zip(self.programs, outs, strict=True)
-        kept = self.kept
+        kept = self.stored.kept
+        sources: Sequence[Any]
         if kept is None:
-            images = open_files(self.stored.samples, index_B.tolist(), upright=self.is_upright)
-            program.run(images, index_B, *drawn_by, out, rows_B, others)
-            return
+            opened = open_files(self.stored.samples, index_B.tolist(), upright=self.is_upright)
+            sources = (opened,)
+        else:
+            sources = kept.stores
+        pairs = list(zip(self.programs, outs, strict=True))
         try:
-            if self.plan.mask:
-                mask_program, masks = others.pop()
-                mask_program.run(kept.stores[1], index_B, *drawn_by, masks, rows_B)
-            program.run(kept.stores[0], index_B, *drawn_by, out, rows_B, others)
+            for part, columns in self._columns_of_parts:
+                # One call for all views, so that no sample is decoded twice.
+                (program, out), *others = pairs[columns]
+                source = sources[part]
+                program.run(source, index_B, batch.visits, batch.seed, out, rows_B, others)
         except (SampleError, ChannelsError):
+            if kept is None:
+                raise
             with kept.naming_damage():
                 raise
 
     def expect(self, batch: IndexBatch) -> None:
-        """Have what is fetched for these samples fetched at once."""
+        """Begin to fetch all samples of a batch from where they are remote."""
         if self.stored.filled_share() < 1:
             self.stored.samples.expect(batch.positions.tolist())
 
@@ -570,19 +639,19 @@ def _compile_kept(stored: Stored, kept: KeptSamples, transform: Any) -> Compiled
         obstacle = obstacle or "samples have several parts"
     elif dimensions != 3:
         obstacle = obstacle or f"samples have {dimensions} dimensions"
-    assert stored.after is not None
-    count, key, text = stored.after
+    after = stored.after
+    assert after is not None
     plan = plan_transform(
         transform,
-        prepared=count,
+        prepared=after.count,
         form=store.spec.form,
         dtype=store.spec.dtype,
         channels=_channels_of(store) if dimensions == 3 else None,
         obstacle=obstacle,
     )
-    if describe_steps(plan.prepare, "") != key:
+    if describe_steps(plan.prepare, "") != after.key:
         raise ValueError(
-            f"samples are stored after {text or 'no step'}, but the transform now begins with "
+            f"samples are stored after {after.text or 'no step'}, but the transform now begins with "
             f"{', '.join(map(repr, plan.prepare)) or 'none'}. Give it the same first steps, or "
             "assign another transform to dataset.transform in the process that made the "
             "dataset, which prepares samples again."
@@ -639,7 +708,7 @@ def _compile_pairs(stored: Stored, transforms: PairStep) -> Compiled:
     plan = plan_pairs(transforms, form=image.spec.form, channels=channels, obstacle=obstacle)
     if plan.mask is None:
         return plan, (Column(plan),)
-    return plan, tuple(map(_column, (plan, plan.mask), kept.stores))
+    return plan, (_column(plan, image), _column(plan.mask, mask)._replace(part=1))
 
 
 def _channels_of(images: Store) -> int | None:

@@ -27,7 +27,7 @@ from torch.utils.data import dataloader as torch_loader
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from fastdata.datasets.batch import ChannelsLast, Collate, collate
-from fastdata.datasets.dataset import PreparedDataset, latest_reader, own_reader, samples_of
+from fastdata.datasets.dataset import PreparedDataset, own_reader
 from fastdata.datasets.reader import BatchRing
 from fastdata.datasets.ring import RingCollate
 from fastdata.datasets.samples import DatasetSamples
@@ -624,8 +624,8 @@ def warn_of_ranks(sampler: Any) -> None:
 
 def warn_of_samples(dataset: Dataset[Any], parts: Parts) -> None:
     """Warn once for each dataset that is read sample by sample."""
-    new = [part for part in parts.datasets if samples_of(part) not in _WARNED]
-    _WARNED.update(map(samples_of, new))
+    new = [part for part in parts.datasets if part._fastdata not in _WARNED]
+    _WARNED.update(part._fastdata for part in new)
     notice = next(filter(None, map(_fallback_notice, new)), "")
     if not parts.datasets and not isinstance(dataset, IterableDataset):
         notice = _wrapped_notice(dataset)
@@ -641,7 +641,7 @@ def _fallback_notice(dataset: PreparedDataset) -> str:
             f"{type(dataset).__name__}.{own} is called for each sample. Move its work to "
             "transform= or target_transform=."
         )
-    reader = latest_reader(dataset)
+    reader = dataset._fastdata.reader
     plan = reader.plan
     kept = reader.kept
     is_known = not any(view.per_sample for view in plan.each)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, IterableDataset
 
-from fastdata.datasets.dataset import PreparedDataset, latest_reader
+from fastdata.datasets.dataset import PreparedDataset
 from fastdata.datasets.reader import BatchRing
 from fastdata.errors import FastDataError
 from fastdata.loaders import DataLoader
@@ -245,7 +245,7 @@ class DiskSamples:
 
 
 def _disk_stores(dataset: PreparedDataset) -> list[DiskStore]:
-    kept = latest_reader(dataset).kept
+    kept = dataset._fastdata.reader.kept
     return [store for store in kept.stores if isinstance(store, DiskStore)] if kept else []
 
 

@@ -18,7 +18,6 @@ import torch
 import torch.cuda
 
 from fastdata.datasets.batch import IndexBatch
-from fastdata.datasets.dataset import handle_of, storage_of
 from fastdata.datasets.reader import BatchRing, Reader
 from fastdata.datasets.samples import ReaderHandle
 from fastdata.errors import DeviceError, kind_of
@@ -142,7 +141,8 @@ class DeviceOps:
         reader = self._parts.reader()  # which notices what was changed in place
         if reader is None:
             return DeviceWork()
-        is_for_store = "device" in map(storage_of, self._parts.datasets)
+        datasets = self._parts.datasets
+        is_for_store = "device" in [it._fastdata.storage_plan.storage for it in datasets]
         work = DeviceWork()
         why = self._obstacle(reader)
         if not why:
@@ -164,7 +164,7 @@ class DeviceOps:
         return work
 
     def _work(self, reader: Reader, *, is_cut: bool) -> DeviceWork:
-        handle = handle_of(self._parts.datasets[0])
+        handle = self._parts.datasets[0]._fastdata.handle
         _, casts = reader.without_cast
         converts = [None if cast is None else ToFloats(cast) for cast in casts]
         if is_cut:
@@ -234,7 +234,7 @@ def _sent_as_it_is(reader: AnyReader) -> str:
 def _read(handle: ReaderHandle, batch: IndexBatch, ring: BatchRing) -> list[Any]:
     """Read the parts of a batch as they are sent."""
     sent, _ = handle().without_cast
-    return sent.read_batch(batch, ring.lease, sent.targets)
+    return sent.read_batch(batch, ring.lease, sent.targets.collated)
 
 
 def _finish(handle: ReaderHandle, converts: Sequence[Transform | None], parts: list[Any]) -> Any:

@@ -42,11 +42,7 @@ from fastdata.datasets.batch import (
 )
 from fastdata.datasets.dataset import (
     PreparedDataset,
-    epoch_of,
-    handle_of,
     index_count,
-    latest_reader,
-    samples_of,
 )
 from fastdata.datasets.reader import Allocate, BatchRing, Reader, allocate_batch, new_buffer
 from fastdata.datasets.ring import BatchReceiver, RingCollate
@@ -84,8 +80,8 @@ class JoinedReader:
         for number, row_B, piece in self._pieces(batch):
             readers[number].read_into(outs, piece, row_B)
         parts = list(map(torch.Tensor.view, map(torch.from_numpy, outs), first.dtypes))
-        if first.plan.mask is None:
-            of_each = self.in_order(batch, [reader.targets_of for reader in readers])
+        if not first.has_target_column:
+            of_each = self.in_order(batch, [reader.targets.of_each for reader in readers])
             parts.append(collate_targets(of_each))
         return first.to_batch(parts)
 
@@ -119,7 +115,10 @@ class JoinedHandle:
 
     handles: list[ReaderHandle]
     starts: Array
-    reader = None  # one is made for each batch
+
+    @property
+    def is_closed(self) -> bool:
+        return any(handle.is_closed for handle in self.handles)
 
     def __call__(self) -> JoinedReader:
         return JoinedReader([handle() for handle in self.handles], self.starts)
@@ -163,7 +162,7 @@ class Parts:
         return cls(datasets, subset, np.cumsum([0, *map(index_count, datasets)])[:-1])
 
     def __getitems__(self, batch: IndexBatch) -> list[Any]:
-        joined = JoinedReader(list(map(latest_reader, self.datasets)), self.starts)
+        joined = JoinedReader([it._fastdata.reader for it in self.datasets], self.starts)
         return joined.in_order(batch, [dataset.__getitems__ for dataset in self.datasets])
 
     @property
@@ -174,25 +173,25 @@ class Parts:
     @property
     def epoch(self) -> int | None:
         """The epoch that the user set on a dataset; None if loaders count epochs."""
-        return _first(map(epoch_of, self.datasets))
+        return _first(it._fastdata.epoch_number for it in self.datasets)
 
     @property
     def seed(self) -> int | None:
         """The first ``seed`` that the user gave to a dataset; None if there is none."""
-        return _first(latest_reader(dataset).stored.options.seed for dataset in self.datasets)
+        return _first(dataset._fastdata.stored.options.seed for dataset in self.datasets)
 
     def reader(self) -> AnyReader | None:
         """Return the reader of an epoch that begins now, with all changes made in place."""
-        readers = [samples_of(dataset).fresh_reader() for dataset in self.datasets]
+        readers = [dataset._fastdata.refresh() for dataset in self.datasets]
         return self._one(readers, JoinedReader)
 
     def latest(self) -> AnyReader | None:
         """Return the latest reader. Do not keep it: it keeps the samples in memory."""
-        return self._one(list(map(latest_reader, self.datasets)), JoinedReader)
+        return self._one([it._fastdata.reader for it in self.datasets], JoinedReader)
 
     def handle(self) -> AnyHandle | None:
         """Return the handle of an epoch that begins now."""
-        return self._one(list(map(handle_of, self.datasets)), JoinedHandle)
+        return self._one([it._fastdata.handle for it in self.datasets], JoinedHandle)
 
     def _one(self, each: list[_T], join: Callable[[list[_T], Array], _J]) -> _T | _J | None:
         if len(each) > 1:
@@ -203,7 +202,7 @@ class Parts:
     def prepared_share(self) -> float:
         """The share of samples that are stored already, of the dataset with the fewest."""
         index = None if len(self.datasets) > 1 else self.subset
-        readers = map(latest_reader, self.datasets)
+        readers = [dataset._fastdata.reader for dataset in self.datasets]
         shares = (1.0 if it.kept is None else it.stored.filled_share(index) for it in readers)
         return min(shares, default=1.0)
 
@@ -318,7 +317,7 @@ class BatchMaker:
                 # Collating an empty batch raises torch's error.
                 if self.read is not None and indices:
                     return self.read(indices, self.ring)
-                reader = self.handle.reader or self.handle()
+                reader = self.handle()
                 is_whole = reader.obstacle is None
                 is_collated = is_whole and self.collate_fn is collate and len(indices) > 0
                 read = partial(reader if is_collated else reader.items, allocate=self.ring.lease)
@@ -476,8 +475,8 @@ class CountedIterator(torch_loader._BaseDataLoaderIter):
         progress = self.progress
         asked_at = time.perf_counter()
         try:
-            if self.handle is not None and self.handle.reader is None:
-                self.handle()
+            if self.handle is not None and self.handle.is_closed:
+                self.handle()  # raises
             # torch's ``__next__`` takes 10 us for a profiler's entry, and does nothing else for
             # datasets that have a length.
             is_stream = self._dataset_kind == torch_loader._DatasetKind.Iterable

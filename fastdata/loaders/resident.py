@@ -179,7 +179,7 @@ class StoreCut(Iterator[Any]):
         # Unsafe: the parts do not count as views, of which autograd refuses some uses.
         sizes = list(map(len, batches))
         parts = self._cast(images).unsafe_split_with_sizes(sizes)
-        numbers = self._handle().numbers
+        numbers = self._handle().targets.numbers
         if numbers is not None:
             sent_numbers = self._send(torch.from_numpy(numbers[index_B]))
             targets = sent_numbers.unsafe_split_with_sizes(sizes)
@@ -189,7 +189,7 @@ class StoreCut(Iterator[Any]):
 def _read_targets(handle: ReaderHandle, batch: IndexBatch, ring: BatchRing) -> list[Any]:
     """Return indices and targets, behind a tensor that tells how many there are."""
     reader = handle()
-    targets = reader.targets(batch) if reader.numbers is None else None
+    targets = reader.targets.collated(batch) if reader.targets.numbers is None else None
     return [torch.from_numpy(batch.positions), batch, targets]
 
 

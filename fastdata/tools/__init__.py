@@ -25,7 +25,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.utils.data import RandomSampler
 
-from fastdata.datasets.dataset import PreparedDataset, storage_of
+from fastdata.datasets.dataset import PreparedDataset
 from fastdata.errors import AnyPath, refuse_remote
 from fastdata.loaders.epochs import sample_count
 from fastdata.machine.limits import available_bytes, cpu_model, usable_cores
@@ -87,7 +87,7 @@ def shuffled(dataset: Sized, seed: int = 0) -> RandomSampler:
 
 def is_kept(dataset: Any) -> bool:
     """Return True if a dataset keeps prepared samples."""
-    return isinstance(dataset, PreparedDataset) and storage_of(dataset) != "none"
+    return isinstance(dataset, PreparedDataset) and dataset._fastdata.storage_plan.storage != "none"
 
 
 def in_subprocess(work: Callable[[], _T], *, limit_s: float | None) -> _T:
