@@ -15,8 +15,8 @@ from fastdata.datasets.dataset import PreparedDataset, own_reader
 from fastdata.datasets.files import FileOrigin, FileSamples, facts_of_files
 from fastdata.datasets.origin import ItemOrigin
 from fastdata.datasets.preparing import to_prepare
-from fastdata.datasets.reader import LeadingSteps, Stored
-from fastdata.datasets.samples import DatasetSamples, Transforms
+from fastdata.datasets.reader import LeadingSteps, Stored, Transforms
+from fastdata.datasets.samples import DatasetSamples
 from fastdata.errors import AnyPath, is_url, local_path
 from fastdata.machine.shared import SampleTable
 from fastdata.pixels import PairStep, Step

@@ -164,6 +164,21 @@ class Stored:
         return 0.0 if self.kept is None else self.kept.images.filled_share(index)
 
 
+@dataclass(frozen=True)
+class Transforms:
+    """The user's transforms of a dataset's items.
+
+    Attributes:
+        of_sample: called with each sample.
+        of_target: called with each target.
+        of_both: called with sample and target together, instead of the other two.
+    """
+
+    of_sample: Step | None = None
+    of_target: Step | None = None
+    of_both: PairStep | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class Targets:
     """The targets of all samples.
@@ -579,21 +594,18 @@ class Reader:
 Compiled = tuple[TransformPlan, tuple[Column, ...]]
 
 
-def compile_reader(
-    stored: Stored,
-    *,
-    transform: Any,
-    target_transform: Step | None,
-    pair_transform: PairStep | None,
-    own: str,
-) -> Reader:
+def compile_reader(stored: Stored, transforms: Transforms, *, own: str) -> Reader:
     """Compile the user's transforms for samples as they are stored.
+
+    ``own`` describes the method of a subclass that makes each item; empty if there is none.
 
     Raises:
         ValueError: the transform does not begin with the steps that samples are stored after.
     """
     beforehand = steps = stored.first_steps
     is_upright = stored.is_upright
+    transform = transforms.of_sample
+    pair_transform = transforms.of_both
     if pair_transform is not None:
         plan, columns = _compile_pairs(stored, pair_transform)
     elif stored.kept is not None:
@@ -608,7 +620,7 @@ def compile_reader(
     return Reader(
         stored=stored,
         length=len(stored.samples),
-        target_transform=target_transform,
+        target_transform=transforms.of_target,
         pair_transform=pair_transform if plan.per_sample else None,
         plan=replace(plan, beforehand=beforehand),
         columns=columns,

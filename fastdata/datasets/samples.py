@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import ForkingPickler
@@ -29,12 +29,12 @@ from fastdata.datasets.preparing import (
     prepare_samples,
     unprepared,
 )
-from fastdata.datasets.reader import Reader, Stored, compile_reader
+from fastdata.datasets.reader import Reader, Stored, Transforms, compile_reader
 from fastdata.datasets.snapshot import Snapshot
 from fastdata.errors import StoreGoneError
 from fastdata.machine import StoragePlan
 from fastdata.machine.shared import ArrayBlock, SampleTable
-from fastdata.pixels import PairStep, Step
+from fastdata.pixels import Step
 from fastdata.pixels.images import tensor_class
 from fastdata.report import log
 from fastdata.sources import DatasetSource, Source
@@ -74,21 +74,6 @@ class ReaderHandle:
         self._reason = reason
         self._reader = None
         self.is_closed = True
-
-
-@dataclass(frozen=True)
-class Transforms:
-    """The user's transforms of a dataset's items.
-
-    Attributes:
-        of_sample: called with each sample.
-        of_target: called with each target.
-        of_both: called with sample and target together, instead of the other two.
-    """
-
-    of_sample: Step | None = None
-    of_target: Step | None = None
-    of_both: PairStep | None = None
 
 
 class DatasetSamples:
@@ -341,13 +326,8 @@ class DatasetSamples:
     def _compile(self) -> None:
         own = self.own_method
         transforms = self.transforms
-        reader = compile_reader(
-            self.stored,
-            transform=transforms.of_sample,
-            target_transform=transforms.of_target,
-            pair_transform=transforms.of_both,
-            own=f"{self.class_name} has a {own} of its own" if own else "",
-        )
+        reason = f"{self.class_name} has a {own} of its own" if own else ""
+        reader = compile_reader(self.stored, transforms, own=reason)
         unknown = [step for view in reader.plan.each for step in view.unknown]
         self._snapshot = Snapshot([transforms.of_sample, transforms.of_both], unknown)
         self._read_by(reader)
