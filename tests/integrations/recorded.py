@@ -1,5 +1,7 @@
 """What clients are run over: images that tell their index and count their reads, and what a run saw of them."""
 
+# ruff: noqa: E402  (torchvision can only be imported after its operations were declared)
+
 from __future__ import annotations
 
 import json
@@ -15,13 +17,13 @@ from torchvision_ops import import_torchvision
 
 import_torchvision()
 
-from torchvision import transforms as v1  # noqa: E402  # only importable now
+from torchvision import transforms as v1
 
-from fastdata import CachedDataset  # noqa: E402
-from fastdata.datasets.batch import IndexBatch  # noqa: E402
-from fastdata.datasets.reader import Allocate, new_buffer  # noqa: E402
-from fastdata.datasets.samples import DatasetSamples  # noqa: E402
-from fastdata.machine.shared import Block  # noqa: E402
+from fastdata import CachedDataset
+from fastdata.datasets.batch import IndexBatch
+from fastdata.datasets.reader import Allocate, new_buffer
+from fastdata.datasets.samples import DatasetSamples
+from fastdata.machine.shared import Block
 
 COUNT = 23
 """Samples: no multiple of a batch, nor of two ranks."""
