@@ -16,18 +16,24 @@ import pytest
 from PIL import Image, ImageFile, ImageOps
 from torchvision import transforms as v1
 
-from fastdata.pixels import images, plan_transform
+from fastdata.pixels import plan_transform
 from fastdata.pixels.core.calls import Samples
 from fastdata.pixels.core.jpeg import Jpeg
 from fastdata.pixels.core.library import load
-from fastdata.pixels.images import OpenedImages, SampleSpec, addresses_of, decode_image
+from fastdata.pixels.images import (
+    OpenedImages,
+    SampleSpec,
+    addresses_of,
+    decode_image,
+    open_libjpeg,
+)
 from fastdata.pixels.program import Program
 from fastdata.pixels.steps import Step
 from test_core_programs import FILTERS, GEOMETRY, SIDES
 from test_transforms import ArrayStore
 
 pytestmark = pytest.mark.skipif(
-    images.open_libjpeg()[0] is None, reason="Pillow is linked to no shared libjpeg-turbo"
+    open_libjpeg()[0] is None, reason="Pillow is linked to no shared libjpeg-turbo"
 )
 
 FUZZ = int(os.environ.get("FASTDATA_FUZZ", "400"))
@@ -341,7 +347,7 @@ def without(data: bytes, marker: int) -> bytes:
 @pytest.mark.parametrize("marker", [0xC4, 0xDB], ids=["Huffman", "quantisation"])
 def test_a_file_is_decoded_by_no_tables_of_another(marker: int) -> None:
     """A decoder serves one file after the other: one that lacks tables has the usual ones, or is Pillow's to judge."""
-    jpeg, _ = images.open_libjpeg()
+    jpeg, _ = open_libjpeg()
     assert jpeg is not None
     data = without(saved(photo(40, 61)), marker)
     for other in ({"optimize": True, "quality": 20}, {"progressive": True, "quality": 98}):

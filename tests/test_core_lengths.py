@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from torchvision import transforms as v1
 
-from fastdata.pixels import images, plan_transform
-from fastdata.pixels.images import OpenedImages, encode_image
+from fastdata.pixels import plan_transform
+from fastdata.pixels.images import OpenedImages, addresses_of, encode_image, open_libjpeg
 from fastdata.pixels.program import Program
 from test_transforms import ArrayStore
 from test_transforms import images as make_images
@@ -113,14 +113,14 @@ def test_every_random_set_of_lengths_is_served_or_refused() -> None:
     assert 20 < served < 280
 
 
-@pytest.mark.skipif(images.open_libjpeg()[0] is None, reason="Pillow has no shared libjpeg-turbo")
+@pytest.mark.skipif(open_libjpeg()[0] is None, reason="Pillow has no shared libjpeg-turbo")
 def test_jpeg_files_need_their_sizes_and_fitting_memory() -> None:
     """A size is needed for each file, and memory that is uint8 and lies in one piece."""
-    jpeg, _ = images.open_libjpeg()
+    jpeg, _ = open_libjpeg()
     assert jpeg is not None
     [planes] = make_images(1, (SIDE_PX, SIDE_PX))
     data = np.frombuffer(encode_image(planes, "JPEG"), np.uint8)
-    files_B = images.addresses_of([data, data])
+    files_B = addresses_of([data, data])
     with pytest.raises(ValueError, match="2 JPEG files came with 1 sizes"):
         OpenedImages(files_B, np.array([data.size]), lambda b: planes)
     for out in (planes.astype(np.float32), planes.transpose(0, 2, 1), planes[0]):
