@@ -182,19 +182,6 @@ def _hold(size_bytes: int, ready: object, done: object) -> None:
     del held
 
 
-def test_without_proc_system_memory_counts(
-    root: Path, table: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As the C library knows it, where psutil finds no /proc/meminfo."""
-
-    def fail() -> None:
-        raise FileNotFoundError("/proc/meminfo")
-
-    monkeypatch.setattr(psutil, "virtual_memory", fail)
-    assert available_bytes().bytes > 0
-    assert available_bytes().limited_by == "system memory"
-
-
 def test_memory_of_descendants_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A child that fills 64 MiB adds about as much to the tree, and the child's own tree is smaller than this one."""
 

@@ -33,8 +33,8 @@ def usable_cores(cores: int | None = None) -> int:
         has_affinity = hasattr(os, "sched_getaffinity")
         cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     for text in _read_cgroups("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us"):
-        limit = re.fullmatch(r"(\d+)\s+(\d+)\s*", text)
-        if limit is not None and int(limit[2]):
+        limit = re.fullmatch(r"(\d+)\s+([1-9]\d*)\s*", text)
+        if limit is not None:
             cores = min(cores, math.ceil(int(limit[1]) / int(limit[2])))
     return max(1, cores)
 
@@ -64,11 +64,7 @@ def available_bytes() -> Available:
     """
     import psutil  # 7 ms, which only those functions take that ask it
 
-    try:
-        free_bytes = psutil.virtual_memory().available
-    except FileNotFoundError:  # no /proc
-        free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    available = Available(free_bytes, "system memory")
+    available = Available(psutil.virtual_memory().available, "system memory")
     for text in _read_cgroups(*_MEMORY_FILES):
         # No limit is "max", and -1 in version 1.
         used_bytes, *limits = map(int, re.findall(r"^\d+$", text, re.M) or [0])
