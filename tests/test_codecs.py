@@ -315,7 +315,7 @@ def test_cut_off_data_raise(own: Codec) -> None:
     for length in range(
         len(data) - 2 * (own.name == "jpeg")
     ):  # without its end mark a JPEG is complete all the same
-        with pytest.raises(CodecError, match="repare the samples anew"):
+        with pytest.raises(CodecError, match="repare the samples again"):
             decoded(own, data[:length], sample)
     decoded(own, data, sample)
 

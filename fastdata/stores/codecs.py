@@ -18,8 +18,8 @@ larger than byte by byte. Both undone, 3 x 256 x 256 bytes take 65 us on one cor
 predictor left + above - (left of above), except that the first element of each word is predicted
 from above alone.
 
-Elements of 2, 4 or 8 bytes use the same words with wider elements (``lane``); their residuals are
-then split into byte planes, so that the bytes that are nearly always equal stand together.
+Elements of 2, 4 or 8 bytes are split into byte planes first: all lowest bytes, all second ones, and
+so on. Each plane is then predicted as any other.
 
 Shape letters: P planes, R rows, K words of a row.
 """
@@ -33,7 +33,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from threading import get_ident
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -42,26 +42,40 @@ from fastdata.pixels.core import Array, Bytes, Shape
 from fastdata.pixels.describe import describe
 from fastdata.pixels.images import Scratch, decode_planes_into, encode_image, round_up_8
 
-Settings = dict[str, "int | str | bool"]
+CodecSettings = dict[str, "int | str | bool"]
 """Plain values that JSON keeps: ``name``, ``format`` (the version of the byte format),
 arguments."""
 
 
 class Codec(ABC):
-    """Encodes prepared samples; safe from any threads and processes; pickles as its settings."""
+    """Encodes and decodes prepared samples.
+
+    A codec is safe to use from several threads and processes at once, and pickles as its settings.
+
+    Attributes:
+        name: of the codec, in options, caches and messages.
+        lossless: True if samples come back bit for bit.
+        makes_jpeg_files: True if the compiled core can decode what is encoded.
+    """
 
     name: str
     lossless: bool = True
+    makes_jpeg_files: ClassVar[bool] = False
 
     @abstractmethod
     def encode(self, sample: Array) -> bytes:
-        """Encode a sample; ``ValueError`` says why one cannot be kept."""
+        """Encode a sample.
+
+        Raises:
+            ValueError: this codec cannot keep such a sample; says why.
+        """
 
     def decode(self, data: memoryview, out: Array) -> None:
         """Fill ``out`` completely, with no more memory than a few times ``out.nbytes``.
 
         Raises:
-            CodecError: the data are damaged, or of a sample of another size.
+            CodecError: the data are damaged, or belong to a sample of another size.
+            ValueError: ``out`` is read-only or not C-contiguous.
         """
         if not out.flags.carray:
             raise ValueError("an array to decode into has to be writeable and C-contiguous")
@@ -73,20 +87,21 @@ class Codec(ABC):
             raise CodecError(
                 f"codec {self.name!r} cannot make a sample of shape {out.shape} and {out.dtype} "
                 f"of {len(data):,} bytes: {problem}. They are damaged or belong to another "
-                "sample; prepare the samples anew."
+                "sample; prepare the samples again."
             ) from problem
 
     @abstractmethod
     def _decode(self, data: memoryview, out: Array) -> None:
-        """``decode``; any error stands for damage."""
+        """Fill ``out``. Any error is taken for damage of the data."""
 
-    def settings(self) -> Settings:
+    def settings(self) -> CodecSettings:
+        """Return what rebuilds this codec, see ``codec_of``."""
         return {"name": self.name, "format": 1, **vars(self)}
 
 
 @cache
 def _library(name: str) -> Any:
-    """Imported only for a codec that needs it: it is not built for every Python."""
+    """Import a codec's library when it is first needed: it is not built for every Python."""
     try:
         return importlib.import_module(name)
     except ImportError as missing:
@@ -110,49 +125,49 @@ class Lz4Codec(Codec):
     name = "lz4"
 
     def encode(self, sample: Array) -> bytes:
-        return bytes(
-            _library("lz4.block").compress(sample.reshape(-1).view(np.uint8), store_size=False)
-        )
+        block: bytes = _library("lz4.block").compress(_bytes_of(sample), store_size=False)
+        return block
 
     def _decode(self, data: memoryview, out: Array) -> None:
         raw = _library("lz4.block").decompress(data, uncompressed_size=out.nbytes)
         if len(raw) != out.nbytes:
             raise ValueError(f"a block of {len(raw):,} bytes")
-        out.reshape(-1).view(np.uint8)[:] = np.frombuffer(raw, np.uint8)
+        _bytes_of(out)[:] = np.frombuffer(raw, np.uint8)
 
 
-# Reversible prediction
+def _bytes_of(sample: Array) -> Bytes:
+    return sample.reshape(-1).view(np.uint8)
+
 
 _WORD = np.dtype("<u8")
 _WORD_BYTES = 8
 _SHORTEST_ROW_BYTES = 32
 """Shorter rows are joined: to fill them up to whole words would cost more than prediction gains."""
-
-
-# What was done to a sample before compression, in order; their sum is its first byte when encoded.
+# What was done to a sample before compression: GREEN, SPLIT, ABOVE, LEFT, in this order. Their sum
+# is the first byte of the encoded sample.
 GREEN = 1
-"""Plane 1 of 3 was subtracted from planes 0 and 2, element by element."""
+"""Plane 1 of 3 was subtracted from planes 0 and 2, byte by byte."""
 ABOVE = 2
 """From each word the word one row above was subtracted, both little-endian integers."""
 LEFT = 4
-"""Within each word, from each element the one to its left: ``word - (word << element bits)``."""
+"""Within each word, from each byte the one to its left: ``word - (word << 8)``."""
 SPLIT = 8
-"""A bias was added (0x80 in each byte but the highest), then all lowest bytes, all second ..."""
+"""Elements of several bytes were split into planes: all lowest bytes, all second ones ..."""
 
 
 class WordLayout(NamedTuple):
-    """How a sample's bytes are laid out as words.
+    """Layout of a sample's bytes as words.
 
-    Args:
+    Attributes:
+        lane: bytes of an element: 1, 2, 4 or 8. Byte planes are split by it.
         rows: planes, rows of each and bytes of a row; a sample of one axis is one row.
-        words: P, R and K; the only row of a one-axis sample becomes a column of words.
-        lane: bytes of an element, 1, 2, 4 or 8.
-        filters: those that are tried, the last one with all steps that are possible.
+        words: P, R and K; the only row of a plane becomes a column of words.
+        filters: the filters to try; the last one has all steps that are possible.
     """
 
+    lane: int
     rows: tuple[int, int, int]
     words: tuple[int, int, int]
-    lane: int
     filters: tuple[int, ...]
 
     @property
@@ -162,28 +177,38 @@ class WordLayout(NamedTuple):
 
 @lru_cache(maxsize=256)
 def layout_of(shape: Shape, dtype: np.dtype[Any]) -> WordLayout:
-    lane = dtype.itemsize // 2 if dtype.kind == "c" else dtype.itemsize
+    """Return the layout of samples of a shape and type."""
+    lane = dtype.itemsize
+    if dtype.kind == "c":
+        lane //= 2
     if lane not in (1, 2, 4, 8):
         lane = 1
     axes = list(shape)
-    row_bytes = dtype.itemsize
+    row_bytes = dtype.itemsize // lane
     while axes:
         row_bytes *= axes.pop()
         if row_bytes >= _SHORTEST_ROW_BYTES:
             break
-    rows = axes.pop() if axes else 1
-    planes = math.prod(axes)
-    words = round_up_8(row_bytes) // _WORD_BYTES
-    is_one_row = planes * rows == 1
-    split = SPLIT if lane > 1 else 0
-    filters = [0, split, split | ABOVE, split | ABOVE | LEFT]
+    rows = 1
+    if axes:
+        rows = axes.pop()
+    planes = lane * math.prod(axes)
+    word_count = round_up_8(row_bytes) // _WORD_BYTES
+    words = planes, rows, word_count
+    if rows == 1:
+        words = planes, word_count, 1
+    filters = [0, ABOVE, ABOVE | LEFT]
     if len(shape) >= 3 and shape[0] == 3:
-        filters.append(filters[-1] | GREEN)
+        filters.append(ABOVE | LEFT | GREEN)
+    if lane > 1:
+        filters = [0, *(SPLIT | chosen for chosen in filters)]
+    if not math.prod(shape):
+        filters = [0]
     return WordLayout(
-        rows=(planes, rows, row_bytes),
-        words=(1, words, 1) if is_one_row else (planes, rows, words),
         lane=lane,
-        filters=tuple(dict.fromkeys(filters)) if math.prod(shape) else (0,),
+        rows=(planes, rows, row_bytes),
+        words=words,
+        filters=tuple(filters),
     )
 
 
@@ -191,83 +216,58 @@ def apply_filter(sample: Bytes, layout: WordLayout, chosen: int) -> Bytes:
     """Filter a sample's bytes.
 
     Returns:
-        New memory of ``layout.size`` bytes, or the sample if nothing is to do.
+        New memory of ``layout.size`` bytes; or the sample itself if ``chosen`` is 0.
     """
     if not chosen:
         return sample
-    lane = layout.lane
-    elements = sample.view(f"<u{lane}")
     if chosen & GREEN:
-        red, green, blue = elements.reshape(3, -1)
-        elements = np.stack([red - green, green, blue - green])
+        colours = sample.reshape(3, -1).copy()
+        colours[::2] -= colours[1]
+        sample = colours.ravel()
+    elements = sample.reshape(-1, layout.lane)
+    rows = elements.T.reshape(layout.rows)
     planes, row_count, row_bytes = layout.rows
-    rows = elements.reshape(planes, row_count, -1)
-    fill = -row_bytes % _WORD_BYTES // lane
-    if fill:
-        rows = np.pad(rows, ((0, 0), (0, 0), (0, fill)), mode="edge")
-    words = np.ascontiguousarray(rows).view(_WORD).reshape(layout.words)
+    filled = np.empty((planes, row_count, round_up_8(row_bytes)), np.uint8)
+    filled[..., :row_bytes] = rows
+    filled[..., row_bytes:] = rows[..., -1:]
+    words = filled.view(_WORD).reshape(layout.words)
     if chosen & ABOVE:
-        words = np.concatenate([words[:, :1], words[:, 1:] - words[:, :-1]], axis=1)
-    if chosen & LEFT and lane < _WORD_BYTES:
-        words = words - (words << np.uint64(8 * lane))
-    filtered = words.ravel()
-    if chosen & SPLIT:
-        biased = filtered.view(f"<u{lane}") + _bias(lane)
-        filtered = biased.view(np.uint8).reshape(-1, lane).T.ravel()
-    return filtered.view(np.uint8)
+        differences = words.copy()
+        differences[:, 1:] -= words[:, :-1]
+        words = differences
+    if chosen & LEFT:
+        words -= words << np.uint64(8)
+    return words.ravel().view(np.uint8)
 
 
 def undo_filter(filtered: Bytes, layout: WordLayout, chosen: int, out: Bytes) -> None:
     """Undo ``apply_filter``, in long calls on whole arrays: NumPy gives up the GIL during each.
 
-    ``filtered``, ``layout.size`` bytes that begin on a multiple of 8, is overwritten and may be
-    ``out`` itself.
+    ``filtered`` has ``layout.size`` bytes, and begins on a multiple of 8. It is overwritten, and
+    may be ``out`` itself if elements have one byte.
     """
-    lane = layout.lane
-    if chosen & SPLIT:
-        filtered = _join(filtered, lane)
     words = filtered.view(_WORD).reshape(layout.words)
-    if chosen & LEFT and lane < _WORD_BYTES:
-        # 1 in each element of a word.
-        words *= np.uint64(0xFFFF_FFFF_FFFF_FFFF // ((1 << 8 * lane) - 1))
+    if chosen & LEFT:
+        # Times 1 in each byte: adds to each byte all to the left of it.
+        words *= np.uint64(0x0101_0101_0101_0101)
     if chosen & ABOVE:
         np.add.accumulate(words, axis=1, out=words)
     if filtered.ctypes.data != out.ctypes.data:
         planes, rows, row_bytes = layout.rows
         whole_rows = filtered.reshape(planes, rows, -1)[..., :row_bytes]
-        out.reshape(layout.rows)[...] = whole_rows
+        elements = np.moveaxis(out.reshape(-1, rows, row_bytes, layout.lane), -1, 0)
+        elements[...] = whole_rows.reshape(elements.shape)
     if chosen & GREEN:
-        red, green, blue = out.view(f"<u{lane}").reshape(3, -1)
-        red += green
-        blue += green
+        colours = out.reshape(3, -1)
+        colours[::2] += colours[1]
 
-
-def _bias(lane: int) -> Any:
-    return np.dtype(f"<u{lane}").type(int.from_bytes(b"\x80" * (lane - 1), "little"))
-
-
-def _join(split: Bytes, lane: int) -> Bytes:
-    """Put byte planes together.
-
-    Widening whole planes is 5 times as fast as copying bytes to every lane-th place.
-    """
-    dtype = np.dtype(f"<u{lane}")
-    lowest, *higher = split.reshape(lane, -1)
-    elements = lowest.astype(dtype)
-    for position, plane in enumerate(higher, start=1):
-        elements |= plane.astype(dtype) << dtype.type(8 * position)
-    elements -= _bias(lane)
-    return elements.view(np.uint8)
-
-
-# Zstandard behind it
 
 _HEAD_BYTES = 5
 _TRIAL_BYTES = 24 * 1024
 _NOISE = {"strategy": 1, "min_match": 7, "hash_log": 6, "window_log": 15}
-"""How residuals of photographs are compressed: they hardly repeat, so what counts is a Huffman
-table for every 32 KiB. Ratio 2.18 and 130 us to decode 3 x 256 x 256, where level 1 gives 2.12 and
-144 us, level 3 gives 2.06 and 195 us."""
+"""Parameters for residuals of photographs. They hardly repeat, so what counts is a Huffman table for
+every 32 KiB: ratio 2.18 and 130 us to decode 3 x 256 x 256, where level 1 gives 2.12 and 144 us,
+level 3 gives 2.06 and 195 us."""
 
 
 _scratch = Scratch()
@@ -275,13 +275,13 @@ _scratch = Scratch()
 
 @lru_cache(maxsize=512)
 def _decompressor(thread: int) -> Any:
-    """Each thread's own: what zstandard makes is not safe from several."""
+    """Return the thread's own decompressor: zstandard's are not safe from several threads."""
     return _library("zstandard").ZstdDecompressor()
 
 
 @lru_cache(maxsize=512)
 def _compressor(thread: int, level: int | None) -> Any:
-    """Each thread's own; without a level one for noise."""
+    """Return the thread's own compressor of a level; of None for residuals, see ``_NOISE``."""
     library = _library("zstandard")
     if level is not None:
         return library.ZstdCompressor(level=level)
@@ -308,7 +308,8 @@ class ZstdCodec(Codec):
     name = "zstd"
 
     def encode(self, sample: Array) -> bytes:
-        # A strip stands for the sample: one compression of the whole, not four, 1.6 times the rate.
+        # The filter is chosen on a strip, so that the whole is compressed once and not four times:
+        # 1.6 times the rate.
         strip = _middle_rows(sample)
         filters = layout_of(sample.shape, sample.dtype).filters
         best = min(filters, key=lambda chosen: len(self._frame(strip, chosen)))
@@ -317,14 +318,12 @@ class ZstdCodec(Codec):
 
     def _frame(self, sample: Array, chosen: int) -> bytes:
         layout = layout_of(sample.shape, sample.dtype)
-        filtered = apply_filter(sample.reshape(-1).view(np.uint8), layout, chosen)
-        is_noise = chosen & LEFT and not chosen & SPLIT
-        compressor = _compressor(get_ident(), None if is_noise else self.level)
+        filtered = apply_filter(_bytes_of(sample), layout, chosen)
+        compressor = _compressor(get_ident(), None if chosen & LEFT else self.level)
         frame: bytes = compressor.compress(filtered)
         return frame
 
     def _decode(self, data: memoryview, out: Array) -> None:
-        # What memory it takes besides the thread keeps, and none for whole words.
         target = out.reshape(-1).view(np.uint8)
         layout = layout_of(out.shape, out.dtype)
         length = _HEAD_BYTES + int.from_bytes(data[1:_HEAD_BYTES], "little")
@@ -333,9 +332,10 @@ class ZstdCodec(Codec):
         chosen = data[0]
         if chosen & ~layout.filters[-1]:
             raise ValueError(f"filter {chosen} is none of such samples in format 1")
+        # Rows of whole words are decompressed in place; others to memory that the thread keeps.
         filtered = target
         is_in_place = layout.size == target.size and target.ctypes.data % _WORD_BYTES == 0
-        if chosen and (chosen & SPLIT or not is_in_place):
+        if chosen and (layout.lane > 1 or not is_in_place):
             filtered = _scratch.take("filtered", (layout.size,))
         self._decompress(data[_HEAD_BYTES:], filtered)
         if chosen:
@@ -345,7 +345,7 @@ class ZstdCodec(Codec):
         """Fill ``filtered``; the size that a frame claims is checked before it is decompressed."""
         size = _library("zstandard").frame_content_size(frame)
         written = 0
-        # It holds as many bytes as fit, so zstd writes to `filtered` without a buffer.
+        # As its size is that of `filtered`, zstd writes there without a buffer of its own.
         if 0 < size == filtered.size:
             written = _decompressor(get_ident()).stream_reader(frame).readinto(filtered)
         if not written == size == filtered.size:
@@ -356,7 +356,7 @@ class ZstdCodec(Codec):
 
 
 def _middle_rows(sample: Array) -> Array:
-    """The middle rows of each plane, on which the filter is chosen; all of a small sample."""
+    """Return the middle rows of each plane, to choose the filter on; all of a small sample."""
     if sample.nbytes <= 2 * _TRIAL_BYTES or sample.ndim < 2:
         return sample
     rows = sample.shape[-2]
@@ -398,7 +398,6 @@ class JpegCodec(Codec):
     name = "jpeg"
     lossless = False
     makes_jpeg_files = True
-    """The core decodes what is served of them."""
 
     def encode(self, sample: Array) -> bytes:
         are_planes = sample.dtype == np.uint8 and sample.ndim == 3 and sample.shape[0] in (1, 3)
@@ -417,9 +416,7 @@ class JpegCodec(Codec):
 
 
 class OwnCodec(Codec):
-    """A user's object that has ``encode`` and ``decode``. Pickles if the object does."""
-
-    is_own = True
+    """A user's object that has ``encode`` and ``decode``. It pickles if the object does."""
 
     def __init__(self, codec: Any) -> None:
         self.codec = codec
@@ -430,12 +427,10 @@ class OwnCodec(Codec):
         data: bytes = self.codec.encode(sample)
         return data
 
-    def decode(self, data: memoryview, out: Array) -> None:
+    def _decode(self, data: memoryview, out: Array) -> None:
         self.codec.decode(data, out)
 
-    _decode = decode
-
-    def settings(self) -> Settings:
+    def settings(self) -> CodecSettings:
         return {"name": self.name}
 
 
@@ -444,7 +439,7 @@ KNOWN_CODECS = tuple(_CODECS)
 
 
 def describe_codec(codec: Any, cache_key: str | None = None) -> str:
-    """Text that is equal for what ``codec=`` takes where it encodes alike."""
+    """Describe what ``codec=`` takes; equal texts stand for equal encoded bytes."""
     if codec in ("auto", "source"):
         return str(codec)
     if isinstance(codec, tuple | list):
@@ -456,10 +451,10 @@ def describe_codec(codec: Any, cache_key: str | None = None) -> str:
 
 
 def find_codec(codec: str | object) -> Codec:
-    """Make the codec of that name, or take a user's object as one.
+    """Make the codec of a name, or one of a user's object.
 
-    It has ``encode(sample)`` and ``decode(data, out)``; its ``name`` and ``lossless`` are used
-    where it has them.
+    The object has ``encode(sample)`` and ``decode(data, out)``, and may have ``name`` and
+    ``lossless``.
     """
     if isinstance(codec, Codec):
         return codec
@@ -473,8 +468,8 @@ def find_codec(codec: str | object) -> Codec:
     return OwnCodec(codec)
 
 
-def codec_of(settings: Settings) -> Codec:
-    """Make the codec of fastdata whose ``settings()`` these are, without pickle."""
+def codec_of(settings: CodecSettings) -> Codec:
+    """Make fastdata's codec of these ``settings()``, without pickle."""
     arguments = dict(settings)
     name = arguments.pop("name", None)
     version = arguments.pop("format", None)
