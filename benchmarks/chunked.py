@@ -153,7 +153,7 @@ def cold_images_per_s(loader: Any, seconds: float) -> float:
 
 def forget_files(dataset: Any) -> None:
     """Let this process and the system's page cache go of the files that a dataset serves from."""
-    dataset.reader().kept.images.release()
+    dataset.reader().kept.images.evict_all()
     for path in Path(dataset.reader().stored.options.cache_dir).rglob("part*"):
         descriptor = os.open(path, os.O_RDONLY)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -737,11 +737,11 @@ def test_a_full_disk_is_an_error_before_any_image_is_prepared(
 def test_a_disk_that_cannot_hold_the_cache_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It says what the cache takes and what is free."""
+    """It says what is needed and what is free."""
     monkeypatch.setattr(readers_module, "free_bytes", lambda folder: 1 << 20)
     data = [(np.random.default_rng(0).integers(0, 256, (1000, 1000), np.uint8), 0)] * 12
     with pytest.raises(
-        CacheError, match=r"too full for the cache: it takes 11\.\d MiB, 1\.0 MiB are free"
+        CacheError, match=r"too full for the cache: it needs 1\.\d MiB more, 1\.0 MiB are free"
     ):
         CachedDataset(data, cache_dir=tmp_path, cache_key="k", codec="zstd")
 

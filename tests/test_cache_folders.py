@@ -108,7 +108,7 @@ def test_damage_that_cannot_be_noted_is_said_so(
         (found,) = inspect_caches(cache_dir, verify=True)
         assert "cannot be noted (Read-only file system)" in str(found)
     (found,) = inspect_caches(cache_dir, verify=True)
-    assert "the next run over its source prepares it anew" in str(found)
+    assert "the next run over its source prepares it again" in str(found)
     assert "a shard is damaged, which the next run writes again" in str(
         inspect_caches(root.parent / "cache")[0]
     )

@@ -650,11 +650,11 @@ def test_what_batches_have_fetched_themselves_is_let_go_of() -> None:
     dropped: list[int] = []
 
     class Store:
-        def bring(self, positions: Any) -> None:
+        def load(self, positions: Any) -> None:
             while not (made and made[0]._released):
                 time.sleep(0.001)
 
-        def drop(self, positions: Any, from_cache: bool) -> None:
+        def evict(self, positions: Any, from_cache: bool) -> None:
             dropped.extend(positions.tolist())
 
     made: list[ResidentChunks] = []

@@ -37,13 +37,13 @@ RAGGED = transforms.Compose([transforms.Resize(10), *STEPS])
 def brought(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The samples that are brought into memory, as they are at once."""
     together: list[list[int]] = []
-    plain = DiskStore.bring
+    plain = DiskStore.load
 
     def noting(self: DiskStore, index_B: np.ndarray) -> None:
         together.append(index_B.tolist())
         plain(self, index_B)
 
-    monkeypatch.setattr(DiskStore, "bring", noting)
+    monkeypatch.setattr(DiskStore, "load", noting)
     return together
 
 
@@ -273,10 +273,10 @@ def test_nothing_is_mapped_around_a_sample_that_was_brought(
     data = [(torch.full((3, 50, 41), i, dtype=torch.uint8), i) for i in range(100)]
     with CachedDataset(data, cache_dir=tmp_path, cache_key="k") as dataset:
         store: Any = dataset.reader().kept.images
-        store.bring(np.array([50]))
+        store.load(np.array([50]))
         store.read(50).sum()
         assert 0 < mapped_bytes(tmp_path) <= 3 * 50 * 41 + 2 * mmap.PAGESIZE
-        store.drop(np.array([50]))
+        store.evict(np.array([50]))
         assert mapped_bytes(tmp_path) == 0
         store.read(50).sum()
         with chunked(dataset):  # it counts only what it cannot have back
@@ -294,7 +294,7 @@ def test_a_forked_process_does_not_wait_for_a_thread_of_its_parent(
     def forking(*advice: Any) -> None:
         if not children and multiprocessing.parent_process() is None:
             fork = multiprocessing.get_context("fork")
-            children.append(fork.Process(target=store.bring, args=(np.array([1]),), daemon=True))
+            children.append(fork.Process(target=store.load, args=(np.array([1]),), daemon=True))
             children[0].start()
             children[0].join(60)
         advise(*advice)
@@ -302,7 +302,7 @@ def test_a_forked_process_does_not_wait_for_a_thread_of_its_parent(
     with CachedDataset(data, cache_dir=tmp_path, cache_key="k") as dataset:
         store: Any = dataset.reader().kept.images
         monkeypatch.setattr(readers_module, "_advise", forking)
-        store.bring(np.array([0]))
+        store.load(np.array([0]))
         children[0].kill()
         children[0].join()
         assert children[0].exitcode == 0
@@ -327,11 +327,11 @@ def test_what_was_dropped_is_read_again(tmp_path: Path, transform: Any, codec: s
         store: Any = dataset.reader().kept.images
         views = [store.read(index) for index in range(len(store))]
         copies = [view.copy() for view in views]
-        store.drop(np.arange(len(store)), from_cache=True)
+        store.evict(np.arange(len(store)), from_cache=True)
         for index, (view, copy) in enumerate(zip(views, copies, strict=True)):
             assert np.array_equal(view, copy)
             assert np.array_equal(store.read(index), copy)
-            store.drop(np.array([index]))
+            store.evict(np.array([index]))
 
 
 def test_many_cores_do_not_take_the_memory_of_chunks(
@@ -431,14 +431,14 @@ def test_the_page_cache_is_emptied_where_memory_is_short(
     dropped: list[int] = []
     emptied: set[bool] = set()
 
-    def drop(self: DiskStore, index_B: np.ndarray, *, from_cache: bool) -> None:
+    def evict(self: DiskStore, index_B: np.ndarray, *, from_cache: bool) -> None:
         dropped.extend(index_B.tolist())
         emptied.add(from_cache)
 
     with on_disk(image_folder(per_class=18)) as dataset:
         if is_large:
             monkeypatch.setattr(dataset.reader().kept.images, "size_bytes", 1 << 60)
-        monkeypatch.setattr(DiskStore, "drop", drop)
+        monkeypatch.setattr(DiskStore, "evict", evict)
         with chunked(dataset) as loader:
             dropped.clear()
             emptied.clear()

@@ -24,8 +24,8 @@ from fastdata.errors import CacheError, RemoteError, SampleError
 from fastdata.sources import remote
 from fastdata.sources.remote import Place
 from fastdata.stores import mirror as mirror_module
+from fastdata.stores import segments as segments_module
 from fastdata.stores.cache import find_cache
-from fastdata.stores.mirror import MirroredStore
 
 URL = "memory://bucket/caches"
 SHAPE = 3, 40, 60
@@ -168,7 +168,7 @@ def test_the_local_folder_keeps_its_limit(
 ) -> None:
     """ChunkedLoader serves a cache that is larger than the folder, each sample once an epoch, at most twice fetched."""
     limit_bytes, folder = part_bytes() // 2 + 16 * BLOCK_BYTES, tmp_path / "local"
-    monkeypatch.setattr(mirror_module, "_SHARE", limit_bytes)
+    monkeypatch.setattr(segments_module, "_SHARE", limit_bytes)
     with (
         CachedDataset.from_cache(url, as_tensors=True, local_cache=folder) as cached,
         ChunkedLoader(cached, 4, memory_limit="3GiB", chunk_samples=16, mix_chunks=2) as loader,
@@ -203,7 +203,7 @@ def test_what_fits_is_fetched_once(url: str, tmp_path: Path, fetched: Callable[[
 
 def test_too_small_a_folder_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What all is needed at once and has no room is an error that says the limit and the cure; the rest is read."""
-    monkeypatch.setattr(mirror_module, "_SHARE", 30 * BLOCK_BYTES)
+    monkeypatch.setattr(segments_module, "_SHARE", 30 * BLOCK_BYTES)
     folder = tmp_path / "local"
     with CachedDataset.from_cache(upload(tmp_path), local_cache=folder) as dataset:
         check(dataset, range(3))
@@ -219,7 +219,7 @@ def test_what_was_needed_longest_ago_leaves_first(
     tmp_path: Path, fetched: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Room is made of samples of whatever cache, those first that were needed longest ago."""
-    monkeypatch.setattr(mirror_module, "_SHARE", SAMPLES * SAMPLE_BYTES * 3 // 2)
+    monkeypatch.setattr(segments_module, "_SHARE", SAMPLES * SAMPLE_BYTES * 3 // 2)
     options: dict[str, Any] = {"local_cache": tmp_path / "local"}
     one, two = (upload(tmp_path, url=f"{URL}/{name}") for name in ("one", "two"))
     with CachedDataset.from_cache(one, **options) as dataset:
@@ -335,7 +335,7 @@ def test_a_file_that_is_replaced_while_it_is_read(
         "chunk_samples": 16,
         "mix_chunks": 2,
     }
-    monkeypatch.setattr(mirror_module, "_SHARE", part_bytes() // 2)
+    monkeypatch.setattr(segments_module, "_SHARE", part_bytes() // 2)
     with (
         CachedDataset.from_cache(url, as_tensors=True, local_cache=tmp_path / "local") as cached,
         ChunkedLoader(cached, 4, memory_limit="3GiB", **options) as loader,
@@ -403,12 +403,11 @@ def test_a_break_ends_fetching(url: str, tmp_path: Path) -> None:
 
 
 def fetch_and_die(dataset: Any) -> None:
-    def keep(store: MirroredStore, path: Path, data: bytes) -> None:
-        path.parent.mkdir(exist_ok=True)
-        path.with_name(f"{path.name}.part").write_bytes(data[:4])
+    def die(path: Path, size_bytes: int) -> None:
+        path.write_bytes(path.read_bytes()[:4])
         os.kill(os.getpid(), 9)
 
-    MirroredStore._keep = keep  # type: ignore[method-assign,assignment]
+    segments_module._map_file = die  # type: ignore[assignment]
     check(dataset)
 
 
@@ -515,7 +514,7 @@ def test_room_is_made_behind_no_link(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (home / name).write_bytes(bytes(part_bytes() + 10 * SAMPLES * SAMPLE_BYTES))
         os.utime(home / name, (1, 1))
     (local / "mirror-0123456789abcdef").symlink_to(home)
-    monkeypatch.setattr(mirror_module, "_SHARE", SAMPLES * SAMPLE_BYTES * 3 // 2)
+    monkeypatch.setattr(segments_module, "_SHARE", SAMPLES * SAMPLE_BYTES * 3 // 2)
     for name in ("one", "two"):  # which have room for one
         with CachedDataset.from_cache(
             upload(tmp_path, url=f"{URL}/{name}"), local_cache=local

@@ -418,11 +418,11 @@ def test_room_that_another_process_has_reserved_is_not_asked_for_again(
     writer = Writer.open(WriterPlan(spec=spec, dimensions=1, path=path), 2)
     with contextlib.closing(pickle.loads(pickle.dumps(writer)).file) as theirs:
         other = Writer(writer.plan, theirs, writer.index)
-        other.write(0, np.ones(3 << 20, np.uint8), "array")
+        other.write(0, np.ones((1, 3 << 20), np.uint8), "array")
     free = {"bytes": 2 << 20}
     monkeypatch.setattr(limits, "available_bytes", lambda: limits.Available(free["bytes"], "x"))
     monkeypatch.setattr("fastdata.stores.readers.free_bytes", lambda folder: free["bytes"])
-    writer.write(1, np.full(3 << 19, 2, np.uint8), "array")
+    writer.write(1, np.full((1, 3 << 19), 2, np.uint8), "array")
     free["bytes"] = 0
     with contextlib.closing(writer.finish(np.arange(2))) as store:
         assert [set(store.read(k).tolist()) for k in range(2)] == [{1}, {2}]

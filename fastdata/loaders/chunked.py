@@ -145,7 +145,7 @@ class ResidentChunks:
                 return
             # The error is raised again when the batch of the sample is read.
             with contextlib.suppress(FastDataError, OSError):
-                store.bring(positions)
+                store.load(positions)
 
     def _release(self) -> None:
         chunk = self._released
@@ -156,7 +156,7 @@ class ResidentChunks:
         elif not self._is_remote:  # batches may have fetched a remote chunk themselves
             return
         for store, positions in self._groups(chunk):
-            store.drop(positions, from_cache=self._from_cache)
+            store.evict(positions, from_cache=self._from_cache)
 
 
 def _cut(samples: Int64s, size: int) -> list[Int64s]:
@@ -421,7 +421,7 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
         """
         disk = self._disk
         for store in disk.stores:
-            store.release()  # this memory is for the chunks
+            store.evict_all()  # this memory is for the chunks
         reader = self._parts.reader()
         served_bytes = None if reader is None else reader.served_bytes
         batch_bytes = (served_bytes or _SAMPLE_BYTES) * self.batch_size

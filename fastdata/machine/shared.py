@@ -104,8 +104,8 @@ class Block:
         as ``write`` needs it, and those who write do not wait for all of it.
         """
         more_bytes = size_bytes - self.reserved_bytes()
-        _check_available(more_bytes)
-        with _refusing(more_bytes):
+        self._check_free(more_bytes)
+        with self._refusing(more_bytes):
             if at_once and hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(self.fd, 0, size_bytes)
             else:
@@ -116,6 +116,29 @@ class Block:
     def reserved_bytes(self) -> int:
         """The size as it is now, after other processes may have changed it."""
         return os.fstat(self.fd).st_size
+
+    def _check_free(self, size_bytes: int) -> None:
+        """Refuse to reserve more than the machine has.
+
+        A memfd has no limit of its own: asked for more than there is, the kernel would fill the
+        machine and then kill.
+        """
+        if size_bytes < _ASKED_FOR_BYTES:  # to ask takes longer than to reserve that
+            return
+        available = limits.available_bytes()
+        if size_bytes > available.bytes:
+            free = format_bytes(available.bytes)
+            raise _refusal(size_bytes, f": {free} is free ({available.limited_by})")
+
+    @contextlib.contextmanager
+    def _refusing(self, size_bytes: int) -> Iterator[None]:
+        """Raise a MemoryBudgetError if the system has no room for so many bytes."""
+        try:
+            yield
+        except OSError as problem:
+            if problem.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+                raise
+            raise _refusal(size_bytes, f" ({problem.strerror})") from None
 
     def write(self, offset: int, data: np.ndarray) -> None:
         """Copy a C-contiguous array to byte ``offset``.
@@ -130,7 +153,7 @@ class Block:
         if not hasattr(os, "pwrite"):
             self.array("uint8", (rest.nbytes,), offset)[:] = rest
             return
-        with _refusing(rest.nbytes):
+        with self._refusing(rest.nbytes):
             while rest.nbytes:
                 written = os.pwrite(self.fd, rest, offset)
                 rest = rest[written:]
@@ -142,7 +165,7 @@ class Block:
             if not self._close.alive:
                 raise StoreGoneError("the dataset was closed; create it again to read from it")
             how = _READ_ONLY if self.is_sealed else {"access": mmap.ACCESS_WRITE}
-            with _refusing(self.size_bytes):  # a limit of address space
+            with self._refusing(self.size_bytes):  # a limit of address space
                 self._map = mmap.mmap(self.fd, self.size_bytes, **how)
         return np.frombuffer(self._map, dtype, math.prod(shape), offset).reshape(shape)
 
@@ -262,31 +285,6 @@ def _open_temporary() -> tuple[int, Path]:
                 stale.unlink()
     fd, path = tempfile.mkstemp(prefix=f"{_FILE_PREFIX}{os.getpid()}-")
     return fd, Path(path)
-
-
-def _check_available(size_bytes: int) -> None:
-    """Refuse to reserve more than the machine has.
-
-    A memfd has no limit of its own: asked for more than there is, the kernel would fill the machine
-    and then kill.
-    """
-    if size_bytes < _ASKED_FOR_BYTES:  # to ask takes longer than to reserve that
-        return
-    available = limits.available_bytes()
-    if size_bytes > available.bytes:
-        free = format_bytes(available.bytes)
-        raise _refusal(size_bytes, f": {free} is free ({available.limited_by})")
-
-
-@contextlib.contextmanager
-def _refusing(size_bytes: int) -> Iterator[None]:
-    """Raise a MemoryBudgetError if the system has no room for so many bytes."""
-    try:
-        yield
-    except OSError as problem:
-        if problem.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
-            raise
-        raise _refusal(size_bytes, f" ({problem.strerror})") from None
 
 
 def _refusal(size_bytes: int, why: str) -> MemoryBudgetError:

@@ -32,7 +32,7 @@ from contextlib import (
     suppress,
 )
 from dataclasses import asdict, dataclass, replace
-from itertools import chain, filterfalse
+from itertools import filterfalse
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,9 +88,8 @@ from fastdata.stores.writers import (
     Written,
     ingest,
     ingest_workers,
-    is_thread_safe,
-    needs_processes,
     read_samples,
+    run_preparing,
     write_any_shapes,
 )
 
@@ -366,8 +365,11 @@ class _Build:
         if self.table is not None:
             targets = [self.table.target(read.number) for read in expected.probed]
         pack_targets(targets)  # an error now, if they cannot be kept
-        planned = expected.plan_writers(self._choose_codec(expected))
-        return write_any_shapes(lambda plans: self._write_as(plans, expected.layout), planned)
+        trial = self._choose_codec(expected)
+        return write_any_shapes(
+            lambda plans: self._write_as(plans, expected.layout, trial.need_bytes),
+            expected.plan_writers(trial),
+        )
 
     def _choose_codec(self, expected: Forecast) -> CodecTrial:
         """Return the user's codec; for "auto" raw if the disk has room, else the best lossless one."""
@@ -384,16 +386,16 @@ class _Build:
         fits = fitting(try_codecs(probe_more(self.path), codec), free, only_lossless=True)
         return fits[0] if fits else expected.raw  # writing it raises an error with figures
 
-    def _write_as(self, plans: Sequence[WriterPlan], layout: Layout) -> Cache:
+    def _write_as(self, plans: Sequence[WriterPlan], layout: Layout, need_bytes: int) -> Cache:
         parts = tuple(
             StoredPart(spec=plan.spec, dimensions=plan.dimensions, codec=plan.codec)
             for plan in plans
         )
         manifest = replace(self.manifest, parts=parts, layout=layout)
-        tasks = self._cut(manifest, sum(plan.first_bytes for plan in plans))
+        tasks = self._cut(manifest, need_bytes)
         writer = ShardWriter(
             path=self.path,
-            plans=[replace(plan, first_bytes=plan.first_bytes // len(tasks)) for plan in plans],
+            plans=plans,
             options=self.options,
             manifest=replace(manifest, classes=None),  # which may be many, for each receipt
             place=self.place,
@@ -466,9 +468,7 @@ def may_stay_out(
         return False
     left_out = [first_index + error.index for error in skipped if error.may_pass]
     with suppress(RemoteError, IngestError):  # the machine or network fails: not now
-        for read in chain.from_iterable(read_samples(path, left_out)):
-            if not isinstance(read, SampleError):
-                return False
+        return all(isinstance(read, SampleError) for read in read_samples(path, left_out))
     return True
 
 
@@ -613,13 +613,7 @@ class ShardWriter:
         if engine != "local":
             yield from run_elsewhere(alone, tasks, engine)
         elif 1 < workers <= len(tasks):
-            yield from run_tasks(
-                alone,
-                tasks,
-                workers,
-                forks=needs_processes(self.path, self.plans),
-                is_thread_safe=is_thread_safe(self.path, self.plans),
-            )
+            yield from run_preparing(alone, tasks, self.path, self.plans, self.options)
         else:  # fewer shards than workers: all workers prepare one shard after the other
             yield from map(self, tasks)
 

@@ -54,7 +54,7 @@ from fastdata.stores.readers import Decoder, DiskFile, DiskStore, KeptSamples, L
 from fastdata.stores.writers import StoredPart, open_all
 
 INDEX = "fastdata.npz"
-VERSION = 8
+VERSION = 9
 _MOST_SAMPLE_BYTES = 1 << 36
 
 Columns = dict[str, Any]
@@ -120,8 +120,8 @@ class Cache:
     * by row ``kept``, bool: others were left out, and of those ``skipped.json`` has path, error,
       and whether its reason may pass;
     * of each part, by sample that was kept, ``part0.sums``, uint32 (``stores.readers.checksum``),
-      and ``part0.offsets``, int64, in the file of its shard; unless it is a table also
-      ``part0.sizes``, int64, and ``part0.shapes``, int32 (kept, dimensions);
+      ``part0.offsets``, int64, in the file of its shard, ``part0.sizes``, int64, and
+      ``part0.shapes``, int32 (kept, dimensions);
     * by sample that was kept, where samples are files, ``paths`` and ``ends``, see ``Packed``:
       below the root, or all absolute;
     * the targets of these samples, see ``pack_targets``; a receipt of files has none of them.
@@ -288,19 +288,9 @@ class Cache:
         shards = np.repeat(np.arange(len(rows)), rows)[self.kept]
         count = len(shards)
         offsets = self._column(f"{name}.offsets", "int64", count)
-        index = {
-            "sums": self._column(f"{name}.sums", "uint32", count),
-            "offsets": offsets,
-            "files": shards.astype(np.int32),
-        }
-        if part.is_table:
-            shapes = np.broadcast_to(np.array(shape), (count, len(shape or ())))
-            sizes = np.full(count, part.spec.sample_bytes)
-        else:
-            dimensions = part.dimensions if shape is None else len(shape)
-            shapes = self._column(f"{name}.shapes", "int32", count, dimensions)
-            sizes = self._column(f"{name}.sizes", "int64", count)
-            index |= {"sizes": sizes, "shapes": shapes}
+        sizes = self._column(f"{name}.sizes", "int64", count)
+        dimensions = part.dimensions if shape is None else len(shape)
+        shapes = self._column(f"{name}.shapes", "int32", count, dimensions)
         item_bytes = np.dtype(part.spec.dtype).itemsize
         sample_bytes = shapes.astype(np.float64).prod(axis=1) * item_bytes
         file_bytes = self.columns["shards.bytes"][shards, number]
@@ -314,7 +304,13 @@ class Cache:
         if is_wrong.any():
             row = int(is_wrong.argmax())
             raise ValueError(f"sample {row} of {name} has an impossible offset, size or shape")
-        return index
+        return {
+            "offsets": offsets,
+            "sizes": sizes,
+            "shapes": shapes,
+            "files": shards.astype(np.int32),
+            "sums": self._column(f"{name}.sums", "uint32", count),
+        }
 
     # Serving
 

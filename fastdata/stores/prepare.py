@@ -16,7 +16,6 @@ from concurrent.futures import Executor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from itertools import chain
 from numbers import Integral
 from typing import (
     Any,
@@ -60,8 +59,8 @@ from fastdata.sources.remote import StorageOptions
 from fastdata.stores.frozen import refuse_draws
 from fastdata.stores.readers import SOURCE, Decoder, KeptSamples, Layout, Store
 from fastdata.stores.writers import (
-    ALIGN_BYTES,
     NO_LIMIT,
+    RAGGED_ALIGN_BYTES,
     LazyStore,
     ReadPath,
     ReadSample,
@@ -279,9 +278,7 @@ class Forecast:
         for part, coder, size in zip(self.parts, trial.coders, trial.part_bytes, strict=True):
             codec = None if coder is None else dict(coder.settings())
             limit = max(spare_bytes + size, 1)
-            plans.append(
-                replace(part, codec=codec, coder=coder, first_bytes=size, limit_bytes=limit)
-            )
+            plans.append(replace(part, codec=codec, coder=coder, limit_bytes=limit))
         return plans
 
 
@@ -296,12 +293,11 @@ def forecast(path: ReadPath, *, probes: int = 8) -> Forecast:
     path.source.expect(indices)
     probed: list[ReadSample] = []
     errors = []
-    for read in chain.from_iterable(read_samples(path, indices)):
+    for read in read_samples(path, indices):
         if isinstance(read, SampleError):
             errors.append(read)
         elif not probed or len(read.parts) == len(probed[0].parts):
-            copied = [(array.copy(), form) for array, form in read.parts]
-            probed.append(read._replace(parts=copied))
+            probed += read.copies()
     if not probed:
         raise errors[0]
     parts = []
@@ -309,7 +305,7 @@ def forecast(path: ReadPath, *, probes: int = 8) -> Forecast:
     for number, (first, form) in enumerate(probed[0].parts):
         samples = [read.parts[number][0] for read in probed]
         shape = None
-        align_bytes = ALIGN_BYTES
+        align_bytes = RAGGED_ALIGN_BYTES
         if len({sample.shape for sample in samples}) == 1:
             shape = first.shape
             align_bytes = 1

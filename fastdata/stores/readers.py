@@ -52,8 +52,6 @@ SOURCE = "source"
 _GAP_BYTES = 64
 """Between samples that are still brought and dropped as one piece: what alignment leaves. Pieces
 must not overlap."""
-_FILE_SHIFT = 44
-"""Of a file's number, in one number with that of a byte."""
 _FAULT_BYTES = 64 << 10
 """The kernel maps about so much around a page that is touched."""
 _TOUCHED_BYTES = 512
@@ -70,22 +68,21 @@ class ShapesDifferError(FastDataError, ValueError):
 class Store:
     """Prepared samples in memory or files, read by index; pickles as a handle.
 
-    They are raw, of one shape or each of its own, or the bytes of a codec for each. Sealed, so safe
-    from any number of threads and processes. Indices are positions in [0, N); they are checked by
-    the dataset, not here. What reads samples raises a SampleError, without a path, for one
-    that is damaged; the others can still be read.
+    Samples are raw, of one shape or each of its own, or each is the bytes of a codec. A store is
+    sealed, so that any number of threads and processes can read it at once. Indices are positions
+    in [0, N); the dataset checks them, the store does not. Every method that reads raises a
+    SampleError, without a path, for a sample that is damaged; the others can still be read.
 
     Args:
         files: sealed, unless samples are still to come.
         spec: of the samples as they are served.
-        index: by sample ``offsets``, int64 (N,), its first byte. Unless they are raw and of one
-            shape, so that they lie as rows of a table, ``sizes``, int64 (N,), its bytes, and
-            ``shapes``, int32 (N, ndim). Of several files ``files``, int32 (N,), the one that it is
-            in.
-        decoder: decodes samples straight into the caller's memory; None for raw ones.
+        index: columns with a row for each sample. ``offsets``, int64 (N,): its first byte.
+            ``sizes``, int64 (N,): its bytes. ``shapes``, int32 (N, ndim). ``files``, int32 (N,):
+            the file that it is in; missing if there is one file.
+        decoder: decodes samples into the caller's memory; None for raw samples.
 
     Attributes:
-        gives_views: whether ``read`` costs nothing, because samples lie there as they are served.
+        gives_views: True if samples are stored as they are served, so that ``read`` copies nothing.
         shapes: of all samples, (N, ndim).
     """
 
@@ -108,30 +105,30 @@ class Store:
         self._bytes = dict(enumerate(mapped))
         self._addresses = addresses_of(mapped)
         self._offsets = index["offsets"]
-        length = len(self._offsets)
-        shape = np.array(spec.shape or (), np.int32)
+        self._sizes = index["sizes"]
+        self.shapes = index["shapes"]
+        self._file_of = index.get("files", np.broadcast_to(np.int32(0), len(self)))
+        # Samples that are raw and have one shape are rows of one table in each file.
         self._row_bytes = spec.sample_bytes if decoder is None and spec.is_dense else 0
-        self._sizes = index.get("sizes", np.broadcast_to(np.int64(self._row_bytes), length))
-        self.shapes = index.get("shapes", np.broadcast_to(shape, (length, len(shape))))
-        self._file_of = index.get("files", np.broadcast_to(np.int32(0), length))
 
     @property
     def codec(self) -> str:
+        """Name of the codec of the samples."""
         return "raw" if self._decoder is None else self._decoder.name
 
     def filled_share(self, index_B: Array | None = None) -> float:
-        """How many of the samples, or of those chosen, are there; 1 where all are."""
+        """Return the share of the samples, or of the chosen ones, that are prepared already."""
         return 1.0
 
     def expect(self, indices: Sequence[int]) -> None:
-        """Say which samples are read next; worth something where they are yet to be prepared."""
+        """Begin to fetch what preparing these samples needs, if they are still to be prepared."""
         return
 
     def ensure(self, index_B: Array) -> None:
-        """See to it that samples are there and are those that were written, before they are read.
+        """Check that samples are there and are those that were written, before they are read.
 
         Raises:
-            SampleError: one is not.
+            SampleError: a sample is damaged, or cannot be prepared.
         """
         return
 
@@ -142,24 +139,30 @@ class Store:
         return self.spec.shape or tuple(self.shapes[index].tolist())
 
     def stored(self, index: int) -> Bytes:
-        """The bytes of one sample: a read-only view."""
+        """Return the bytes of one sample, a read-only view."""
         start = int(self._offsets[index])
-        return self._bytes[self._file_of[index]][start : start + int(self._sizes[index])]
+        stop = start + int(self._sizes[index])
+        return self._file_bytes(self._file_of[index])[start:stop]
+
+    def _file_bytes(self, number: int) -> Bytes:
+        """Return a file as it is mapped into memory."""
+        return self._bytes[number]
 
     def addresses(self, index_B: Array) -> Array:
-        """Where the chosen raw samples lie in memory: int64 (B,)."""
+        """Return the addresses of raw samples in memory, int64 (B,)."""
         self.ensure(index_B)
         addresses_B: Array = self._addresses[self._file_of[index_B]] + self._offsets[index_B]
         return addresses_B
 
     def jpeg_files(self, index_B: Array) -> tuple[Array, Array] | None:
-        """Addresses and sizes of samples, int64 (B,), where the core decodes them; else None."""
-        if not getattr(self._decoder, "makes_jpeg_files", False) or open_libjpeg()[0] is None:
+        """Return addresses and sizes of JPEG files, int64 (B,); None if the core decodes none."""
+        decoder = self._decoder
+        if decoder is None or not decoder.makes_jpeg_files or open_libjpeg()[0] is None:
             return None
         return self.addresses(index_B), self._sizes[index_B]
 
     def read(self, index: int) -> Array:
-        """One sample, read-only: a view where samples are raw, else a fresh array."""
+        """Return one sample: a read-only view if samples are raw, else a new array."""
         if self.gives_views:
             self.ensure(np.array([index]))
             return self._view(index)
@@ -171,11 +174,11 @@ class Store:
         return self.stored(index).view(self.spec.dtype).reshape(self.shape(index))
 
     def read_into(self, index: int, out: Array) -> None:
-        """Put one sample into ``out``, C-contiguous and of its shape."""
-        if self._decoder is None:
-            out[...] = self.read(index)
-            return
+        """Copy or decode one sample into ``out``, which is C-contiguous and has its shape."""
         self.ensure(np.array([index]))
+        if self._decoder is None:
+            out[...] = self._view(index)
+            return
         data = self.stored(index).data
         try:
             self._decoder.decode(data, out)
@@ -187,32 +190,28 @@ class Store:
             ) from cause
 
     def gather_into(self, index_B: Array, out_B: Array) -> None:
-        """Put samples of one shape into ``out_B`` (B, *shape), C-contiguous.
-
-        In one call where one table has them.
-        """
+        """Copy or decode samples of one shape into ``out_B`` (B, *shape), C-contiguous."""
         if self._decoder is not None:
             for b, index in enumerate(index_B.tolist()):
-                self.read_into(index, out_B[b, ...])  # of no dimensions too
+                self.read_into(index, out_B[b, ...])  # a view of no dimensions, too
             return
         self.ensure(index_B)
-        numbers = {*self._file_of[index_B].tolist()}
+        numbers = np.unique(self._file_of[index_B]).tolist()
         if not self._row_bytes or len(numbers) != 1:
             for b, index in enumerate(index_B.tolist()):
                 out_B[b] = self._view(index)
             return
+        # All are rows of one table: one call copies them, without Python for each sample.
         starts_B = self._offsets[index_B]
-        data = self._bytes[numbers.pop()][starts_B[0] % self._row_bytes :]
-        whole = data[: data.size // self._row_bytes * self._row_bytes]
-        table = whole.view(self.spec.dtype).reshape(-1, *out_B.shape[1:])
+        data = self._file_bytes(numbers[0])
+        first = starts_B[0] % self._row_bytes
+        length = (data.size - first) // self._row_bytes
+        table = np.ndarray((length, *out_B.shape[1:]), self.spec.dtype, data.data, first)
         np.take(table, starts_B // self._row_bytes, axis=0, out=out_B, mode="clip")
 
     def close(self) -> None:
-        """Give back the memory; arrays handed out stay valid. Idempotent."""
-        self._bytes = {}
-        vars(self).update(
-            {name: it[:0].copy() for name, it in vars(self).items() if isinstance(it, np.ndarray)}
-        )
+        """Close the files; arrays handed out stay valid. Nothing can be read then. Idempotent."""
+        self._bytes.clear()
         for file in self.files:
             file.close()
         self.index.close()
@@ -222,16 +221,16 @@ class Store:
 
 
 class DiskStore(Store):
-    """Samples in files on disk, each held against its checksum before it is first read.
+    """Samples in files on disk, each compared with its checksum before it is first read.
 
-    Its index has by sample also ``sums``, its checksum, and ``checked``, which can be written:
-    whether any process has read it before.
+    The index has two more columns: ``sums``, the checksums, and ``checked``, which can be written:
+    1 for a sample that some process has read before.
     """
 
     files: tuple[DiskFile, ...]
 
     def heaviest_bytes(self, samples: int) -> float:
-        """The mean size of those so many neighbours that are the heaviest."""
+        """Return the largest mean size of so many neighbours."""
         samples = min(samples, len(self))
         ends = np.append(0, np.cumsum(self._sizes))
         return float((ends[samples:] - ends[:-samples]).max() / samples)
@@ -247,51 +246,52 @@ class DiskStore(Store):
             raise SampleError(self._note_damage(index), index=index)
 
     def _note_damage(self, index: int) -> str:
-        """Have the next build write the shard of a sample again; gives what to say."""
+        """Let the next build write the shard of a sample again; return the text of the error."""
         path = self.files[self._file_of[index]].path
-        cure = "the next run over its source prepares it anew"
+        cure = "the next run over its source prepares it again"
         try:
             path.with_name(receipt_name(path.stem.partition("-")[2])).unlink(missing_ok=True)
         except OSError as problem:
-            cure = f"that cannot be noted ({problem.strerror}): build {path.parent} anew"
+            cure = f"that cannot be noted ({problem.strerror}): build {path.parent} again"
         return (
             f"its bytes in {path.parent} are not those that were written (a failing disk, or a "
             f"foreign hand); {cure}"
         )
 
-    # What of the files is in memory
+    # Which samples are in memory
 
-    def bring(self, index_B: Array) -> None:
-        """Have samples in memory until they are dropped, and nothing else; see ``DiskFile``."""
+    def load(self, index_B: Array) -> None:
+        """Load samples into memory, and nothing else, until they are evicted; see ``DiskFile``."""
         for file, start, size in self._pieces(index_B):
-            file.bring(start, size)
+            file.load(start, size)
 
-    def drop(self, index_B: Array, *, from_cache: bool = False) -> None:
-        """Let go of their memory; those that were brought at once are dropped at once."""
+    def evict(self, index_B: Array, *, from_cache: bool = False) -> None:
+        """Give back their memory; what was loaded by one call must be evicted by one call."""
         for file, start, size in self._pieces(index_B):
-            file.drop(start, size, from_cache=from_cache)
+            file.evict(start, size, from_cache=from_cache)
 
-    def release(self) -> None:
+    def evict_all(self) -> None:
+        """Give back the memory of all samples, whatever read them."""
         for file in self.files:
-            file.release()
+            file.evict_all()
 
     def _pieces(self, index_B: Array) -> Iterator[tuple[DiskFile, int, int]]:
-        """File, first byte and size of each piece in which chosen samples lie end to end."""
-        starts_B = self._offsets[index_B] + (self._file_of[index_B].astype(np.int64) << _FILE_SHIFT)
-        order_B = np.argsort(starts_B)
-        starts_B = starts_B[order_B]
-        stops_B = starts_B + self._sizes[index_B[order_B]]
-        gaps = starts_B[1:] - stops_B[:-1]
-        is_cut = (gaps < 0) | (gaps > _GAP_BYTES)
-        starts = starts_B[np.append(True, is_cut)].tolist()
-        stops = stops_B[np.append(is_cut, True)].tolist()
-        for start, stop in zip(starts, stops, strict=True):
-            number, first = divmod(start, 1 << _FILE_SHIFT)
-            yield self.files[number], first, stop - start
+        """Yield file, first byte and size of each run of samples that lie end to end."""
+        file_B = self._file_of[index_B]
+        for number in np.unique(file_B).tolist():
+            chosen = index_B[file_B == number]
+            chosen = chosen[np.argsort(self._offsets[chosen])]
+            starts = self._offsets[chosen]
+            stops = starts + self._sizes[chosen]
+            is_cut = np.abs(starts[1:] - stops[:-1]) > _GAP_BYTES
+            first = starts[np.append(True, is_cut)].tolist()
+            last = stops[np.append(is_cut, True)].tolist()
+            for start, stop in zip(first, last, strict=True):
+                yield self.files[number], start, stop - start
 
 
 def receipt_name(shard: str) -> str:
-    """Of the file that says that a shard is complete; without it the shard is written anew."""
+    """Return the name of the file that marks a shard as complete."""
     return f"shard-{shard}.npz"
 
 
@@ -313,13 +313,13 @@ def checksum(data: Bytes) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How samples are put together of their parts.
+    """How samples are put together from their parts.
 
     Args:
-        is_tuple: whether they are tuples of parts.
-        target_is_part: whether targets are the last part.
-        keys: of items that are dicts.
-        mask_places: of targets that are tuples, the places of images, which are the last parts.
+        is_tuple: True if samples are tuples of parts.
+        target_is_part: True if the target is an image, which is the last part.
+        keys: of items that are dicts or namedtuples.
+        mask_places: places of the images in targets that are tuples; these are the last parts.
     """
 
     is_tuple: bool = False
@@ -334,18 +334,18 @@ class Layout:
 
     @property
     def target_parts(self) -> int:
-        """How many of the parts, the last ones, are of targets."""
+        """Count the parts that are images of targets; they are the last ones."""
         return self.target_is_part + len(self.mask_places)
 
 
 @dataclass(frozen=True)
 class KeptSamples(Layout):
-    """The kept samples of a dataset, and their targets; a source of them, too.
+    """Stored samples and their targets, with the interface of a ``Source``.
 
     Args:
         stores: one for each part.
-        table: of the targets that are no parts.
-        shared_by: tells other ranks of the machine where they lie.
+        table: of the targets, except for those that are parts.
+        shared_by: lets other ranks of the machine attach to the stores.
     """
 
     stores: tuple[Store, ...]
@@ -356,7 +356,7 @@ class KeptSamples(Layout):
 
     @property
     def images(self) -> Store:
-        """The first part."""
+        """The store of the first part."""
         return self.stores[0]
 
     def __len__(self) -> int:
@@ -369,7 +369,7 @@ class KeptSamples(Layout):
         return self.table.path(index) if self.table.has_paths else None
 
     def read(self, index: int) -> tuple[Any, Any]:
-        """Sample and target as they were before they were stored, in memory of the caller's own."""
+        """Return sample and target as they were before they were stored, in new memory."""
         stores = self.stores[: len(self.stores) - self.target_parts]
         parts = tuple(self._owned(store, index) for store in stores)
         return (parts if self.is_tuple else parts[0]), self.target(index)
@@ -387,19 +387,22 @@ class KeptSamples(Layout):
         return tuple(values)
 
     def collated_targets(self, index_B: Array) -> Any:
-        """What ``default_collate`` makes of the targets of a batch."""
+        """Return the targets of a batch as ``default_collate`` makes them."""
         if self.target_parts:
             return collate_targets([self.target(index) for index in index_B.tolist()])
         return self.table.collated_targets(index_B)
 
     def _owned(self, store: Store, index: int) -> Any:
+        """Read a part into new memory."""
         with self.naming_damage():
             array = store.read(index)
-        return present(array.copy() if store.gives_views else array, store.spec.form)
+        if store.gives_views:
+            array = array.copy()
+        return present(array, store.spec.form)
 
     @contextlib.contextmanager
     def naming_damage(self) -> Iterator[None]:
-        """Have a store's error of a damaged sample name its path."""
+        """Add the path of a sample to the error that a store raises for it."""
         try:
             yield
         except SampleError as damaged:
@@ -408,7 +411,7 @@ class KeptSamples(Layout):
             if damaged.path == path:
                 raise
             cause = damaged.__cause__
-            if cause is not None and self.images.codec == SOURCE:  # what is wrong with the file
+            if cause is not None and self.images.codec == SOURCE:  # the file is at fault
                 raise sample_error(path, index, cause) from cause
             what = str(damaged).partition("cannot be read: ")[2]
             raise SampleError(what, index=index, path=path) from cause
@@ -425,22 +428,21 @@ class DiskFile(Block):
 
     Arrays keep the mapping alive by themselves, also when the file is deleted. Pickles as its name
     and descriptor: another process opens the same file again, and never another one that has taken
-    its place. A disk that is full is a CacheError.
+    its place. A full disk raises a CacheError.
     """
 
     path: Path
 
     @cached_property
     def _borders(self) -> Counter[int]:
-        """The pages that brought pieces begin or end in, how often: two may share one.
-
-        Threads may miscount one, which is then dropped early and read again.
-        """
+        """Count the loaded pieces that begin or end in a page: two pieces may share it."""
+        # No lock: a forked process could wait for a thread of its parent for ever. Threads may
+        # miscount a page, which is then evicted early and read again.
         return Counter()
 
     @classmethod
     def reserve(cls, path: Path, size_bytes: int) -> DiskFile:
-        """Reserve a new file, which is removed where there is no room for it."""
+        """Reserve a new file; remove it if there is no room for it."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | OPEN_FLAGS
         file = cls(os.open(path, flags, 0o666), path)
         try:
@@ -453,7 +455,11 @@ class DiskFile(Block):
 
     @classmethod
     def open(cls, path: Path, size_bytes: int) -> DiskFile:
-        """Raises CacheError where it is missing or has another size."""
+        """Open a file to be read.
+
+        Raises:
+            CacheError: it is missing or has another size.
+        """
         try:
             file = cls(open_file(path), path, is_sealed=True)
         except OSError as problem:
@@ -469,8 +475,8 @@ class DiskFile(Block):
     def attach(cls, path: Path | None, *found: Any) -> Block:
         """Open the file again in another process.
 
-        Where an update of the cache has removed it, or another file has its name, the process that
-        opened it still has it, and the system gives it to others by that descriptor (Linux).
+        An update of the cache may have removed it, or another file has its name. The process that
+        opened it still has it, and Linux gives it to others by that process's descriptor.
         """
         for name in (path, None):
             with contextlib.suppress(StoreGoneError):
@@ -484,59 +490,64 @@ class DiskFile(Block):
 
     # Writing
 
-    def _ask_for(self, size_bytes: int) -> None:
-        """Refuse what the disk does not have, so that it is found before anything is prepared."""
+    def _check_free(self, size_bytes: int) -> None:
+        """Refuse more than the disk has."""
         if size_bytes > free_bytes(self.path.parent):
-            raise _full(self.path.parent, f"it takes {format_bytes(size_bytes)}")
+            raise _full(self.path.parent, f"it needs {format_bytes(size_bytes)} more")
 
-    def _named(self, problem: OSError, size_bytes: int) -> Exception:
-        if self.is_sealed:
-            return MemoryBudgetError(
+    @contextlib.contextmanager
+    def _refusing(self, size_bytes: int) -> Iterator[None]:
+        """Turn errors of the system into those of a file that is read, or written."""
+        try:
+            with naming_full_disk(self.path.parent):
+                yield
+        except CacheError:
+            raise
+        except OSError as problem:
+            if not self.is_sealed:
+                raise CacheError(f"{self.path} cannot be written ({problem.strerror})") from None
+            raise MemoryBudgetError(
                 f"the {format_bytes(size_bytes)} of {self.path} cannot be mapped "
                 f"({problem.strerror}), for which this process needs as much address space. Raise "
                 "that limit (ulimit -v), or that of open files (ulimit -n), or give storage='none' "
                 "or a smaller resize=."
-            )
-        if problem.errno in _FULL:
-            return _full(self.path.parent, f"it ran out of room ({problem.strerror})")
-        return CacheError(f"{self.path} cannot be written ({problem.strerror})")
+            ) from None
 
     def seal(self) -> None:
-        """See to it that all of it is on the disk."""
+        """Write all of it to the disk."""
         super().seal()
         with naming_full_disk(self.path.parent):
             os.fsync(self.fd)
 
     # Reading
 
-    def bring(self, start: int, size: int) -> None:
-        """Have bytes in memory until ``drop``, so that nobody who reads them waits for the disk.
-
-        Reading them then maps their pages and no others. The kernel maps what it has around a page
-        that is touched, up to 2 MiB, but not across the border of an area with other flags: so they
-        are made such an area. Its flags let the disk read ahead, and the page cache keep the file
-        in huge pages, which are mapped at no cost.
-        """
+    def load(self, start: int, size: int) -> None:
+        """Load bytes into memory until ``evict``, so that no reader of them waits for the disk."""
         mapped = self._map
         if mapped is None or not size:
             return
         first, stop = _pages(start, size)
+        # When a page is touched, the kernel also maps what it has around it, up to 2 MiB, but not
+        # beyond an area with other flags. So the piece becomes such an area, and reading it maps
+        # its own pages alone. The flags let the disk read ahead, and let the page cache keep the
+        # file in huge pages, which are mapped at no cost.
         if not self._borders:
             _advise(mapped, *_pages(0, len(mapped)), "MADV_NOHUGEPAGE")
         if len(self._borders) < 2 * _MOST_AREAS:
             _advise(mapped, first, stop, "MADV_SEQUENTIAL", "MADV_HUGEPAGE")
         self._borders.update({first, stop - 1})
-        # A little of every so many bytes, without the GIL: NumPy keeps it for 500 elements.
+        # Touch a little of every so many bytes. NumPy does so without the GIL, unless there are
+        # fewer than 500 elements.
         data = np.frombuffer(mapped, np.uint8)[first * mmap.PAGESIZE : start + size]
         whole = data.size // _FAULT_BYTES * _FAULT_BYTES
         data[:whole].reshape(-1, _FAULT_BYTES)[:, :_TOUCHED_BYTES].max(initial=0)
         data[whole:].max(initial=0)
 
-    def drop(self, start: int, size: int, *, from_cache: bool) -> None:
-        """Let go of memory that was brought; nothing is lost, reading it again takes longer.
+    def evict(self, start: int, size: int, *, from_cache: bool) -> None:
+        """Give back memory that was loaded; nothing is lost, but reading it again takes longer.
 
-        ``from_cache``: let go of the system's page cache too; pages that any process has mapped
-        stay.
+        With ``from_cache`` the system's page cache gives it back, too, except for pages that some
+        process has mapped.
         """
         mapped = self._map
         if mapped is None or not size:
@@ -546,37 +557,39 @@ class DiskFile(Block):
             self._borders[border] -= 1
             if self._borders[border] <= 0:
                 del self._borders[border]
+        # A page that another piece shares stays.
         first += first in self._borders
         stop -= stop - 1 in self._borders
-        # unmapped last, when nobody can map again
+        # Unmapped last: until the flags are back, a reader next to it could map it again.
         _advise(mapped, first, stop, "MADV_NOHUGEPAGE", "MADV_NORMAL", "MADV_DONTNEED")
         if from_cache and hasattr(os, "posix_fadvise"):
-            # A huge page goes as a whole or not at all.
+            # The page cache gives back a huge page as a whole or not at all.
             first_byte = start // _HUGE_BYTES * _HUGE_BYTES
             stop_byte = -(-(start + size) // _HUGE_BYTES) * _HUGE_BYTES
             os.posix_fadvise(self.fd, first_byte, stop_byte - first_byte, os.POSIX_FADV_DONTNEED)
 
-    def release(self) -> None:
+    def evict_all(self) -> None:
         if self._map is not None:
             _advise(self._map, *_pages(0, len(self._map)), "MADV_DONTNEED")
 
 
 def _pages(start: int, size: int) -> tuple[int, int]:
+    """Return the first page of a range of bytes, and the one behind its last."""
     return start // mmap.PAGESIZE, -(-(start + size) // mmap.PAGESIZE)
 
 
 def _advise(mapped: mmap.mmap, first: int, stop: int, *advice: str) -> None:
-    """Give the kernel advice on pages, where it takes any."""
+    """Give the kernel advice on pages, if it takes any."""
+    start = first * mmap.PAGESIZE
+    size = (stop - first) * mmap.PAGESIZE
     for name in advice:
-        if stop > first and hasattr(mmap, name):
+        if size > 0 and hasattr(mmap, name):
             with contextlib.suppress(OSError):
-                mapped.madvise(
-                    getattr(mmap, name), first * mmap.PAGESIZE, (stop - first) * mmap.PAGESIZE
-                )
+                mapped.madvise(getattr(mmap, name), start, size)
 
 
 def free_bytes(folder: Path) -> int:
-    """Free space on the disk of a folder, which need not be there yet."""
+    """Return the free space on the disk of a folder, which need not exist yet."""
     there = next(each for each in (folder, *folder.parents) if each.exists())
     return shutil.disk_usage(there).free
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -32,7 +31,7 @@ from fastdata.machine.shared import ArrayBlock, Block
 from fastdata.machine.workers import run_tasks
 from fastdata.pixels import Step, plan_transform, split_upright
 from fastdata.pixels.compose import known_name
-from fastdata.pixels.core import Array, Shape, library
+from fastdata.pixels.core import Array, Bytes, Shape, library
 from fastdata.pixels.images import (
     Form,
     OpenedImages,
@@ -46,42 +45,73 @@ from fastdata.pixels.images import (
 from fastdata.pixels.program import Program
 from fastdata.report import log, progress_bar
 from fastdata.sources import FileSource, Source
+from fastdata.stores.codecs import Codec, OwnCodec
 from fastdata.stores.readers import DiskFile, Layout, ShapesDifferError, Store, checksum
 
 if TYPE_CHECKING:
-    from fastdata.stores.codecs import Codec
     from fastdata.stores.prepare import Options
 
 _FETCHED_AT_ONCE = 128
-"""Where reading is waiting for a network: what a worker asks for at once."""
-ALIGN_BYTES = 64
-"""Each raw sample of a shape of its own begins at a multiple of these."""
-_FIRST_BYTES = 64 << 20
-"""Set aside at once, which the others wait for."""
+"""Samples that a worker asks a network for at once."""
+RAGGED_ALIGN_BYTES = 64
+"""Raw samples of many shapes begin at multiples of this."""
+_GROWTH_BYTES = 1 << 18
+"""The least by which a file grows. It grows by a 32nd of itself once that is more."""
 _AT_ONCE = 16
 """Samples that are read together."""
 NO_LIMIT = 1 << 62
 _USED = "used bytes"
 _Made = TypeVar("_Made")
+_Answer = TypeVar("_Answer")
 
 
 # Reading samples
 
 
 class ReadSample(NamedTuple):
-    """A prepared sample, taken apart: of each part its values, and what it was.
+    """A prepared sample, taken apart.
 
-    Its target has None where that is a part. Of files it is None: their table has the targets.
+    Attributes:
+        number: index of the sample in its source.
+        parts: values of each part, and what it was.
+        target: without its images, which are parts; None for files, whose table has the targets.
+        layout: tells how the parts are put together again.
     """
 
     number: int
     parts: Sequence[tuple[Array, Form]]
-    target: Any = None
+    target: Any
+    layout: Layout
+
+
+class SampleRun(NamedTuple):
+    """Prepared samples of one shape, taken apart.
+
+    Attributes:
+        numbers: indices of the samples in their source.
+        parts: values (n, *shape) of each part, and what it was.
+        targets: see ``ReadSample``.
+        layout: see ``ReadSample``.
+    """
+
+    numbers: Sequence[int]
+    parts: Sequence[tuple[Array, Form]]
+    targets: Sequence[Any]
     layout: Layout = Layout()
+
+    def copies(self) -> list[ReadSample]:
+        """Return each sample in memory of its own."""
+        samples = []
+        for k, number in enumerate(self.numbers):
+            parts = [(values[k, ...].copy(), form) for values, form in self.parts]
+            samples.append(ReadSample(number, parts, self.targets[k], self.layout))
+        return samples
 
 
 @dataclass(frozen=True, slots=True)
 class Steps:
+    """Steps of a transform that run one after the other; it pickles if they do."""
+
     steps: tuple[Step, ...]
 
     def __call__(self, sample: Any) -> Any:
@@ -92,13 +122,13 @@ class Steps:
 
 @dataclass(frozen=True)
 class FilePreparer:
-    """Prepares an image file by the core, without an image in between: planes (C, h, w), uint8.
+    """Prepares an image file by the compiled core: bytes to planes (C, h, w), uint8.
 
     Args:
-        prepare: of opened images makes planes (n, C, h, w), uint8, of neighbours of one size; they
-            stay until the next are asked for.
-        opening: of the loader that it stands for.
-        upright: whether images are turned as their EXIF says first.
+        prepare: yields planes (n, C, h, w), uint8, for each run of opened images of one size. The
+            memory is reused for the next run.
+        opening: of the loader that this replaces.
+        upright: True if images are first turned as their EXIF says.
     """
 
     prepare: Callable[[OpenedImages], Iterator[Array]]
@@ -116,19 +146,23 @@ class FilePreparer:
 
 
 class ReadPath(NamedTuple):
-    """Where samples come from, and what is done to each before it is stored."""
+    """Where samples come from, and what is done to each before it is stored.
+
+    Attributes:
+        source: reads the samples.
+        prepare: steps that run on each of them.
+        shape: of every prepared sample, if it follows from the steps.
+        by_core: opens and prepares samples without the GIL; None if Python code does.
+    """
 
     source: Source
     prepare: Steps
     shape: Shape | None = None
-    """Of every prepared sample, where it follows from the steps."""
-
     by_core: FilePreparer | None = None
-    """What opens and prepares samples without the GIL; None where it is others' code."""
 
     @property
     def decoder(self) -> SourceDecoder | None:
-        """Prepares the bytes of files; None where samples are none, or are opened by others."""
+        """What prepares a file's bytes; None for other samples, and for a user's own loader."""
         if self.by_core is not None:
             is_whole = not (self.prepare.steps or self.by_core.upright)
             return SourceDecoder(self.by_core, Steps(()), makes_jpeg_files=is_whole)
@@ -137,10 +171,11 @@ class ReadPath(NamedTuple):
 
 
 def read_path(source: Source, steps: tuple[Step, ...]) -> ReadPath:
-    """How samples to be stored are read: image files by the core, where it knows all steps."""
+    """Choose how samples are read and prepared: by the core if it can run all steps on files."""
     as_written = ReadPath(source, Steps(steps))
     opening = source.opening
-    if opening is None or (steps and opening.form == "tensor"):  # whose resize the core rounds
+    # torchvision resizes tensors without the rounding between rows and columns that the core has.
+    if opening is None or (steps and opening.form == "tensor"):
         return as_written
     obstacle = library.obstacle()
     if obstacle is not None:
@@ -164,15 +199,12 @@ NO_FAULT_OF_A_SAMPLE = (
     CacheError,
     ShapesDifferError,
 )
-"""Errors that name what they are of, or that no sample is to blame for."""
+"""Errors that already name a sample, or that no sample is at fault for."""
 
 
 @contextlib.contextmanager
 def naming_sample(source: Source, index: int, *, is_read: bool = False) -> Iterator[None]:
-    """Make what goes wrong with a sample an error that names its path and index.
-
-    A SampleError, if it is the sample that is at fault.
-    """
+    """Turn an error into one that names the sample's path and index; see ``sample_error``."""
     try:
         yield
     except NO_FAULT_OF_A_SAMPLE:
@@ -182,10 +214,14 @@ def naming_sample(source: Source, index: int, *, is_read: bool = False) -> Itera
 
 
 def open_files(source: FileSource, indices: Sequence[int], *, upright: bool) -> OpenedImages:
-    """The files of samples, for the core; what is wrong with one is a SampleError."""
+    """Read image files for the core.
+
+    Raises:
+        SampleError: a file cannot be read, or its image cannot be decoded.
+    """
     try:
         files = source.read_files(indices)
-    except OSError:  # of one of them
+    except OSError:  # of one file: read them one by one to find it
         files = []
         for index in indices:
             with naming_sample(source, index):
@@ -201,43 +237,45 @@ def open_files(source: FileSource, indices: Sequence[int], *, upright: bool) -> 
     return OpenedImages.of_files(files, by_pillow, upright=upright, channels=opening.channels)
 
 
-def read_samples(
-    path: ReadPath, indices: Sequence[int]
-) -> Iterator[Sequence[ReadSample | SampleError]]:
-    """Read and prepare samples, in order, or say what is wrong with one.
+def read_samples(path: ReadPath, indices: Sequence[int]) -> Iterator[SampleRun | SampleError]:
+    """Yield runs of prepared samples, in order, and the error in place of a sample that failed.
 
-    They come in runs, each of which may lie over those before.
+    A run may use the memory of the run before.
     """
     for first in range(0, len(indices), _AT_ONCE):
         group = indices[first : first + _AT_ONCE]
         done = 0
         if path.by_core is not None:
-            # One after the other tells whose an error is.
+            # After an error the rest is read one by one, which tells whose error it is.
             with contextlib.suppress(SampleError, ValueError):
                 for run in _read_together(path, path.by_core, group):
-                    done += len(run)
+                    done += len(run.numbers)
                     yield run
         for index in group[done:]:
             try:
-                yield [_read_one(path, index)]
+                run = _read_one(path, index)
             except SampleError as error:
-                yield [error]
+                yield error
+            else:
+                yield run
 
 
 def _read_together(
     path: ReadPath, by_core: FilePreparer, indices: Sequence[int]
-) -> Iterator[list[ReadSample]]:
+) -> Iterator[SampleRun]:
     source = path.source
     assert isinstance(source, FileSource)
     images = open_files(source, indices, upright=by_core.upright)
     form = by_core.opening.form
-    numbers = iter(indices)
+    first = 0
     for planes in by_core.prepare(images):
-        yield [ReadSample(next(numbers), [(pixels, form)]) for pixels in planes]
+        last = first + len(planes)
+        yield SampleRun(indices[first:last], [(planes, form)], [None] * len(planes))
+        first = last
 
 
-def _read_one(path: ReadPath, index: int) -> ReadSample:
-    """A sample of its parts, with those of its target behind them."""
+def _read_one(path: ReadPath, index: int) -> SampleRun:
+    """Read and prepare a sample, and take it apart; images of its target come last."""
     with naming_sample(path.source, index):
         sample, target = path.source.read(index)
     with naming_sample(path.source, index, is_read=True):
@@ -245,7 +283,7 @@ def _read_one(path: ReadPath, index: int) -> ReadSample:
         is_tuple = isinstance(prepared, (tuple, list))
         parts = list(map(to_stored, prepared if is_tuple else [prepared]))
         if isinstance(path.source, FileSource):
-            return ReadSample(index, parts, layout=Layout(is_tuple=is_tuple))
+            target = None
         target_is_part = is_image(target)
         places: tuple[int, ...] = ()
         if target_is_part:
@@ -256,7 +294,9 @@ def _read_one(path: ReadPath, index: int) -> ReadSample:
             parts += [to_stored(target[k], is_mask=True) for k in places]
             target = tuple(None if is_pil(value) else value for value in target)
         layout = Layout(is_tuple=is_tuple, target_is_part=target_is_part, mask_places=places)
-        return ReadSample(index, parts, target, layout)
+        return SampleRun(
+            [index], [(values[None], form) for values, form in parts], [target], layout
+        )
 
 
 # Writers
@@ -264,12 +304,12 @@ def _read_one(path: ReadPath, index: int) -> ReadSample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredPart:
-    """One part of samples, such as the image, as it is stored.
+    """One part of all samples, such as the image, as it is stored.
 
     Args:
         spec: of the samples as they are served; dense if all have one shape.
-        dimensions: of their shapes.
-        codec: settings of what encodes them; None if they are raw.
+        dimensions: number of axes of each sample.
+        codec: settings of the codec; None for raw samples.
     """
 
     spec: SampleSpec
@@ -283,32 +323,30 @@ class StoredPart:
 
     @property
     def is_table(self) -> bool:
-        """Whether samples are one array (rows, *shape), raw; on disk a ``.npy`` file."""
+        """True if raw samples are rows of one array, which on disk is a ``.npy`` file."""
         return self.codec is None and self.spec.is_dense
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WriterPlan(StoredPart):
-    """A part of samples, and how its store is to be written.
+    """A part of all samples, and how its store is written.
 
     Args:
-        coder: encodes it. A ``SourceDecoder`` keeps files' bytes as they are: each is prepared when
-            it is read.
+        coder: encodes samples; None for raw ones. A ``SourceDecoder`` keeps the files' bytes as
+            they are, and each is prepared when it is read.
         path: of the new file on disk; None for memory.
-        first_bytes: about what samples take, unless they are a table.
         limit_bytes: the most that may be reserved.
     """
 
     coder: Codec | SourceDecoder | None = None
     path: Path | None = None
-    first_bytes: int = 1
     limit_bytes: int = NO_LIMIT
 
 
 def write_any_shapes(
     write: Callable[[Sequence[WriterPlan]], _Made], plans: Sequence[WriterPlan]
 ) -> _Made:
-    """Write samples as planned, or else one by one with their own shapes."""
+    """Write samples as planned; if one has another shape, again with a shape for each."""
     with contextlib.suppress(ShapesDifferError):
         return write(plans)
     return write([replace(plan, spec=replace(plan.spec, shape=None)) for plan in plans])
@@ -316,14 +354,14 @@ def write_any_shapes(
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """Puts samples into a file, from any thread, or process that has it.
+    """Writes samples into a file, from any thread of any process that it was sent to.
 
-    In a table each has its place. All others lie in the order in which they are written, and the
-    file grows as their sizes become known.
+    In a table each sample has its place. Others are stored in the order in which they are written,
+    and the file grows as their sizes become known.
 
     Args:
         plan: of the store.
-        file: that is written to.
+        file: of the samples.
         index: of the store, as ``Store`` has it.
     """
 
@@ -333,80 +371,89 @@ class Writer:
 
     @classmethod
     def open(cls, plan: WriterPlan, length: int) -> Writer:
-        """Of a new file with so many rows."""
+        """Create a file for so many samples; all of a table is reserved."""
         spec = plan.spec
-        index = {"offsets": np.zeros(length, np.int64)}
-        # What ``np.save`` writes before an array (rows, *shape): a multiple of 64 bytes.
-        head = io.BytesIO()
-        if plan.codec is None and spec.shape is not None:
-            what = {"descr": np.dtype(spec.dtype).str, "fortran_order": False}
-            what["shape"] = (length, *spec.shape)
-            np.lib.format.write_array_header_1_0(head, what)
-            index["offsets"] += head.tell() + np.arange(length) * spec.sample_bytes
-            size_bytes = head.tell() + length * spec.sample_bytes
-        else:
-            index["sizes"] = np.zeros(length, np.int64)
-            index["shapes"] = np.zeros((length, plan.dimensions), np.int32)
-            size_bytes = max(min(plan.first_bytes, plan.limit_bytes, _FIRST_BYTES), 1)
-            index[_USED] = np.zeros(1, np.int64)
+        index: dict[str, Array] = {
+            "offsets": np.zeros(length, np.int64),
+            "sizes": np.zeros(length, np.int64),
+            "shapes": np.zeros((length, plan.dimensions), np.int32),
+            _USED: np.zeros(1, np.int64),
+        }
+        head = np.zeros(0, np.uint8)
+        size_bytes = 1  # an empty file cannot be mapped
+        if plan.is_table and spec.shape is not None:
+            head = _array_head((length, *spec.shape), spec.dtype)
+            size_bytes = head.size + length * spec.sample_bytes
+            index["offsets"] += head.size + np.arange(length) * spec.sample_bytes
+            index["sizes"] += spec.sample_bytes
+            index["shapes"] += np.array(spec.shape, np.int32)
         if plan.path is None:
             index["is_there"] = np.zeros(length, np.bool_)  # for ``LazyStore``
             file = Block.create(size_bytes)
         else:
             index["sums"] = np.zeros(length, np.uint32)
             file = DiskFile.reserve(plan.path, size_bytes)
-        file.write(0, np.frombuffer(head.getvalue(), np.uint8))
+        file.write(0, head)
         return cls(plan, file, ArrayBlock.of(index, seal=False))
 
-    def write(self, row: int, array: Array, form: Form, shape: Shape | None = None) -> None:
-        """Store a sample, as it is or encoded; of a file that is kept ``shape`` may be known.
+    def write(self, row: int, samples: Array, form: Form, shape: Shape | None = None) -> None:
+        """Encode and store samples of one shape (n, *shape); more than one only in a table.
+
+        Args:
+            row: of the first sample in the store.
+            samples: their values, or the bytes of a file for a ``SourceDecoder``.
+            form: what they were.
+            shape: of the prepared sample, if it is known before the file is decoded.
 
         Raises:
-            TypeError: it is of another type than the others.
+            TypeError: the samples have another type than the others.
             MemoryBudgetError: there is no room left within the limit.
-            ShapesDifferError: it is not of the common shape, or has more or fewer dimensions than
-                the others.
+            ShapesDifferError: they do not have the common shape, or have another number of
+                dimensions than the others.
             CacheError: the disk is full.
         """
-        spec = self.plan.spec
-        coder = self.plan.coder
-        data = np.ascontiguousarray(array)
-        if isinstance(coder, SourceDecoder):
-            shape = shape or coder.sample(data.data).shape
+        plan = self.plan
+        spec = plan.spec
+        data = np.ascontiguousarray(samples)
+        if isinstance(plan.coder, SourceDecoder):
+            shape = shape or plan.coder.sample(data[0].data).shape
         else:
-            shape = array.shape  # of no axes too, where ``data`` has one
-            if data.dtype != spec.dtype or form != spec.form:
+            shape = samples.shape[1:]
+            if samples.dtype != spec.dtype or form != spec.form:
                 raise TypeError(
-                    f"it is of {data.dtype} {form}, the others are of {spec.dtype} {spec.form}; "
+                    f"it is of {samples.dtype} {form}, the others are of {spec.dtype} {spec.form}; "
                     "give all samples one type in prepare="
                 )
-            if coder is not None:
-                data = np.frombuffer(coder.encode(data.reshape(shape)), np.uint8)
-        dimensions = self.plan.dimensions
-        if spec.shape not in (None, shape) or len(shape) != dimensions:
-            others = spec.shape or f"{dimensions} dimensions"
+            if plan.coder is not None:
+                encoded = plan.coder.encode(data[0, ...])  # an array, if it has no axes, too
+                data = np.frombuffer(encoded, np.uint8)[None]
+        if spec.shape not in (None, shape) or len(shape) != plan.dimensions:
+            others = spec.shape or f"{plan.dimensions} dimensions"
             raise ShapesDifferError(
                 f"sample {row} has shape {shape}, those before it {others}; give all samples as "
                 "many dimensions in prepare="
             )
         index = self.index
-        if "sizes" in index:
+        if not plan.is_table:
             index["offsets"][row] = self._take(data.nbytes)
             index["sizes"][row] = data.nbytes
             index["shapes"][row] = shape
         self.file.write(index["offsets"][row].item(), data)
         if "sums" in index:
-            index["sums"][row] = checksum(data.reshape(-1).view(np.uint8))
+            count = len(data)
+            octets = data.reshape(-1).view(np.uint8).reshape(count, data.nbytes // count)
+            index["sums"][row : row + count] = list(map(checksum, octets))
 
     def _take(self, size_bytes: int) -> int:
-        """The first byte of so many that are nobody else's."""
+        """Take so many bytes of the file for a sample; return the first of them."""
         coder = self.plan.coder
         limit_bytes = self.plan.limit_bytes
-        align_bytes = ALIGN_BYTES if coder is None else 1
+        align_bytes = RAGGED_ALIGN_BYTES if coder is None else 1
         used = self.index[_USED]
+        # The file and what is used of it belong to all processes that write.
         with self.index.block.hold(0):
             start: int = used.item()
-            end = start + -(-max(size_bytes, 1) // align_bytes) * align_bytes
+            end = start + -(-size_bytes // align_bytes) * align_bytes
             if end > limit_bytes:
                 what = "prepared samples of many shapes"
                 if coder is not None:
@@ -415,16 +462,16 @@ class Writer:
                     f"{what} need more than the {format_bytes(limit_bytes)} that is free"
                 )
             if end > self.file.reserved_bytes():
-                self.file.resize(min(end + end // 32, limit_bytes))
+                self.file.resize(min(end + max(end // 32, _GROWTH_BYTES), limit_bytes))
             used[0] = end
         return start
 
     def finish(self, rows: Array) -> Store:
-        """Seal the file, and give the samples in these rows, all that were written, as a store."""
+        """Seal the file; return a store of the samples in these rows, all that were written."""
         self.index.pop("is_there", None)
+        used_bytes = self.index.pop(_USED).item()
         if not self.plan.is_table:
-            used_bytes = self.index.pop(_USED).item()
-            self.file.resize(max(used_bytes, 1))  # nothing cannot be mapped
+            self.file.resize(max(used_bytes, 1))
         self.file.seal()
         index = ArrayBlock.of({name: column[rows] for name, column in self.index.items()})
         self.index.close()
@@ -438,11 +485,19 @@ class Writer:
             self.plan.path.unlink(missing_ok=True)
 
 
+def _array_head(shape: Shape, dtype: str) -> Bytes:
+    """Return what ``np.save`` writes before such an array: a multiple of 64 bytes."""
+    head = io.BytesIO()
+    described = {"descr": np.dtype(dtype).str, "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(head, described)
+    return np.frombuffer(head.getvalue(), np.uint8)
+
+
 _Opened = TypeVar("_Opened", bound="Store | Writer | Block")
 
 
 def open_all(opening: Iterable[_Opened]) -> list[_Opened]:
-    """All that an iterable opens; none stays open where one cannot be."""
+    """Open all that an iterable yields; if one cannot be opened, close the others."""
     opened = []
     with contextlib.ExitStack() as cleanup:
         for each in opening:
@@ -458,7 +513,10 @@ def open_all(opening: Iterable[_Opened]) -> list[_Opened]:
 class WritePath(NamedTuple):
     """The way of samples from their source to the writers of their parts.
 
-    ``first_index`` is the sample of row 0.
+    Attributes:
+        path: reads and prepares samples.
+        writers: one for each part.
+        first_index: the sample of row 0.
     """
 
     path: ReadPath
@@ -467,41 +525,49 @@ class WritePath(NamedTuple):
 
     @classmethod
     def open(cls, path: ReadPath, plans: Sequence[WriterPlan], indices: range) -> WritePath:
-        """With a new writer for each part of these samples."""
+        """Open a writer for each part of these samples."""
         writers = open_all(Writer.open(plan, len(indices)) for plan in plans)
         if any(isinstance(plan.coder, SourceDecoder) for plan in plans):
             assert isinstance(path.source, FileSource)
-            # Files as they are; what the one expects the other reads.
+            # Files are stored as they are; the copy shares the requests that are under way.
             path = ReadPath(replace(path.source, loader=None), Steps(()), path.shape)
         return cls(path, writers, indices[0])
 
     def write(self, indices: Sequence[int]) -> Written:
-        """Read, prepare and write samples."""
-        self.path.source.expect(indices)
+        """Read, prepare and write samples; this process must have the writers."""
+        source = self.path.source
+        source.expect(indices)
         written = Written({}, {})
-        parts = len(self.writers)
-        runs = read_samples(self.path, indices)
-        for index, read in zip(indices, itertools.chain.from_iterable(runs), strict=True):
-            row = index - self.first_index
-            try:
-                if isinstance(read, SampleError):
-                    raise read
+        are_tables = all(writer.plan.is_table for writer in self.writers)
+        for read in read_samples(self.path, indices):
+            if isinstance(read, SampleError):
+                written.errors[read.index - self.first_index] = read.with_traceback(None)
+                continue
+            count = len(read.numbers)
+            # Tables take neighbours in one call.
+            are_neighbours = read.numbers[-1] - read.numbers[0] == count - 1
+            size = count if are_tables and are_neighbours else 1
+            for first in range(0, count, size):
+                row = read.numbers[first] - self.first_index
+                targets = read.targets[first : first + size]
+                parts = [(values[first : first + size], form) for values, form in read.parts]
                 try:
-                    if len(read.parts) != parts:
-                        raise TypeError(
-                            f"it has {len(read.parts)} parts among samples of {parts}; give all "
-                            "samples one type in prepare="
-                        )
-                    for writer, (array, form) in zip(self.writers, read.parts, strict=True):
-                        writer.write(row, array, form, self.path.shape)
-                except NO_FAULT_OF_A_SAMPLE:
-                    raise
-                except Exception as cause:  # encoders raise anything; all of it is named and kept
-                    raise sample_error(self.path.source.path(index), index, cause) from cause
-                written.targets[row] = read.target
-            except SampleError as error:
-                written.errors[row] = error.with_traceback(None)  # which holds this frame
+                    with naming_sample(source, read.numbers[first]):
+                        self._write_parts(row, parts)
+                except SampleError as error:
+                    written.errors[row] = error.with_traceback(None)  # which holds this frame
+                else:
+                    written.targets.update(enumerate(targets, row))
         return written
+
+    def _write_parts(self, row: int, parts: Sequence[tuple[Array, Form]]) -> None:
+        if len(parts) != len(self.writers):
+            raise TypeError(
+                f"it has {len(parts)} parts among samples of {len(self.writers)}; give all "
+                "samples one type in prepare="
+            )
+        for writer, (values, form) in zip(self.writers, parts, strict=True):
+            writer.write(row, values, form, self.path.shape)
 
     def close(self) -> None:
         for writer in self.writers:
@@ -509,44 +575,26 @@ class WritePath(NamedTuple):
 
 
 class Written(NamedTuple):
-    """The targets of samples that were written, and what is wrong with the others, by row."""
+    """Targets of the samples that were written, and errors of the others, by row."""
 
     targets: dict[int, Any]
     errors: dict[int, SampleError]
 
 
-def needs_processes(path: ReadPath, plans: Sequence[WriterPlan]) -> bool:
-    """Whether preparing samples takes the GIL, because somebody else's code does it."""
-    return path.by_core is None or any(getattr(plan.coder, "is_own", False) for plan in plans)
-
-
-def is_thread_safe(path: ReadPath, plans: Sequence[WriterPlan]) -> bool:
-    """True if no code of the user's reads, prepares or encodes samples.
-
-    A user's dataset or function may keep something from one line to the next, such as the position
-    of a file, and torch calls it from one thread only.
-    """
-    is_own = path.source.opening is None or not all(map(known_name, path.prepare.steps))
-    return not is_own and not any(getattr(plan.coder, "is_own", False) for plan in plans)
-
-
-# All now
-
-
 def ingest(
     path: ReadPath, plans: Sequence[WriterPlan], indices: range, options: Options
 ) -> tuple[list[Store], Written]:
-    """Fill stores with samples of a source, each read once: sealed ones, one for each part.
+    """Fill sealed stores, one for each part, with samples of a source; each is read once.
 
     Args:
-        path: that samples are read by.
-        plans: of each part of samples.
+        path: reads and prepares the samples.
+        plans: of the writers, one for each part.
         indices: of the samples, in the order of the stores' rows.
         options: of the dataset.
 
     Raises:
         SampleError: a sample cannot be prepared; names its path and index.
-        MemoryBudgetError: samples turned out larger than the writers may store.
+        MemoryBudgetError: samples are larger than expected, and exceed the writers' limit.
         IngestError: a worker died.
         ShapesDifferError: a sample has another shape than planned; see ``write_any_shapes``.
     """
@@ -558,14 +606,7 @@ def ingest(
     with contextlib.ExitStack() as cleanup:
         to_write = WritePath.open(path, plans, indices)
         cleanup.callback(to_write.close)
-        done = run_tasks(
-            to_write.write,
-            tasks,
-            min(ingest_workers(options), len(tasks)),
-            forks=needs_processes(path, plans),
-            is_thread_safe=is_thread_safe(path, plans),
-            cores=options.cores,
-        )
+        done = run_preparing(to_write.write, tasks, path, plans, options)
         bar = progress_bar(len(indices), f"preparing {len(indices):,} images")
         with contextlib.closing(done), bar:
             for targets, errors in done:
@@ -584,26 +625,51 @@ def ingest(
     return stores, all_written
 
 
+def run_preparing(
+    job: Callable[[Any], _Answer],
+    tasks: Sequence[Any],
+    path: ReadPath,
+    plans: Sequence[WriterPlan],
+    options: Options,
+) -> Generator[_Answer, None, None]:
+    """Run a job that prepares samples over tasks, in threads or processes; see ``run_tasks``."""
+    has_own_codec = any(isinstance(plan.coder, OwnCodec) for plan in plans)
+    # A user's dataset or function may keep something from one line to the next, such as the
+    # position of a file, and torch calls it from one thread only.
+    has_own_steps = path.source.opening is None or not all(map(known_name, path.prepare.steps))
+    return run_tasks(
+        job,
+        tasks,
+        min(ingest_workers(options), len(tasks)),
+        forks=path.by_core is None or has_own_codec,  # Python code holds the GIL
+        is_thread_safe=not has_own_steps and not has_own_codec,
+        cores=options.cores,
+    )
+
+
 def ingest_workers(options: Options) -> int:
+    """Return how many workers prepare samples, at most."""
     if options.prepare_workers is None:
         return limits.usable_cores(len(options.cores) or None)
     return options.prepare_workers
 
 
-_SKIPPED_AT_LEAST = 10
-"""That may be left out of any dataset, however few samples it has."""
+_MOST_SKIPPED = 10
+"""So many may be left out of any dataset; of a large one 1 %."""
 _SKIPPED_IN_A_ROW = 100
-"""A folder that is gone, most likely."""
+"""So many in a row mean that a folder is gone, most likely."""
 
 
 def check_skipped(errors: dict[int, SampleError], count: int) -> None:
-    """Raise IngestError where ``on_error="skip"`` would leave out more than single samples.
+    """Raise IngestError if ``on_error="skip"`` would leave out more than single samples.
 
-    ``errors``: by number of the sample, the latest one last; ``count``: of all samples.
+    Args:
+        errors: by number of the sample, the latest one last.
+        count: of all samples.
     """
     latest = next(reversed(errors), 0)
     in_a_row = range(latest, latest - _SKIPPED_IN_A_ROW, -1)
-    if len(errors) > max(_SKIPPED_AT_LEAST, count // 100):
+    if len(errors) > max(_MOST_SKIPPED, count // 100):
         found = f"{len(errors):,} of {count:,} samples cannot be prepared, more than 1 %"
     elif all(row in errors for row in in_a_row):
         found = f"{_SKIPPED_IN_A_ROW} samples in a row, up to {latest}, cannot be prepared"
@@ -615,13 +681,10 @@ def check_skipped(errors: dict[int, SampleError], count: int) -> None:
     ) from first
 
 
-# Each on its first read
-
-
 class LazyStore(Store):
-    """Samples of one shape, each of which is prepared and written by whoever reads it first.
+    """Samples of one shape, each of which is prepared and written by its first reader.
 
-    Others who want the same one wait. A reader that dies leaves it to the next one.
+    Other readers of the same sample wait. A reader that dies leaves it to the next one.
     """
 
     def __init__(self, to_write: WritePath) -> None:
@@ -639,24 +702,23 @@ class LazyStore(Store):
         return float(np.count_nonzero(is_there) / max(is_there.size, 1))
 
     def ensure(self, index_B: Array) -> None:
-        """See to it that samples are there.
+        """Prepare and write the samples that are not there yet.
 
         Raises:
-            SampleError: one cannot be read or prepared; what is there of the others stays.
+            SampleError: a sample cannot be read or prepared; the others stay.
         """
         missing = np.unique(index_B[~self._is_there[index_B]]).tolist()
         if not missing:
             return
+        # The kernel frees these locks if this process is killed: the next reader goes on.
         with self.index.block.hold(*missing):
+            # Another reader may have prepared some before it gave up its locks.
             left = [index for index in missing if not self._is_there[index]]
             written = self._to_write.write(left)
+            # Set after the pixels are written, so that a reader who sees it finds them.
             self._is_there[list(written.targets)] = True
         for error in written.errors.values():
             raise error
-
-    def close(self) -> None:
-        super().close()
-        self._to_write.close()
 
     def __reduce__(self) -> Any:
         return LazyStore, (self._to_write,)

@@ -1,0 +1,175 @@
+"""Segments of remote caches on the local disk: kept, mapped, and deleted to make room.
+
+``local_cache`` is a folder that all caches, ranks and runs of a machine share. A folder in it for
+each cache holds its segments, each a file of its own. What was needed longest ago is deleted to
+make room. A segment that was deleted stays readable for every process that has it mapped, so that
+no process has to announce what it uses.
+
+Several users may share ``local_cache``. Each has folders of its own in it, which only that user can
+write to: otherwise another user could put a link there, whose target would be read, overwritten or
+deleted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from filelock import FileLock
+
+from fastdata.machine import parse_bytes
+from fastdata.pixels.core import Bytes
+from fastdata.sources.remote import made_by_this_user, private_folder
+from fastdata.stores.readers import free_bytes, naming_full_disk
+
+_SHARE = 0.5
+"""Share of the disk's free space, and of what is kept there, that all caches may take."""
+_LOCKS = 256
+_SLACK = 32
+"""Room is made for a 32nd of the limit at once: to find the oldest segments, every one is looked
+at."""
+_FOLDER = "mirror-"
+
+
+class Segment(NamedTuple):
+    """A run of whole samples in a file of a cache: bytes ``start`` to ``stop``."""
+
+    name: str
+    start: int
+    stop: int
+
+    @property
+    def size_bytes(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(eq=False)
+class SegmentFolder:
+    """The segments of one cache on the local disk.
+
+    Attributes:
+        path: of the folder.
+        limit_bytes: the most that the segments of all caches may take. Segments that were deleted
+            while some process has them mapped take room in addition.
+    """
+
+    path: Path
+    limit_bytes: int
+    _spare_bytes: int = 0
+    """Room that this process has made, and not used yet."""
+
+    @classmethod
+    def open(cls, local_cache: Path, url: str) -> SegmentFolder:
+        """Make the folder for the cache at a URL.
+
+        Raises:
+            OSError: the folder cannot be written, or others can write to it.
+        """
+        local_cache.mkdir(parents=True, exist_ok=True)
+        private_folder(_locks_in(local_cache))
+        digest = hashlib.sha256(f"{_user()} {url}".encode()).hexdigest()
+        path = private_folder(local_cache / f"{_FOLDER}{digest[:16]}")
+        kept_bytes = sum(size_bytes for _, size_bytes, _ in _list_segments(local_cache))
+        return cls(path, parse_bytes(_SHARE, of=free_bytes(local_cache) + kept_bytes))
+
+    def find(self, segment: Segment) -> Bytes | None:
+        """Map a segment, and note that it was needed; None if it is not on the disk."""
+        if not segment.size_bytes:  # of samples without elements: nothing can be mapped
+            return np.zeros(0, np.uint8)
+        path = self._path(segment)
+        try:
+            if not stat.S_ISREG(path.lstat().st_mode):  # a link, whose target is not ours
+                return None
+            os.utime(path)
+            return _map_file(path, segment.size_bytes)
+        # RuntimeError: another process has just deleted it, or a crash cut it short.
+        except (FileNotFoundError, RuntimeError):
+            return None
+
+    def keep(self, segment: Segment, data: bytes) -> Bytes:
+        """Write a segment that was fetched, and map it."""
+        path = self._path(segment)
+        # A process that is killed here leaves the part to the next one that fetches the segment.
+        part = path.with_name(f"{path.name}.part")
+        with naming_full_disk(self.path):
+            private_folder(self.path)
+            part.unlink(missing_ok=True)
+            with part.open("xb") as file:  # which follows no link
+                file.write(data)
+        mapped = _map_file(part, len(data))
+        part.rename(path)
+        return mapped
+
+    def delete(self, segment: Segment) -> None:
+        self._path(segment).unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def hold(self, numbers: Iterable[int]) -> Iterator[None]:
+        """Hold the locks of segments with these numbers, against all processes of the machine."""
+        locks = _locks_in(self.path.parent)
+        with contextlib.ExitStack() as held:
+            # In one order, or two processes would wait for each other.
+            for number in sorted({number % _LOCKS for number in numbers}):
+                held.enter_context(FileLock(locks / str(number)))
+            yield
+
+    def make_room(self, size_bytes: int) -> None:
+        """Delete the segments of any cache that were needed longest ago, if there is no room."""
+        self._spare_bytes -= size_bytes
+        if self._spare_bytes >= 0:
+            return
+        spare_bytes = max(size_bytes, self.limit_bytes // _SLACK)
+        with FileLock(_locks_in(self.path.parent) / "room"):
+            segments = sorted(_list_segments(self.path.parent))
+            kept_bytes = sum(each_bytes for _, each_bytes, _ in segments)
+            for _, each_bytes, path in segments:
+                if kept_bytes + spare_bytes <= self.limit_bytes:
+                    break
+                with contextlib.suppress(OSError):
+                    path.unlink()
+                    kept_bytes -= each_bytes
+        self._spare_bytes = spare_bytes - size_bytes
+
+    def _path(self, segment: Segment) -> Path:
+        return self.path / f"{segment.name}.{segment.start}-{segment.stop}"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return SegmentFolder, (self.path, self.limit_bytes)
+
+
+def _map_file(path: Path, size_bytes: int) -> Bytes:
+    """Map a file, without a descriptor that stays open; RuntimeError if it is shorter."""
+    data = torch.from_file(str(path), size=size_bytes, dtype=torch.uint8).numpy()
+    data.flags.writeable = False
+    return data
+
+
+def _user() -> str:
+    return str(os.getuid()) if hasattr(os, "getuid") else ""
+
+
+def _locks_in(local_cache: Path) -> Path:
+    return local_cache / f".locks-{_user()}"
+
+
+def _list_segments(local_cache: Path) -> Iterator[tuple[int, int, Path]]:
+    """Yield of each segment of this user the time when it was needed, its bytes and its path.
+
+    Links are not followed: what is listed may be deleted.
+    """
+    for folder in local_cache.glob(f"{_FOLDER}*"):
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISDIR(folder.lstat().st_mode) or not made_by_this_user(folder):
+                continue
+            for path in folder.iterdir():
+                with contextlib.suppress(FileNotFoundError):
+                    found = path.lstat()
+                    yield found.st_mtime_ns, found.st_size, path
