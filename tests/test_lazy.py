@@ -26,7 +26,7 @@ from conftest import shown
 from fastdata import DataLoader, ImageFolder, ImageManifest
 from fastdata.errors import FastDataError, IngestError, MemoryBudgetError, SampleError
 from fastdata.machine.shared import Block
-from fastdata.pixels.images import CenterCrop, Resize
+from fastdata.pixels.images import Resize
 from leftovers import open_descriptors
 
 FORK = multiprocessing.get_context("fork")
@@ -158,7 +158,7 @@ def test_workers_share_what_each_has_prepared(image_folder: Folder, workers: Any
 
 def test_a_spawned_process_fills_the_same_store(image_folder: Folder) -> None:
     """Workers that got the dataset as a pickle write where this process reads."""
-    steps = Compose([Resize(8), CenterCrop((6, 6)), PILToTensor()])
+    steps = Compose([Resize((6, 6)), PILToTensor()])
     with ImageFolder(image_folder(per_class=6), steps, seed=0) as dataset:
         loader = DataLoader(
             dataset, batch_size=4, num_workers=2, multiprocessing_context="spawn", workers="process"
