@@ -45,10 +45,10 @@ from fastdata.pixels.images import (
 from fastdata.pixels.program import Program
 from fastdata.report import log, progress_bar
 from fastdata.sources import FileSource, Source
-from fastdata.stores.codecs import Codec, OwnCodec
 from fastdata.stores.readers import DiskFile, Layout, ShapesDifferError, Store, checksum
 
 if TYPE_CHECKING:
+    from fastdata.stores.codecs import Codec
     from fastdata.stores.prepare import Options
 
 _FETCHED_AT_ONCE = 128
@@ -633,6 +633,8 @@ def run_preparing(
     options: Options,
 ) -> Generator[_Answer, None, None]:
     """Run a job that prepares samples over tasks, in threads or processes; see ``run_tasks``."""
+    from fastdata.stores.codecs import OwnCodec  # most scripts need no codec
+
     has_own_codec = any(isinstance(plan.coder, OwnCodec) for plan in plans)
     # A user's dataset or function may keep something from one line to the next, such as the
     # position of a file, and torch calls it from one thread only.
