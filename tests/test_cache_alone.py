@@ -545,7 +545,7 @@ def test_classes_without_numbers_are_refused(image_folder: Folder) -> None:
     """A manifest with a right checksum is not believed either."""
     home = Path(find_cache(build(image_folder(size=(13, 11)))))
     rewrite(home, classes={"cat": "x"})
-    with pytest.raises(CacheError, match="'x' is in the place of int"):
+    with pytest.raises(CacheError, match="'x' is not of type int"):
         CachedDataset.from_cache(home)
 
 

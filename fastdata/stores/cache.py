@@ -1,4 +1,4 @@
-"""The files of a cache, read without trust: they come from a disk, maybe from somebody else.
+"""The files of a cache. What is read is checked first: another user may have written it.
 
 A cache is a folder of
 
@@ -58,21 +58,21 @@ VERSION = 9
 _MOST_SAMPLE_BYTES = 1 << 36
 
 Columns = dict[str, Any]
-"""Of an index by name: arrays; of JSON what it says."""
+"""Columns of an index by name: arrays, or the values of JSON."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """What the samples of a cache are, and what they were made from.
+    """Description of a cache: the form of its samples, and what they were made from.
 
     Args:
-        key: what they depend on besides their files: ``source``, what opens them; ``prepare``,
-            steps; and ``codec``, as it was chosen.
-        root: folder of the files when it was written.
-        content: a fingerprint of the files, or the number of samples where these are none.
-        classes: number of each class, where classes have names.
-        parts: of the samples.
-        layout: how samples are put together of these.
+        key: what samples depend on besides their files: ``source``, the code that opens them;
+            ``prepare``, the steps; and ``codec``, as the user chose it.
+        root: folder of the files when the cache was written.
+        content: fingerprint of the files, or the number of samples if they are not files.
+        classes: number of each class, if classes have names.
+        parts: of each sample.
+        layout: tells how the parts are put together.
     """
 
     version: int = VERSION
@@ -85,11 +85,15 @@ class Manifest:
 
     def __post_init__(self) -> None:
         if self.key.keys() != {"source", "prepare", "codec"}:
-            raise ValueError(f"its key does not fit: {self.key}")
+            raise ValueError(f"its key has other names than source, prepare and codec: {self.key}")
 
 
 def from_json(kind: Any, value: Any) -> Any:
-    """A value of JSON as this type, dataclasses included; some error for any other."""
+    """Return a value of JSON as this type, which may be a dataclass.
+
+    Raises:
+        Exception: of any kind, if the value is not of this type.
+    """
     origin = typing.get_origin(kind)
     arguments = typing.get_args(kind)
     if kind is Any or value in arguments:  # of a Literal
@@ -105,20 +109,20 @@ def from_json(kind: Any, value: Any) -> Any:
         fields = {name: from_json(known[name], value[name]) for name in value.keys() & known.keys()}
         return typing.cast(Any, kind)(**fields)
     if type(value) is not kind:
-        raise ValueError(f"{value!r} is in the place of {getattr(kind, '__name__', kind)}")
+        raise ValueError(f"{value!r} is not of type {getattr(kind, '__name__', kind)}")
     return value
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cache:
-    """What is known of the samples of a cache, or of one of its shards: an ``.npz`` file.
+    """Index of a cache or of one of its shards, an ``.npz`` file of columns.
 
     Rows are the samples of the source, in its order. The columns are
 
     * by shard ``shards.names``, a fingerprint of its samples and of how they are prepared,
       ``shards.rows``, int64, and ``shards.bytes``, int64 (shards, parts), of the file of each part;
-    * by row ``kept``, bool: others were left out, and of those ``skipped.json`` has path, error,
-      and whether its reason may pass;
+    * by row ``kept``, bool, False for samples that were left out. Of these ``skipped.json`` has
+      path, error, and True if the reason may pass;
     * of each part, by sample that was kept, ``part0.sums``, uint32 (``stores.readers.checksum``),
       ``part0.offsets``, int64, in the file of its shard, ``part0.sizes``, int64, and
       ``part0.shapes``, int32 (kept, dimensions);
@@ -133,36 +137,37 @@ class Cache:
 
     @classmethod
     def read(cls, place: Place) -> Cache:
-        """Read all but the samples.
+        """Read the index of a cache.
 
         Raises:
-            FileNotFoundError: there is none.
-            CacheError: it is damaged, or has another format.
-            RemoteError: it cannot be fetched.
+            FileNotFoundError: there is no cache.
+            CacheError: the index is damaged, or has another format.
+            RemoteError: the index cannot be fetched.
         """
         try:
             return cls.unpack(place, place.read(INDEX))
         except (FileNotFoundError, RemoteError, MemoryBudgetError):
             raise
-        except Exception as problem:  # bytes of others raise anything
+        except Exception as problem:  # reading somebody else's bytes may raise anything
             raise CacheError(
                 f"{place.at(INDEX)} cannot be read: {type(problem).__name__}: {problem}"
             ) from problem
 
     @classmethod
     def unpack(cls, place: Place, data: bytes) -> Cache:
-        """All columns, whose types, sizes and offsets are checked, whatever they are used for.
+        """Read an index, and check the type, size and range of every column.
 
-        Whatever error there is for what is none.
+        Raises:
+            Exception: of any kind, if the bytes are not an index.
         """
         with np.load(io.BytesIO(data), allow_pickle=False) as stored:
             entries = stored.zip.infolist()
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-                raise ValueError("its columns are compressed, to whatever size")
+                raise ValueError("its columns are compressed, which may hide their size")
             if sum(entry.file_size for entry in entries) > len(data):
                 raise ValueError("its columns overlap, and take more memory than they have bytes")
             columns = dict(stored.items())
-            if stored.zip.testzip():  # which reads what lies behind a column, too
+            if stored.zip.testzip():  # reads each entry to its end, also behind a column
                 raise ValueError("its columns are longer than they say")
         for name, column in columns.items():
             if name.endswith(".json"):
@@ -177,7 +182,7 @@ class Cache:
         return cache
 
     def pack(self) -> bytes:
-        """Arrays as they are, without pickle; what is none as JSON."""
+        """Return the bytes of the index: arrays without pickle, and all else as JSON."""
         columns = {"manifest.json": dataclasses.asdict(self.manifest), **self.columns}
         arrays = {
             name: column
@@ -195,7 +200,7 @@ class Cache:
 
     @cached_property
     def kept(self) -> Array:
-        """The rows that were not left out."""
+        """Rows of the samples that were not left out."""
         return np.flatnonzero(self.columns["kept"])
 
     @property
@@ -203,7 +208,7 @@ class Cache:
         return int(self.columns["shards.bytes"].sum())
 
     def files(self) -> list[dict[str, int]]:
-        """Of each part the file in each shard, and how many bytes it has."""
+        """Return for each part the name and size in bytes of its file in each shard."""
         files = []
         for number, part in enumerate(self.manifest.parts):
             ending = ".npy" if part.is_table else ".bin"
@@ -216,14 +221,16 @@ class Cache:
         return {INDEX}.union(map(receipt_name, self.shard_names), *self.files())
 
     def lacks_receipts(self) -> bool:
-        """Whether a shard is to be written again, as only a cache of this machine says."""
+        """Return True if a shard was found damaged, so that its receipt was removed.
+
+        Caches behind a URL are never changed by readers.
+        """
         if self.place.is_remote:
             return False
         return not {*map(receipt_name, self.shard_names)} <= {*os.listdir(self.place.url)}
 
-    # Checked when it is read; ValueError, or any other, where something cannot be
-
     def _check(self) -> None:
+        """Raise ValueError, or another error, if the columns do not fit together."""
         parts = self.manifest.parts
         if len(parts) <= self.manifest.layout.target_parts:
             raise ValueError(f"its parts do not fit: {parts}")
@@ -243,10 +250,10 @@ class Cache:
             if (np.diff(ends, prepend=0) < 0).any():
                 raise ValueError("file names overlap")
         for name in ("skipped", "targets", "located"):
-            getattr(self, name)  # which checks them
+            getattr(self, name)  # these check what they return
 
     def _column(self, name: str, dtype: str, *shape: int) -> Array:
-        """A column, which has this type and shape."""
+        """Return a column; a ValueError if it does not have this type and shape."""
         column: Array = self.columns[name]
         if column.dtype != np.dtype(dtype) or column.shape != shape:
             found = f"{column.dtype}{list(column.shape)}"
@@ -255,7 +262,7 @@ class Cache:
 
     @cached_property
     def skipped(self) -> list[SampleError]:
-        """What is wrong with the samples that were left out."""
+        """Errors of the samples that were left out."""
         rows = np.flatnonzero(~self.columns["kept"]).tolist()
         errors = []
         for row, entry in zip(rows, self.columns["skipped.json"], strict=True):
@@ -269,7 +276,7 @@ class Cache:
 
     @cached_property
     def targets(self) -> Any:
-        """Of the samples kept: numbers or tensors in one, else a list; zeros if a part has them."""
+        """Targets of the samples kept: one array or tensor, or a list; zeros if they are a part."""
         count = len(self.kept)
         if self.manifest.layout.target_is_part:
             return np.zeros(count, int)
@@ -277,7 +284,7 @@ class Cache:
 
     @cached_property
     def located(self) -> list[Columns]:
-        """Where the samples of each part lie, for ``Store``."""
+        """Index of each part's store: offsets, sizes and so on by sample."""
         return [self._locate(number) for number in range(len(self.manifest.parts))]
 
     def _locate(self, number: int) -> Columns:
@@ -340,7 +347,7 @@ class Cache:
         """Map all samples.
 
         Args:
-            known: what may decode a part, beside fastdata's own codecs.
+            known: codecs that may decode a part, in addition to fastdata's own.
             table: of the samples of the source, or of those kept; by default of their targets.
             local_cache: folder that holds what is needed of a cache behind a URL.
         """
@@ -364,7 +371,7 @@ class Cache:
 
 
 def _coder_of(place: Place, part: StoredPart, known: Sequence[Decoder | None]) -> Decoder | None:
-    """What encodes and decodes a part; None where it is raw."""
+    """Return the codec of a part; None if it is raw."""
     if part.codec is None:
         return None
     for coder in known:
@@ -381,7 +388,7 @@ def _coder_of(place: Place, part: StoredPart, known: Sequence[Decoder | None]) -
 
 
 def mirror_folder(local_cache: AnyPath | None) -> Path:
-    """Return the folder that keeps caches behind URLs: by default in the user's cache folder."""
+    """Return the folder for copies of caches behind URLs, by default in the user's cache folder."""
     if local_cache is not None:
         refuse_remote(local_cache)
         return Path(local_path(local_cache)).absolute()
@@ -390,7 +397,7 @@ def mirror_folder(local_cache: AnyPath | None) -> Path:
 
 
 def find_cache(path: AnyPath, storage_options: StorageChoice = None) -> Place:
-    """The cache that a path or URL means: itself, or the only one in it.
+    """Return the cache at a path or URL, or the only one in that folder.
 
     Raises:
         FileNotFoundError: there is no cache.
@@ -408,8 +415,9 @@ def find_cache(path: AnyPath, storage_options: StorageChoice = None) -> Place:
 
 
 def cache_places(home: Place) -> list[Place]:
-    """The place itself, if it is a cache, or else all caches in it."""
-    if facts_of([(home, INDEX)]) != [MISSING]:  # which may be in a folder that cannot be listed
+    """Return the place itself, if it is a cache, or else all caches in it."""
+    # Asked first, because some servers do not list folders.
+    if facts_of([(home, INDEX)]) != [MISSING]:
         return [home]
     places = []
     with suppress(FileNotFoundError):
@@ -426,7 +434,7 @@ def cache_places(home: Place) -> list[Place]:
 def open_cache(
     place: Place, *, as_tensors: bool = False, local_cache: AnyPath | None = None
 ) -> tuple[Prepared, Manifest]:
-    """Map a cache and all that it knows of its samples; also gives its manifest.
+    """Map a cache with the targets and paths of its samples; also return its manifest.
 
     Args:
         place: of the cache.
@@ -462,11 +470,11 @@ _COLUMN_KINDS: dict[str, Callable[[Array], Any]] = {
 
 
 def pack_targets(targets: Sequence[Any] | Array) -> Columns:
-    """Targets as columns: ``targets.json`` says of which kind they are, and in which column.
+    """Return targets as columns. ``targets.json`` names the kind and the column of each.
 
     Raises:
-        ValueError: they are neither numbers, arrays of one shape, plain values that JSON keeps, nor
-            tuples of these.
+        ValueError: they are neither numbers, arrays of one shape, values that JSON gives back as
+            they are, nor tuples of these.
     """
     columns: Columns = {}
     columns["targets.json"] = _pack_targets(targets, columns)
@@ -474,6 +482,7 @@ def pack_targets(targets: Sequence[Any] | Array) -> Columns:
 
 
 def _pack_targets(targets: Sequence[Any] | Array, columns: Columns) -> Any:
+    """Add the columns of targets, and return the JSON that describes them."""
     found, kind = target_columns(targets)
     if kind in _COLUMN_KINDS:
         name = f"targets.{len(columns)}"
@@ -505,6 +514,7 @@ def _is_json(value: Any) -> bool:
 
 
 def unpack_targets(packed: Any, columns: Columns, count: int) -> Any:
+    """Return the targets that ``packed`` describes; raise some error if there are not ``count``."""
     if isinstance(packed, list):
         places = [as_list(unpack_targets(place, columns, count)) for place in packed]
         if not places:
