@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fastdata.pixels.core import draw_integers, draw_uniform, sample_keys
+from fastdata.pixels.random_numbers import draw_integers, draw_uniform, sample_keys
 
 INDEX = np.arange(4096)
 

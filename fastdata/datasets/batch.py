@@ -24,7 +24,8 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from fastdata.errors import counted
 from fastdata.machine.shared import collate_targets
-from fastdata.pixels.core import Array, sample_keys
+from fastdata.pixels.arrays import Array
+from fastdata.pixels.random_numbers import sample_keys
 
 if TYPE_CHECKING:
     from fastdata.datasets.reader import Reader

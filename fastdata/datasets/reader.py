@@ -43,7 +43,8 @@ from fastdata.pixels import (
     plan_transform,
     split_upright,
 )
-from fastdata.pixels.core import Array, Shape, library
+from fastdata.pixels.arrays import Array, Shape
+from fastdata.pixels.core import library
 from fastdata.pixels.core.calls import Samples
 from fastdata.pixels.images import (
     SampleSpec,

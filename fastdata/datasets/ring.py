@@ -40,7 +40,7 @@ from fastdata.datasets.reader import ALIGN_BYTES, Lease, new_buffer
 from fastdata.errors import MemoryBudgetError, StoreGoneError
 from fastdata.machine import is_running
 from fastdata.machine.shared import Block
-from fastdata.pixels.core import Array, Shape
+from fastdata.pixels.arrays import Array, Shape
 from fastdata.report import warn_user
 
 _LOOP_MODULE = "torch.utils.data._utils.worker"

@@ -50,7 +50,8 @@ from fastdata.datasets.samples import ReaderHandle
 from fastdata.errors import IngestError, MemoryBudgetError, StoreGoneError
 from fastdata.loaders.samplers import StateDict
 from fastdata.machine.shared import collate_targets
-from fastdata.pixels.core import Array, sample_keys
+from fastdata.pixels.arrays import Array
+from fastdata.pixels.random_numbers import sample_keys
 
 _T = TypeVar("_T")
 _J = TypeVar("_J")

@@ -19,7 +19,7 @@ from fastdata.datasets.batch import is_container, leaves_of, map_batch, memory_o
 from fastdata.datasets.ring import is_plain
 from fastdata.errors import kind_of
 from fastdata.machine import budget_bytes, choose_pinning, limits
-from fastdata.pixels.core import Array
+from fastdata.pixels.arrays import Array
 from fastdata.report import log, warn_user
 
 _T = TypeVar("_T")

@@ -28,7 +28,7 @@ from fastdata.loaders.pinned import device_memory
 from fastdata.machine import check_device_room
 from fastdata.pixels import TransformPlan
 from fastdata.pixels.arguments import MODES
-from fastdata.pixels.core import Array, Int64s, Shape
+from fastdata.pixels.arrays import Array, Int64s, Shape
 from fastdata.pixels.images import SampleSpec
 from fastdata.pixels.program import Program
 from fastdata.pixels.steps import Step, place_of

@@ -27,7 +27,7 @@ from torch.utils.data import ConcatDataset, Dataset, DistributedSampler, Subset
 
 from fastdata.datasets.batch import RepeatedIndex, count_earlier
 from fastdata.machine.ranks import find_rank
-from fastdata.pixels.core import draw_integers, draw_uniform, sample_keys
+from fastdata.pixels.random_numbers import draw_integers, draw_uniform, sample_keys
 
 Int64s = npt.NDArray[np.int64]
 Float64s = npt.NDArray[np.float64]

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from fastdata.errors import AnyPath, kind_of, open_file
-from fastdata.pixels.core import Array, Bytes, Int32s, Int64s, Shape
+from fastdata.pixels.arrays import Array, Bytes, Int32s, Int64s, Shape
 from fastdata.pixels.core.calls import Samples
 from fastdata.pixels.core.jpeg import Jpeg, jpeg_headers
 

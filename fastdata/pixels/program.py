@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from fastdata.pixels.core import Array, Int32s, Int64s, Shape
+from fastdata.pixels.arrays import Array, Int32s, Int64s, Shape
 from fastdata.pixels.core.calls import (
     CoreError,
     Keys,

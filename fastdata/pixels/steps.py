@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastdata.pixels.core import Array, Float64s
+from fastdata.pixels.arrays import Array, Float64s
 from fastdata.pixels.core.calls import Levels, Table
 from fastdata.pixels.core.library import layout
 from fastdata.pixels.images import pillow_chooses_order

@@ -45,7 +45,7 @@ from fastdata.errors import (
 )
 from fastdata.machine import StoragePlan, format_bytes
 from fastdata.machine.shared import ArrayBlock, Packed, SampleTable, target_columns
-from fastdata.pixels.core import Array
+from fastdata.pixels.arrays import Array
 from fastdata.sources.remote import MISSING, Place, StorageChoice, facts_of
 from fastdata.stores.codecs import codec_of
 from fastdata.stores.mirror import MirroredStore

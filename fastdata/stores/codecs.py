@@ -38,7 +38,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from fastdata.errors import CodecError
-from fastdata.pixels.core import Array, Bytes, Shape
+from fastdata.pixels.arrays import Array, Bytes, Shape
 from fastdata.pixels.describe import describe
 from fastdata.pixels.images import Scratch, decode_planes_into, encode_image, round_up_8
 

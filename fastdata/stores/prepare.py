@@ -50,7 +50,7 @@ from fastdata.machine.ranks import (
     run_to_be,
 )
 from fastdata.machine.shared import SampleTable
-from fastdata.pixels.core import Array
+from fastdata.pixels.arrays import Array
 from fastdata.pixels.describe import describe, describe_dataset, is_listed
 from fastdata.pixels.images import Bound, SampleSpec, SourceDecoder
 from fastdata.report import log, warn_user

@@ -39,7 +39,7 @@ from fastdata.errors import (
 from fastdata.machine import format_bytes
 from fastdata.machine.ranks import Leader
 from fastdata.machine.shared import OPEN_FLAGS, ArrayBlock, Block, SampleTable, collate_targets
-from fastdata.pixels.core import Array, Bytes, Shape
+from fastdata.pixels.arrays import Array, Bytes, Shape
 from fastdata.pixels.images import SampleSpec, SourceDecoder, addresses_of, open_libjpeg, present
 from fastdata.sources import ItemKeys
 

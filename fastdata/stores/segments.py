@@ -26,7 +26,7 @@ import torch
 from filelock import FileLock
 
 from fastdata.machine import parse_bytes
-from fastdata.pixels.core import Bytes
+from fastdata.pixels.arrays import Bytes
 from fastdata.sources.remote import made_by_this_user, private_folder
 from fastdata.stores.readers import free_bytes, naming_full_disk
 

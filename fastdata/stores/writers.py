@@ -30,8 +30,9 @@ from fastdata.machine import format_bytes, limits
 from fastdata.machine.shared import ArrayBlock, Block
 from fastdata.machine.workers import run_tasks
 from fastdata.pixels import Step, plan_transform, split_upright
+from fastdata.pixels.arrays import Array, Bytes, Shape
 from fastdata.pixels.compose import known_name
-from fastdata.pixels.core import Array, Bytes, Shape, library
+from fastdata.pixels.core import library
 from fastdata.pixels.images import (
     Form,
     OpenedImages,

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from fastdata.pixels.core import Array, Float64s, Int32s, Int64s
+from fastdata.pixels.arrays import Array, Float64s, Int32s, Int64s
 from fastdata.pixels.core.library import layout, load
 
 Levels = Mapping[tuple[int, int, int], Float64s]

@@ -6,7 +6,7 @@ import ctypes
 
 import numpy as np
 
-from fastdata.pixels.core import Bytes, Int32s, Int64s
+from fastdata.pixels.arrays import Bytes, Int32s, Int64s
 from fastdata.pixels.core.library import layout, load
 
 

@@ -1,0 +1,78 @@
+"""Random numbers from (seed, epoch, index), the same that the core draws.
+
+Each sample of each epoch owns a SplitMix64 stream. Its start is a hash of (seed, epoch, index),
+and its n-th output depends on n only: a draw is the same whoever computes it, in whatever order
+and in however large a batch.
+
+Source of the mixing function and its constants: G. L. Steele, D. Lea, C. H. Flood, "Fast
+splittable pseudorandom number generators", OOPSLA 2014, with the variant 13 constants of
+D. Stafford; C code: https://prng.di.unimi.it/splitmix64.c
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from fastdata.pixels.arrays import Float64s, Int64s, UInt64s
+
+
+# Each sample of each epoch owns a SplitMix64 stream. Its start is a hash of (seed, epoch, index),
+# and its n-th output depends on n only: a draw is the same whoever computes it, in whatever order
+# and in however large a batch.
+#
+# Source of the mixing function and its constants: G. L. Steele, D. Lea, C. H. Flood, "Fast
+# splittable pseudorandom number generators", OOPSLA 2014, with the variant 13 constants of
+# D. Stafford; C code: https://prng.di.unimi.it/splitmix64.c
+
+_MASK = (1 << 64) - 1
+
+_GAMMA = 0x9E3779B97F4A7C15
+
+_DRAWS_PER_OP = 1 << 10
+"""Distance in its stream between the draws of two neighbouring ops; RandomResizedCrop uses 40, no
+op more."""
+
+
+def sample_keys(seed: int, epoch_B: int | Int64s, index_B: Int64s) -> UInt64s:
+    """Hash seed, epoch of all or of each, and position in the dataset into each stream's start.
+
+    The seed counts modulo 2**64.
+    """
+    keys = _mix(np.array([(seed + _GAMMA) & _MASK], np.uint64))
+    for numbers in (epoch_B, index_B):
+        keys = _mix(np.atleast_1d(numbers).astype(np.uint64) * np.uint64(_GAMMA) + keys)
+    return keys
+
+
+def draw_uniform(keys_B: UInt64s, op: int, draw: int) -> Float64s:
+    """Draw number ``draw`` of op number ``op`` for each sample, uniform in [0, 1).
+
+    They are multiples of 2**-53.
+
+    Example:
+        >>> batch = draw_uniform(sample_keys(7, 0, np.array([3, 1, 2])), op=0, draw=0)
+        >>> alone = draw_uniform(sample_keys(7, 0, np.array([1])), op=0, draw=0)
+        >>> bool(batch[1] == alone[0])
+        True
+    """
+    step = (op * _DRAWS_PER_OP + draw + 1) * _GAMMA & _MASK
+    bits_B = _mix(keys_B + np.uint64(step)) >> 11
+    return bits_B.astype(np.float64) * 2.0**-53
+
+
+def draw_integers(keys_B: UInt64s, op: int, draw: int, count_B: int | np.int64 | Int64s) -> Int64s:
+    """Draw integers, uniform in [0, count); every count is at least 1 and far below 2**53."""
+    return (draw_uniform(keys_B, op, draw) * count_B).astype(np.int64)
+
+
+def _mix(bits: UInt64s) -> UInt64s:
+    """Finalise in place, on uint64 that wraps around."""
+    bits ^= bits >> 30
+    bits *= 0xBF58476D1CE4E5B9
+    bits ^= bits >> 27
+    bits *= 0x94D049BB133111EB
+    bits ^= bits >> 31
+    return bits
