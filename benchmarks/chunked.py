@@ -39,7 +39,7 @@ from _helper import (
 from fastdata import CachedDataset, ChunkedLoader, DataLoader, ImageFolder
 from fastdata.loaders import chunked as chunked_loader
 from fastdata.machine.limits import tree_pss_bytes
-from fastdata.pixels.images import SampleSpec
+from fastdata.pixels.samples import SampleSpec
 
 GIB = 1 << 30
 SPEC = SampleSpec(shape=(3, 256, 256), dtype="uint8", form="tensor")

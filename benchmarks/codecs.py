@@ -20,7 +20,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from _helper import Row, class_folders, in_turns, parser, print_rows, save_rows, transforms
-from fastdata.pixels.images import Scratch
+from fastdata.pixels.scratch import Scratch
 from fastdata.stores.codecs import (
     ABOVE,
     GREEN,

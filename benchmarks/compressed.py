@@ -38,7 +38,7 @@ from _helper import (
 )
 from fastdata import CachedDataset, DataLoader, ImageFolder
 from fastdata.machine.limits import usable_cores
-from fastdata.pixels.images import open_libjpeg
+from fastdata.pixels.decode import open_libjpeg
 from fastdata.stores.codecs import JpegCodec, ZstdCodec
 from serve import loader_of
 
@@ -119,7 +119,7 @@ def jpeg(root: Path, rounds: int) -> list[Row]:
 
 def without_libjpeg(measure: Measure) -> float:
     with ExitStack() as left_out:
-        for name in ("fastdata.pixels.images.open_libjpeg", "fastdata.stores.readers.open_libjpeg"):
+        for name in ("fastdata.pixels.decode.open_libjpeg", "fastdata.stores.readers.open_libjpeg"):
             left_out.enter_context(patch(name, lambda: (None, "left out")))
         return measure()
 

@@ -37,7 +37,7 @@ class Samples:
     gives_views = True
 
     def __init__(self, side_px: int) -> None:
-        from fastdata.pixels.images import SampleSpec
+        from fastdata.pixels.samples import SampleSpec
 
         rng = np.random.default_rng(0)
         coarse = torch.from_numpy(rng.integers(0, 256, (LENGTH, 3, 8, 8)).astype(np.float32))
@@ -95,8 +95,8 @@ def rates(names: list[str]) -> dict[str, float]:
     import_torchvision()
     from torchvision import transforms
 
-    from fastdata.pixels import plan_transform
     from fastdata.pixels.program import Program
+    from fastdata.pixels.split import plan_transform
 
     found = {"bare copy of crops": copy_rate(256, 224)}
     stores: dict[int, Samples] = {}

@@ -13,8 +13,8 @@ from fastdata.datasets.ring import RingCollate
 from fastdata.errors import FastDataError, FastDataWarning
 from fastdata.loaders import DataLoader
 from fastdata.loaders.prefetch import CudaPrefetcher
-from fastdata.pixels import plan_transform
-from fastdata.pixels.compose import AlternatingFlip, Views
+from fastdata.pixels.own_transforms import AlternatingFlip, Views
+from fastdata.pixels.split import plan_transform
 
 __all__ = [
     "AlternatingFlip",

@@ -36,8 +36,9 @@ from fastdata.errors import (
     SampleError,
     StoreGoneError,
 )
-from fastdata.pixels import describe_steps
-from fastdata.pixels.images import Resize, load_image
+from fastdata.pixels.decode import load_image
+from fastdata.pixels.resize import Resize
+from fastdata.pixels.transform_keys import describe_steps
 from fastdata.sources.remote import Place
 from fastdata.stores import readers as readers_module
 from fastdata.stores.build import lock_of, locked

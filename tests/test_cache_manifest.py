@@ -12,7 +12,7 @@ import pytest
 
 from fastdata import CachedDataset, ImageFolder
 from fastdata.errors import CacheError
-from fastdata.pixels.images import SampleSpec
+from fastdata.pixels.samples import SampleSpec
 from fastdata.sources.remote import Place
 from fastdata.stores.cache import INDEX, Cache
 from fastdata.stores.writers import StoredPart

@@ -224,7 +224,7 @@ def test_both_jpeg_decoders_give_the_same_pixels(
         data = codec.encode(sample)
         here = decoded(codec, data, sample)
         with monkeypatch.context() as without:
-            without.setattr("fastdata.pixels.images.open_libjpeg", lambda: (None, "none"))
+            without.setattr("fastdata.pixels.decode.open_libjpeg", lambda: (None, "none"))
             assert np.array_equal(decoded(codec, data, sample), here)
 
 

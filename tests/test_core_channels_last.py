@@ -15,8 +15,8 @@ from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, de
 from torchvision.transforms import v2
 
 from fastdata import CachedDataset, CudaPrefetcher, DataLoader, ImageFolder, RingCollate
-from fastdata.pixels import plan_transform
 from fastdata.pixels.program import Program
+from fastdata.pixels.split import plan_transform
 from test_transforms import ArrayStore, images
 
 LAST = torch.channels_last

@@ -16,18 +16,13 @@ import pytest
 from PIL import Image, ImageFile, ImageOps
 from torchvision import transforms as v1
 
-from fastdata.pixels import plan_transform
 from fastdata.pixels.core.calls import Samples
 from fastdata.pixels.core.jpeg import Jpeg
 from fastdata.pixels.core.library import load
-from fastdata.pixels.images import (
-    OpenedImages,
-    SampleSpec,
-    addresses_of,
-    decode_image,
-    open_libjpeg,
-)
+from fastdata.pixels.decode import OpenedImages, decode_image, open_libjpeg
 from fastdata.pixels.program import Program
+from fastdata.pixels.samples import SampleSpec, addresses_of
+from fastdata.pixels.split import plan_transform
 from fastdata.pixels.steps import Step
 from test_core_programs import FILTERS, GEOMETRY, SIDES
 from test_transforms import ArrayStore

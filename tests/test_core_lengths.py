@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from torchvision import transforms as v1
 
-from fastdata.pixels import plan_transform
-from fastdata.pixels.images import OpenedImages, addresses_of, encode_image, open_libjpeg
+from fastdata.pixels.decode import OpenedImages, encode_image, open_libjpeg
 from fastdata.pixels.program import Program
+from fastdata.pixels.samples import addresses_of
+from fastdata.pixels.split import plan_transform
 from test_transforms import ArrayStore
 from test_transforms import images as make_images
 

@@ -15,8 +15,8 @@ from torchvision import transforms as v1
 from torchvision.transforms import v2
 
 from fastdata import CachedDataset, DataLoader
-from fastdata.pixels import plan_transform
 from fastdata.pixels.program import Program
+from fastdata.pixels.split import plan_transform
 from test_steps import LEVELS
 from test_transforms import EPOCH, SEED, ArrayStore, reference, to_form
 

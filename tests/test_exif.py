@@ -14,8 +14,9 @@ import pytest
 from PIL import Image, ImageOps
 
 from fastdata import ImageFolder
-from fastdata.pixels.images import OpenedImages, SampleSpec, open_libjpeg
+from fastdata.pixels.decode import OpenedImages, open_libjpeg
 from fastdata.pixels.program import Program
+from fastdata.pixels.samples import SampleSpec
 
 ORIENTATION, RESOLUTION, UNIT, MAKER = 0x112, 0x11A, 0x128, 0x10F
 BYTES_OF_TYPES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4, 16: 8}

@@ -35,7 +35,7 @@ from fastdata import (
     ImageManifest,
 )
 from fastdata.errors import MemoryBudgetError, SampleError, StoreGoneError
-from fastdata.pixels.images import load_image
+from fastdata.pixels.decode import load_image
 from leftovers import open_descriptors
 
 Folder = Callable[..., Path]

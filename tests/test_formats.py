@@ -23,7 +23,7 @@ from torch.utils.data import IterableDataset
 from conftest import shown, test_image
 from fastdata import CachedDataset, DataLoader
 from fastdata.errors import RemoteError
-from fastdata.pixels.images import load_image
+from fastdata.pixels.decode import load_image
 from fastdata.sources import remote
 from fastdata.sources.formats import TarSamples, open_tars
 from fastdata.sources.remote import Place

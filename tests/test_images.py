@@ -20,22 +20,17 @@ from PIL import Image, ImageFile, ImageOps
 
 from fastdata import DataLoader, ImageFolder
 from fastdata.errors import SampleError, sample_error
-from fastdata.pixels.images import (
+from fastdata.pixels.decode import (
     IMAGE_EXTENSIONS,
     OpenedImages,
-    Opening,
-    Resize,
-    SampleSpec,
     decode_image,
     load_image,
     open_libjpeg,
-    opening_of,
-    present,
-    to_pil,
-    to_stored,
-    without_exif,
 )
+from fastdata.pixels.openings import Opening, opening_of
 from fastdata.pixels.program import Program
+from fastdata.pixels.resize import Resize
+from fastdata.pixels.samples import SampleSpec, present, to_pil, to_stored, without_exif
 
 folder = pytest.importorskip("torchvision.datasets.folder", reason="the reference is torchvision's")
 functional = pytest.importorskip(
@@ -147,7 +142,7 @@ def outcome(load: Callable[[Any], Image.Image], path: Any) -> Any:
 def road(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both ways to decode JPEG."""
     if request.param == "pil":
-        monkeypatch.setattr("fastdata.pixels.images.open_libjpeg", lambda: (None, "none"))
+        monkeypatch.setattr("fastdata.pixels.decode.open_libjpeg", lambda: (None, "none"))
     elif open_libjpeg()[0] is None:
         pytest.skip("Pillow is linked to no shared libjpeg-turbo")
     return str(request.param)

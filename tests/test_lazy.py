@@ -26,7 +26,7 @@ from conftest import shown
 from fastdata import DataLoader, ImageFolder, ImageManifest
 from fastdata.errors import FastDataError, IngestError, MemoryBudgetError, SampleError
 from fastdata.machine.shared import Block
-from fastdata.pixels.images import Resize
+from fastdata.pixels.resize import Resize
 from leftovers import open_descriptors
 
 FORK = multiprocessing.get_context("fork")

@@ -17,13 +17,10 @@ from torchvision.transforms import v2
 from torchvision.transforms._presets import ImageClassification
 
 from fastdata import Views
-from fastdata.pixels import (
-    TransformPlan,
-    describe_steps,
-    leading_steps,
-    plan_transform,
-)
-from fastdata.pixels.images import Resize
+from fastdata.pixels.plan import TransformPlan
+from fastdata.pixels.resize import Resize
+from fastdata.pixels.split import leading_steps, plan_transform
+from fastdata.pixels.transform_keys import describe_steps
 
 NORM = ((0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
 

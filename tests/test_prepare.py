@@ -25,7 +25,7 @@ from PIL import Image
 from fastdata import CachedDataset, FastDataWarning, ImageFolder
 from fastdata.errors import CacheError, FastDataError, IngestError, MemoryBudgetError, SampleError
 from fastdata.machine import limits
-from fastdata.pixels.images import SampleSpec
+from fastdata.pixels.samples import SampleSpec
 from fastdata.stores.writers import Writer, WriterPlan
 
 PARENT = os.getpid()

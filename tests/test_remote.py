@@ -33,7 +33,8 @@ from fastdata import (
     ImageFolder,
     ImageManifest,
 )
-from fastdata.errors import RemoteError, SampleError, hide_secrets, holds_secret
+from fastdata.errors import RemoteError, SampleError
+from fastdata.paths import hide_secrets, holds_secret
 from fastdata.sources import remote
 from fastdata.sources.remote import Place, facts_of, options_travel
 from fastdata.stores.cache import mirror_folder

@@ -24,12 +24,12 @@ from torchvision.transforms import v2
 
 from conftest import shown
 from fastdata import AlternatingFlip, CachedDataset
-from fastdata.pixels import plan_transform
-from fastdata.pixels.compose import known_name
 from fastdata.pixels.core.library import layout
+from fastdata.pixels.known import known_name
 from fastdata.pixels.program import Program
 from fastdata.pixels.random_numbers import draw_integers, draw_uniform, sample_keys
 from fastdata.pixels.readers import READERS
+from fastdata.pixels.split import plan_transform
 from fastdata.pixels.steps import child
 from test_transforms import EPOCH, SEED, ArrayStore, images, reference, to_array, to_form
 

@@ -20,10 +20,10 @@ from torchvision.transforms.v2 import functional as F  # noqa: N812
 from conftest import shown
 from fastdata import CachedDataset, DataLoader
 from fastdata.errors import SampleError
-from fastdata.pixels import plan_transform
-from fastdata.pixels.images import SampleSpec
 from fastdata.pixels.program import Program
 from fastdata.pixels.random_numbers import draw_uniform, sample_keys
+from fastdata.pixels.samples import SampleSpec
+from fastdata.pixels.split import plan_transform
 
 SEED, EPOCH = 11, 3
 NORM = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))

@@ -20,9 +20,9 @@ from torchvision.transforms import v2
 from conftest import shown
 from fastdata.loaders.device import ToFloats
 from fastdata.loaders.resident import Window, window_obstacle
-from fastdata.pixels import plan_transform
-from fastdata.pixels.images import SampleSpec
 from fastdata.pixels.program import Program
+from fastdata.pixels.samples import SampleSpec
+from fastdata.pixels.split import plan_transform
 from test_transforms import (
     EPOCH,
     NORM,

@@ -22,7 +22,8 @@ from fastdata.datasets.samples import DatasetSamples
 from fastdata.errors import SampleError, kind_of
 from fastdata.machine import StoragePlan, StorageReport
 from fastdata.machine.shared import ListView
-from fastdata.pixels import PairStep, StandardTransform, Step, TransformPlan
+from fastdata.pixels.own_transforms import StandardTransform
+from fastdata.pixels.plan import PairStep, Step, TransformPlan
 from fastdata.sources import FileSource
 from fastdata.stores.prepare import report_storage
 from fastdata.stores.readers import KeptSamples

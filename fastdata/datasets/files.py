@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from fastdata.datasets.reader import Stored
 from fastdata.datasets.samples import OTHER_LISTS, DatasetSamples
-from fastdata.errors import AnyPath, refuse_secrets
 from fastdata.machine.shared import SampleTable
-from fastdata.pixels import describe_steps
-from fastdata.pixels.images import Loader
+from fastdata.paths import AnyPath, refuse_secrets
+from fastdata.pixels.decode import Loader
+from fastdata.pixels.transform_keys import describe_steps
 from fastdata.sources import FileSource, Source
 from fastdata.sources.remote import Place
 

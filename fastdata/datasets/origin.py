@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from fastdata.datasets.reader import Stored
-from fastdata.pixels.describe import describe_dataset, unwrapped
 from fastdata.sources import DatasetSource, Source
+from fastdata.sources.identity import describe_dataset, unwrapped
 
 if TYPE_CHECKING:
     from fastdata.stores.build import Described, Listing

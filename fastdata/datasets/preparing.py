@@ -11,9 +11,11 @@ from fastdata.datasets.origin import Origin
 from fastdata.datasets.reader import LeadingSteps, Stored
 from fastdata.machine import StoragePlan
 from fastdata.machine.shared import SampleTable
-from fastdata.pixels import Step, describe_steps, leading_steps
-from fastdata.pixels.compose import known_name
-from fastdata.pixels.images import Resize
+from fastdata.pixels.known import known_name
+from fastdata.pixels.plan import Step
+from fastdata.pixels.resize import Resize
+from fastdata.pixels.split import leading_steps
+from fastdata.pixels.transform_keys import describe_steps
 from fastdata.report import warn_user
 from fastdata.sources import FileSource, Source
 from fastdata.stores.prepare import OldSamples, Options, Prepared, prepare_storage

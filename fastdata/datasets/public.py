@@ -17,10 +17,10 @@ from fastdata.datasets.origin import ItemOrigin
 from fastdata.datasets.preparing import to_prepare
 from fastdata.datasets.reader import LeadingSteps, Stored, Transforms
 from fastdata.datasets.samples import DatasetSamples
-from fastdata.errors import AnyPath, is_url, local_path
 from fastdata.machine.shared import SampleTable
-from fastdata.pixels import PairStep, Step
-from fastdata.pixels.images import IMAGE_EXTENSIONS, Loader, load_image
+from fastdata.paths import AnyPath, is_url, local_path
+from fastdata.pixels.decode import IMAGE_EXTENSIONS, Loader, load_image
+from fastdata.pixels.plan import PairStep, Step
 from fastdata.sources import (
     DatasetSource,
     Listed,

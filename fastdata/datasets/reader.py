@@ -34,19 +34,12 @@ import torch
 from fastdata.datasets.batch import IndexBatch, SampleBatch, rows_of
 from fastdata.errors import ChannelsError, SampleError, fault_of, sample_error
 from fastdata.machine.shared import SampleTable, collate_targets
-from fastdata.pixels import (
-    PairStep,
-    Step,
-    TransformPlan,
-    describe_steps,
-    plan_pairs,
-    plan_transform,
-    split_upright,
-)
 from fastdata.pixels.arrays import Array, Shape
 from fastdata.pixels.core import library
 from fastdata.pixels.core.calls import Samples
-from fastdata.pixels.images import (
+from fastdata.pixels.plan import PairStep, Step, TransformPlan
+from fastdata.pixels.program import Program
+from fastdata.pixels.samples import (
     SampleSpec,
     addresses_of,
     decoded_shape,
@@ -56,8 +49,9 @@ from fastdata.pixels.images import (
     to_stored,
     without_exif,
 )
-from fastdata.pixels.program import Program
+from fastdata.pixels.split import plan_pairs, plan_transform, split_upright
 from fastdata.pixels.steps import Step as CoreStep
+from fastdata.pixels.transform_keys import describe_steps
 from fastdata.sources import FileSource, ItemKeys, Source
 from fastdata.stores.prepare import Options, Prepared
 from fastdata.stores.readers import KeptSamples, Store

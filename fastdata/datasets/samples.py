@@ -34,8 +34,8 @@ from fastdata.datasets.snapshot import Snapshot
 from fastdata.errors import StoreGoneError
 from fastdata.machine import StoragePlan
 from fastdata.machine.shared import ArrayBlock, SampleTable
-from fastdata.pixels import Step
-from fastdata.pixels.images import tensor_class
+from fastdata.pixels.plan import Step
+from fastdata.pixels.samples import tensor_class
 from fastdata.report import log
 from fastdata.sources import DatasetSource, Source
 from fastdata.stores.prepare import OldSamples

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastdata.pixels.compose import LIBRARIES, outside_of
+from fastdata.pixels.callables import outside_of
+from fastdata.pixels.known import LIBRARIES
 
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, type, ModuleType, Enum)
 

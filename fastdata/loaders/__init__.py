@@ -50,8 +50,8 @@ from fastdata.loaders.order import Resume, SamplerChain, length_of
 from fastdata.loaders.samplers import RankSampler, StateDict, Uneven
 from fastdata.machine import PinningPlan, budget_bytes, choose_pinning, limits
 from fastdata.machine.ranks import find_rank, local_ranks
-from fastdata.pixels.describe import may_draw
-from fastdata.pixels.images import jpeg_obstacle
+from fastdata.pixels.decode import jpeg_obstacle
+from fastdata.pixels.draws import may_draw
 from fastdata.report import EpochReport, warn_user
 
 _T_co = TypeVar("_T_co", covariant=True)

@@ -26,11 +26,11 @@ from fastdata.loaders import DataLoader
 from fastdata.loaders.epochs import Progress
 from fastdata.loaders.pinned import device_memory
 from fastdata.machine import check_device_room
-from fastdata.pixels import TransformPlan
 from fastdata.pixels.arguments import MODES
 from fastdata.pixels.arrays import Array, Int64s, Shape
-from fastdata.pixels.images import SampleSpec
+from fastdata.pixels.plan import TransformPlan
 from fastdata.pixels.program import Program
+from fastdata.pixels.samples import SampleSpec
 from fastdata.pixels.steps import Step, place_of
 from fastdata.report import log
 from fastdata.stores.readers import Store

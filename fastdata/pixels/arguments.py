@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fastdata.pixels.compose import is_v2
-from fastdata.pixels.images import tensor_class
+from fastdata.pixels.known import is_v2
+from fastdata.pixels.samples import tensor_class
 from fastdata.pixels.state import State, UnknownStepError, need_colours, need_movable, need_uint8
 from fastdata.pixels.steps import Fields, Fill
 

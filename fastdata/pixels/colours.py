@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from fastdata.pixels.arguments import domain_of, pair, several
-from fastdata.pixels.compose import known_name, published
+from fastdata.pixels.known import known_name
+from fastdata.pixels.published import published
 from fastdata.pixels.state import State, UnknownStepError, need_colours, need_tensor, need_uint8
 from fastdata.pixels.steps import Step
 

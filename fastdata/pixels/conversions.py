@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fastdata.pixels.arguments import value_for
-from fastdata.pixels.compose import is_v2, known_name
+from fastdata.pixels.known import is_v2, known_name
 from fastdata.pixels.state import State, UnknownStepError, need_tensor
 from fastdata.pixels.steps import Step
 

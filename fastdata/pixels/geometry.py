@@ -15,7 +15,7 @@ from fastdata.pixels.arguments import (
     several,
     size_fields,
 )
-from fastdata.pixels.compose import is_v2, known_name
+from fastdata.pixels.known import is_v2, known_name
 from fastdata.pixels.state import State, UnknownStepError, need_movable
 from fastdata.pixels.steps import Fields, Fill, Step
 

@@ -14,7 +14,7 @@ import torch
 
 from fastdata.pixels.arguments import interpolation_name, read_warp, several
 from fastdata.pixels.arrays import Float64s
-from fastdata.pixels.compose import known_name
+from fastdata.pixels.known import known_name
 from fastdata.pixels.state import State, UnknownStepError, need_colours
 from fastdata.pixels.steps import Step
 

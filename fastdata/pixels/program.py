@@ -25,8 +25,10 @@ from fastdata.pixels.core.calls import (
     serve,
     solve_perspectives,
 )
-from fastdata.pixels.images import OpenedImages, SampleSpec, Scratch
+from fastdata.pixels.decode import OpenedImages
 from fastdata.pixels.refusals import error_of
+from fastdata.pixels.samples import SampleSpec
+from fastdata.pixels.scratch import Scratch
 from fastdata.pixels.steps import Step, Steps, compile_table, flatten_steps
 
 _AHEAD = 4

@@ -13,7 +13,9 @@ from typing import Any
 
 from fastdata.pixels import colours, conversions, geometry
 from fastdata.pixels.colours import VALUES
-from fastdata.pixels.compose import Views, flatten, is_v2, joint_steps, known_name, names_in
+from fastdata.pixels.compose import flatten, joint_steps
+from fastdata.pixels.known import is_v2, known_name, names_in
+from fastdata.pixels.own_transforms import Views
 from fastdata.pixels.policies import POLICIES, read_policy, read_timm_policies
 from fastdata.pixels.state import State, UnknownStepError
 from fastdata.pixels.steps import Step, Steps

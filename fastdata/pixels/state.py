@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fastdata.pixels.arrays import Float64s
-from fastdata.pixels.images import Form
+from fastdata.pixels.samples import Form
 from fastdata.pixels.steps import Fill, Step, Steps, child, sequence
 
 

@@ -18,7 +18,7 @@ import torch
 from fastdata.pixels.arrays import Array, Float64s
 from fastdata.pixels.core.calls import Levels, Table
 from fastdata.pixels.core.library import layout
-from fastdata.pixels.images import pillow_chooses_order
+from fastdata.pixels.resize import pillow_chooses_order
 
 Fill = tuple[float, ...]
 """One value, or one for each channel."""

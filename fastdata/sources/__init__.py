@@ -23,20 +23,20 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from fastdata.errors import (
+from fastdata.errors import fault_of, kind_of, with_retries
+from fastdata.machine.shared import ListView
+from fastdata.paths import (
     AnyPath,
-    fault_of,
     hide_secrets,
     is_url,
-    kind_of,
     local_path,
     open_file,
     refuse_chain,
     refuse_secrets,
-    with_retries,
 )
-from fastdata.machine.shared import ListView
-from fastdata.pixels.images import Loader, Opening, decode_image, is_image, load_image, opening_of
+from fastdata.pixels.decode import Loader, decode_image, load_image
+from fastdata.pixels.openings import Opening, opening_of
+from fastdata.pixels.samples import is_image
 from fastdata.sources.formats import TarSamples
 from fastdata.sources.remote import Place, Requests, StorageChoice, facts_of, fleeting_folder
 

@@ -22,8 +22,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fastdata.errors import RemoteError, hide_secrets, is_url, local_path, refuse_secrets
-from fastdata.pixels.images import IMAGE_EXTENSIONS, decode_image
+from fastdata.errors import RemoteError
+from fastdata.paths import hide_secrets, is_url, local_path, refuse_secrets
+from fastdata.pixels.decode import IMAGE_EXTENSIONS, decode_image
 from fastdata.sources.remote import MISSING, Place, Requests, StorageChoice, facts_of
 
 _SPLIT = re.compile(r"(?:^|[/_.-])(train|val|valid|validation|test)(?=[/_.-])")

@@ -28,9 +28,9 @@ from urllib.parse import quote, unquote
 
 from torch.utils import _pytree as pytree
 
-from fastdata.errors import (
+from fastdata.errors import RemoteError
+from fastdata.paths import (
     AnyPath,
-    RemoteError,
     hide_secrets,
     is_url,
     local_path,

@@ -47,15 +47,14 @@ from fastdata.errors import (
     RemoteError,
     SampleError,
     fault_of,
-    is_url,
-    local_path,
     with_retries,
 )
 from fastdata.machine import CodecTrial, fitting, parse_bytes
 from fastdata.machine.limits import usable_cores
 from fastdata.machine.shared import Packed, SampleTable
 from fastdata.machine.workers import attempt, run_tasks, settle
-from fastdata.pixels import describe_steps
+from fastdata.paths import is_url, local_path
+from fastdata.pixels.transform_keys import describe_steps
 from fastdata.report import log, progress_bar
 from fastdata.sources import FileSource
 from fastdata.sources.remote import Place, fleeting_folder, made_by_this_user, options_travel

@@ -34,17 +34,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastdata.errors import (
-    AnyPath,
-    CacheError,
-    MemoryBudgetError,
-    RemoteError,
-    SampleError,
-    local_path,
-    refuse_remote,
-)
+from fastdata.errors import CacheError, MemoryBudgetError, RemoteError, SampleError
 from fastdata.machine import StoragePlan, format_bytes
 from fastdata.machine.shared import ArrayBlock, Packed, SampleTable, target_columns
+from fastdata.paths import AnyPath, local_path, refuse_remote
 from fastdata.pixels.arrays import Array
 from fastdata.sources.remote import MISSING, Place, StorageChoice, facts_of
 from fastdata.stores.codecs import codec_of

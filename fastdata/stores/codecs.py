@@ -39,8 +39,9 @@ import numpy as np
 
 from fastdata.errors import CodecError
 from fastdata.pixels.arrays import Array, Bytes, Shape
-from fastdata.pixels.describe import describe
-from fastdata.pixels.images import Scratch, decode_planes_into, encode_image, round_up_8
+from fastdata.pixels.decode import decode_planes_into, encode_image
+from fastdata.pixels.fingerprint import describe
+from fastdata.pixels.scratch import Scratch, round_up_8
 
 CodecSettings = dict[str, "int | str | bool"]
 """Plain values that JSON keeps: ``name``, ``format`` (the version of the byte format),

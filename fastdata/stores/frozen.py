@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from fastdata.pixels.compose import draws_in_vain, flatten, is_always_applied, is_random
-from fastdata.pixels.describe import _used_by, describe, name_of
+from fastdata.pixels.compose import flatten
+from fastdata.pixels.draws import _used_by, draws_in_vain, is_always_applied, is_random
+from fastdata.pixels.fingerprint import describe, name_of
 from fastdata.report import warn_user
 from fastdata.sources import DatasetSource, Source
 

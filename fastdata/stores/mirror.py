@@ -12,7 +12,7 @@ from fastdata.errors import CacheError, SampleError
 from fastdata.machine import format_bytes
 from fastdata.machine.shared import ArrayBlock
 from fastdata.pixels.arrays import Array, Bytes
-from fastdata.pixels.images import SampleSpec, addresses_of
+from fastdata.pixels.samples import SampleSpec, addresses_of
 from fastdata.sources.remote import MISSING, Place, facts_of
 from fastdata.stores.readers import Decoder, DiskStore
 from fastdata.stores.segments import Segment, SegmentFolder

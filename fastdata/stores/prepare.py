@@ -29,7 +29,7 @@ from typing import (
 
 import numpy as np
 
-from fastdata.errors import AnyPath, MemoryBudgetError, SampleError
+from fastdata.errors import MemoryBudgetError, SampleError
 from fastdata.machine import (
     Budget,
     CodecTrial,
@@ -50,14 +50,18 @@ from fastdata.machine.ranks import (
     run_to_be,
 )
 from fastdata.machine.shared import SampleTable
+from fastdata.paths import AnyPath
 from fastdata.pixels.arrays import Array
-from fastdata.pixels.describe import describe, describe_dataset, is_listed
-from fastdata.pixels.images import Bound, SampleSpec, SourceDecoder
+from fastdata.pixels.fingerprint import describe
+from fastdata.pixels.resize import Bound
+from fastdata.pixels.samples import SampleSpec
 from fastdata.report import log, warn_user
 from fastdata.sources import DatasetSource, FileSource
+from fastdata.sources.identity import describe_dataset, is_listed
 from fastdata.sources.remote import StorageOptions
 from fastdata.stores.frozen import refuse_draws
 from fastdata.stores.readers import SOURCE, Decoder, KeptSamples, Layout, Store
+from fastdata.stores.source_codec import SourceDecoder
 from fastdata.stores.writers import (
     NO_LIMIT,
     RAGGED_ALIGN_BYTES,

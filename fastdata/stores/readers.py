@@ -33,15 +33,17 @@ from fastdata.errors import (
     MemoryBudgetError,
     SampleError,
     StoreGoneError,
-    open_file,
     sample_error,
 )
 from fastdata.machine import format_bytes
 from fastdata.machine.ranks import Leader
 from fastdata.machine.shared import OPEN_FLAGS, ArrayBlock, Block, SampleTable, collate_targets
+from fastdata.paths import open_file
 from fastdata.pixels.arrays import Array, Bytes, Shape
-from fastdata.pixels.images import SampleSpec, SourceDecoder, addresses_of, open_libjpeg, present
+from fastdata.pixels.decode import open_libjpeg
+from fastdata.pixels.samples import SampleSpec, addresses_of, present
 from fastdata.sources import ItemKeys
+from fastdata.stores.source_codec import SourceDecoder
 
 if TYPE_CHECKING:
     from fastdata.stores.codecs import Codec

@@ -29,24 +29,19 @@ from fastdata.errors import (
 from fastdata.machine import format_bytes, limits
 from fastdata.machine.shared import ArrayBlock, Block
 from fastdata.machine.workers import run_tasks
-from fastdata.pixels import Step, plan_transform, split_upright
 from fastdata.pixels.arrays import Array, Bytes, Shape
-from fastdata.pixels.compose import known_name
 from fastdata.pixels.core import library
-from fastdata.pixels.images import (
-    Form,
-    OpenedImages,
-    Opening,
-    SampleSpec,
-    SourceDecoder,
-    is_image,
-    is_pil,
-    to_stored,
-)
+from fastdata.pixels.decode import OpenedImages
+from fastdata.pixels.known import known_name
+from fastdata.pixels.openings import Opening
+from fastdata.pixels.plan import Step
 from fastdata.pixels.program import Program
+from fastdata.pixels.samples import Form, SampleSpec, is_image, is_pil, to_stored
+from fastdata.pixels.split import plan_transform, split_upright
 from fastdata.report import log, progress_bar
 from fastdata.sources import FileSource, Source
 from fastdata.stores.readers import DiskFile, Layout, ShapesDifferError, Store, checksum
+from fastdata.stores.source_codec import SourceDecoder
 
 if TYPE_CHECKING:
     from fastdata.stores.codecs import Codec

@@ -26,10 +26,10 @@ import torch
 from torch.utils.data import RandomSampler
 
 from fastdata.datasets.dataset import PreparedDataset
-from fastdata.errors import AnyPath, refuse_remote
 from fastdata.loaders.epochs import sample_count
 from fastdata.machine.limits import available_bytes, cpu_model, usable_cores
 from fastdata.machine.workers import attempt_job, forked, settle
+from fastdata.paths import AnyPath, refuse_remote
 
 _T = TypeVar("_T")
 _WARM_UP = 0.125

@@ -13,14 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fastdata.datasets.public import ImageFolder
-from fastdata.errors import (
-    AnyPath,
-    CacheError,
-    SampleError,
-    counted,
-    is_url,
-)
+from fastdata.errors import CacheError, SampleError, counted
 from fastdata.machine import format_bytes
+from fastdata.paths import AnyPath, is_url
 from fastdata.report import as_text
 from fastdata.sources.remote import Place, StorageChoice
 from fastdata.stores.build import lock_of

@@ -23,7 +23,7 @@ from fastdata.machine import budget_bytes, format_bytes
 from fastdata.machine.limits import available_bytes, usable_cores
 from fastdata.machine.shared import Block
 from fastdata.pixels.core.library import obstacle as core_obstacle
-from fastdata.pixels.images import jpeg_obstacle
+from fastdata.pixels.decode import jpeg_obstacle
 from fastdata.report import Line, as_text
 from fastdata.tools import versions
 

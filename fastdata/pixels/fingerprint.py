@@ -11,14 +11,11 @@ refused by name, and ``cache_key=`` stands for it.
 from __future__ import annotations
 
 import copyreg
-import dis
 import functools
-import gc
 import hashlib
 import inspect
 import itertools
 import pickle
-import random
 import sys
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -28,19 +25,23 @@ from typing import Any
 import numpy as np
 import torch
 
+from fastdata.pixels.bytecode import read_code
+
 BY_NAME = {"PIL", "fastdata", "numpy", "timm", "torch", "torchvision", *sys.stdlib_module_names}
+
 ATOMS = (type(None), bool, int, float, str, bytes)
+
 _DESCRIPTORS = (classmethod, staticmethod, property)
+
 _WRAPPED = ("__self__", "__func__", "fget", "fset")
+
 _CODE_PARTS = (
     *("co_code", "co_consts", "co_names", "co_varnames", "co_freevars", "co_cellvars"),
     *("co_flags", "co_argcount", "co_posonlyargcount", "co_kwonlyargcount", "co_exceptiontable"),
 )
-_LISTS = ["_fastdata_identity", "samples", "targets"]
-"""Attributes that tell a dataset from others of its class."""
-_CHANGES = ["transform", "target_transform", "transforms", "loader"]
-"""What opens and changes its samples."""
+
 _NOTES = {"_abc_impl", "__annotate__", "__annotate_func__"}
+
 _HEAP_TYPE = 1 << 9
 """The flag that classes of Python code have in Python's C code (Py_TPFLAGS_HEAPTYPE)."""
 
@@ -60,32 +61,6 @@ def describe(value: Any, cache_key: str | None = None) -> str:
     name = getattr(value, "__qualname__", type(value).__qualname__)
     _Describer(types.SimpleNamespace(write=digest.update), name, cache_key).dump(value)
     return digest.hexdigest()
-
-
-def describe_dataset(dataset: Any, cache_key: str | None = None) -> str:
-    """Text for any dataset: its class, and a hash of all of it; or of its lists and the key."""
-    *subsets, inner = unwrapped(dataset)
-    kind = name_of(type(inner)) or type(inner).__qualname__
-    if cache_key is None:
-        return f"{kind} {describe(dataset)}"
-    listed: list[Any] = [(type(subset), list(subset.indices)) for subset in subsets]
-    listed += [getattr(inner, name, None) for name in _LISTS + _CHANGES]
-    listed.append(cache_key)
-    return f"{kind} {describe(listed, cache_key)}"
-
-
-def is_listed(dataset: Any) -> bool:
-    """Whether a list of samples or targets tells a dataset from others of its class."""
-    *_, inner = unwrapped(dataset)
-    return any(hasattr(inner, name) for name in _LISTS)
-
-
-def unwrapped(dataset: Any) -> Iterator[Any]:
-    """A subset of a subset, each, and last the dataset that they are of."""
-    yield dataset
-    while hasattr(dataset, "indices") and hasattr(dataset, "dataset"):
-        dataset = dataset.dataset
-        yield dataset
 
 
 def name_of(code: Any) -> str | None:
@@ -294,121 +269,3 @@ def _used_of(value: Any, names: frozenset[str]) -> Any:
     held = vars(value)
     used = {name: _used_of(held[name], names - {name}) for name in sorted(names & held.keys())}
     return value.__name__, used
-
-
-# Code
-
-
-def read_code(code: types.CodeType) -> tuple[frozenset[str], list[dis.Instruction]]:
-    """The names that code and the functions in it look up, and their instructions."""
-    steps = [step for each in with_inner(code) for step in dis.get_instructions(each)]
-    return names_in_code(code), steps
-
-
-def names_in_code(code: types.CodeType) -> frozenset[str]:
-    """The names that code and the functions in it look up or import."""
-    return frozenset(name for each in with_inner(code) for name in each.co_names)
-
-
-def with_inner(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Yield code and that of the functions in it."""
-    yield code
-    for value in code.co_consts:
-        if isinstance(value, types.CodeType):
-            yield from with_inner(value)
-
-
-# Draws
-
-
-def may_draw(call: Any, *, from_torch: bool = True) -> bool:
-    """Return whether a callable may draw from Python's or NumPy's generators, or from torch's.
-
-    All that its code names is followed: globals, closures, defaults, attributes, methods. The code
-    of torch, NumPy and Python itself is not followed, and that of other installed packages only
-    within one module. A callable may draw if its code imports when it is called, or if it leads to
-    more objects than can be followed in a few milliseconds.
-
-    Args:
-        call: a function, a method, or an object that can be called.
-        from_torch: count torch's functions as draws; False where torch's draws do no harm.
-
-    Example:
-        >>> may_draw(len), may_draw(torch.rand), may_draw(torch.rand, from_torch=False)
-        (False, True, False)
-    """
-    met: dict[int, Any] = {}  # holds what it met, so that no id comes twice
-    waiting = [call]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, _GENERATORS) or value is _IMPORT:
-            return True
-        if id(value) in met or isinstance(value, _DATA):
-            continue
-        if from_torch and _package_of(value) == "torch":
-            return True
-        met[id(value)] = value
-        if len(met) > _MOST_FOLLOWED:
-            return True
-        waiting += _used_by(value)
-    return False
-
-
-_GENERATORS = (random.Random, np.random.RandomState, np.random.Generator, np.random.BitGenerator)
-_DATA = (*ATOMS, np.ndarray, torch.Tensor, types.ModuleType)
-_MOST_FOLLOWED = 1000
-_IMPORT_NAME = dis.opmap["IMPORT_NAME"]
-_IMPORT = object()
-"""Stands for what a function imports when it is called."""
-
-
-def _used_by(value: Any) -> Collection[Any]:
-    """Return what a call of a value may use, as far as its code is followed."""
-    if isinstance(value, (type, types.FunctionType)):
-        if _is_leaf(value):
-            return ()
-        return _members_of(value) if isinstance(value, type) else _named_by(value)
-    if isinstance(value, (list, tuple)) and is_plain(value):
-        return ()
-    return gc.get_referents(value)  # attributes, items, a method's object, an object's class
-
-
-def _members_of(kind: type) -> list[Any]:
-    """Return the bases, methods and values of a class, of which there is an object already."""
-    members = [it for name, it in vars(kind).items() if name not in ("__init__", "__new__")]
-    return [*kind.__bases__, *members]
-
-
-def _named_by(function: types.FunctionType) -> list[Any]:
-    """Return what a function has around it: globals that it names, closures and defaults."""
-    code = function.__code__
-    names = names_in_code(code)
-    held = [function.__globals__[name] for name in names & function.__globals__.keys()]
-    module = function.__module__
-    if is_installed(getattr(sys.modules.get(module), "__file__", None) or ""):
-        held = [it for it in held if _is_leaf(it) or getattr(it, "__module__", None) == module]
-    elif any(_IMPORT_NAME in each.co_code[::2] for each in with_inner(code)):
-        return [_IMPORT]
-    held += [*closed_over(function), *(function.__defaults__ or ())]
-    held += (function.__kwdefaults__ or {}).values()
-    return [used for value in held for used in _named_in(value, names)]
-
-
-def _named_in(value: Any, names: frozenset[str]) -> Iterator[Any]:
-    """Yield a value, or of a module what code that looks up these names may use of it."""
-    if not isinstance(value, types.ModuleType):
-        yield value
-        return
-    for name in names & vars(value).keys():
-        yield from _named_in(vars(value)[name], names - {name})
-
-
-def _is_leaf(value: Any) -> bool:
-    """Return True for modules, functions and classes whose code is not followed."""
-    package = _package_of(value)
-    return package in BY_NAME and package not in ("timm", "torchvision")
-
-
-def _package_of(value: Any) -> str:
-    attribute = "__name__" if isinstance(value, types.ModuleType) else "__module__"
-    return str(getattr(value, attribute, "")).partition(".")[0]

@@ -1,0 +1,83 @@
+"""Steps that people publish with their papers, known by their code."""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Callable
+from functools import cache
+from types import CodeType, FunctionType
+from typing import Any
+
+from fastdata.pixels.callables import code_of_call
+
+_PUBLISHED: dict[str, Callable[[Any], Any]] = {
+    # MoCo, VICReg, DINO, and what the last two share: the op, its range, and the probability.
+    """
+def f(self, x):
+    sigma = random.uniform(self.sigma[0], self.sigma[1])
+    x = x.filter(ImageFilter.GaussianBlur(radius=sigma))
+    return x
+""": lambda step: ("BOX_BLUR", *step.sigma, 1.0),
+    """
+def f(self, img):
+    if np.random.rand() < self.p:
+        sigma = np.random.rand() * 1.9 + 0.1
+        return img.filter(ImageFilter.GaussianBlur(sigma))
+    else:
+        return img
+""": lambda step: ("BOX_BLUR", 0.1, 2.0, step.p),
+    """
+def f(self, img):
+    do_it = random.random() <= self.prob
+    if not do_it:
+        return img
+    return img.filter(
+        ImageFilter.GaussianBlur(radius=random.uniform(self.radius_min, self.radius_max))
+    )
+""": lambda step: ("BOX_BLUR", step.radius_min, step.radius_max, step.prob),
+    """
+def f(self, img):
+    if np.random.rand() < self.p:
+        return ImageOps.solarize(img)
+    else:
+        return img
+""": lambda step: ("SOLARIZE", 128.0, 128.0, step.p),
+}
+"""Published steps of PIL images."""
+
+_IMPORTS = "import random\nimport numpy as np\nfrom PIL import ImageFilter, ImageOps\n"
+
+
+def published(step: Any) -> Any:
+    """The op, range and probability of a step whose code is one of ``_PUBLISHED``; else None."""
+    function, _ = code_of_call(step)
+    if not isinstance(function, FunctionType):
+        return None
+    read = _templates().get(_body(function.__code__))
+    return None if read is None else read(step)
+
+
+@cache
+def _body(code: CodeType) -> tuple[Any, ...]:
+    """Its instructions and what they read, among which a docstring is not."""
+    return tuple(
+        (step.opname, step.arg if "_FAST" in step.opname else step.argval)
+        for step in dis.get_instructions(code)
+    )
+
+
+@cache
+def _templates() -> dict[Any, Callable[[Any], Any]]:
+    """Published code, as in a file with imports or a notebook's cell.
+
+    And with ``random.random`` in the place of ``np.random.rand``, as DINO and Barlow Twins have it.
+    """
+    found = {}
+    for source, read in _PUBLISHED.items():
+        for text in (source, source.replace("np.random.rand", "random.random")):
+            for imports in ("", _IMPORTS):
+                module = compile(imports + text, "template", "exec", dont_inherit=True)
+                for code in module.co_consts:
+                    if isinstance(code, CodeType):
+                        found[_body(code)] = read
+    return found
