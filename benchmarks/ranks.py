@@ -25,8 +25,8 @@ from _helper import (
     save_rows,
 )
 from _rank import BARE, BATCH, FORMS, SAMPLE_BYTES, SHARED, SIDE_PX, WORKERS
-from fastdata.machine import format_bytes
 from fastdata.machine.limits import available_bytes
+from fastdata.machine.units import format_bytes
 
 MB = 1e6
 

@@ -13,7 +13,7 @@ from torchvision import tv_tensors
 from torchvision.transforms import v2
 
 from fastdata import CachedDataset, DataLoader
-from fastdata.machine.shared import SampleTable
+from fastdata.machine.tables import SampleTable
 
 SIZE = 40, 60
 TO_FLOAT = [v2.ToImage(), v2.ToDtype({tv_tensors.Image: torch.float32, "others": None}, scale=True)]

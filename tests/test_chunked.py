@@ -23,9 +23,10 @@ from conftest import FolderMaker
 from fastdata import CachedDataset, ChunkedLoader, DataLoader, FastDataError, ImageFolder
 from fastdata.datasets.reader import BatchRing
 from fastdata.errors import MemoryBudgetError
+from fastdata.loaders.chunk_plan import CHUNKS_HELD, plan_chunks
 from fastdata.loaders.chunked import ResidentChunks
 from fastdata.loaders.samplers import chunked as chunked_order
-from fastdata.machine import CHUNKS_HELD, limits, plan_chunks
+from fastdata.machine import limits
 
 MIB = 1 << 20
 LIMIT = "64GiB"  # far from binding: the machine of a test has less, and chunks are as small as the tests ask for

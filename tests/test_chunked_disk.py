@@ -21,8 +21,9 @@ from torchvision import transforms
 from conftest import FolderMaker, save_image
 from fastdata import CachedDataset, ChunkedLoader, CudaPrefetcher, DataLoader, ImageFolder
 from fastdata.errors import SampleError, StoreGoneError
+from fastdata.loaders.chunk_plan import ChunkPlan, empties_cache
 from fastdata.loaders.samplers import chunked as chunked_order
-from fastdata.machine import ChunkPlan, empties_cache, limits
+from fastdata.machine import limits
 from fastdata.stores import readers as readers_module
 from fastdata.stores.readers import DiskStore
 from simcuda import Sim

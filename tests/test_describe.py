@@ -30,7 +30,7 @@ from torchvision.transforms import v2
 
 from conftest import save_image
 from fastdata import CachedDataset, ImageFolder, collate
-from fastdata.machine.shared import SampleTable
+from fastdata.machine.tables import SampleTable
 from fastdata.pixels.draws import may_draw
 from fastdata.pixels.fingerprint import describe
 from fastdata.tools.caches import inspect_caches

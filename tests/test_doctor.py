@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastdata.machine import Budget
+from fastdata.machine.budget import Budget
 from fastdata.report import as_text
 from fastdata.tools import doctor
 from fastdata.tools.doctor import Check, examine_machine, report_lines

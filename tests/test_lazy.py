@@ -25,7 +25,7 @@ from children import Compose, PILToTensor
 from conftest import shown
 from fastdata import DataLoader, ImageFolder, ImageManifest
 from fastdata.errors import FastDataError, IngestError, MemoryBudgetError, SampleError
-from fastdata.machine.shared import Block
+from fastdata.machine.blocks import Block
 from fastdata.pixels.resize import Resize
 from leftovers import open_descriptors
 

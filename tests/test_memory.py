@@ -15,7 +15,8 @@ import psutil
 import pytest
 
 from fastdata.errors import MemoryBudgetError
-from fastdata.machine import (
+from fastdata.machine import limits
+from fastdata.machine.budget import (
     Budget,
     CodecTrial,
     StorageReport,
@@ -23,11 +24,9 @@ from fastdata.machine import (
     check_device_room,
     choose_pinning,
     choose_storage,
-    format_bytes,
-    limits,
-    parse_bytes,
 )
 from fastdata.machine.limits import Available, available_bytes, tree_pss_bytes, usable_cores
+from fastdata.machine.units import format_bytes, parse_bytes
 
 MIB, GIB = 1 << 20, 1 << 30
 

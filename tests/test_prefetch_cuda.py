@@ -517,7 +517,7 @@ def test_a_store_on_the_gpu_is_copied_once_and_given_back(monkeypatch: pytest.Mo
 
 def test_a_store_too_large_for_the_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is allocated, and the error says what is free."""
-    monkeypatch.setattr("fastdata.machine.DEVICE_SHARE", 1e-9)
+    monkeypatch.setattr("fastdata.machine.budget.DEVICE_SHARE", 1e-9)
     message = r"storage='device' needs 864\.0 KiB on cuda:\d, but takes at most"
     with (
         noisy("device", CROP) as dataset,

@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, DistributedSampler
 
 from fastdata import CachedDataset, CudaPrefetcher, DataLoader, RingCollate
-from fastdata.machine import RESERVE_SHARE, limits
+from fastdata.machine import limits
+from fastdata.machine.budget import RESERVE_SHARE
 from fastdata.machine.limits import Available
 from simcuda import Sim
 

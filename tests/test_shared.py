@@ -25,7 +25,8 @@ from torch.utils.data import default_collate
 
 from conftest import shown
 from fastdata.errors import MemoryBudgetError, StoreGoneError
-from fastdata.machine.shared import ArrayBlock, Block, SampleTable
+from fastdata.machine.blocks import ArrayBlock, Block
+from fastdata.machine.tables import SampleTable
 
 KINDS = pytest.mark.parametrize("portable", [False, True], ids=["memfd", "file"])
 

@@ -19,7 +19,7 @@ from torchvision.transforms import v2
 
 from conftest import shown
 from fastdata.loaders.device import ToFloats
-from fastdata.loaders.resident import Window, window_obstacle
+from fastdata.loaders.window import Window, window_obstacle
 from fastdata.pixels.program import Program
 from fastdata.pixels.samples import SampleSpec
 from fastdata.pixels.split import plan_transform

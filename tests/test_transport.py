@@ -45,7 +45,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from fastdata import CachedDataset, CudaPrefetcher, DataLoader, SampleBatch, collate
 from fastdata.datasets.ring import BatchReceiver, RingCollate, WorkerRing, _receivers
 from fastdata.errors import MemoryBudgetError, StoreGoneError
-from fastdata.machine.shared import Block
+from fastdata.machine.blocks import Block
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "memfd_create"), reason="blocks without a name need Linux"

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from fastdata import DataLoader, ImageFolder, tools
-from fastdata.machine import Budget
+from fastdata.machine.budget import Budget
 from fastdata.machine.limits import usable_cores
 from fastdata.tools import in_subprocess, measure_rate, shuffled
 from fastdata.tools import tune as tuning

@@ -23,7 +23,7 @@ from torch.utils.data import Dataset, default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from fastdata.errors import counted
-from fastdata.machine.shared import collate_targets
+from fastdata.machine.tables import collate_targets
 from fastdata.pixels.arrays import Array
 from fastdata.pixels.random_numbers import sample_keys
 

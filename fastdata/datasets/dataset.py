@@ -20,8 +20,8 @@ from fastdata.datasets.reader import Reader, new_buffer
 from fastdata.datasets.ring import ring_of
 from fastdata.datasets.samples import DatasetSamples
 from fastdata.errors import SampleError, kind_of
-from fastdata.machine import StoragePlan, StorageReport
-from fastdata.machine.shared import ListView
+from fastdata.machine.budget import StoragePlan, StorageReport
+from fastdata.machine.tables import ListView
 from fastdata.pixels.own_transforms import StandardTransform
 from fastdata.pixels.plan import PairStep, Step, TransformPlan
 from fastdata.sources import FileSource

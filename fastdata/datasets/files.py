@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastdata.datasets.reader import Stored
 from fastdata.datasets.samples import OTHER_LISTS, DatasetSamples
-from fastdata.machine.shared import SampleTable
+from fastdata.machine.tables import SampleTable
 from fastdata.paths import AnyPath, refuse_secrets
 from fastdata.pixels.decode import Loader
 from fastdata.pixels.transform_keys import describe_steps

@@ -9,8 +9,8 @@ from torch.utils.data import get_worker_info
 
 from fastdata.datasets.origin import Origin
 from fastdata.datasets.reader import LeadingSteps, Stored
-from fastdata.machine import StoragePlan
-from fastdata.machine.shared import SampleTable
+from fastdata.machine.budget import StoragePlan
+from fastdata.machine.tables import SampleTable
 from fastdata.pixels.known import known_name
 from fastdata.pixels.plan import Step
 from fastdata.pixels.resize import Resize

@@ -17,7 +17,7 @@ from fastdata.datasets.origin import ItemOrigin
 from fastdata.datasets.preparing import to_prepare
 from fastdata.datasets.reader import LeadingSteps, Stored, Transforms
 from fastdata.datasets.samples import DatasetSamples
-from fastdata.machine.shared import SampleTable
+from fastdata.machine.tables import SampleTable
 from fastdata.paths import AnyPath, is_url, local_path
 from fastdata.pixels.decode import IMAGE_EXTENSIONS, Loader, load_image
 from fastdata.pixels.plan import PairStep, Step

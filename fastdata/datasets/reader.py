@@ -33,7 +33,7 @@ import torch
 
 from fastdata.datasets.batch import IndexBatch, SampleBatch, rows_of
 from fastdata.errors import ChannelsError, SampleError, fault_of, sample_error
-from fastdata.machine.shared import SampleTable, collate_targets
+from fastdata.machine.tables import SampleTable, collate_targets
 from fastdata.pixels.arrays import Array, Shape
 from fastdata.pixels.core import library
 from fastdata.pixels.core.calls import Samples

@@ -38,8 +38,7 @@ from fastdata.datasets.batch import Collate, IndexBatch
 from fastdata.datasets.batch import collate as default_collate
 from fastdata.datasets.reader import ALIGN_BYTES, Lease, new_buffer
 from fastdata.errors import MemoryBudgetError, StoreGoneError
-from fastdata.machine import is_running
-from fastdata.machine.shared import Block
+from fastdata.machine.blocks import Block, is_running
 from fastdata.pixels.arrays import Array, Shape
 from fastdata.report import warn_user
 

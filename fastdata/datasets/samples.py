@@ -32,8 +32,9 @@ from fastdata.datasets.preparing import (
 from fastdata.datasets.reader import Reader, Stored, Transforms, compile_reader
 from fastdata.datasets.snapshot import Snapshot
 from fastdata.errors import StoreGoneError
-from fastdata.machine import StoragePlan
-from fastdata.machine.shared import ArrayBlock, SampleTable
+from fastdata.machine.blocks import ArrayBlock
+from fastdata.machine.budget import StoragePlan
+from fastdata.machine.tables import SampleTable
 from fastdata.pixels.plan import Step
 from fastdata.pixels.samples import tensor_class
 from fastdata.report import log

@@ -48,7 +48,8 @@ from fastdata.loaders.epochs import (
 )
 from fastdata.loaders.order import Resume, SamplerChain, length_of
 from fastdata.loaders.samplers import RankSampler, StateDict, Uneven
-from fastdata.machine import PinningPlan, budget_bytes, choose_pinning, limits
+from fastdata.machine import limits
+from fastdata.machine.budget import PinningPlan, budget_bytes, choose_pinning
 from fastdata.machine.ranks import find_rank, local_ranks
 from fastdata.pixels.decode import jpeg_obstacle
 from fastdata.pixels.draws import may_draw

@@ -22,19 +22,19 @@ from fastdata.datasets.dataset import PreparedDataset
 from fastdata.datasets.reader import BatchRing
 from fastdata.errors import FastDataError
 from fastdata.loaders import DataLoader
-from fastdata.loaders.epochs import HELD_BY_USER, CountedIterator, Parts
-from fastdata.loaders.samplers import Int64s, Order, RankSampler, chunked
-from fastdata.machine import (
+from fastdata.loaders.chunk_plan import (
     CHUNKS_HELD,
     ENOUGH_BATCHES,
     PROCESS_BYTES,
     ChunkPlan,
     empties_cache,
-    limits,
-    parse_bytes,
     plan_chunks,
 )
+from fastdata.loaders.epochs import HELD_BY_USER, CountedIterator, Parts
+from fastdata.loaders.samplers import Int64s, Order, RankSampler, chunked
+from fastdata.machine import limits
 from fastdata.machine.ranks import find_rank, local_ranks
+from fastdata.machine.units import parse_bytes
 from fastdata.report import EpochReport
 from fastdata.stores.mirror import FETCH_BYTES, MirroredStore
 from fastdata.stores.readers import DiskStore

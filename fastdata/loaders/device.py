@@ -23,8 +23,9 @@ from fastdata.datasets.samples import ReaderHandle
 from fastdata.errors import DeviceError, kind_of
 from fastdata.loaders import DataLoader
 from fastdata.loaders.epochs import AnyReader, JoinedReader, Parts
-from fastdata.loaders.resident import StoreCut, size_bytes, upload, window_obstacle
-from fastdata.machine import format_bytes
+from fastdata.loaders.resident import StoreCut, size_bytes, upload
+from fastdata.loaders.window import window_obstacle
+from fastdata.machine.units import format_bytes
 from fastdata.pixels.steps import Step
 from fastdata.report import warn_user
 from fastdata.stores.readers import Store

@@ -49,7 +49,7 @@ from fastdata.datasets.ring import BatchReceiver, RingCollate
 from fastdata.datasets.samples import ReaderHandle
 from fastdata.errors import IngestError, MemoryBudgetError, StoreGoneError
 from fastdata.loaders.samplers import StateDict
-from fastdata.machine.shared import collate_targets
+from fastdata.machine.tables import collate_targets
 from fastdata.pixels.arrays import Array
 from fastdata.pixels.random_numbers import sample_keys
 

@@ -18,7 +18,8 @@ import torch.cuda
 from fastdata.datasets.batch import is_container, leaves_of, map_batch, memory_of, moves_itself
 from fastdata.datasets.ring import is_plain
 from fastdata.errors import kind_of
-from fastdata.machine import budget_bytes, choose_pinning, limits
+from fastdata.machine import limits
+from fastdata.machine.budget import budget_bytes, choose_pinning
 from fastdata.pixels.arrays import Array
 from fastdata.report import log, warn_user
 

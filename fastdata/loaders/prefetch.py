@@ -33,7 +33,7 @@ from fastdata.loaders.epochs import HELD_BY_USER
 from fastdata.loaders.pinned import PinnedMemory, Sender
 from fastdata.loaders.resident import StoreCut
 from fastdata.loaders.transfer import LoopEpoch, Transfer
-from fastdata.machine import format_bytes
+from fastdata.machine.units import format_bytes
 from fastdata.report import EpochReport, Line
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ import torch.distributed
 from torch.utils.data import get_worker_info
 
 from fastdata.errors import StoreGoneError
-from fastdata.machine import is_running
+from fastdata.machine.blocks import is_running
 from fastdata.report import warn_user
 
 if sys.platform != "win32":

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from fastdata.errors import fault_of, kind_of, with_retries
-from fastdata.machine.shared import ListView
+from fastdata.machine.tables import ListView
 from fastdata.paths import (
     AnyPath,
     hide_secrets,

@@ -49,9 +49,10 @@ from fastdata.errors import (
     fault_of,
     with_retries,
 )
-from fastdata.machine import CodecTrial, fitting, parse_bytes
+from fastdata.machine.budget import CodecTrial, fitting
 from fastdata.machine.limits import usable_cores
-from fastdata.machine.shared import Packed, SampleTable
+from fastdata.machine.tables import Packed, SampleTable
+from fastdata.machine.units import parse_bytes
 from fastdata.machine.workers import attempt, run_tasks, settle
 from fastdata.paths import is_url, local_path
 from fastdata.pixels.transform_keys import describe_steps

@@ -35,8 +35,10 @@ import numpy as np
 import torch
 
 from fastdata.errors import CacheError, MemoryBudgetError, RemoteError, SampleError
-from fastdata.machine import StoragePlan, format_bytes
-from fastdata.machine.shared import ArrayBlock, Packed, SampleTable, target_columns
+from fastdata.machine.blocks import ArrayBlock
+from fastdata.machine.budget import StoragePlan
+from fastdata.machine.tables import Packed, SampleTable, target_columns
+from fastdata.machine.units import format_bytes
 from fastdata.paths import AnyPath, local_path, refuse_remote
 from fastdata.pixels.arrays import Array
 from fastdata.sources.remote import MISSING, Place, StorageChoice, facts_of

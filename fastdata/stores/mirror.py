@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from fastdata.errors import CacheError, SampleError
-from fastdata.machine import format_bytes
-from fastdata.machine.shared import ArrayBlock
+from fastdata.machine.blocks import ArrayBlock
+from fastdata.machine.units import format_bytes
 from fastdata.pixels.arrays import Array, Bytes
 from fastdata.pixels.samples import SampleSpec, addresses_of
 from fastdata.sources.remote import MISSING, Place, facts_of

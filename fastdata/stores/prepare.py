@@ -30,14 +30,14 @@ from typing import (
 import numpy as np
 
 from fastdata.errors import MemoryBudgetError, SampleError
-from fastdata.machine import (
+from fastdata.machine import limits
+from fastdata.machine.budget import (
     Budget,
     CodecTrial,
     StoragePlan,
     StorageReport,
     budget_bytes,
     choose_storage,
-    limits,
     would_fit,
 )
 from fastdata.machine.ranks import (
@@ -49,7 +49,7 @@ from fastdata.machine.ranks import (
     local_ranks,
     run_to_be,
 )
-from fastdata.machine.shared import SampleTable
+from fastdata.machine.tables import SampleTable
 from fastdata.paths import AnyPath
 from fastdata.pixels.arrays import Array
 from fastdata.pixels.fingerprint import describe

@@ -35,9 +35,10 @@ from fastdata.errors import (
     StoreGoneError,
     sample_error,
 )
-from fastdata.machine import format_bytes
+from fastdata.machine.blocks import OPEN_FLAGS, ArrayBlock, Block
 from fastdata.machine.ranks import Leader
-from fastdata.machine.shared import OPEN_FLAGS, ArrayBlock, Block, SampleTable, collate_targets
+from fastdata.machine.tables import SampleTable, collate_targets
+from fastdata.machine.units import format_bytes
 from fastdata.paths import open_file
 from fastdata.pixels.arrays import Array, Bytes, Shape
 from fastdata.pixels.decode import open_libjpeg

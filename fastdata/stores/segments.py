@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from filelock import FileLock
 
-from fastdata.machine import parse_bytes
+from fastdata.machine.units import parse_bytes
 from fastdata.pixels.arrays import Bytes
 from fastdata.sources.remote import made_by_this_user, private_folder
 from fastdata.stores.readers import free_bytes, naming_full_disk

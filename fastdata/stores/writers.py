@@ -26,8 +26,9 @@ from fastdata.errors import (
     SampleError,
     sample_error,
 )
-from fastdata.machine import format_bytes, limits
-from fastdata.machine.shared import ArrayBlock, Block
+from fastdata.machine import limits
+from fastdata.machine.blocks import ArrayBlock, Block
+from fastdata.machine.units import format_bytes
 from fastdata.machine.workers import run_tasks
 from fastdata.pixels.arrays import Array, Bytes, Shape
 from fastdata.pixels.core import library

@@ -14,7 +14,7 @@ import numpy as np
 
 from fastdata.datasets.public import ImageFolder
 from fastdata.errors import CacheError, SampleError, counted
-from fastdata.machine import format_bytes
+from fastdata.machine.units import format_bytes
 from fastdata.paths import AnyPath, is_url
 from fastdata.report import as_text
 from fastdata.sources.remote import Place, StorageChoice

@@ -34,8 +34,9 @@ from fastdata.errors import counted
 from fastdata.loaders import DataLoader
 from fastdata.loaders.epochs import sample_count
 from fastdata.loaders.prefetch import CudaPrefetcher
-from fastdata.machine import budget_bytes, format_bytes
+from fastdata.machine.budget import budget_bytes
 from fastdata.machine.limits import available_bytes, usable_cores
+from fastdata.machine.units import format_bytes
 from fastdata.pixels.compose import flatten
 from fastdata.report import Line, Report
 from fastdata.tools import in_subprocess, is_kept, measure_rate, positive, shuffled

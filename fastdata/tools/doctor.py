@@ -19,9 +19,10 @@ from pathlib import Path
 
 import torch
 
-from fastdata.machine import budget_bytes, format_bytes
+from fastdata.machine.blocks import Block
+from fastdata.machine.budget import budget_bytes
 from fastdata.machine.limits import available_bytes, usable_cores
-from fastdata.machine.shared import Block
+from fastdata.machine.units import format_bytes
 from fastdata.pixels.core.library import obstacle as core_obstacle
 from fastdata.pixels.decode import jpeg_obstacle
 from fastdata.report import Line, as_text

@@ -24,8 +24,9 @@ from fastdata.datasets.batch import collate, leaves_of
 from fastdata.datasets.public import ImageFolder
 from fastdata.errors import MemoryBudgetError, counted
 from fastdata.loaders import DataLoader
-from fastdata.machine import budget_bytes, format_bytes
+from fastdata.machine.budget import budget_bytes
 from fastdata.machine.limits import available_bytes, usable_cores
+from fastdata.machine.units import format_bytes
 from fastdata.report import Line, Report, progress_bar
 from fastdata.tools import check_folder, in_subprocess, is_kept, measure_rate, positive, shuffled
 from fastdata.tools.bench import add_transform, find_transform, make_recipe

@@ -23,7 +23,7 @@ from fastdata import CachedDataset
 from fastdata.datasets.batch import IndexBatch
 from fastdata.datasets.reader import Allocate, new_buffer
 from fastdata.datasets.samples import DatasetSamples
-from fastdata.machine.shared import Block
+from fastdata.machine.blocks import Block
 
 COUNT = 23
 """Samples: no multiple of a batch, nor of two ranks."""

@@ -1,59 +1,70 @@
-"""Memory that processes share: blocks, lists packed in them, and locks on their bytes.
+"""Blocks of memory that processes share, and locks on their bytes.
 
 On Linux a block is a ``memfd``: it has no name, so the kernel frees it with its last user whatever
-happens (kill -9 included), and the size of ``/dev/shm`` does not matter. Where that is refused it
-is a temporary file that has lost its name, and without ``/proc`` one that has it, removed by its
-creator and, should that die first, swept by the next process that creates a block.
+happens (kill -9 included), and the size of ``/dev/shm`` does not matter. If that is refused, it is
+a temporary file that has lost its name; without ``/proc`` it is a named one, removed by its creator
+or, if that dies first, by the next process that creates a block.
 
 A forked process inherits a block. Pickling one (spawn, forkserver, other ranks of the machine)
 sends a handle of about a hundred bytes; unpickling opens the creator's descriptor and copies
 nothing.
-
-Lists of a million Python strings are copied into every worker by touching their reference counts;
-arrays are not. So the paths, targets and class names of samples are a ``SampleTable`` in a block,
-with list-like views over it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import math
 import mmap
 import os
-import pickle
 import struct
 import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
-import torch
-from torch.utils.data import default_collate
 
 from fastdata.errors import MemoryBudgetError, StoreGoneError
-from fastdata.machine import format_bytes, is_running, limits
+from fastdata.machine import limits
+from fastdata.machine.units import format_bytes
+
+
+def is_running(pid: int) -> bool:
+    if os.name != "posix":
+        import psutil
+
+        return psutil.pid_exists(pid)
+    # Without an import: a process that is forked while another thread imports has half a module.
+    try:
+        os.kill(pid, 0)
+    except OSError as error:
+        return isinstance(error, PermissionError)
+    return True
+
 
 if sys.platform != "win32":
     import fcntl
 
-_T = TypeVar("_T")
 _ALIGN_BYTES = 64
+
 _ASKED_FOR_BYTES = 1 << 20
 """From here on a reservation is held against what is free."""
+
 _FILE_PREFIX = "fastdata-block-"
+
 _THREADS = threading.RLock()
+
 _READ_ONLY = {"access": mmap.ACCESS_READ}
+
 if sys.platform != "win32":
     # A private mapping: kernels before 6.7 refuse shared ones of a write-sealed memfd, even
     # read-only ones.
     _READ_ONLY = {"flags": mmap.MAP_PRIVATE, "prot": mmap.PROT_READ}
+
 OPEN_FLAGS = getattr(os, "O_BINARY", 0)
 
 
@@ -343,232 +354,3 @@ class ArrayBlock(dict[str, np.ndarray]):
 
 _Field = tuple[str, str, tuple[int, ...], int]
 """Name, dtype, shape and first byte of an array."""
-
-
-_READ_ONLY_LIST = (
-    "this is a read-only view of what the dataset holds. Change a copy and assign that before a "
-    "sample is read: samples = list(dataset.samples); ...; dataset.samples = samples. It is the "
-    "same with targets."
-)
-
-
-class ListView(Sequence[_T]):
-    """A read-only list whose items are made when asked for; slices, sums and copies are real lists.
-
-    It is not a ``list`` itself: C code reads a list's memory past its methods, and would find no
-    item there. So ``json.dumps(view, default=list)``. ``item`` is a method of what has the items,
-    so that a view can be pickled with it.
-    """
-
-    def __init__(self, length: int, item: Callable[[int], _T]) -> None:
-        self._length = length
-        self._item = item
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index: int | slice) -> Any:
-        found = range(self._length)[index]
-        return list(map(self._item, found)) if isinstance(found, range) else self._item(found)
-
-    def __iter__(self) -> Iterator[_T]:
-        return map(self._item, range(self._length))
-
-    def chosen(self, indices: Iterable[int]) -> list[_T]:
-        """The items of these indices in [0, length), each in half the time."""
-        return list(map(self._item, indices))
-
-    @property
-    def _fastdata_identity(self) -> list[_T]:
-        return list(self)
-
-    def __setitem__(self, index: Any, item: Any) -> None:
-        raise TypeError(f"an item cannot be assigned: {_READ_ONLY_LIST}")
-
-    def __delitem__(self, index: Any) -> None:
-        raise TypeError(f"an item cannot be deleted: {_READ_ONLY_LIST}")
-
-    def __getattr__(self, name: str) -> Any:
-        if not name.startswith("_") and hasattr(list, name):
-            raise AttributeError(f"there is no {name}(): {_READ_ONLY_LIST}")
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-    def __eq__(self, other: object) -> bool:
-        return list(self) == list(other) if isinstance(other, list | ListView) else NotImplemented
-
-    def __add__(self, other: Iterable[_T]) -> list[_T]:
-        return [*self, *other]
-
-    def __radd__(self, other: Iterable[_T]) -> list[_T]:
-        return [*other, *self]
-
-    def copy(self) -> list[_T]:
-        return list(self)
-
-    def __repr__(self) -> str:
-        if len(self) <= 6:
-            return repr(list(self))
-        return f"[{', '.join(map(repr, self[:3]))}, ... {len(self) - 4} more ..., {self[-1]!r}]"
-
-
-@dataclass(slots=True)
-class Packed:
-    """Byte strings end to end: number i is ``blob`` from ``ends[i - 1]`` to ``ends[i]``.
-
-    A million file names are checked and copied without one Python string.
-    """
-
-    blob: np.ndarray
-    ends: np.ndarray
-
-    @classmethod
-    def of(cls, strings: Iterable[bytes]) -> Packed:
-        strings = list(strings)
-        ends = np.cumsum(list(map(len, strings)), dtype=np.int64)
-        return cls(np.frombuffer(b"".join(strings), np.uint8), ends)
-
-    def __len__(self) -> int:
-        return len(self.ends)
-
-    def __getitem__(self, index: int) -> bytes:
-        start = self.ends[index - 1] if index else 0
-        return self.blob[start : self.ends[index]].tobytes()
-
-    def all(self) -> list[bytes]:
-        """All of them, four times as fast as one by one."""
-        blob = self.blob.tobytes()
-        ends = self.ends.tolist()
-        return [blob[start:end] for start, end in zip([0, *ends], ends, strict=False)]
-
-
-class SampleTable:
-    """Paths (where samples are files), targets and class names of all samples; pickles as a handle.
-
-    Of remote files size and tag, too: ``facts``, int64 (N, 2), -1 where they are not known. Paths
-    begin with ``prefix`` and go on with what is packed.
-    Targets that are numbers, or arrays, scalars or tensors of one shape and dtype, become one
-    array; all others are pickled.
-    """
-
-    def __init__(
-        self,
-        targets: Sequence[Any] | np.ndarray | torch.Tensor,
-        *,
-        paths: Iterable[str] | Packed | None = None,
-        prefix: bytes = b"",
-        class_to_idx: Mapping[str, int] | None = None,
-        facts: Sequence[tuple[int, int]] | np.ndarray | None = None,
-    ) -> None:
-        columns, self.target_kind = target_columns(targets)
-        self.has_paths = paths is not None
-        self._length = len(targets)
-        self._prefix = prefix
-        if paths is not None:
-            packed = paths if isinstance(paths, Packed) else Packed.of(map(os.fsencode, paths))
-            columns |= {"path": packed.blob, "path_ends": packed.ends}
-        if class_to_idx is not None:
-            columns["classes"] = np.frombuffer(json.dumps(dict(class_to_idx)).encode(), np.uint8)
-        if facts is not None:
-            columns["facts"] = np.array(facts, np.int64).reshape(-1, 2)
-        self.columns = ArrayBlock.of(columns)
-
-    def __len__(self) -> int:
-        return self._length
-
-    @property
-    def class_to_idx(self) -> dict[str, int] | None:
-        text = self.columns.get("classes")
-        return None if text is None else json.loads(text.tobytes())
-
-    @property
-    def facts(self) -> np.ndarray | None:
-        return self.columns.get("facts")
-
-    @property
-    def targets(self) -> ListView[Any]:
-        return ListView(self._length, self.target)
-
-    @property
-    def paths(self) -> ListView[str]:
-        return ListView(self._length, self.path)
-
-    @property
-    def pairs(self) -> ListView[tuple[str, Any]]:
-        return ListView(self._length, self.pair)
-
-    def target(self, index: int) -> Any:
-        kind = self.target_kind
-        if kind == "number":
-            return self.columns["targets"][index].item()
-        if kind == "object":  # pickled by this process's family; nobody else can write there
-            return pickle.loads(Packed(self.columns["object"], self.columns["object_ends"])[index])
-        if kind == "scalar":
-            return self.columns["targets"][index]
-        row = np.array(self.columns["targets"][index])  # of no dimensions too
-        return torch.from_numpy(row) if kind == "tensor" else row
-
-    def path(self, index: int) -> str:
-        packed = Packed(self.columns["path"], self.columns["path_ends"])
-        return os.fsdecode(self._prefix + packed[index])
-
-    def all_paths(self) -> list[str]:
-        packed = Packed(self.columns["path"], self.columns["path_ends"])
-        return [os.fsdecode(self._prefix + name) for name in packed.all()]
-
-    def pair(self, index: int) -> tuple[str, Any]:
-        return self.path(index), self.target(index)
-
-    def collated_targets(self, index_B: np.ndarray) -> Any:
-        """What ``default_collate`` makes of the targets of a batch."""
-        array = self.columns.get("targets")
-        if array is not None:
-            return torch.from_numpy(array[index_B])
-        return collate_targets([self.target(index) for index in index_B.tolist()])
-
-    def reduced_to(self, kept: Sequence[int]) -> SampleTable:
-        """The table of some samples."""
-        return SampleTable(
-            list(map(self.target, kept)),
-            paths=list(map(self.path, kept)),
-            class_to_idx=self.class_to_idx,
-            facts=None if self.facts is None else self.facts[kept],
-        )
-
-    def close(self) -> None:
-        self.columns.close()
-
-
-def collate_targets(targets: list[Any]) -> Any:
-    return default_collate([(target,) for target in targets])[0]
-
-
-_KINDS = {
-    int: "number",
-    bool: "number",
-    float: "number",
-    torch.Tensor: "tensor",
-    np.ndarray: "array",
-}
-
-
-def target_columns(
-    targets: Sequence[Any] | np.ndarray | torch.Tensor,
-) -> tuple[dict[str, np.ndarray], str]:
-    """The arrays that hold targets, and their kind."""
-    if isinstance(targets, torch.Tensor):
-        return {"targets": targets.numpy()}, "tensor"
-    if isinstance(targets, np.ndarray) and targets.ndim == 1:
-        return {"targets": targets}, "number"
-    types = {*map(type, targets)} or {int}
-    only = types.pop() if len(types) == 1 else object
-    kind = "scalar" if issubclass(only, np.generic) else _KINDS.get(only, "object")
-    # Numbers beyond int64; bfloat16, gradients, other devices: what NumPy does not know.
-    with contextlib.suppress(OverflowError, TypeError, RuntimeError):
-        if kind == "number":
-            return {"targets": np.array(targets, np.int64 if only is int else None)}, kind
-        if kind != "object":
-            rows = list(map(np.asarray, targets))
-            if len({(row.shape, row.dtype) for row in rows}) == 1 and rows[0].dtype.kind in "iufb":
-                return {"targets": np.stack(rows)}, kind
-    packed = Packed.of(pickle.dumps(target, protocol=5) for target in targets)
-    return {"object": packed.blob, "object_ends": packed.ends}, "object"

@@ -1,0 +1,245 @@
+"""How much memory samples may take, where they are stored, and whether batches are pinned.
+
+Pure functions of numbers, which never look at the machine: see ``limits``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from fastdata.errors import MemoryBudgetError
+from fastdata.machine.limits import Available
+from fastdata.machine.units import format_bytes, parse_bytes
+from fastdata.report import Line, Report
+
+# The budget
+
+RESERVE_SHARE = 1 / 10
+
+RESERVE_CEILING_BYTES = 16 << 30
+
+
+class Budget(NamedTuple):
+    """Memory that prepared samples may take."""
+
+    bytes: int  # what may be spent, the reserve already taken off
+    reserve_bytes: int  # left alone for everything else on the machine
+    limited_by: str  # "system memory", "cgroup limit" or "memory_limit="
+    ranks: int = 1  # processes that share what is available; `bytes` is the part of one
+
+    def __str__(self) -> str:
+        """What there is and why not more, as the rest of a sentence."""
+        if self.limited_by == "memory_limit=":  # which is below what is free less the reserve
+            return f"memory_limit= allows {format_bytes(self.bytes)}"
+        sharing = f" shared by {self.ranks} ranks" if self.ranks > 1 else ""
+        return (
+            f"{format_bytes(self.bytes)} is free ({self.limited_by}{sharing}, "
+            f"{format_bytes(self.reserve_bytes)} kept in reserve)"
+        )
+
+
+def budget_bytes(
+    available: Available, memory_limit: int | float | str | None = None, *, ranks: int = 1
+) -> Budget:
+    """What samples may take; the user's ``memory_limit`` can only lower it."""
+    # Left to batches, workers and the page cache.
+    reserve = min(int(available.bytes * RESERVE_SHARE), RESERVE_CEILING_BYTES)
+    free = max(0, available.bytes - reserve) // ranks
+    if memory_limit is not None:
+        limit = parse_bytes(memory_limit, of=available.bytes)
+        if limit < free:
+            return Budget(limit, reserve, "memory_limit=")
+    return Budget(free, reserve, available.limited_by, ranks)
+
+
+# The storage
+
+Storage = Literal["device", "shared", "compressed", "disk", "none"]
+
+
+class CodecTrial(NamedTuple):
+    """What a codec made of a sample of the user's data."""
+
+    codec: str  # its name, or one name for each part of a sample, joined by "+"
+    part_bytes: tuple[int, ...] = ()  # of each part of all samples, encoded; an estimate
+    ratio: float = 0.0  # raw bytes over encoded bytes
+    decode_per_s: float = 0.0  # samples that one core decodes in a second
+    lossless: bool = True
+    obstacle: str | None = None  # why the codec cannot be used here; the figures are 0 then
+    coders: tuple[Any, ...] = ()  # of each part
+
+    @property
+    def need_bytes(self) -> int:
+        return sum(self.part_bytes)
+
+
+class StoragePlan(NamedTuple):
+    """Where prepared samples are kept, by which codec if any, and one line that says why."""
+
+    storage: Storage
+    reason: str
+    codec: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class StorageReport(Report):
+    """What each codec makes of the user's data; shown as a table."""
+
+    raw_bytes: int  # of all samples as they are
+    budget: Budget  # what they may take
+    trials: tuple[CodecTrial, ...]
+    looked_at: int  # how many samples were encoded and decoded for it
+
+    def _lines(self) -> Iterator[Line]:
+        raw = CodecTrial("(raw)", (self.raw_bytes,), 1.0, math.inf)
+        yield "codec", "bytes", "ratio", "decode/s per core", "lossless", "fits"
+        words = ("no", "yes")
+        for trial in (raw, *self.trials):
+            if trial.obstacle is not None:
+                yield trial.codec, *"----", f"no: {trial.obstacle}"
+                continue
+            yield (
+                trial.codec,
+                format_bytes(trial.need_bytes),
+                f"{trial.ratio:.2f}",
+                f"{trial.decode_per_s:,.0f}",
+                words[trial.lossless],
+                words[trial.need_bytes <= self.budget.bytes],
+            )
+        yield f"{self.budget}; figures from {self.looked_at} samples"
+
+
+def choose_storage(
+    storage: str,
+    raw_bytes: int,
+    budget: Budget,
+    trials: Sequence[CodecTrial] = (),
+    *,
+    only_lossless: bool = True,
+) -> StoragePlan:
+    """Pick where prepared samples are kept; not asked where ``"disk"`` or ``"none"`` is given.
+
+    ``"auto"`` keeps them raw where that fits, else by the lossless codec that decodes fastest among
+    those that fit, else nowhere. A codec that loses something is used only when it is asked for by
+    name. ``trials`` are needed only where samples are to be compressed or do not fit raw.
+
+    ``"device"`` keeps them as ``"shared"`` does; it is a prefetcher that copies them to its device,
+    and holds what they take against what is free there. ``"auto"`` never chooses it: to ask a
+    device for its free memory opens it in this process, which worker processes could then not be
+    forked from safely, and what the model will need is not known yet.
+
+    Example:
+        >>> budget = Budget(bytes=20 << 30, reserve_bytes=1 << 30, limited_by="system memory")
+        >>> print(choose_storage("auto", 3 << 30, budget).reason)
+        storage='shared': 3.0 GiB of 20.0 GiB free
+    """
+    need = format_bytes(raw_bytes)
+    free = format_bytes(budget.bytes)
+    kept: Storage = "device" if storage == "device" else "shared"
+    if storage != "compressed" and raw_bytes <= budget.bytes:
+        return StoragePlan(kept, f"storage={kept!r}: {need} of {free} free")
+    if storage != kept:
+        usable = fitting(trials, only_lossless=only_lossless)
+        fast = fitting(usable, budget.bytes)
+        if fast:
+            best = fast[0]
+            reason = (
+                f"storage='compressed', codec={best.codec!r}{'' if best.lossless else ', lossy'}: "
+                f"about {format_bytes(best.need_bytes)} of {free} free; raw needs {need}"
+            )
+            return StoragePlan("compressed", reason, best.codec)
+        need = format_bytes(min((trial.need_bytes for trial in usable), default=raw_bytes))
+        if storage == "auto":
+            return StoragePlan("none", f"storage='none': needs {need} but {budget}")
+        if not usable:
+            reasons = "; ".join(f"{trial.codec}: {trial.obstacle}" for trial in trials)
+            raise ValueError(f"storage='compressed' is not possible here: {reasons}.")
+    raise MemoryBudgetError(
+        f"storage={storage!r} needs {need} but {budget}. {would_fit(trials, budget)}"
+    )
+
+
+def fitting(
+    trials: Sequence[CodecTrial], free_bytes: float = math.inf, *, only_lossless: bool = False
+) -> list[CodecTrial]:
+    """Codecs that can be used and need no more than what is free, the fastest decoder first."""
+    found = [
+        trial
+        for trial in trials
+        if trial.obstacle is None and (trial.lossless or not only_lossless)
+        if trial.need_bytes <= free_bytes
+    ]
+    return sorted(found, key=lambda trial: trial.decode_per_s, reverse=True)
+
+
+def would_fit(trials: Sequence[CodecTrial], budget: Budget) -> str:
+    """Name what the user can do, the cure of the bound last: raising another one would not help."""
+    fits = fitting(trials, budget.bytes)
+    cures = ["cache_dir= to keep them on disk", "a smaller resize=", "storage='none'"]
+    if fits:
+        best = max(fits, key=lambda trial: trial.lossless)
+        needs = f"{'' if best.lossless else 'lossy, '}about {format_bytes(best.need_bytes)}"
+        cures.insert(0, f"storage='compressed' with codec={best.codec!r} ({needs})")
+    more = {
+        "memory_limit=": "raise memory_limit=",
+        "cgroup limit": "give the container or job more memory",
+        "system memory": "free some memory on this machine",
+    }
+    return f"Use {', '.join(cures)}, or {more[budget.limited_by]}."
+
+
+DEVICE_SHARE = 1 / 2
+"""What samples may take of a device's free memory: the rest is for the model, its gradients and
+activations."""
+
+
+def check_device_room(need_bytes: int, free_bytes: int, device: str) -> None:
+    if need_bytes > free_bytes * DEVICE_SHARE:
+        raise MemoryBudgetError(
+            f"storage='device' needs {format_bytes(need_bytes)} on {device}, but takes at most "
+            f"{DEVICE_SHARE:.0%} of the {format_bytes(free_bytes)} that are free there, to leave "
+            "room for the model. Use storage='shared', which sends each batch there, a smaller "
+            "resize=, or free memory of the device."
+        )
+
+
+# Pinning
+
+PINNING_SHARE = 1 / 8
+"""Locked pages cannot be swapped or dropped: more than a small part of the free memory would starve
+the machine."""
+
+
+class PinningPlan(NamedTuple):
+    """Whether batches lie in pinned memory, and one line that says why; none where one asked."""
+
+    pin: bool
+    reason: str = ""
+
+
+def choose_pinning(
+    pinned_bytes: int | None, budget: Budget, *, has_accelerator: bool
+) -> PinningPlan:
+    """Decide whether memory for batches is pinned.
+
+    Args:
+        pinned_bytes: in all; None where it is not known before a batch is read.
+        budget: with what is pinned already.
+        has_accelerator: there is a device that copies from pinned memory by itself.
+    """
+    free = format_bytes(budget.bytes)
+    if not has_accelerator:
+        refusal = "there is no CUDA or XPU device"
+    elif pinned_bytes is None:
+        refusal = "how large batches are is not known before one is read"
+    elif pinned_bytes > budget.bytes * PINNING_SHARE:
+        refusal = (
+            f"{format_bytes(pinned_bytes)} needed, at most {PINNING_SHARE:.1%} of {free} free "
+            f"({budget.limited_by}) is locked"
+        )
+    else:
+        return PinningPlan(True, f"pinned: {format_bytes(pinned_bytes)} of {free} free")
+    return PinningPlan(False, f"not pinned: {refusal}")

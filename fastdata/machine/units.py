@@ -1,0 +1,37 @@
+"""Amounts of memory as users write them, and as they read them."""
+
+from __future__ import annotations
+
+import re
+
+_UNITS = ("", "K", "M", "G", "T")
+
+
+def parse_bytes(value: int | float | str, *, of: int) -> int:
+    """Bytes as users write them: an int, a share of ``of`` as a float, or text with a unit."""
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(I)?)?B\s*", value, re.I | re.A)
+        if match is not None:
+            number, unit, is_binary = match.groups(default="")
+            return int(float(number) * (1024 if is_binary else 1000) ** _UNITS.index(unit.upper()))
+    elif isinstance(value, float) and 0 < value <= 1:
+        return int(value * of)
+    elif type(value) is int and value >= 0:  # no bool
+        return value
+    raise ValueError(
+        f"memory of {value!r} is not understood. "
+        "Give bytes as an int, a share of the free memory as a float in (0, 1], or text such as "
+        "'8GiB' or '500MB'."
+    )
+
+
+def format_bytes(count: int) -> str:
+    """Write bytes for people, as ``'1.2 GiB'``."""
+    size: float = count
+    unit = ""
+    for larger in _UNITS[1:]:
+        if round(size, 1) < 1024:
+            break
+        size /= 1024
+        unit = f"{larger}i"
+    return f"{size:.1f} {unit}B" if unit else f"{count} B"
