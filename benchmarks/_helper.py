@@ -26,8 +26,8 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 from _processor import processor_facts
 from fastdata.machine.limits import tree_pss_bytes, usable_cores
-from fastdata.tools import machine_facts, versions
-from fastdata.tools.bench import write_photos
+from fastdata.tools.figures import machine_facts, versions
+from fastdata.tools.photos import write_photos
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from torchvision_ops import import_torchvision

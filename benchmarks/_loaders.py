@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset
 
-from fastdata.tools.bench import photo
+from fastdata.tools.photos import photo
 
 SAMPLES_PER_EPOCH = 4096
 KEPT = 16  # different samples; all others repeat them

@@ -25,7 +25,7 @@ from fastdata.loaders.device import ToFloats
 from fastdata.loaders.window import Window, window_obstacle
 from fastdata.pixels.program import Program
 from fastdata.pixels.samples import SampleSpec
-from fastdata.tools.bench import IMAGENET_MEAN, IMAGENET_STD
+from fastdata.tools.recipes import IMAGENET_MEAN, IMAGENET_STD
 
 BATCHES = 8
 """Batches between two looks at the clock, of different samples, so that no cache holds them."""

@@ -34,7 +34,8 @@ from _helper import (
 )
 from fastdata import CudaPrefetcher
 from fastdata.machine.limits import usable_cores
-from fastdata.tools.diagnose import TimedLoop, diagnose
+from fastdata.tools.diagnose import diagnose
+from fastdata.tools.timed_loop import TimedLoop
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from simcuda import Sim

@@ -25,7 +25,7 @@ from PIL import Image
 from _helper import parser, transforms
 from _processor import processor_facts
 from fastdata import CachedDataset, ChunkedLoader, DataLoader, ImageFolder
-from fastdata.tools import machine_facts, versions
+from fastdata.tools.figures import machine_facts, versions
 from s3 import KINDS, SECRET, FaultPlan, ThrottledS3, throttled_s3
 
 COUNT, SIDE, BATCH = 48, 24, 8

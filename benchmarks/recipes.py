@@ -40,7 +40,7 @@ from _helper import (
 )
 from fastdata import DataLoader, ImageFolder
 from fastdata.machine.limits import usable_cores
-from fastdata.tools.bench import IMAGENET_MEAN, IMAGENET_STD
+from fastdata.tools.recipes import IMAGENET_MEAN, IMAGENET_STD
 
 BATCH = 64
 PEERS = ("ffcv", "nvidia-dali", "turboloader")

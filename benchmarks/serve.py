@@ -35,7 +35,7 @@ from _helper import (
 )
 from fastdata import DataLoader, ImageFolder
 from fastdata.machine.limits import tree_pss_bytes, usable_cores
-from fastdata.tools.bench import IMAGENET_MEAN, IMAGENET_STD
+from fastdata.tools.recipes import IMAGENET_MEAN, IMAGENET_STD
 
 ROUND_S = 1.0
 MB = 1e6

@@ -43,7 +43,7 @@ from _helper import (
 )
 from fastdata import CudaPrefetcher, DataLoader, ImageFolder
 from fastdata.machine.limits import usable_cores
-from fastdata.tools.bench import IMAGENET_MEAN, IMAGENET_STD
+from fastdata.tools.recipes import IMAGENET_MEAN, IMAGENET_STD
 
 IS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if IS_GPU else "cpu")

@@ -28,7 +28,7 @@ import torch
 from _helper import Row, in_turns, print_rows, save_rows, transforms
 from fastdata import CachedDataset, CudaPrefetcher, DataLoader, plan_transform
 from fastdata.loaders.device import ToFloats
-from fastdata.tools.bench import IMAGENET_MEAN, IMAGENET_STD
+from fastdata.tools.recipes import IMAGENET_MEAN, IMAGENET_STD
 
 MIB = 1 << 20
 IMAGE_SHAPE = (3, 224, 224)

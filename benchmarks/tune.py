@@ -26,8 +26,8 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from _helper import Row, in_turns, parser, print_rows, save_rows
 from _loaders import LOADERS, Synthetic
 from fastdata import DataLoader, tune
-from fastdata.tools import in_subprocess, shuffled
-from fastdata.tools import measure_rate as probe
+from fastdata.tools.measure import in_subprocess, shuffled
+from fastdata.tools.measure import measure_rate as probe
 
 GRID = {
     "num_workers": (0, 1, 2, 4, 8, 16),

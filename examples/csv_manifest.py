@@ -11,7 +11,7 @@ from pathlib import Path
 from torchvision import transforms
 
 from fastdata import DataLoader, ImageManifest
-from fastdata.tools.bench import write_photos
+from fastdata.tools.photos import write_photos
 
 
 def main(manifest: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from torchvision import transforms
 
 from fastdata import DataLoader, ImageFolder
-from fastdata.tools.bench import write_photos
+from fastdata.tools.photos import write_photos
 
 
 def main(folder: str) -> None:

@@ -20,7 +20,7 @@ from torch.utils.data import RandomSampler
 from torchvision import transforms
 
 from fastdata import CudaPrefetcher, DataLoader, ImageFolder
-from fastdata.tools.bench import write_photos
+from fastdata.tools.photos import write_photos
 
 
 def train_data_parallel(loader: DataLoader, devices: list[str], classes: int) -> float:

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchvision import transforms
 
 from fastdata import CudaPrefetcher, DataLoader, ImageFolder
-from fastdata.tools.bench import write_photos
+from fastdata.tools.photos import write_photos
 
 
 def train(folder: str, device: torch.device, chosen: argparse.Namespace) -> None:

@@ -15,7 +15,7 @@ from torch.utils import data
 from torchvision import transforms
 
 from fastdata import DataLoader, ImageManifest, diagnose, tune
-from fastdata.tools.bench import write_photos
+from fastdata.tools.photos import write_photos
 
 LAYER = torch.nn.Conv2d(3, 16, 3)
 

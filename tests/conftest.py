@@ -112,7 +112,7 @@ def torch_waits_less() -> Iterator[None]:
 def probes_may_end() -> Iterator[None]:
     """However long the first one of a short tune takes on a loaded machine."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fastdata.tools.tune._GRACE_S", 60.0)
+        patch.setattr("fastdata.tools.judge._GRACE_S", 60.0)
         yield
 
 

@@ -17,7 +17,7 @@ from PIL import Image
 from fastdata import plan_transform
 from fastdata.tools import bench
 from fastdata.tools.__main__ import main
-from fastdata.tools.bench import photo, write_photos
+from fastdata.tools.photos import photo, write_photos
 
 TINY = ["bench", "--images", "12", "--batch-size", "4", "--num-workers", "1"]
 

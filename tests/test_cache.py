@@ -44,7 +44,8 @@ from fastdata.stores import readers as readers_module
 from fastdata.stores.build import lock_of, locked
 from fastdata.stores.cache import INDEX, VERSION, Cache
 from fastdata.stores.readers import DiskFile
-from fastdata.tools.caches import inspect_caches, prune_caches
+from fastdata.tools.inspect import inspect_caches
+from fastdata.tools.prune import prune_caches
 
 Folder = Callable[..., Path]
 TRANSFORM = v1.Compose([v1.Resize((7, 9)), v1.RandomHorizontalFlip(), v1.PILToTensor()])

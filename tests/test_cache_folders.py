@@ -18,7 +18,8 @@ from conftest import save_image
 from fastdata import CachedDataset, ImageFolder, ImageManifest
 from fastdata.errors import CacheError, SampleError
 from fastdata.stores.readers import DiskFile
-from fastdata.tools.caches import inspect_caches, prune_caches
+from fastdata.tools.inspect import inspect_caches
+from fastdata.tools.prune import prune_caches
 
 Folder = Callable[..., Path]
 

@@ -20,7 +20,7 @@ from children import send_class_of_target
 from conftest import shown
 from fastdata import CachedDataset, DataLoader, ImageFolder, collate
 from fastdata.errors import MemoryBudgetError, SampleError
-from fastdata.sources import DatasetSource
+from fastdata.sources.items import DatasetSource
 from fastdata.stores.codecs import JpegCodec
 from fastdata.stores.prepare import forecast
 from fastdata.stores.writers import ReadPath, Steps

@@ -33,7 +33,7 @@ from fastdata import CachedDataset, ImageFolder, collate
 from fastdata.machine.tables import SampleTable
 from fastdata.pixels.draws import may_draw
 from fastdata.pixels.fingerprint import describe
-from fastdata.tools.caches import inspect_caches
+from fastdata.tools.inspect import inspect_caches
 
 Folder = Callable[..., Path]
 

@@ -20,14 +20,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 import fastdata
 from fastdata import CachedDataset, CudaPrefetcher
 from fastdata.tools import diagnose as diagnosing
-from fastdata.tools.diagnose import (
-    LIMITS,
-    Diagnosis,
-    Part,
-    TimedLoop,
-    diagnose,
-    run_script,
-)
+from fastdata.tools.diagnose import diagnose
+from fastdata.tools.diagnosis import LIMITS, Diagnosis, Part
+from fastdata.tools.timed_loop import TimedLoop, run_script
 from simcuda import Sim
 
 LONG_S = 0.01

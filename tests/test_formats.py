@@ -25,8 +25,8 @@ from fastdata import CachedDataset, DataLoader
 from fastdata.errors import RemoteError
 from fastdata.pixels.decode import load_image
 from fastdata.sources import remote
-from fastdata.sources.formats import TarSamples, open_tars
 from fastdata.sources.remote import Place
+from fastdata.sources.tars import TarSamples, open_tars
 
 Item = dict[str, bytes]
 SIZE = (6, 5)

@@ -349,7 +349,7 @@ def test_an_epoch_of_threads_ends_with_what_the_machine_lacks(
         loader = DataLoader(dataset, batch_size=1, num_workers=1)
         epoch = iter(loader)
         next(epoch)
-        monkeypatch.setattr("fastdata.sources.FileSource.read_files", refuse)
+        monkeypatch.setattr("fastdata.sources.files.FileSource.read_files", refuse)
         with pytest.raises(IngestError, match=r"Too many open files.*ulimit -n"):
             list(epoch)
         for _ in range(2):

@@ -36,7 +36,8 @@ from fastdata import (
 from fastdata.errors import RemoteError, SampleError
 from fastdata.paths import hide_secrets, holds_secret
 from fastdata.sources import remote
-from fastdata.sources.remote import Place, facts_of, options_travel
+from fastdata.sources.remote import Place, facts_of
+from fastdata.sources.storage_options import options_travel
 from fastdata.stores.cache import mirror_folder
 
 FILES = {"a/1.txt": b"one", "a/b/2.txt": b"twice", "c.txt": b""}

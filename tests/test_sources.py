@@ -119,7 +119,7 @@ def test_scan_gives_what_torchvision_gives(
     tree: Path, options: dict[str, Any], patience_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Samples, their order, and errors with type and text equal torchvision's, in one thread and in several."""
-    monkeypatch.setattr("fastdata.sources.SCAN_PATIENCE_S", patience_s)
+    monkeypatch.setattr("fastdata.sources.folders.SCAN_PATIENCE_S", patience_s)
     assert outcome(listed_in, tree, **options) == outcome(folder.make_dataset, tree, **options)
 
 

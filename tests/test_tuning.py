@@ -19,9 +19,10 @@ import torch
 from fastdata import DataLoader, ImageFolder, tools
 from fastdata.machine.budget import Budget
 from fastdata.machine.limits import usable_cores
-from fastdata.tools import in_subprocess, measure_rate, shuffled
 from fastdata.tools import tune as tuning
-from fastdata.tools.tune import TuneResult, ascend, tune
+from fastdata.tools.measure import in_subprocess, measure_rate, shuffled
+from fastdata.tools.tune import ascend, tune
+from fastdata.tools.tune_result import TuneResult
 
 WORKERS = (0, 1, 2, 4, 8)
 
@@ -243,7 +244,7 @@ def test_a_subprocess_ends_its_workers() -> None:
 @pytest.fixture(autouse=True)
 def short_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     """As short as they may be, and as many as there are: a loaded machine changes nothing."""
-    monkeypatch.setattr("fastdata.tools.tune._PROBES", 1000)
+    monkeypatch.setattr("fastdata.tools.judge._PROBES", 1000)
 
 
 def quick(dataset: Any, **options: Any) -> TuneResult:
@@ -337,7 +338,7 @@ def test_the_time_box_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (len(result.probes), result.is_complete) == (1, False)
     assert result.samples_per_s == result.start_samples_per_s > 0
     assert "1 probe in" in str(result)
-    monkeypatch.setattr("fastdata.tools.tune._GRACE_S", 0.5)
+    monkeypatch.setattr("fastdata.tools.judge._GRACE_S", 0.5)
     with pytest.raises(TimeoutError, match="no answer within"):
         quick(Samples(seconds=1.2), max_seconds=0.1, parameters={"num_workers": (0,)})
 

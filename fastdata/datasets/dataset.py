@@ -24,7 +24,7 @@ from fastdata.machine.budget import StoragePlan, StorageReport
 from fastdata.machine.tables import ListView
 from fastdata.pixels.own_transforms import StandardTransform
 from fastdata.pixels.plan import PairStep, Step, TransformPlan
-from fastdata.sources import FileSource
+from fastdata.sources.files import FileSource
 from fastdata.stores.prepare import report_storage
 from fastdata.stores.readers import KeptSamples
 from fastdata.stores.writers import read_path

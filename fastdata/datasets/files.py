@@ -13,8 +13,9 @@ from fastdata.machine.tables import SampleTable
 from fastdata.paths import AnyPath, refuse_secrets
 from fastdata.pixels.decode import Loader
 from fastdata.pixels.transform_keys import describe_steps
-from fastdata.sources import FileSource, Source
+from fastdata.sources.files import FileSource
 from fastdata.sources.remote import Place
+from fastdata.sources.source import Source
 
 if TYPE_CHECKING:
     from fastdata.stores.build import Described

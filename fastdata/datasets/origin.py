@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from fastdata.datasets.reader import Stored
-from fastdata.sources import DatasetSource, Source
 from fastdata.sources.identity import describe_dataset, unwrapped
+from fastdata.sources.items import DatasetSource
+from fastdata.sources.source import Source
 
 if TYPE_CHECKING:
     from fastdata.stores.build import Described, Listing

@@ -17,7 +17,8 @@ from fastdata.pixels.resize import Resize
 from fastdata.pixels.split import leading_steps
 from fastdata.pixels.transform_keys import describe_steps
 from fastdata.report import warn_user
-from fastdata.sources import FileSource, Source
+from fastdata.sources.files import FileSource
+from fastdata.sources.source import Source
 from fastdata.stores.prepare import OldSamples, Options, Prepared, prepare_storage
 from fastdata.stores.writers import read_path
 

@@ -21,16 +21,13 @@ from fastdata.machine.tables import SampleTable
 from fastdata.paths import AnyPath, is_url, local_path
 from fastdata.pixels.decode import IMAGE_EXTENSIONS, Loader, load_image
 from fastdata.pixels.plan import PairStep, Step
-from fastdata.sources import (
-    DatasetSource,
-    Listed,
-    chosen_keys,
-    find_classes,
-    read_manifest,
-    scan_folder,
-)
-from fastdata.sources.formats import open_tars
-from fastdata.sources.remote import Place, StorageChoice
+from fastdata.sources.folders import find_classes, scan_folder
+from fastdata.sources.items import DatasetSource
+from fastdata.sources.manifest import Listed, read_manifest
+from fastdata.sources.remote import Place
+from fastdata.sources.source import chosen_keys
+from fastdata.sources.storage_options import StorageChoice
+from fastdata.sources.tars import open_tars
 from fastdata.stores.frozen import refuse_random_steps
 from fastdata.stores.prepare import DatasetOptions, Options, read_options, with_options
 

@@ -52,7 +52,8 @@ from fastdata.pixels.samples import (
 from fastdata.pixels.split import plan_pairs, plan_transform, split_upright
 from fastdata.pixels.steps import Step as CoreStep
 from fastdata.pixels.transform_keys import describe_steps
-from fastdata.sources import FileSource, ItemKeys, Source
+from fastdata.sources.files import FileSource
+from fastdata.sources.source import ItemKeys, Source
 from fastdata.stores.prepare import Options, Prepared
 from fastdata.stores.readers import KeptSamples, Store
 from fastdata.stores.writers import NO_FAULT_OF_A_SAMPLE, Steps, open_files

@@ -38,7 +38,8 @@ from fastdata.machine.tables import SampleTable
 from fastdata.pixels.plan import Step
 from fastdata.pixels.samples import tensor_class
 from fastdata.report import log
-from fastdata.sources import DatasetSource, Source
+from fastdata.sources.items import DatasetSource
+from fastdata.sources.source import Source
 from fastdata.stores.prepare import OldSamples
 
 OTHER_LISTS = (

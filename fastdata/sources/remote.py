@@ -8,59 +8,37 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import hashlib
 import os
 import posixpath
-import shutil
-import stat
-import tempfile
-import time
-import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from contextvars import ContextVar
-from functools import cache
-from multiprocessing.context import get_spawning_popen
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
 
-from torch.utils import _pytree as pytree
-
 from fastdata.errors import RemoteError
-from fastdata.paths import (
-    AnyPath,
-    hide_secrets,
-    is_url,
-    local_path,
-    open_file,
-    refuse_chain,
-    refuse_secrets,
-)
+from fastdata.paths import AnyPath, is_url, local_path, open_file, refuse_chain, refuse_secrets
 from fastdata.report import log
+from fastdata.sources.local_files import LocalFiles
+from fastdata.sources.remote_errors import FINAL, SizeError, final_error, shown_error, true_cause
+from fastdata.sources.storage_options import StorageOptions
+
+if TYPE_CHECKING:
+    from fastdata.sources.storage_options import StorageChoice
+
 
 ATTEMPT_S = 60.0
 """A request that has not ended by then is made again, once. Clients themselves repeat requests
 that servers refuse for a moment."""
+
 _PAUSE_S = 0.5
-FINAL = (
-    PermissionError,
-    IsADirectoryError,
-    NotADirectoryError,
-    FileNotFoundError,
-    ImportError,
-    RemoteError,
-    TypeError,
-    ValueError,
-)
-"""Errors that a second request would raise again."""
-_GONE = (404, 410)
-_REFUSED = (401, 403)
-"""Answers of HTTP servers."""
+
 _OTHER_SERVER = "Copy the file to a local disk, or give it by a server that does."
+
 MISSING = (-1, -1)
 """Size and tag of a file that does not exist. A file that exists always has a tag."""
+
 _TAGS = (
     "ETag",
     "etag",
@@ -73,81 +51,21 @@ _TAGS = (
     "created",
 )
 """Metadata keys that identify the version of a remote object."""
+
 _S3_DEFAULTS = {"max_pool_connections": 64, "connect_timeout": 5, "read_timeout": 5}
 """Options of botocore. Its usual 10 connections fetch 200 small objects a second at 50 ms each.
 Timeouts are seconds of silence."""
+
 _READ_AHEAD_BYTES = 8 << 20
 """Bytes read at once of a file that is read from start to end, as much as comes in two round trips."""
-_MOST_EXPECTED = 1024
-_FLEETING = "fastdata-remote-"
-_FLEETING_S = 60.0
-_TEXT_BYTES = 4
-"""Shortest secret that is looked for in messages; a shorter one could be part of any word."""
+
 
 _CLIENTS: dict[tuple[int, str, str], Any] = {}
 """Clients by process, protocol and options. A forked process leaves those of its parent alone:
 their connections and threads are the parent's."""
-_OPTIONS_TRAVEL = ContextVar("fastdata_options_travel", default=False)
 
-
-StorageChoice = Mapping[str, Any] | None
 Facts = tuple[int, int]
 """Size of a file, -1 if unknown, and a number that changes with its content."""
-
-
-@contextlib.contextmanager
-def fleeting_folder() -> Iterator[Path]:
-    """Make a folder for files on their way to or from a URL, and remove those of killed processes."""
-    from filelock import FileLock  # takes 20 ms, which other uses of this module need not wait
-
-    _sweep(tempfile.gettempdir())
-    with tempfile.TemporaryDirectory(prefix=_FLEETING) as folder, FileLock(Path(folder, "lock")):
-        yield Path(folder)
-
-
-@cache  # looking through a folder of temporary files takes longer than reading a sample
-def _sweep(parent: str) -> None:
-    from filelock import FileLock
-
-    for left in Path(parent).glob(f"{_FLEETING}*"):
-        with contextlib.suppress(OSError):  # also Timeout, for a folder that is in use
-            found = left.lstat()
-            is_own = stat.S_ISDIR(found.st_mode) and made_by_this_user(left)
-            # A folder that was just made may have no lock yet.
-            if is_own and time.time() - found.st_mtime > _FLEETING_S:
-                with FileLock(left / "lock").acquire(timeout=0):
-                    shutil.rmtree(left)
-
-
-class StorageOptions(dict[str, Any]):
-    """Options of a file system, such as credentials: never shown, and pickled empty by default."""
-
-    def __repr__(self) -> str:
-        return "{...}" if self else "{}"
-
-    def __reduce__(self) -> Any:
-        travel = get_spawning_popen() is not None or _OPTIONS_TRAVEL.get()
-        return StorageOptions, (dict(self) if travel else {},)
-
-    def __copy__(self) -> StorageOptions:
-        return StorageOptions(self)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> StorageOptions:
-        """Keep all: a copy stays in this process. Options such as sessions cannot be copied."""
-        return StorageOptions(self)
-
-
-@contextlib.contextmanager
-def options_travel() -> Iterator[None]:
-    """Let pickles made in this block carry storage_options: tasks for workers, never files.
-
-    A context variable, because pickle passes no arguments to ``__reduce__``.
-    """
-    token = _OPTIONS_TRAVEL.set(True)
-    try:
-        yield
-    finally:
-        _OPTIONS_TRAVEL.reset(token)
 
 
 class Place:
@@ -399,52 +317,6 @@ class Place:
         return future
 
 
-class SizeError(OSError):
-    """A file has another size than it was listed with."""
-
-
-def true_cause(problem: Exception) -> Exception:
-    """Return the error behind a FileNotFoundError of fsspec's HTTP, which it raises for any answer."""
-    cause = problem.__cause__
-    is_from_http = type(cause).__module__.partition(".")[0] == "aiohttp"
-    if isinstance(problem, FileNotFoundError) and is_from_http:
-        assert isinstance(cause, Exception)
-        status = getattr(cause, "status", None)
-        return problem if status in _GONE else cause
-    return problem
-
-
-def final_error(
-    url: str, problem: Exception, options: Mapping[str, Any], again: str = ""
-) -> Exception:
-    """Return the error to raise instead of a client's, with the URL and what to do."""
-    if isinstance(problem, FileNotFoundError):
-        return FileNotFoundError(f"{url} is not there")
-    if isinstance(problem, ImportError | RemoteError | SizeError):
-        return problem
-    said = shown_error(problem, options)
-    cure = "Look at the network, and run again"
-    is_refused = isinstance(problem, PermissionError) or "redential" in said
-    if is_refused or getattr(problem, "status", None) in _REFUSED:
-        cure = (
-            "Give credentials that are valid and allow it, in the environment or as "
-            "storage_options="
-        )
-    return RemoteError(f"{url}: {said}{again}. {cure}.")
-
-
-def shown_error(problem: Exception, options: Mapping[str, Any]) -> str:
-    """Return the text of an error, without the secrets of URLs and of ``storage_options``."""
-    said = hide_secrets(str(problem))
-    if isinstance(problem, TimeoutError):
-        said = said or "no answer in time"
-    for text in pytree.tree_leaves(dict(options)):
-        is_text = isinstance(text, str) and len(text) >= _TEXT_BYTES
-        if is_text and not text.startswith(("http://", "https://")):
-            said = said.replace(text, "***").replace(quote(text, safe=""), "***")
-    return f"{type(problem).__name__}: {said.rstrip('.')}"
-
-
 def facts_of(files: Iterable[tuple[Place, str]]) -> list[Facts]:
     """Return size and tag of files, all requested at once; ``MISSING`` for one that is not there."""
     asked = [place._submit("info", name, then=_facts) for place, name in files]
@@ -460,102 +332,3 @@ def _facts(info: Mapping[str, Any]) -> Facts:
     digest = hashlib.blake2b(tag.encode(), digest_size=8).digest()
     size = info.get("size")
     return -1 if size is None else int(size), int.from_bytes(digest, "little") >> 1
-
-
-Submit = Callable[[int], Future[bytes]]
-"""Requests the file of a sample, or the sample's part of a file."""
-
-
-class Requests(dict[tuple[int, int], Future[bytes]]):
-    """Samples that were requested and not read yet, by process and index.
-
-    A forked process makes its own requests: the answers to those of its parent never reach it.
-    """
-
-    def take(self, index: int, submit: Submit) -> Future[bytes]:
-        """Return the request for a sample, made earlier or now."""
-        return self.pop((os.getpid(), index), None) or submit(index)
-
-    def expect(self, indices: Sequence[int], submit: Submit) -> None:
-        pid = os.getpid()
-        for index in indices:
-            if (pid, index) not in self:
-                self[pid, index] = submit(index)
-        # Readers that stopped early left requests that nothing will take.
-        own = [key for key in list(self) if key[0] == pid]
-        for key in own[: -max(_MOST_EXPECTED, len(indices))]:
-            self.pop(key, Future()).cancel()
-
-    def __reduce__(self) -> Any:
-        return Requests, ()
-
-
-class LocalFiles:
-    """Files of this machine, with the methods of fsspec's file systems that ``Place`` calls."""
-
-    @staticmethod
-    def _strip_protocol(url: str) -> str:
-        return url
-
-    @staticmethod
-    def info(path: str) -> dict[str, int]:
-        found = os.stat(path)
-        return {"size": found.st_size, "mtime": found.st_mtime_ns}
-
-    @classmethod
-    def find(cls, top: str, *, detail: bool) -> dict[str, dict[str, int]]:
-        files = {}
-        for folder, _, names in os.walk(top):
-            for name in names:
-                path = os.path.join(folder, name)
-                with contextlib.suppress(FileNotFoundError):
-                    files[path] = cls.info(path)
-        return files
-
-    @staticmethod
-    def cat_file(path: str, start: int, end: int | None) -> bytes:
-        with open(path, "rb", opener=open_file) as stream:
-            stream.seek(start)
-            return stream.read(-1 if end is None else end - start)
-
-    @staticmethod
-    def pipe_file(path: str, data: bytes) -> None:
-        folder = os.path.dirname(path)
-        os.makedirs(folder, exist_ok=True)
-        fresh = os.path.join(folder, f".{uuid.uuid4().hex}.new")
-        try:
-            with open(fresh, "xb") as stream:  # with the user's umask, as any file
-                stream.write(data)
-                stream.flush()
-                os.fsync(stream.fileno())
-            os.replace(fresh, path)
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(fresh)
-
-    rm_file = staticmethod(os.unlink)
-
-
-def made_by_this_user(path: Path) -> bool:
-    """Return True if a file, or a link itself, belongs to this user. Always True on Windows."""
-    return not hasattr(os, "getuid") or path.lstat().st_uid == os.getuid()
-
-
-def private_folder(path: Path) -> Path:
-    """Make a folder that only this user can write to; return it.
-
-    Raises:
-        PermissionError: a link, or a folder that others can write to, has this name.
-        OSError: it cannot be made.
-    """
-    path.mkdir(mode=0o700, exist_ok=True)
-    found = path.lstat()
-    is_open = hasattr(os, "getuid") and found.st_mode & 0o022
-    if is_open or not stat.S_ISDIR(found.st_mode) or not made_by_this_user(path):
-        raise PermissionError(
-            errno.EPERM,
-            "a link, or a folder of another user or that others can write to, is in the place of "
-            "a folder of this user: remove it, or give another local_cache=",
-            str(path),
-        )
-    return path

@@ -57,8 +57,10 @@ from fastdata.machine.workers import attempt, run_tasks, settle
 from fastdata.paths import is_url, local_path
 from fastdata.pixels.transform_keys import describe_steps
 from fastdata.report import log, progress_bar
-from fastdata.sources import FileSource
-from fastdata.sources.remote import Place, fleeting_folder, made_by_this_user, options_travel
+from fastdata.sources.files import FileSource
+from fastdata.sources.local_files import fleeting_folder, made_by_this_user
+from fastdata.sources.remote import Place
+from fastdata.sources.storage_options import options_travel
 from fastdata.stores.cache import (
     INDEX,
     VERSION,

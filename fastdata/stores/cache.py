@@ -41,7 +41,8 @@ from fastdata.machine.tables import Packed, SampleTable, target_columns
 from fastdata.machine.units import format_bytes
 from fastdata.paths import AnyPath, local_path, refuse_remote
 from fastdata.pixels.arrays import Array
-from fastdata.sources.remote import MISSING, Place, StorageChoice, facts_of
+from fastdata.sources.remote import MISSING, Place, facts_of
+from fastdata.sources.storage_options import StorageChoice
 from fastdata.stores.codecs import codec_of
 from fastdata.stores.mirror import MirroredStore
 from fastdata.stores.prepare import Prepared

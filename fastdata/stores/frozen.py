@@ -22,7 +22,8 @@ from fastdata.pixels.compose import flatten
 from fastdata.pixels.draws import _used_by, draws_in_vain, is_always_applied, is_random
 from fastdata.pixels.fingerprint import describe, name_of
 from fastdata.report import warn_user
-from fastdata.sources import DatasetSource, Source
+from fastdata.sources.items import DatasetSource
+from fastdata.sources.source import Source
 
 if TYPE_CHECKING:
     from fastdata.stores.prepare import Options

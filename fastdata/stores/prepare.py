@@ -56,9 +56,10 @@ from fastdata.pixels.fingerprint import describe
 from fastdata.pixels.resize import Bound
 from fastdata.pixels.samples import SampleSpec
 from fastdata.report import log, warn_user
-from fastdata.sources import DatasetSource, FileSource
+from fastdata.sources.files import FileSource
 from fastdata.sources.identity import describe_dataset, is_listed
-from fastdata.sources.remote import StorageOptions
+from fastdata.sources.items import DatasetSource
+from fastdata.sources.storage_options import StorageOptions
 from fastdata.stores.frozen import refuse_draws
 from fastdata.stores.readers import SOURCE, Decoder, KeptSamples, Layout, Store
 from fastdata.stores.source_codec import SourceDecoder

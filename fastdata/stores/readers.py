@@ -43,7 +43,7 @@ from fastdata.paths import open_file
 from fastdata.pixels.arrays import Array, Bytes, Shape
 from fastdata.pixels.decode import open_libjpeg
 from fastdata.pixels.samples import SampleSpec, addresses_of, present
-from fastdata.sources import ItemKeys
+from fastdata.sources.source import ItemKeys
 from fastdata.stores.source_codec import SourceDecoder
 
 if TYPE_CHECKING:

@@ -40,7 +40,8 @@ from fastdata.pixels.program import Program
 from fastdata.pixels.samples import Form, SampleSpec, is_image, is_pil, to_stored
 from fastdata.pixels.split import plan_transform, split_upright
 from fastdata.report import log, progress_bar
-from fastdata.sources import FileSource, Source
+from fastdata.sources.files import FileSource
+from fastdata.sources.source import Source
 from fastdata.stores.readers import DiskFile, Layout, ShapesDifferError, Store, checksum
 from fastdata.stores.source_codec import SourceDecoder
 

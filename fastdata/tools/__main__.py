@@ -10,15 +10,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastdata.errors import FastDataError
-from fastdata.tools import bench, diagnose, doctor, tune, version
-from fastdata.tools.caches import (
-    add_build,
-    add_inspect,
-    add_prune,
-    build,
-    inspect,
-    prune,
-)
+from fastdata.tools import bench, diagnose, doctor, tune
+from fastdata.tools.build import add_build, build
+from fastdata.tools.figures import version
+from fastdata.tools.inspect import add_inspect, inspect
+from fastdata.tools.prune import add_prune, prune
 
 COMMANDS = {
     "bench": (

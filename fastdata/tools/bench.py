@@ -3,98 +3,37 @@
 from __future__ import annotations
 
 import argparse
-import importlib
-import os
-import pkgutil
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-from PIL import Image
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from fastdata.datasets.public import ImageFolder
 from fastdata.loaders import DataLoader
 from fastdata.machine.limits import cpu_model, usable_cores
 from fastdata.report import Line, as_text
-from fastdata.tools import (
-    add_json,
-    check_folder,
-    in_subprocess,
-    measure_rate,
-    positive,
-    shuffled,
-    write_json,
+from fastdata.tools.arguments import check_folder, positive
+from fastdata.tools.figures import add_json, write_json
+from fastdata.tools.measure import in_subprocess, measure_rate, shuffled
+from fastdata.tools.photos import write_photos
+from fastdata.tools.recipes import (
+    PREPARED_PX,
+    RECIPES,
+    add_transform,
+    find_transform,
+    import_torchvision,
+    make_recipe,
 )
 
-IMAGENET_MEAN = (0.485, 0.456, 0.406)
-IMAGENET_STD = (0.229, 0.224, 0.225)
-RECIPES = ("crop", "rrc", "trivial", "randaug", "simclr")
-CROP_PX = 224
-PREPARED_PX = 256
 _ROUNDS = 3
+
 _RATE_S = 0.5
-
-
-# Transforms
-
-
-def make_recipe(recipe: str, dtype: str) -> Any:
-    """Make a transform of torchvision's references, or the view of SimCLR's paper.
-
-    Args:
-        recipe: one of ``RECIPES``; ``"crop"`` resizes to one size and crops at random.
-        dtype: ``"uint8"``, or ``"float32"``, which is normalised.
-    """
-    v1 = import_torchvision().transforms
-    crop = [v1.RandomResizedCrop(CROP_PX)]
-    if recipe == "crop":
-        crop = [v1.Resize(PREPARED_PX), v1.CenterCrop(PREPARED_PX), v1.RandomCrop(CROP_PX)]
-    more = {
-        "trivial": [v1.TrivialAugmentWide()],
-        "randaug": [v1.RandAugment()],
-        "simclr": [
-            v1.RandomApply([v1.ColorJitter(0.8, 0.8, 0.8, 0.2)], p=0.8),
-            v1.RandomGrayscale(p=0.2),
-            v1.RandomApply([v1.GaussianBlur(CROP_PX // 20 * 2 + 1, (0.1, 2.0))], p=0.5),
-        ],
-    }
-    last = [v1.PILToTensor()]
-    if dtype == "float32":
-        last = [v1.ToTensor(), v1.Normalize(IMAGENET_MEAN, IMAGENET_STD)]
-    return v1.Compose([*crop, v1.RandomHorizontalFlip(), *more.get(recipe, ()), *last])
-
-
-def import_torchvision() -> Any:
-    try:
-        return importlib.import_module("torchvision")
-    except ImportError as error:
-        raise ImportError(
-            "this needs torchvision, which is not installed: pip install 'fastdata[bench]'"
-        ) from error
-
-
-def find_transform(words: str) -> Any:
-    """Import the user's own transform by ``MODULE:NAME``, from the working directory, too."""
-    if not all(words.partition(":")):
-        raise ValueError(
-            f"--transform {words} is not module:name, as in --transform train:train_transform"
-        )
-    sys.path.insert(0, os.getcwd())
-    try:
-        return pkgutil.resolve_name(words)
-    except AttributeError as missing:
-        raise ImportError(f"--transform {words}: {missing}") from missing
-    finally:
-        sys.path.remove(os.getcwd())
 
 
 # Measuring
@@ -186,46 +125,6 @@ def _measure_recipe(
         "ratio": median(fastdata) / median(vanilla),
         "prepare_s": prepare_s,
     }
-
-
-def write_photos(
-    root: Path, *, count: int, classes: int = 8, size: tuple[int, int] = (512, 384)
-) -> None:
-    """Write JPEGs of ``size`` (width, height) into class folders, in turns.
-
-    The same arguments give the same pixels.
-    """
-
-    def write(index: int) -> None:
-        path = root / f"class{index % classes}" / f"{index:05}.jpg"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(photo(index, size)).save(path, quality=90)
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # Pillow releases the GIL
-        list(pool.map(write, range(count)))
-
-
-def photo(seed: int, size: tuple[int, int] = (512, 384)) -> npt.NDArray[np.uint8]:
-    """Draw smooth shapes of many colours with a grain, uint8 (height, width, 3).
-
-    With this grain, 512x384 takes 60 to 110 KB at quality 90, as photographs of that size do.
-    """
-    rng = np.random.default_rng(seed)
-    width, height = size
-    colours = rng.integers(0, 256, (2 + height // 32, 2 + width // 32, 3), dtype=np.uint8)
-    shapes = np.asarray(Image.fromarray(colours).resize(size, Image.Resampling.BICUBIC))
-    return np.clip(shapes + rng.normal(0, 9, (height, width, 1)), 0, 255).astype(np.uint8)
-
-
-# The command
-
-
-def add_transform(parser: argparse.ArgumentParser, usual: str) -> None:
-    parser.add_argument(
-        "--transform",
-        metavar="MODULE:NAME",
-        help=f"a transform of your own, such as train:train_transform; {usual}",
-    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

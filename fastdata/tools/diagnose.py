@@ -11,12 +11,10 @@ import argparse
 import contextlib
 import copy
 import math
-import sys
 import time
 import traceback
-import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -30,183 +28,28 @@ from torch.utils.data import IterableDataset, Subset
 
 from fastdata.datasets.dataset import PreparedDataset
 from fastdata.datasets.public import CachedDataset
-from fastdata.errors import counted
 from fastdata.loaders import DataLoader
-from fastdata.loaders.epochs import sample_count
-from fastdata.loaders.prefetch import CudaPrefetcher
 from fastdata.machine.budget import budget_bytes
 from fastdata.machine.limits import available_bytes, usable_cores
 from fastdata.machine.units import format_bytes
 from fastdata.pixels.compose import flatten
-from fastdata.report import Line, Report
-from fastdata.tools import in_subprocess, is_kept, measure_rate, positive, shuffled
+from fastdata.tools.arguments import positive
+from fastdata.tools.diagnosis import Diagnosis, Part
+from fastdata.tools.measure import in_subprocess, is_kept, measure_rate, shuffled
+from fastdata.tools.timed_loop import EnoughError, TimedLoop, in_prefetcher, run_script
 
 _RATE_S = 1.0
+
 _SAMPLES_S = 1.5
+
 _PATIENCE_S = 30.0
+
 _SAMPLES = 32
+
 _MOST_KEPT = 256
-_HARDLY = 0.1
-"""A loop that waits for a smaller share of its time is limited by the model."""
+
 _CLEAR = 1.15
 """Least gain of keeping samples that is worth a change of the script."""
-
-LIMITS = {
-    "model": ("the model", "no faster loader would help: make the step faster"),
-    "host-to-device": ("copying to the device", "send fewer bytes: uint8 batches, cast by dtype="),
-    "disk": ("reading from disk or network", "keep samples in memory, or wait with more workers"),
-    "decode": ("decoding", "decode once and keep the samples: storage= of ImageFolder"),
-    "transform": ("the transform", "run its steps on whole batches: transform= of ImageFolder"),
-    "collate": ("collate_fn", "return tensors of one shape, which are stacked without Python"),
-    "workers": ("the number of workers", "use every core, or let fastdata.tune choose num_workers"),
-    "loader": ("the loader", "it is no torch DataLoader over samples, so its parts are unknown"),
-}
-"""Name and cure of each thing that can limit a loop."""
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Cost of one part of a sample, on one core, without the time that it waited for a core.
-
-    ``seconds`` includes waiting for disks and networks, ``cpu_s`` does not.
-    """
-
-    kind: str
-    name: str
-    seconds: float
-    cpu_s: float
-
-    @property
-    def limit(self) -> str:
-        if self.kind != "read":
-            return self.kind
-        return "disk" if self.cpu_s < self.seconds / 2 else "decode"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class Diagnosis(Report):
-    """Where a training loop's time goes; shown as one line, the table behind it, and advice.
-
-    Args:
-        batches: number of batches that the times are means of, without the first one.
-        batch_size: mean number of samples in a batch.
-        wait_s: mean time in each step of the loop that waits for data.
-        step_s: mean time of the rest of each step.
-        workers: number of the loader's workers.
-        usable_cores: number of cores that this process may use.
-        is_prefetched: True if a CudaPrefetcher moves batches.
-        loader_per_s: samples a second of an empty loop over the loader.
-        parts: cost of each part of making a sample.
-        kept_per_s: samples a second of the loader if samples were kept in memory; None unless that
-            is clearly faster.
-        kept: memory that this would need.
-        imports: names to import from fastdata instead of torchvision and torch, if the loader is
-            torch's.
-        note: figures that could not be measured, and why.
-    """
-
-    batches: int
-    batch_size: float
-    wait_s: float
-    step_s: float
-    workers: int = 0
-    usable_cores: int = 1
-    is_prefetched: bool = False
-    loader_per_s: float | None = None
-    parts: Sequence[Part] = ()
-    kept_per_s: float | None = None
-    kept: str = ""
-    imports: str = ""
-    note: str = ""
-
-    @property
-    def waited(self) -> float:
-        """Share of each step that waits for data."""
-        return self.wait_s / (self.wait_s + self.step_s)
-
-    @property
-    def loop_per_s(self) -> float:
-        return self.batch_size / (self.wait_s + self.step_s)
-
-    @property
-    def model_per_s(self) -> float:
-        return self.batch_size / max(self.step_s, 1e-9)
-
-    @property
-    def limit(self) -> str:
-        """The key in ``LIMITS`` of what limits the loop, such as ``"decode"`` or ``"model"``."""
-        if self.waited <= _HARDLY:
-            return "model"
-        if self.is_prefetched and (self.loader_per_s or 0) > 1.5 * self.loop_per_s:
-            return "host-to-device"
-        if not self.parts:
-            return "loader"
-        costs = dict.fromkeys([part.limit for part in self.parts], 0.0)
-        for part in self.parts:
-            costs[part.limit] += part.seconds
-        largest = max(costs, key=costs.__getitem__)
-        return "workers" if self.workers < self.usable_cores and largest != "disk" else largest
-
-    @property
-    def line(self) -> str:
-        """The diagnosis in one line."""
-        loader = ""
-        if self.loader_per_s is not None:
-            loader = f"the loader could feed {self.loader_per_s:,.0f} samples/s, "
-        return (
-            f"The loop waits {_percent(self.waited)} of each step for data; "
-            f"{LIMITS[self.limit][0]} is the limit; "
-            f"{loader}the model could take {self.model_per_s:,.0f}"
-        )
-
-    @property
-    def advice(self) -> tuple[str, ...]:
-        """The cures, with the figures that they follow from."""
-        cures = [LIMITS[self.limit][1]]
-        if self.limit != "model" and self.kept_per_s is not None:
-            cures.append(f"samples in memory: {self.kept_per_s:,.0f} samples/s, tried; {self.kept}")
-        return tuple(cures)
-
-    def _lines(self) -> Iterator[Line]:
-        yield from (self.line, "")
-        yield f"a step, mean of {self.batches}", "", ""
-        yield "  wait for data", _ms(self.wait_s), _percent(self.waited)
-        yield "  step", _ms(self.step_s), _percent(1 - self.waited)
-        yield "the loop", f"{self.loop_per_s:,.0f}", "samples/s"
-        if self.loader_per_s is not None:
-            yield (
-                "the loader alone",
-                f"{self.loader_per_s:,.0f}",
-                f"samples/s, {counted(self.workers, 'worker')}",
-            )
-        if self.parts:
-            yield "a sample, on one core", "", ""
-        for part in self.parts:
-            waits = f"CPU {_ms(part.cpu_s)}" if part.limit == "disk" else ""
-            yield f"  {part.kind}: {part.name}", _ms(part.seconds), waits
-        yield ""
-        yield from (f"- {line}" for line in self.advice)
-        if self.note:
-            yield f"({self.note})"
-        if not self.imports or self.kept_per_s is None or self.limit == "model":
-            return
-        loop, limit = min((self.kept_per_s, "loader"), (self.model_per_s, "model"))
-        yield ""
-        yield "change the imports, and keep the script:"
-        yield f"    from fastdata import {self.imports}"
-        yield (
-            f"which would bring the loader from {self.loader_per_s:,.0f} to "
-            f"{self.kept_per_s:,.0f} samples/s, and the loop from {self.loop_per_s:,.0f} to "
-            f"about {loop:,.0f}: the {limit} is the limit then"
-        )
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1000:,.3g} ms"
 
 
 # Loops
@@ -242,55 +85,6 @@ def diagnose(
     if loop.batches < 2:
         raise ValueError(f"the loader gave {loop.batches} batches, and a diagnosis needs 2")
     return _examine(loop)
-
-
-@dataclass
-class TimedLoop:
-    """A loader whose loops are timed, without the first batch, which workers start for.
-
-    ``wait_s`` is the time that loops waited for ``batches``, ``busy_s`` the time in between.
-
-    Example:
-        >>> loop = TimedLoop([1, 2, 3])
-        >>> sum(loop), loop.batches, loop.wait_s < 1
-        (6, 3, True)
-    """
-
-    loader: Any
-    most_batches: int | None = None
-    wait_s: float = 0.0
-    busy_s: float = 0.0
-    batches: int = 0
-    samples: int = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        return self.over(iter(self.loader))
-
-    def over(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        asked_at = time.perf_counter()
-        for batch in iterator:
-            came_at = time.perf_counter()
-            self.samples += sample_count(batch) or 1
-            yield batch
-            if torch.cuda.is_initialized():
-                # Without it, the GPU's work would count as a wait for the next batch, or not at all.
-                torch.cuda.current_stream().synchronize()
-            done_at = time.perf_counter()
-            if self.batches:
-                self.wait_s += came_at - asked_at
-                self.busy_s += done_at - came_at
-            self.batches += 1
-            if self.batches == self.most_batches:
-                raise EnoughError
-            asked_at = done_at
-
-
-class EnoughError(BaseException):
-    """Ends a script after enough batches; not an Exception, which the script may catch."""
-
-
-def in_prefetcher(loader: Any) -> Any:
-    return loader.loader if isinstance(loader, CudaPrefetcher) else loader
 
 
 # The loader without the loop
@@ -479,39 +273,3 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"{script} has no loop over a torch DataLoader of two batches or more")
     print(_examine(loop))
     return 0
-
-
-def run_script(script: Path, arguments: list[str], batches: int) -> list[TimedLoop]:
-    """Run a script as ``__main__`` until a loop over a loader has run this many batches.
-
-    If a prefetcher reads a loader, only the prefetcher's loop is timed.
-    """
-    # runpy would remove the module at its end, but the script's workers may still import from it.
-    module = types.ModuleType("__main__")
-    module.__file__ = str(script)
-    sys.modules["__main__"] = module
-    sys.argv = [str(script), *arguments]
-    sys.path.insert(0, str(script.resolve().parent))
-    loops: dict[int, TimedLoop] = {}
-    kinds: list[Any] = [TorchDataLoader, DataLoader, CudaPrefetcher]
-    begins = {kind: kind.__iter__ for kind in kinds}
-
-    def begin_timed(loader: Any, begin: Callable[[Any], Any]) -> Any:
-        # A prefetcher may be made for each epoch: its loops are told apart by the loader in it.
-        loop = loops.setdefault(id(in_prefetcher(loader)), TimedLoop(loader, batches))
-        is_in_prefetcher = type(loop.loader) is not type(loader)
-        return begin(loader) if is_in_prefetcher else loop.over(begin(loader))
-
-    for kind, begin in begins.items():
-        kind.__iter__ = lambda loader, begin=begin: begin_timed(loader, begin)
-    try:
-        exec(compile(script.read_bytes(), str(script), "exec"), module.__dict__)
-    except EnoughError:
-        pass
-    except SystemExit as end:
-        if end.code:
-            raise
-    finally:
-        for kind, begin in begins.items():
-            kind.__iter__ = begin
-    return list(loops.values())

@@ -26,7 +26,7 @@ from fastdata.machine.units import format_bytes
 from fastdata.pixels.core.library import obstacle as core_obstacle
 from fastdata.pixels.decode import jpeg_obstacle
 from fastdata.report import Line, as_text
-from fastdata.tools import versions
+from fastdata.tools.figures import versions
 
 NVIDIA = Path("/proc/driver/nvidia")
 SYSTEM = Path("/sys")

@@ -15,7 +15,7 @@ import tqdm
 from PIL import Image
 
 from fastdata import CachedDataset, ImageFolder
-from fastdata.sources.formats import open_tars
+from fastdata.sources.tars import open_tars
 from s3 import ThrottledS3
 
 datasets = pytest.importorskip("datasets", reason="Parquet is read by Hugging Face's datasets")

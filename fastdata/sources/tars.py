@@ -1,7 +1,7 @@
 """WebDataset's tars as a map-style dataset.
 
-Each tar is gone through once to find where its samples are. From then on, only the bytes of the
-sample that is asked for are read. Nothing is ever unpickled.
+Each tar is read once from start to end to find where its samples are. From then on, only the bytes
+of the sample that is asked for are read. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -25,10 +25,14 @@ import numpy as np
 from fastdata.errors import RemoteError
 from fastdata.paths import hide_secrets, is_url, local_path, refuse_secrets
 from fastdata.pixels.decode import IMAGE_EXTENSIONS, decode_image
-from fastdata.sources.remote import MISSING, Place, Requests, StorageChoice, facts_of
+from fastdata.sources.remote import MISSING, Place, facts_of
+from fastdata.sources.requests import Requests
+from fastdata.sources.storage_options import StorageChoice
 
 _SPLIT = re.compile(r"(?:^|[/_.-])(train|val|valid|validation|test)(?=[/_.-])")
+
 _LISTING_THREADS = 16
+
 _DECODERS: dict[str, Callable[[bytes], Any]] = {
     **{ending.removeprefix("."): decode_image for ending in IMAGE_EXTENSIONS},
     "cls": int,
@@ -37,6 +41,7 @@ _DECODERS: dict[str, Callable[[bytes], Any]] = {
     "npy": lambda data: np.lib.format.read_array(io.BytesIO(data), allow_pickle=False),
 }
 """By the last ending of a file name. Files with other endings stay bytes."""
+
 _TARGETS = ("cls", "json", "txt")
 
 

@@ -1,0 +1,164 @@
+"""Items of any map-style dataset as a source."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from functools import partial
+from operator import getitem
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import torch
+
+from fastdata.errors import kind_of, with_retries
+from fastdata.paths import hide_secrets
+from fastdata.pixels.decode import decode_image, load_image
+from fastdata.pixels.openings import Opening
+from fastdata.pixels.samples import is_image
+from fastdata.sources.source import ItemKeys
+from fastdata.sources.tars import TarSamples
+
+if TYPE_CHECKING:
+    from fastdata.sources.source import Indices, Pair
+
+
+class DatasetSource:
+    """Items of any map-style dataset; its own transform runs in ``read``.
+
+    Args:
+        dataset: has ``__getitem__`` and ``__len__``.
+        columns: keys of sample and target, if the items are dicts.
+
+    ``is_format`` is True for tars, which draw nothing at random.
+    """
+
+    opening: ClassVar[Opening | None] = None
+
+    def __init__(self, dataset: Any, columns: ItemKeys | None = None) -> None:
+        if isinstance(dataset, str | bytes | os.PathLike):
+            raise TypeError(
+                f"{hide_secrets(repr(dataset))} is a path, not a dataset. Give "
+                "fastdata.ImageFolder the folder of class folders, fastdata.ImageManifest the CSV "
+                "file, CachedDataset.from_cache the cache, or CachedDataset the dataset that reads "
+                "these files, as datasets.load_dataset or litdata.StreamingDataset does."
+            )
+        if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+            raise TypeError(
+                f"{type(dataset).__name__} has no __getitem__ and __len__, so its samples cannot "
+                "be read by index. Give a map-style dataset; an iterable one can be collected "
+                "first: list(dataset)."
+            )
+        self.dataset = dataset
+        self.columns = columns
+        self.keys: ItemKeys | None = None
+        self.is_format = isinstance(dataset, TarSamples)
+        self.is_remote = self.is_format and dataset.is_remote
+        self._form = ""  # form of the items read so far
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def read(self, index: int) -> Pair:
+        item: Any = with_retries(getitem, self.dataset, index)
+        if isinstance(item, Mapping):
+            item = {name: _opened(value) for name, value in item.items()}
+        which = f"item {index} of {type(self.dataset).__name__}"
+        if self.columns is not None:
+            return _split_by_columns(item, self.columns, which)
+        form = _form_of(item)
+        if not self._form:
+            self.keys = _keys_of(item, form, which)
+            self._form = form
+        if form != self._form:
+            raise TypeError(f"{which} is {form}, others are {self._form}. Give all items one form.")
+        return tuple(item) if self.keys is None else self.keys.split(item)
+
+    def expect(self, indices: Indices) -> None:
+        if self.is_remote:
+            self.dataset.expect(indices)
+
+    def path(self, index: int) -> str | None:
+        """Return the sample's file if the dataset lists its files in ``samples``, as torchvision's.
+
+        Subsets of subsets are looked through.
+        """
+        dataset = self.dataset
+        while getattr(dataset, "indices", None) is not None and hasattr(dataset, "dataset"):
+            index = int(dataset.indices[index])
+            dataset = dataset.dataset
+        samples = getattr(dataset, "samples", None)
+        if not isinstance(samples, Sequence) or index >= len(samples):
+            return None
+        path = samples[index]
+        if isinstance(path, tuple | list):
+            path = next(iter(path), None)
+        return os.fspath(path) if isinstance(path, str | os.PathLike) else None
+
+
+def _split_by_columns(item: Any, columns: ItemKeys, which: str) -> Pair:
+    """Split an item by ``columns=``.
+
+    Raises:
+        TypeError: it is not a dict.
+        ValueError: it lacks a column; names those that it has.
+    """
+    if not isinstance(item, Mapping):
+        raise TypeError(f"{which} is {_form_of(item)}, but columns= needs items that are dicts")
+    missing = [name for name in columns.names if name not in item]
+    if missing:
+        raise ValueError(
+            f"{which} has no {', '.join(map(repr, missing))}, but columns= asks for it. It has "
+            f"{', '.join(map(repr, item)) or 'nothing'}."
+        )
+    return columns.split(item)
+
+
+def _opened(value: Any) -> Any:
+    """Open the image of Hugging Face's ``Image(decode=False)``, turned as its EXIF says.
+
+    ``datasets`` turns the images that it decodes, too. Other values are returned unchanged.
+    """
+    if not isinstance(value, Mapping) or value.keys() != {"bytes", "path"}:
+        return value
+    if value["bytes"] is None:
+        return with_retries(partial(load_image, upright=True), value["path"])
+    return decode_image(value["bytes"], upright=True)
+
+
+_ALONE = "an image alone"
+
+
+def _form_of(item: Any) -> str:
+    if isinstance(item, dict):
+        return f"a dict of {', '.join(sorted(map(str, item)))}"
+    if isinstance(item, tuple | list):
+        return f"a tuple of length {len(item)}"
+    is_alone = isinstance(item, torch.Tensor | np.ndarray) or is_image(item)
+    return _ALONE if is_alone else kind_of(item)
+
+
+def _keys_of(item: Any, form: str, which: str) -> ItemKeys | None:
+    """Return how an item of this form is split; None for a pair."""
+    if isinstance(item, dict):
+        images = [name for name, value in item.items() if is_image(value)]
+        if len(images) == 1 and all(isinstance(name, str) for name in item):
+            return ItemKeys(tuple(item), images[0])
+        listed = ", ".join(map(str, images or item))
+        raise TypeError(
+            f"{which} is a dict with {'the images' if images else 'no image among'} {listed}; one "
+            "under a name is needed: a PIL image, array or tensor. Wrap the dataset in one whose "
+            "__getitem__ returns ((image, mask), target), or say which it is: "
+            "columns={'sample': 'image', 'target': 'label'}, or the like."
+        )
+    if isinstance(item, tuple | list):
+        names = getattr(item, "_fields", tuple(map(str, range(len(item)))))
+        kind = type(item)
+        named = f"{kind.__module__}:{kind.__qualname__}" if hasattr(kind, "_fields") else ""
+        return None if names == ("0", "1") else ItemKeys(names, names[0], "tuple", named)
+    if form == _ALONE:
+        return ItemKeys(("0",), "0", "alone")
+    raise TypeError(
+        f"{which} is {form}, not a (sample, target) pair, a tuple, a dict with an image "
+        "or an image. Wrap the dataset in one whose __getitem__ returns one of these."
+    )

@@ -1,0 +1,119 @@
+"""Files of this machine, with the methods of fsspec's file systems.
+
+Beside them stand folders that only this user can write to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import stat
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from fastdata.paths import open_file
+
+_FLEETING = "fastdata-remote-"
+
+_FLEETING_S = 60.0
+
+
+@contextlib.contextmanager
+def fleeting_folder() -> Iterator[Path]:
+    """Make a folder for files on their way to or from a URL, and remove those of killed processes."""
+    from filelock import FileLock  # takes 20 ms, which other uses of this module need not wait
+
+    _sweep(tempfile.gettempdir())
+    with tempfile.TemporaryDirectory(prefix=_FLEETING) as folder, FileLock(Path(folder, "lock")):
+        yield Path(folder)
+
+
+@cache  # looking through a folder of temporary files takes longer than reading a sample
+def _sweep(parent: str) -> None:
+    from filelock import FileLock
+
+    for left in Path(parent).glob(f"{_FLEETING}*"):
+        with contextlib.suppress(OSError):  # also Timeout, for a folder that is in use
+            found = left.lstat()
+            is_own = stat.S_ISDIR(found.st_mode) and made_by_this_user(left)
+            # A folder that was just made may have no lock yet.
+            if is_own and time.time() - found.st_mtime > _FLEETING_S:
+                with FileLock(left / "lock").acquire(timeout=0):
+                    shutil.rmtree(left)
+
+
+class LocalFiles:
+    """Files of this machine, with the methods of fsspec's file systems that ``Place`` calls."""
+
+    @staticmethod
+    def _strip_protocol(url: str) -> str:
+        return url
+
+    @staticmethod
+    def info(path: str) -> dict[str, int]:
+        found = os.stat(path)
+        return {"size": found.st_size, "mtime": found.st_mtime_ns}
+
+    @classmethod
+    def find(cls, top: str, *, detail: bool) -> dict[str, dict[str, int]]:
+        files = {}
+        for folder, _, names in os.walk(top):
+            for name in names:
+                path = os.path.join(folder, name)
+                with contextlib.suppress(FileNotFoundError):
+                    files[path] = cls.info(path)
+        return files
+
+    @staticmethod
+    def cat_file(path: str, start: int, end: int | None) -> bytes:
+        with open(path, "rb", opener=open_file) as stream:
+            stream.seek(start)
+            return stream.read(-1 if end is None else end - start)
+
+    @staticmethod
+    def pipe_file(path: str, data: bytes) -> None:
+        folder = os.path.dirname(path)
+        os.makedirs(folder, exist_ok=True)
+        fresh = os.path.join(folder, f".{uuid.uuid4().hex}.new")
+        try:
+            with open(fresh, "xb") as stream:  # with the user's umask, as any file
+                stream.write(data)
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.replace(fresh, path)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(fresh)
+
+    rm_file = staticmethod(os.unlink)
+
+
+def made_by_this_user(path: Path) -> bool:
+    """Return True if a file, or a link itself, belongs to this user. Always True on Windows."""
+    return not hasattr(os, "getuid") or path.lstat().st_uid == os.getuid()
+
+
+def private_folder(path: Path) -> Path:
+    """Make a folder that only this user can write to; return it.
+
+    Raises:
+        PermissionError: a link, or a folder that others can write to, has this name.
+        OSError: it cannot be made.
+    """
+    path.mkdir(mode=0o700, exist_ok=True)
+    found = path.lstat()
+    is_open = hasattr(os, "getuid") and found.st_mode & 0o022
+    if is_open or not stat.S_ISDIR(found.st_mode) or not made_by_this_user(path):
+        raise PermissionError(
+            errno.EPERM,
+            "a link, or a folder of another user or that others can write to, is in the place of "
+            "a folder of this user: remove it, or give another local_cache=",
+            str(path),
+        )
+    return path

@@ -1,0 +1,115 @@
+"""The interface by which samples are read, and how items that are not pairs are split."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from fastdata.pixels.openings import Opening
+
+Indices = Sequence[int]
+
+Pair = tuple[Any, Any]
+"""Sample and target."""
+
+
+@dataclass(frozen=True, slots=True)
+class ItemKeys:
+    """How items that are not pairs split into sample and target, and are joined again.
+
+    The sample of a dict is the value of ``image``. The target is the value of the other key, or a
+    dict of several. The sample of a tuple is its first value. The target is the other value, a
+    tuple of several, or 0 if there is none.
+
+    ``named`` is the module and class of a namedtuple, as text, so that a cache can store it. The
+    joined item has this class if the module is imported, else it is a tuple.
+    """
+
+    names: tuple[str, ...]
+    image: str
+    kind: Literal["dict", "tuple", "alone"] = "dict"
+    named: str = ""
+
+    def split(self, item: Any) -> Pair:
+        if self.kind == "alone":
+            return item, 0
+        if self.kind == "tuple":
+            sample, *rest = item
+            return sample, rest[0] if len(rest) == 1 else tuple(rest) or 0
+        others = {name: item[name] for name in self.names if name != self.image}
+        sample = item[self.image]
+        return sample, others if len(others) != 1 else others.popitem()[1]
+
+    def join(self, sample: Any, target: Any, kind: Any = tuple) -> Any:
+        """Return the item; or a batch of items, whose tuples are lists as in ``default_collate``."""
+        if self.kind == "alone":
+            return sample
+        if self.kind == "dict":
+            # A batch of texts is a tuple, which is a list in the batches of default_collate.
+            target = kind(target) if type(target) is tuple else target
+            others = dict.fromkeys(self.names, target) if len(self.names) == 2 else target
+            return {name: sample if name == self.image else others[name] for name in self.names}
+        values = [sample]
+        if len(self.names) == 2:
+            values.append(target)
+        elif len(self.names) > 2:
+            values += target
+        named = self._named_class()
+        return kind(values) if named is None else named._make(values)
+
+    def _named_class(self) -> Any:
+        """Return the class of a namedtuple; None if it is not imported or has other fields now."""
+        module, _, name = self.named.partition(":")
+        # The text may come from a cache on disk, so that nothing is imported for it.
+        found: Any = sys.modules.get(module)
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        return found if getattr(found, "_fields", None) == self.names else None
+
+
+def chosen_keys(columns: Mapping[str, Any]) -> ItemKeys:
+    """Return the keys that ``columns=`` names as sample and target.
+
+    Raises:
+        ValueError: ``columns`` has other keys than ``sample`` and ``target``, or no names.
+    """
+    target: Any = columns.get("target")
+    names: list[Any] = [columns.get("sample")]
+    if isinstance(target, str):
+        names.append(target)
+    else:
+        names += target or ()
+    are_texts = all(isinstance(name, str) for name in names)
+    if len(columns) != 2 or len(names) < 2 or not are_texts:
+        raise ValueError(
+            f"columns={columns!r} does not say which are sample and target. Give their names, or a "
+            "list of several for the target: columns={'sample': 'image', 'target': 'label'}."
+        )
+    return ItemKeys(tuple(names), names[0])
+
+
+class Source(Protocol):
+    """Samples by index in [0, len), each read again whenever it is needed.
+
+    Attributes:
+        keys: how items that are not pairs are split; known once one item was read.
+        opening: how files are opened, if fastdata can open them itself.
+        is_remote: True if reading waits for a network, so that ``expect`` makes it faster.
+
+    ``read`` returns (sample, target), from several threads at once if the loader or the dataset
+    allows it. ``expect`` announces the indices that this process reads next. ``path`` returns the
+    sample's file, for messages.
+    """
+
+    @property
+    def keys(self) -> ItemKeys | None: ...
+    @property
+    def opening(self) -> Opening | None: ...
+    @property
+    def is_remote(self) -> bool: ...
+    def __len__(self) -> int: ...
+    def read(self, index: int) -> Pair: ...
+    def expect(self, indices: Indices) -> None: ...
+    def path(self, index: int) -> str | None: ...

@@ -1,0 +1,45 @@
+"""Options of remote file systems, which may be secret."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from multiprocessing.context import get_spawning_popen
+from typing import Any
+
+_OPTIONS_TRAVEL = ContextVar("fastdata_options_travel", default=False)
+
+
+StorageChoice = Mapping[str, Any] | None
+
+
+class StorageOptions(dict[str, Any]):
+    """Options of a file system, such as credentials: never shown, and pickled empty by default."""
+
+    def __repr__(self) -> str:
+        return "{...}" if self else "{}"
+
+    def __reduce__(self) -> Any:
+        travel = get_spawning_popen() is not None or _OPTIONS_TRAVEL.get()
+        return StorageOptions, (dict(self) if travel else {},)
+
+    def __copy__(self) -> StorageOptions:
+        return StorageOptions(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StorageOptions:
+        """Keep all: a copy stays in this process. Options such as sessions cannot be copied."""
+        return StorageOptions(self)
+
+
+@contextlib.contextmanager
+def options_travel() -> Iterator[None]:
+    """Let pickles made in this block carry storage_options: tasks for workers, never files.
+
+    A context variable, because pickle passes no arguments to ``__reduce__``.
+    """
+    token = _OPTIONS_TRAVEL.set(True)
+    try:
+        yield
+    finally:
+        _OPTIONS_TRAVEL.reset(token)

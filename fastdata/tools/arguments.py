@@ -1,0 +1,45 @@
+"""Arguments that several commands have."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from fastdata.paths import AnyPath, refuse_remote
+
+
+def check_folder(folder: AnyPath, wanted: str = "the root of class folders of images") -> None:
+    refuse_remote(folder)
+    if not os.path.isdir(folder):
+        raise FileNotFoundError(f"{folder} is no folder: give {wanted}")
+
+
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
+# The commands
+
+
+def add_storage_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--storage-options",
+        type=_json,
+        metavar="FILE",
+        help="JSON of fsspec's options for URLs, such as credentials",
+    )
+
+
+def _json(text: str) -> dict[str, Any]:
+    try:
+        return {**json.loads(Path(text).read_text("utf-8"))}
+    except (OSError, ValueError, TypeError) as problem:
+        raise argparse.ArgumentTypeError(
+            f'{text} holds no JSON object, such as {{"anon": true}}: {problem}'
+        ) from None

@@ -1,0 +1,170 @@
+"""The diagnosis of a training loop: its limit and the advice, derived from figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from fastdata.errors import counted
+from fastdata.report import Line, Report
+
+_HARDLY = 0.1
+"""A loop that waits for a smaller share of its time is limited by the model."""
+
+
+LIMITS = {
+    "model": ("the model", "no faster loader would help: make the step faster"),
+    "host-to-device": ("copying to the device", "send fewer bytes: uint8 batches, cast by dtype="),
+    "disk": ("reading from disk or network", "keep samples in memory, or wait with more workers"),
+    "decode": ("decoding", "decode once and keep the samples: storage= of ImageFolder"),
+    "transform": ("the transform", "run its steps on whole batches: transform= of ImageFolder"),
+    "collate": ("collate_fn", "return tensors of one shape, which are stacked without Python"),
+    "workers": ("the number of workers", "use every core, or let fastdata.tune choose num_workers"),
+    "loader": ("the loader", "it is no torch DataLoader over samples, so its parts are unknown"),
+}
+"""Name and cure of each thing that can limit a loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Cost of one part of a sample, on one core, without the time that it waited for a core.
+
+    ``seconds`` includes waiting for disks and networks, ``cpu_s`` does not.
+    """
+
+    kind: str
+    name: str
+    seconds: float
+    cpu_s: float
+
+    @property
+    def limit(self) -> str:
+        if self.kind != "read":
+            return self.kind
+        return "disk" if self.cpu_s < self.seconds / 2 else "decode"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class Diagnosis(Report):
+    """Where a training loop's time goes; shown as one line, the table behind it, and advice.
+
+    Args:
+        batches: number of batches that the times are means of, without the first one.
+        batch_size: mean number of samples in a batch.
+        wait_s: mean time in each step of the loop that waits for data.
+        step_s: mean time of the rest of each step.
+        workers: number of the loader's workers.
+        usable_cores: number of cores that this process may use.
+        is_prefetched: True if a CudaPrefetcher moves batches.
+        loader_per_s: samples a second of an empty loop over the loader.
+        parts: cost of each part of making a sample.
+        kept_per_s: samples a second of the loader if samples were kept in memory; None unless that
+            is clearly faster.
+        kept: memory that this would need.
+        imports: names to import from fastdata instead of torchvision and torch, if the loader is
+            torch's.
+        note: figures that could not be measured, and why.
+    """
+
+    batches: int
+    batch_size: float
+    wait_s: float
+    step_s: float
+    workers: int = 0
+    usable_cores: int = 1
+    is_prefetched: bool = False
+    loader_per_s: float | None = None
+    parts: Sequence[Part] = ()
+    kept_per_s: float | None = None
+    kept: str = ""
+    imports: str = ""
+    note: str = ""
+
+    @property
+    def waited(self) -> float:
+        """Share of each step that waits for data."""
+        return self.wait_s / (self.wait_s + self.step_s)
+
+    @property
+    def loop_per_s(self) -> float:
+        return self.batch_size / (self.wait_s + self.step_s)
+
+    @property
+    def model_per_s(self) -> float:
+        return self.batch_size / max(self.step_s, 1e-9)
+
+    @property
+    def limit(self) -> str:
+        """The key in ``LIMITS`` of what limits the loop, such as ``"decode"`` or ``"model"``."""
+        if self.waited <= _HARDLY:
+            return "model"
+        if self.is_prefetched and (self.loader_per_s or 0) > 1.5 * self.loop_per_s:
+            return "host-to-device"
+        if not self.parts:
+            return "loader"
+        costs = dict.fromkeys([part.limit for part in self.parts], 0.0)
+        for part in self.parts:
+            costs[part.limit] += part.seconds
+        largest = max(costs, key=costs.__getitem__)
+        return "workers" if self.workers < self.usable_cores and largest != "disk" else largest
+
+    @property
+    def line(self) -> str:
+        """The diagnosis in one line."""
+        loader = ""
+        if self.loader_per_s is not None:
+            loader = f"the loader could feed {self.loader_per_s:,.0f} samples/s, "
+        return (
+            f"The loop waits {_percent(self.waited)} of each step for data; "
+            f"{LIMITS[self.limit][0]} is the limit; "
+            f"{loader}the model could take {self.model_per_s:,.0f}"
+        )
+
+    @property
+    def advice(self) -> tuple[str, ...]:
+        """The cures, with the figures that they follow from."""
+        cures = [LIMITS[self.limit][1]]
+        if self.limit != "model" and self.kept_per_s is not None:
+            cures.append(f"samples in memory: {self.kept_per_s:,.0f} samples/s, tried; {self.kept}")
+        return tuple(cures)
+
+    def _lines(self) -> Iterator[Line]:
+        yield from (self.line, "")
+        yield f"a step, mean of {self.batches}", "", ""
+        yield "  wait for data", _ms(self.wait_s), _percent(self.waited)
+        yield "  step", _ms(self.step_s), _percent(1 - self.waited)
+        yield "the loop", f"{self.loop_per_s:,.0f}", "samples/s"
+        if self.loader_per_s is not None:
+            yield (
+                "the loader alone",
+                f"{self.loader_per_s:,.0f}",
+                f"samples/s, {counted(self.workers, 'worker')}",
+            )
+        if self.parts:
+            yield "a sample, on one core", "", ""
+        for part in self.parts:
+            waits = f"CPU {_ms(part.cpu_s)}" if part.limit == "disk" else ""
+            yield f"  {part.kind}: {part.name}", _ms(part.seconds), waits
+        yield ""
+        yield from (f"- {line}" for line in self.advice)
+        if self.note:
+            yield f"({self.note})"
+        if not self.imports or self.kept_per_s is None or self.limit == "model":
+            return
+        loop, limit = min((self.kept_per_s, "loader"), (self.model_per_s, "model"))
+        yield ""
+        yield "change the imports, and keep the script:"
+        yield f"    from fastdata import {self.imports}"
+        yield (
+            f"which would bring the loader from {self.loader_per_s:,.0f} to "
+            f"{self.kept_per_s:,.0f} samples/s, and the loop from {self.loop_per_s:,.0f} to "
+            f"about {loop:,.0f}: the {limit} is the limit then"
+        )
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:,.3g} ms"

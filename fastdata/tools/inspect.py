@@ -1,0 +1,114 @@
+"""``fastdata inspect``: show what caches hold, and whether they are sound."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fastdata.errors import CacheError, SampleError
+from fastdata.machine.units import format_bytes
+from fastdata.paths import AnyPath
+from fastdata.report import as_text
+from fastdata.sources.remote import Place
+from fastdata.sources.storage_options import StorageChoice
+from fastdata.stores.cache import Cache, cache_places
+from fastdata.tools.arguments import add_storage_options
+from fastdata.tools.figures import add_json, write_json
+
+# Inspect
+
+
+class Inspected(NamedTuple):
+    """A cache, or what is left of one.
+
+    Attributes:
+        folder: path or URL of the cache.
+        facts: its contents and origin; empty if it cannot be read.
+        problems: samples whose bytes have changed, or why the cache cannot be used.
+    """
+
+    folder: str
+    facts: dict[str, Any]
+    problems: list[str]
+
+    def __str__(self) -> str:
+        # A cache may be another user's, and a terminal executes control characters.
+        facts = [(f"  {name}", _printable(str(fact))) for name, fact in self.facts.items()]
+        problems = [f"  {_printable(problem)}" for problem in self.problems]
+        return as_text([_printable(self.folder), *facts, *problems])
+
+
+def _printable(text: str) -> str:
+    """Escape characters that move a terminal's cursor, name its window and the like."""
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
+    )
+
+
+def inspect_caches(
+    path: AnyPath, storage_options: StorageChoice = None, *, verify: bool = False
+) -> list[Inspected]:
+    """Read all but the samples of a cache, or of all caches in a ``cache_dir``.
+
+    Args:
+        path: a cache, or the folder that holds caches.
+        storage_options: for a URL.
+        verify: read all samples, too. The next run writes a damaged shard again.
+
+    Raises:
+        FileNotFoundError: there is no cache.
+    """
+    return [_inspect(place, verify=verify) for place in cache_places(Place(path, storage_options))]
+
+
+def _inspect(place: Place, *, verify: bool = False) -> Inspected:
+    problems = []
+    try:
+        cache = Cache.read(place)
+        if cache.lacks_receipts():
+            problems.append("a shard is damaged, which the next run writes again")
+        for number in range(len(cache.manifest.parts)):
+            with contextlib.closing(cache.open_part(number, None)) as store:
+                for k, row in enumerate(cache.kept.tolist() if verify else ()):
+                    try:
+                        store.ensure(np.array([k]))
+                    except SampleError as wrong:
+                        problems.append(f"sample {row}, part{number}, is damaged: {wrong}")
+        size = format_bytes(cache.size_bytes)
+    except (CacheError, FileNotFoundError) as unreadable:
+        return Inspected(str(place), {}, [str(unreadable)])
+    facts = {
+        "samples": len(cache.kept),
+        "left out": len(cache.skipped),
+        "classes": len(cache.manifest.classes or ()),
+        "size": size,
+        "shards": len(cache.shard_names),
+        "root": cache.manifest.root,
+        **cache.manifest.key,
+    }
+    if verify and not problems:
+        facts["verified"] = "every sample is as it was written"
+    return Inspected(str(place), facts, problems)
+
+
+def add_inspect(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("cache", metavar="CACHE", help="a cache, or a folder of caches")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="read every sample and mark damaged ones, which the next run prepares again",
+    )
+    add_storage_options(parser)
+    add_json(parser)
+
+
+def inspect(options: argparse.Namespace) -> int:
+    """Show caches; return 1 if one is damaged."""
+    caches = inspect_caches(options.cache, options.storage_options, verify=options.verify)
+    for cache in caches:
+        print(cache)
+    write_json({"caches": [cache._asdict() for cache in caches]}, options)
+    return int(any(cache.problems for cache in caches))

@@ -1,0 +1,142 @@
+"""Probes of a loader's settings, and which of two settings wins."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from itertools import islice
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import Subset
+
+from fastdata.datasets.batch import leaves_of
+from fastdata.errors import MemoryBudgetError
+from fastdata.loaders import DataLoader
+from fastdata.machine.budget import budget_bytes
+from fastdata.machine.limits import available_bytes
+from fastdata.machine.units import format_bytes
+from fastdata.tools.measure import in_subprocess, is_kept, measure_rate, shuffled
+from fastdata.tools.tune_result import Probe, rates_of, used_settings
+
+if TYPE_CHECKING:
+    from fastdata.tools.tune_result import Settings
+
+_CLEAR = 1.25
+"""What is so many times as fast is not measured again."""
+
+_WORTH = 1.03
+"""What costs more must be so many times as fast; what costs less may be as much slower."""
+
+_BATCH_S = 0.1
+"""A batch of a probe takes a worker about this long, where it may be smaller than the user's."""
+
+_PROBES = 80
+
+_GRACE_S = 2.0
+
+_MOSTLY_PREPARED = 0.9
+"""Share of the samples from which on threads are worth it, although the rest are still to be
+prepared."""
+
+_SAMPLES_PREPARED = 512
+
+
+def _prepared(dataset: Any) -> Any:
+    """Return the dataset, or some samples of one that is still being prepared, prepared now."""
+    if not is_kept(dataset) or dataset.filled_share() >= _MOSTLY_PREPARED:
+        return dataset
+    chosen = islice(shuffled(dataset), min(len(dataset), _SAMPLES_PREPARED))
+    some = Subset(dataset, sorted(chosen))
+    own = torch.Generator()
+    for _ in DataLoader(some, 16, num_workers="auto", collate_fn=list, generator=own):
+        pass
+    return some
+
+
+def _cost(settings: Settings) -> tuple[float, int]:
+    """Return processes and batches that settings take, which decide between equally fast ones."""
+    workers = settings["num_workers"] * (0.5 if settings.get("workers") == "thread" else 1)
+    return workers, settings.get("prefetch_factor", 2)
+
+
+@dataclass
+class Judge:
+    """Measures settings, holds the probes, and decides which of two wins."""
+
+    dataset: Any
+    collate_fn: Any
+    deadline: float
+    bar: Any
+    probes: list[Probe] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.probe_s = min(1.0, max(0.2, (self.deadline - time.perf_counter()) / _PROBES))
+        self.sample_s, self.sample_bytes = in_subprocess(self._look, limit_s=None)
+
+    def _look(self) -> tuple[float, int]:
+        """Return seconds and bytes of a sample; errors of the dataset are raised to the user."""
+        self.dataset[0]
+        began = time.perf_counter()
+        tensors = leaves_of(self.collate_fn([self.dataset[0]]))
+        seconds = time.perf_counter() - began
+        return seconds, sum(getattr(tensor, "nbytes", 0) for tensor in tensors)
+
+    def wins(self, challenger: Settings, best: Settings) -> bool:
+        """Return True if a challenger is better than the best, measured again if that is close."""
+        if used_settings(challenger) == used_settings(best):
+            return False
+        if not rates_of(self.probes, challenger):
+            self.probe(challenger)
+        least = (
+            1 / _WORTH if _cost(used_settings(challenger)) < _cost(used_settings(best)) else _WORTH
+        )
+        is_close = least < self._gain(challenger, best) < _CLEAR
+        if is_close and len(rates_of(self.probes, challenger)) == 1:
+            self.probe(best)
+            self.probe(challenger)
+        return self._gain(challenger, best) > least
+
+    def _gain(self, challenger: Settings, best: Settings) -> float:
+        return fmean(rates_of(self.probes, challenger)) / fmean(rates_of(self.probes, best))
+
+    def probe(self, settings: Settings) -> None:
+        """Measure settings, or note why they cannot be measured.
+
+        Raises:
+            TimeoutError: the time is over.
+            Exception: the first two probes, of the settings to begin with, fail.
+        """
+        used = used_settings(settings)
+        began = time.perf_counter()
+        left_s = max(0.0, self.deadline - began)
+        if self.probes and left_s < self.probe_s:
+            raise TimeoutError
+        try:
+            probe = Probe(used, self._measure(used, left_s))
+        except Exception as error:  # a user's dataset raises anything
+            if len(self.probes) < 2 or isinstance(error, TimeoutError):
+                raise
+            failed = f"{type(error).__name__}: {error}".partition("\n")[0]
+            probe = Probe(used, failed=failed)
+        self.probes.append(probe)
+        self.bar.update(round(time.perf_counter() - began))
+
+    def _measure(self, settings: Settings, left_s: float) -> float:
+        batches = 2 + settings["num_workers"] * settings.get("prefetch_factor", 2)
+        need = batches * settings["batch_size"] * self.sample_bytes
+        budget = budget_bytes(available_bytes())
+        if need > budget.bytes:
+            raise MemoryBudgetError(f"batches would take {format_bytes(need)}, but {budget}")
+        options = dict(settings)
+        if not hasattr(self.dataset, "__getitems__"):
+            most = int(_BATCH_S / max(self.sample_s, 1e-9))
+            options["batch_size"] = min(options["batch_size"], max(1, most))
+        order = shuffled(self.dataset, len(self.probes))
+
+        def work() -> float:
+            loader = DataLoader(self.dataset, sampler=order, collate_fn=self.collate_fn, **options)
+            return measure_rate(loader, seconds=self.probe_s, limit_s=left_s)
+
+        return in_subprocess(work, limit_s=left_s + _GRACE_S)

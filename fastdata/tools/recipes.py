@@ -1,0 +1,84 @@
+"""Published training transforms by torchvision, and the user's own by name."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import pkgutil
+import sys
+from typing import Any
+
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+
+IMAGENET_STD = (0.229, 0.224, 0.225)
+
+RECIPES = ("crop", "rrc", "trivial", "randaug", "simclr")
+
+CROP_PX = 224
+
+PREPARED_PX = 256
+
+
+# Transforms
+
+
+def make_recipe(recipe: str, dtype: str) -> Any:
+    """Make a transform of torchvision's references, or the view of SimCLR's paper.
+
+    Args:
+        recipe: one of ``RECIPES``; ``"crop"`` resizes to one size and crops at random.
+        dtype: ``"uint8"``, or ``"float32"``, which is normalised.
+    """
+    v1 = import_torchvision().transforms
+    crop = [v1.RandomResizedCrop(CROP_PX)]
+    if recipe == "crop":
+        crop = [v1.Resize(PREPARED_PX), v1.CenterCrop(PREPARED_PX), v1.RandomCrop(CROP_PX)]
+    more = {
+        "trivial": [v1.TrivialAugmentWide()],
+        "randaug": [v1.RandAugment()],
+        "simclr": [
+            v1.RandomApply([v1.ColorJitter(0.8, 0.8, 0.8, 0.2)], p=0.8),
+            v1.RandomGrayscale(p=0.2),
+            v1.RandomApply([v1.GaussianBlur(CROP_PX // 20 * 2 + 1, (0.1, 2.0))], p=0.5),
+        ],
+    }
+    last = [v1.PILToTensor()]
+    if dtype == "float32":
+        last = [v1.ToTensor(), v1.Normalize(IMAGENET_MEAN, IMAGENET_STD)]
+    return v1.Compose([*crop, v1.RandomHorizontalFlip(), *more.get(recipe, ()), *last])
+
+
+def import_torchvision() -> Any:
+    try:
+        return importlib.import_module("torchvision")
+    except ImportError as error:
+        raise ImportError(
+            "this needs torchvision, which is not installed: pip install 'fastdata[bench]'"
+        ) from error
+
+
+def find_transform(words: str) -> Any:
+    """Import the user's own transform by ``MODULE:NAME``, from the working directory, too."""
+    if not all(words.partition(":")):
+        raise ValueError(
+            f"--transform {words} is not module:name, as in --transform train:train_transform"
+        )
+    sys.path.insert(0, os.getcwd())
+    try:
+        return pkgutil.resolve_name(words)
+    except AttributeError as missing:
+        raise ImportError(f"--transform {words}: {missing}") from missing
+    finally:
+        sys.path.remove(os.getcwd())
+
+
+# The command
+
+
+def add_transform(parser: argparse.ArgumentParser, usual: str) -> None:
+    parser.add_argument(
+        "--transform",
+        metavar="MODULE:NAME",
+        help=f"a transform of your own, such as train:train_transform; {usual}",
+    )
