@@ -21,18 +21,8 @@ from PIL import Image, ImageDraw
 
 from _helper import Row, class_folders, in_turns, parser, print_rows, save_rows, transforms
 from fastdata.pixels.scratch import Scratch
-from fastdata.stores.codecs import (
-    ABOVE,
-    GREEN,
-    LEFT,
-    Codec,
-    JpegCodec,
-    Lz4Codec,
-    ZstdCodec,
-    apply_filter,
-    layout_of,
-    undo_filter,
-)
+from fastdata.stores.codecs import Codec, JpegCodec, Lz4Codec, ZstdCodec
+from fastdata.stores.prediction import ABOVE, GREEN, LEFT, apply_filter, layout_of, undo_filter
 
 SIDE = 256
 ROUND_S = 0.5

@@ -17,7 +17,7 @@ from torchvision import transforms as v1
 from conftest import save_image
 from fastdata import CachedDataset, ImageFolder, ImageManifest
 from fastdata.errors import CacheError, SampleError
-from fastdata.stores.readers import DiskFile
+from fastdata.stores.disk_file import DiskFile
 from fastdata.tools.inspect import inspect_caches
 from fastdata.tools.prune import prune_caches
 

@@ -15,7 +15,7 @@ from fastdata.errors import CacheError
 from fastdata.pixels.samples import SampleSpec
 from fastdata.sources.remote import Place
 from fastdata.stores.cache import INDEX, Cache
-from fastdata.stores.writers import StoredPart
+from fastdata.stores.writer import StoredPart
 
 Folder = Callable[..., Path]
 WRONG = [

@@ -25,7 +25,7 @@ from fastdata.loaders.chunk_plan import ChunkPlan, empties_cache
 from fastdata.loaders.samplers import chunked as chunked_order
 from fastdata.machine import limits
 from fastdata.stores import readers as readers_module
-from fastdata.stores.readers import DiskStore
+from fastdata.stores.disk import DiskStore
 from simcuda import Sim
 
 CODECS = ["auto", "zstd", "source"]  # raw, encoded, and the files' own bytes

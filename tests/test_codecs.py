@@ -18,20 +18,15 @@ from PIL import ImageFile
 from conftest import shown
 from fastdata.errors import CodecError, FastDataError
 from fastdata.stores.codecs import (
-    ABOVE,
-    GREEN,
     KNOWN_CODECS,
-    LEFT,
     Codec,
     JpegCodec,
     Lz4Codec,
     ZstdCodec,
-    apply_filter,
     codec_of,
     find_codec,
-    layout_of,
-    undo_filter,
 )
+from fastdata.stores.prediction import ABOVE, GREEN, LEFT, apply_filter, layout_of, undo_filter
 
 GOLDEN = Path(__file__).parent / "golden"
 

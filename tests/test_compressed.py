@@ -23,7 +23,7 @@ from fastdata.errors import MemoryBudgetError, SampleError
 from fastdata.sources.items import DatasetSource
 from fastdata.stores.codecs import JpegCodec
 from fastdata.stores.prepare import forecast
-from fastdata.stores.writers import ReadPath, Steps
+from fastdata.stores.read_path import ReadPath, Steps
 
 Folder = Callable[..., Path]
 LOSSLESS = ["source", "lz4", "zstd"]

@@ -26,7 +26,7 @@ from fastdata import CachedDataset, FastDataWarning, ImageFolder
 from fastdata.errors import CacheError, FastDataError, IngestError, MemoryBudgetError, SampleError
 from fastdata.machine import limits
 from fastdata.pixels.samples import SampleSpec
-from fastdata.stores.writers import Writer, WriterPlan
+from fastdata.stores.writer import Writer, WriterPlan
 
 PARENT = os.getpid()
 
@@ -421,7 +421,7 @@ def test_room_that_another_process_has_reserved_is_not_asked_for_again(
         other.write(0, np.ones((1, 3 << 20), np.uint8), "array")
     free = {"bytes": 2 << 20}
     monkeypatch.setattr(limits, "available_bytes", lambda: limits.Available(free["bytes"], "x"))
-    monkeypatch.setattr("fastdata.stores.readers.free_bytes", lambda folder: free["bytes"])
+    monkeypatch.setattr("fastdata.stores.disk_file.free_bytes", lambda folder: free["bytes"])
     writer.write(1, np.full((1, 3 << 19), 2, np.uint8), "array")
     free["bytes"] = 0
     with contextlib.closing(writer.finish(np.arange(2))) as store:

@@ -25,9 +25,9 @@ from fastdata.machine.tables import ListView
 from fastdata.pixels.own_transforms import StandardTransform
 from fastdata.pixels.plan import PairStep, Step, TransformPlan
 from fastdata.sources.files import FileSource
+from fastdata.stores.kept import KeptSamples
 from fastdata.stores.prepare import report_storage
-from fastdata.stores.readers import KeptSamples
-from fastdata.stores.writers import read_path
+from fastdata.stores.read_path import read_path
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor

@@ -20,7 +20,7 @@ from fastdata.report import warn_user
 from fastdata.sources.files import FileSource
 from fastdata.sources.source import Source
 from fastdata.stores.prepare import OldSamples, Options, Prepared, prepare_storage
-from fastdata.stores.writers import read_path
+from fastdata.stores.read_path import read_path
 
 
 def nothing_kept(reason: str) -> Prepared:

@@ -54,9 +54,10 @@ from fastdata.pixels.steps import Step as CoreStep
 from fastdata.pixels.transform_keys import describe_steps
 from fastdata.sources.files import FileSource
 from fastdata.sources.source import ItemKeys, Source
+from fastdata.stores.kept import KeptSamples
 from fastdata.stores.prepare import Options, Prepared
-from fastdata.stores.readers import KeptSamples, Store
-from fastdata.stores.writers import NO_FAULT_OF_A_SAMPLE, Steps, open_files
+from fastdata.stores.read_path import NO_FAULT_OF_A_SAMPLE, Steps, open_files
+from fastdata.stores.store import Store
 
 ALIGN_BYTES = 64
 _DECODED = SampleSpec(shape=None, dtype="uint8", form="pil")

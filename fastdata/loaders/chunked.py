@@ -36,8 +36,8 @@ from fastdata.machine import limits
 from fastdata.machine.ranks import find_rank, local_ranks
 from fastdata.machine.units import parse_bytes
 from fastdata.report import EpochReport
+from fastdata.stores.disk import DiskStore
 from fastdata.stores.mirror import FETCH_BYTES, MirroredStore
-from fastdata.stores.readers import DiskStore
 
 _PIECES_PER_CHUNK = 32
 _CHUNK_BYTES = 256 << 20

@@ -28,7 +28,7 @@ from fastdata.loaders.window import window_obstacle
 from fastdata.machine.units import format_bytes
 from fastdata.pixels.steps import Step
 from fastdata.report import warn_user
-from fastdata.stores.readers import Store
+from fastdata.stores.store import Store
 
 Tensor = torch.Tensor
 DeviceLike = str | int | torch.device

@@ -28,7 +28,7 @@ from fastdata.loaders.pinned import device_memory
 from fastdata.loaders.window import Window
 from fastdata.machine.budget import check_device_room
 from fastdata.report import log
-from fastdata.stores.readers import Store
+from fastdata.stores.store import Store
 
 Tensor = torch.Tensor
 

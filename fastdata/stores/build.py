@@ -72,7 +72,11 @@ from fastdata.stores.cache import (
     pack_targets,
 )
 from fastdata.stores.codecs import describe_codec, find_codec
+from fastdata.stores.disk import receipt_name
+from fastdata.stores.disk_file import free_bytes, naming_full_disk
 from fastdata.stores.frozen import refuse_draws
+from fastdata.stores.ingest import Written, ingest, ingest_workers, run_preparing
+from fastdata.stores.kept import Layout
 from fastdata.stores.prepare import (
     Forecast,
     Options,
@@ -82,18 +86,9 @@ from fastdata.stores.prepare import (
     try_codecs,
     warn_of_skipped,
 )
-from fastdata.stores.readers import Layout, Store, free_bytes, naming_full_disk, receipt_name
-from fastdata.stores.writers import (
-    ReadPath,
-    StoredPart,
-    WriterPlan,
-    Written,
-    ingest,
-    ingest_workers,
-    read_samples,
-    run_preparing,
-    write_any_shapes,
-)
+from fastdata.stores.read_path import ReadPath, read_samples
+from fastdata.stores.store import Store
+from fastdata.stores.writer import StoredPart, WriterPlan, write_any_shapes
 
 _SPARE_BYTES = 256 << 20
 """Free space that codec="auto" leaves on the disk."""

@@ -44,10 +44,13 @@ from fastdata.pixels.arrays import Array
 from fastdata.sources.remote import MISSING, Place, facts_of
 from fastdata.sources.storage_options import StorageChoice
 from fastdata.stores.codecs import codec_of
+from fastdata.stores.disk import DiskStore, receipt_name
+from fastdata.stores.disk_file import DiskFile
+from fastdata.stores.kept import KeptSamples, Layout
 from fastdata.stores.mirror import MirroredStore
 from fastdata.stores.prepare import Prepared
-from fastdata.stores.readers import Decoder, DiskFile, DiskStore, KeptSamples, Layout, receipt_name
-from fastdata.stores.writers import StoredPart, open_all
+from fastdata.stores.store import Decoder
+from fastdata.stores.writer import StoredPart, open_all
 
 INDEX = "fastdata.npz"
 VERSION = 9

@@ -1,47 +1,28 @@
-"""Encoding prepared samples, and decoding them: the door to lz4 and zstandard.
+"""Codecs of prepared samples, and the only door to lz4 and zstandard.
 
-LZ4 is the fastest to decode, Zstandard behind reversible prediction makes photographs half as
-large, JPEG seven to nine times smaller for the price of exactness; ``"source"`` keeps a file's own
-bytes.
-
-Reversible prediction is a sample minus what its neighbours let one expect.
-A sample is taken as planes of rows, each row filled up to whole words of 8 bytes, and a word as
-**one integer**. So one ``add.accumulate`` of words undoes "minus the row above" for 8 bytes at a
-time, and one multiplication undoes "minus the element to the left" within each word, because modulo
-2**64
-
-    word - (word << 8)  ==  word * (1 - 2**8)     and     (1 - 2**8) * 0x0101010101010101  ==  1.
-
-Borrows between the bytes of a word are part of the residual and vanish with it: exact, and 0.4 %
-larger than byte by byte. Both undone, 3 x 256 x 256 bytes take 65 us on one core, 3.0 GB/s, where
-``np.cumsum`` of bytes takes 430 us (benchmarks/codecs.py). The two together are the planar
-predictor left + above - (left of above), except that the first element of each word is predicted
-from above alone.
-
-Elements of 2, 4 or 8 bytes are split into byte planes first: all lowest bytes, all second ones, and
-so on. Each plane is then predicted as any other.
-
-Shape letters: P planes, R rows, K words of a row.
+LZ4 is the fastest to decode. Zstandard, behind the reversible prediction of ``prediction.py``, makes
+photographs half as large. JPEG makes them seven to nine times smaller, but not exactly. The codec
+``"source"``, which keeps a file's own bytes, is a ``SourceDecoder`` of ``pixels``.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
-import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from threading import get_ident
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 
 from fastdata.errors import CodecError
-from fastdata.pixels.arrays import Array, Bytes, Shape
+from fastdata.pixels.arrays import Array, Bytes
 from fastdata.pixels.decode import decode_planes_into, encode_image
 from fastdata.pixels.fingerprint import describe
-from fastdata.pixels.scratch import Scratch, round_up_8
+from fastdata.pixels.scratch import Scratch
+from fastdata.stores.prediction import _WORD_BYTES, LEFT, apply_filter, layout_of, undo_filter
 
 CodecSettings = dict[str, "int | str | bool"]
 """Plain values that JSON keeps: ``name``, ``format`` (the version of the byte format),
@@ -140,131 +121,10 @@ def _bytes_of(sample: Array) -> Bytes:
     return sample.reshape(-1).view(np.uint8)
 
 
-_WORD = np.dtype("<u8")
-_WORD_BYTES = 8
-_SHORTEST_ROW_BYTES = 32
-"""Shorter rows are joined: to fill them up to whole words would cost more than prediction gains."""
-# What was done to a sample before compression: GREEN, SPLIT, ABOVE, LEFT, in this order. Their sum
-# is the first byte of the encoded sample.
-GREEN = 1
-"""Plane 1 of 3 was subtracted from planes 0 and 2, byte by byte."""
-ABOVE = 2
-"""From each word the word one row above was subtracted, both little-endian integers."""
-LEFT = 4
-"""Within each word, from each byte the one to its left: ``word - (word << 8)``."""
-SPLIT = 8
-"""Elements of several bytes were split into planes: all lowest bytes, all second ones ..."""
-
-
-class WordLayout(NamedTuple):
-    """Layout of a sample's bytes as words.
-
-    Attributes:
-        lane: bytes of an element: 1, 2, 4 or 8. Byte planes are split by it.
-        rows: planes, rows of each and bytes of a row; a sample of one axis is one row.
-        words: P, R and K; the only row of a plane becomes a column of words.
-        filters: the filters to try; the last one has all steps that are possible.
-    """
-
-    lane: int
-    rows: tuple[int, int, int]
-    words: tuple[int, int, int]
-    filters: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.words) * _WORD_BYTES
-
-
-@lru_cache(maxsize=256)
-def layout_of(shape: Shape, dtype: np.dtype[Any]) -> WordLayout:
-    """Return the layout of samples of a shape and type."""
-    lane = dtype.itemsize
-    if dtype.kind == "c":
-        lane //= 2
-    if lane not in (1, 2, 4, 8):
-        lane = 1
-    axes = list(shape)
-    row_bytes = dtype.itemsize // lane
-    while axes:
-        row_bytes *= axes.pop()
-        if row_bytes >= _SHORTEST_ROW_BYTES:
-            break
-    rows = 1
-    if axes:
-        rows = axes.pop()
-    planes = lane * math.prod(axes)
-    word_count = round_up_8(row_bytes) // _WORD_BYTES
-    words = planes, rows, word_count
-    if rows == 1:
-        words = planes, word_count, 1
-    filters = [0, ABOVE, ABOVE | LEFT]
-    if len(shape) >= 3 and shape[0] == 3:
-        filters.append(ABOVE | LEFT | GREEN)
-    if lane > 1:
-        filters = [0, *(SPLIT | chosen for chosen in filters)]
-    if not math.prod(shape):
-        filters = [0]
-    return WordLayout(
-        lane=lane,
-        rows=(planes, rows, row_bytes),
-        words=words,
-        filters=tuple(filters),
-    )
-
-
-def apply_filter(sample: Bytes, layout: WordLayout, chosen: int) -> Bytes:
-    """Filter a sample's bytes.
-
-    Returns:
-        New memory of ``layout.size`` bytes; or the sample itself if ``chosen`` is 0.
-    """
-    if not chosen:
-        return sample
-    if chosen & GREEN:
-        colours = sample.reshape(3, -1).copy()
-        colours[::2] -= colours[1]
-        sample = colours.ravel()
-    elements = sample.reshape(-1, layout.lane)
-    rows = elements.T.reshape(layout.rows)
-    planes, row_count, row_bytes = layout.rows
-    filled = np.empty((planes, row_count, round_up_8(row_bytes)), np.uint8)
-    filled[..., :row_bytes] = rows
-    filled[..., row_bytes:] = rows[..., -1:]
-    words = filled.view(_WORD).reshape(layout.words)
-    if chosen & ABOVE:
-        differences = words.copy()
-        differences[:, 1:] -= words[:, :-1]
-        words = differences
-    if chosen & LEFT:
-        words -= words << np.uint64(8)
-    return words.ravel().view(np.uint8)
-
-
-def undo_filter(filtered: Bytes, layout: WordLayout, chosen: int, out: Bytes) -> None:
-    """Undo ``apply_filter``, in long calls on whole arrays: NumPy gives up the GIL during each.
-
-    ``filtered`` has ``layout.size`` bytes, and begins on a multiple of 8. It is overwritten, and
-    may be ``out`` itself if elements have one byte.
-    """
-    words = filtered.view(_WORD).reshape(layout.words)
-    if chosen & LEFT:
-        # Times 1 in each byte: adds to each byte all to the left of it.
-        words *= np.uint64(0x0101_0101_0101_0101)
-    if chosen & ABOVE:
-        np.add.accumulate(words, axis=1, out=words)
-    if filtered.ctypes.data != out.ctypes.data:
-        planes, rows, row_bytes = layout.rows
-        whole_rows = filtered.reshape(planes, rows, -1)[..., :row_bytes]
-        elements = np.moveaxis(out.reshape(-1, rows, row_bytes, layout.lane), -1, 0)
-        elements[...] = whole_rows.reshape(elements.shape)
-    if chosen & GREEN:
-        colours = out.reshape(3, -1)
-        colours[::2] += colours[1]
-
-
 _HEAD_BYTES = 5
+
 _TRIAL_BYTES = 24 * 1024
+
 _NOISE = {"strategy": 1, "min_match": 7, "hash_log": 6, "window_log": 15}
 """Parameters for residuals of photographs. They hardly repeat, so what counts is a Huffman table for
 every 32 KiB: ratio 2.18 and 130 us to decode 3 x 256 x 256, where level 1 gives 2.12 and 144 us,
@@ -436,6 +296,7 @@ class OwnCodec(Codec):
 
 
 _CODECS: dict[str, type[Codec]] = {"lz4": Lz4Codec, "zstd": ZstdCodec, "jpeg": JpegCodec}
+
 KNOWN_CODECS = tuple(_CODECS)
 
 

@@ -14,8 +14,9 @@ from fastdata.machine.units import format_bytes
 from fastdata.pixels.arrays import Array, Bytes
 from fastdata.pixels.samples import SampleSpec, addresses_of
 from fastdata.sources.remote import MISSING, Place, facts_of
-from fastdata.stores.readers import Decoder, DiskStore
+from fastdata.stores.disk import DiskStore
 from fastdata.stores.segments import Segment, SegmentFolder
+from fastdata.stores.store import Decoder
 
 FETCH_BYTES = 64 << 20
 """The most that a process fetches at once: 50 ms of latency at 1 GB/s are 48 MiB."""

@@ -61,21 +61,13 @@ from fastdata.sources.identity import describe_dataset, is_listed
 from fastdata.sources.items import DatasetSource
 from fastdata.sources.storage_options import StorageOptions
 from fastdata.stores.frozen import refuse_draws
-from fastdata.stores.readers import SOURCE, Decoder, KeptSamples, Layout, Store
+from fastdata.stores.ingest import WritePath, check_skipped, ingest
+from fastdata.stores.kept import KeptSamples, Layout
+from fastdata.stores.lazy import LazyStore
+from fastdata.stores.read_path import ReadPath, ReadSample, read_samples
 from fastdata.stores.source_codec import SourceDecoder
-from fastdata.stores.writers import (
-    NO_LIMIT,
-    RAGGED_ALIGN_BYTES,
-    LazyStore,
-    ReadPath,
-    ReadSample,
-    WritePath,
-    WriterPlan,
-    check_skipped,
-    ingest,
-    read_samples,
-    write_any_shapes,
-)
+from fastdata.stores.store import SOURCE, Decoder, Store
+from fastdata.stores.writer import NO_LIMIT, RAGGED_ALIGN_BYTES, WriterPlan, write_any_shapes
 
 Coders: TypeAlias = "tuple[Decoder | None, ...]"
 """Coders of the parts of samples; None for a raw part."""

@@ -28,7 +28,7 @@ from filelock import FileLock
 from fastdata.machine.units import parse_bytes
 from fastdata.pixels.arrays import Bytes
 from fastdata.sources.local_files import made_by_this_user, private_folder
-from fastdata.stores.readers import free_bytes, naming_full_disk
+from fastdata.stores.disk_file import free_bytes, naming_full_disk
 
 _SHARE = 0.5
 """Share of the disk's free space, and of what is kept there, that all caches may take."""

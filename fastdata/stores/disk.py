@@ -1,0 +1,109 @@
+"""Samples in files on disk, compared with their checksums when they are first read."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fastdata.errors import SampleError
+from fastdata.pixels.arrays import Array, Bytes
+from fastdata.stores.store import Store
+
+if TYPE_CHECKING:
+    from fastdata.stores.disk_file import DiskFile
+
+
+_GAP_BYTES = 64
+"""Between samples that are still brought and dropped as one piece: what alignment leaves. Pieces
+must not overlap."""
+
+
+class DiskStore(Store):
+    """Samples in files on disk, each compared with its checksum before it is first read.
+
+    The index has two more columns: ``sums``, the checksums, and ``checked``, which can be written:
+    1 for a sample that some process has read before.
+    """
+
+    files: tuple[DiskFile, ...]
+
+    def heaviest_bytes(self, samples: int) -> float:
+        """Return the largest mean size of so many neighbours."""
+        samples = min(samples, len(self))
+        ends = np.append(0, np.cumsum(self._sizes))
+        return float((ends[samples:] - ends[:-samples]).max() / samples)
+
+    def ensure(self, index_B: Array) -> None:
+        checked = self.index["checked"]
+        for index in index_B[checked[index_B] == 0].tolist():
+            self._check(index)
+            checked[index] = 1
+
+    def _check(self, index: int) -> None:
+        if checksum(self.stored(index)) != self.index["sums"][index]:
+            raise SampleError(self._note_damage(index), index=index)
+
+    def _note_damage(self, index: int) -> str:
+        """Let the next build write the shard of a sample again; return the text of the error."""
+        path = self.files[self._file_of[index]].path
+        cure = "the next run over its source prepares it again"
+        try:
+            path.with_name(receipt_name(path.stem.partition("-")[2])).unlink(missing_ok=True)
+        except OSError as problem:
+            cure = f"that cannot be noted ({problem.strerror}): build {path.parent} again"
+        return (
+            f"its bytes in {path.parent} are not those that were written (a failing disk, or a "
+            f"foreign hand); {cure}"
+        )
+
+    # Which samples are in memory
+
+    def load(self, index_B: Array) -> None:
+        """Load samples into memory, and nothing else, until they are evicted; see ``DiskFile``."""
+        for file, start, size in self._pieces(index_B):
+            file.load(start, size)
+
+    def evict(self, index_B: Array, *, from_cache: bool = False) -> None:
+        """Give back their memory; what was loaded by one call must be evicted by one call."""
+        for file, start, size in self._pieces(index_B):
+            file.evict(start, size, from_cache=from_cache)
+
+    def evict_all(self) -> None:
+        """Give back the memory of all samples, whatever read them."""
+        for file in self.files:
+            file.evict_all()
+
+    def _pieces(self, index_B: Array) -> Iterator[tuple[DiskFile, int, int]]:
+        """Yield file, first byte and size of each run of samples that lie end to end."""
+        file_B = self._file_of[index_B]
+        for number in np.unique(file_B).tolist():
+            chosen = index_B[file_B == number]
+            chosen = chosen[np.argsort(self._offsets[chosen])]
+            starts = self._offsets[chosen]
+            stops = starts + self._sizes[chosen]
+            is_cut = np.abs(starts[1:] - stops[:-1]) > _GAP_BYTES
+            first = starts[np.append(True, is_cut)].tolist()
+            last = stops[np.append(is_cut, True)].tolist()
+            for start, stop in zip(first, last, strict=True):
+                yield self.files[number], start, stop - start
+
+
+def receipt_name(shard: str) -> str:
+    """Return the name of the file that marks a shard as complete."""
+    return f"shard-{shard}.npz"
+
+
+def checksum(data: Bytes) -> int:
+    """Return the CRC-32 of a sample's bytes.
+
+    It depends on their order, so it also sees swapped pages and reversed rows. On a Xeon it reads
+    64 MiB in 41 ms, where a sum of words takes 10 ms; a run checks each sample once.
+
+    Example:
+        >>> checksum(np.array([1, 2], np.uint8)) == checksum(np.array([2, 1], np.uint8))
+        False
+    """
+    return zlib.crc32(data.data)

@@ -1,0 +1,214 @@
+"""Fill stores with the samples of a source, all at once, by threads or processes.
+
+Threads prepare where the compiled core does the work, processes where Python code does. Whatever
+happens, a killed worker or Ctrl-C included, no worker outlives the call and unfinished memory is freed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from fastdata.errors import IngestError, SampleError
+from fastdata.machine import limits
+from fastdata.machine.workers import run_tasks
+from fastdata.pixels.arrays import Array
+from fastdata.pixels.known import known_name
+from fastdata.pixels.samples import Form
+from fastdata.report import progress_bar
+from fastdata.sources.files import FileSource
+from fastdata.stores.read_path import _AT_ONCE, ReadPath, Steps, naming_sample, read_samples
+from fastdata.stores.source_codec import SourceDecoder
+from fastdata.stores.store import Store
+from fastdata.stores.writer import Writer, open_all
+
+if TYPE_CHECKING:
+    from fastdata.stores.prepare import Options
+    from fastdata.stores.writer import WriterPlan
+
+
+_FETCHED_AT_ONCE = 128
+"""Samples that a worker asks a network for at once."""
+
+_Answer = TypeVar("_Answer")
+
+
+# From a source to the writers of its samples' parts
+
+
+class WritePath(NamedTuple):
+    """The way of samples from their source to the writers of their parts.
+
+    Attributes:
+        path: reads and prepares samples.
+        writers: one for each part.
+        first_index: the sample of row 0.
+    """
+
+    path: ReadPath
+    writers: list[Writer]
+    first_index: int = 0
+
+    @classmethod
+    def open(cls, path: ReadPath, plans: Sequence[WriterPlan], indices: range) -> WritePath:
+        """Open a writer for each part of these samples."""
+        writers = open_all(Writer.open(plan, len(indices)) for plan in plans)
+        if any(isinstance(plan.coder, SourceDecoder) for plan in plans):
+            assert isinstance(path.source, FileSource)
+            # Files are stored as they are; the copy shares the requests that are under way.
+            path = ReadPath(replace(path.source, loader=None), Steps(()), path.shape)
+        return cls(path, writers, indices[0])
+
+    def write(self, indices: Sequence[int]) -> Written:
+        """Read, prepare and write samples; this process must have the writers."""
+        source = self.path.source
+        source.expect(indices)
+        written = Written({}, {})
+        are_tables = all(writer.plan.is_table for writer in self.writers)
+        for read in read_samples(self.path, indices):
+            if isinstance(read, SampleError):
+                written.errors[read.index - self.first_index] = read.with_traceback(None)
+                continue
+            count = len(read.numbers)
+            # Tables take neighbours in one call.
+            are_neighbours = read.numbers[-1] - read.numbers[0] == count - 1
+            size = count if are_tables and are_neighbours else 1
+            for first in range(0, count, size):
+                row = read.numbers[first] - self.first_index
+                targets = read.targets[first : first + size]
+                parts = [(values[first : first + size], form) for values, form in read.parts]
+                try:
+                    with naming_sample(source, read.numbers[first]):
+                        self._write_parts(row, parts)
+                except SampleError as error:
+                    written.errors[row] = error.with_traceback(None)  # which holds this frame
+                else:
+                    written.targets.update(enumerate(targets, row))
+        return written
+
+    def _write_parts(self, row: int, parts: Sequence[tuple[Array, Form]]) -> None:
+        if len(parts) != len(self.writers):
+            raise TypeError(
+                f"it has {len(parts)} parts among samples of {len(self.writers)}; give all "
+                "samples one type in prepare="
+            )
+        for writer, (values, form) in zip(self.writers, parts, strict=True):
+            writer.write(row, values, form, self.path.shape)
+
+    def close(self) -> None:
+        for writer in self.writers:
+            writer.close()
+
+
+class Written(NamedTuple):
+    """Targets of the samples that were written, and errors of the others, by row."""
+
+    targets: dict[int, Any]
+    errors: dict[int, SampleError]
+
+
+def ingest(
+    path: ReadPath, plans: Sequence[WriterPlan], indices: range, options: Options
+) -> tuple[list[Store], Written]:
+    """Fill sealed stores, one for each part, with samples of a source; each is read once.
+
+    Args:
+        path: reads and prepares the samples.
+        plans: of the writers, one for each part.
+        indices: of the samples, in the order of the stores' rows.
+        options: of the dataset.
+
+    Raises:
+        SampleError: a sample cannot be prepared; names its path and index.
+        MemoryBudgetError: samples are larger than expected, and exceed the writers' limit.
+        IngestError: a worker died.
+        ShapesDifferError: a sample has another shape than planned; see ``write_any_shapes``.
+    """
+    if options.on_error == "skip":
+        path = path._replace(shape=None)  # files are opened, to leave some out
+    size = _FETCHED_AT_ONCE if path.source.is_remote else _AT_ONCE
+    tasks = [indices[first : first + size] for first in range(0, len(indices), size)]
+    all_written = Written({}, {})
+    with contextlib.ExitStack() as cleanup:
+        to_write = WritePath.open(path, plans, indices)
+        cleanup.callback(to_write.close)
+        done = run_preparing(to_write.write, tasks, path, plans, options)
+        bar = progress_bar(len(indices), f"preparing {len(indices):,} images")
+        with contextlib.closing(done), bar:
+            for targets, errors in done:
+                for error in errors.values():
+                    if options.on_error == "raise":
+                        raise error
+                    # Its text tells the cause, whose frames hold what is open here.
+                    error.__cause__ = error.__context__ = None
+                all_written.targets.update(targets)
+                all_written.errors.update(errors)
+                check_skipped(all_written.errors, len(indices))
+                bar.update(len(targets) + len(errors))
+        kept = np.array(list(all_written.targets), np.int64)
+        stores = [writer.finish(kept) for writer in to_write.writers]
+        cleanup.pop_all()
+    return stores, all_written
+
+
+def run_preparing(
+    job: Callable[[Any], _Answer],
+    tasks: Sequence[Any],
+    path: ReadPath,
+    plans: Sequence[WriterPlan],
+    options: Options,
+) -> Generator[_Answer, None, None]:
+    """Run a job that prepares samples over tasks, in threads or processes; see ``run_tasks``."""
+    from fastdata.stores.codecs import OwnCodec  # most scripts need no codec
+
+    has_own_codec = any(isinstance(plan.coder, OwnCodec) for plan in plans)
+    # A user's dataset or function may keep something from one line to the next, such as the
+    # position of a file, and torch calls it from one thread only.
+    has_own_steps = path.source.opening is None or not all(map(known_name, path.prepare.steps))
+    return run_tasks(
+        job,
+        tasks,
+        min(ingest_workers(options), len(tasks)),
+        forks=path.by_core is None or has_own_codec,  # Python code holds the GIL
+        is_thread_safe=not has_own_steps and not has_own_codec,
+        cores=options.cores,
+    )
+
+
+def ingest_workers(options: Options) -> int:
+    """Return how many workers prepare samples, at most."""
+    if options.prepare_workers is None:
+        return limits.usable_cores(len(options.cores) or None)
+    return options.prepare_workers
+
+
+_MOST_SKIPPED = 10
+"""So many may be left out of any dataset; of a large one 1 %."""
+
+_SKIPPED_IN_A_ROW = 100
+"""So many in a row mean that a folder is gone, most likely."""
+
+
+def check_skipped(errors: dict[int, SampleError], count: int) -> None:
+    """Raise IngestError if ``on_error="skip"`` would leave out more than single samples.
+
+    Args:
+        errors: by number of the sample, the latest one last.
+        count: of all samples.
+    """
+    latest = next(reversed(errors), 0)
+    in_a_row = range(latest, latest - _SKIPPED_IN_A_ROW, -1)
+    if len(errors) > max(_MOST_SKIPPED, count // 100):
+        found = f"{len(errors):,} of {count:,} samples cannot be prepared, more than 1 %"
+    elif all(row in errors for row in in_a_row):
+        found = f"{_SKIPPED_IN_A_ROW} samples in a row, up to {latest}, cannot be prepared"
+    else:
+        return
+    first = errors[min(errors)]
+    raise IngestError(
+        f"on_error='skip' leaves out single damaged samples, but {found}. The first: {first}"
+    ) from first

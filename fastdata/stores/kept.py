@@ -1,0 +1,135 @@
+"""Stored samples of a dataset, put together from their parts.
+
+A sample is a sequence of parts: the image, or each value of a tuple such as (image, mask), and
+after these the images of the target. Each part has a store of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fastdata.errors import ChannelsError, SampleError, sample_error
+from fastdata.machine.ranks import Leader
+from fastdata.machine.tables import SampleTable, collate_targets
+from fastdata.pixels.arrays import Array
+from fastdata.pixels.samples import present
+from fastdata.sources.source import ItemKeys
+from fastdata.stores.store import SOURCE
+
+if TYPE_CHECKING:
+    from fastdata.stores.store import Store
+
+
+# Samples of their parts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How samples are put together from their parts.
+
+    Args:
+        is_tuple: True if samples are tuples of parts.
+        target_is_part: True if the target is an image, which is the last part.
+        keys: of items that are dicts or namedtuples.
+        mask_places: places of the images in targets that are tuples; these are the last parts.
+    """
+
+    is_tuple: bool = False
+    target_is_part: bool = False
+    keys: ItemKeys | None = None
+    mask_places: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        keys = self.keys
+        if keys and (keys.image not in keys.names or len({*keys.names}) < len(keys.names)):
+            raise ValueError(f"its keys do not fit: {keys}")
+
+    @property
+    def target_parts(self) -> int:
+        """Count the parts that are images of targets; they are the last ones."""
+        return self.target_is_part + len(self.mask_places)
+
+
+@dataclass(frozen=True)
+class KeptSamples(Layout):
+    """Stored samples and their targets, with the interface of a ``Source``.
+
+    Args:
+        stores: one for each part.
+        table: of the targets, except for those that are parts.
+        shared_by: lets other ranks of the machine attach to the stores.
+    """
+
+    stores: tuple[Store, ...]
+    table: SampleTable
+    opening = None
+    is_remote = False
+    shared_by: Leader | None = None
+
+    @property
+    def images(self) -> Store:
+        """The store of the first part."""
+        return self.stores[0]
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def expect(self, indices: Sequence[int]) -> None:
+        self.images.expect(indices)
+
+    def path(self, index: int) -> str | None:
+        return self.table.path(index) if self.table.has_paths else None
+
+    def read(self, index: int) -> tuple[Any, Any]:
+        """Return sample and target as they were before they were stored, in new memory."""
+        stores = self.stores[: len(self.stores) - self.target_parts]
+        parts = tuple(self._owned(store, index) for store in stores)
+        return (parts if self.is_tuple else parts[0]), self.target(index)
+
+    def target(self, index: int) -> Any:
+        if self.target_is_part:
+            return self._owned(self.stores[-1], index)
+        target = self.table.target(index)
+        if not self.mask_places:
+            return target
+        values = list(target)
+        stores = self.stores[-len(self.mask_places) :]
+        for place, store in zip(self.mask_places, stores, strict=True):
+            values[place] = self._owned(store, index)
+        return tuple(values)
+
+    def collated_targets(self, index_B: Array) -> Any:
+        """Return the targets of a batch as ``default_collate`` makes them."""
+        if self.target_parts:
+            return collate_targets([self.target(index) for index in index_B.tolist()])
+        return self.table.collated_targets(index_B)
+
+    def _owned(self, store: Store, index: int) -> Any:
+        """Read a part into new memory."""
+        with self.naming_damage():
+            array = store.read(index)
+        if store.gives_views:
+            array = array.copy()
+        return present(array, store.spec.form)
+
+    @contextlib.contextmanager
+    def naming_damage(self) -> Iterator[None]:
+        """Add the path of a sample to the error that a store raises for it."""
+        try:
+            yield
+        except SampleError as damaged:
+            index = damaged.index
+            path = self.path(index)
+            if damaged.path == path:
+                raise
+            cause = damaged.__cause__
+            if cause is not None and self.images.codec == SOURCE:  # the file is at fault
+                raise sample_error(path, index, cause) from cause
+            what = str(damaged).partition("cannot be read: ")[2]
+            raise SampleError(what, index=index, path=path) from cause
+        except ChannelsError as wrong:
+            path = self.path(wrong.index)
+            raise SampleError(wrong.reason, index=wrong.index, path=path) from wrong

@@ -1,0 +1,57 @@
+"""Stores that are filled by their readers: a sample is prepared when it is first read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastdata.pixels.arrays import Array
+from fastdata.stores.store import Store
+
+if TYPE_CHECKING:
+    from fastdata.stores.ingest import WritePath
+
+
+class LazyStore(Store):
+    """Samples of one shape, each of which is prepared and written by its first reader.
+
+    Other readers of the same sample wait. A reader that dies leaves it to the next one.
+    """
+
+    def __init__(self, to_write: WritePath) -> None:
+        [writer] = to_write.writers
+        super().__init__((writer.file,), writer.plan.spec, writer.index)
+        self._to_write = to_write
+        self._is_there = writer.index["is_there"]  # (N,), for every process to see
+
+    def expect(self, indices: Sequence[int]) -> None:
+        missing = [index for index in indices if not self._is_there[index]]
+        self._to_write.path.source.expect(missing)
+
+    def filled_share(self, index_B: Array | None = None) -> float:
+        is_there = self._is_there if index_B is None else self._is_there[index_B]
+        return float(np.count_nonzero(is_there) / max(is_there.size, 1))
+
+    def ensure(self, index_B: Array) -> None:
+        """Prepare and write the samples that are not there yet.
+
+        Raises:
+            SampleError: a sample cannot be read or prepared; the others stay.
+        """
+        missing = np.unique(index_B[~self._is_there[index_B]]).tolist()
+        if not missing:
+            return
+        # The kernel frees these locks if this process is killed: the next reader goes on.
+        with self.index.block.hold(*missing):
+            # Another reader may have prepared some before it gave up its locks.
+            left = [index for index in missing if not self._is_there[index]]
+            written = self._to_write.write(left)
+            # Set after the pixels are written, so that a reader who sees it finds them.
+            self._is_there[list(written.targets)] = True
+        for error in written.errors.values():
+            raise error
+
+    def __reduce__(self) -> Any:
+        return LazyStore, (self._to_write,)

@@ -1,0 +1,263 @@
+"""Samples on their way to a store: read, prepared, and taken apart into parts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fastdata.errors import CacheError, IngestError, RemoteError, SampleError, sample_error
+from fastdata.pixels.arrays import Array, Shape
+from fastdata.pixels.core import library
+from fastdata.pixels.decode import OpenedImages
+from fastdata.pixels.openings import Opening
+from fastdata.pixels.plan import Step
+from fastdata.pixels.program import Program
+from fastdata.pixels.samples import Form, SampleSpec, is_image, is_pil, to_stored
+from fastdata.pixels.split import plan_transform, split_upright
+from fastdata.report import log
+from fastdata.sources.files import FileSource
+from fastdata.sources.source import Source
+from fastdata.stores.kept import Layout
+from fastdata.stores.source_codec import SourceDecoder
+from fastdata.stores.store import ShapesDifferError
+
+_AT_ONCE = 16
+"""Samples that are read together."""
+
+
+# Reading samples
+
+
+class ReadSample(NamedTuple):
+    """A prepared sample, taken apart.
+
+    Attributes:
+        number: index of the sample in its source.
+        parts: values of each part, and what it was.
+        target: without its images, which are parts; None for files, whose table has the targets.
+        layout: tells how the parts are put together again.
+    """
+
+    number: int
+    parts: Sequence[tuple[Array, Form]]
+    target: Any
+    layout: Layout
+
+
+class SampleRun(NamedTuple):
+    """Prepared samples of one shape, taken apart.
+
+    Attributes:
+        numbers: indices of the samples in their source.
+        parts: values (n, *shape) of each part, and what it was.
+        targets: see ``ReadSample``.
+        layout: see ``ReadSample``.
+    """
+
+    numbers: Sequence[int]
+    parts: Sequence[tuple[Array, Form]]
+    targets: Sequence[Any]
+    layout: Layout = Layout()
+
+    def copies(self) -> list[ReadSample]:
+        """Return each sample in memory of its own."""
+        samples = []
+        for k, number in enumerate(self.numbers):
+            parts = [(values[k, ...].copy(), form) for values, form in self.parts]
+            samples.append(ReadSample(number, parts, self.targets[k], self.layout))
+        return samples
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Steps of a transform that run one after the other; it pickles if they do."""
+
+    steps: tuple[Step, ...]
+
+    def __call__(self, sample: Any) -> Any:
+        for step in self.steps:
+            sample = step(sample)
+        return sample
+
+
+@dataclass(frozen=True)
+class FilePreparer:
+    """Prepares an image file by the compiled core: bytes to planes (C, h, w), uint8.
+
+    Args:
+        prepare: yields planes (n, C, h, w), uint8, for each run of opened images of one size. The
+            memory is reused for the next run.
+        opening: of the loader that this replaces.
+        upright: True if images are first turned as their EXIF says.
+    """
+
+    prepare: Callable[[OpenedImages], Iterator[Array]]
+    opening: Opening
+    upright: bool = False
+
+    def __call__(self, data: bytes | memoryview) -> Array:
+        def by_pillow(_: int) -> Array:
+            return self.opening.decode_pixels(data, upright=self.upright)
+
+        images = OpenedImages.of_files(
+            [data], by_pillow, upright=self.upright, channels=self.opening.channels
+        )
+        return np.array(next(self.prepare(images))[0])
+
+
+class ReadPath(NamedTuple):
+    """Where samples come from, and what is done to each before it is stored.
+
+    Attributes:
+        source: reads the samples.
+        prepare: steps that run on each of them.
+        shape: of every prepared sample, if it follows from the steps.
+        by_core: opens and prepares samples without the GIL; None if Python code does.
+    """
+
+    source: Source
+    prepare: Steps
+    shape: Shape | None = None
+    by_core: FilePreparer | None = None
+
+    @property
+    def decoder(self) -> SourceDecoder | None:
+        """What prepares a file's bytes; None for other samples, and for a user's own loader."""
+        if self.by_core is not None:
+            is_whole = not (self.prepare.steps or self.by_core.upright)
+            return SourceDecoder(self.by_core, Steps(()), makes_jpeg_files=is_whole)
+        opening = self.source.opening
+        return None if opening is None else SourceDecoder(opening.decode, self.prepare)
+
+
+def read_path(source: Source, steps: tuple[Step, ...]) -> ReadPath:
+    """Choose how samples are read and prepared: by the core if it can run all steps on files."""
+    as_written = ReadPath(source, Steps(steps))
+    opening = source.opening
+    # torchvision resizes tensors without the rounding between rows and columns that the core has.
+    if opening is None or (steps and opening.form == "tensor"):
+        return as_written
+    obstacle = library.obstacle()
+    if obstacle is not None:
+        log.info("Pillow prepares the images, which takes longer: %s", obstacle)
+        return as_written
+    upright, served = split_upright(steps)
+    plan = plan_transform(served, form=opening.form, channels=opening.channels, prepared=0)
+    if plan.kind != opening.form or plan.per_sample:
+        return as_written
+    program = Program(plan.batch_ops, SampleSpec(shape=None, dtype="uint8", form="pil"))
+    output = None if opening.channels is None else program.output((opening.channels, 1, 1))
+    by_core = FilePreparer(program.prepare, opening, upright or opening.is_upright)
+    return as_written._replace(by_core=by_core, shape=None if output is None else output[0])
+
+
+NO_FAULT_OF_A_SAMPLE = (
+    MemoryError,
+    SampleError,
+    IngestError,
+    RemoteError,
+    CacheError,
+    ShapesDifferError,
+)
+"""Errors that already name a sample, or that no sample is at fault for."""
+
+
+@contextlib.contextmanager
+def naming_sample(source: Source, index: int, *, is_read: bool = False) -> Iterator[None]:
+    """Turn an error into one that names the sample's path and index; see ``sample_error``."""
+    try:
+        yield
+    except NO_FAULT_OF_A_SAMPLE:
+        raise
+    except Exception as cause:  # user code and decoders raise anything; all of it is named and kept
+        raise sample_error(source.path(index), index, cause, is_read=is_read) from cause
+
+
+def open_files(source: FileSource, indices: Sequence[int], *, upright: bool) -> OpenedImages:
+    """Read image files for the core.
+
+    Raises:
+        SampleError: a file cannot be read, or its image cannot be decoded.
+    """
+    try:
+        files = source.read_files(indices)
+    except OSError:  # of one file: read them one by one to find it
+        files = []
+        for index in indices:
+            with naming_sample(source, index):
+                files += source.read_files([index])
+
+    opening = source.opening
+    assert opening is not None
+
+    def by_pillow(b: int) -> Array:
+        with naming_sample(source, indices[b]):
+            return opening.decode_pixels(files[b], upright=upright)
+
+    return OpenedImages.of_files(files, by_pillow, upright=upright, channels=opening.channels)
+
+
+def read_samples(path: ReadPath, indices: Sequence[int]) -> Iterator[SampleRun | SampleError]:
+    """Yield runs of prepared samples, in order, and the error in place of a sample that failed.
+
+    A run may use the memory of the run before.
+    """
+    for first in range(0, len(indices), _AT_ONCE):
+        group = indices[first : first + _AT_ONCE]
+        done = 0
+        if path.by_core is not None:
+            # After an error the rest is read one by one, which tells whose error it is.
+            with contextlib.suppress(SampleError, ValueError):
+                for run in _read_together(path, path.by_core, group):
+                    done += len(run.numbers)
+                    yield run
+        for index in group[done:]:
+            try:
+                run = _read_one(path, index)
+            except SampleError as error:
+                yield error
+            else:
+                yield run
+
+
+def _read_together(
+    path: ReadPath, by_core: FilePreparer, indices: Sequence[int]
+) -> Iterator[SampleRun]:
+    source = path.source
+    assert isinstance(source, FileSource)
+    images = open_files(source, indices, upright=by_core.upright)
+    form = by_core.opening.form
+    first = 0
+    for planes in by_core.prepare(images):
+        last = first + len(planes)
+        yield SampleRun(indices[first:last], [(planes, form)], [None] * len(planes))
+        first = last
+
+
+def _read_one(path: ReadPath, index: int) -> SampleRun:
+    """Read and prepare a sample, and take it apart; images of its target come last."""
+    with naming_sample(path.source, index):
+        sample, target = path.source.read(index)
+    with naming_sample(path.source, index, is_read=True):
+        prepared = path.prepare(sample)
+        is_tuple = isinstance(prepared, (tuple, list))
+        parts = list(map(to_stored, prepared if is_tuple else [prepared]))
+        if isinstance(path.source, FileSource):
+            target = None
+        target_is_part = is_image(target)
+        places: tuple[int, ...] = ()
+        if target_is_part:
+            parts.append(to_stored(target, is_mask=True))
+            target = None
+        elif type(target) is tuple:
+            places = tuple(k for k, value in enumerate(target) if is_pil(value))
+            parts += [to_stored(target[k], is_mask=True) for k in places]
+            target = tuple(None if is_pil(value) else value for value in target)
+        layout = Layout(is_tuple=is_tuple, target_is_part=target_is_part, mask_places=places)
+        return SampleRun(
+            [index], [(values[None], form) for values, form in parts], [target], layout
+        )

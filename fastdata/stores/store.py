@@ -1,0 +1,177 @@
+"""Prepared samples in memory or files, read by index."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from fastdata.errors import FastDataError, SampleError
+from fastdata.machine.blocks import ArrayBlock, Block
+from fastdata.pixels.arrays import Array, Bytes, Shape
+from fastdata.pixels.decode import open_libjpeg
+from fastdata.pixels.samples import SampleSpec, addresses_of
+
+Decoder: TypeAlias = "Codec | SourceDecoder"
+
+SOURCE = "source"
+
+
+class ShapesDifferError(FastDataError, ValueError):
+    """A sample does not have the shape that the others have."""
+
+
+class Store:
+    """Prepared samples in memory or files, read by index; pickles as a handle.
+
+    Samples are raw, of one shape or each of its own, or each is the bytes of a codec. A store is
+    sealed, so that any number of threads and processes can read it at once. Indices are positions
+    in [0, N); the dataset checks them, the store does not. Every method that reads raises a
+    SampleError, without a path, for a sample that is damaged; the others can still be read.
+
+    Args:
+        files: sealed, unless samples are still to come.
+        spec: of the samples as they are served.
+        index: columns with a row for each sample. ``offsets``, int64 (N,): its first byte.
+            ``sizes``, int64 (N,): its bytes. ``shapes``, int32 (N, ndim). ``files``, int32 (N,):
+            the file that it is in; missing if there is one file.
+        decoder: decodes samples into the caller's memory; None for raw samples.
+
+    Attributes:
+        gives_views: True if samples are stored as they are served, so that ``read`` copies nothing.
+        shapes: of all samples, (N, ndim).
+    """
+
+    def __init__(
+        self,
+        files: Sequence[Block],
+        spec: SampleSpec,
+        index: ArrayBlock,
+        decoder: Decoder | None = None,
+    ) -> None:
+        self.files = tuple(files)
+        self.spec = spec
+        self.index = index
+        self.gives_views = decoder is None
+        self.size_bytes = sum(file.size_bytes for file in files)
+        self._decoder = decoder
+        mapped = [file.array("uint8", (file.size_bytes,)) for file in files]
+        for data in mapped:
+            data.flags.writeable = False
+        self._bytes = dict(enumerate(mapped))
+        self._addresses = addresses_of(mapped)
+        self._offsets = index["offsets"]
+        self._sizes = index["sizes"]
+        self.shapes = index["shapes"]
+        self._file_of = index.get("files", np.broadcast_to(np.int32(0), len(self)))
+        # Samples that are raw and have one shape are rows of one table in each file.
+        self._row_bytes = spec.sample_bytes if decoder is None and spec.is_dense else 0
+
+    @property
+    def codec(self) -> str:
+        """Name of the codec of the samples."""
+        return "raw" if self._decoder is None else self._decoder.name
+
+    def filled_share(self, index_B: Array | None = None) -> float:
+        """Return the share of the samples, or of the chosen ones, that are prepared already."""
+        return 1.0
+
+    def expect(self, indices: Sequence[int]) -> None:
+        """Begin to fetch what preparing these samples needs, if they are still to be prepared."""
+        return
+
+    def ensure(self, index_B: Array) -> None:
+        """Check that samples are there and are those that were written, before they are read.
+
+        Raises:
+            SampleError: a sample is damaged, or cannot be prepared.
+        """
+        return
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def shape(self, index: int) -> Shape:
+        return self.spec.shape or tuple(self.shapes[index].tolist())
+
+    def stored(self, index: int) -> Bytes:
+        """Return the bytes of one sample, a read-only view."""
+        start = int(self._offsets[index])
+        stop = start + int(self._sizes[index])
+        return self._file_bytes(self._file_of[index])[start:stop]
+
+    def _file_bytes(self, number: int) -> Bytes:
+        """Return a file as it is mapped into memory."""
+        return self._bytes[number]
+
+    def addresses(self, index_B: Array) -> Array:
+        """Return the addresses of raw samples in memory, int64 (B,)."""
+        self.ensure(index_B)
+        addresses_B: Array = self._addresses[self._file_of[index_B]] + self._offsets[index_B]
+        return addresses_B
+
+    def jpeg_files(self, index_B: Array) -> tuple[Array, Array] | None:
+        """Return addresses and sizes of JPEG files, int64 (B,); None if the core decodes none."""
+        decoder = self._decoder
+        if decoder is None or not decoder.makes_jpeg_files or open_libjpeg()[0] is None:
+            return None
+        return self.addresses(index_B), self._sizes[index_B]
+
+    def read(self, index: int) -> Array:
+        """Return one sample: a read-only view if samples are raw, else a new array."""
+        if self.gives_views:
+            self.ensure(np.array([index]))
+            return self._view(index)
+        out = np.empty(self.shape(index), self.spec.dtype)
+        self.read_into(index, out)
+        return out
+
+    def _view(self, index: int) -> Array:
+        return self.stored(index).view(self.spec.dtype).reshape(self.shape(index))
+
+    def read_into(self, index: int, out: Array) -> None:
+        """Copy or decode one sample into ``out``, which is C-contiguous and has its shape."""
+        self.ensure(np.array([index]))
+        if self._decoder is None:
+            out[...] = self._view(index)
+            return
+        data = self.stored(index).data
+        try:
+            self._decoder.decode(data, out)
+        except MemoryError:
+            raise
+        except Exception as cause:  # decoders raise anything; all of it is named and kept
+            raise SampleError(
+                f"{len(data):,} bytes of codec {self.codec!r} in the store: {cause}", index=index
+            ) from cause
+
+    def gather_into(self, index_B: Array, out_B: Array) -> None:
+        """Copy or decode samples of one shape into ``out_B`` (B, *shape), C-contiguous."""
+        if self._decoder is not None:
+            for b, index in enumerate(index_B.tolist()):
+                self.read_into(index, out_B[b, ...])  # a view of no dimensions, too
+            return
+        self.ensure(index_B)
+        numbers = np.unique(self._file_of[index_B]).tolist()
+        if not self._row_bytes or len(numbers) != 1:
+            for b, index in enumerate(index_B.tolist()):
+                out_B[b] = self._view(index)
+            return
+        # All are rows of one table: one call copies them, without Python for each sample.
+        starts_B = self._offsets[index_B]
+        data = self._file_bytes(numbers[0])
+        first = starts_B[0] % self._row_bytes
+        length = (data.size - first) // self._row_bytes
+        table = np.ndarray((length, *out_B.shape[1:]), self.spec.dtype, data.data, first)
+        np.take(table, starts_B // self._row_bytes, axis=0, out=out_B, mode="clip")
+
+    def close(self) -> None:
+        """Close the files; arrays handed out stay valid. Nothing can be read then. Idempotent."""
+        self._bytes.clear()
+        for file in self.files:
+            file.close()
+        self.index.close()
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.files, self.spec, self.index, self._decoder)

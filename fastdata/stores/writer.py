@@ -1,0 +1,245 @@
+"""Writers of stores, which any thread or process may use, in memory or on disk."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from fastdata.errors import MemoryBudgetError
+from fastdata.machine.blocks import ArrayBlock, Block
+from fastdata.machine.units import format_bytes
+from fastdata.pixels.arrays import Array, Bytes, Shape
+from fastdata.pixels.samples import Form, SampleSpec
+from fastdata.stores.disk import checksum
+from fastdata.stores.disk_file import DiskFile
+from fastdata.stores.source_codec import SourceDecoder
+from fastdata.stores.store import ShapesDifferError, Store
+
+if TYPE_CHECKING:
+    from fastdata.stores.codecs import Codec
+
+RAGGED_ALIGN_BYTES = 64
+"""Raw samples of many shapes begin at multiples of this."""
+
+_GROWTH_BYTES = 1 << 18
+"""The least by which a file grows. It grows by a 32nd of itself once that is more."""
+
+NO_LIMIT = 1 << 62
+
+_USED = "used bytes"
+
+_Made = TypeVar("_Made")
+
+
+# Writers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredPart:
+    """One part of all samples, such as the image, as it is stored.
+
+    Args:
+        spec: of the samples as they are served; dense if all have one shape.
+        dimensions: number of axes of each sample.
+        codec: settings of the codec; None for raw samples.
+    """
+
+    spec: SampleSpec
+    dimensions: int
+    codec: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        dtype = np.dtype(self.spec.dtype)
+        if dtype.hasobject or not dtype.itemsize or dtype.name != self.spec.dtype:
+            raise ValueError(f"samples of {self.spec} are not known")
+
+    @property
+    def is_table(self) -> bool:
+        """True if raw samples are rows of one array, which on disk is a ``.npy`` file."""
+        return self.codec is None and self.spec.is_dense
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WriterPlan(StoredPart):
+    """A part of all samples, and how its store is written.
+
+    Args:
+        coder: encodes samples; None for raw ones. A ``SourceDecoder`` keeps the files' bytes as
+            they are, and each is prepared when it is read.
+        path: of the new file on disk; None for memory.
+        limit_bytes: the most that may be reserved.
+    """
+
+    coder: Codec | SourceDecoder | None = None
+    path: Path | None = None
+    limit_bytes: int = NO_LIMIT
+
+
+def write_any_shapes(
+    write: Callable[[Sequence[WriterPlan]], _Made], plans: Sequence[WriterPlan]
+) -> _Made:
+    """Write samples as planned; if one has another shape, again with a shape for each."""
+    with contextlib.suppress(ShapesDifferError):
+        return write(plans)
+    return write([replace(plan, spec=replace(plan.spec, shape=None)) for plan in plans])
+
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """Writes samples into a file, from any thread of any process that it was sent to.
+
+    In a table each sample has its place. Others are stored in the order in which they are written,
+    and the file grows as their sizes become known.
+
+    Args:
+        plan: of the store.
+        file: of the samples.
+        index: of the store, as ``Store`` has it.
+    """
+
+    plan: WriterPlan
+    file: Block
+    index: ArrayBlock
+
+    @classmethod
+    def open(cls, plan: WriterPlan, length: int) -> Writer:
+        """Create a file for so many samples; all of a table is reserved."""
+        spec = plan.spec
+        index: dict[str, Array] = {
+            "offsets": np.zeros(length, np.int64),
+            "sizes": np.zeros(length, np.int64),
+            "shapes": np.zeros((length, plan.dimensions), np.int32),
+            _USED: np.zeros(1, np.int64),
+        }
+        head = np.zeros(0, np.uint8)
+        size_bytes = 1  # an empty file cannot be mapped
+        if plan.is_table and spec.shape is not None:
+            head = _array_head((length, *spec.shape), spec.dtype)
+            size_bytes = head.size + length * spec.sample_bytes
+            index["offsets"] += head.size + np.arange(length) * spec.sample_bytes
+            index["sizes"] += spec.sample_bytes
+            index["shapes"] += np.array(spec.shape, np.int32)
+        if plan.path is None:
+            index["is_there"] = np.zeros(length, np.bool_)  # for ``LazyStore``
+            file = Block.create(size_bytes)
+        else:
+            index["sums"] = np.zeros(length, np.uint32)
+            file = DiskFile.reserve(plan.path, size_bytes)
+        file.write(0, head)
+        return cls(plan, file, ArrayBlock.of(index, seal=False))
+
+    def write(self, row: int, samples: Array, form: Form, shape: Shape | None = None) -> None:
+        """Encode and store samples of one shape (n, *shape); more than one only in a table.
+
+        Args:
+            row: of the first sample in the store.
+            samples: their values, or the bytes of a file for a ``SourceDecoder``.
+            form: what they were.
+            shape: of the prepared sample, if it is known before the file is decoded.
+
+        Raises:
+            TypeError: the samples have another type than the others.
+            MemoryBudgetError: there is no room left within the limit.
+            ShapesDifferError: they do not have the common shape, or have another number of
+                dimensions than the others.
+            CacheError: the disk is full.
+        """
+        plan = self.plan
+        spec = plan.spec
+        data = np.ascontiguousarray(samples)
+        if isinstance(plan.coder, SourceDecoder):
+            shape = shape or plan.coder.sample(data[0].data).shape
+        else:
+            shape = samples.shape[1:]
+            if samples.dtype != spec.dtype or form != spec.form:
+                raise TypeError(
+                    f"it is of {samples.dtype} {form}, the others are of {spec.dtype} {spec.form}; "
+                    "give all samples one type in prepare="
+                )
+            if plan.coder is not None:
+                encoded = plan.coder.encode(data[0, ...])  # an array, if it has no axes, too
+                data = np.frombuffer(encoded, np.uint8)[None]
+        if spec.shape not in (None, shape) or len(shape) != plan.dimensions:
+            others = spec.shape or f"{plan.dimensions} dimensions"
+            raise ShapesDifferError(
+                f"sample {row} has shape {shape}, those before it {others}; give all samples as "
+                "many dimensions in prepare="
+            )
+        index = self.index
+        if not plan.is_table:
+            index["offsets"][row] = self._take(data.nbytes)
+            index["sizes"][row] = data.nbytes
+            index["shapes"][row] = shape
+        self.file.write(index["offsets"][row].item(), data)
+        if "sums" in index:
+            count = len(data)
+            octets = data.reshape(-1).view(np.uint8).reshape(count, data.nbytes // count)
+            index["sums"][row : row + count] = list(map(checksum, octets))
+
+    def _take(self, size_bytes: int) -> int:
+        """Take so many bytes of the file for a sample; return the first of them."""
+        coder = self.plan.coder
+        limit_bytes = self.plan.limit_bytes
+        align_bytes = RAGGED_ALIGN_BYTES if coder is None else 1
+        used = self.index[_USED]
+        # The file and what is used of it belong to all processes that write.
+        with self.index.block.hold(0):
+            start: int = used.item()
+            end = start + -(-size_bytes // align_bytes) * align_bytes
+            if end > limit_bytes:
+                what = "prepared samples of many shapes"
+                if coder is not None:
+                    what = f"samples encoded by codec={coder.name!r}"
+                raise MemoryBudgetError(
+                    f"{what} need more than the {format_bytes(limit_bytes)} that is free"
+                )
+            if end > self.file.reserved_bytes():
+                self.file.resize(min(end + max(end // 32, _GROWTH_BYTES), limit_bytes))
+            used[0] = end
+        return start
+
+    def finish(self, rows: Array) -> Store:
+        """Seal the file; return a store of the samples in these rows, all that were written."""
+        self.index.pop("is_there", None)
+        used_bytes = self.index.pop(_USED).item()
+        if not self.plan.is_table:
+            self.file.resize(max(used_bytes, 1))
+        self.file.seal()
+        index = ArrayBlock.of({name: column[rows] for name, column in self.index.items()})
+        self.index.close()
+        return Store((self.file,), self.plan.spec, index, self.plan.coder)
+
+    def close(self) -> None:
+        """Give up what was written, a file on disk included. Idempotent."""
+        self.file.close()
+        self.index.close()
+        if self.plan.path is not None:
+            self.plan.path.unlink(missing_ok=True)
+
+
+def _array_head(shape: Shape, dtype: str) -> Bytes:
+    """Return what ``np.save`` writes before such an array: a multiple of 64 bytes."""
+    head = io.BytesIO()
+    described = {"descr": np.dtype(dtype).str, "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(head, described)
+    return np.frombuffer(head.getvalue(), np.uint8)
+
+
+_Opened = TypeVar("_Opened", bound="Store | Writer | Block")
+
+
+def open_all(opening: Iterable[_Opened]) -> list[_Opened]:
+    """Open all that an iterable yields; if one cannot be opened, close the others."""
+    opened = []
+    with contextlib.ExitStack() as cleanup:
+        for each in opening:
+            cleanup.callback(each.close)
+            opened.append(each)
+        cleanup.pop_all()
+    return opened
