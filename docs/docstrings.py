@@ -6,7 +6,7 @@ from typing import Any
 
 import griffe
 
-from fastdata.stores.prepare import DatasetOptions
+from fastdata.stores.options import DatasetOptions
 
 SHARED = re.compile(r"^( +)(\w+(?:, \w+)+): (.+(?:\n\1 +.+)*)$", re.MULTILINE)
 """``seed, rank: as of RankSampler``, and the lines that go on with it."""

@@ -42,8 +42,9 @@ from fastdata.pixels.transform_keys import describe_steps
 from fastdata.sources.remote import Place
 from fastdata.stores import readers as readers_module
 from fastdata.stores.build import lock_of, locked
-from fastdata.stores.cache import INDEX, VERSION, Cache
+from fastdata.stores.cache import INDEX, Cache
 from fastdata.stores.disk_file import DiskFile
+from fastdata.stores.manifest import VERSION
 from fastdata.tools.inspect import inspect_caches
 from fastdata.tools.prune import prune_caches
 

@@ -27,7 +27,8 @@ from conftest import save_image
 from fastdata import CachedDataset, CudaPrefetcher, DataLoader, ImageFolder, ImageManifest
 from fastdata.errors import CacheError, SampleError, StoreGoneError
 from fastdata.sources.remote import Place
-from fastdata.stores.cache import INDEX, Cache, find_cache
+from fastdata.stores.cache import INDEX, Cache
+from fastdata.stores.find import find_cache
 from fastdata.tools.__main__ import main
 from simcuda import Sim
 

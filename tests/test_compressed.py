@@ -22,7 +22,7 @@ from fastdata import CachedDataset, DataLoader, ImageFolder, collate
 from fastdata.errors import MemoryBudgetError, SampleError
 from fastdata.sources.items import DatasetSource
 from fastdata.stores.codecs import JpegCodec
-from fastdata.stores.prepare import forecast
+from fastdata.stores.forecast import forecast
 from fastdata.stores.read_path import ReadPath, Steps
 
 Folder = Callable[..., Path]

@@ -37,7 +37,7 @@ from fastdata import (
 )
 from fastdata.datasets.batch import IndexBatch
 from fastdata.errors import SampleError, StoreGoneError
-from fastdata.stores.prepare import DatasetOptions, Options
+from fastdata.stores.options import DatasetOptions, Options
 from leftovers import open_descriptors
 
 CROP = v1.Compose([v1.RandomCrop((4, 3)), v1.RandomHorizontalFlip(), v1.ToTensor()])

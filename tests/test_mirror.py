@@ -25,7 +25,7 @@ from fastdata.sources import remote
 from fastdata.sources.remote import Place
 from fastdata.stores import mirror as mirror_module
 from fastdata.stores import segments as segments_module
-from fastdata.stores.cache import find_cache
+from fastdata.stores.find import find_cache
 
 URL = "memory://bucket/caches"
 SHAPE = 3, 40, 60

@@ -26,8 +26,8 @@ from conftest import save_image
 from fastdata import CachedDataset, ImageFolder
 from fastdata.errors import FastDataError, IngestError, SampleError
 from fastdata.sources.remote import Place
-from fastdata.stores.build import samples_per_shard
 from fastdata.stores.cache import INDEX, Cache
+from fastdata.stores.shards import samples_per_shard
 from fastdata.tools.__main__ import main
 
 Folder = Callable[..., Path]

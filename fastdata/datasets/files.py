@@ -18,7 +18,7 @@ from fastdata.sources.remote import Place
 from fastdata.sources.source import Source
 
 if TYPE_CHECKING:
-    from fastdata.stores.build import Described
+    from fastdata.stores.listing import Described
 
 _UNKNOWN = (-1, -1)
 """Size and tag of a remote file that was not listed."""
@@ -68,7 +68,7 @@ class FileOrigin:
         return stored.samples if stored.table is None else self.files(stored.table)
 
     def describe(self, stored: Stored, source: Source) -> Described:
-        from fastdata.stores.build import list_paths
+        from fastdata.stores.listing import list_paths
 
         root = os.fspath(self.root)
         assert isinstance(source, FileSource)

@@ -13,7 +13,7 @@ from fastdata.sources.items import DatasetSource
 from fastdata.sources.source import Source
 
 if TYPE_CHECKING:
-    from fastdata.stores.build import Described, Listing
+    from fastdata.stores.listing import Described, Listing
 
 
 class Origin(Protocol):
@@ -64,7 +64,7 @@ class ItemOrigin:
 
 def _list_files(source: Source) -> tuple[Listing | None, str]:
     """Return the files of samples and their folder; no listing if samples are not files."""
-    from fastdata.stores.build import list_paths
+    from fastdata.stores.listing import list_paths
 
     paths = list(filter(None, map(source.path, range(len(source)))))
     if not paths or len(paths) < len(source):

@@ -19,7 +19,8 @@ from fastdata.pixels.transform_keys import describe_steps
 from fastdata.report import warn_user
 from fastdata.sources.files import FileSource
 from fastdata.sources.source import Source
-from fastdata.stores.prepare import OldSamples, Options, Prepared, prepare_storage
+from fastdata.stores.options import Options
+from fastdata.stores.prepare import OldSamples, Prepared, prepare_storage
 from fastdata.stores.read_path import read_path
 
 

@@ -29,7 +29,7 @@ from fastdata.sources.source import chosen_keys
 from fastdata.sources.storage_options import StorageChoice
 from fastdata.sources.tars import open_tars
 from fastdata.stores.frozen import refuse_random_steps
-from fastdata.stores.prepare import DatasetOptions, Options, read_options, with_options
+from fastdata.stores.options import DatasetOptions, Options, read_options, with_options
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -401,9 +401,9 @@ class CachedDataset(PreparedDataset):
                 torchvision's ``PILToTensor``, and not as PIL images, which a ``transform`` would
                 have to make tensors of.
             seed: of the random draws of batch ops; see
-                ``fastdata.stores.prepare.DatasetOptions``.
+                ``fastdata.stores.options.DatasetOptions``.
             batch_ops: False runs known random transforms per sample exactly as written.
-            storage_options: for a URL; see ``fastdata.stores.prepare.DatasetOptions``.
+            storage_options: for a URL; see ``fastdata.stores.options.DatasetOptions``.
             local_cache: as there.
 
         Raises:
@@ -420,7 +420,7 @@ class CachedDataset(PreparedDataset):
             ...         print(len(dataset), list(dataset.targets))
             5 [0, 1, 4, 9, 16]
         """
-        from fastdata.stores.cache import find_cache, open_cache
+        from fastdata.stores.find import find_cache, open_cache
 
         dataset = cls.__new__(cls)
         chosen_transforms = _chosen_transforms(transform, target_transform, transforms)

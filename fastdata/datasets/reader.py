@@ -55,7 +55,8 @@ from fastdata.pixels.transform_keys import describe_steps
 from fastdata.sources.files import FileSource
 from fastdata.sources.source import ItemKeys, Source
 from fastdata.stores.kept import KeptSamples
-from fastdata.stores.prepare import Options, Prepared
+from fastdata.stores.options import Options
+from fastdata.stores.prepare import Prepared
 from fastdata.stores.read_path import NO_FAULT_OF_A_SAMPLE, Steps, open_files
 from fastdata.stores.store import Store
 

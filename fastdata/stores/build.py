@@ -1,109 +1,62 @@
-"""Serving from the cache of a dataset: found, or written, once among any number of processes.
+"""Serve from the cache of a dataset, which is written first where it is missing.
 
-A cache is shards and an index that names them, renamed into its place last: a writer that is
-killed at any moment leaves it as it was, and the shards that it has completed. A build cuts the
-samples into shards, and writes those that are not there: all of a new cache, those with changed
-files of an old one, the rest of one that was stopped. The process that called gathers their
-receipts, and it alone makes them a cache.
-
-A task reads, prepares and writes one shard, on this machine or by any executor: the bytes are the
-same, whoever writes them. Last it writes a receipt, ``shard-<name>.npz``, of what the index is to
-hold: a shard whose receipt and files are there is complete, and is not written again.
+A cache is shards and an index that names them, which is renamed into its place last: a build that is
+killed at any moment leaves the cache as it was, and the shards that it has completed. A build writes
+only the shards that are not there: all of a new cache, those with changed files of an old one, the
+rest of one that was stopped. The process that called it makes the index of all shards.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import math
-import multiprocessing
 import os
-import pickle
 import re
-import uuid
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future, as_completed, wait
-from contextlib import (
-    AbstractContextManager,
-    ExitStack,
-    closing,
-    contextmanager,
-    nullcontext,
-    suppress,
-)
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import filterfalse
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
-import torch
 from filelock import FileLock, Timeout
 
-from fastdata.errors import (
-    CacheError,
-    IngestError,
-    RemoteError,
-    SampleError,
-    fault_of,
-    with_retries,
-)
+from fastdata.errors import CacheError
 from fastdata.machine.budget import CodecTrial, fitting
-from fastdata.machine.limits import usable_cores
 from fastdata.machine.tables import Packed, SampleTable
-from fastdata.machine.units import parse_bytes
-from fastdata.machine.workers import attempt, run_tasks, settle
 from fastdata.paths import is_url, local_path
 from fastdata.pixels.transform_keys import describe_steps
-from fastdata.report import log, progress_bar
-from fastdata.sources.files import FileSource
-from fastdata.sources.local_files import fleeting_folder, made_by_this_user
+from fastdata.report import log
+from fastdata.sources.local_files import made_by_this_user
 from fastdata.sources.remote import Place
-from fastdata.sources.storage_options import options_travel
-from fastdata.stores.cache import (
-    INDEX,
-    VERSION,
-    Cache,
-    Columns,
-    Manifest,
-    as_list,
-    mirror_folder,
-    pack_targets,
-)
+from fastdata.stores.cache import INDEX, Cache, mirror_folder
 from fastdata.stores.codecs import describe_codec, find_codec
-from fastdata.stores.disk import receipt_name
 from fastdata.stores.disk_file import free_bytes, naming_full_disk
+from fastdata.stores.forecast import Forecast, forecast, probe_more
 from fastdata.stores.frozen import refuse_draws
-from fastdata.stores.ingest import Written, ingest, ingest_workers, run_preparing
 from fastdata.stores.kept import Layout
-from fastdata.stores.prepare import (
-    Forecast,
-    Options,
-    Prepared,
-    forecast,
-    probe_more,
-    try_codecs,
-    warn_of_skipped,
+from fastdata.stores.listing import Listing, fingerprint
+from fastdata.stores.manifest import VERSION, Manifest
+from fastdata.stores.options import Options
+from fastdata.stores.prepare import Prepared, warn_of_skipped
+from fastdata.stores.read_path import ReadPath
+from fastdata.stores.shards import (
+    ShardTask,
+    ShardWriter,
+    file_sizes,
+    may_stay_out,
+    samples_per_shard,
 )
-from fastdata.stores.read_path import ReadPath, read_samples
-from fastdata.stores.store import Store
+from fastdata.stores.targets import Columns, as_list, pack_targets
+from fastdata.stores.trials import try_codecs
 from fastdata.stores.writer import StoredPart, WriterPlan, write_any_shapes
+
+if TYPE_CHECKING:
+    from fastdata.stores.listing import Described
+
 
 _SPARE_BYTES = 256 << 20
 """Free space that codec="auto" leaves on the disk."""
-_MOST_SHARDS = 200
-"""Every process keeps a descriptor open for each file, and 1,024 is a usual limit."""
-_LEAST_BYTES = 16 << 20
-"""Size of the smallest shards; a smaller one is not worth a task."""
-_GOOD_BYTES = 32 << 20
-"""Size of shards once there are ``_GOOD_SHARDS``, which is enough for all workers."""
-_GOOD_SHARDS = 64
-_FILES_PER_TASK = 50_000
-_CHARACTERS = 16
-"""Length of a fingerprint."""
-_RAY_RETRIES = 10
-"""Retries of a task whose node was lost."""
 
 
 def prepare_on_disk(
@@ -195,76 +148,6 @@ def locked(home: Path, reason: str) -> AbstractContextManager[Any]:
             f"cache_dir={str(home.parent)!r} cannot be written ({problem.strerror}), and {reason}. "
             "Name a folder that can be written, or run `fastdata build` where it can."
         ) from problem
-
-
-class Listing(NamedTuple):
-    """The files that samples are made from, one for each.
-
-    Attributes:
-        paths: their names, relative to the root if they are below it.
-        stats: int64 (2, N), the size of each file and the time of its last change, or a tag that
-            stands for its content; -1 where there is no file.
-    """
-
-    paths: list[bytes]
-    stats: npt.NDArray[np.int64]
-
-    def fingerprint(self, rows: slice, basis: bytes = b"") -> str:
-        """Return a fingerprint of some files and of what else depends on them."""
-        return fingerprint(basis, *self.paths[rows], self.stats[:, rows].tobytes())
-
-
-Described = tuple[str, Listing | None, str]
-"""A dataset for a cache: text that is equal for equal samples; their files and folder, if any."""
-
-
-def list_paths(
-    paths: Sequence[str], root: str, stats: npt.NDArray[np.int64] | None = None
-) -> Listing:
-    """List the files of a dataset; of remote ones ``stats`` are known."""
-    prefix = os.fsencode(os.path.join(local_path(root), "")) if root else b""
-    # A relative root may have absolute paths below it.
-    full = os.fsencode(os.path.join(os.path.abspath(local_path(root)), "")) if root else b""
-    names = [os.fsencode(path).removeprefix(prefix).removeprefix(full) for path in paths]
-    if stats is None:  # takes seconds for 1,300,000 files
-        tasks = [paths[i : i + _FILES_PER_TASK] for i in range(0, len(paths), _FILES_PER_TASK)]
-        workers = usable_cores() if len(tasks) > 4 else 0
-        with closing(run_tasks(_stat_files, tasks, workers)) as found:
-            stats = np.concatenate([np.zeros((0, 2), np.int64), *found]).T
-    return Listing(names, stats)
-
-
-def _stat_files(paths: Sequence[str]) -> npt.NDArray[np.int64]:
-    """Return size and time of files, (N, 2)."""
-    stats = np.full((len(paths), 2), -1, np.int64)
-    for row, path in enumerate(paths):
-        try:
-            found = with_retries(os.stat, path)
-        except (OSError, ValueError) as problem:  # no such file, or not the name of a file
-            if fault_of(problem) == "machine":
-                raise
-        else:
-            stats[row] = found.st_size, found.st_mtime_ns
-    return stats
-
-
-def fingerprint(*parts: bytes) -> str:
-    """Return a short SHA-256 of several texts, none of which holds a zero byte but the last."""
-    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:_CHARACTERS]
-
-
-def samples_per_shard(count: int, need_bytes: int, shard_bytes: int | str | None) -> int:
-    """Return how many of ``count`` samples, which take about ``need_bytes``, a shard holds.
-
-    It is a power of 2, so that the borders of shards stay when a few samples come or go.
-    """
-    if shard_bytes is None:
-        size_bytes = min(max(need_bytes / _GOOD_SHARDS, _LEAST_BYTES), _GOOD_BYTES)
-    else:
-        size_bytes = max(parse_bytes(shard_bytes, of=0), 1)
-    shards = min(math.ceil(need_bytes / size_bytes), _MOST_SHARDS, count)
-    rows = math.ceil(count / max(shards, 1))
-    return 1 << (rows - 1).bit_length()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -442,255 +325,6 @@ class _Build:
         return columns
 
 
-def file_sizes(place: Place) -> dict[str, int]:
-    """Return the sizes of the files in a place, by name."""
-    found = place.find().result()
-    return {name: size for name, (size, _) in found.items() if "/" not in name}
-
-
 def _is_complete(name: str) -> bool:
     """Return True for files of complete shards, which a stopped build leaves to the next one."""
     return "-" in name or name == INDEX
-
-
-def may_stay_out(
-    path: ReadPath, options: Options, skipped: Sequence[SampleError], first_index: int = 0
-) -> bool:
-    """Return True if samples may be left out, and none of those left out can be read now.
-
-    Samples whose bytes are damaged are not tried again. ``first_index`` is added to the index of
-    each error.
-    """
-    if skipped and options.on_error != "skip":
-        return False
-    left_out = [first_index + error.index for error in skipped if error.may_pass]
-    with suppress(RemoteError, IngestError):  # the machine or network fails: not now
-        return all(isinstance(read, SampleError) for read in read_samples(path, left_out))
-    return True
-
-
-class ShardTask(NamedTuple):
-    """A shard that is to be written.
-
-    Args:
-        name: fingerprint of the shard.
-        positions: indices of its samples in the source.
-        columns: paths and targets of these samples, for a process that does not have all.
-    """
-
-    name: str
-    positions: range
-    columns: Mapping[str, Any] | None = None
-
-    def __str__(self) -> str:
-        return f"samples {self.positions[0]} to {self.positions[-1]}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ShardWriter:
-    """Writes shards, in this or any other process.
-
-    Args:
-        path: reads and prepares a sample.
-        plans: plan for each part of a shard.
-        options: of the dataset.
-        manifest: of the cache, without classes.
-        place: of the cache.
-    """
-
-    path: ReadPath
-    plans: Sequence[WriterPlan]
-    options: Options
-    manifest: Manifest
-    place: Place
-
-    def __call__(self, task: ShardTask) -> bytes:
-        """Write the files of a shard, and last its receipt, which is returned."""
-        path = self.path
-        if multiprocessing.parent_process() is not None:
-            # There is a process for each core, and a forked OpenMP pool would hang.
-            torch.set_num_threads(1)
-        if task.columns is not None:
-            assert isinstance(path.source, FileSource)
-            path = path._replace(source=replace(path.source, **task.columns))
-        with ExitStack() as cleanup:
-            folder = Path(self.place.url)
-            if self.place.is_remote:
-                folder = cleanup.enter_context(fleeting_folder())
-            # Two tasks may write the same shard, as after a lost node: each writes files of its own
-            # and renames them in the end. Their bytes are equal, so the order does not matter.
-            fresh = uuid.uuid4().hex
-            new_paths = [folder / f"{fresh}.{number}" for number in range(len(self.plans))]
-            plans = [
-                replace(plan, path=new) for plan, new in zip(self.plans, new_paths, strict=True)
-            ]
-            stores, written = ingest(path, plans, task.positions, self.options)
-            for store in stores:
-                cleanup.callback(store.close)
-            shard = self._make_index(task, stores, written)
-            receipt = shard.pack()
-            for new, [name] in zip(new_paths, shard.files(), strict=True):
-                if self.place.is_remote:
-                    self.place.upload(name, new)
-                else:
-                    new.replace(folder / name)
-            self.place.write(receipt_name(task.name), receipt)
-        return receipt
-
-    def _make_index(self, task: ShardTask, stores: Sequence[Store], written: Written) -> Cache:
-        kept = np.zeros(len(task.positions), bool)
-        kept[list(written.targets)] = True
-        errors = [error for _, error in sorted(written.errors.items())]
-        columns: Columns = {
-            "shards.names": np.array([task.name], "S16"),
-            "shards.rows": np.array([len(kept)]),
-            "shards.bytes": np.array([[store.size_bytes for store in stores]]),
-            "kept": kept,
-            "skipped.json": [[error.path, str(error), error.may_pass] for error in errors],
-        }
-        for number, store in enumerate(stores):
-            columns |= {f"part{number}.{name}": column for name, column in store.index.items()}
-        columns |= pack_targets(list(written.targets.values()))
-        return Cache(place=self.place, manifest=self.manifest, columns=columns)
-
-    def write_all(self, tasks: Sequence[ShardTask]) -> list[Cache]:
-        """Write all shards that are not complete.
-
-        Raises:
-            SampleError: a sample cannot be prepared; names its path and index.
-            IngestError: a worker of this machine was lost; what is done stays. An executor raises
-                errors of its own.
-            ShapesDifferError: a sample has another shape.
-            ValueError: the code that prepares samples cannot be pickled.
-        """
-        complete = self._complete(tasks)
-        left = [task for task in tasks if task.name not in complete]
-        missing = sum(len(task.positions) for task in left)
-        count = tasks[-1].positions.stop
-        if complete:
-            log.warning(
-                "%d of %d samples are prepared: those of new or changed files, of damaged shards, "
-                "or that a stopped build has left",
-                missing,
-                count,
-            )
-        with (
-            closing(self._run(left)) as written,
-            progress_bar(count, f"preparing {count:,} images") as bar,
-        ):
-            bar.update(count - missing)
-            for data in written:
-                shard = Cache.unpack(self.place, data)
-                complete[shard.shard_names[0]] = shard
-                bar.update(len(shard.columns["kept"]))
-        return [complete[task.name] for task in tasks]
-
-    def _complete(self, tasks: Sequence[ShardTask]) -> dict[str, Cache]:
-        """Return the shards that are complete already, by name."""
-        sizes = file_sizes(self.place)
-        found = [task for task in tasks if receipt_name(task.name) in sizes]
-        asked = [self.place.submit(receipt_name(task.name)) for task in found]
-        complete = {}
-        for task, receipt in zip(found, asked, strict=True):
-            with suppress(Exception):  # reading somebody else's bytes may raise anything
-                shard = Cache.unpack(self.place, receipt.result())
-                is_whole = all(files.items() <= sizes.items() for files in shard.files())
-                is_whole &= shard.shard_names == [task.name]
-                first = task.positions[0]
-                if is_whole and may_stay_out(self.path, self.options, shard.skipped, first):
-                    complete[task.name] = shard
-        return complete
-
-    def _run(self, tasks: Sequence[ShardTask]) -> Generator[bytes, None, None]:
-        """Write shards, and yield the receipt of each when it is written."""
-        workers = ingest_workers(self.options)
-        engine = self.options.engine
-        one_each = replace(self.options, prepare_workers=1, engine="local")
-        alone = replace(self, options=one_each)
-        if engine != "local":
-            yield from run_elsewhere(alone, tasks, engine)
-        elif 1 < workers <= len(tasks):
-            yield from run_preparing(alone, tasks, self.path, self.plans, self.options)
-        else:  # fewer shards than workers: all workers prepare one shard after the other
-            yield from map(self, tasks)
-
-
-def run_elsewhere(
-    writer: ShardWriter, tasks: Sequence[ShardTask], engine: str | Executor
-) -> Iterator[bytes]:
-    """Write shards by an executor or by Ray, and yield the receipt of each when it is written."""
-    source = writer.path.source
-    if isinstance(source, FileSource):  # a task carries the files of its own samples only
-        tasks = [task._replace(columns=source.columns_of(task.positions)) for task in tasks]
-        no_files = replace(source, **source.columns_of(()))
-        writer = replace(writer, path=writer.path._replace(source=no_files))
-    opened: AbstractContextManager[Callable[[ShardTask], Future[bytes]]]
-    if isinstance(engine, Executor):
-        packed = _pickled(writer)
-        opened = nullcontext(lambda task: engine.submit(_attempt, packed, task))
-    else:
-        opened = _ray(writer)
-    with opened as submit:
-        running: list[Future[bytes]] = []
-        try:
-            running.extend(map(submit, tasks))
-            for future in as_completed(running):
-                yield settle(future.result())
-        finally:
-            # Shards that are being written now are completed, and stay for the next build.
-            wait([future for future in running if not future.cancel()])
-
-
-def _attempt(packed: bytes, task: ShardTask) -> bytes:
-    """Write a shard in an executor. Errors are returned, so that those raised are the executor's."""
-    return attempt(lambda task: pickle.loads(packed)(task), task)
-
-
-def _pickled(writer: ShardWriter) -> bytes:
-    """Pickle a writer, with its ``storage_options``; a ValueError says what cannot be pickled."""
-    try:
-        with options_travel():
-            return pickle.dumps(writer)
-    except Exception as problem:  # pickling runs code of the user's
-        raise ValueError(
-            "engine= runs your loader and transform in other processes, but they cannot be "
-            f"pickled: {problem}. Use functions of a module instead of lambdas and of functions "
-            "within others; or engine='local', which forks, or engine='ray', which sends their "
-            "code."
-        ) from problem
-
-
-@contextmanager
-def _ray(writer: ShardWriter) -> Iterator[Callable[[ShardTask], Future[bytes]]]:
-    """Submit tasks to the Ray cluster that this process is connected to, or that RAY_ADDRESS names.
-
-    If there is none, one is started on this machine and ended afterwards. A task whose node was
-    lost is run again on another one; tasks that are not done in the end are cancelled.
-    """
-    try:
-        import ray
-    except ImportError as missing:
-        raise ImportError(
-            "engine='ray' needs Ray, which is not installed: pip install 'fastdata[ray]'"
-        ) from missing
-    is_connected = ray.is_initialized()
-    if not is_connected:
-        ray.init(log_to_driver=False, logging_level="error")
-    refs: list[Any] = []
-    try:
-        with options_travel():
-            packed = ray.put(ray.cloudpickle.dumps(writer))  # each node fetches it once
-        write = ray.remote(num_cpus=1, max_retries=_RAY_RETRIES)(_attempt)
-
-        def submit(task: ShardTask) -> Future[bytes]:
-            ref = write.remote(packed, task)
-            refs.append(ref)
-            future: Future[bytes] = ref.future()
-            return future
-
-        yield submit
-    finally:
-        for ref in refs:
-            ray.cancel(ref)
-        if not is_connected:
-            ray.shutdown()

@@ -19,97 +19,41 @@ import io
 import json
 import os
 import re
-import reprlib
-import types
-import typing
 import zipfile
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import filterfalse, islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from fastdata.errors import CacheError, MemoryBudgetError, RemoteError, SampleError
 from fastdata.machine.blocks import ArrayBlock
 from fastdata.machine.budget import StoragePlan
-from fastdata.machine.tables import Packed, SampleTable, target_columns
+from fastdata.machine.tables import SampleTable
 from fastdata.machine.units import format_bytes
 from fastdata.paths import AnyPath, local_path, refuse_remote
 from fastdata.pixels.arrays import Array
-from fastdata.sources.remote import MISSING, Place, facts_of
-from fastdata.sources.storage_options import StorageChoice
+from fastdata.sources.remote import Place
 from fastdata.stores.codecs import codec_of
 from fastdata.stores.disk import DiskStore, receipt_name
 from fastdata.stores.disk_file import DiskFile
-from fastdata.stores.kept import KeptSamples, Layout
+from fastdata.stores.kept import KeptSamples
+from fastdata.stores.manifest import VERSION, Manifest, from_json
 from fastdata.stores.mirror import MirroredStore
 from fastdata.stores.prepare import Prepared
 from fastdata.stores.store import Decoder
+from fastdata.stores.targets import unpack_targets
 from fastdata.stores.writer import StoredPart, open_all
 
+if TYPE_CHECKING:
+    from fastdata.stores.targets import Columns
+
+
 INDEX = "fastdata.npz"
-VERSION = 9
+
 _MOST_SAMPLE_BYTES = 1 << 36
-
-Columns = dict[str, Any]
-"""Columns of an index by name: arrays, or the values of JSON."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Manifest:
-    """Description of a cache: the form of its samples, and what they were made from.
-
-    Args:
-        key: what samples depend on besides their files: ``source``, the code that opens them;
-            ``prepare``, the steps; and ``codec``, as the user chose it.
-        root: folder of the files when the cache was written.
-        content: fingerprint of the files, or the number of samples if they are not files.
-        classes: number of each class, if classes have names.
-        parts: of each sample.
-        layout: tells how the parts are put together.
-    """
-
-    version: int = VERSION
-    key: dict[str, str]
-    root: str
-    content: str = ""
-    classes: dict[str, int] | None = None
-    parts: tuple[StoredPart, ...] = ()
-    layout: Layout = dataclasses.field(default_factory=Layout)
-
-    def __post_init__(self) -> None:
-        if self.key.keys() != {"source", "prepare", "codec"}:
-            raise ValueError(f"its key has other names than source, prepare and codec: {self.key}")
-
-
-def from_json(kind: Any, value: Any) -> Any:
-    """Return a value of JSON as this type, which may be a dataclass.
-
-    Raises:
-        Exception: of any kind, if the value is not of this type.
-    """
-    origin = typing.get_origin(kind)
-    arguments = typing.get_args(kind)
-    if kind is Any or value in arguments:  # of a Literal
-        return value
-    if types.NoneType in arguments:
-        return None if value is None else from_json(arguments[0], value)
-    if origin is tuple:
-        return tuple(from_json(arguments[0], item) for item in value)
-    if origin is dict:
-        return {name: from_json(arguments[1], item) for name, item in value.items()}
-    if dataclasses.is_dataclass(kind):
-        known = typing.get_type_hints(kind)
-        fields = {name: from_json(known[name], value[name]) for name in value.keys() & known.keys()}
-        return typing.cast(Any, kind)(**fields)
-    if type(value) is not kind:
-        raise ValueError(f"{value!r} is not of type {getattr(kind, '__name__', kind)}")
-    return value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -393,144 +337,3 @@ def mirror_folder(local_cache: AnyPath | None) -> Path:
         return Path(local_path(local_cache)).absolute()
     users = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(users, "fastdata", "remote").absolute()
-
-
-def find_cache(path: AnyPath, storage_options: StorageChoice = None) -> Place:
-    """Return the cache at a path or URL, or the only one in that folder.
-
-    Raises:
-        FileNotFoundError: there is no cache.
-        ValueError: there are several; says which.
-        RemoteError: the place cannot be reached.
-    """
-    places = cache_places(Place(path, storage_options))
-    if len(places) > 1:
-        found = ", ".join(map(str, places))
-        raise ValueError(
-            f"{path} holds {len(places)} caches; give the folder of the one that you mean, of "
-            f"those that `fastdata inspect` shows: {found}"
-        )
-    return places[0]
-
-
-def cache_places(home: Place) -> list[Place]:
-    """Return the place itself, if it is a cache, or else all caches in it."""
-    # Asked first, because some servers do not list folders.
-    if facts_of([(home, INDEX)]) != [MISSING]:
-        return [home]
-    places = []
-    with suppress(FileNotFoundError):
-        places = list(map(home.below, home.folders()))
-    facts = facts_of((place, INDEX) for place in places)
-    found = [place for place, fact in zip(places, facts, strict=True) if fact != MISSING]
-    if not found:
-        raise FileNotFoundError(
-            f"{home} is no cache and holds none: there is no {INDEX} in it or one folder below"
-        )
-    return found
-
-
-def open_cache(
-    place: Place, *, as_tensors: bool = False, local_cache: AnyPath | None = None
-) -> tuple[Prepared, Manifest]:
-    """Map a cache with the targets and paths of its samples; also return its manifest.
-
-    Args:
-        place: of the cache.
-        as_tensors: give images as tensors of their stored pixels, not as PIL images.
-        local_cache: folder that holds what is needed of one behind a URL.
-
-    Raises:
-        CacheError: it is damaged, or cannot be served without its dataset.
-    """
-    cache = Cache.read(place)
-    manifest = cache.manifest
-    paths = None
-    prefix = b""
-    if "paths" in cache.columns and not manifest.layout.target_parts:
-        paths = Packed(cache.columns["paths"], cache.columns["ends"])
-        if not os.path.isabs(paths[0]):
-            prefix = os.path.join(os.fsencode(manifest.root), b"")
-    table = SampleTable(cache.targets, paths=paths, prefix=prefix, class_to_idx=manifest.classes)
-    prepared = cache.serve((), table, local_cache)
-    for store in prepared.kept.stores if prepared.kept and as_tensors else ():
-        if store.spec.form == "pil":
-            store.spec = replace(store.spec, form="tensor")
-    return prepared, manifest
-
-
-_COLUMN_KINDS: dict[str, Callable[[Array], Any]] = {
-    "number": np.asarray,
-    "tensor": torch.from_numpy,
-    "array": list,
-    "scalar": list,
-}
-"""Kinds of targets that are one column of numbers, and how each is made of the column."""
-
-
-def pack_targets(targets: Sequence[Any] | Array) -> Columns:
-    """Return targets as columns. ``targets.json`` names the kind and the column of each.
-
-    Raises:
-        ValueError: they are neither numbers, arrays of one shape, values that JSON gives back as
-            they are, nor tuples of these.
-    """
-    columns: Columns = {}
-    columns["targets.json"] = _pack_targets(targets, columns)
-    return columns
-
-
-def _pack_targets(targets: Sequence[Any] | Array, columns: Columns) -> Any:
-    """Add the columns of targets, and return the JSON that describes them."""
-    found, kind = target_columns(targets)
-    if kind in _COLUMN_KINDS:
-        name = f"targets.{len(columns)}"
-        columns[name] = found["targets"]
-        return {kind: name}
-    if {*map(type, targets)} == {tuple} and targets[0] and len({*map(len, targets)}) == 1:
-        return [_pack_targets(place, columns) for place in zip(*targets, strict=True)]
-    targets = list(targets)
-    if _is_json(targets):
-        return {"json": targets}
-    others = [
-        f"{reprlib.repr(target)} ({type(target).__name__})"
-        for target in islice(filterfalse(_is_json, targets), 2)
-    ]
-    raise ValueError(
-        "cache_dir= keeps targets that are numbers, arrays of one shape, texts, lists of these and "
-        "dicts of these with texts as keys, or tuples of one length. It found "
-        f"{' and '.join(others)}. Give such targets from the dataset, and make "
-        "what you need of them in target_transform=."
-    )
-
-
-def _is_json(value: Any) -> bool:
-    """Return True if JSON gives a value back as it is."""
-    try:
-        return repr(json.loads(json.dumps(value))) == repr(value)
-    except (TypeError, ValueError):
-        return False
-
-
-def unpack_targets(packed: Any, columns: Columns, count: int) -> Any:
-    """Return the targets that ``packed`` describes; raise some error if there are not ``count``."""
-    if isinstance(packed, list):
-        places = [as_list(unpack_targets(place, columns, count)) for place in packed]
-        if not places:
-            raise ValueError("targets are tuples of nothing")
-        return list(zip(*places, strict=True))
-    [(kind, found)] = packed.items()
-    if kind == "json":
-        if not isinstance(found, list) or len(found) != count:
-            raise ValueError(f"its targets are no list of {count}")
-        return found
-    column = columns[found]
-    is_number = column.dtype.kind in "iufb" and column.dtype.isnative
-    if not is_number or column.shape[:1] != (count,):
-        given = f"{column.dtype}{list(column.shape)}"
-        raise ValueError(f"{found} are {given} where numbers[{count}] are needed")
-    return _COLUMN_KINDS[kind](column)
-
-
-def as_list(targets: Any) -> list[Any]:
-    return list(targets.tolist() if isinstance(targets, np.ndarray) else targets)

@@ -1,45 +1,43 @@
-"""Datasets that draw at random when they are read, which must not be stored.
+"""Refuse datasets that draw at random when they are read, because a store keeps one draw.
 
-A store keeps each item as it was first read. If a dataset augments its items, or picks partners for
-them, every epoch would see the same draws. Two looks find that: at the dataset's transforms, of
-which some are known to be random, and at a few items, which are read several times.
+If a dataset augments its items, or picks partners for them, every epoch would see the same draws.
+Two checks find that: the steps of the dataset's transforms, of which some are known to be random,
+and a few items, which are read several times.
 """
 
 from __future__ import annotations
 
-import random
 import time
-import types
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import numpy as np
-import torch
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from fastdata.pixels.compose import flatten
-from fastdata.pixels.draws import _used_by, draws_in_vain, is_always_applied, is_random
-from fastdata.pixels.fingerprint import describe, name_of
+from fastdata.pixels.draws import draws_in_vain, is_random
+from fastdata.pixels.fingerprint import describe
 from fastdata.report import warn_user
 from fastdata.sources.items import DatasetSource
 from fastdata.sources.source import Source
+from fastdata.stores.generators import find_generators, set_state, state_of
 
 if TYPE_CHECKING:
-    from fastdata.stores.prepare import Options
+    from fastdata.stores.generators import FoundGenerator
+    from fastdata.stores.options import Options
+
 
 _TRANSFORM_NAMES = ("transforms", "transform", "target_transform")
+
 _CALLED_NAMES = (*_TRANSFORM_NAMES, "set_transform")
+
 _MOST_READS = 8
 """Reads of one item. If a generator cannot be found, one of 128 datasets that flip an image with
 probability 1/2 is taken for one that does not."""
+
 _READS_S = 0.02
 """Time after which no item is read a third time."""
+
 _FIRST_READS_S = 1.0
 """Time after which no other item is read; one is read twice in any case."""
-_MOST_OBJECTS = 20_000
-_MOST_PARTS = 1_000
-"""Objects that are looked at in one list or dictionary."""
+
 _MOST_CHARACTERS = 60
 """Length of a transform's text in an error. That of albumentations would fill a page."""
 
@@ -199,107 +197,3 @@ def _contents(values: Iterable[Any]) -> list[str]:
         except Exception:  # noqa: BLE001  # objects of users raise anything when they are read
             hashes.append("")
     return hashes
-
-
-_KINDS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
-_PYTHON: Any = random.random.__self__  # type: ignore[attr-defined]
-_GLOBAL = {
-    "Python's random generator": _PYTHON,
-    "NumPy's global generator": np.random.random.__self__,  # type: ignore[attr-defined]
-    "torch's generator": torch.default_generator,
-}
-_ATOMS = (str, bytes, int, float, bool, type(None), np.ndarray, torch.Tensor, types.ModuleType)
-
-
-class FoundGenerator(NamedTuple):
-    """A random number generator that a dataset may draw from.
-
-    Attributes:
-        name: of the generator, for a message.
-        generator: is of one of ``_KINDS``.
-        moves_in_vain: True if transforms move it that may do the same each time.
-    """
-
-    name: str
-    generator: Any
-    moves_in_vain: bool
-
-
-def find_generators(dataset: Any, *, moves_torch: bool) -> list[FoundGenerator]:
-    """Return the global generators and those that a dataset can reach.
-
-    Args:
-        dataset: is searched.
-        moves_torch: True if torchvision's transforms in it move torch's generator in vain.
-    """
-    reachable = list(_reachable(dataset))
-    in_vain = _moved_in_vain(reachable)
-    if moves_torch:
-        in_vain.add(id(torch.default_generator))
-    held = [value for value in reachable if isinstance(value, _KINDS)]
-    named = {id(each): (f"a {type(each).__name__} that it holds", each) for each in held}
-    named |= {id(each): (name, each) for name, each in _GLOBAL.items()}
-    return [
-        FoundGenerator(name, each, moves_in_vain=key in in_vain)
-        for key, (name, each) in named.items()
-    ]
-
-
-def _moved_in_vain(values: Sequence[Any]) -> set[int]:
-    """Return the ids of generators that only transforms without a choice move.
-
-    Albumentations' transforms draw a number to decide if they are applied, also if they always
-    are, as ``Resize`` is. Older ones draw it from Python's generator.
-    """
-    in_vain: set[int] = set()
-    for_a_choice: set[int] = set()
-    for value in values:
-        is_applied = is_always_applied(value)
-        if is_applied is not None:
-            held = {id(each) for each in _reachable(value) if isinstance(each, _KINDS)}
-            (in_vain if is_applied else for_a_choice).update(held or {id(_PYTHON)})
-    return in_vain - for_a_choice
-
-
-def state_of(generator: Any) -> Any:
-    """Return the state of a generator, whichever library it is of."""
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    return generator.get_state()
-
-
-def set_state(generator: Any, state: Any) -> None:
-    """Set a state that ``state_of`` returned."""
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    else:
-        generator.set_state(state)
-
-
-def _reachable(value: Any) -> Iterator[Any]:
-    """Yield an object, what it holds, and the globals that its code names.
-
-    Of large collections only the first objects are searched. ``random.SystemRandom`` draws from the
-    system and has no state, so it is left out.
-    """
-    queue = deque([value])
-    met: set[int] = set()
-    while queue and len(met) < _MOST_OBJECTS:
-        value = queue.popleft()
-        if id(value) in met or isinstance(value, (*_ATOMS, random.SystemRandom)):
-            continue
-        met.add(id(value))
-        yield value
-        if not isinstance(value, _KINDS):
-            queue.extend(islice(_parts_of(value), _MOST_PARTS))
-
-
-def _parts_of(value: Any) -> Collection[Any]:
-    """Return what a value refers to. Code that is installed is not followed."""
-    if isinstance(value, (type, types.FunctionType)) and name_of(value) is not None:
-        return ()
-    return _used_by(value)

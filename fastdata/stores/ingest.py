@@ -27,7 +27,7 @@ from fastdata.stores.store import Store
 from fastdata.stores.writer import Writer, open_all
 
 if TYPE_CHECKING:
-    from fastdata.stores.prepare import Options
+    from fastdata.stores.options import Options
     from fastdata.stores.writer import WriterPlan
 
 

@@ -14,7 +14,8 @@ from fastdata.paths import AnyPath
 from fastdata.report import as_text
 from fastdata.sources.remote import Place
 from fastdata.sources.storage_options import StorageChoice
-from fastdata.stores.cache import Cache, cache_places
+from fastdata.stores.cache import Cache
+from fastdata.stores.find import cache_places
 from fastdata.tools.arguments import add_storage_options
 from fastdata.tools.figures import add_json, write_json
 

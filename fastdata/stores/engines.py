@@ -1,0 +1,101 @@
+"""Engines that run the tasks of a build in other processes or on other machines."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future, as_completed, wait
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from fastdata.machine.workers import attempt, settle
+from fastdata.sources.files import FileSource
+from fastdata.sources.storage_options import options_travel
+
+if TYPE_CHECKING:
+    from fastdata.stores.shards import ShardTask, ShardWriter
+
+_RAY_RETRIES = 10
+"""Retries of a task whose node was lost."""
+
+
+def run_elsewhere(
+    writer: ShardWriter, tasks: Sequence[ShardTask], engine: str | Executor
+) -> Iterator[bytes]:
+    """Write shards by an executor or by Ray, and yield the receipt of each when it is written."""
+    source = writer.path.source
+    if isinstance(source, FileSource):  # a task carries the files of its own samples only
+        tasks = [task._replace(columns=source.columns_of(task.positions)) for task in tasks]
+        no_files = replace(source, **source.columns_of(()))
+        writer = replace(writer, path=writer.path._replace(source=no_files))
+    opened: AbstractContextManager[Callable[[ShardTask], Future[bytes]]]
+    if isinstance(engine, Executor):
+        packed = _pickled(writer)
+        opened = nullcontext(lambda task: engine.submit(_attempt, packed, task))
+    else:
+        opened = _ray(writer)
+    with opened as submit:
+        running: list[Future[bytes]] = []
+        try:
+            running.extend(map(submit, tasks))
+            for future in as_completed(running):
+                yield settle(future.result())
+        finally:
+            # Shards that are being written now are completed, and stay for the next build.
+            wait([future for future in running if not future.cancel()])
+
+
+def _attempt(packed: bytes, task: ShardTask) -> bytes:
+    """Write a shard in an executor. Errors are returned, so that those raised are the executor's."""
+    return attempt(lambda task: pickle.loads(packed)(task), task)
+
+
+def _pickled(writer: ShardWriter) -> bytes:
+    """Pickle a writer, with its ``storage_options``; a ValueError says what cannot be pickled."""
+    try:
+        with options_travel():
+            return pickle.dumps(writer)
+    except Exception as problem:  # pickling runs code of the user's
+        raise ValueError(
+            "engine= runs your loader and transform in other processes, but they cannot be "
+            f"pickled: {problem}. Use functions of a module instead of lambdas and of functions "
+            "within others; or engine='local', which forks, or engine='ray', which sends their "
+            "code."
+        ) from problem
+
+
+@contextmanager
+def _ray(writer: ShardWriter) -> Iterator[Callable[[ShardTask], Future[bytes]]]:
+    """Submit tasks to the Ray cluster that this process is connected to, or that RAY_ADDRESS names.
+
+    If there is none, one is started on this machine and ended afterwards. A task whose node was
+    lost is run again on another one; tasks that are not done in the end are cancelled.
+    """
+    try:
+        import ray
+    except ImportError as missing:
+        raise ImportError(
+            "engine='ray' needs Ray, which is not installed: pip install 'fastdata[ray]'"
+        ) from missing
+    is_connected = ray.is_initialized()
+    if not is_connected:
+        ray.init(log_to_driver=False, logging_level="error")
+    refs: list[Any] = []
+    try:
+        with options_travel():
+            packed = ray.put(ray.cloudpickle.dumps(writer))  # each node fetches it once
+        write = ray.remote(num_cpus=1, max_retries=_RAY_RETRIES)(_attempt)
+
+        def submit(task: ShardTask) -> Future[bytes]:
+            ref = write.remote(packed, task)
+            refs.append(ref)
+            future: Future[bytes] = ref.future()
+            return future
+
+        yield submit
+    finally:
+        for ref in refs:
+            ray.cancel(ref)
+        if not is_connected:
+            ray.shutdown()

@@ -1,0 +1,128 @@
+"""Random number generators that a dataset may draw from."""
+
+from __future__ import annotations
+
+import random
+import types
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from fastdata.pixels.draws import _used_by, is_always_applied
+from fastdata.pixels.fingerprint import name_of
+
+_MOST_OBJECTS = 20_000
+
+_MOST_PARTS = 1_000
+"""Objects that are looked at in one list or dictionary."""
+
+
+_KINDS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+
+_PYTHON: Any = random.random.__self__  # type: ignore[attr-defined]
+
+_GLOBAL = {
+    "Python's random generator": _PYTHON,
+    "NumPy's global generator": np.random.random.__self__,  # type: ignore[attr-defined]
+    "torch's generator": torch.default_generator,
+}
+
+_ATOMS = (str, bytes, int, float, bool, type(None), np.ndarray, torch.Tensor, types.ModuleType)
+
+
+class FoundGenerator(NamedTuple):
+    """A random number generator that a dataset may draw from.
+
+    Attributes:
+        name: of the generator, for a message.
+        generator: is of one of ``_KINDS``.
+        moves_in_vain: True if transforms move it that may do the same each time.
+    """
+
+    name: str
+    generator: Any
+    moves_in_vain: bool
+
+
+def find_generators(dataset: Any, *, moves_torch: bool) -> list[FoundGenerator]:
+    """Return the global generators and those that a dataset can reach.
+
+    Args:
+        dataset: is searched.
+        moves_torch: True if torchvision's transforms in it move torch's generator in vain.
+    """
+    reachable = list(_reachable(dataset))
+    in_vain = _moved_in_vain(reachable)
+    if moves_torch:
+        in_vain.add(id(torch.default_generator))
+    held = [value for value in reachable if isinstance(value, _KINDS)]
+    named = {id(each): (f"a {type(each).__name__} that it holds", each) for each in held}
+    named |= {id(each): (name, each) for name, each in _GLOBAL.items()}
+    return [
+        FoundGenerator(name, each, moves_in_vain=key in in_vain)
+        for key, (name, each) in named.items()
+    ]
+
+
+def _moved_in_vain(values: Sequence[Any]) -> set[int]:
+    """Return the ids of generators that only transforms without a choice move.
+
+    Albumentations' transforms draw a number to decide if they are applied, also if they always
+    are, as ``Resize`` is. Older ones draw it from Python's generator.
+    """
+    in_vain: set[int] = set()
+    for_a_choice: set[int] = set()
+    for value in values:
+        is_applied = is_always_applied(value)
+        if is_applied is not None:
+            held = {id(each) for each in _reachable(value) if isinstance(each, _KINDS)}
+            (in_vain if is_applied else for_a_choice).update(held or {id(_PYTHON)})
+    return in_vain - for_a_choice
+
+
+def state_of(generator: Any) -> Any:
+    """Return the state of a generator, whichever library it is of."""
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.get_state()
+
+
+def set_state(generator: Any, state: Any) -> None:
+    """Set a state that ``state_of`` returned."""
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
+
+
+def _reachable(value: Any) -> Iterator[Any]:
+    """Yield an object, what it holds, and the globals that its code names.
+
+    Of large collections only the first objects are searched. ``random.SystemRandom`` draws from the
+    system and has no state, so it is left out.
+    """
+    queue = deque([value])
+    met: set[int] = set()
+    while queue and len(met) < _MOST_OBJECTS:
+        value = queue.popleft()
+        if id(value) in met or isinstance(value, (*_ATOMS, random.SystemRandom)):
+            continue
+        met.add(id(value))
+        yield value
+        if not isinstance(value, _KINDS):
+            queue.extend(islice(_parts_of(value), _MOST_PARTS))
+
+
+def _parts_of(value: Any) -> Collection[Any]:
+    """Return what a value refers to. Code that is installed is not followed."""
+    if isinstance(value, (type, types.FunctionType)) and name_of(value) is not None:
+        return ()
+    return _used_by(value)

@@ -1,0 +1,230 @@
+"""Shards of a cache, each written by one task, in this or any other process.
+
+The bytes of a shard follow from its samples alone, whoever writes them. Last a task writes the
+receipt, ``shard-<name>.npz``, the index of the shard's samples. A shard whose receipt and files are
+there is complete, and is not written again.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import uuid
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from fastdata.errors import IngestError, RemoteError, SampleError
+from fastdata.machine.units import parse_bytes
+from fastdata.report import log, progress_bar
+from fastdata.sources.files import FileSource
+from fastdata.sources.local_files import fleeting_folder
+from fastdata.sources.remote import Place
+from fastdata.stores.cache import Cache
+from fastdata.stores.disk import receipt_name
+from fastdata.stores.engines import run_elsewhere
+from fastdata.stores.ingest import Written, ingest, ingest_workers, run_preparing
+from fastdata.stores.manifest import Manifest
+from fastdata.stores.options import Options
+from fastdata.stores.read_path import ReadPath, read_samples
+from fastdata.stores.store import Store
+from fastdata.stores.targets import Columns, pack_targets
+from fastdata.stores.writer import WriterPlan
+
+_MOST_SHARDS = 200
+"""Every process keeps a descriptor open for each file, and 1,024 is a usual limit."""
+
+_LEAST_BYTES = 16 << 20
+"""Size of the smallest shards; a smaller one is not worth a task."""
+
+_GOOD_BYTES = 32 << 20
+"""Size of shards once there are ``_GOOD_SHARDS``, which is enough for all workers."""
+
+_GOOD_SHARDS = 64
+
+
+def samples_per_shard(count: int, need_bytes: int, shard_bytes: int | str | None) -> int:
+    """Return how many of ``count`` samples, which take about ``need_bytes``, a shard holds.
+
+    It is a power of 2, so that the borders of shards stay when a few samples come or go.
+    """
+    if shard_bytes is None:
+        size_bytes = min(max(need_bytes / _GOOD_SHARDS, _LEAST_BYTES), _GOOD_BYTES)
+    else:
+        size_bytes = max(parse_bytes(shard_bytes, of=0), 1)
+    shards = min(math.ceil(need_bytes / size_bytes), _MOST_SHARDS, count)
+    rows = math.ceil(count / max(shards, 1))
+    return 1 << (rows - 1).bit_length()
+
+
+def file_sizes(place: Place) -> dict[str, int]:
+    """Return the sizes of the files in a place, by name."""
+    found = place.find().result()
+    return {name: size for name, (size, _) in found.items() if "/" not in name}
+
+
+def may_stay_out(
+    path: ReadPath, options: Options, skipped: Sequence[SampleError], first_index: int = 0
+) -> bool:
+    """Return True if samples may be left out, and none of those left out can be read now.
+
+    Samples whose bytes are damaged are not tried again. ``first_index`` is added to the index of
+    each error.
+    """
+    if skipped and options.on_error != "skip":
+        return False
+    left_out = [first_index + error.index for error in skipped if error.may_pass]
+    with suppress(RemoteError, IngestError):  # the machine or network fails: not now
+        return all(isinstance(read, SampleError) for read in read_samples(path, left_out))
+    return True
+
+
+class ShardTask(NamedTuple):
+    """A shard that is to be written.
+
+    Args:
+        name: fingerprint of the shard.
+        positions: indices of its samples in the source.
+        columns: paths and targets of these samples, for a process that does not have all.
+    """
+
+    name: str
+    positions: range
+    columns: Mapping[str, Any] | None = None
+
+    def __str__(self) -> str:
+        return f"samples {self.positions[0]} to {self.positions[-1]}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardWriter:
+    """Writes shards, in this or any other process.
+
+    Args:
+        path: reads and prepares a sample.
+        plans: plan for each part of a shard.
+        options: of the dataset.
+        manifest: of the cache, without classes.
+        place: of the cache.
+    """
+
+    path: ReadPath
+    plans: Sequence[WriterPlan]
+    options: Options
+    manifest: Manifest
+    place: Place
+
+    def __call__(self, task: ShardTask) -> bytes:
+        """Write the files of a shard, and last its receipt, which is returned."""
+        path = self.path
+        if multiprocessing.parent_process() is not None:
+            # There is a process for each core, and a forked OpenMP pool would hang.
+            torch.set_num_threads(1)
+        if task.columns is not None:
+            assert isinstance(path.source, FileSource)
+            path = path._replace(source=replace(path.source, **task.columns))
+        with ExitStack() as cleanup:
+            folder = Path(self.place.url)
+            if self.place.is_remote:
+                folder = cleanup.enter_context(fleeting_folder())
+            # Two tasks may write the same shard, as after a lost node: each writes files of its own
+            # and renames them in the end. Their bytes are equal, so the order does not matter.
+            fresh = uuid.uuid4().hex
+            new_paths = [folder / f"{fresh}.{number}" for number in range(len(self.plans))]
+            plans = [
+                replace(plan, path=new) for plan, new in zip(self.plans, new_paths, strict=True)
+            ]
+            stores, written = ingest(path, plans, task.positions, self.options)
+            for store in stores:
+                cleanup.callback(store.close)
+            shard = self._make_index(task, stores, written)
+            receipt = shard.pack()
+            for new, [name] in zip(new_paths, shard.files(), strict=True):
+                if self.place.is_remote:
+                    self.place.upload(name, new)
+                else:
+                    new.replace(folder / name)
+            self.place.write(receipt_name(task.name), receipt)
+        return receipt
+
+    def _make_index(self, task: ShardTask, stores: Sequence[Store], written: Written) -> Cache:
+        kept = np.zeros(len(task.positions), bool)
+        kept[list(written.targets)] = True
+        errors = [error for _, error in sorted(written.errors.items())]
+        columns: Columns = {
+            "shards.names": np.array([task.name], "S16"),
+            "shards.rows": np.array([len(kept)]),
+            "shards.bytes": np.array([[store.size_bytes for store in stores]]),
+            "kept": kept,
+            "skipped.json": [[error.path, str(error), error.may_pass] for error in errors],
+        }
+        for number, store in enumerate(stores):
+            columns |= {f"part{number}.{name}": column for name, column in store.index.items()}
+        columns |= pack_targets(list(written.targets.values()))
+        return Cache(place=self.place, manifest=self.manifest, columns=columns)
+
+    def write_all(self, tasks: Sequence[ShardTask]) -> list[Cache]:
+        """Write all shards that are not complete.
+
+        Raises:
+            SampleError: a sample cannot be prepared; names its path and index.
+            IngestError: a worker of this machine was lost; what is done stays. An executor raises
+                errors of its own.
+            ShapesDifferError: a sample has another shape.
+            ValueError: the code that prepares samples cannot be pickled.
+        """
+        complete = self._complete(tasks)
+        left = [task for task in tasks if task.name not in complete]
+        missing = sum(len(task.positions) for task in left)
+        count = tasks[-1].positions.stop
+        if complete:
+            log.warning(
+                "%d of %d samples are prepared: those of new or changed files, of damaged shards, "
+                "or that a stopped build has left",
+                missing,
+                count,
+            )
+        with (
+            closing(self._run(left)) as written,
+            progress_bar(count, f"preparing {count:,} images") as bar,
+        ):
+            bar.update(count - missing)
+            for data in written:
+                shard = Cache.unpack(self.place, data)
+                complete[shard.shard_names[0]] = shard
+                bar.update(len(shard.columns["kept"]))
+        return [complete[task.name] for task in tasks]
+
+    def _complete(self, tasks: Sequence[ShardTask]) -> dict[str, Cache]:
+        """Return the shards that are complete already, by name."""
+        sizes = file_sizes(self.place)
+        found = [task for task in tasks if receipt_name(task.name) in sizes]
+        asked = [self.place.submit(receipt_name(task.name)) for task in found]
+        complete = {}
+        for task, receipt in zip(found, asked, strict=True):
+            with suppress(Exception):  # reading somebody else's bytes may raise anything
+                shard = Cache.unpack(self.place, receipt.result())
+                is_whole = all(files.items() <= sizes.items() for files in shard.files())
+                is_whole &= shard.shard_names == [task.name]
+                first = task.positions[0]
+                if is_whole and may_stay_out(self.path, self.options, shard.skipped, first):
+                    complete[task.name] = shard
+        return complete
+
+    def _run(self, tasks: Sequence[ShardTask]) -> Generator[bytes, None, None]:
+        """Write shards, and yield the receipt of each when it is written."""
+        workers = ingest_workers(self.options)
+        engine = self.options.engine
+        one_each = replace(self.options, prepare_workers=1, engine="local")
+        alone = replace(self, options=one_each)
+        if engine != "local":
+            yield from run_elsewhere(alone, tasks, engine)
+        elif 1 < workers <= len(tasks):
+            yield from run_preparing(alone, tasks, self.path, self.plans, self.options)
+        else:  # fewer shards than workers: all workers prepare one shard after the other
+            yield from map(self, tasks)

@@ -1,0 +1,92 @@
+"""Trials of codecs on a few samples: how small they make them, and how fast they decode."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from fastdata.machine.budget import CodecTrial
+from fastdata.pixels.arrays import Array
+from fastdata.sources.files import FileSource
+from fastdata.stores.source_codec import SourceDecoder
+from fastdata.stores.store import SOURCE, Decoder
+
+if TYPE_CHECKING:
+    from fastdata.stores.forecast import Forecast
+
+
+Coders: TypeAlias = "tuple[Decoder | None, ...]"
+"""Coders of the parts of samples; None for a raw part."""
+
+
+def try_codecs(expected: Forecast, *codecs: Any) -> list[CodecTrial]:
+    """Encode and decode the probed samples, on one core, with each codec that ``codec=`` allows."""
+    choices: dict[str, Coders] = {}
+    for codec in codecs:
+        choices = _coders_by_name(codec, expected) | choices
+    return [_try(name, coders, expected) for name, coders in choices.items()]
+
+
+def _coders_by_name(codec: Any, expected: Forecast) -> dict[str, Coders]:
+    """Return the choices that ``codec=`` allows, each with a coder for every part."""
+    from fastdata.stores.codecs import KNOWN_CODECS, find_codec
+
+    parts = len(expected.parts)
+    if codec == SOURCE:
+        return {SOURCE: (expected.path.decoder,)}
+    if codec == "auto":
+        choices = _coders_by_name(SOURCE, expected)
+        for name in KNOWN_CODECS:
+            choices |= _coders_by_name((name, *["zstd"] * (parts - 1)), expected)
+        return choices
+    each = codec if isinstance(codec, (tuple, list)) else [codec] * parts
+    if len(each) != parts:
+        raise ValueError(
+            f"codec= has {len(each)} codecs, but samples have {parts} parts; give one for each"
+        )
+    coders = tuple(map(find_codec, each))
+    return {"+".join(dict.fromkeys(coder.name for coder in coders)): coders}
+
+
+def _try(name: str, coders: Coders, expected: Forecast) -> CodecTrial:
+    lossless = all(coder is None or coder.lossless for coder in coders)
+    trial = CodecTrial(name, coders=coders, lossless=lossless)
+    count = len(expected.probed)
+    part_bytes = []
+    seconds = 0.0
+    for number, coder in enumerate(coders):
+        samples = [read.parts[number][0] for read in expected.probed]
+        try:
+            encoded = _encode(coder, samples, expected)
+        except (ImportError, ValueError) as obstacle:
+            return trial._replace(obstacle=str(obstacle))
+        part_bytes.append(math.ceil(sum(map(len, encoded)) / count * expected.count))
+        assert coder is not None
+        out = np.empty_like(samples[0])
+        coder.decode(memoryview(encoded[0]), out)  # warms up
+        begun = time.perf_counter()
+        for data, sample in zip(encoded, samples, strict=True):
+            coder.decode(memoryview(data), np.empty_like(sample))
+        seconds += time.perf_counter() - begun
+    return trial._replace(
+        part_bytes=tuple(part_bytes),
+        ratio=expected.raw.need_bytes / max(sum(part_bytes), 1),
+        decode_per_s=count / max(seconds, 1e-9),
+    )
+
+
+def _encode(coder: Decoder | None, samples: Sequence[Array], expected: Forecast) -> list[bytes]:
+    """Encode one part of the probed samples; a ValueError says why that is not possible."""
+    if coder is None:
+        raise ValueError("samples are not files, or your own loader= opens them")
+    if not isinstance(coder, SourceDecoder):
+        return [coder.encode(sample) for sample in samples]
+    if len(expected.parts) > 1:
+        raise ValueError("samples have several parts")
+    source = expected.path.source
+    assert isinstance(source, FileSource)
+    return source.read_files([read.number for read in expected.probed])
