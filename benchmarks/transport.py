@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 
 from _helper import Row, in_turns, parser, print_rows, save_rows, transforms
 from fastdata import CachedDataset, DataLoader, collate
-from fastdata.datasets.ring import RingCollate
+from fastdata.datasets.transport import RingCollate
 from fastdata.tools.photos import photo
 
 BATCH = 64

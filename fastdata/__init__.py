@@ -8,8 +8,10 @@ Swap two imports and keep the script::
 from typing import TYPE_CHECKING, Any
 
 from fastdata.datasets.batch import collate
-from fastdata.datasets.public import CachedDataset, ImageFolder, ImageManifest
-from fastdata.datasets.ring import RingCollate
+from fastdata.datasets.cached import CachedDataset
+from fastdata.datasets.folder import ImageFolder
+from fastdata.datasets.image_manifest import ImageManifest
+from fastdata.datasets.transport import RingCollate
 from fastdata.errors import FastDataError, FastDataWarning
 from fastdata.loaders import DataLoader
 from fastdata.loaders.prefetch import CudaPrefetcher

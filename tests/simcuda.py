@@ -1025,7 +1025,7 @@ class Sim:
     @contextlib.contextmanager
     def installed(self) -> Iterator[Sim]:
         """Let torch.cuda, and in a schedule the prefetcher's threads and queues, be the simulation's."""
-        from fastdata.datasets.reader import BatchRing
+        from fastdata.datasets.buffers import BatchRing
         from fastdata.loaders import pinned, transfer
 
         saved: list[tuple[Any, str, Any]] = []

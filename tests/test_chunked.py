@@ -21,7 +21,7 @@ from torchvision import transforms
 
 from conftest import FolderMaker
 from fastdata import CachedDataset, ChunkedLoader, DataLoader, FastDataError, ImageFolder
-from fastdata.datasets.reader import BatchRing
+from fastdata.datasets.buffers import BatchRing
 from fastdata.errors import MemoryBudgetError
 from fastdata.loaders.chunk_plan import CHUNKS_HELD, plan_chunks
 from fastdata.loaders.chunked import ResidentChunks

@@ -35,7 +35,7 @@ from fastdata import (
     Views,
     collate,
 )
-from fastdata.datasets.batch import IndexBatch
+from fastdata.datasets.visits import IndexBatch
 from fastdata.errors import SampleError, StoreGoneError
 from fastdata.stores.options import DatasetOptions, Options
 from leftovers import open_descriptors

@@ -35,7 +35,7 @@ from torchvision import transforms as v1
 
 from conftest import shown
 from fastdata import CachedDataset, DataLoader, FastDataWarning, Views, collate
-from fastdata.datasets.ring import ring_of
+from fastdata.datasets.transport import ring_of
 from fastdata.machine import limits
 
 AUGMENT = v1.Compose(
@@ -811,7 +811,7 @@ def test_ours_and_torchs_collate_are_not_watched_for_draws(
     images: CachedDataset, monkeypatch: pytest.MonkeyPatch, collate_fn: Any
 ) -> None:
     """They draw nothing, and run without what makes a collate_fn four times slower."""
-    monkeypatch.setattr("fastdata.datasets.batch.BatchDraws", None)
+    monkeypatch.setattr("fastdata.datasets.draws.BatchDraws", None)
     loader = DataLoader(images, batch_size=23, collate_fn=collate_fn)
     assert [labels.tolist() for _, labels in loader] == [[*range(23)]]
 

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import TensorDataset
 
 from fastdata import CudaPrefetcher, FastDataWarning, SampleBatch
-from fastdata.datasets.batch import memory_of
+from fastdata.datasets.held_tensors import memory_of
 from fastdata.errors import DeviceError
 from simcuda import Sim
 

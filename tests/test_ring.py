@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import torch
 
-from fastdata.datasets.reader import BatchRing, allocate_batch
+from fastdata.datasets.buffers import BatchRing, allocate_batch
 
 UINT8 = np.dtype("uint8")
 

@@ -43,7 +43,8 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from fastdata import CachedDataset, CudaPrefetcher, DataLoader, SampleBatch, collate
-from fastdata.datasets.ring import BatchReceiver, RingCollate, WorkerRing, _receivers
+from fastdata.datasets.receiver import BatchReceiver, _receivers
+from fastdata.datasets.transport import RingCollate, WorkerRing
 from fastdata.errors import MemoryBudgetError, StoreGoneError
 from fastdata.machine.blocks import Block
 

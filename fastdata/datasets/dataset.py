@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch.utils.data import Dataset, get_worker_info
 
-from fastdata.datasets.batch import OWN_ITEM, IndexBatch, OwnItem, index_batch
-from fastdata.datasets.reader import Reader, new_buffer
-from fastdata.datasets.ring import ring_of
+from fastdata.datasets.buffers import new_buffer
+from fastdata.datasets.reader import Reader
 from fastdata.datasets.samples import DatasetSamples
+from fastdata.datasets.transport import ring_of
+from fastdata.datasets.visits import OWN_ITEM, IndexBatch, OwnItem, index_batch
 from fastdata.errors import SampleError, kind_of
 from fastdata.machine.budget import StoragePlan, StorageReport
 from fastdata.machine.tables import ListView

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from fastdata.datasets.reader import Stored
 from fastdata.datasets.samples import OTHER_LISTS, DatasetSamples
+from fastdata.datasets.stored import Stored
 from fastdata.machine.tables import SampleTable
 from fastdata.paths import AnyPath, refuse_secrets
 from fastdata.pixels.decode import Loader

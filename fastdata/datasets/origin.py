@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from fastdata.datasets.reader import Stored
+from fastdata.datasets.stored import Stored
 from fastdata.sources.identity import describe_dataset, unwrapped
 from fastdata.sources.items import DatasetSource
 from fastdata.sources.source import Source

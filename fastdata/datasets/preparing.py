@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data import get_worker_info
 
 from fastdata.datasets.origin import Origin
-from fastdata.datasets.reader import LeadingSteps, Stored
+from fastdata.datasets.stored import LeadingSteps, Stored
 from fastdata.machine.budget import StoragePlan
 from fastdata.machine.tables import SampleTable
 from fastdata.pixels.known import known_name

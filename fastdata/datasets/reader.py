@@ -1,180 +1,43 @@
-"""Reading: what an epoch is served from, frozen when it begins, and the memory of batches.
+"""The reader of an epoch: everything that batches are read from, frozen when the epoch begins.
 
-A ``Reader`` holds samples, program and targets as one value, so that nothing that is assigned to
-the dataset meanwhile reaches an epoch, and the memory that samples lie in. ``compile_reader`` makes
-it when a dataset is made, when another transform is assigned, and when an epoch or ``dataset[i]``
-follows a change in place. Who reads takes it from a ``ReaderHandle`` for as long as one batch
-takes; closing the dataset empties that, and the memory goes with the last batch that is being read.
-
-There is one road. A batch has a column for each view of its samples, or for images and masks. A
-column is read whole by the core where all samples are served in one shape; else they are read one
-by one, as those are that are kept nowhere. Steps that are not known run on each sample then, and
-the core again on what they leave. One sample is a batch of one.
-
-Fresh memory makes batches slow: every page is faulted in and cleared before it is written. A
-``BatchRing`` hands out the same few buffers again and again, once their last tensors have died.
-
-Shape letters: B batch, C channels, H W size sent, h w size served.
+A ``Reader`` holds samples, programs and targets as one value, so that what is assigned to the
+dataset later does not reach an epoch that has begun, and the memory of the samples stays valid. A
+batch has a column for each view of the images, or one of images and one of masks. The core reads a
+whole column if all samples are served in one shape. Otherwise samples are read one by one, as are
+those that are not stored. Steps that are not known run on each sample, and the core again on what
+they return. One sample is a batch of one.
 """
 
 from __future__ import annotations
 
 import math
-import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
-from fastdata.datasets.batch import IndexBatch, SampleBatch, rows_of
+from fastdata.datasets.batch import SampleBatch
+from fastdata.datasets.buffers import allocate_batch, new_buffer, rows_of
+from fastdata.datasets.column import Column
+from fastdata.datasets.visits import IndexBatch
 from fastdata.errors import ChannelsError, SampleError, fault_of, sample_error
 from fastdata.machine.tables import SampleTable, collate_targets
-from fastdata.pixels.arrays import Array, Shape
-from fastdata.pixels.core import library
-from fastdata.pixels.core.calls import Samples
+from fastdata.pixels.arrays import Array
 from fastdata.pixels.plan import PairStep, Step, TransformPlan
 from fastdata.pixels.program import Program
-from fastdata.pixels.samples import (
-    SampleSpec,
-    addresses_of,
-    decoded_shape,
-    present,
-    shown_class,
-    tensor_class,
-    to_stored,
-    without_exif,
-)
-from fastdata.pixels.split import plan_pairs, plan_transform, split_upright
+from fastdata.pixels.samples import shown_class, without_exif
 from fastdata.pixels.steps import Step as CoreStep
-from fastdata.pixels.transform_keys import describe_steps
 from fastdata.sources.files import FileSource
-from fastdata.sources.source import ItemKeys, Source
+from fastdata.sources.source import ItemKeys
 from fastdata.stores.kept import KeptSamples
-from fastdata.stores.options import Options
-from fastdata.stores.prepare import Prepared
 from fastdata.stores.read_path import NO_FAULT_OF_A_SAMPLE, Steps, open_files
-from fastdata.stores.store import Store
 
-ALIGN_BYTES = 64
-_DECODED = SampleSpec(shape=None, dtype="uint8", form="pil")
-
-Output = tuple[Shape, np.dtype[Any]]
-Allocate = Callable[[int], memoryview]
-
-
-def allocate_batch(
-    count: int, outputs: list[Output], allocate: Allocate, *, channels_last: bool = False
-) -> list[Array]:
-    """Memory for so many samples of each shape and dtype, all in one piece.
-
-    (B, C, h, w) may lie as (B, h, w, C).
-    """
-    pieces = []
-    end = 0
-    for shape, dtype in outputs:
-        length = count * math.prod(shape)
-        pieces.append((shape, dtype, length, end))
-        end += -(-length * dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES
-    memory = allocate(end)
-    arrays = []
-    for shape, dtype, length, start in pieces:
-        values = np.frombuffer(memory, dtype, length, start)
-        if channels_last:
-            channels, height, width = shape
-            arrays.append(values.reshape(count, height, width, channels).transpose(0, 3, 1, 2))
-        else:
-            arrays.append(values.reshape(count, *shape))
-    return arrays
-
-
-def new_buffer(size_bytes: int) -> memoryview:
-    """Memory that nobody takes back."""
-    return np.empty(size_bytes, np.uint8).data
-
-
-@dataclass(frozen=True)
-class LeadingSteps:
-    """The leading steps of a transform that samples are stored after.
-
-    Attributes:
-        count: number of steps.
-        key: text that is equal for steps that do the same; empty for none.
-        text: shown in errors.
-    """
-
-    count: int = 0
-    key: str = ""
-    text: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stored:
-    """How the samples of a dataset were prepared.
-
-    Attributes:
-        options: of the dataset.
-        prepared: what is kept, and why.
-        source: what samples are read from, to prepare them again; copies in other processes may not
-            know it where samples are kept.
-        files: paths and targets, where they are known beforehand.
-        first_steps: the dataset's ``prepare=`` and ``resize=``, which run before the transform.
-        after: the steps of the transform that samples are stored after, or did not fit after; None
-            before they are prepared.
-        is_upright: whether samples were turned as their EXIF says, so that nothing of it is missed.
-        is_remote: whether samples that are not kept are fetched from behind a URL.
-    """
-
-    options: Options
-    prepared: Prepared
-    source: Source | None = None
-    files: SampleTable | None = None
-    first_steps: tuple[Step, ...] = ()
-    after: LeadingSteps | None = None
-    is_upright: bool = False
-    is_remote: bool = False
-
-    @cached_property
-    def kept(self) -> KeptSamples | None:
-        return self.prepared.kept
-
-    @property
-    def obstacle(self) -> str | None:
-        """Why no step runs on whole batches, whatever the transform; None if some may."""
-        return library.obstacle() if self.options.batch_ops else "batch_ops=False"
-
-    @cached_property
-    def samples(self) -> Any:
-        """Kept ones, or what they are read from; None once the dataset is closed."""
-        return self.source if self.kept is None else self.kept
-
-    @cached_property
-    def table(self) -> SampleTable | None:
-        """Paths and targets; None where they are asked of the source."""
-        return self.files if self.kept is None else self.kept.table
-
-    def filled_share(self, index: Array | None = None) -> float:
-        """Share of the samples, or of those of ``index``, that are kept already."""
-        return 0.0 if self.kept is None else self.kept.images.filled_share(index)
-
-
-@dataclass(frozen=True)
-class Transforms:
-    """The user's transforms of a dataset's items.
-
-    Attributes:
-        of_sample: called with each sample.
-        of_target: called with each target.
-        of_both: called with sample and target together, instead of the other two.
-    """
-
-    of_sample: Step | None = None
-    of_target: Step | None = None
-    of_both: PairStep | None = None
+if TYPE_CHECKING:
+    from fastdata.datasets.buffers import Allocate, Output
+    from fastdata.datasets.stored import Stored
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,75 +91,6 @@ class Targets:
         if self._listing is None or self.transform is not None:
             return collate_targets(self.of_each(batch))
         return self._listing.collated_targets(batch.positions)
-
-
-class Column(NamedTuple):
-    """One column of a batch: a view of the images, or their masks.
-
-    Attributes:
-        plan: of the transform.
-        program: reads samples and runs the batch ops; None where samples are read one by one.
-        part: number of the stored part of samples that the program reads.
-        shape: of any sample before the batch ops.
-        output: shape and dtype of every sample served; None where they differ.
-        last: runs the ops behind steps that are not known.
-    """
-
-    plan: TransformPlan
-    program: Program | None = None
-    part: int = 0
-    shape: Shape = ()
-    output: Output | None = None
-    last: Program | None = None
-
-    def without_cast(self) -> tuple[Column, CoreStep | None]:
-        """Return this column without its final float cast, and that cast (None without one)."""
-        assert self.program is not None
-        program, cast = self.program.without_cast()
-        output = program.output(self.shape)  # the cast may make three channels of one
-        return self._replace(program=program, output=output), cast
-
-    def read_alone(self, kept: KeptSamples, batch: IndexBatch) -> list[Array]:
-        """Read samples one by one, each in whatever shape it has."""
-        assert self.program is not None
-        read = partial(self.program.run_one, kept.stores[self.part], seed=batch.seed)
-        return list(map(read, batch.positions.tolist(), batch.visits))
-
-    def show(self, rows: Iterable[Array]) -> list[Any]:
-        """Return samples after the batch ops in the form that the next step expects."""
-        kind = self.plan.kind
-        if self.program is None or kind in ("pil", "array"):
-            return [present(row, kind) for row in rows]
-        made = tensor_class(kind)
-        return [self.program.as_tensor(row).as_subclass(made) for row in rows]
-
-    def finish(self, samples: list[Any], batch: IndexBatch, allocate: Allocate) -> Any:
-        """Run the steps that are not known, and those behind them on the whole batch if possible.
-
-        Returns:
-            A tensor of the whole batch, or a list of samples.
-        """
-        plan = self.plan
-        samples = list(map(plan.run_unknown, samples))
-        if self.last is None:
-            return samples
-        shapes = set(map(decoded_shape, samples))
-        shape = shapes.pop() if len(shapes) == 1 else None
-        output = None
-        try:
-            if shape is not None:
-                output = self.last.output(shape, is_of_all=True)
-        except ChannelsError as wrong:
-            wrong.index = int(batch.positions[0])
-            raise
-        if output is None:
-            return list(map(plan.run_last, samples))
-        decoded = [to_stored(image)[0] for image in samples]
-        shapes_B3 = np.array([shape] * len(decoded), np.int32)
-        images = Samples(addresses_of(decoded), shapes_B3)
-        [out] = allocate_batch(len(samples), [output], allocate)
-        self.last.run(images, batch.positions, batch.visits, batch.seed, out)
-        return self.last.as_tensor(out)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -585,200 +379,3 @@ class Reader:
         """Begin to fetch all samples of a batch from where they are remote."""
         if self.stored.filled_share() < 1:
             self.stored.samples.expect(batch.positions.tolist())
-
-
-# From how samples were prepared and the user's transform to a reader
-
-Compiled = tuple[TransformPlan, tuple[Column, ...]]
-
-
-def compile_reader(stored: Stored, transforms: Transforms, *, own: str) -> Reader:
-    """Compile the user's transforms for samples as they are stored.
-
-    ``own`` describes the method of a subclass that makes each item; empty if there is none.
-
-    Raises:
-        ValueError: the transform does not begin with the steps that samples are stored after.
-    """
-    beforehand = steps = stored.first_steps
-    is_upright = stored.is_upright
-    transform = transforms.of_sample
-    pair_transform = transforms.of_both
-    if pair_transform is not None:
-        plan, columns = _compile_pairs(stored, pair_transform)
-    elif stored.kept is not None:
-        plan, columns = _compile_kept(stored, stored.kept, transform)
-    elif (decoding := _compile_files(stored, transform)) is not None:
-        is_upright, (plan, columns) = decoding
-        beforehand = ()
-    else:
-        plan = plan_transform(transform, only_last=True, obstacle=stored.obstacle)
-        columns = tuple(map(_unread_column, plan.each))
-        steps = (*steps, *plan.prepare)
-    return Reader(
-        stored=stored,
-        length=len(stored.samples),
-        target_transform=transforms.of_target,
-        pair_transform=pair_transform if plan.per_sample else None,
-        plan=replace(plan, beforehand=beforehand),
-        columns=columns,
-        prepare=Steps(steps),
-        is_upright=is_upright,
-        own=own,
-    )
-
-
-def _unread_column(plan: TransformPlan) -> Column:
-    """Of samples that are read one by one."""
-    return Column(plan, last=Program(plan.last.batch_ops, _DECODED) if plan.last else None)
-
-
-def _column(plan: TransformPlan, store: Store | None = None) -> Column:
-    """Of kept samples, or of files as they are decoded."""
-    shape = (3, 1, 1) if store is None else store.shape(0)
-    program = Program(plan.batch_ops, _DECODED if store is None else store.spec)
-    output = program.output(shape)
-    return _unread_column(plan)._replace(program=program, shape=shape, output=output)
-
-
-def _compile_kept(stored: Stored, kept: KeptSamples, transform: Any) -> Compiled:
-    store = kept.images
-    dimensions = len(store.shape(0))
-    obstacle = stored.obstacle
-    if kept.is_tuple:
-        obstacle = obstacle or "samples have several parts"
-    elif dimensions != 3:
-        obstacle = obstacle or f"samples have {dimensions} dimensions"
-    after = stored.after
-    assert after is not None
-    plan = plan_transform(
-        transform,
-        prepared=after.count,
-        form=store.spec.form,
-        dtype=store.spec.dtype,
-        channels=_channels_of(store) if dimensions == 3 else None,
-        obstacle=obstacle,
-    )
-    if describe_steps(plan.prepare, "") != after.key:
-        raise ValueError(
-            f"samples are stored after {after.text or 'no step'}, but the transform now begins with "
-            f"{', '.join(map(repr, plan.prepare)) or 'none'}. Give it the same first steps, or "
-            "assign another transform to dataset.transform in the process that made the "
-            "dataset, which prepares samples again."
-        )
-    # Views that begin with steps of the user's own share what is read.
-    are_unread = plan.views and not plan.is_batched and not any(it.batch_texts for it in plan.each)
-    if kept.is_tuple or are_unread:
-        return plan, tuple(map(_unread_column, plan.each))
-    with kept.naming_damage():
-        return plan, tuple(_column(view, store) for view in plan.each)
-
-
-def _compile_files(stored: Stored, transform: Any) -> tuple[bool, Compiled] | None:
-    """What makes batches of files as they are read, by all steps; None where that cannot be."""
-    opening = stored.samples.opening
-    if opening is None or opening.channels is None or library.obstacle() is not None:
-        return None
-    is_upright, steps = split_upright((*stored.first_steps, transform))
-    plan = plan_transform(
-        steps,
-        form=opening.form,
-        channels=opening.channels,
-        obstacle=stored.obstacle,
-        prepared=0,
-        first=is_upright - len(stored.first_steps),
-    )
-    if not plan.is_batched:
-        return None
-    columns = tuple(map(_column, plan.each))
-    if not all(column.output for column in columns):
-        return None
-    return is_upright or opening.is_upright, (plan, columns)
-
-
-def _compile_pairs(stored: Stored, transforms: PairStep) -> Compiled:
-    """Of what takes sample and target: one column of images and one of masks."""
-    kept = stored.kept
-    obstacle = stored.obstacle
-    if kept is None or not kept.target_is_part:
-        plan = plan_pairs(transforms, obstacle="only images with a tv_tensors.Mask are served")
-        return plan, (Column(plan),)
-    image, mask, *_ = kept.stores
-    shapes = image.shape(0), mask.shape(0)
-    kinds = image.spec.dtype, mask.spec.dtype, mask.spec.form, len(shapes[0])
-    if kinds != ("uint8", "uint8", "mask", 3) or shapes[1][:-2] not in ((), (1,)):
-        obstacle = (
-            "only uint8 images with a uint8 tv_tensors.Mask of one channel are served, "
-            f"not {image.spec.dtype} {shapes[0]} with {mask.spec.dtype} {shapes[1]}"
-        )
-    differ = (image.shapes[:, -2:] != mask.shapes[:, -2:]).any(axis=1)
-    if obstacle is None and differ.any():
-        obstacle = f"the mask of sample {differ.argmax()} is not as large as its image"
-    channels = _channels_of(image)
-    plan = plan_pairs(transforms, form=image.spec.form, channels=channels, obstacle=obstacle)
-    if plan.mask is None:
-        return plan, (Column(plan),)
-    return plan, (_column(plan, image), _column(plan.mask, mask)._replace(part=1))
-
-
-def _channels_of(images: Store) -> int | None:
-    """Of all images; None where they differ."""
-    channels = images.shapes[:, 0]
-    first = int(channels[0])
-    return first if (channels == first).all() else None
-
-
-# Memory that is reused
-
-
-class Lease(weakref.ref[np.ndarray]):
-    """A reference to an array that was leased; its callback runs no line of Python.
-
-    In one, Ctrl-C would be an error that is printed and forgotten, and the training loop would go
-    on.
-    """
-
-    __slots__ = ("buffer", "set_state")
-    buffer: Array
-    set_state: Callable[[int], None]
-
-
-class BatchRing:
-    """Up to ``slots`` buffers, each lent as an array until that array dies.
-
-    They are ordinary memory, or ``allocate(size_bytes)`` gives a uint8 array of that size; it is
-    called from the threads that take.
-    Safe from several threads: a buffer is taken and given back by single deque operations, because
-    an array may die at any moment, also in a thread that is just taking one.
-    """
-
-    def __init__(self, slots: int, allocate: Callable[[int], Array] | None = None) -> None:
-        self._allocate = allocate or partial(np.empty, dtype=np.uint8)
-        self._free: deque[Lease | None] = deque([None] * slots)  # None: of no buffer yet
-        self._leases: dict[int, Lease] = {}  # by id, those that came back too
-        self._slots = slots
-        self.fresh_count = 0  # how often all slots were lent and the batch got memory of its own
-
-    def __reduce__(self) -> Any:
-        """A copy lends memory of its own."""
-        return BatchRing, (self._slots,)
-
-    @property
-    def bytes_held(self) -> int:
-        return sum(lease.buffer.nbytes for lease in list(self._leases.values()))
-
-    def lease(self, size_bytes: int) -> memoryview:
-        """Memory that is lent as long as anything over it lives."""
-        try:
-            lease = self._free.pop()
-        except IndexError:
-            self.fresh_count += 1
-            return new_buffer(size_bytes)
-        buffer = None if lease is None else self._leases.pop(id(lease)).buffer
-        if buffer is None or buffer.nbytes < size_bytes:
-            buffer = self._allocate(size_bytes)
-        leased = buffer[:size_bytes]
-        lease = Lease(leased, self._free.append)
-        lease.buffer = buffer
-        self._leases[id(lease)] = lease
-        return leased.data  # arrays over it refer to it, those over the array to the buffer

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import get_worker_info
 
+from fastdata.datasets.compiler import compile_reader
 from fastdata.datasets.origin import Origin
 from fastdata.datasets.preparing import (
     is_outdated,
@@ -29,8 +30,9 @@ from fastdata.datasets.preparing import (
     prepare_samples,
     unprepared,
 )
-from fastdata.datasets.reader import Reader, Stored, Transforms, compile_reader
+from fastdata.datasets.reader import Reader
 from fastdata.datasets.snapshot import Snapshot
+from fastdata.datasets.stored import Stored, Transforms
 from fastdata.errors import StoreGoneError
 from fastdata.machine.blocks import ArrayBlock
 from fastdata.machine.budget import StoragePlan

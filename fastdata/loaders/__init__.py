@@ -26,11 +26,12 @@ from torch.utils.data import (
 from torch.utils.data import dataloader as torch_loader
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
-from fastdata.datasets.batch import ChannelsLast, Collate, collate
+from fastdata.datasets.batch import Collate, collate
+from fastdata.datasets.buffers import BatchRing
 from fastdata.datasets.dataset import PreparedDataset, own_reader
-from fastdata.datasets.reader import BatchRing
-from fastdata.datasets.ring import RingCollate
 from fastdata.datasets.samples import DatasetSamples
+from fastdata.datasets.transport import RingCollate
+from fastdata.datasets.trees import ChannelsLast
 from fastdata.errors import counted
 from fastdata.loaders.epochs import (
     HELD_BY_USER,

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, IterableDataset
 
+from fastdata.datasets.buffers import BatchRing
 from fastdata.datasets.dataset import PreparedDataset
-from fastdata.datasets.reader import BatchRing
 from fastdata.errors import FastDataError
 from fastdata.loaders import DataLoader
 from fastdata.loaders.chunk_plan import (

@@ -17,9 +17,10 @@ import numpy as np
 import torch
 import torch.cuda
 
-from fastdata.datasets.batch import IndexBatch
-from fastdata.datasets.reader import BatchRing, Reader
+from fastdata.datasets.buffers import BatchRing
+from fastdata.datasets.reader import Reader
 from fastdata.datasets.samples import ReaderHandle
+from fastdata.datasets.visits import IndexBatch
 from fastdata.errors import DeviceError, kind_of
 from fastdata.loaders import DataLoader
 from fastdata.loaders.epochs import AnyReader, JoinedReader, Parts

@@ -30,23 +30,19 @@ from torch.utils.data import dataloader as torch_loader
 from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data._utils.pin_memory import pin_memory as copy_to_pinned
 
-from fastdata.datasets.batch import (
-    BatchDraws,
-    Collate,
-    DrawKey,
-    IndexBatch,
-    as_channels_last,
-    as_numbers,
-    collate,
-    leaves_of,
-)
+from fastdata.datasets.batch import Collate, collate
+from fastdata.datasets.buffers import Allocate, BatchRing, allocate_batch, new_buffer
 from fastdata.datasets.dataset import (
     PreparedDataset,
     index_count,
 )
-from fastdata.datasets.reader import Allocate, BatchRing, Reader, allocate_batch, new_buffer
-from fastdata.datasets.ring import BatchReceiver, RingCollate
+from fastdata.datasets.draws import BatchDraws, DrawKey
+from fastdata.datasets.reader import Reader
+from fastdata.datasets.receiver import BatchReceiver
 from fastdata.datasets.samples import ReaderHandle
+from fastdata.datasets.transport import RingCollate
+from fastdata.datasets.trees import as_channels_last, leaves_of
+from fastdata.datasets.visits import IndexBatch, as_numbers
 from fastdata.errors import IngestError, MemoryBudgetError, StoreGoneError
 from fastdata.loaders.samplers import StateDict
 from fastdata.machine.tables import collate_targets

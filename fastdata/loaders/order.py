@@ -30,14 +30,8 @@ import torch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 from torch.utils.data import dataloader as torch_loader
 
-from fastdata.datasets.batch import (
-    REPEAT_SHIFT,
-    DrawKey,
-    IndexBatch,
-    count_earlier,
-    occurrences,
-    positions,
-)
+from fastdata.datasets.draws import DrawKey
+from fastdata.datasets.visits import REPEAT_SHIFT, IndexBatch, count_earlier, occurrences, positions
 from fastdata.loaders.epochs import Parts, Progress
 from fastdata.loaders.samplers import RankSampler, StateDict, name_differences
 from fastdata.machine.ranks import Rank

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 import torch.cuda
 
-from fastdata.datasets.batch import is_container, leaves_of, map_batch, memory_of, moves_itself
-from fastdata.datasets.ring import is_plain
+from fastdata.datasets.held_tensors import memory_of, moves_itself
+from fastdata.datasets.slots import is_plain
+from fastdata.datasets.trees import is_container, leaves_of, map_batch
 from fastdata.errors import kind_of
 from fastdata.machine import limits
 from fastdata.machine.budget import budget_bytes, choose_pinning

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.cuda
 
-from fastdata.datasets.batch import map_batch
-from fastdata.datasets.reader import BatchRing
+from fastdata.datasets.buffers import BatchRing
+from fastdata.datasets.trees import map_batch
 from fastdata.loaders.device import (
     DeviceLike,
     DeviceOps,

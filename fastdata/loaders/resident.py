@@ -19,9 +19,10 @@ import numpy as np
 import torch
 import torch.cuda
 
-from fastdata.datasets.batch import IndexBatch, map_batch
-from fastdata.datasets.reader import BatchRing
+from fastdata.datasets.buffers import BatchRing
 from fastdata.datasets.samples import ReaderHandle
+from fastdata.datasets.trees import map_batch
+from fastdata.datasets.visits import IndexBatch
 from fastdata.loaders import DataLoader
 from fastdata.loaders.epochs import Progress
 from fastdata.loaders.pinned import device_memory

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import ConcatDataset, Dataset, DistributedSampler, Subset
 
-from fastdata.datasets.batch import RepeatedIndex, count_earlier
+from fastdata.datasets.visits import RepeatedIndex, count_earlier
 from fastdata.machine.ranks import find_rank
 from fastdata.pixels.random_numbers import draw_integers, draw_uniform, sample_keys
 

@@ -35,7 +35,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.cuda
 
-from fastdata.datasets.batch import map_batch, memory_of, moves_itself
+from fastdata.datasets.held_tensors import memory_of, moves_itself
+from fastdata.datasets.trees import map_batch
 from fastdata.loaders.epochs import LoopCounts, profiled, sample_count
 from fastdata.loaders.pinned import Sender, begin_thread, device_memory, left_behind
 

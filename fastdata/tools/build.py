@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from fastdata.datasets.public import ImageFolder
+from fastdata.datasets.folder import ImageFolder
 from fastdata.errors import counted
 from fastdata.paths import is_url
 from fastdata.stores.codecs import KNOWN_CODECS

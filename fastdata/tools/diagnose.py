@@ -26,8 +26,8 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, Subset
 
+from fastdata.datasets.cached import CachedDataset
 from fastdata.datasets.dataset import PreparedDataset
-from fastdata.datasets.public import CachedDataset
 from fastdata.loaders import DataLoader
 from fastdata.machine.budget import budget_bytes
 from fastdata.machine.limits import available_bytes, usable_cores

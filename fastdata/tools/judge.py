@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import Subset
 
-from fastdata.datasets.batch import leaves_of
+from fastdata.datasets.trees import leaves_of
 from fastdata.errors import MemoryBudgetError
 from fastdata.loaders import DataLoader
 from fastdata.machine.budget import budget_bytes

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from fastdata.datasets.batch import collate
-from fastdata.datasets.public import ImageFolder
+from fastdata.datasets.folder import ImageFolder
 from fastdata.loaders import DataLoader
 from fastdata.machine.limits import usable_cores
 from fastdata.report import progress_bar

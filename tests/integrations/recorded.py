@@ -20,9 +20,9 @@ import_torchvision()
 from torchvision import transforms as v1
 
 from fastdata import CachedDataset
-from fastdata.datasets.batch import IndexBatch
-from fastdata.datasets.reader import Allocate, new_buffer
+from fastdata.datasets.buffers import Allocate, new_buffer
 from fastdata.datasets.samples import DatasetSamples
+from fastdata.datasets.visits import IndexBatch
 from fastdata.machine.blocks import Block
 
 COUNT = 23

@@ -1,0 +1,199 @@
+"""``CachedDataset``: any map-style dataset, prepared once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from fastdata.datasets.dataset import PreparedDataset, own_reader
+from fastdata.datasets.origin import ItemOrigin
+from fastdata.datasets.preparing import to_prepare
+from fastdata.datasets.samples import DatasetSamples
+from fastdata.datasets.stored import LeadingSteps, Stored, Transforms
+from fastdata.paths import AnyPath
+from fastdata.pixels.plan import PairStep, Step
+from fastdata.sources.items import DatasetSource
+from fastdata.sources.source import chosen_keys
+from fastdata.sources.storage_options import StorageChoice
+from fastdata.sources.tars import open_tars
+from fastdata.stores.frozen import refuse_random_steps
+from fastdata.stores.options import DatasetOptions, Options, read_options, with_options
+
+if TYPE_CHECKING:
+    from typing_extensions import Self, Unpack
+
+
+# Any map-style dataset
+
+
+@with_options
+class CachedDataset(PreparedDataset):
+    """Any map-style dataset of (sample, target) or of dicts, prepared once and kept.
+
+    Args:
+        dataset: has ``__len__`` and ``__getitem__`` giving (PIL image | tensor | array, target).
+            Each item is read once, in forked worker processes, so that what it draws at random
+            would stay the same: a dataset that draws is refused, see ``frozen``. The sample may be
+            a tuple of these, and the target an image or array too, such as a mask: all of them are
+            stored. Of an item of three or more values the first is the sample; an image or tensor
+            alone has no target. Of an item that is a dict the one value that is an image is the
+            sample, and the target that of the other key, or a dict of several; items and batches
+            are dicts of the same keys then. Namedtuples stay of their class, where it can be found
+            by its module and name. Or the path or URL of WebDataset's tars, a pattern such as
+            ``"train-{000..009}.tar"``, or a list of these. For other formats see
+            docs/other-datasets.md.
+        columns: of items that are dicts the names of those that are sample and target, such as
+            ``{"sample": "image", "target": "label"}``; items are pairs then, and a list of names
+            makes the target a dict.
+        prepare: called on each sample before it is stored, e.g. ``lambda image:
+            image.convert("RGB")``.
+        transform: as torchvision's. Its leading deterministic steps run once per sample, before it
+            is stored; see ``plan``.
+        target_transform: called on each target when it is read.
+        transforms: in place of both, called with sample and target together, as torchvision's: for
+            masks and boxes. One of v2's known steps, on images with a ``tv_tensors.Mask``, runs on
+            whole batches.
+        frozen: accept a dataset that draws at random when it is read, and keep one draw of each
+            item for all epochs. Default: such a dataset is a ValueError. To find out, a few items
+            are read several times; with a ``cache_key`` it is only a warning.
+        options: see ``DatasetOptions``.
+
+    ``CachedDataset.from_cache`` opens what ``cache_dir`` keeps without ``dataset``.
+
+    Raises:
+        SampleError: a sample cannot be read or prepared; names its path and index.
+        CacheError: ``cache_dir`` cannot be written, or its disk is full.
+        MemoryBudgetError: ``storage="shared"`` does not fit; raised before anything is allocated.
+
+    A pickled dataset is a handle of a few hundred bytes plus the transforms; it opens only on the
+    same machine, while the process that made it lives. ``close()`` gives the memory back; so does
+    dropping the last reference.
+
+    Example:
+        >>> import torch
+        >>> squares = [(torch.full((3, 4, 4), i, dtype=torch.uint8), i * i) for i in range(5)]
+        >>> with CachedDataset(squares) as dataset:
+        ...     images, targets = dataset.__getitems__([1, 3]).stacked
+        >>> images.shape, targets
+        (torch.Size([2, 3, 4, 4]), tensor([1, 9]))
+    """
+
+    root: str
+    """Of ``from_cache``: the folder of the files when the cache was written; empty where samples
+    were no files."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        prepare: Step | None = None,
+        transform: Step | None = None,
+        target_transform: Step | None = None,
+        transforms: PairStep | None = None,
+        columns: Mapping[str, str | Sequence[str]] | None = None,
+        frozen: bool = False,
+        **options: Unpack[DatasetOptions],
+    ) -> None:
+        chosen = read_options(CachedDataset, options)
+        chosen_columns = None if columns is None else chosen_keys(columns)
+        chosen_transforms = _chosen_transforms(transform, target_transform, transforms)
+        each = dataset if isinstance(dataset, list) and dataset else [dataset]
+        if all(isinstance(path, (str, os.PathLike)) for path in each):
+            only = None if chosen_columns is None else chosen_columns.names
+            tars = open_tars(dataset, chosen.storage_options, only)
+            dataset = dataset if tars is None else tars
+        source = DatasetSource(dataset, chosen_columns)
+        if chosen.storage != "none" and not frozen:
+            refuse_random_steps(dataset)
+        self._fastdata = DatasetSamples(
+            class_name=type(self).__name__,
+            own_method=own_reader(self),
+            origin=ItemOrigin(),
+            stored=to_prepare(source, replace(chosen, frozen=frozen), prepare=prepare),
+            transforms=chosen_transforms,
+        )
+
+    @classmethod
+    def from_cache(
+        cls,
+        path: AnyPath,
+        *,
+        transform: Step | None = None,
+        target_transform: Step | None = None,
+        transforms: PairStep | None = None,
+        as_tensors: bool = False,
+        seed: int | None = None,
+        batch_ops: bool = True,
+        storage_options: StorageChoice = None,
+        local_cache: AnyPath | None = None,
+    ) -> Self:
+        """Open a cache on its own, without the dataset and the files that it was made from.
+
+        Serves what was kept when the cache was last brought up to date, in that order; ``skipped``
+        lists what was left out. Where samples are files, ``samples``, ``classes`` and
+        ``class_to_idx`` are those of the dataset then, and ``root`` is the folder that it had.
+
+        Args:
+            path: a cache, or the ``cache_dir`` that holds only this one, or the URL of such. Any
+                dataset or ``fastdata build`` may have written it, but not with ``codec="source"``
+                or a codec object of your own.
+            transform: called on each sample as the cache holds it. All of its steps run when a
+                sample is read; those that fastdata knows on whole batches.
+            target_transform: called on each target when it is read.
+            transforms: in place of both, called with sample and target together.
+            as_tensors: give images as tensors (C, H, W) of their stored pixels, those of
+                torchvision's ``PILToTensor``, and not as PIL images, which a ``transform`` would
+                have to make tensors of.
+            seed: of the random draws of batch ops; see
+                ``fastdata.stores.options.DatasetOptions``.
+            batch_ops: False runs known random transforms per sample exactly as written.
+            storage_options: for a URL; see ``fastdata.stores.options.DatasetOptions``.
+            local_cache: as there.
+
+        Raises:
+            FileNotFoundError: there is no cache.
+            ValueError: there are several; says which.
+            CacheError: it is damaged, or cannot be served without its dataset; says how to open it.
+
+        Example:
+            >>> import tempfile, torch
+            >>> squares = [(torch.full((3, 4, 4), i, dtype=torch.uint8), i * i) for i in range(5)]
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     CachedDataset(squares, cache_dir=folder, cache_key="squares").close()
+            ...     with CachedDataset.from_cache(folder) as dataset:
+            ...         print(len(dataset), list(dataset.targets))
+            5 [0, 1, 4, 9, 16]
+        """
+        from fastdata.stores.find import find_cache, open_cache
+
+        dataset = cls.__new__(cls)
+        chosen_transforms = _chosen_transforms(transform, target_transform, transforms)
+        home = find_cache(path, storage_options)
+        prepared, manifest = open_cache(home, as_tensors=as_tensors, local_cache=local_cache)
+        dataset.root = manifest.root
+        dataset._fastdata = DatasetSamples(
+            class_name=cls.__name__,
+            own_method=own_reader(dataset),
+            origin=ItemOrigin(),
+            stored=Stored(
+                options=Options(seed=seed, batch_ops=batch_ops),
+                prepared=prepared,
+                after=LeadingSteps(),
+                is_upright="PIL.ImageOps.exif_transpose" in manifest.key["prepare"],
+            ),
+            transforms=chosen_transforms,
+        )
+        return dataset
+
+
+def _chosen_transforms(
+    transform: Step | None, target_transform: Step | None, transforms: PairStep | None
+) -> Transforms:
+    if transforms is not None and (transform is not None or target_transform is not None):
+        raise ValueError(
+            "transforms= takes sample and target together; give it alone, or transform= and the "
+            "like"
+        )
+    return Transforms(transform, target_transform, transforms)

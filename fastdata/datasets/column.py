@@ -1,0 +1,92 @@
+"""One column of a batch: a view of the images, or their masks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from fastdata.datasets.buffers import allocate_batch
+from fastdata.datasets.visits import IndexBatch
+from fastdata.errors import ChannelsError
+from fastdata.pixels.arrays import Array, Shape
+from fastdata.pixels.core.calls import Samples
+from fastdata.pixels.plan import TransformPlan
+from fastdata.pixels.program import Program
+from fastdata.pixels.samples import addresses_of, decoded_shape, present, tensor_class, to_stored
+from fastdata.pixels.steps import Step as CoreStep
+from fastdata.stores.kept import KeptSamples
+
+if TYPE_CHECKING:
+    from fastdata.datasets.buffers import Allocate, Output
+
+
+class Column(NamedTuple):
+    """One column of a batch: a view of the images, or their masks.
+
+    Attributes:
+        plan: of the transform.
+        program: reads samples and runs the batch ops; None where samples are read one by one.
+        part: number of the stored part of samples that the program reads.
+        shape: of any sample before the batch ops.
+        output: shape and dtype of every sample served; None where they differ.
+        last: runs the ops behind steps that are not known.
+    """
+
+    plan: TransformPlan
+    program: Program | None = None
+    part: int = 0
+    shape: Shape = ()
+    output: Output | None = None
+    last: Program | None = None
+
+    def without_cast(self) -> tuple[Column, CoreStep | None]:
+        """Return this column without its final float cast, and that cast (None without one)."""
+        assert self.program is not None
+        program, cast = self.program.without_cast()
+        output = program.output(self.shape)  # the cast may make three channels of one
+        return self._replace(program=program, output=output), cast
+
+    def read_alone(self, kept: KeptSamples, batch: IndexBatch) -> list[Array]:
+        """Read samples one by one, each in whatever shape it has."""
+        assert self.program is not None
+        read = partial(self.program.run_one, kept.stores[self.part], seed=batch.seed)
+        return list(map(read, batch.positions.tolist(), batch.visits))
+
+    def show(self, rows: Iterable[Array]) -> list[Any]:
+        """Return samples after the batch ops in the form that the next step expects."""
+        kind = self.plan.kind
+        if self.program is None or kind in ("pil", "array"):
+            return [present(row, kind) for row in rows]
+        made = tensor_class(kind)
+        return [self.program.as_tensor(row).as_subclass(made) for row in rows]
+
+    def finish(self, samples: list[Any], batch: IndexBatch, allocate: Allocate) -> Any:
+        """Run the steps that are not known, and those behind them on the whole batch if possible.
+
+        Returns:
+            A tensor of the whole batch, or a list of samples.
+        """
+        plan = self.plan
+        samples = list(map(plan.run_unknown, samples))
+        if self.last is None:
+            return samples
+        shapes = set(map(decoded_shape, samples))
+        shape = shapes.pop() if len(shapes) == 1 else None
+        output = None
+        try:
+            if shape is not None:
+                output = self.last.output(shape, is_of_all=True)
+        except ChannelsError as wrong:
+            wrong.index = int(batch.positions[0])
+            raise
+        if output is None:
+            return list(map(plan.run_last, samples))
+        decoded = [to_stored(image)[0] for image in samples]
+        shapes_B3 = np.array([shape] * len(decoded), np.int32)
+        images = Samples(addresses_of(decoded), shapes_B3)
+        [out] = allocate_batch(len(samples), [output], allocate)
+        self.last.run(images, batch.positions, batch.visits, batch.seed, out)
+        return self.last.as_tensor(out)

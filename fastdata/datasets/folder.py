@@ -1,0 +1,134 @@
+"""``ImageFolder``: a folder of images per class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from fastdata.datasets.files import FileOrigin
+from fastdata.datasets.image_files import ImageFiles, file_samples
+from fastdata.paths import AnyPath, is_url, local_path
+from fastdata.pixels.decode import IMAGE_EXTENSIONS, Loader, load_image
+from fastdata.pixels.plan import Step
+from fastdata.sources.folders import find_classes, scan_folder
+from fastdata.sources.manifest import Listed
+from fastdata.sources.remote import Place
+from fastdata.stores.options import DatasetOptions, read_options, with_options
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+@with_options
+class ImageFolder(ImageFiles):
+    """torchvision's ``ImageFolder``: a folder of images per class, prepared once and kept.
+
+    Args:
+        root: holds one folder per class; may be a URL such as ``s3://bucket/train``, see
+            ``storage_options``.
+        transform: as torchvision's. Its leading deterministic steps run once per image, before it
+            is stored; see ``print(dataset.plan)``.
+        target_transform: called on each class number when it is read.
+        loader: opens one path; default: as torchvision's own, the same pixels. The ``decode_image``
+            of torchvision and torchcodec are known too, see docs/differences.md.
+        is_valid_file: tells image files from others; default: by extension.
+        allow_empty: accept class folders without images.
+        options: see ``DatasetOptions``.
+
+    Attributes:
+        classes: sorted class names.
+        class_to_idx: class name -> class number.
+        samples: list-like of (path, class number); ``imgs`` is the same. May be assigned until the
+            first sample is read or prepared.
+        targets: list-like of class numbers; may be assigned as long.
+        skipped: with ``on_error="skip"``, the errors of the images left out.
+
+    Raises:
+        FileNotFoundError: no class folder, or one without images; as torchvision's.
+        SampleError: an image cannot be read.
+        MemoryBudgetError: ``storage="shared"`` does not fit.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from PIL import Image
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     for name in ("cat", "dog"):
+        ...         (pathlib.Path(root) / name).mkdir()
+        ...         Image.new("RGB", (6, 5)).save(pathlib.Path(root) / name / "0.png")
+        ...     dataset = ImageFolder(root).prepare()
+        >>> dataset.classes, dataset.targets, dataset[1][0].size
+        (['cat', 'dog'], [0, 1], (6, 5))
+    """
+
+    extensions = IMAGE_EXTENSIONS
+
+    def __init__(
+        self,
+        root: AnyPath,
+        transform: Step | None = None,
+        target_transform: Step | None = None,
+        loader: Loader | None = None,
+        is_valid_file: Callable[[str], bool] | None = None,
+        allow_empty: bool = False,
+        **options: Unpack[DatasetOptions],
+    ) -> None:
+        chosen = read_options(ImageFolder, options)
+        folder: AnyPath = local_path(root) if isinstance(root, str) else root
+        place = None
+        if is_url(root):
+            place = Place(root, chosen.storage_options)
+            folder = place.url
+        self.root = folder
+        is_usual = (
+            is_valid_file is None
+            and self.extensions is IMAGE_EXTENSIONS
+            and self.make_dataset is ImageFolder.make_dataset
+            and type(self).find_classes is ImageFolder.find_classes
+        )
+        classes, class_to_idx = self.find_classes(place or folder)
+        if classes != list(class_to_idx or ()):
+            self.classes = classes
+        samples = self.make_dataset(
+            place or folder,
+            class_to_idx=class_to_idx,
+            extensions=self.extensions if is_valid_file is None else None,
+            is_valid_file=is_valid_file,
+            allow_empty=allow_empty,
+        )
+        paths = [path for path, _ in samples]
+        targets = [target for _, target in samples]
+        origin = FileOrigin(
+            loader=loader or load_image,
+            root=folder,
+            place=place,
+            list_name="" if is_usual else None,
+        )
+        listed = Listed(paths, targets, class_to_idx)
+        self._fastdata = file_samples(self, origin, listed, chosen, transform, target_transform)
+
+    @staticmethod
+    def make_dataset(
+        directory: AnyPath,
+        class_to_idx: dict[str, int],
+        extensions: str | tuple[str, ...] | None = None,
+        is_valid_file: Callable[[str], bool] | None = None,
+        allow_empty: bool = False,
+    ) -> list[tuple[str, int]]:
+        """(path, class number) of every sample, as torchvision's; override it to list others.
+
+        Raises:
+            ValueError: ``class_to_idx`` is empty or None, or both or none of ``extensions`` and
+                ``is_valid_file`` are given.
+            FileNotFoundError: a class has no valid file.
+        """
+        if class_to_idx is None:
+            raise ValueError("The class_to_idx parameter cannot be None.")
+        return scan_folder(directory, class_to_idx, extensions, is_valid_file, allow_empty)
+
+    def find_classes(self, directory: AnyPath) -> tuple[list[str], dict[str, int]]:
+        """Class names and their numbers; override it to choose which folders are classes.
+
+        Raises:
+            FileNotFoundError: there is no class folder.
+        """
+        return find_classes(directory)

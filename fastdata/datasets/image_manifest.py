@@ -1,0 +1,103 @@
+"""``ImageManifest``: image files listed with their labels in a CSV file, a frame or a list."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from fastdata.datasets.files import FileOrigin
+from fastdata.datasets.image_files import ImageFiles, file_samples
+from fastdata.paths import AnyPath, is_url
+from fastdata.pixels.decode import Loader, load_image
+from fastdata.pixels.plan import Step
+from fastdata.sources.manifest import read_manifest
+from fastdata.sources.remote import Place
+from fastdata.stores.options import DatasetOptions, read_options, with_options
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+@with_options
+class ImageManifest(ImageFiles):
+    r"""Image files listed with their labels in a CSV file, a pandas frame, or a list.
+
+    Args:
+        manifest: the path or URL of a CSV file (comma-separated UTF-8, with a header line); a
+            pandas frame; or a list of (path, label), of (path, label, id) with ``id``, and of paths
+            with ``label=None``. Paths may be URLs.
+        root: folder that relative paths start from; default: the CSV file's own, else the current
+            one.
+        file: name of the column of paths.
+        label: name of the column of labels; of several, or of one of lists, for a vector; None
+            where there are none.
+        id: name of a column to pass through beside the label, such as the key of a submission. It
+            may be ``file``'s.
+        target_transform: called on each target when it is read, with ``id`` on both.
+        transform, loader: see ``ImageFolder``.
+        options: see ``DatasetOptions``.
+
+    A target, and what a batch of them is, follows from all labels together:
+
+    * whole numbers: an int, as it stands; int64 (B,).
+    * numbers of which one has a decimal point: a float; float64 (B,), as ``default_collate`` has
+      it.
+    * names: an int, the name's place in ``classes``, which are sorted; int64 (B,).
+    * several labels: a tensor, int64 if all are whole numbers, else float32; (B, labels).
+    * ``label=None``: the id; without ``id`` the sample's place in the manifest, from 0; int64 (B,).
+    * with ``id`` and ``label``: a tuple (label, id); a list of both.
+
+    Ids are texts as the CSV file has them ("007"), or the values of the frame or list; a batch of
+    texts is a tuple. Blanks at the ends of paths, names and ids are part of them.
+
+    Raises:
+        ValueError: a value or column is missing or malformed; names line and column.
+        SampleError: an image cannot be read.
+        MemoryBudgetError: ``storage="shared"`` does not fit.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from PIL import Image
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     Image.new("RGB", (6, 5)).save(f"{root}/a.png")
+        ...     _ = pathlib.Path(root, "train.csv").write_text("file,label\na.png,cat\n")
+        ...     dataset = ImageManifest(f"{root}/train.csv")
+        >>> dataset.classes, len(dataset)
+        (['cat'], 1)
+    """
+
+    def __init__(
+        self,
+        manifest: AnyPath | Any,
+        *,
+        root: AnyPath | None = None,
+        file: str = "file",
+        label: str | Sequence[str] | None = "label",
+        id: str | None = None,
+        transform: Step | None = None,
+        target_transform: Step | None = None,
+        loader: Loader | None = None,
+        **options: Unpack[DatasetOptions],
+    ) -> None:
+        chosen = read_options(ImageManifest, options)
+        is_path = isinstance(manifest, str | os.PathLike)
+        beside = os.path.dirname(os.fsdecode(manifest)) if is_path else ""
+        listed = read_manifest(manifest, root, file, label, id, chosen.storage_options)
+        # The first is enough: most files are in one place.
+        url = next((path for path in listed.paths if "://" in path), "")
+        place = None
+        if is_url(url):
+            folder = next(filter(is_url, (root or "", beside)), os.path.dirname(url))
+            place = Place(folder, chosen.storage_options)
+            self.root = place.url
+        else:
+            self.root = Place(beside).url if root is None else os.fspath(root)
+        list_name = None
+        if is_path:
+            is_beside = Place(beside).url == Place(self.root).url
+            list_name = os.path.basename(manifest) if is_beside else Place(manifest).url
+        origin = FileOrigin(
+            loader=loader or load_image, root=self.root, place=place, list_name=list_name
+        )
+        self._fastdata = file_samples(self, origin, listed, chosen, transform, target_transform)

@@ -1,0 +1,204 @@
+"""Slots of shared memory that a worker process packs batches into.
+
+The first byte of a slot says whose turn it is. Only its owner writes it: the worker leases, the
+parent gives back. The slots belong to the worker, so that those of a killed one are garbage that
+the kernel collects with its last mapping.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import secrets
+import weakref
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data._utils import collate as torch_collate
+
+from fastdata.datasets.buffers import ALIGN_BYTES
+from fastdata.errors import MemoryBudgetError
+from fastdata.machine.blocks import Block
+from fastdata.pixels.arrays import Array, Shape
+
+FREE = 0
+
+LEASED = 1
+
+_PAGE_BYTES = 4096
+
+STATE_BYTES = ALIGN_BYTES  # the first byte of a slot has a cache line of its own before the data
+
+# A tensor travels with its whole storage, as in torch, up to so many times its own bytes.
+_WHOLE_STORAGE = 4
+
+
+class SlotAddress(NamedTuple):
+    """How the training loop finds a slot."""
+
+    pid: int  # of the worker
+    name: str
+    block: bytes  # pickled
+
+
+Spans = list[tuple[int, int]]
+"""Offset and bytes of each part of a batch in its slot."""
+
+
+class Slot:
+    """A shared block of this worker, filled from front to back.
+
+    Attributes:
+        memory: of the block; only a state before the first batch.
+        address: where the training loop finds it; None before the first batch.
+        leased: the memory, while a batch is brought into it: an array that lives as long as anything
+            over it in this process.
+    """
+
+    def __init__(self) -> None:
+        self.memory = np.zeros(STATE_BYTES, np.uint8)
+        self.address: SlotAddress | None = None
+        self._name = secrets.token_hex(8)
+        self._block: Block | None = None
+        self.lease()
+        self.leased: Array | None = None
+
+    @property
+    def is_free(self) -> bool:
+        return self.memory[0] == FREE and self._latest() is None
+
+    def lease(self) -> None:
+        self.leased = self.memory[:]
+        self._latest = weakref.ref(self.leased)
+        self._end = STATE_BYTES
+
+    def reserve(self, size_bytes: int) -> memoryview | None:
+        """The next bytes, or None if it is full."""
+        start = self._end
+        if self.leased is None or start + size_bytes > self.leased.nbytes:
+            return None
+        self._end = _aligned(start + size_bytes)
+        return self.leased.data[start : start + size_bytes]
+
+    def stack(self, batch: Any, *, collate_fn_map: Any = None) -> Any:
+        """Torch's ``collate_tensor_fn``, which stacks plain tensors here."""
+        first = batch[0]
+        if all(type(sample) is torch.Tensor and is_plain(sample) for sample in batch):
+            memory = self.reserve(len(batch) * first.nbytes)
+            if not memory:
+                return torch.stack(tuple(batch))  # whose error names sizes that differ
+            out = torch.frombuffer(memory, dtype=first.dtype)
+            return torch.stack(tuple(batch), 0, out=out.view(len(batch), *first.shape))
+        return torch_collate.collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
+
+    def pack(self, batch: Any) -> tuple[SlotAddress | None, Spans, bytes] | None:
+        """Bring every part of a batch here; None where there is no memory for it."""
+        packer = _Packer(self)
+        packer.dump(batch)
+        parts = [np.frombuffer(part.raw(), np.uint8) for part in packer.parts]
+        try:
+            spans = self._lay_out(parts)
+        except MemoryBudgetError:
+            return None
+        self.memory[0] = LEASED
+        return self.address, spans, packer.file.getvalue()
+
+    def offset_of(self, part: Array) -> int | None:
+        """Where a part lies that was made here; None of any other."""
+        offset = part.ctypes.data - self.memory.ctypes.data
+        return offset if 0 <= offset <= self.memory.nbytes - part.nbytes else None
+
+    def _lay_out(self, parts: list[Array], *, is_full: bool = False) -> Spans:
+        """Copy what is not here."""
+        if is_full or self.address is None:
+            self._grow(sum(_aligned(part.nbytes) for part in parts))
+        spans = []
+        for part in parts:
+            start = self.offset_of(part)
+            if start is None:
+                start = self._end
+                memory = self.reserve(part.nbytes)
+                if memory is None:
+                    return self._lay_out(parts, is_full=True)
+                memory[:] = part.data
+            spans.append((start, part.nbytes))
+        return spans
+
+    def _grow(self, size_bytes: int) -> None:
+        """Take a larger block, or raise and stay; the old one stays valid for those who see it."""
+        # Batches differ in size: leave room from the second on.
+        size_bytes += STATE_BYTES + (size_bytes // 8 if self._block else 0)
+        block = Block.create(-(-size_bytes // _PAGE_BYTES) * _PAGE_BYTES)
+        if self._block:
+            self._block.close()
+        self._block = block
+        self.memory = block.array("uint8", (block.size_bytes,))
+        self.address = SlotAddress(os.getpid(), self._name, pickle.dumps(block))
+        self.lease()
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGN_BYTES) * ALIGN_BYTES
+
+
+# A batch as a pickle of its structure, and the memory of its tensors and arrays apart
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether dtype, shape, strides and memory are all there is to it."""
+    return (
+        tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and not (
+            tensor.requires_grad
+            or tensor.is_quantized
+            or tensor.is_nested
+            or tensor.is_conj()
+            or tensor.is_neg()
+        )
+    )
+
+
+class _Packer(pickle.Pickler):
+    """Pickles a batch; the memory of tensors and arrays goes to ``parts``, views without a copy.
+
+    A tensor brings its whole storage, which others may share; where that is much larger than the
+    tensor and not in the slot, torch's way does.
+    """
+
+    def __init__(self, slot: Slot) -> None:
+        self._slot = slot
+        self.file = io.BytesIO()
+        self.parts: list[pickle.PickleBuffer] = []
+        super().__init__(self.file, 5, buffer_callback=self.parts.append)
+        # Torch's way for all other tensors.
+        self.dispatch_table = ForkingPickler(io.BytesIO()).dispatch_table
+        self._storages: dict[int, Array] = {}
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is np.ndarray and not value.flags.writeable:
+            return value.copy("K").__reduce_ex__(5)  # through torch's queue it may be written to
+        if type(value) is not torch.Tensor or not is_plain(value) or not value.numel():
+            return NotImplemented
+        storage = value.untyped_storage()
+        octets = self._storages.get(storage.data_ptr())
+        if octets is None:
+            octets = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
+            is_small = octets.nbytes > _WHOLE_STORAGE * value.nbytes
+            if is_small and self._slot.offset_of(octets) is None:
+                return NotImplemented
+            self._storages[storage.data_ptr()] = octets
+        offset = value.storage_offset()
+        size = tuple(value.shape)
+        strides = value.stride()
+        return _tensor, (octets, value.dtype, offset, size, strides)
+
+
+def _tensor(
+    octets: Array, dtype: torch.dtype, offset: int, size: Shape, strides: Shape
+) -> torch.Tensor:
+    storage = torch.frombuffer(octets, dtype=torch.uint8).untyped_storage()
+    return torch.empty(0, dtype=dtype, device="cpu").set_(storage, offset, size, strides)

@@ -1,0 +1,96 @@
+"""How the samples of a dataset were prepared, as one value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from fastdata.machine.tables import SampleTable
+from fastdata.pixels.arrays import Array
+from fastdata.pixels.core import library
+from fastdata.pixels.plan import PairStep, Step
+from fastdata.sources.source import Source
+from fastdata.stores.kept import KeptSamples
+from fastdata.stores.options import Options
+from fastdata.stores.prepare import Prepared
+
+
+@dataclass(frozen=True)
+class LeadingSteps:
+    """The leading steps of a transform that samples are stored after.
+
+    Attributes:
+        count: number of steps.
+        key: text that is equal for steps that do the same; empty for none.
+        text: shown in errors.
+    """
+
+    count: int = 0
+    key: str = ""
+    text: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """How the samples of a dataset were prepared.
+
+    Attributes:
+        options: of the dataset.
+        prepared: what is kept, and why.
+        source: what samples are read from, to prepare them again; copies in other processes may not
+            know it where samples are kept.
+        files: paths and targets, where they are known beforehand.
+        first_steps: the dataset's ``prepare=`` and ``resize=``, which run before the transform.
+        after: the steps of the transform that samples are stored after, or did not fit after; None
+            before they are prepared.
+        is_upright: whether samples were turned as their EXIF says, so that nothing of it is missed.
+        is_remote: whether samples that are not kept are fetched from behind a URL.
+    """
+
+    options: Options
+    prepared: Prepared
+    source: Source | None = None
+    files: SampleTable | None = None
+    first_steps: tuple[Step, ...] = ()
+    after: LeadingSteps | None = None
+    is_upright: bool = False
+    is_remote: bool = False
+
+    @cached_property
+    def kept(self) -> KeptSamples | None:
+        return self.prepared.kept
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why no step runs on whole batches, whatever the transform; None if some may."""
+        return library.obstacle() if self.options.batch_ops else "batch_ops=False"
+
+    @cached_property
+    def samples(self) -> Any:
+        """Kept ones, or what they are read from; None once the dataset is closed."""
+        return self.source if self.kept is None else self.kept
+
+    @cached_property
+    def table(self) -> SampleTable | None:
+        """Paths and targets; None where they are asked of the source."""
+        return self.files if self.kept is None else self.kept.table
+
+    def filled_share(self, index: Array | None = None) -> float:
+        """Share of the samples, or of those of ``index``, that are kept already."""
+        return 0.0 if self.kept is None else self.kept.images.filled_share(index)
+
+
+@dataclass(frozen=True)
+class Transforms:
+    """The user's transforms of a dataset's items.
+
+    Attributes:
+        of_sample: called with each sample.
+        of_target: called with each target.
+        of_both: called with sample and target together, instead of the other two.
+    """
+
+    of_sample: Step | None = None
+    of_target: Step | None = None
+    of_both: PairStep | None = None

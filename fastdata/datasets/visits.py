@@ -1,0 +1,216 @@
+"""The visits of samples: which numbers the random draws of each read are made from.
+
+A visit is ``epoch + (k << 32)``, where k tells visits to a sample in the same epoch apart. Samplers
+that repeat samples thus get different draws for each repetition; without repetitions a visit is the
+epoch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from array import array
+from collections.abc import Iterable, Sequence
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from fastdata.errors import counted
+from fastdata.pixels.arrays import Array
+from fastdata.pixels.random_numbers import sample_keys
+
+if TYPE_CHECKING:
+    from fastdata.datasets.draws import DrawKey
+    from fastdata.datasets.reader import Reader
+
+
+def as_numbers(indices: Any) -> Array:
+    """Indices of samples as int64 (B,).
+
+    Raises:
+        TypeError: they are no whole numbers, as of torch's datasets.
+    """
+    if isinstance(indices, (np.ndarray, torch.Tensor)):
+        found = np.asarray(indices)
+        if found.ndim == 1 and found.dtype.kind in "iu":
+            return found.astype(np.int64, copy=False)
+    return np.asarray(array("q", indices))
+
+
+def positions(index_B: Array, length: int) -> Array:
+    """Indices (int64, B) of [-length, length), negative ones counted from the end."""
+    # As unsigned numbers, negative ones are too large as well.
+    if not (index_B.view(np.uint64) >= length).any():
+        return index_B
+    wrong = index_B[(index_B < -length) | (index_B >= length)]
+    if len(wrong):
+        raise IndexError(
+            f"index {wrong[0]} is out of range for a dataset of {counted(length, 'sample')}"
+        )
+    return index_B % length
+
+
+class IndexBatch(list[int]):
+    """The sample indices of one batch, and what the samples' random draws are made from.
+
+    As the sampler gave them, or those in the fastdata dataset where that lies behind a ``Subset``;
+    of several in a ``ConcatDataset``, those in all of them in a row.
+
+    Attributes:
+        positions: int64 (B,), the same, none of them negative.
+        visits: int64 (B,), which visit to each sample this is: the epoch, and how often the sample
+            came before in the same epoch (as with ``WeightedRandomSampler``).
+        seed: the dataset's, or the epoch's base seed.
+        draws: what a ``collate_fn`` draws from, wherever the batch is made; None where no loader
+            counts batches.
+        channels_last: whether images are to lie so in memory, where they can be served so.
+    """
+
+    positions: Array
+    visits: Array
+    seed: int
+    draws: DrawKey | None = None
+    channels_last: bool = False
+
+    @classmethod
+    def of(cls, indices: Iterable[int], positions: Array, visits: Array, seed: int) -> IndexBatch:
+        batch = cls(indices)
+        batch.positions = positions
+        batch.visits = visits
+        batch.seed = seed
+        return batch
+
+
+@dataclasses.dataclass
+class OwnItem:
+    """The item that a subclass's own ``__getitem__`` is making for a loader.
+
+    With a seed, every read of a fastdata dataset in it has a visit of its own. The first read has
+    that of the item if it is of the same index. The others follow from it and from how many reads
+    came before, of any dataset: two crops of one image differ, and so do those of two datasets.
+
+    Attributes:
+        samples: of the dataset whose item this is.
+        position: of the item in the dataset.
+        visit: of the item; see ``IndexBatch``.
+        seed: None where the dataset was made without one. Reads then draw from torch's generator.
+        reads: how many came before.
+    """
+
+    samples: object
+    position: int
+    visit: int
+    seed: int | None
+    reads: int = 0
+
+    def visits(self, index_B: Array) -> Array:
+        """Count one read for each index, and return their visits: int64 (B,)."""
+        first = self.reads
+        self.reads += len(index_B)
+        given = [self.visit] if first == 0 and self.position in index_B[:1] else []
+        if len(given) == len(index_B):  # most items read their own sample once
+            return np.array(given, np.int64)
+        read_B = np.arange(first, self.reads)
+        visit_B: Array = sample_keys(self.visit, read_B, np.array([self.position])).view(np.int64)
+        visit_B[: len(given)] = given
+        return visit_B
+
+
+OWN_ITEM: ContextVar[OwnItem | None] = ContextVar("fastdata_item", default=None)
+"""Set around a user's ``__getitem__``, which has no argument to pass it in."""
+
+
+def draw_seed() -> int:
+    """Draw 63 bits from torch's CPU generator; in a loader's threads from the batch's draws.
+
+    This is the one draw from a global generator: torchvision's transforms draw from it too, so that
+    ``manual_seed``, ``fork_rng`` and worker processes have the effect that users know.
+    """
+    return int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu").item())
+
+
+# Which visit to a sample this is: the number that its random draws are made from
+#
+# A visit is ``epoch + (k << 32)`` where k tells visits to the sample in the same epoch apart.
+# Samplers that repeat samples thus get different draws for each repetition, and everyone else gets
+# the epoch.
+
+REPEAT_SHIFT = 32
+
+
+class RepeatedIndex(int):
+    """An index that came before in its epoch, on any rank: so that no two draw the same.
+
+    Attributes:
+        occurrence: how often, 1 or more.
+    """
+
+    occurrence: int
+
+    @classmethod
+    def mark(cls, index: int, occurrence: int) -> int:
+        """The index, as it is where this is its first occurrence."""
+        if not occurrence:
+            return index
+        marked = cls(index)
+        marked.occurrence = occurrence
+        return marked
+
+
+def occurrences(given: Any) -> list[tuple[int, int]]:
+    """Place and occurrence of each RepeatedIndex."""
+    if not isinstance(given, list) or RepeatedIndex not in set(map(type, given)):
+        return []
+    return [
+        (k, index.occurrence) for k, index in enumerate(given) if isinstance(index, RepeatedIndex)
+    ]
+
+
+def count_repetitions(given: Any, index_B: Array) -> Array:
+    """Return how often each index of a batch came before, in the batch or on another rank."""
+    before_B = count_within(index_B, np.zeros(len(index_B), np.int64))
+    for row, occurrence in occurrences(given):
+        before_B[row] = occurrence
+    return before_B
+
+
+def count_earlier(seen: Array, index_B: Array) -> Array:
+    """Return how often each index came before, also in this batch; count it in ``seen``."""
+    before_B: Array = seen[index_B].astype(np.int64)
+    # Counts repetitions; a plain 1 takes fifty times as long.
+    np.add.at(seen, index_B, seen.dtype.type(1))
+    return count_within(index_B, before_B)
+
+
+def count_within(index_B: Array, before_B: Array) -> Array:
+    """Add to ``before_B`` how often each index came before in this batch, and return it."""
+    if len(index_B) < 2:  # as where samples are read one by one
+        return before_B
+    order = index_B.argsort(kind="stable")
+    sorted_B = index_B[order]
+    if (sorted_B[1:] == sorted_B[:-1]).any():  # else it takes half the time
+        before_B[order] += np.arange(len(order)) - sorted_B.searchsorted(sorted_B)
+    return before_B
+
+
+def index_batch(indices: Sequence[int], reader: Reader, epoch: int | None) -> IndexBatch:
+    """Return the batch of these indices, with the numbers that its random draws follow.
+
+    A loader of fastdata's gives an ``IndexBatch``, which holds them already. Other reads draw a
+    seed from torch's generator, unless the dataset has a ``seed`` and the user set its ``epoch``.
+    """
+    if not isinstance(indices, (list, np.ndarray, torch.Tensor)):
+        indices = list(indices)  # read once: a second pass may give other indices, or none
+    index_B = positions(as_numbers(indices), reader.length)
+    if isinstance(indices, IndexBatch) and np.array_equal(index_B, indices.positions):
+        return indices  # not changed by a method of a subclass
+    item = OWN_ITEM.get()
+    if item is not None and item.seed is not None:
+        return IndexBatch.of(indices, index_B, item.visits(index_B), item.seed)
+    before_B = count_repetitions(indices, index_B)
+    seed = reader.stored.options.seed
+    if seed is None or epoch is None:
+        seed = draw_seed() if reader.may_draw else 0
+    visit_B = (before_B << REPEAT_SHIFT) + (epoch or 0)
+    return IndexBatch.of(indices, index_B, visit_B, seed)
