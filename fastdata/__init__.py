@@ -13,7 +13,7 @@ from fastdata.datasets.folder import ImageFolder
 from fastdata.datasets.image_manifest import ImageManifest
 from fastdata.datasets.transport import RingCollate
 from fastdata.errors import FastDataError, FastDataWarning
-from fastdata.loaders import DataLoader
+from fastdata.loaders.loader import DataLoader
 from fastdata.loaders.prefetch import CudaPrefetcher
 from fastdata.pixels.own_transforms import AlternatingFlip, Views
 from fastdata.pixels.split import plan_transform

@@ -23,9 +23,9 @@ from conftest import FolderMaker
 from fastdata import CachedDataset, ChunkedLoader, DataLoader, FastDataError, ImageFolder
 from fastdata.datasets.buffers import BatchRing
 from fastdata.errors import MemoryBudgetError
+from fastdata.loaders.chunk_order import chunked as chunked_order
 from fastdata.loaders.chunk_plan import CHUNKS_HELD, plan_chunks
-from fastdata.loaders.chunked import ResidentChunks
-from fastdata.loaders.samplers import chunked as chunked_order
+from fastdata.loaders.chunk_reader import ResidentChunks
 from fastdata.machine import limits
 
 MIB = 1 << 20

@@ -21,8 +21,8 @@ from torchvision import transforms
 from conftest import FolderMaker, save_image
 from fastdata import CachedDataset, ChunkedLoader, CudaPrefetcher, DataLoader, ImageFolder
 from fastdata.errors import SampleError, StoreGoneError
+from fastdata.loaders.chunk_order import chunked as chunked_order
 from fastdata.loaders.chunk_plan import ChunkPlan, empties_cache
-from fastdata.loaders.samplers import chunked as chunked_order
 from fastdata.machine import limits
 from fastdata.stores import readers as readers_module
 from fastdata.stores.disk import DiskStore

@@ -22,8 +22,8 @@ from fastdata.datasets.reader import Reader
 from fastdata.datasets.samples import ReaderHandle
 from fastdata.datasets.visits import IndexBatch
 from fastdata.errors import DeviceError, kind_of
-from fastdata.loaders import DataLoader
-from fastdata.loaders.epochs import AnyReader, JoinedReader, Parts
+from fastdata.loaders.loader import DataLoader
+from fastdata.loaders.parts import AnyReader, JoinedReader, Parts
 from fastdata.loaders.resident import StoreCut, size_bytes, upload
 from fastdata.loaders.window import window_obstacle
 from fastdata.machine.units import format_bytes

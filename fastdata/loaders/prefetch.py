@@ -29,7 +29,7 @@ from fastdata.loaders.device import (
     resolve_device,
     ring_slots,
 )
-from fastdata.loaders.epochs import HELD_BY_USER
+from fastdata.loaders.iterators import HELD_BY_USER
 from fastdata.loaders.pinned import PinnedMemory, Sender
 from fastdata.loaders.resident import StoreCut
 from fastdata.loaders.transfer import LoopEpoch, Transfer

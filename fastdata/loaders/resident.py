@@ -23,9 +23,9 @@ from fastdata.datasets.buffers import BatchRing
 from fastdata.datasets.samples import ReaderHandle
 from fastdata.datasets.trees import map_batch
 from fastdata.datasets.visits import IndexBatch
-from fastdata.loaders import DataLoader
-from fastdata.loaders.epochs import Progress
+from fastdata.loaders.loader import DataLoader
 from fastdata.loaders.pinned import device_memory
+from fastdata.loaders.progress import Progress
 from fastdata.loaders.window import Window
 from fastdata.machine.budget import check_device_room
 from fastdata.report import log

@@ -37,7 +37,7 @@ import torch.cuda
 
 from fastdata.datasets.held_tensors import memory_of, moves_itself
 from fastdata.datasets.trees import map_batch
-from fastdata.loaders.epochs import LoopCounts, profiled, sample_count
+from fastdata.loaders.iterators import LoopCounts, profiled, sample_count
 from fastdata.loaders.pinned import Sender, begin_thread, device_memory, left_behind
 
 _PATIENCE_S = 10.0

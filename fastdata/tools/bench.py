@@ -15,7 +15,7 @@ from typing import Any
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from fastdata.datasets.folder import ImageFolder
-from fastdata.loaders import DataLoader
+from fastdata.loaders.loader import DataLoader
 from fastdata.machine.limits import cpu_model, usable_cores
 from fastdata.report import Line, as_text
 from fastdata.tools.arguments import check_folder, positive

@@ -28,7 +28,7 @@ from torch.utils.data import IterableDataset, Subset
 
 from fastdata.datasets.cached import CachedDataset
 from fastdata.datasets.dataset import PreparedDataset
-from fastdata.loaders import DataLoader
+from fastdata.loaders.loader import DataLoader
 from fastdata.machine.budget import budget_bytes
 from fastdata.machine.limits import available_bytes, usable_cores
 from fastdata.machine.units import format_bytes

@@ -13,7 +13,7 @@ from torch.utils.data import Subset
 
 from fastdata.datasets.trees import leaves_of
 from fastdata.errors import MemoryBudgetError
-from fastdata.loaders import DataLoader
+from fastdata.loaders.loader import DataLoader
 from fastdata.machine.budget import budget_bytes
 from fastdata.machine.limits import available_bytes
 from fastdata.machine.units import format_bytes

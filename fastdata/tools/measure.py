@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import RandomSampler
 
 from fastdata.datasets.dataset import PreparedDataset
-from fastdata.loaders.epochs import sample_count
+from fastdata.loaders.iterators import sample_count
 from fastdata.machine.limits import available_bytes
 from fastdata.machine.workers import attempt_job, forked, settle
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 
-from fastdata.loaders import DataLoader
-from fastdata.loaders.epochs import sample_count
+from fastdata.loaders.iterators import sample_count
+from fastdata.loaders.loader import DataLoader
 from fastdata.loaders.prefetch import CudaPrefetcher
 
 

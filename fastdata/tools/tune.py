@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastdata.datasets.batch import collate
 from fastdata.datasets.folder import ImageFolder
-from fastdata.loaders import DataLoader
+from fastdata.loaders.loader import DataLoader
 from fastdata.machine.limits import usable_cores
 from fastdata.report import progress_bar
 from fastdata.tools.arguments import check_folder, positive

@@ -1,0 +1,97 @@
+"""The choice of what reads the batches of a loader, and of whether they are pinned; with its reasons.
+
+Threads start in microseconds, share the dataset without copying anything, and hand batches over by
+reference. Kernels release the GIL while they copy, so threads run side by side.
+"""
+
+from __future__ import annotations
+
+import threading
+from operator import index
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from torch.utils.data import IterableDataset, default_collate
+
+from fastdata.datasets.batch import collate
+from fastdata.errors import counted
+from fastdata.loaders.parts import AnyReader, Parts
+from fastdata.machine import limits
+from fastdata.machine.budget import PinningPlan, budget_bytes, choose_pinning
+from fastdata.pixels.decode import jpeg_obstacle
+from fastdata.pixels.draws import may_draw
+
+if TYPE_CHECKING:
+    from fastdata.loaders.loader import DataLoader
+
+
+def choose_engine(loader: DataLoader[Any], parts: Parts, workers: str) -> Engine:
+    """Choose what reads the batches of a loader whose option ``workers`` is given."""
+    count = index(loader.num_workers)  # which may be NumPy's
+    reader = parts.latest()
+    obstacle = _thread_obstacle(loader, parts, reader, workers)
+    if obstacle is not None and (count or reader is None):
+        path = "torch's engine in the training loop"
+        if count:
+            path = f"{count} worker process{'es' * (count > 1)} over a shared ring"
+        return Engine("process", f"{path}: {obstacle}", count)
+    path = "whole batches"
+    is_whole = reader is not None and reader.obstacle is None
+    if not is_whole:
+        path = "samples one by one" + (f" ({reader.obstacle})" if reader else "")
+    elif getattr(reader, "kept", True) is None and jpeg_obstacle():
+        path += f" of files that Pillow decodes whole ({jpeg_obstacle()})"
+    if count == 0:
+        return Engine("thread", f"{path}, read in the training loop: num_workers=0", 0)
+    if not threading.main_thread().is_alive():
+        return Engine("thread", f"{path}, read at exit, when no thread can be started", 0)
+    # Samples one by one by more threads than cores, which read ahead where reading waits for a
+    # disk or a network.
+    threads = min(count, limits.usable_cores()) if is_whole else count
+    return Engine("thread", f"{path}, read by {counted(threads, 'thread')}", threads)
+
+
+def _thread_obstacle(
+    loader: DataLoader[Any], parts: Parts, reader: AnyReader | None, workers: str
+) -> str | None:
+    """Return why torch's engine is needed instead of threads, or None."""
+    if isinstance(loader.dataset, IterableDataset):
+        return "an IterableDataset is read in order"
+    if loader.batch_sampler is None:
+        return "batch_size=None asks for single samples"
+    if workers != "auto":
+        return "workers='process'" if workers == "process" else None
+    if reader is None:
+        return f"{type(loader.dataset).__name__} is not a fastdata dataset"
+    if any(may_draw(dataset.target_transform) for dataset in parts.datasets):
+        return "target_transform= may draw random numbers"
+    if loader.collate_fn in (collate, default_collate):
+        return reader.obstacle
+    # A collate_fn of the user's own may need what worker_init_fn prepares.
+    init = getattr(loader.worker_init_fn, "func", loader.worker_init_fn)
+    is_lightnings = getattr(init, "__name__", "") == "pl_worker_init_function"  # only seeds
+    if init is not None and not is_lightnings:
+        return "worker_init_fn is for worker processes"
+    if may_draw(loader.collate_fn, from_torch=False):
+        return "collate_fn= may draw from Python's or NumPy's generators"
+    return reader.obstacle
+
+
+def plan_pinning(loader: DataLoader[Any], reader: AnyReader | None) -> PinningPlan:
+    """Decide ``pin_memory="auto"``."""
+    pinned_bytes = None
+    sample_bytes = None if reader is None else reader.served_bytes
+    if sample_bytes and loader.batch_size:
+        under_way = max(1, loader.num_workers * (loader.prefetch_factor or 0)) + 1
+        pinned_bytes = sample_bytes * loader.batch_size * under_way
+    has_accelerator = torch.cuda.is_available() or torch.xpu.is_available()
+    budget = budget_bytes(limits.available_bytes())
+    return choose_pinning(pinned_bytes, budget, has_accelerator=has_accelerator)
+
+
+class Engine(NamedTuple):
+    """Threads or processes that read batches, their number (0: the training loop), and why."""
+
+    kind: Literal["thread", "process"]
+    path: str
+    workers: int

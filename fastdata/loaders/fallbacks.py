@@ -1,0 +1,76 @@
+"""Warnings of loaders whose samples are read one by one, or by every rank."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch.utils.data import Dataset, IterableDataset, RandomSampler, Subset
+
+from fastdata.datasets.dataset import PreparedDataset, own_reader
+from fastdata.datasets.samples import DatasetSamples
+from fastdata.loaders.parts import Parts
+from fastdata.machine.ranks import find_rank
+from fastdata.report import warn_user
+
+_WARNED: weakref.WeakSet[DatasetSamples] = weakref.WeakSet()
+"""Datasets whose obstacle to whole batches was warned of."""
+
+
+def warn_of_ranks(sampler: Any) -> None:
+    """Warn of a sampler by which every rank reads all samples."""
+    ranks = find_rank().world_size
+    if type(sampler) is RandomSampler and ranks > 1:
+        warn_user(
+            f"this is one of {ranks} ranks, and each of them reads all samples of the dataset, "
+            "because the loader's sampler does not divide them. Give the loader "
+            "distributed='auto', or a sampler that knows its rank."
+        )
+
+
+def warn_of_samples(dataset: Dataset[Any], parts: Parts) -> None:
+    """Warn once for each dataset that is read sample by sample."""
+    new = [part for part in parts.datasets if part._fastdata not in _WARNED]
+    _WARNED.update(part._fastdata for part in new)
+    notice = next(filter(None, map(_fallback_notice, new)), "")
+    if not parts.datasets and not isinstance(dataset, IterableDataset):
+        notice = _wrapped_notice(dataset)
+    if notice:
+        warn_user(f"batches are not served whole: {notice}")
+
+
+def _fallback_notice(dataset: PreparedDataset) -> str:
+    """Return which code of the user's runs on each sample, and the cure; empty if none does."""
+    own = own_reader(dataset)
+    if own:
+        return (
+            f"{type(dataset).__name__}.{own} is called for each sample. Move its work to "
+            "transform= or target_transform=."
+        )
+    reader = dataset._fastdata.reader
+    plan = reader.plan
+    kept = reader.kept
+    is_known = not any(view.per_sample for view in plan.each)
+    is_asked_for = not reader.stored.options.batch_ops or reader.pair_transform is not None
+    if is_asked_for or kept is None or kept.is_tuple or is_known:
+        return ""
+    return (
+        f"{plan.obstacle}, so that it runs in Python on each sample. Give it as prepare= if it "
+        "does the same each time, or as CudaPrefetcher(transform=) if it can take whole batches; "
+        "or write steps that are served in its place: docs/served-steps.md."
+    )
+
+
+def _wrapped_notice(dataset: Any) -> str:
+    """Return how to get whole batches if another dataset reads a fastdata dataset by samples."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    for inner in (*getattr(dataset, "datasets", ()), *getattr(dataset, "__dict__", {}).values()):
+        if isinstance(inner, Dataset) and Parts.find(inner).datasets:
+            name = type(inner).__name__
+            return (
+                f"{type(dataset).__name__} asks its {name} for each sample. Give the loader the "
+                f"{name} itself: what is done to its items can be transform= or target_transform=. "
+                "Beside it in a ConcatDataset, make a CachedDataset of any other."
+            )
+    return ""

@@ -1,0 +1,277 @@
+"""The state that fastdata adds to a loader, and how an epoch of it begins."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
+
+from fastdata.datasets.batch import Collate, collate
+from fastdata.datasets.buffers import BatchRing
+from fastdata.datasets.dataset import own_reader
+from fastdata.datasets.transport import RingCollate
+from fastdata.datasets.trees import ChannelsLast
+from fastdata.loaders.engine import Engine, choose_engine, plan_pinning
+from fastdata.loaders.fallbacks import warn_of_ranks, warn_of_samples
+from fastdata.loaders.iterators import (
+    HELD_BY_USER,
+    BatchMaker,
+    CountedIterator,
+    InlineIter,
+    LoopCounts,
+    MakeBatch,
+    ThreadIter,
+)
+from fastdata.loaders.parts import Parts
+from fastdata.loaders.progress import Progress
+from fastdata.loaders.resume import Resume
+from fastdata.loaders.sampler_chain import SamplerChain
+from fastdata.loaders.worker_processes import ProcessIter
+from fastdata.machine.budget import PinningPlan
+from fastdata.report import EpochReport
+
+if TYPE_CHECKING:
+    from fastdata.loaders.loader import DataLoader
+
+Workers = Literal["auto", "thread", "process"]
+
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "workers": ("auto", "thread", "process"),
+    "distributed": ("off", "auto", "exact"),
+    "memory_format": (torch.contiguous_format, torch.channels_last),
+}
+
+
+class LoaderInternals:
+    """Everything that fastdata adds to a loader, in one object that is called ``_fastdata`` there.
+
+    All other names of a loader are torch's, or belong to the user's subclass. Methods are given the
+    loader and do not keep it: a cycle would keep a dropped loader alive.
+
+    Attributes:
+        resume: epochs of the loader, and the datasets behind it.
+        engine: reads the batches of the latest epoch, or of the first one.
+        is_channels_last: the memory format that the loader was made or copied with.
+        has_own_sampler: ``distributed=`` made the loader's sampler.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any] | None,
+        *,
+        workers: Workers,
+        is_channels_last: bool,
+        is_batched: bool,
+        seeds_once: bool,
+        has_own_sampler: bool,
+    ) -> None:
+        parts = Parts.find(dataset)
+        self.resume = Resume(parts, seeds_once=seeds_once, is_batched=is_batched)
+        self.engine = Engine("thread", "not chosen yet", 0)
+        self.is_channels_last = is_channels_last
+        self.has_own_sampler = has_own_sampler
+        self._workers = workers
+        self._ring: BatchRing | None = None
+        self._has_warned = False
+        self._pinning = PinningPlan(pin=False)
+        self._counts = LoopCounts()
+
+    def copied(self, loader: DataLoader[Any]) -> LoaderInternals:
+        """Return the internals of a copy of the loader, whose epochs go on as its own would."""
+        other = copy.copy(self)
+        other.resume = self.resume.copied()
+        other.is_channels_last = self._wants_channels_last(loader)
+        other._ring = None
+        other._counts = LoopCounts()
+        return other
+
+    def iterate(
+        self,
+        loader: DataLoader[Any],
+        ring: BatchRing | None = None,
+        held: int = HELD_BY_USER,
+        read: MakeBatch | None = None,
+        alone: str = "",
+    ) -> CountedIterator:
+        """Begin an epoch, as ``iter`` does.
+
+        Args:
+            loader: the one with these internals.
+            ring: a prefetcher's, where threads gather batches; ``pin_memory="auto"`` leaves pinning
+                to it.
+            held: batches that the user may hold at a time without costing new memory.
+            read: makes a batch of indices instead of the dataset; threads only.
+            alone: why batches are read in the training loop, whatever the number of workers.
+        """
+        parts = self._refresh(loader)
+        handle = parts.handle()
+        self.engine = Engine("thread", alone, 0) if alone else self.choose_engine(loader)
+        pins = loader.pin_memory and not alone
+        if ring is None:
+            ring = self._ring = self._ring or BatchRing(self.ring_slots(loader, held))
+        elif self._pinning.reason:  # "auto": the prefetcher pins
+            pins = False
+        progress = self.resume.begin(SamplerChain.of(loader))
+        is_channels_last = self._wants_channels_last(loader)
+        # A collate_fn of the user's own gets samples in the usual layout.
+        self.resume.channels_last = is_channels_last and loader.collate_fn is collate
+        view = EpochLoader(
+            loader,
+            dataset=parts.fetched(loader.dataset),
+            index_sampler=self.resume,
+            pin_memory=pins,
+            collate_fn=_channels_last(loader.collate_fn) if is_channels_last else loader.collate_fn,
+            draws_seed=progress.base_seed is None,
+        )
+        idle: Any = loader._iterator  # worker processes that persist, and have done their part
+        loader._iterator = None  # after Ctrl-C here it is unknown what they send next
+        # The rest of an epoch draws nothing from the global generator.
+        with torch.random.fork_rng(devices=[], enabled=progress.is_begun):
+            if self.engine.kind == "process":
+                iterator = _iterate_processes(loader, view, progress, idle, held)
+            else:
+                maker = BatchMaker(
+                    fetch=_MapDatasetFetcher(view.dataset, True, _as_they_are, False).fetch,
+                    # A subclass's own methods must be called for its items.
+                    handle=None if any(map(own_reader, parts.datasets)) else handle,
+                    ring=ring,
+                    collate_fn=loader.collate_fn,
+                    in_thread=self.engine.workers > 0,
+                    channels_last=is_channels_last,
+                    read=read,
+                )
+                iterator = ThreadIter(view, progress, maker, threads=self.engine.workers)
+        iterator.counts = self._counts = LoopCounts(ring=iterator.ring)
+        if iterator.ring:
+            iterator.ring.fresh_count = 0
+        iterator.handle = handle
+        return iterator
+
+    def _refresh(self, loader: DataLoader[Any]) -> Parts:
+        """Return the datasets of an epoch that begins now, with all changes made in place."""
+        parts = self.resume.parts
+        if parts.subset is not None:  # which may have other indices now
+            parts = self.resume.parts = Parts.find(loader.dataset)
+        parts.reader()  # which notices what was changed in place
+        if not self._has_warned:
+            self._has_warned = True
+            warn_of_ranks(loader.sampler)
+            if self._workers_of(loader) != "process":  # else the user chose it
+                warn_of_samples(loader.dataset, parts)
+        return parts
+
+    def report(self) -> EpochReport:
+        engine = self.engine
+        ring = self._counts.ring
+        return EpochReport(
+            path=engine.path,
+            engine=engine.kind if engine.workers else "inline",
+            workers=engine.workers,
+            fresh_batches=ring.fresh_count if ring else 0,
+            bytes_held=ring.bytes_held if ring else 0,
+            pinning=self._pinning.reason,
+            prepared=self.resume.parts.prepared_share,
+            **self._counts.figures(),
+        )
+
+    # For a prefetcher
+
+    def ring_slots(self, loader: DataLoader[Any], held: int) -> int:
+        """Return how many buffers threads and a user who holds ``held`` batches need."""
+        return self.engine.workers * (loader.prefetch_factor or 0) + 1 + held
+
+    def device_obstacle(self, loader: DataLoader[Any]) -> str | None:
+        """Return why a device cannot finish the batches of this loader, or None."""
+        self.engine = self.choose_engine(loader)
+        if self.engine.kind == "process":
+            return f"batches come from {self.engine.path}"
+        return None if loader.collate_fn is collate else "collate_fn= is your own"
+
+    # Decisions
+
+    def _workers_of(self, loader: DataLoader[Any]) -> str:
+        """Return ``workers``: the attribute, unless a subclass uses its name for something else."""
+        given: object = getattr(loader, "workers", None)
+        if isinstance(given, str) and given in CHOICES["workers"]:
+            return given
+        return self._workers
+
+    def _wants_channels_last(self, loader: DataLoader[Any]) -> bool:
+        given: object = getattr(loader, "memory_format", None)
+        is_ours = isinstance(given, torch.memory_format)
+        return given is torch.channels_last if is_ours else self.is_channels_last
+
+    def choose_engine(self, loader: DataLoader[Any]) -> Engine:
+        return choose_engine(loader, self.resume.parts, self._workers_of(loader))
+
+    def choose_pinning(self, loader: DataLoader[Any], asked: bool | Literal["auto"]) -> bool:
+        """Return whether to pin batches, for ``pin_memory=``; ``report`` has the reason."""
+        self.engine = self.choose_engine(loader)
+        if asked == "auto":
+            self._pinning = plan_pinning(loader, self.resume.parts.latest())
+        else:
+            self._pinning = PinningPlan(pin=asked)
+        return self._pinning.pin
+
+
+def _as_they_are(samples: Any) -> Any:
+    return samples
+
+
+class EpochLoader:
+    """A loader as torch's iterators read it, with attributes of its own for one epoch.
+
+    torch's iterators take all of a loader's settings from its attributes. Changing those of the
+    user's loader would be seen by the user, and by other iterators.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        *,
+        dataset: Any,
+        index_sampler: Resume,
+        pin_memory: bool,
+        collate_fn: Collate | None,
+        draws_seed: bool,
+    ) -> None:
+        self._loader = loader
+        self.dataset = dataset
+        self._index_sampler = index_sampler
+        self.pin_memory = pin_memory
+        self.collate_fn = collate_fn
+        self.generator = loader.generator
+        is_stream = isinstance(loader.dataset, IterableDataset)  # datapipes draw another seed
+        if loader.persistent_workers and not draws_seed and not is_stream:
+            # Every iterator of torch's draws a base seed: leave the loader's generator alone.
+            self.generator = torch.Generator()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+def _iterate_processes(
+    loader: DataLoader[Any], view: EpochLoader, progress: Progress, idle: Any, held: int
+) -> CountedIterator:
+    """Begin an epoch of torch's engines; ``idle`` has worker processes of an earlier one."""
+    if loader.num_workers == 0:
+        return InlineIter(view, progress)
+    if idle is None:
+        loader.check_worker_number_rationality()
+        iterator = ProcessIter(view, progress, held=held)
+    else:
+        iterator = idle
+        iterator.progress = progress
+        iterator._reset(view)
+    if loader.persistent_workers:
+        loader._iterator = iterator
+    return iterator
+
+
+def _channels_last(collate_fn: Any) -> Any:
+    if isinstance(collate_fn, RingCollate):
+        return RingCollate(ChannelsLast(collate_fn.collate), slots=collate_fn.slots)
+    return ChannelsLast(collate_fn)

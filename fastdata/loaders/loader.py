@@ -1,0 +1,288 @@
+"""The DataLoader: torch's, with an engine of threads where datasets serve whole batches.
+
+Its arguments and methods; what an epoch does with them is in ``internals``.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+
+import torch
+from torch.utils.data import Dataset, IterableDataset, Sampler
+from torch.utils.data import dataloader as torch_loader
+
+from fastdata.datasets.batch import Collate, collate
+from fastdata.loaders.internals import CHOICES, LoaderInternals
+from fastdata.loaders.parts import Parts
+from fastdata.loaders.sampler_chain import SamplerChain, length_of
+from fastdata.loaders.samplers import RankSampler, StateDict, Uneven
+from fastdata.machine import limits
+from fastdata.machine.ranks import local_ranks
+from fastdata.report import EpochReport, warn_user
+
+if TYPE_CHECKING:
+    from fastdata.loaders.internals import Workers
+
+
+_T_co = TypeVar("_T_co", covariant=True)
+
+Distributed = Literal["off", "auto", "exact"]
+
+_HAS_IN_ORDER = "in_order" in inspect.signature(torch_loader.DataLoader).parameters  # torch 2.6
+
+_NO_ORDER = (
+    "with in_order=False batches overtake each other, and a state only counts them: an epoch that "
+    "is resumed from it may repeat some samples and leave out others. Use in_order=True."
+)
+
+_NO_STREAM = (
+    "a DataLoader cannot resume an IterableDataset, because only the dataset itself can return to "
+    "a position: its epochs begin again. Save the dataset's own state next to the loader's, or use "
+    "a map-style dataset."
+)
+
+
+# Generic in one variable of our own: torch's loader has one until torch 2.13, and two after it.
+class DataLoader(torch_loader.DataLoader, Generic[_T_co]):  # type: ignore[type-arg]
+    """torch's DataLoader, with an engine of threads where the dataset serves whole batches.
+
+    The arguments up to ``in_order`` are torch's. These differ or are new:
+
+    - ``dataset``: any. Whole batches are served by fastdata's datasets, and by ``Subset`` and
+      ``ConcatDataset`` of them, when no step of the transform needs Python per sample.
+    - ``num_workers``: threads or processes; 0 reads in the training loop. ``"auto"`` takes the
+      usable cores (affinity, container quota) shared among the ranks of this machine
+      (``LOCAL_WORLD_SIZE``), less one for the training loop: 0 on a single core, but 1 where
+      another argument asks for workers. ``fastdata.tune(dataset)`` measures a better number.
+    - ``collate_fn``: the default is ``fastdata.collate``, which takes whole batches as they are.
+      Draws of another one from torch's global generator, as by MixUp and CutMix, follow from the
+      base seed, or the ``seed`` of a fastdata dataset, and the batch's number among those of all
+      ranks: any number of threads or processes gives the same batches. A ``collate_fn`` whose code
+      names Python's or NumPy's generators is called in worker processes, which are seeded as
+      torch's.
+    - ``pin_memory``: ``"auto"`` pins if there is a CUDA or XPU device, batches are large enough to
+      gain from it, and all that are under way are a small part of the free memory; ``report()``
+      returns the decision and its reason. A ``CudaPrefetcher`` pins by itself.
+    - ``worker_init_fn``: called in worker processes only. With a ``collate_fn`` of your own, which
+      may need it, worker processes are used.
+    - ``persistent_workers``: with threads it only means that the base seed is drawn once, as torch
+      then does.
+    - ``in_order``: threads always keep the order.
+    - ``workers``: ``"thread"``, ``"process"``, or ``"auto"`` for threads where whole batches are
+      served and the code of ``target_transform`` names no random generator: worker processes are
+      seeded as torch's.
+    - ``distributed``: ``"auto"`` shares each epoch among the ranks of ``torch.distributed``, or of
+      the launcher's variables, by a ``fastdata.loaders.samplers.RankSampler``, which is the
+      loader's ``sampler``: equally many batches for all, a few samples repeated, or with
+      ``drop_last`` left out. ``"exact"`` gives each sample once, so that some ranks may have a
+      batch more: for evaluation. The order follows from the dataset's ``seed`` (None: 0) and the
+      epoch, which is counted; a state can be resumed with another number of ranks, workers, or
+      another ``batch_size``. A ``sampler`` or ``batch_sampler`` of your own is used unchanged.
+    - ``memory_format``: with ``torch.channels_last`` tensors of four dimensions have this memory
+      format. Whole batches are written so at once; others are converted.
+
+    ``print(loader.report())`` shows how batches are read and why, and how the latest epoch went.
+
+    Example:
+        >>> from fastdata import CachedDataset
+        >>> samples = [(torch.full((1, 2, 2), i), i) for i in range(5)]
+        >>> dataset = CachedDataset(samples)
+        >>> loader = DataLoader(dataset, batch_size=2, num_workers=1)
+        >>> [labels.tolist() for images, labels in loader]
+        [[0, 1], [2, 3], [4]]
+    """
+
+    workers: Workers
+    distributed: Distributed
+    memory_format: torch.memory_format
+
+    def __init__(
+        self,
+        dataset: Dataset[_T_co],
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: Sampler[Any] | Iterable[Any] | None = None,
+        batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
+        num_workers: int | Literal["auto"] = 0,
+        collate_fn: Collate | None = None,
+        pin_memory: bool | Literal["auto"] = False,
+        drop_last: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: Any = None,
+        generator: torch.Generator | None = None,
+        *,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory_device: str = "",
+        in_order: bool = True,
+        workers: Workers = "auto",
+        distributed: Distributed = "off",
+        memory_format: torch.memory_format = torch.contiguous_format,
+    ) -> None:
+        own = {"workers": workers, "distributed": distributed, "memory_format": memory_format}
+        for name, value in own.items():
+            if value not in CHOICES[name]:
+                choices = ", ".join(map(repr, CHOICES[name]))
+                raise ValueError(f"{name}={value!r} is not one of {choices}")
+            if not hasattr(self, name):  # a subclass may use the name for something else
+                setattr(self, name, value)
+        if isinstance(pin_memory, str) and pin_memory != "auto":
+            raise ValueError(f"pin_memory={pin_memory!r} is neither True, False nor 'auto'")
+        asks = prefetch_factor or persistent_workers or multiprocessing_context or timeout
+        is_shared = distributed != "off" and sampler is None and batch_sampler is None
+        if is_shared:
+            sampler = _share(dataset, bool(shuffle), drop_last, distributed)
+            shuffle = None
+        makes_batches = batch_size is not None or batch_sampler is not None
+        if collate_fn is None and makes_batches:
+            collate_fn = collate
+        self._fastdata = LoaderInternals(
+            dataset if makes_batches else None,
+            workers=workers,
+            is_channels_last=memory_format is torch.channels_last,
+            is_batched=makes_batches,
+            seeds_once=persistent_workers,
+            has_own_sampler=is_shared,
+        )
+        super().__init__(
+            dataset,
+            batch_size,
+            shuffle,
+            sampler,
+            batch_sampler,
+            _worker_count(num_workers, least=int(bool(asks))),
+            collate_fn,
+            pin_memory is True,
+            drop_last,
+            timeout,
+            worker_init_fn,
+            multiprocessing_context,
+            generator,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+            pin_memory_device=pin_memory_device,
+            **({"in_order": in_order} if _HAS_IN_ORDER else {}),
+        )
+        self.in_order = in_order
+        self.pin_memory = self._fastdata.choose_pinning(self, pin_memory)
+
+    def __iter__(self) -> Any:
+        return self._get_iterator()
+
+    def _get_iterator(self) -> Any:  # torch's name for it, which subclasses override
+        return self._fastdata.iterate(self)
+
+    def check_worker_number_rationality(self) -> None:
+        """Warn of more worker processes than cores, as torch does; threads may be many."""
+        if self.num_workers and self._fastdata.choose_engine(self).kind == "process":
+            super().check_worker_number_rationality()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the random draws of coming epochs those of ``epoch``, and its RankSampler's order.
+
+        Draws also follow from the base seed, if the dataset has no ``seed``.
+        """
+        self._fastdata.resume.set_epoch(epoch, SamplerChain.of(self))
+
+    def report(self) -> EpochReport:
+        """Return how the latest epoch went; ``.path`` tells how batches are read, and why."""
+        return self._fastdata.report()
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__} of {type(self.dataset).__name__}: {length_of(self)} batches of "
+            f"batch_size={self.batch_size}, num_workers={self.num_workers}\n"
+            f"{self._fastdata.engine.path}"
+        )
+
+    def state_dict(self) -> StateDict:
+        """Return the position in the latest epoch, as a small dict of plain values.
+
+        Batches count once they are handed to the user, not when they are read ahead. Before the
+        first batch, and once the last one is handed over, the state is the beginning of the next
+        epoch: Lightning goes on there. The order is found again for torch's samplers, for a
+        ``RankSampler``, and for a sampler with a ``state_dict``, whose state is included. Of any
+        other sampler batches are counted: it must give the same indices again. With a
+        ``RankSampler`` the state is the position in the order of all ranks: the one of rank 0 can
+        be resumed on any number of ranks, and with another batch size. With ``in_order=False`` and
+        worker processes a state is not exact; for an ``IterableDataset`` it is empty, because only
+        the dataset itself can return to a position. A warning is given in both cases.
+        """
+        # No errors: Lightning asks every loader, resumed or not.
+        if isinstance(self.dataset, IterableDataset):
+            warn_user(_NO_STREAM)
+            return {}
+        if not self.in_order and self.num_workers > 1 and self._fastdata.engine.kind == "process":
+            warn_user(_NO_ORDER)
+        return self._fastdata.resume.state(_identity_of(self), SamplerChain.of(self))
+
+    def load_state_dict(self, state: StateDict) -> None:
+        """Let the next epoch be the one of ``state``, without the batches handed over before.
+
+        The state holds until a batch is handed over: Lightning may drop a first iterator without
+        asking it for one. Samples of earlier batches are not read again. ``generator`` is put back
+        to where it was; the global random generators are not changed, and decide later epochs. The
+        order and fastdata's own draws are resumed; draws of a transform in worker processes from
+        global generators begin again.
+
+        Args:
+            state: as ``state_dict`` returned it, here or in another process; an empty dict forgets
+                a loaded state.
+
+        Raises:
+            ValueError: the state is of a loader over another dataset, or with other batches.
+        """
+        if state and isinstance(self.dataset, IterableDataset):
+            raise ValueError(_NO_STREAM)
+        self._fastdata.resume.load(state, _identity_of(self), SamplerChain.of(self))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes of a copy, or of a pickle; its epochs and workers are its own."""
+        state = vars(self) | {"_fastdata": self._fastdata.copied(self), "_iterator": None}
+        if self._fastdata.has_own_sampler:  # both together: one refers to the other
+            samplers = {name: state[name] for name in ("sampler", "batch_sampler")}
+            state |= copy.deepcopy(samplers)
+        if isinstance(state.get("memory_format"), torch.memory_format):
+            # Pickle can write a torch.memory_format from protocol 4 on, and torch.save uses 2.
+            del state["memory_format"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if not hasattr(self, "memory_format"):
+            self.memory_format = CHOICES["memory_format"][self._fastdata.is_channels_last]
+
+
+def _identity_of(loader: DataLoader[Any]) -> StateDict:
+    return {
+        "dataset_length": length_of(loader.dataset),
+        "sampler_length": length_of(loader.sampler),
+        "batch_size": loader.batch_size,
+        "drop_last": loader.drop_last,
+    }
+
+
+def _worker_count(num_workers: int | str, least: int) -> int:
+    if not isinstance(num_workers, str):
+        return num_workers
+    if num_workers != "auto":
+        raise ValueError(f"num_workers={num_workers!r} is neither a number nor 'auto'")
+    return max(least, limits.usable_cores() // local_ranks() - 1)
+
+
+def _share(dataset: Any, shuffle: bool, drop_last: bool, distributed: Distributed) -> RankSampler:
+    """Return the sampler of ``distributed=``."""
+    uneven: Uneven = "drop" if drop_last else "pad"
+    if distributed == "exact":
+        uneven = "keep"
+        if drop_last:
+            raise ValueError(
+                "distributed='exact' gives every sample once, and drop_last=True would drop some: "
+                "choose one"
+            )
+    seed = Parts.find(dataset).seed  # torch's generators may differ between ranks
+    return RankSampler(dataset, shuffle=shuffle, seed=seed or 0, uneven=uneven)

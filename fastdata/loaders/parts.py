@@ -1,0 +1,235 @@
+"""The fastdata datasets behind a loader, in any ``Subset`` and ``ConcatDataset``, read as one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch.utils.data import ConcatDataset, Dataset, Subset
+
+from fastdata.datasets.buffers import Allocate, allocate_batch, new_buffer
+from fastdata.datasets.dataset import PreparedDataset, index_count
+from fastdata.datasets.reader import Reader
+from fastdata.datasets.samples import ReaderHandle
+from fastdata.datasets.visits import IndexBatch, as_numbers
+from fastdata.machine.tables import collate_targets
+from fastdata.pixels.arrays import Array
+from fastdata.pixels.random_numbers import sample_keys
+
+_T = TypeVar("_T")
+
+_J = TypeVar("_J")
+
+_PART_SALT_1 = np.array([0x70617274])
+"""Keeps the seeds of a ``ConcatDataset``'s parts apart from the keys of samples."""
+
+
+class JoinedReader:
+    """Reads a batch from several datasets, with the interface of ``Reader``."""
+
+    def __init__(self, readers: Sequence[Reader], starts: Array) -> None:
+        self._readers = readers
+        self._starts = starts
+        self.obstacle = _first(reader.obstacle for reader in readers)
+        forms = {} if self.obstacle else {reader.image_form: None for reader in readers}
+        if len(forms) > 1:
+            self.obstacle = f"the datasets serve images that differ, {' and '.join(forms)}"
+        self.target_transform = _first(reader.target_transform for reader in readers)
+        self.served_bytes = None if self.obstacle else readers[0].served_bytes
+
+    def __call__(self, batch: IndexBatch, allocate: Allocate = new_buffer) -> Any:
+        readers = self._readers
+        first = readers[0]
+        is_last = batch.channels_last and all(each.can_write_channels_last for each in readers)
+        outs = allocate_batch(len(batch), first.outputs, allocate, channels_last=is_last)
+        for number, row_B, piece in self._pieces(batch):
+            readers[number].read_into(outs, piece, row_B)
+        parts = list(map(torch.Tensor.view, map(torch.from_numpy, outs), first.dtypes))
+        if not first.has_target_column:
+            of_each = self.in_order(batch, [reader.targets.of_each for reader in readers])
+            parts.append(collate_targets(of_each))
+        return first.to_batch(parts)
+
+    def items(self, batch: IndexBatch, allocate: Allocate = new_buffer) -> list[Any]:
+        return self.in_order(batch, [reader.items for reader in self._readers])
+
+    def in_order(self, batch: IndexBatch, reads: Sequence[Callable[..., list[Any]]]) -> list[Any]:
+        """Return what each dataset's function in ``reads`` returns, in the order of the batch."""
+        found: dict[int, Any] = {}
+        for number, row_B, piece in self._pieces(batch):
+            found |= zip(row_B.tolist(), reads[number](piece), strict=True)
+        return [found[row] for row in range(len(found))]
+
+    def _pieces(self, batch: IndexBatch) -> Iterator[tuple[int, Array, IndexBatch]]:
+        """Yield, for each dataset in a batch, its number, the rows of its samples, and their batch."""
+        number_B = np.searchsorted(self._starts, batch.positions, side="right") - 1
+        for number in np.unique(number_B).tolist():
+            row_B = np.flatnonzero(number_B == number)
+            position_B = batch.positions[row_B] - self._starts[number]
+            own_seed = self._readers[number].stored.options.seed
+            seed = batch.seed if own_seed is None else own_seed
+            if number:  # so that the same index in two datasets has independent draws
+                seed = int(sample_keys(seed, number, _PART_SALT_1)[0])
+            piece = IndexBatch.of(position_B.tolist(), position_B, batch.visits[row_B], seed)
+            yield number, row_B, piece
+
+
+@dataclass(frozen=True)
+class JoinedHandle:
+    """The handles of several datasets, which are read as one."""
+
+    handles: list[ReaderHandle]
+    starts: Array
+
+    @property
+    def is_closed(self) -> bool:
+        return any(handle.is_closed for handle in self.handles)
+
+    def __call__(self) -> JoinedReader:
+        return JoinedReader([handle() for handle in self.handles], self.starts)
+
+
+AnyReader = Reader | JoinedReader
+
+AnyHandle = ReaderHandle | JoinedHandle
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The fastdata datasets that a loader reads, as one.
+
+    Their indices are put in a row, as in a ``ConcatDataset``. Each dataset is read with its own
+    transform, targets and draws, into its rows of the batch. A dataset without a ``seed`` takes the
+    seed of the first that has one.
+
+    Attributes:
+        datasets: the datasets; empty if the loader reads anything else.
+        subset: indices of the samples that the loader sees; None for all.
+        starts: index of the first sample of each dataset.
+    """
+
+    datasets: Sequence[PreparedDataset]
+    subset: Array | None
+    starts: Array
+
+    @classmethod
+    def find(cls, dataset: Any) -> Parts:
+        """Find the datasets in any ``Subset`` and ``ConcatDataset``; none next to other datasets."""
+        datasets = []
+        subset = None
+        # Not isinstance: a proxy may give the class of what it is around for its own.
+        if issubclass(type(dataset), PreparedDataset):
+            datasets.append(dataset)
+        else:
+            try:
+                subset = _join(dataset, datasets)
+            except TypeError:
+                datasets.clear()
+        return cls(datasets, subset, np.cumsum([0, *map(index_count, datasets)])[:-1])
+
+    def __getitems__(self, batch: IndexBatch) -> list[Any]:
+        joined = JoinedReader([it._fastdata.reader for it in self.datasets], self.starts)
+        return joined.in_order(batch, [dataset.__getitems__ for dataset in self.datasets])
+
+    @property
+    def index_count(self) -> int:
+        """The number of indices, from 0 on, that may be asked for."""
+        return sum(map(index_count, self.datasets))  # samples may have been assigned since
+
+    @property
+    def epoch(self) -> int | None:
+        """The epoch that the user set on a dataset; None if loaders count epochs."""
+        return _first(it._fastdata.epoch_number for it in self.datasets)
+
+    @property
+    def seed(self) -> int | None:
+        """The first ``seed`` that the user gave to a dataset; None if there is none."""
+        return _first(dataset._fastdata.stored.options.seed for dataset in self.datasets)
+
+    def reader(self) -> AnyReader | None:
+        """Return the reader of an epoch that begins now, with all changes made in place."""
+        readers = [dataset._fastdata.refresh() for dataset in self.datasets]
+        return self._one(readers, JoinedReader)
+
+    def latest(self) -> AnyReader | None:
+        """Return the latest reader. Do not keep it: it keeps the samples in memory."""
+        return self._one([it._fastdata.reader for it in self.datasets], JoinedReader)
+
+    def handle(self) -> AnyHandle | None:
+        """Return the handle of an epoch that begins now."""
+        return self._one([it._fastdata.handle for it in self.datasets], JoinedHandle)
+
+    def _one(self, each: list[_T], join: Callable[[list[_T], Array], _J]) -> _T | _J | None:
+        if len(each) > 1:
+            return join(each, self.starts)
+        return each[0] if each else None
+
+    @property
+    def prepared_share(self) -> float:
+        """The share of samples that are stored already, of the dataset with the fewest."""
+        index = None if len(self.datasets) > 1 else self.subset
+        readers = [dataset._fastdata.reader for dataset in self.datasets]
+        shares = (1.0 if it.kept is None else it.stored.filled_share(index) for it in readers)
+        return min(shares, default=1.0)
+
+    def fetched(self, dataset: Any) -> Any:
+        """Return a loader's ``dataset``, or a copy that passes whole batches to these datasets.
+
+        torch's ``Subset`` and ``ConcatDataset`` make plain lists of the indices of a batch, without
+        the numbers that its draws follow.
+        """
+        if self.subset is None:
+            return dataset
+        whole = copy.copy(dataset)
+        whole.__class__ = _WholeConcat if type(dataset) is ConcatDataset else _WholeSubset
+        whole.behind = self.datasets[0] if len(self.datasets) == 1 else replace(self, subset=None)
+        return whole
+
+
+def _first(given: Iterable[_T | None]) -> _T | None:
+    return next((value for value in given if value is not None), None)
+
+
+def _join(dataset: Any, found: list[PreparedDataset]) -> Array:
+    """Return the indices of a dataset's samples among those of all ``found``, and add its found.
+
+    Raises:
+        TypeError: there is a dataset of another kind, or a subclass with another ``__len__`` than
+            its samples have, or indices that are not whole numbers.
+    """
+    if type(dataset) is Subset:
+        return _join(dataset.dataset, found)[as_numbers(dataset.indices)]
+    if type(dataset) is ConcatDataset:
+        return np.concatenate([_join(each, found) for each in dataset.datasets])
+    is_ours = issubclass(type(dataset), PreparedDataset)
+    if not is_ours or len(dataset) != index_count(dataset):
+        raise TypeError
+    start = 0
+    for part in found:
+        if part is dataset:
+            break
+        start += index_count(part)
+    else:
+        found.append(dataset)
+    return np.arange(start, start + len(dataset))
+
+
+class _Whole(Dataset[Any]):
+    """Passes batches to the datasets ``behind``, where torch's class would make lists of them."""
+
+    behind: PreparedDataset | Parts
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        if isinstance(indices, IndexBatch):
+            return self.behind.__getitems__(indices)
+        return [self[index] for index in indices]
+
+
+class _WholeSubset(_Whole, Subset[Any]): ...
+
+
+class _WholeConcat(_Whole, ConcatDataset[Any]): ...

@@ -1,0 +1,73 @@
+"""The position in one epoch of a loader."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fastdata.loaders.samplers import StateDict
+
+Mark = tuple[int, bool]
+"""The number of batches handed over, and True if those are all."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Progress:
+    """The position in one epoch.
+
+    Attributes:
+        epoch: number of the epoch, which random draws follow; -1 before the first.
+        base_seed: seed of worker processes, and of draws if the dataset has no seed; None until it
+            is drawn.
+        start: states of generators and samplers when the order was drawn; None before that.
+        state: loaded state that the epoch goes on from, which holds until a batch is handed over.
+        is_begun: True if that state is one inside the epoch; nothing more is drawn from the global
+            generator.
+        first: number of batches handed over before that.
+        drawn: number of batches whose indices were drawn.
+        handed: number of these that were handed over.
+        counted: how much of the sampler's length was drawn: samples, or batches.
+        is_finished: True once there are no more batches.
+        draws: the ``DrawKey`` of the batch that was drawn last.
+        seen: the mark of the user's latest batch, if a prefetcher reads ahead of the user.
+    """
+
+    epoch: int = -1
+    base_seed: int | None = None
+    start: StateDict | None = None
+    state: StateDict | None = None
+    is_begun: bool = False
+    first: int = 0
+    drawn: int = 0
+    handed: int = 0
+    counted: int = 0
+    is_finished: bool = False
+    draws: Any = None
+    seen: Mark | None = None
+
+    @classmethod
+    def resumed(cls, state: StateDict) -> Progress:
+        """Return the progress of an epoch that begins where a state was saved."""
+        passed = state["num_yielded"]
+        return cls(
+            epoch=state["epoch"],
+            base_seed=state["base_seed"],
+            start=state["start"],
+            state=state,
+            is_begun=state["is_begun"],
+            first=passed,
+            drawn=passed,
+            handed=passed,
+        )
+
+    def mark(self) -> Mark:
+        """Return the position now; a prefetcher's thread sends it with the batch."""
+        return self.handed, self.is_finished
+
+    def hand_over(self, mark: Mark) -> None:
+        self.seen = mark
+
+    @property
+    def pending(self) -> StateDict | None:
+        """The state that it goes on from, while no batch was handed over."""
+        return self.state if (self.seen or self.mark()) == (self.first, False) else None

@@ -1,0 +1,189 @@
+"""The samplers of a loader, and their states.
+
+A state has the generators of torch's own samplers, also torch's global one if they draw from it. Of
+any other sampler it has what the sampler keeps itself: its ``state_dict()``, or the epoch that was set.
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
+from torch.utils.data import dataloader as torch_loader
+
+from fastdata.loaders.progress import Progress
+from fastdata.loaders.samplers import RankSampler, StateDict
+from fastdata.machine.ranks import Rank
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerChain:
+    """A loader's sampler, the samplers inside it, and the generators that they draw from.
+
+    Attributes:
+        outer: gives the indices of each batch, or single ones.
+        generator: the loader's.
+        each: ``outer`` first, then the sampler that it reads, and so on, up to one that holds the
+            states of those inside it.
+        ranked: the innermost one if it is a ``RankSampler``.
+    """
+
+    outer: Any
+    generator: torch.Generator | None
+    each: list[Any]
+    ranked: RankSampler | None
+
+    @classmethod
+    def of(cls, loader: torch_loader.DataLoader[Any]) -> SamplerChain:
+        """Return the samplers and generators of an epoch of a loader that begins now."""
+        outer = loader._index_sampler
+        each = _nested(outer)
+        ranked = each[-1] if isinstance(each[-1], RankSampler) else None
+        if ranked is not None and not ranked.has_begun:
+            ranked.find_ranks()
+        return cls(outer, loader.generator, each, ranked)
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples in each batch of a rank, where they tell a RankSampler's position; else None."""
+        if self.ranked is None:
+            return None
+        if self.outer is self.ranked:
+            return 1
+        is_batched = type(self.outer) is BatchSampler and self.outer.sampler is self.ranked
+        return self.outer.batch_size if is_batched else None
+
+    @property
+    def sharing(self) -> Any:
+        """The sampler that divides the samples among ranks; None if none does."""
+        # Some have None as their number of ranks, if there is one.
+        return next((each for each in self.each if getattr(each, "num_replicas", None)), None)
+
+    @property
+    def rank(self) -> Rank:
+        sharing = self.sharing
+        return Rank(0, 1) if sharing is None else Rank(sharing.rank, sharing.num_replicas)
+
+    @property
+    def ranks_may_overlap(self) -> bool:
+        """True if several ranks may read the same samples, and no mark tells them apart."""
+        sharing = self.sharing
+        if sharing is None or sharing is self.ranked:
+            return False
+        return type(sharing) is not DistributedSampler
+
+    def is_spent(self, counted: int) -> bool:
+        """Return True if no batch can follow, as far as lengths tell.
+
+        The batches of a BatchSampler may change in size within an epoch, so that their samples are
+        counted; of other samplers, what they give.
+        """
+        outer = self.outer
+        if type(outer) is not BatchSampler:
+            return counted == length_of(outer)
+        length = length_of(outer.sampler)
+        if length is None:
+            return False
+        least = outer.batch_size if outer.drop_last else 1
+        return length - counted < least
+
+    def has_changed_size(self, progress: Progress) -> bool:
+        """Return True if torch's BatchSampler got another ``batch_size`` within the epoch."""
+        outer = self.outer
+        if type(outer) is not BatchSampler or self.batch_size is not None:
+            return False
+        whole = progress.drawn * outer.batch_size
+        return progress.counted not in (whole, length_of(outer.sampler))
+
+    @property
+    def ends_with_a_draw(self) -> bool:
+        """True if the sampler draws once more after its last index, and others can see that.
+
+        RandomSampler does. Without a ``generator`` it draws from one of its own.
+        """
+        last = self.each[-1]
+        return type(last) is RandomSampler and last.generator is not None
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """Generators that the order is drawn from, each once."""
+        found = [getattr(sampler, "generator", False) for sampler in self.each]
+        if None in found:
+            found.append(torch.default_generator)
+        found.insert(0, self.generator)
+        return list(dict.fromkeys(each for each in found if isinstance(each, torch.Generator)))
+
+    def capture(self) -> StateDict:
+        """Return the states of generators and samplers, from which the order can be drawn again."""
+        return {
+            "generators": [_pack(generator) for generator in self.generators],
+            "samplers": [_capture(sampler) for sampler in self.each],
+        }
+
+    def restore(self, start: StateDict, *, is_begun: bool) -> None:
+        """Put generators and samplers back to what was captured, but for a RankSampler."""
+        for generator, packed in zip(self.generators, start["generators"], strict=True):
+            generator.set_state(_unpack(packed))
+        for sampler, saved in zip(self.each, start["samplers"], strict=True):
+            if sampler is self.ranked:
+                continue
+            if "state" in saved:
+                sampler.load_state_dict(copy.deepcopy(saved["state"]))
+            if "epoch" in saved and is_begun:  # else the user may have set the coming epoch
+                sampler.set_epoch(saved["epoch"])
+
+    def identity(self) -> StateDict:
+        """Return the values in which a state and the loader that takes it must agree."""
+        identity: StateDict = {
+            "generators": len(self.generators),
+            "sampler": " > ".join(type(sampler).__name__ for sampler in self.each),
+        }
+        if self.ranked is not None:
+            identity |= {"world_size": self.ranked.num_replicas, "order": self.ranked.identity}
+        return identity
+
+
+def _nested(sampler: Any) -> list[Any]:
+    """Return a sampler and the samplers inside it whose states it does not hold."""
+    inner = getattr(sampler, "batch_sampler", getattr(sampler, "sampler", None))
+    return [sampler] if inner is None or _keeps_state(sampler) else [sampler, *_nested(inner)]
+
+
+def _pack(generator: torch.Generator) -> str:
+    """Return the state of a generator as text: about 4,000 characters."""
+    return base64.b64encode(zlib.compress(generator.get_state().numpy().tobytes(), 1)).decode()
+
+
+def _unpack(packed: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(zlib.decompress(base64.b64decode(packed))), dtype=torch.uint8)
+
+
+def rank_state(start: StateDict) -> StateDict:
+    """Return the RankSampler's state in what ``SamplerChain.capture`` returned."""
+    state: StateDict = start["samplers"][-1]["state"]
+    return state
+
+
+def _keeps_state(sampler: Any) -> bool:
+    return hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")
+
+
+def _capture(sampler: Any) -> StateDict:
+    if isinstance(sampler, RankSampler):
+        return {"state": sampler.coming()}
+    captured = {"state": copy.deepcopy(sampler.state_dict())} if _keeps_state(sampler) else {}
+    if hasattr(sampler, "set_epoch") and isinstance(getattr(sampler, "epoch", None), int):
+        captured["epoch"] = sampler.epoch
+    return captured
+
+
+def length_of(sized: Any) -> int | None:
+    try:
+        return len(sized)
+    except (TypeError, NotImplementedError):
+        return None

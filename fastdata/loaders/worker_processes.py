@@ -1,0 +1,103 @@
+"""An epoch whose batches are made by torch's worker processes, and come through reused shared memory."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import os
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.connection import wait as wait_for
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import dataloader as torch_loader
+from torch.utils.data._utils import worker as torch_worker
+
+from fastdata.datasets.transport import RingCollate
+from fastdata.errors import StoreGoneError
+from fastdata.loaders.iterators import CountedIterator
+
+if TYPE_CHECKING:
+    from fastdata.loaders.progress import Progress
+
+_END_S = 5.0  # how long a killed worker may take to die
+
+
+def _watched(parent_pid: int, work: Callable[..., None], *arguments: Any) -> None:
+    """Run torch's worker loop with a watch over the process that started the worker.
+
+    torch's watch takes the parent when the loop begins for the one to watch. After a slow
+    ``worker_init_fn`` that may be the process that adopts the children of a killed parent. Written
+    for torch 2.4 to 2.13; a torch without this class keeps its own watch.
+    """
+    watch = getattr(torch_worker, "ManagerWatchdog", None)
+    if watch is not None:
+        watchdog = watch()
+        watchdog.manager_pid = parent_pid
+        torch_worker.ManagerWatchdog = lambda: watchdog  # type: ignore[assignment, misc]
+    work(*arguments)
+
+
+class ProcessIter(CountedIterator, torch_loader._MultiProcessingDataLoaderIter):
+    """torch's worker processes, counted, with batches that come through a shared ring."""
+
+    _put_later = 0  # number of batches to ask workers for at ``next``
+
+    def __init__(self, view: Any, progress: Progress, *, held: int) -> None:
+        if not isinstance(view.collate_fn, RingCollate):
+            slots = view.prefetch_factor + 1 + held
+            view.collate_fn = RingCollate(view.collate_fn, slots=slots)
+        self.ring = view.collate_fn.receiver
+        context = (view.multiprocessing_context or multiprocessing).get_context()
+        # A forkserver's child is not a child of this process.
+        if context.get_start_method() != "forkserver":
+            view.multiprocessing_context = copy.copy(context)
+            view.multiprocessing_context.Process = lambda *, target, **options: context.Process(
+                target=partial(_watched, os.getpid(), target), **options
+            )
+        self._workers: list[Any] = []
+        try:
+            super().__init__(view, progress)
+        except BaseException:
+            # Ctrl-C, or no more processes: torch ends only workers that have a status.
+            self._workers_status = [True] * len(self._workers)
+            self._shutdown = not self._workers
+            raise
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        # Lightning calls ``set_epoch`` between ``iter`` and ``next``: ask for no batch before.
+        ahead = self._prefetch_factor
+        self._prefetch_factor = 0
+        try:
+            super()._reset(loader, first_iter)
+            self._put_later = ahead * self._num_workers
+        finally:  # workers that persist begin again after Ctrl-C
+            self._prefetch_factor = ahead
+
+    def _next_data(self) -> Any:
+        while self._put_later:
+            self._put_later -= 1
+            self._try_put_index()
+        return super()._next_data()  # type: ignore[no-untyped-call]
+
+    def _try_get_data(self, *timeout: float) -> Any:
+        try:
+            return super()._try_get_data(*timeout)  # type: ignore[no-untyped-call]
+        except StoreGoneError:
+            # A killed worker loses its memory first and dies later. torch's signal handler then
+            # raises in this thread: here, and not in ``__del__``, which could only print it.
+            ending = wait_for([worker.sentinel for worker in self._workers], timeout=_END_S)
+            for worker in self._workers:
+                if worker.sentinel in ending:
+                    worker.join()
+            raise
+
+    def _process_data(self, data: Any, worker_idx: int) -> Any:
+        try:
+            return super()._process_data(data, worker_idx)  # type: ignore[no-untyped-call]
+        except Exception as error:
+            # The exception and torch's frames, which hold this iterator, hold each other: a cycle
+            # that the collector takes apart in an order in which each worker takes 5 s to end. The
+            # worker's traceback is in the message.
+            error.__traceback__ = None
+            raise error
