@@ -40,7 +40,7 @@ from fastdata.pixels.decode import load_image
 from fastdata.pixels.resize import Resize
 from fastdata.pixels.transform_keys import describe_steps
 from fastdata.sources.remote import Place
-from fastdata.stores import readers as readers_module
+from fastdata.stores import disk_file as disk_file_module
 from fastdata.stores.build import lock_of, locked
 from fastdata.stores.cache import INDEX, Cache
 from fastdata.stores.disk_file import DiskFile
@@ -741,7 +741,7 @@ def test_a_disk_that_cannot_hold_the_cache_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It says what is needed and what is free."""
-    monkeypatch.setattr(readers_module, "free_bytes", lambda folder: 1 << 20)
+    monkeypatch.setattr(disk_file_module, "free_bytes", lambda folder: 1 << 20)
     data = [(np.random.default_rng(0).integers(0, 256, (1000, 1000), np.uint8), 0)] * 12
     with pytest.raises(
         CacheError, match=r"too full for the cache: it needs 1\.\d MiB more, 1\.0 MiB are free"
@@ -753,7 +753,7 @@ def test_a_disk_with_little_room_takes_what_fits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Samples turn out larger than those that were looked at; no more is asked for than needed."""
-    monkeypatch.setattr(readers_module, "free_bytes", lambda folder: 1 << 20)
+    monkeypatch.setattr(disk_file_module, "free_bytes", lambda folder: 1 << 20)
     noise = np.random.default_rng(0).integers(0, 256, (64, 64), np.uint8)
     looked_at = {round(k * 99 / 24) for k in range(25)}
     data = [(noise * (k not in looked_at), k) for k in range(100)]

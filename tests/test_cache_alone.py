@@ -305,7 +305,7 @@ def test_other_labels_of_the_same_files_are_the_datasets(
     files = [f"all/00{i}.jpg" for i in range(3)]
     cache = build_csv(root, [(file, "cat") for file in files])
     with monkeypatch.context() as patch:
-        patch.setattr("fastdata.stores.build.ingest", None)
+        patch.setattr("fastdata.stores.shards.ingest", None)
         (root / "train.csv").write_text(
             "file,label\n" + "".join(f"{file},{k}\n" for k, file in enumerate(files))
         )

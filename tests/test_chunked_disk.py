@@ -24,7 +24,7 @@ from fastdata.errors import SampleError, StoreGoneError
 from fastdata.loaders.chunk_order import chunked as chunked_order
 from fastdata.loaders.chunk_plan import ChunkPlan, empties_cache
 from fastdata.machine import limits
-from fastdata.stores import readers as readers_module
+from fastdata.stores import disk_file as disk_file_module
 from fastdata.stores.disk import DiskStore
 from simcuda import Sim
 
@@ -289,7 +289,7 @@ def test_a_forked_process_does_not_wait_for_a_thread_of_its_parent(
 ) -> None:
     """It was forked while its parent brought samples, and brings some itself."""
     data = [(torch.full((3, 50, 41), i, dtype=torch.uint8), i) for i in range(8)]
-    advise: Any = readers_module._advise
+    advise: Any = disk_file_module._advise
     children: list[Any] = []
 
     def forking(*advice: Any) -> None:
@@ -302,7 +302,7 @@ def test_a_forked_process_does_not_wait_for_a_thread_of_its_parent(
 
     with CachedDataset(data, cache_dir=tmp_path, cache_key="k") as dataset:
         store: Any = dataset.reader().kept.images
-        monkeypatch.setattr(readers_module, "_advise", forking)
+        monkeypatch.setattr(disk_file_module, "_advise", forking)
         store.load(np.array([0]))
         children[0].kill()
         children[0].join()
@@ -314,7 +314,7 @@ def test_too_many_pieces_only_take_more_memory(
     image_folder: FolderMaker, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
     """Where no more of the files may be told apart, the samples are the same."""
-    monkeypatch.setattr(readers_module, "_MOST_AREAS", most)
+    monkeypatch.setattr(disk_file_module, "_MOST_AREAS", most)
     root = image_folder(per_class=13, size=(17, 14))
     with on_disk(root) as dataset, in_memory(root) as kept, chunked(dataset) as loader:
         assert same(loader, usual_batches(kept, loader, 0))

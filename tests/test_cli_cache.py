@@ -45,7 +45,7 @@ def test_a_dataset_starts_from_what_was_built(
         == 0
     )
     assert "6 samples; storage='disk': " in capsys.readouterr().out
-    monkeypatch.setattr("fastdata.stores.build.ingest", None)
+    monkeypatch.setattr("fastdata.stores.shards.ingest", None)
     transform = v1.Compose(
         [v1.Resize(12), v1.CenterCrop(8), v1.RandomHorizontalFlip(), v1.ToTensor()]
     )

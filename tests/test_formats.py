@@ -282,7 +282,7 @@ def test_a_cache_of_tars_is_found_again_until_a_file_changes(
     cache = tars / "cache"
     CachedDataset(str(tars / "t-*.tar"), cache_dir=cache).close()
     with monkeypatch.context() as patch:
-        patch.setattr("fastdata.stores.build.ingest", None)
+        patch.setattr("fastdata.stores.shards.ingest", None)
         with CachedDataset(str(tars / "t-*.tar"), cache_dir=cache) as again:
             assert list(again.targets) == [0, 10, 20]
     write_tar(tars / "t-01.tar", sample_files(3, "2."))

@@ -1,6 +1,7 @@
 """Which steps are known by name: torchvision's, timm's and Pillow's, by their exact class.
 
-Neither torchvision nor timm is imported here."""
+Neither torchvision nor timm is imported here.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -12,6 +12,10 @@ from fastdata.machine.blocks import ArrayBlock, Block
 from fastdata.pixels.arrays import Array, Bytes, Shape
 from fastdata.pixels.decode import open_libjpeg
 from fastdata.pixels.samples import SampleSpec, addresses_of
+
+if TYPE_CHECKING:
+    from fastdata.stores.codecs import Codec
+    from fastdata.stores.source_codec import SourceDecoder
 
 Decoder: TypeAlias = "Codec | SourceDecoder"
 

@@ -2,4 +2,5 @@
 
 ``measure_rate`` is an empty loop with a warm-up. ``in_subprocess`` runs it in a forked copy of this
 process: what the loop draws, reads, caches or breaks stays there, and its memory, threads and
-worker processes end with it."""
+worker processes end with it.
+"""
