@@ -16,12 +16,12 @@ from pathlib import Path
 
 __all__ = ["MUTANTS", "Mutant", "is_caught", "mutated"]
 
-BATCH, RING = "datasets/batch.py", "datasets/reader.py"
+HELD, BUFFERS = "datasets/held_tensors.py", "datasets/buffers.py"
 PINNED, RESIDENT, DEVICE = "loaders/pinned.py", "loaders/resident.py", "loaders/device.py"
 TRANSFER, PREFETCH = "loaders/transfer.py", "loaders/prefetch.py"
 _MODULES = {
-    BATCH: "fastdata.datasets.batch",
-    RING: "fastdata.datasets.reader",
+    HELD: "fastdata.datasets.held_tensors",
+    BUFFERS: "fastdata.datasets.buffers",
     PINNED: "fastdata.loaders.pinned",
     RESIDENT: "fastdata.loaders.resident",
     DEVICE: "fastdata.loaders.device",
@@ -97,14 +97,14 @@ MUTANTS = [
     ),
     Mutant(
         "attributes and slots of the user's objects are not searched",
-        BATCH,
+        HELD,
         "        parts = gc.get_referents(value)\n",
         "        parts = list(value) if isinstance(value, (list, tuple)) else []\n",
         "objects",
     ),
     Mutant(
         "an object's own record_stream is not called",
-        BATCH,
+        HELD,
         "_memory_of(parts, seen) or [value]",
         "_memory_of(parts, seen)",
         "objects",
@@ -177,7 +177,7 @@ MUTANTS = [
     ),
     Mutant(
         "slots are given back while they are lent",
-        RING,
+        BUFFERS,
         "        lease.buffer = buffer\n",
         "        lease.buffer = buffer\n        self._free.append(lease)\n",
         "gathered",

@@ -165,7 +165,7 @@ def test_arrays_outlive_a_closed_block() -> None:
 
 def test_a_handle_of_an_ended_process_is_refused() -> None:
     """Opening a block whose creator is gone says so."""
-    script = "import pickle, sys; from fastdata.machine.shared import Block; k = Block.create(4); "
+    script = "import pickle, sys; from fastdata.machine.blocks import Block; k = Block.create(4); "
     script += "sys.stdout.buffer.write(pickle.dumps(k))"
     handle = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True).stdout
     with pytest.raises(
@@ -247,7 +247,7 @@ def test_a_file_left_by_a_killed_process_is_swept(
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     script = (
-        "import os, sys, fastdata.machine.shared as b; k = b.Block.create(4, portable=True); print('made', flush=True);"
+        "import os, sys, fastdata.machine.blocks as b; k = b.Block.create(4, portable=True); print('made', flush=True);"
         "sys.stdin.read()"
     )
     with subprocess.Popen(
