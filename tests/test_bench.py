@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from fastdata import plan_transform
-from fastdata.tools import bench
+from fastdata.tools import bench, recipes
 from fastdata.tools.__main__ import main
 from fastdata.tools.photos import photo, write_photos
 
@@ -26,8 +26,9 @@ TINY = ["bench", "--images", "12", "--batch-size", "4", "--num-workers", "1"]
 def short_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "_RATE_S", 0.01)
     monkeypatch.setattr(bench, "_ROUNDS", 1)
-    monkeypatch.setattr(bench, "CROP_PX", 24)
-    monkeypatch.setattr(bench, "PREPARED_PX", 32)
+    monkeypatch.setattr(recipes, "CROP_PX", 24)
+    for module in (recipes, bench):
+        monkeypatch.setattr(module, "PREPARED_PX", 32)
 
 
 @pytest.fixture
@@ -62,12 +63,12 @@ def test_bench_draws_and_measures(
     """Without a folder it draws images, prints a row for each recipe, keeps the figures and removes the images."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     figures_file = tmp_path / "figures.json"
-    recipes = [] if "float32" in options else ["--recipe", "crop", "--recipe", "rrc"]
-    assert main([*TINY, *recipes, *options, "--json", str(figures_file)]) == 0
+    chosen = [] if "float32" in options else ["--recipe", "crop", "--recipe", "rrc"]
+    assert main([*TINY, *chosen, *options, "--json", str(figures_file)]) == 0
     printed, said = capsys.readouterr()
     document = json.loads(figures_file.read_text())
     assert document["settings"]["batch_size"] == 4
-    assert list(document["recipes"]) == (["crop", "rrc"] if recipes else list(bench.RECIPES))
+    assert list(document["recipes"]) == (["crop", "rrc"] if chosen else list(recipes.RECIPES))
     for name, recipe in document["recipes"].items():
         rates = [statistics.median(recipe[side]) for side in ("vanilla", "fastdata")]
         assert recipe["ratio"] == pytest.approx(rates[1] / rates[0])
@@ -156,11 +157,11 @@ def test_bench_needs_torchvision(
     assert "torchvision, which is not installed: pip install 'fastdata[bench]'" in said
 
 
-@pytest.mark.parametrize("recipe", bench.RECIPES)
+@pytest.mark.parametrize("recipe", recipes.RECIPES)
 @pytest.mark.parametrize("dtype", ["uint8", "float32"])
 def test_recipes_run_on_whole_batches(recipe: str, dtype: str) -> None:
     """Fastdata knows each step of each recipe."""
-    assert plan_transform(bench.make_recipe(recipe, dtype)).is_batched
+    assert plan_transform(recipes.make_recipe(recipe, dtype)).is_batched
 
 
 def test_bench_measures_a_transform_of_ones_own(

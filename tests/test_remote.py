@@ -768,7 +768,7 @@ def test_a_url_is_no_dataset() -> None:
 
 
 def test_a_link_among_temporary_folders_leads_nowhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bucket: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What killed processes left is removed, and nothing where a link of such a name leads."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -777,8 +777,9 @@ def test_a_link_among_temporary_folders_leads_nowhere(
         folder.mkdir()
         os.utime(folder, (0, 0))
     (tmp_path / "fastdata-remote-link").symlink_to(other)
-    with remote.fleeting_folder():
-        assert not left.exists()
+    dataset = ImageFolder(bucket[0], loader=Image.open, storage="none")
+    dataset[0][0].close()
+    assert not left.exists()
     assert not list(other.iterdir())
 
 

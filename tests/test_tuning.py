@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import torch
 
-from fastdata import DataLoader, ImageFolder, tools
+from fastdata import DataLoader, ImageFolder
 from fastdata.machine.budget import Budget
 from fastdata.machine.limits import usable_cores
-from fastdata.tools import tune as tuning
+from fastdata.tools import measure as measuring
 from fastdata.tools.measure import in_subprocess, measure_rate, shuffled
 from fastdata.tools.tune import ascend, tune
 from fastdata.tools.tune_result import TuneResult
@@ -159,7 +159,7 @@ def test_a_rate_is_of_the_steady_loop(
     workers: int, burst_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Start-up is left out, and batches that come in bursts are counted with the time between them."""
-    monkeypatch.setattr(tools, "time", clock := Clock())
+    monkeypatch.setattr(measuring, "time", clock := Clock())
     rate = measure_rate(Bursts(clock, workers, burst_s), seconds=1.0)
     assert rate == pytest.approx(10 * workers / burst_s)
     assert clock.now >= 5.99
@@ -167,7 +167,7 @@ def test_a_rate_is_of_the_steady_loop(
 
 def test_epochs_too_short_to_warm_up_are_counted_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a loader of two batches an epoch the start is a part."""
-    monkeypatch.setattr(tools, "time", clock := Clock())
+    monkeypatch.setattr(measuring, "time", clock := Clock())
     rate = measure_rate(Bursts(clock, 1, 5.0, batches=2), seconds=1.0)
     assert rate == pytest.approx(20 / 15)
 
@@ -295,7 +295,7 @@ def test_tuning_leaves_the_users_process_alone() -> None:
 def test_batches_that_do_not_fit_are_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
     """A challenger beyond what is free is listed with what it would take; the rest is tuned."""
     budget = Budget(20 << 20, 0, "system memory")
-    monkeypatch.setattr(tuning, "budget_bytes", lambda _: budget)
+    monkeypatch.setattr("fastdata.tools.judge.budget_bytes", lambda _: budget)
     samples = Samples(count=1024, side=256)  # 256 KiB each
     space = {"num_workers": (2,), "prefetch_factor": (2, 64)}
     result = quick(samples, parameters=space)

@@ -87,6 +87,7 @@ def _list_classes(root: AnyPath, names: list[str], endings: Endings) -> Iterator
     tops = [os.path.join(os.path.expanduser(root), name) for name in names]
     list_files = partial(with_retries, partial(_list_files, endings=endings))
     paths: list[list[str]] = []
+    # A local disk is listed in this thread, and a network file system soon in many.
     began_s = _clock_of_waits()
     for top in tops:
         if _clock_of_waits() - began_s > SCAN_PATIENCE_S:
@@ -99,6 +100,7 @@ def _list_classes(root: AnyPath, names: list[str], endings: Endings) -> Iterator
 
 def _clock_of_waits() -> float:
     """Return seconds that this thread has waited, less those that it has worked."""
+    # perf_counter counts waiting and working, thread_time working alone.
     return time.perf_counter() - 2 * time.thread_time()
 
 
@@ -111,6 +113,8 @@ def _list_files(top: str, endings: Endings) -> list[str]:
             raise problem
 
     paths = []
+    # torchvision sorts walks by folder, and the names in each: by whole paths, "a.d/x" would come
+    # before "a/x".
     for folder, _, names in sorted(os.walk(top, followlinks=True, onerror=leave_out)):
         prefix = os.path.join(folder, "")
         paths += [prefix + name for name in sorted(names) if name.lower().endswith(endings)]

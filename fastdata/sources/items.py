@@ -1,4 +1,8 @@
-"""Items of any map-style dataset as a source."""
+"""Items of any map-style dataset as a source.
+
+Items are pairs, or the first item read decides how all are split; one of another form is an error,
+because its values would be stored in the wrong columns.
+"""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ _FLEETING_S = 60.0
 
 @contextlib.contextmanager
 def fleeting_folder() -> Iterator[Path]:
-    """Make a folder for files on their way to or from a URL, and remove those of killed processes."""
+    """Make a folder for files on their way to or from a URL; remove what killed processes left."""
     from filelock import FileLock  # takes 20 ms, which other uses of this module need not wait
 
     _sweep(tempfile.gettempdir())
@@ -80,6 +80,8 @@ class LocalFiles:
     def pipe_file(path: str, data: bytes) -> None:
         folder = os.path.dirname(path)
         os.makedirs(folder, exist_ok=True)
+        # A reader finds the old file or the new one, also after a crash: the bytes are on the disk
+        # before the name is.
         fresh = os.path.join(folder, f".{uuid.uuid4().hex}.new")
         try:
             with open(fresh, "xb") as stream:  # with the user's umask, as any file

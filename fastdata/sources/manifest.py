@@ -1,4 +1,8 @@
-"""Image files and labels that are listed in a CSV file, a frame or a list."""
+"""Image files and labels that are listed in a CSV file, a frame or a list.
+
+All three become a table of columns first, so that labels are read, and errors name line and column,
+in one way.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +32,7 @@ if TYPE_CHECKING:
 
 # Manifests: CSV files, frames, lists
 
+# float() also reads "nan", "inf", "1_000" and digits of other scripts, which may be classes.
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d{1,9})?", re.ASCII | re.IGNORECASE)
 
 _WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
@@ -90,6 +95,7 @@ def read_manifest(
         table = _read_list(manifest, names)
     if not table.numbers:
         raise ValueError(f"{table.title} lists no samples")
+    # Relative paths start from the CSV file's own folder, unless root= names another.
     if root is not None:
         folder = Place(root).url if is_url(root) else local_path(root)
     paths = [_absolute_path(path, folder) for path in table.texts(file)]
@@ -137,6 +143,7 @@ def _read_csv(path: AnyPath, names: list[str], storage_options: StorageChoice) -
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as problem:
         raise ValueError(f"{title} is no text in UTF-8 ({problem}). Save it as such.") from problem
+    # Run lengths of masks have hundreds of thousands of characters; csv's own limit is 131,072.
     with _long_values(len(text)):
         numbered = list(_read_rows(title, text))
     numbers, rows = zip(*numbered, strict=True) if numbered else ((0,), ([],))
@@ -224,6 +231,7 @@ def _read_list(samples: Iterable[Any], names: list[str]) -> _Table:
 
 def _read_labels(table: _Table, label: str) -> tuple[Any, dict[str, int] | None]:
     """Return targets, and the numbers of classes if labels are names."""
+    # The kind of a column follows from all its values, so that a batch has one dtype.
     if any(map(_is_vector, table.columns[label])):
         return _stack_vectors(table, label), None
     texts = table.texts(label)
@@ -266,7 +274,7 @@ def _stack_vectors(table: _Table, label: str) -> torch.Tensor:
     for index, value in enumerate(table.columns[label]):
         try:
             vectors.append(torch.tensor(_plain(value), device="cpu"))
-            torch.stack([vectors[0], vectors[-1]])
+            torch.stack([vectors[0], vectors[-1]])  # raises if their lengths differ
         except (TypeError, ValueError, RuntimeError) as problem:
             raise ValueError(
                 f"{table.where(index, label)}: {value!r} is not a vector of numbers as long as "

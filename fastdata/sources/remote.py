@@ -57,7 +57,7 @@ _S3_DEFAULTS = {"max_pool_connections": 64, "connect_timeout": 5, "read_timeout"
 Timeouts are seconds of silence."""
 
 _READ_AHEAD_BYTES = 8 << 20
-"""Bytes read at once of a file that is read from start to end, as much as comes in two round trips."""
+"""Bytes read at once from a file that is read to its end; they come in two round trips."""
 
 
 _CLIENTS: dict[tuple[int, str, str], Any] = {}
@@ -239,6 +239,8 @@ class Place:
         kind = fsspec.get_filesystem_class(protocol)
         # URLs hold more than a path: host, port and user of SFTP, organisation of GitHub.
         options = {**kind._get_kwargs_from_urls(self.url), **self._options}
+        # fsspec's own cache of clients is not used: it would be shared with the user's clients,
+        # and a forked process would find connections of its parent there.
         key = os.getpid(), protocol, fsspec.utils.tokenize(options)
         if key not in _CLIENTS:
             if kind.__module__.partition(".")[0] == "s3fs":
@@ -289,6 +291,7 @@ class Place:
                 try:
                     if method in ("find", "ls", "info"):
                         client.invalidate_cache()  # listings of another request may be old
+                    # Clients without coroutines run in a thread, so that the loop never waits.
                     if client.async_impl:
                         answer = getattr(client, f"_{method}")(*arguments, **options)
                     else:
@@ -318,7 +321,7 @@ class Place:
 
 
 def facts_of(files: Iterable[tuple[Place, str]]) -> list[Facts]:
-    """Return size and tag of files, all requested at once; ``MISSING`` for one that is not there."""
+    """Return size and tag of files, all requested at once; ``MISSING`` if one does not exist."""
     asked = [place._submit("info", name, then=_facts) for place, name in files]
     found = []
     for future in asked:

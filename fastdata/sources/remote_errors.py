@@ -37,7 +37,7 @@ class SizeError(OSError):
 
 
 def true_cause(problem: Exception) -> Exception:
-    """Return the error behind a FileNotFoundError of fsspec's HTTP, which it raises for any answer."""
+    """Return the cause of a FileNotFoundError, which fsspec's HTTP raises for any answer."""
     cause = problem.__cause__
     is_from_http = type(cause).__module__.partition(".")[0] == "aiohttp"
     if isinstance(problem, FileNotFoundError) and is_from_http:

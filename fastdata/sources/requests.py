@@ -25,6 +25,7 @@ class Requests(dict[tuple[int, int], Future[bytes]]):
         return self.pop((os.getpid(), index), None) or submit(index)
 
     def expect(self, indices: Sequence[int], submit: Submit) -> None:
+        # Keys hold the process: a fork copies this dict, but not the threads that answer.
         pid = os.getpid()
         for index in indices:
             if (pid, index) not in self:

@@ -17,7 +17,7 @@ Pair = tuple[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class ItemKeys:
-    """How items that are not pairs split into sample and target, and are joined again.
+    """Keys by which items that are not pairs are split into sample and target, and joined again.
 
     The sample of a dict is the value of ``image``. The target is the value of the other key, or a
     dict of several. The sample of a tuple is its first value. The target is the other value, a
@@ -43,12 +43,13 @@ class ItemKeys:
         return sample, others if len(others) != 1 else others.popitem()[1]
 
     def join(self, sample: Any, target: Any, kind: Any = tuple) -> Any:
-        """Return the item; or a batch of items, whose tuples are lists as in ``default_collate``."""
+        """Return an item; or a batch of items, whose tuples are lists as in ``default_collate``."""
         if self.kind == "alone":
             return sample
         if self.kind == "dict":
             # A batch of texts is a tuple, which is a list in the batches of default_collate.
             target = kind(target) if type(target) is tuple else target
+            # With one other key the target is its value, else a dict of the other values.
             others = dict.fromkeys(self.names, target) if len(self.names) == 2 else target
             return {name: sample if name == self.image else others[name] for name in self.names}
         values = [sample]

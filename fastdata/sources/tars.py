@@ -40,7 +40,7 @@ _DECODERS: dict[str, Callable[[bytes], Any]] = {
     "json": json.loads,
     "npy": lambda data: np.lib.format.read_array(io.BytesIO(data), allow_pickle=False),
 }
-"""By the last ending of a file name. Files with other endings stay bytes."""
+"""Decoders by the last ending of a file name. Files with other endings stay bytes."""
 
 _TARGETS = ("cls", "json", "txt")
 
@@ -101,6 +101,7 @@ class TarSamples:
         digest = hashlib.blake2b(stats.encode(), digest_size=8).hexdigest()
         # The same in every run until a file changes, so that a cache is found by it.
         self._fastdata_identity = f"{len(tars)} files {digest}"
+        # Headers are between the samples, so that this reads all of a tar behind a URL.
         with ThreadPoolExecutor(_LISTING_THREADS) as pool:
             listed = list(pool.map(_list_samples, tars))
         self._starts = np.cumsum([0, *map(len, listed)])
@@ -133,6 +134,7 @@ class TarSamples:
         """Make an item of a sample's part of its tar."""
         with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:
             members = list(_members(tar))
+        # Sizes come from headers in the sample's own bytes: a slice is never larger than these.
         contents = {}
         for _, ending, info in members:
             contents[ending] = data[info.offset_data : info.offset_data + info.size]
@@ -167,7 +169,7 @@ def _find_samples(tar: Tar) -> list[tuple[int, int]]:
             for _, members in groupby(_members(headers), itemgetter(0)):
                 starts: dict[str, int] = {}
                 for _, ending, info in members:
-                    # Sizes of pax headers are checked here, so that none that is made up is read.
+                    # A pax header may name any size: memory is only taken for what the file holds.
                     if info.issparse() or info.offset_data + info.size > tar.size_bytes:
                         raise ValueError(f"its file {info.name} does not lie within it")
                     if ending in starts:
@@ -177,6 +179,7 @@ def _find_samples(tar: Tar) -> list[tuple[int, int]]:
                 # From its first header to its last byte a sample is a tar without an end.
                 spans.append((min(starts.values()), end))
             stream.seek(headers.offset)
+        # tarfile takes a damaged header for the end, but a whole tar ends with zeros.
         if stream.read(512) != bytes(512):
             raise ValueError("it is cut off, or damaged: it does not end as a tar does")
     return spans

@@ -61,7 +61,7 @@ COMMANDS = {
         "fastdata prune /data/caches --gone --dry-run",
     ),
 }
-"""Of each its options, what it does with them, its help and examples."""
+"""Commands by name: add options, run, help, examples."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

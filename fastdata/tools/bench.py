@@ -40,8 +40,8 @@ _RATE_S = 0.5
 
 
 Figures = dict[str, Any]
-"""Figures of a recipe: images a second of each round, ``vanilla`` and ``fastdata``, the ``ratio`` of
-their medians, and ``prepare_s``, the seconds that fastdata took to prepare the images."""
+"""Figures of a recipe: images a second of each round, ``vanilla`` and ``fastdata``, the ``ratio``
+of their medians, and ``prepare_s``, the seconds that fastdata took to prepare the images."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -116,6 +116,7 @@ def _measure_recipe(
         prepare_s = time.perf_counter() - began
         vanilla = []
         fastdata = []
+        # In turns, so that a clock rate or a neighbour that changes meanwhile affects both.
         for _ in range(_ROUNDS):
             vanilla.append(in_subprocess(lambda: rate(TorchDataLoader, theirs), limit_s=60))
             fastdata.append(in_subprocess(lambda: rate(DataLoader, ours), limit_s=60))

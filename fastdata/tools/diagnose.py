@@ -109,6 +109,7 @@ def _examine(loop: TimedLoop) -> Diagnosis:
         is_prefetched=loader is not loop.loader,
         imports=imports,
     )
+    # Later figures need earlier ones: keeping samples is compared with the loader alone.
     for what, work in _BESIDE.items() if is_torchs else ():
         try:
             figures = in_subprocess(partial(work, loader, diagnosis), limit_s=_PATIENCE_S)
@@ -137,6 +138,7 @@ def _when_kept(loader: Any, diagnosis: Diagnosis) -> dict[str, Any]:
         raise ValueError("its transform takes the target too")
     some = range(0, len(dataset), math.ceil(len(dataset) / _MOST_KEPT))
     transform = getattr(base, "transform", None)
+    # CachedDataset runs the transform itself, on stored samples.
     with _transform_instead(base, None):
         kept = CachedDataset(Subset(dataset, some), transform=transform, storage="shared")
         other = DataLoader(

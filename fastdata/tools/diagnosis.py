@@ -46,7 +46,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Diagnosis(Report):
-    """Where a training loop's time goes; shown as one line, the table behind it, and advice.
+    """The time of a training loop by its parts; shown as one line, a table and advice.
 
     Args:
         batches: number of batches that the times are means of, without the first one.
@@ -96,8 +96,10 @@ class Diagnosis(Report):
     @property
     def limit(self) -> str:
         """The key in ``LIMITS`` of what limits the loop, such as ``"decode"`` or ``"model"``."""
+        # The first thing that explains the waiting is the limit; a cure for another gains nothing.
         if self.waited <= _HARDLY:
             return "model"
+        # The loader is much faster than the loop, so that the copies between them are slow.
         if self.is_prefetched and (self.loader_per_s or 0) > 1.5 * self.loop_per_s:
             return "host-to-device"
         if not self.parts:
@@ -106,6 +108,7 @@ class Diagnosis(Report):
         for part in self.parts:
             costs[part.limit] += part.seconds
         largest = max(costs, key=costs.__getitem__)
+        # More workers help against all costs on cores, but cannot make a slow disk faster.
         return "workers" if self.workers < self.usable_cores and largest != "disk" else largest
 
     @property

@@ -72,6 +72,7 @@ def _inspect(place: Place, *, verify: bool = False) -> Inspected:
         if cache.lacks_receipts():
             problems.append("a shard is damaged, which the next run writes again")
         for number in range(len(cache.manifest.parts)):
+            # Opening checks the files; samples are checked one by one, so that all damage is found.
             with contextlib.closing(cache.open_part(number, None)) as store:
                 for k, row in enumerate(cache.kept.tolist() if verify else ()):
                     try:

@@ -21,44 +21,25 @@ from fastdata.tools.measure import in_subprocess, is_kept, measure_rate, shuffle
 from fastdata.tools.tune_result import Probe, rates_of, used_settings
 
 if TYPE_CHECKING:
-    from fastdata.tools.tune_result import Settings
+    from fastdata.tools.tune_result import LoaderSettings
 
 _CLEAR = 1.25
-"""What is so many times as fast is not measured again."""
+"""Settings that are faster by this factor win without a second measurement."""
 
 _WORTH = 1.03
-"""What costs more must be so many times as fast; what costs less may be as much slower."""
+"""Settings that cost more must be faster by this factor; cheaper ones may be slower by it."""
 
 _BATCH_S = 0.1
-"""A batch of a probe takes a worker about this long, where it may be smaller than the user's."""
+"""Most seconds that a worker reads for a batch of a probe; slow samples come in smaller batches."""
 
 _PROBES = 80
 
 _GRACE_S = 2.0
 
 _MOSTLY_PREPARED = 0.9
-"""Share of the samples from which on threads are worth it, although the rest are still to be
-prepared."""
+"""Share of prepared samples from which probes of the dataset are as fast as later epochs."""
 
 _SAMPLES_PREPARED = 512
-
-
-def _prepared(dataset: Any) -> Any:
-    """Return the dataset, or some samples of one that is still being prepared, prepared now."""
-    if not is_kept(dataset) or dataset.filled_share() >= _MOSTLY_PREPARED:
-        return dataset
-    chosen = islice(shuffled(dataset), min(len(dataset), _SAMPLES_PREPARED))
-    some = Subset(dataset, sorted(chosen))
-    own = torch.Generator()
-    for _ in DataLoader(some, 16, num_workers="auto", collate_fn=list, generator=own):
-        pass
-    return some
-
-
-def _cost(settings: Settings) -> tuple[float, int]:
-    """Return processes and batches that settings take, which decide between equally fast ones."""
-    workers = settings["num_workers"] * (0.5 if settings.get("workers") == "thread" else 1)
-    return workers, settings.get("prefetch_factor", 2)
 
 
 @dataclass
@@ -83,47 +64,48 @@ class Judge:
         seconds = time.perf_counter() - began
         return seconds, sum(getattr(tensor, "nbytes", 0) for tensor in tensors)
 
-    def wins(self, challenger: Settings, best: Settings) -> bool:
+    def wins(self, challenger: LoaderSettings, best: LoaderSettings) -> bool:
         """Return True if a challenger is better than the best, measured again if that is close."""
-        if used_settings(challenger) == used_settings(best):
+        asked = used_settings(challenger)
+        before = used_settings(best)
+        if asked == before:
             return False
-        if not rates_of(self.probes, challenger):
-            self.probe(challenger)
-        least = (
-            1 / _WORTH if _cost(used_settings(challenger)) < _cost(used_settings(best)) else _WORTH
-        )
-        is_close = least < self._gain(challenger, best) < _CLEAR
-        if is_close and len(rates_of(self.probes, challenger)) == 1:
-            self.probe(best)
-            self.probe(challenger)
-        return self._gain(challenger, best) > least
+        if not rates_of(self.probes, asked):
+            self.probe(asked)
+        least = 1 / _WORTH if _cost(asked) < _cost(before) else _WORTH
+        is_close = least < self._gain(asked, before) < _CLEAR
+        if is_close and len(rates_of(self.probes, asked)) == 1:
+            # In turns, so that a load that comes or goes meanwhile affects both.
+            self.probe(before)
+            self.probe(asked)
+        return self._gain(asked, before) > least
 
-    def _gain(self, challenger: Settings, best: Settings) -> float:
+    def _gain(self, challenger: LoaderSettings, best: LoaderSettings) -> float:
         return fmean(rates_of(self.probes, challenger)) / fmean(rates_of(self.probes, best))
 
-    def probe(self, settings: Settings) -> None:
+    def probe(self, settings: LoaderSettings) -> None:
         """Measure settings, or note why they cannot be measured.
 
         Raises:
             TimeoutError: the time is over.
             Exception: the first two probes, of the settings to begin with, fail.
         """
-        used = used_settings(settings)
         began = time.perf_counter()
         left_s = max(0.0, self.deadline - began)
         if self.probes and left_s < self.probe_s:
             raise TimeoutError
         try:
-            probe = Probe(used, self._measure(used, left_s))
+            probe = Probe(settings, self._measure(settings, left_s))
         except Exception as error:  # a user's dataset raises anything
             if len(self.probes) < 2 or isinstance(error, TimeoutError):
                 raise
             failed = f"{type(error).__name__}: {error}".partition("\n")[0]
-            probe = Probe(used, failed=failed)
+            probe = Probe(settings, failed=failed)
         self.probes.append(probe)
         self.bar.update(round(time.perf_counter() - began))
 
-    def _measure(self, settings: Settings, left_s: float) -> float:
+    def _measure(self, settings: LoaderSettings, left_s: float) -> float:
+        # One batch is in the loop and one is being made, besides those that workers read ahead.
         batches = 2 + settings["num_workers"] * settings.get("prefetch_factor", 2)
         need = batches * settings["batch_size"] * self.sample_bytes
         budget = budget_bytes(available_bytes())
@@ -140,3 +122,21 @@ class Judge:
             return measure_rate(loader, seconds=self.probe_s, limit_s=left_s)
 
         return in_subprocess(work, limit_s=left_s + _GRACE_S)
+
+
+def _prepared(dataset: Any) -> Any:
+    """Return the dataset, or some samples of one that is still being prepared, prepared now."""
+    if not is_kept(dataset) or dataset.filled_share() >= _MOSTLY_PREPARED:
+        return dataset
+    chosen = islice(shuffled(dataset), min(len(dataset), _SAMPLES_PREPARED))
+    some = Subset(dataset, sorted(chosen))
+    own = torch.Generator()  # the loader would else draw its seed from the global one
+    for _ in DataLoader(some, 16, num_workers="auto", collate_fn=list, generator=own):
+        pass
+    return some
+
+
+def _cost(settings: LoaderSettings) -> tuple[float, int]:
+    """Return processes and batches that settings take, which decide between equally fast ones."""
+    workers = settings["num_workers"] * (0.5 if settings.get("workers") == "thread" else 1)
+    return workers, settings.get("prefetch_factor", 2)

@@ -29,7 +29,7 @@ class Removal(NamedTuple):
 
 
 def prune_caches(cache_dir: Path, *, gone: bool = False, dry_run: bool = False) -> list[Removal]:
-    """Remove caches that no run can use: those that cannot be read, and leftovers of killed writers.
+    """Remove caches that no run can use: unreadable ones, and leftovers of killed writers.
 
     A cache that cannot be locked stays: another process is writing it, or it is another user's.
 
@@ -45,6 +45,7 @@ def prune_caches(cache_dir: Path, *, gone: bool = False, dry_run: bool = False) 
     removals = []
     for folder in sorted(cache_dir.iterdir()):
         lock = lock_of(folder)
+        # A link may lead anywhere, and a folder without index and lock is not a cache.
         is_ours = (folder / INDEX).exists() or os.path.exists(lock.lock_file)
         if not is_ours or not folder.is_dir() or folder.is_symlink():
             continue

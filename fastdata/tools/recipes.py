@@ -64,6 +64,7 @@ def find_transform(words: str) -> Any:
         raise ValueError(
             f"--transform {words} is not module:name, as in --transform train:train_transform"
         )
+    # A command that is installed does not have the working directory on its path.
     sys.path.insert(0, os.getcwd())
     try:
         return pkgutil.resolve_name(words)

@@ -47,7 +47,7 @@ class TimedLoop:
             self.samples += sample_count(batch) or 1
             yield batch
             if torch.cuda.is_initialized():
-                # Without it, the GPU's work would count as a wait for the next batch, or not at all.
+                # Else the GPU's work would count as a wait for the next batch, or not at all.
                 torch.cuda.current_stream().synchronize()
             done_at = time.perf_counter()
             if self.batches:
@@ -60,7 +60,7 @@ class TimedLoop:
 
 
 class EnoughError(BaseException):
-    """Ends a script after enough batches; not an Exception, which the script may catch."""
+    """Ends a script after enough batches. A script may catch every Exception, but not this."""
 
 
 def in_prefetcher(loader: Any) -> Any:
@@ -83,11 +83,12 @@ def run_script(script: Path, arguments: list[str], batches: int) -> list[TimedLo
     begins = {kind: kind.__iter__ for kind in kinds}
 
     def begin_timed(loader: Any, begin: Callable[[Any], Any]) -> Any:
-        # A prefetcher may be made for each epoch: its loops are told apart by the loader in it.
+        # A prefetcher may be made for each epoch: its loops are grouped by the loader in it.
         loop = loops.setdefault(id(in_prefetcher(loader)), TimedLoop(loader, batches))
         is_in_prefetcher = type(loop.loader) is not type(loader)
         return begin(loader) if is_in_prefetcher else loop.over(begin(loader))
 
+    # The classes are patched, so that loops are timed however the script makes its loaders.
     for kind, begin in begins.items():
         kind.__iter__ = lambda loader, begin=begin: begin_timed(loader, begin)
     try:

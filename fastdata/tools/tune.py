@@ -1,8 +1,7 @@
 """``fastdata.tune``: the loader's settings that read a dataset fastest on this machine.
 
-The search is coordinate ascent: one parameter at a time is moved while that wins, until a whole
-round over all of them changes nothing (``ascend``, which measures nothing itself). ``Judge``
-measures and says who wins.
+``ascend`` moves one parameter at a time while that wins, until a round over all of them changes
+nothing. It measures nothing itself: ``Judge`` decides who wins.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from fastdata.tools.recipes import add_transform, find_transform, make_recipe
 from fastdata.tools.tune_result import TuneResult, used_settings
 
 if TYPE_CHECKING:
-    from fastdata.tools.tune_result import Settings
+    from fastdata.tools.tune_result import LoaderSettings
 
 
 _WORKERS_PER_GPU = 4  # the usual rule; where the search begins
@@ -42,23 +41,22 @@ def tune(
 ) -> TuneResult:
     """Measure which settings of a ``DataLoader`` read a dataset fastest, one parameter at a time.
 
-    Each probe is an empty loop (no model) over shuffled samples in a forked process of its own,
-    after a warm-up. What wins by less than 25 % is measured again, in turns with what it beat.
-    What costs more processes or memory must gain 3 %. The search begins with the usual rule of 4
-    workers per GPU, or with as many as there are cores.
+    Each probe is an empty loop (no model) over shuffled samples in a forked process, after a
+    warm-up. Settings that win by less than 25 % are measured again, in turns with those that they
+    beat. Settings that need more processes or memory must gain 3 %. The search begins with 4
+    workers, as the usual rule per GPU has it, or with as many as there are cores.
 
-    No process is left behind. Probes of a dataset that is slow to read are in smaller batches of
-    the same samples.
+    No process is left behind. A dataset that is slow to read is probed with smaller batches.
 
     Args:
-        dataset: any map-style dataset, fastdata's or not. Of one that is still being prepared, up
-            to 512 samples are prepared for the probes, and stay so.
+        dataset: any map-style dataset, fastdata's or not. If it is still being prepared, up to 512
+            samples are prepared for the probes, and stay prepared.
         batch_size: samples in a batch.
-        max_seconds: time box; the best so far is the result when it is over.
+        max_seconds: time limit; the best settings so far are the result when it is over.
         parameters: names of the loader's arguments and the values to choose from, numbers in
             ascending order; default: ``num_workers``, ``workers`` (threads or processes) and
             ``prefetch_factor``.
-        collate_fn: the loader's; default ``fastdata.collate``.
+        collate_fn: the loader's argument; default: ``fastdata.collate``.
         progress: show a progress bar on standard error.
 
     Returns:
@@ -67,8 +65,8 @@ def tune(
 
     Raises:
         TimeoutError: no probe ended within ``max_seconds``.
-        Exception: whatever the dataset raises with the settings to begin with, as one that is
-            empty or cannot be read by index does.
+        Exception: an error of the dataset with the first settings, such as one that is empty or
+            cannot be read by index.
 
     Example:
         >>> squares = [(float(i), i * i) for i in range(50)]
@@ -87,10 +85,10 @@ def tune(
     with progress_bar(math.ceil(max_seconds), "tuning", unit="s", enabled=progress) as bar:
         judge = Judge(_prepared(dataset), collate_fn or collate, began + max_seconds, bar)
         best = start
-        judge.probe(start)  # finds files and caches cold
+        judge.probe(used_settings(start))  # finds files and caches cold
         is_complete = False
         with suppress(TimeoutError):
-            judge.probe(start)
+            judge.probe(used_settings(start))
             for better in ascend(space, start, judge.wins):
                 best = better
             is_complete = True
@@ -106,12 +104,14 @@ def tune(
 
 
 def ascend(
-    space: Mapping[str, Sequence[Any]], start: Settings, wins: Callable[[Settings, Settings], bool]
-) -> Iterator[Settings]:
-    """Coordinate ascent: move one parameter at a time while the challenger wins; yields winners.
+    space: Mapping[str, Sequence[Any]],
+    start: LoaderSettings,
+    wins: Callable[[LoaderSettings, LoaderSettings], bool],
+) -> Iterator[LoaderSettings]:
+    """Move one parameter at a time while the challenger wins, and yield the winners.
 
-    No worker at all is not fewer of them but another engine, which has no further parameters: it
-    comes last.
+    This is coordinate ascent. No worker at all is another engine without further parameters, and is
+    tried last.
     """
     best = start
     before = None

@@ -10,7 +10,8 @@ from typing import Any
 from fastdata.errors import counted
 from fastdata.report import Line, Report
 
-Settings = dict[str, Any]
+LoaderSettings = dict[str, Any]
+"""Arguments of a ``DataLoader``. The argument ``workers`` is "auto", "thread" or "process"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,30 +19,29 @@ class Probe:
     """One measurement of an empty loop.
 
     Args:
-        settings: of the loader.
-        samples_per_s: of the loop; 0 where it failed.
-        failed: why nothing was measured: what was raised, or would not have fit into memory.
+        settings: arguments of the loader.
+        samples_per_s: rate of the loop; 0 if it failed.
+        failed: the error, or the memory that batches would have needed; empty if it was measured.
     """
 
-    settings: Settings
+    settings: LoaderSettings
     samples_per_s: float = 0.0
     failed: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class TuneResult(Report):
-    """What ``fastdata.tune`` found; shown as a table of all probes, with the call to paste.
+    """The result of ``fastdata.tune``; shown as a table of all probes, with the call to paste.
 
     Args:
-        best: arguments of ``DataLoader(dataset, shuffle=True, **result.best)``. The argument
-            ``workers`` is fastdata's own; it is there only where another engine than the usual one
-            won.
-        probes: all that was measured, in this order. The first one finds files and caches cold.
-        seconds: that it took in all.
-        is_complete: whether the search ended by itself, and not by ``max_seconds``.
+        best: arguments for ``DataLoader(dataset, shuffle=True, **result.best)``. ``workers`` is an
+            argument of fastdata's loader, and only given if another engine than the usual one won.
+        probes: all measurements in their order. The first one finds files and caches cold.
+        seconds: time of the whole search.
+        is_complete: True if the search ended by itself, False if ``max_seconds`` ended it.
     """
 
-    best: Settings
+    best: LoaderSettings
     probes: Sequence[Probe]
     seconds: float
     is_complete: bool
@@ -86,13 +86,12 @@ class TuneResult(Report):
 # Measuring
 
 
-def used_settings(settings: Settings) -> Settings:
+def used_settings(settings: LoaderSettings) -> LoaderSettings:
     """Return the settings that matter: without workers neither engine nor prefetching does."""
     unused = () if settings["num_workers"] else ("workers", "prefetch_factor")
     return {name: it for name, it in settings.items() if name not in unused and it != "auto"}
 
 
-def rates_of(probes: Sequence[Probe], settings: Settings) -> list[float]:
+def rates_of(probes: Sequence[Probe], settings: LoaderSettings) -> list[float]:
     """Return the rates of settings, without the first probe, which is cold, if there are more."""
-    used = used_settings(settings)
-    return [probe.samples_per_s for probe in probes[1:] or probes if probe.settings == used]
+    return [probe.samples_per_s for probe in probes[1:] or probes if probe.settings == settings]
