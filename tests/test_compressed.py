@@ -23,7 +23,7 @@ from fastdata.errors import MemoryBudgetError, SampleError
 from fastdata.sources.items import DatasetSource
 from fastdata.stores.codecs import JpegCodec
 from fastdata.stores.forecast import forecast
-from fastdata.stores.read_path import ReadPath, Steps
+from fastdata.stores.preparer import Preparer, Steps
 
 Folder = Callable[..., Path]
 LOSSLESS = ["source", "lz4", "zstd"]
@@ -582,7 +582,7 @@ def test_a_report_tells_what_each_codec_makes_of_the_data(image_folder: Folder) 
 def test_a_forecast_of_pairs_counts_both_parts() -> None:
     """Bytes needed are those of images and masks together."""
     pairs = [(np.zeros((3, 4), np.uint8), np.zeros((4, 4), np.int32))] * 5
-    expected = forecast(ReadPath(DatasetSource(pairs), Steps(())))
+    expected = forecast(Preparer(DatasetSource(pairs), Steps(())))
     assert expected.raw.part_bytes == (5 * 12, 5 * 64)
     assert (expected.layout.is_tuple, expected.layout.target_is_part) == (False, True)
 

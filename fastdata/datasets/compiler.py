@@ -14,7 +14,7 @@ from fastdata.pixels.samples import SampleSpec
 from fastdata.pixels.split import plan_pairs, plan_transform, split_upright
 from fastdata.pixels.transform_keys import describe_steps
 from fastdata.stores.kept import KeptSamples
-from fastdata.stores.read_path import Steps
+from fastdata.stores.preparer import Steps
 from fastdata.stores.store import Store
 
 if TYPE_CHECKING:

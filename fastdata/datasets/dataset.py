@@ -28,7 +28,7 @@ from fastdata.pixels.plan import PairStep, Step, TransformPlan
 from fastdata.sources.files import FileSource
 from fastdata.stores.kept import KeptSamples
 from fastdata.stores.prepare import report_storage
-from fastdata.stores.read_path import read_path
+from fastdata.stores.preparer import choose_preparer
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -343,7 +343,7 @@ class PreparedDataset(Dataset[Any]):
         source = samples.source()
         steps = (*stored.first_steps, *samples.reader.plan.prepare)
         return report_storage(
-            read_path(source, () if source is stored.kept else steps), stored.options
+            choose_preparer(source, () if source is stored.kept else steps), stored.options
         )
 
     def close(self) -> None:

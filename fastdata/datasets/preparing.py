@@ -21,7 +21,7 @@ from fastdata.sources.files import FileSource
 from fastdata.sources.source import Source
 from fastdata.stores.options import Options
 from fastdata.stores.prepare import OldSamples, Prepared, prepare_storage
-from fastdata.stores.read_path import read_path
+from fastdata.stores.preparer import choose_preparer
 
 
 def nothing_kept(reason: str) -> Prepared:
@@ -126,20 +126,20 @@ def prepare_samples(
     source = stored.source
     assert source is not None
     leading = leading_steps(transform)
-    path = read_path(source, (*stored.first_steps, *leading))
+    preparer = choose_preparer(source, (*stored.first_steps, *leading))
     if options.cache_dir is None or len(source) == 0:
-        prepared = prepare_storage(path, options, stored.files, replaced)
+        prepared = prepare_storage(preparer, options, stored.files, replaced)
     else:
         # filelock, which only caches need, takes 20 ms to import.
         from fastdata.stores.build import prepare_on_disk
 
         described = origin.describe(stored, source)
         prepared = prepare_on_disk(
-            path, options, stored.files, described, is_own_list=origin.is_own_list
+            preparer, options, stored.files, described, is_own_list=origin.is_own_list
         )
     if isinstance(source, FileSource):  # it does not list those that were left out before
         skipped = (*stored.prepared.skipped, *prepared.skipped)
         prepared = replace(prepared, skipped=skipped)
-    is_upright = "exif_transpose" in map(known_name, path.prepare.steps)
+    is_upright = "exif_transpose" in map(known_name, preparer.prepare.steps)
     after = LeadingSteps(len(leading), describe_steps(leading, ""), ", ".join(map(repr, leading)))
     return replace(stored, prepared=prepared, after=after, is_upright=is_upright)

@@ -33,7 +33,7 @@ from fastdata.pixels.steps import Step as CoreStep
 from fastdata.sources.files import FileSource
 from fastdata.sources.source import ItemKeys
 from fastdata.stores.kept import KeptSamples
-from fastdata.stores.read_path import NO_FAULT_OF_A_SAMPLE, Steps, open_files
+from fastdata.stores.preparer import NO_FAULT_OF_A_SAMPLE, Steps, open_files
 
 if TYPE_CHECKING:
     from fastdata.datasets.buffers import Allocate, Output

@@ -39,7 +39,7 @@ from fastdata.stores.listing import Listing, fingerprint
 from fastdata.stores.manifest import VERSION, Manifest
 from fastdata.stores.options import Options
 from fastdata.stores.prepare import Prepared, warn_of_skipped
-from fastdata.stores.read_path import ReadPath
+from fastdata.stores.preparer import Preparer
 from fastdata.stores.shards import (
     ShardTask,
     ShardWriter,
@@ -60,7 +60,7 @@ _SPARE_BYTES = 256 << 20
 
 
 def prepare_on_disk(
-    path: ReadPath,
+    preparer: Preparer,
     options: Options,
     table: SampleTable | None,
     described: Described,
@@ -70,7 +70,7 @@ def prepare_on_disk(
     """Serve from the cache of these samples; write the cache, or its missing shards, first.
 
     Args:
-        path: reads and prepares a sample.
+        preparer: reads and prepares samples.
         options: of the dataset, with ``cache_dir``.
         table: paths and targets, if they are known beforehand; else the cache stores the targets.
         described: describes the samples.
@@ -84,10 +84,10 @@ def prepare_on_disk(
     """
     assert options.cache_dir is not None
     opened, listing, root = described
-    is_pil = getattr(path.source.opening, "form", None) == "pil"
+    is_pil = getattr(preparer.source.opening, "form", None) == "pil"
     key = {
         "source": opened,
-        "prepare": describe_steps(path.prepare.steps, options.cache_key, is_pil=is_pil),
+        "prepare": describe_steps(preparer.prepare.steps, options.cache_key, is_pil=is_pil),
         "codec": describe_codec(options.codec, options.cache_key),
     }
     if root and not is_url(root):
@@ -95,14 +95,14 @@ def prepare_on_disk(
     stem = re.sub(r"[^A-Za-z0-9._]+", "-", os.path.basename(root)).strip(".-") or "samples"
     basis = json.dumps({**key, "root": root}, sort_keys=True).encode()
     name = f"{stem}-{fingerprint(basis)}"
-    content = str(len(path.source))
+    content = str(len(preparer.source))
     if listing is not None:
         content = listing.fingerprint(slice(None))
         if is_own_list:
             name += f"-{fingerprint(*listing.paths)}"
     place = Place(options.cache_dir, options.storage_options).below(name)
     build = _Build(
-        path=path,
+        preparer=preparer,
         options=options,
         table=table,
         listing=listing,
@@ -121,7 +121,7 @@ def prepare_on_disk(
         reason = str(obstacle)
     with locked(build.home, reason):
         prepared = build.open_or_write()
-    warn_of_skipped(prepared.skipped, len(path.source))
+    warn_of_skipped(prepared.skipped, len(preparer.source))
     return prepared
 
 
@@ -155,7 +155,7 @@ class _Build:
     """A cache of a dataset, which is opened, or built where it is missing.
 
     Args:
-        path: reads and prepares a sample.
+        preparer: reads and prepares samples.
         options: of the dataset, with ``cache_dir``.
         table: paths and targets, if they are known beforehand; else the cache stores the targets.
         listing: the files, if samples are files.
@@ -164,7 +164,7 @@ class _Build:
         home: its path on this machine. For a cache behind a URL the lock is named after it.
     """
 
-    path: ReadPath
+    preparer: Preparer
     options: Options
     table: SampleTable | None
     listing: Listing | None
@@ -192,13 +192,13 @@ class _Build:
         if found != (self.manifest.key, self.manifest.content) or cache.lacks_receipts():
             return False
         if self.place.is_remote or os.access(self.place.url, os.W_OK):
-            return may_stay_out(self.path, self.options, cache.skipped)
+            return may_stay_out(self.preparer, self.options, cache.skipped)
         return not cache.skipped or self.options.on_error == "skip"
 
     def _serve(self, cache: Cache) -> Prepared:
         options = self.options
         own = [find_codec(codec) for codec in options.codecs if not isinstance(codec, str)]
-        return cache.serve([*own, self.path.decoder], self.table, options.local_cache)
+        return cache.serve([*own, self.preparer.decoder], self.table, options.local_cache)
 
     def open_or_write(self) -> Prepared:
         """Serve from the cache; build it first if it is not up to date. The lock is held."""
@@ -239,8 +239,8 @@ class _Build:
 
     def _write(self) -> Cache:
         """Write the missing shards, and then the index of all."""
-        refuse_draws(self.path.source, self.options)
-        expected = forecast(self.path)
+        refuse_draws(self.preparer.source, self.options)
+        expected = forecast(self.preparer)
         targets = [read.target for read in expected.probed]
         if self.table is not None:
             targets = [self.table.target(read.number) for read in expected.probed]
@@ -255,7 +255,7 @@ class _Build:
         """Return the user's codec; for "auto" raw if the disk has room, else the best lossless one."""
         codec = self.options.codec
         if codec != "auto":
-            [trial] = try_codecs(probe_more(self.path), codec)
+            [trial] = try_codecs(probe_more(self.preparer), codec)
             if trial.obstacle is not None:
                 raise ValueError(f"codec={codec!r} is not possible here: {trial.obstacle}")
             return trial
@@ -263,7 +263,7 @@ class _Build:
         # A bucket is never full.
         if self.place.is_remote or expected.raw.need_bytes <= free:
             return expected.raw
-        fits = fitting(try_codecs(probe_more(self.path), codec), free, only_lossless=True)
+        fits = fitting(try_codecs(probe_more(self.preparer), codec), free, only_lossless=True)
         return fits[0] if fits else expected.raw  # writing it raises an error with figures
 
     def _write_as(self, plans: Sequence[WriterPlan], layout: Layout, need_bytes: int) -> Cache:
@@ -274,7 +274,7 @@ class _Build:
         manifest = replace(self.manifest, parts=parts, layout=layout)
         tasks = self._cut(manifest, need_bytes)
         writer = ShardWriter(
-            path=self.path,
+            preparer=self.preparer,
             plans=plans,
             options=self.options,
             manifest=replace(manifest, classes=None),  # which may be many, for each receipt
@@ -290,7 +290,7 @@ class _Build:
         content = manifest.content if self.listing is None else ""
         parts = list(map(asdict, manifest.parts))
         basis = json.dumps([VERSION, manifest.key, content, parts], sort_keys=True)
-        samples = range(len(self.path.source))
+        samples = range(len(self.preparer.source))
         size = samples_per_shard(len(samples), need_bytes, self.options.shard_bytes)
         listing = self.listing or Listing([], np.zeros((2, 0), np.int64))
         tasks = []

@@ -24,11 +24,11 @@ def run_elsewhere(
     writer: ShardWriter, tasks: Sequence[ShardTask], engine: str | Executor
 ) -> Iterator[bytes]:
     """Write shards by an executor or by Ray, and yield the receipt of each when it is written."""
-    source = writer.path.source
+    source = writer.preparer.source
     if isinstance(source, FileSource):  # a task carries the files of its own samples only
         tasks = [task._replace(columns=source.columns_of(task.positions)) for task in tasks]
         no_files = replace(source, **source.columns_of(()))
-        writer = replace(writer, path=writer.path._replace(source=no_files))
+        writer = replace(writer, preparer=writer.preparer._replace(source=no_files))
     opened: AbstractContextManager[Callable[[ShardTask], Future[bytes]]]
     if isinstance(engine, Executor):
         packed = _pickled(writer)

@@ -9,7 +9,7 @@ from fastdata.errors import SampleError
 from fastdata.machine.budget import CodecTrial
 from fastdata.pixels.samples import SampleSpec
 from fastdata.stores.kept import Layout
-from fastdata.stores.read_path import ReadPath, ReadSample, read_samples
+from fastdata.stores.preparer import Preparer, ReadSample, read_samples
 from fastdata.stores.writer import NO_LIMIT, RAGGED_ALIGN_BYTES, WriterPlan
 
 
@@ -18,7 +18,7 @@ class Forecast:
     """The expected stores of a source, from a few samples that are spread over it.
 
     Attributes:
-        path: reads samples.
+        preparer: reads samples.
         count: of all samples.
         probed: the few samples, raw.
         parts: a plan for each part; dense if the samples probed have one shape.
@@ -26,7 +26,7 @@ class Forecast:
         layout: of the samples.
     """
 
-    path: ReadPath
+    preparer: Preparer
     count: int
     probed: list[ReadSample]
     parts: list[WriterPlan]
@@ -44,18 +44,18 @@ class Forecast:
         return plans
 
 
-def forecast(path: ReadPath, *, probes: int = 8) -> Forecast:
+def forecast(preparer: Preparer, *, probes: int = 8) -> Forecast:
     """Prepare ``probes`` + 1 samples, and tell the size and form of all from them.
 
     Raises:
         SampleError: none of them can be prepared; this is the error of the first.
     """
-    count = len(path.source)
+    count = len(preparer.source)
     indices = sorted({round(k * (count - 1) / probes) for k in range(probes + 1)})
-    path.source.expect(indices)
+    preparer.source.expect(indices)
     probed: list[ReadSample] = []
     errors = []
-    for read in read_samples(path, indices):
+    for read in read_samples(preparer, indices):
         if isinstance(read, SampleError):
             errors.append(read)
         elif not probed or len(read.parts) == len(probed[0].parts):
@@ -76,18 +76,18 @@ def forecast(path: ReadPath, *, probes: int = 8) -> Forecast:
         spec = SampleSpec(shape=shape, dtype=first.dtype.name, form=form)
         parts.append(WriterPlan(spec=spec, dimensions=first.ndim))
     return Forecast(
-        path=path,
+        preparer=preparer,
         count=count,
         probed=probed,
         parts=parts,
         raw=CodecTrial("raw", tuple(part_bytes), coders=(None,) * len(parts)),
-        layout=replace(probed[0].layout, keys=path.source.keys),
+        layout=replace(probed[0].layout, keys=preparer.source.keys),
     )
 
 
 _TRIAL_SAMPLES = 24
 
 
-def probe_more(path: ReadPath) -> Forecast:
+def probe_more(preparer: Preparer) -> Forecast:
     """Forecast from more samples, because their encoded sizes vary more than their shapes."""
-    return forecast(path, probes=_TRIAL_SAMPLES)
+    return forecast(preparer, probes=_TRIAL_SAMPLES)

@@ -21,7 +21,7 @@ from fastdata.pixels.known import known_name
 from fastdata.pixels.samples import Form
 from fastdata.report import progress_bar
 from fastdata.sources.files import FileSource
-from fastdata.stores.read_path import _AT_ONCE, ReadPath, Steps, naming_sample, read_samples
+from fastdata.stores.preparer import _AT_ONCE, Preparer, Steps, naming_sample, read_samples
 from fastdata.stores.source_codec import SourceDecoder
 from fastdata.stores.store import Store
 from fastdata.stores.writer import Writer, open_all
@@ -40,36 +40,36 @@ _Answer = TypeVar("_Answer")
 # From a source to the writers of its samples' parts
 
 
-class WritePath(NamedTuple):
+class StoreFiller(NamedTuple):
     """The way of samples from their source to the writers of their parts.
 
     Attributes:
-        path: reads and prepares samples.
+        preparer: reads and prepares samples.
         writers: one for each part.
         first_index: the sample of row 0.
     """
 
-    path: ReadPath
+    preparer: Preparer
     writers: list[Writer]
     first_index: int = 0
 
     @classmethod
-    def open(cls, path: ReadPath, plans: Sequence[WriterPlan], indices: range) -> WritePath:
+    def open(cls, preparer: Preparer, plans: Sequence[WriterPlan], indices: range) -> StoreFiller:
         """Open a writer for each part of these samples."""
         writers = open_all(Writer.open(plan, len(indices)) for plan in plans)
         if any(isinstance(plan.coder, SourceDecoder) for plan in plans):
-            assert isinstance(path.source, FileSource)
+            assert isinstance(preparer.source, FileSource)
             # Files are stored as they are; the copy shares the requests that are under way.
-            path = ReadPath(replace(path.source, loader=None), Steps(()), path.shape)
-        return cls(path, writers, indices[0])
+            preparer = Preparer(replace(preparer.source, loader=None), Steps(()), preparer.shape)
+        return cls(preparer, writers, indices[0])
 
     def write(self, indices: Sequence[int]) -> Written:
         """Read, prepare and write samples; this process must have the writers."""
-        source = self.path.source
+        source = self.preparer.source
         source.expect(indices)
         written = Written({}, {})
         are_tables = all(writer.plan.is_table for writer in self.writers)
-        for read in read_samples(self.path, indices):
+        for read in read_samples(self.preparer, indices):
             if isinstance(read, SampleError):
                 written.errors[read.index - self.first_index] = read.with_traceback(None)
                 continue
@@ -97,7 +97,7 @@ class WritePath(NamedTuple):
                 "samples one type in prepare="
             )
         for writer, (values, form) in zip(self.writers, parts, strict=True):
-            writer.write(row, values, form, self.path.shape)
+            writer.write(row, values, form, self.preparer.shape)
 
     def close(self) -> None:
         for writer in self.writers:
@@ -112,12 +112,12 @@ class Written(NamedTuple):
 
 
 def ingest(
-    path: ReadPath, plans: Sequence[WriterPlan], indices: range, options: Options
+    preparer: Preparer, plans: Sequence[WriterPlan], indices: range, options: Options
 ) -> tuple[list[Store], Written]:
     """Fill sealed stores, one for each part, with samples of a source; each is read once.
 
     Args:
-        path: reads and prepares the samples.
+        preparer: reads and prepares the samples.
         plans: of the writers, one for each part.
         indices: of the samples, in the order of the stores' rows.
         options: of the dataset.
@@ -129,14 +129,14 @@ def ingest(
         ShapesDifferError: a sample has another shape than planned; see ``write_any_shapes``.
     """
     if options.on_error == "skip":
-        path = path._replace(shape=None)  # files are opened, to leave some out
-    size = _FETCHED_AT_ONCE if path.source.is_remote else _AT_ONCE
+        preparer = preparer._replace(shape=None)  # files are opened, to leave some out
+    size = _FETCHED_AT_ONCE if preparer.source.is_remote else _AT_ONCE
     tasks = [indices[first : first + size] for first in range(0, len(indices), size)]
     all_written = Written({}, {})
     with contextlib.ExitStack() as cleanup:
-        to_write = WritePath.open(path, plans, indices)
-        cleanup.callback(to_write.close)
-        done = run_preparing(to_write.write, tasks, path, plans, options)
+        filler = StoreFiller.open(preparer, plans, indices)
+        cleanup.callback(filler.close)
+        done = run_preparing(filler.write, tasks, preparer, plans, options)
         bar = progress_bar(len(indices), f"preparing {len(indices):,} images")
         with contextlib.closing(done), bar:
             for targets, errors in done:
@@ -150,7 +150,7 @@ def ingest(
                 check_skipped(all_written.errors, len(indices))
                 bar.update(len(targets) + len(errors))
         kept = np.array(list(all_written.targets), np.int64)
-        stores = [writer.finish(kept) for writer in to_write.writers]
+        stores = [writer.finish(kept) for writer in filler.writers]
         cleanup.pop_all()
     return stores, all_written
 
@@ -158,7 +158,7 @@ def ingest(
 def run_preparing(
     job: Callable[[Any], _Answer],
     tasks: Sequence[Any],
-    path: ReadPath,
+    preparer: Preparer,
     plans: Sequence[WriterPlan],
     options: Options,
 ) -> Generator[_Answer, None, None]:
@@ -168,12 +168,14 @@ def run_preparing(
     has_own_codec = any(isinstance(plan.coder, OwnCodec) for plan in plans)
     # A user's dataset or function may keep something from one line to the next, such as the
     # position of a file, and torch calls it from one thread only.
-    has_own_steps = path.source.opening is None or not all(map(known_name, path.prepare.steps))
+    has_own_steps = preparer.source.opening is None or not all(
+        map(known_name, preparer.prepare.steps)
+    )
     return run_tasks(
         job,
         tasks,
         min(ingest_workers(options), len(tasks)),
-        forks=path.by_core is None or has_own_codec,  # Python code holds the GIL
+        forks=preparer.by_core is None or has_own_codec,  # Python code holds the GIL
         is_thread_safe=not has_own_steps and not has_own_codec,
         cores=options.cores,
     )

@@ -11,7 +11,7 @@ from fastdata.pixels.arrays import Array
 from fastdata.stores.store import Store
 
 if TYPE_CHECKING:
-    from fastdata.stores.ingest import WritePath
+    from fastdata.stores.ingest import StoreFiller
 
 
 class LazyStore(Store):
@@ -20,15 +20,15 @@ class LazyStore(Store):
     Other readers of the same sample wait. A reader that dies leaves it to the next one.
     """
 
-    def __init__(self, to_write: WritePath) -> None:
-        [writer] = to_write.writers
+    def __init__(self, filler: StoreFiller) -> None:
+        [writer] = filler.writers
         super().__init__((writer.file,), writer.plan.spec, writer.index)
-        self._to_write = to_write
+        self._filler = filler
         self._is_there = writer.index["is_there"]  # (N,), for every process to see
 
     def expect(self, indices: Sequence[int]) -> None:
         missing = [index for index in indices if not self._is_there[index]]
-        self._to_write.path.source.expect(missing)
+        self._filler.preparer.source.expect(missing)
 
     def filled_share(self, index_B: Array | None = None) -> float:
         is_there = self._is_there if index_B is None else self._is_there[index_B]
@@ -47,11 +47,11 @@ class LazyStore(Store):
         with self.index.block.hold(*missing):
             # Another reader may have prepared some before it gave up its locks.
             left = [index for index in missing if not self._is_there[index]]
-            written = self._to_write.write(left)
+            written = self._filler.write(left)
             # Set after the pixels are written, so that a reader who sees it finds them.
             self._is_there[list(written.targets)] = True
         for error in written.errors.values():
             raise error
 
     def __reduce__(self) -> Any:
-        return LazyStore, (self._to_write,)
+        return LazyStore, (self._filler,)

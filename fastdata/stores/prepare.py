@@ -26,10 +26,10 @@ from fastdata.machine.tables import SampleTable
 from fastdata.report import log, warn_user
 from fastdata.stores.forecast import forecast, probe_more
 from fastdata.stores.frozen import refuse_draws
-from fastdata.stores.ingest import WritePath, check_skipped, ingest
+from fastdata.stores.ingest import StoreFiller, check_skipped, ingest
 from fastdata.stores.kept import KeptSamples
 from fastdata.stores.lazy import LazyStore
-from fastdata.stores.read_path import ReadPath
+from fastdata.stores.preparer import Preparer
 from fastdata.stores.sharing import share_with_ranks
 from fastdata.stores.store import Store
 from fastdata.stores.trials import try_codecs
@@ -63,7 +63,7 @@ class OldSamples(NamedTuple):
 
 
 def prepare_storage(
-    path: ReadPath,
+    preparer: Preparer,
     options: Options,
     table: SampleTable | None,
     old: OldSamples | None = None,
@@ -71,12 +71,12 @@ def prepare_storage(
     """Decide where samples are stored; store them there unless the decision is ``"none"``.
 
     Args:
-        path: reads and prepares a sample.
+        preparer: reads and prepares samples.
         options: of the dataset.
         table: paths and targets where they are known beforehand; else targets come from the source.
         old: samples that these replace. They are dropped first if both do not fit into memory raw.
     """
-    if options.storage == "none" or not len(path.source):
+    if options.storage == "none" or not len(preparer.source):
         if options.on_error == "skip":
             warn_user(
                 "on_error='skip' leaves out what cannot be prepared; storage='none' finds out only "
@@ -84,11 +84,11 @@ def prepare_storage(
             )
         reason = "storage='none': samples are prepared on every read"
         return Prepared(storage_plan=StoragePlan(storage="none", reason=reason))
-    refuse_draws(path.source, options)
-    expected = forecast(path)
+    refuse_draws(preparer.source, options)
+    expected = forecast(preparer)
     # Every rank has these objects itself: they are not sent, because they may not pickle.
-    known = [getattr(path.source, name, None) for name in ("loader", "dataset", "place")]
-    known += [path.prepare, *options.codecs]
+    known = [getattr(preparer.source, name, None) for name in ("loader", "dataset", "place")]
+    known += [preparer.prepare, *options.codecs]
     met = share_with_ranks(expected, options, table, known)
     if isinstance(met, Follower):
         prepared: Prepared = met.value
@@ -125,7 +125,7 @@ def _store_in_memory(
     refused = ""
     while True:
         if trials is None and (options.storage == "compressed" or need_bytes > budget.bytes):
-            trials = try_codecs(probe_more(expected.path), options.codec)
+            trials = try_codecs(probe_more(expected.preparer), options.codec)
         plan = choose_storage(
             options.storage, need_bytes, budget, trials or (), only_lossless=options.codec == "auto"
         )
@@ -144,7 +144,7 @@ def _store_in_memory(
                 expected, options, table, plan, expected.plan_writers(trial, budget.bytes)
             )
         except MemoryBudgetError as error:  # samples are larger than those that were probed
-            trials = trials or try_codecs(probe_more(expected.path), options.codec)
+            trials = trials or try_codecs(probe_more(expected.preparer), options.codec)
             trials = [it for it in trials if it is not trial]
             if options.storage != "auto":
                 raise MemoryBudgetError(
@@ -161,19 +161,21 @@ def _write(
     plan: StoragePlan,
     plans: Sequence[WriterPlan],
 ) -> Prepared:
-    path = expected.path
+    preparer = expected.preparer
     indices = range(expected.count)
     stores: list[Store]
     skipped = []
     # Samples wait for their first read where their size is certain and none is left out; those of
     # a device are copied there at once.
-    is_certain = path.by_core is not None and path.shape is not None and plan.storage == "shared"
+    is_certain = (
+        preparer.by_core is not None and preparer.shape is not None and plan.storage == "shared"
+    )
     may_wait = is_certain and options.on_error == "raise" and not options.at_once
     if may_wait and table is not None:
-        stores = [LazyStore(WritePath.open(path, plans, indices))]
+        stores = [LazyStore(StoreFiller.open(preparer, plans, indices))]
     else:
         stores, written = write_any_shapes(
-            lambda plans: ingest(path, plans, indices, options), plans
+            lambda plans: ingest(preparer, plans, indices, options), plans
         )
         skipped = list(written.errors.values())
         warn_of_skipped(skipped, len(indices))
@@ -203,8 +205,8 @@ def warn_of_skipped(skipped: Sequence[SampleError], count: int) -> None:
         )
 
 
-def report_storage(path: ReadPath, options: Options) -> StorageReport:
-    expected = probe_more(path)
+def report_storage(preparer: Preparer, options: Options) -> StorageReport:
+    expected = probe_more(preparer)
     return StorageReport(
         raw_bytes=expected.raw.need_bytes,
         budget=_budget(options, is_shared=find_run() is not None),

@@ -31,7 +31,7 @@ from fastdata.stores.engines import run_elsewhere
 from fastdata.stores.ingest import Written, ingest, ingest_workers, run_preparing
 from fastdata.stores.manifest import Manifest
 from fastdata.stores.options import Options
-from fastdata.stores.read_path import ReadPath, read_samples
+from fastdata.stores.preparer import Preparer, read_samples
 from fastdata.stores.store import Store
 from fastdata.stores.targets import Columns, pack_targets
 from fastdata.stores.writer import WriterPlan
@@ -69,7 +69,7 @@ def file_sizes(place: Place) -> dict[str, int]:
 
 
 def may_stay_out(
-    path: ReadPath, options: Options, skipped: Sequence[SampleError], first_index: int = 0
+    preparer: Preparer, options: Options, skipped: Sequence[SampleError], first_index: int = 0
 ) -> bool:
     """Return True if samples may be left out, and none of those left out can be read now.
 
@@ -80,7 +80,7 @@ def may_stay_out(
         return False
     left_out = [first_index + error.index for error in skipped if error.may_pass]
     with suppress(RemoteError, IngestError):  # the machine or network fails: not now
-        return all(isinstance(read, SampleError) for read in read_samples(path, left_out))
+        return all(isinstance(read, SampleError) for read in read_samples(preparer, left_out))
     return True
 
 
@@ -106,14 +106,14 @@ class ShardWriter:
     """Writes shards, in this or any other process.
 
     Args:
-        path: reads and prepares a sample.
+        preparer: reads and prepares samples.
         plans: plan for each part of a shard.
         options: of the dataset.
         manifest: of the cache, without classes.
         place: of the cache.
     """
 
-    path: ReadPath
+    preparer: Preparer
     plans: Sequence[WriterPlan]
     options: Options
     manifest: Manifest
@@ -121,13 +121,13 @@ class ShardWriter:
 
     def __call__(self, task: ShardTask) -> bytes:
         """Write the files of a shard, and last its receipt, which is returned."""
-        path = self.path
+        preparer = self.preparer
         if multiprocessing.parent_process() is not None:
             # There is a process for each core, and a forked OpenMP pool would hang.
             torch.set_num_threads(1)
         if task.columns is not None:
-            assert isinstance(path.source, FileSource)
-            path = path._replace(source=replace(path.source, **task.columns))
+            assert isinstance(preparer.source, FileSource)
+            preparer = preparer._replace(source=replace(preparer.source, **task.columns))
         with ExitStack() as cleanup:
             folder = Path(self.place.url)
             if self.place.is_remote:
@@ -139,7 +139,7 @@ class ShardWriter:
             plans = [
                 replace(plan, path=new) for plan, new in zip(self.plans, new_paths, strict=True)
             ]
-            stores, written = ingest(path, plans, task.positions, self.options)
+            stores, written = ingest(preparer, plans, task.positions, self.options)
             for store in stores:
                 cleanup.callback(store.close)
             shard = self._make_index(task, stores, written)
@@ -212,7 +212,7 @@ class ShardWriter:
                 is_whole = all(files.items() <= sizes.items() for files in shard.files())
                 is_whole &= shard.shard_names == [task.name]
                 first = task.positions[0]
-                if is_whole and may_stay_out(self.path, self.options, shard.skipped, first):
+                if is_whole and may_stay_out(self.preparer, self.options, shard.skipped, first):
                     complete[task.name] = shard
         return complete
 
@@ -225,6 +225,6 @@ class ShardWriter:
         if engine != "local":
             yield from run_elsewhere(alone, tasks, engine)
         elif 1 < workers <= len(tasks):
-            yield from run_preparing(alone, tasks, self.path, self.plans, self.options)
+            yield from run_preparing(alone, tasks, self.preparer, self.plans, self.options)
         else:  # fewer shards than workers: all workers prepare one shard after the other
             yield from map(self, tasks)

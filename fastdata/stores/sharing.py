@@ -40,12 +40,12 @@ def _key(expected: Forecast, options: Options, table: SampleTable | None) -> str
     Raises:
         ValueError: something cannot be described, and no ``cache_key`` stands for it.
     """
-    path = expected.path
-    source = path.source
+    preparer = expected.preparer
+    source = preparer.source
     name = options.cache_key
     chosen = [options.storage, options.codec, options.at_once, options.on_error]
     seen: list[Any] = [*chosen, options.memory_limit, name, expected.count, repr(expected.parts)]
-    seen += [path.prepare.steps, getattr(source, "loader", None)]
+    seen += [preparer.prepare.steps, getattr(source, "loader", None)]
     if isinstance(source, DatasetSource):
         seen += [_describe(source.dataset, name), repr(source.columns)]
     if table is not None:

@@ -37,7 +37,7 @@ def _coders_by_name(codec: Any, expected: Forecast) -> dict[str, Coders]:
 
     parts = len(expected.parts)
     if codec == SOURCE:
-        return {SOURCE: (expected.path.decoder,)}
+        return {SOURCE: (expected.preparer.decoder,)}
     if codec == "auto":
         choices = _coders_by_name(SOURCE, expected)
         for name in KNOWN_CODECS:
@@ -87,6 +87,6 @@ def _encode(coder: Decoder | None, samples: Sequence[Array], expected: Forecast)
         return [coder.encode(sample) for sample in samples]
     if len(expected.parts) > 1:
         raise ValueError("samples have several parts")
-    source = expected.path.source
+    source = expected.preparer.source
     assert isinstance(source, FileSource)
     return source.read_files([read.number for read in expected.probed])

@@ -29,9 +29,6 @@ _AT_ONCE = 16
 """Samples that are read together."""
 
 
-# Reading samples
-
-
 class ReadSample(NamedTuple):
     """A prepared sample, taken apart.
 
@@ -109,8 +106,8 @@ class FilePreparer:
         return np.array(next(self.prepare(images))[0])
 
 
-class ReadPath(NamedTuple):
-    """Where samples come from, and what is done to each before it is stored.
+class Preparer(NamedTuple):
+    """Reads samples of a source, and prepares each before it is stored.
 
     Attributes:
         source: reads the samples.
@@ -134,9 +131,9 @@ class ReadPath(NamedTuple):
         return None if opening is None else SourceDecoder(opening.decode, self.prepare)
 
 
-def read_path(source: Source, steps: tuple[Step, ...]) -> ReadPath:
+def choose_preparer(source: Source, steps: tuple[Step, ...]) -> Preparer:
     """Choose how samples are read and prepared: by the core if it can run all steps on files."""
-    as_written = ReadPath(source, Steps(steps))
+    as_written = Preparer(source, Steps(steps))
     opening = source.opening
     # torchvision resizes tensors without the rounding between rows and columns that the core has.
     if opening is None or (steps and opening.form == "tensor"):
@@ -201,7 +198,7 @@ def open_files(source: FileSource, indices: Sequence[int], *, upright: bool) -> 
     return OpenedImages.of_files(files, by_pillow, upright=upright, channels=opening.channels)
 
 
-def read_samples(path: ReadPath, indices: Sequence[int]) -> Iterator[SampleRun | SampleError]:
+def read_samples(preparer: Preparer, indices: Sequence[int]) -> Iterator[SampleRun | SampleError]:
     """Yield runs of prepared samples, in order, and the error in place of a sample that failed.
 
     A run may use the memory of the run before.
@@ -209,15 +206,15 @@ def read_samples(path: ReadPath, indices: Sequence[int]) -> Iterator[SampleRun |
     for first in range(0, len(indices), _AT_ONCE):
         group = indices[first : first + _AT_ONCE]
         done = 0
-        if path.by_core is not None:
+        if preparer.by_core is not None:
             # After an error the rest is read one by one, which tells whose error it is.
             with contextlib.suppress(SampleError, ValueError):
-                for run in _read_together(path, path.by_core, group):
+                for run in _read_together(preparer, preparer.by_core, group):
                     done += len(run.numbers)
                     yield run
         for index in group[done:]:
             try:
-                run = _read_one(path, index)
+                run = _read_one(preparer, index)
             except SampleError as error:
                 yield error
             else:
@@ -225,9 +222,9 @@ def read_samples(path: ReadPath, indices: Sequence[int]) -> Iterator[SampleRun |
 
 
 def _read_together(
-    path: ReadPath, by_core: FilePreparer, indices: Sequence[int]
+    preparer: Preparer, by_core: FilePreparer, indices: Sequence[int]
 ) -> Iterator[SampleRun]:
-    source = path.source
+    source = preparer.source
     assert isinstance(source, FileSource)
     images = open_files(source, indices, upright=by_core.upright)
     form = by_core.opening.form
@@ -238,15 +235,15 @@ def _read_together(
         first = last
 
 
-def _read_one(path: ReadPath, index: int) -> SampleRun:
+def _read_one(preparer: Preparer, index: int) -> SampleRun:
     """Read and prepare a sample, and take it apart; images of its target come last."""
-    with naming_sample(path.source, index):
-        sample, target = path.source.read(index)
-    with naming_sample(path.source, index, is_read=True):
-        prepared = path.prepare(sample)
+    with naming_sample(preparer.source, index):
+        sample, target = preparer.source.read(index)
+    with naming_sample(preparer.source, index, is_read=True):
+        prepared = preparer.prepare(sample)
         is_tuple = isinstance(prepared, (tuple, list))
         parts = list(map(to_stored, prepared if is_tuple else [prepared]))
-        if isinstance(path.source, FileSource):
+        if isinstance(preparer.source, FileSource):
             target = None
         target_is_part = is_image(target)
         places: tuple[int, ...] = ()
