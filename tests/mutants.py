@@ -325,14 +325,14 @@ MUTANTS = [
     Mutant(
         "a state before the first batch counts what was read ahead",
         PREFETCH,
-        "        progress.hand_over(progress.mark())",
+        "        progress.mark_delivered(progress.mark())",
         "        #",
         "state_before_the_first_batch",
     ),
     Mutant(
         "a state before the first batch counts what was cut ahead",
         PREFETCH,
-        "        progress.hand_over(marks[0])\n",
+        "        progress.mark_delivered(marks[0])\n",
         "",
         "state_before_the_first_batch",
     ),

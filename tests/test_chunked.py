@@ -260,11 +260,11 @@ def test_batches_are_gathered_in_the_memory_of_a_prefetcher() -> None:
         ring = BatchRing(loader.ring_slots(3))
         batches = loader.iterate(ring, 3)
         progress = batches.progress
-        progress.hand_over(progress.mark())
+        progress.mark_delivered(progress.mark())
         kept = [next(batches) for _ in range(2)]
         assert ring.bytes_held >= 2 * 4 * 6 * 5
         assert loader.state_dict()["num_yielded"] == 0
-        progress.hand_over(progress.mark())
+        progress.mark_delivered(progress.mark())
         assert loader.state_dict()["num_yielded"] == 2
         kept += list(batches)
     assert sorted(int(target) for _, targets in kept for target in targets) == list(range(20))

@@ -23,6 +23,7 @@ from fastdata.pixels.random_numbers import sample_keys
 if TYPE_CHECKING:
     from fastdata.datasets.draws import DrawKey
     from fastdata.datasets.reader import Reader
+    from fastdata.machine.ranks import Rank
 
 
 def as_numbers(indices: Any) -> Array:
@@ -130,13 +131,8 @@ def draw_seed() -> int:
     return int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu").item())
 
 
-# Which visit to a sample this is: the number that its random draws are made from
-#
-# A visit is ``epoch + (k << 32)`` where k tells visits to the sample in the same epoch apart.
-# Samplers that repeat samples thus get different draws for each repetition, and everyone else gets
-# the epoch.
-
 REPEAT_SHIFT = 32
+"""A visit is ``epoch + (k << REPEAT_SHIFT)``."""
 
 
 class RepeatedIndex(int):
@@ -156,6 +152,79 @@ class RepeatedIndex(int):
         marked = cls(index)
         marked.occurrence = occurrence
         return marked
+
+
+class EpochVisits:
+    """Numbers the visits to samples in an epoch, and makes an ``IndexBatch`` of a loader's indices.
+
+    A sample that comes several times in an epoch gets another visit each time. These are numbered
+    by the marks of a RankSampler, or by how often the index came before; and by the place in a
+    ``Subset`` that has the sample several times.
+
+    Args:
+        count: number of samples in the datasets.
+        subset: indices of the samples that the loader sees; None for all.
+        may_repeat: False if no index comes twice in the epoch.
+        rank: distinguishes ranks that may read the same samples.
+        epoch: the epoch that draws follow.
+        seed: the seed that draws follow.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        subset: Array | None,
+        *,
+        may_repeat: bool,
+        rank: Rank,
+        epoch: int,
+        seed: int,
+    ) -> None:
+        self._count = count
+        self._subset = subset
+        self._rank = rank
+        self._epoch = epoch
+        self._seed = seed
+        self._length = count if subset is None else len(subset)
+        # The most copies of a sample in the subset, and for each index the number of earlier ones.
+        self._copies = 1
+        self._earlier = np.zeros(0, np.int64)
+        if subset is not None and count:
+            self._earlier = count_earlier(np.zeros(count, np.uint32), subset % count)
+            self._copies += int(self._earlier.max(initial=0))
+        self._seen: Array | None = None  # how often each index came in the epoch
+        if may_repeat or self._copies > 1:
+            self._seen = np.zeros(self._length, np.uint32)
+
+    def index_batch(self, indices: Any) -> Any:
+        """Return the batch of a sampler's indices; unchanged if they are not numbers of samples."""
+        if not hasattr(indices, "__iter__"):
+            return indices  # the dataset raises torch's error
+        # Read once: a second pass may give other indices, or none. A plain list, because array()
+        # takes twice as long for a subclass.
+        listed = indices if type(indices) is list else list(indices)
+        try:
+            index_B = np.asarray(array("q", listed))
+            if (index_B.view(np.uint64) >= self._length).any():
+                index_B = positions(index_B, self._length)
+        except (IndexError, OverflowError, TypeError, ValueError):
+            return indices  # the dataset's own __getitem__ takes them, or it raises
+        visit_B = np.zeros(len(index_B), np.int64)  # np.full takes two calls more
+        visit_B += self._epoch
+        if self._seen is not None:
+            before_B = count_earlier(self._seen, index_B)
+            for row, occurrence in occurrences(listed):
+                before_B[row] = occurrence
+            if self._copies > 1:
+                before_B = before_B * self._copies + self._earlier[index_B]
+            # Ranks that overlap count separately: rank r of W has the repeats r, r + W, ...
+            rank, world_size = self._rank
+            visit_B += before_B * world_size + rank << REPEAT_SHIFT
+        if self._subset is not None:
+            index_B = self._subset[index_B]
+            listed = index_B.tolist()
+            index_B = positions(index_B, self._count)
+        return IndexBatch.of(listed, index_B, visit_B, self._seed)
 
 
 def occurrences(given: Any) -> list[tuple[int, int]]:

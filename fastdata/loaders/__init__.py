@@ -1,5 +1,31 @@
-"""Indices to batches to the device. Here the DataLoader: torch's, with an engine of threads.
+"""Indices to batches to the device.
 
-Threads start in microseconds, share the dataset without copying anything, and hand batches over by
-reference. Kernels leave the GIL while they copy, so threads run side by side.
+A loader:
+
+- ``loader``: ``DataLoader``, its arguments and methods
+- ``internals``: the state that fastdata adds to a loader, and how an epoch begins
+- ``engine``: the choice between threads and processes, and of pinning, with its reasons
+- ``fallbacks``: warnings of loaders whose samples are read one by one
+- ``parts``: the datasets behind ``Subset`` and ``ConcatDataset``, read as one
+- ``iterators``, ``worker_processes``: one epoch, by threads and by processes
+
+Its order:
+
+- ``resume``: the indices of each epoch, and states from which an epoch is resumed
+- ``progress``: the position in an epoch
+- ``sampler_chain``: the samplers of a loader, and their states
+- ``samplers``, ``orders``: ``RankSampler``, and the orders that it divides among ranks
+
+Data larger than memory:
+
+- ``chunked``: ``ChunkedLoader``
+- ``chunk_plan``, ``chunk_order``, ``chunk_reader``: its memory, its order, and reading ahead
+
+The device:
+
+- ``prefetch``: ``CudaPrefetcher``
+- ``transfer``: the thread that copies batches of one epoch
+- ``pinned``: pinned host memory for batches
+- ``device``: devices, and batch ops that end on one
+- ``resident``, ``window``: a store on the device, and the crops that are cut of it
 """

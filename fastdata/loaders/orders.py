@@ -99,6 +99,7 @@ def weighted(weights: Any) -> Order:
         ValueError: a weight is negative or not finite, or all are zero.
 
     Example:
+        >>> from fastdata.loaders.samplers import RankSampler
         >>> order = weighted([0.0, 1.0, 3.0])
         >>> sampler = RankSampler(order=order, num_samples=4000, rank=0, world_size=1)
         >>> counts = np.bincount(list(sampler))
@@ -142,6 +143,7 @@ def balanced(targets: Any, replacement: bool = False) -> Order:
             and other samples of the larger classes in each epoch.
 
     Example:
+        >>> from fastdata.loaders.samplers import RankSampler
         >>> targets = np.array([0, 0, 0, 0, 0, 1, 1, 2, 2, 2])
         >>> sampler = RankSampler(order=balanced(targets), rank=0, world_size=1)
         >>> np.bincount(targets[list(sampler)]).tolist()
@@ -197,6 +199,7 @@ def repeated(dataset: Sized | int, repeats: int = 3, shuffle: bool = True) -> Or
         shuffle: whether to shuffle.
 
     Example:
+        >>> from fastdata.loaders.samplers import RankSampler
         >>> order = repeated(6, 3, shuffle=False)
         >>> [list(RankSampler(order=order, rank=rank, world_size=3)) for rank in range(3)]
         [[0, 1], [0, 1], [0, 1]]
@@ -237,6 +240,7 @@ def mixed(
             many weights as datasets.
 
     Example:
+        >>> from fastdata.loaders.samplers import RankSampler
         >>> order = mixed([100, 1000], weights=[0.25, 0.75])
         >>> indices = np.array(list(RankSampler(order=order, rank=0, world_size=1)))
         >>> len(indices), int((indices < 100).sum())

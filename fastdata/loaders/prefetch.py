@@ -228,8 +228,8 @@ class CudaPrefetcher:
         self._ring = self._ring or BatchRing(self._pinned.ring_slots, self._pinned.allocate)
         iterator = begin_epoch(loader, self._ring, held, work.read)
         progress = iterator.progress
-        progress.hand_over(progress.mark())  # what is read ahead of the user does not count
-        return begin(iterator=iterator, mark=progress.mark, mark_delivered=progress.hand_over)
+        progress.mark_delivered(progress.mark())  # what is read ahead of the user does not count
+        return begin(iterator=iterator, mark=progress.mark, mark_delivered=progress.mark_delivered)
 
     def _begin_cut(self, begin: Callable[..., StoreCut], pinned: PinnedMemory) -> LoopEpoch:
         """Begin an epoch of batches of a store on the device, cut as the loop asks for them."""
@@ -237,14 +237,14 @@ class CudaPrefetcher:
         cut = begin(send=sender.send, cast=self._finish.cast)
         progress = cut.progress
         marks = cut.marks  # not the cut itself, which holds a copy of the store
-        progress.hand_over(marks[0])
+        progress.mark_delivered(marks[0])
         return LoopEpoch(
             iterator=cut,
             device=self.device,
             finish=self._finish,
             sender=sender,
             mark=lambda: marks[0],
-            mark_delivered=progress.hand_over,
+            mark_delivered=progress.mark_delivered,
         )
 
     def report(self) -> PrefetchReport:

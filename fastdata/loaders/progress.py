@@ -64,7 +64,7 @@ class Progress:
         """Return the position now; a prefetcher's thread sends it with the batch."""
         return self.handed, self.is_finished
 
-    def hand_over(self, mark: Mark) -> None:
+    def mark_delivered(self, mark: Mark) -> None:
         self.seen = mark
 
     @property

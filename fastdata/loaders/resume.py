@@ -13,15 +13,14 @@ from __future__ import annotations
 import copy
 import itertools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler
 
 from fastdata.datasets.draws import DrawKey
-from fastdata.datasets.visits import IndexBatch
-from fastdata.loaders.index_batches import index_batches
+from fastdata.datasets.visits import EpochVisits, IndexBatch
 from fastdata.loaders.parts import Parts
 from fastdata.loaders.progress import Progress
 from fastdata.loaders.sampler_chain import SamplerChain, rank_state
@@ -120,10 +119,16 @@ class Resume:
             progress.epoch = ranked.coming()["epoch"]
         epoch = progress.epoch
         rank, ranks = chain.rank
-        draw: Callable[[Any], Any] | None = None
+        visits = None
         if parts.datasets:
-            others = chain.rank if chain.ranks_may_overlap else Rank(0, 1)
-            draw = index_batches(parts, chain.outer, epoch, seed, others)
+            visits = EpochVisits(
+                parts.index_count,
+                parts.subset,
+                may_repeat=not chain.gives_each_once,
+                rank=chain.rank if chain.ranks_may_overlap else Rank(0, 1),
+                epoch=epoch,
+                seed=seed,
+            )
         is_cut = type(chain.outer) is BatchSampler
         is_seen = chain.ends_with_a_draw
         # A RankSampler begins at its position, so that nothing is skipped.
@@ -134,15 +139,15 @@ class Resume:
             if batch is _END:
                 return
             if self._is_batched and hasattr(batch, "__next__"):
-                batch = list(batch)  # read by ``draw``, and by other threads and processes
+                batch = list(batch)  # read here, and by other threads and processes
             progress.counted += len(batch) if is_cut else 1
             if is_seen and chain.is_spent(progress.counted):
                 # Let the sampler draw its last numbers now, so that a state that is taken with the
                 # last batch has the generator as it is when the next epoch begins.
                 indices = _drawn_ahead(indices)
                 is_seen = False
-            if draw is not None:
-                batch = draw(batch)
+            if visits is not None:
+                batch = visits.index_batch(batch)
             if to_skip:
                 to_skip -= 1
                 continue

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 from torch.utils.data import dataloader as torch_loader
 
 from fastdata.loaders.progress import Progress
@@ -99,6 +99,16 @@ class SamplerChain:
             return False
         whole = progress.drawn * outer.batch_size
         return progress.counted not in (whole, length_of(outer.sampler))
+
+    @property
+    def gives_each_once(self) -> bool:
+        """True if it is certain that no index comes twice in an epoch."""
+        if type(self.outer) is not BatchSampler:
+            return False
+        inner = self.outer.sampler
+        if type(inner) is RandomSampler:
+            return not inner.replacement and inner.num_samples == len(inner.data_source)
+        return type(inner) is SequentialSampler
 
     @property
     def ends_with_a_draw(self) -> bool:
