@@ -1,8 +1,8 @@
-"""The errors fastdata raises on its own account.
+"""The errors that fastdata defines, and the diagnosis of errors that reading a sample raises.
 
-Each also derives from the built-in class that a caller would catch anyway, so that a swapped import
-keeps existing handlers working, and can be made of its text alone: of an error in a worker process
-torch's loader sends no more than the class and the traceback as text.
+Each class also derives from the built-in class that a caller would catch anyway, so that existing
+handlers work after the import is swapped. Each can be made from its text alone, because torch's
+loader sends only the class and the traceback as text from a worker process.
 """
 
 from __future__ import annotations
@@ -30,26 +30,25 @@ __all__ = [
 
 _Result = TypeVar("_Result")
 
-
 _NAMED = re.compile(
     r"^(?:[\w.]+: )?sample (\d+)(?:, (.+?),)? cannot be read", re.DOTALL | re.MULTILINE
 )
-"""How the text of a ``SampleError`` begins: index and path. A traceback has it last."""
+"""The beginning of a ``SampleError``'s text: index and path. In a traceback the last match counts."""
 
 
 def kind_of(value: object) -> str:
-    """Its class, with the article: ``"an ImageFolder"``, ``"a Tensor"``."""
+    """Return the name of a value's class with its article: ``"an ImageFolder"``, ``"a Tensor"``."""
     name = type(value).__name__
     return f"{'an' if name[:1].lower() in 'aeio' else 'a'} {name}"
 
 
 def counted(count: int, noun: str) -> str:
-    """``"1 row"``, ``"2,000 rows"``."""
+    """Return a number with its noun: ``"1 row"``, ``"2,000 rows"``."""
     return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 class FastDataError(Exception):
-    """Base of every error that fastdata defines. Its text shows no secret of a URL."""
+    """Base of every error that fastdata defines. Secrets of URLs are hidden in its text."""
 
     def __init__(self, *parts: object) -> None:
         super().__init__(*(hide_secrets(it) if isinstance(it, str) else it for it in parts))
@@ -92,7 +91,8 @@ class SampleError(FastDataError, OSError):
     may_pass = False
 
     def __init__(self, message: str, *, index: int | None = None, path: str | None = None) -> None:
-        if index is None:  # copied, unpickled or sent by torch: the text says it
+        # An error that is copied, unpickled or sent by torch is made from its text alone.
+        if index is None:
             named = _NAMED.findall(message)
             if not named:
                 raise TypeError(
@@ -108,7 +108,7 @@ class SampleError(FastDataError, OSError):
 
 
 class IngestError(FastDataError, RuntimeError):
-    """Preparation stopped, and no single sample is at fault, as when a worker process is killed."""
+    """Preparation stopped without the fault of a sample, such as when a worker process is killed."""
 
 
 class CacheError(FastDataError, OSError):
@@ -124,14 +124,12 @@ class RemoteError(FastDataError, OSError):
 
 
 class CodecError(FastDataError, ValueError):
-    """Encoded bytes are not those of a sample of this shape and dtype: damaged or cut off."""
+    """Encoded bytes are damaged or cut off: they do not give a sample of this shape and dtype."""
 
 
 class StoreGoneError(FastDataError, RuntimeError):
     """A pickled dataset was opened after the process that holds its samples had ended."""
 
-
-# What is at fault for an error
 
 Fault = Literal["damage", "missing", "permission", "limit", "machine"]
 """Cause of an error that reading a sample raised:
@@ -140,25 +138,22 @@ Fault = Literal["damage", "missing", "permission", "limit", "machine"]
 * ``missing``: there is no such file.
 * ``permission``: the file may not be read.
 * ``limit``: this machine lacks memory, room on a disk, or open files.
-* ``machine``: all else, such as a disk, a mount, a server or a network that fails.
+* ``machine``: everything else, such as a disk, a mount, a server or a network that fails.
 """
-
 _CURES_OF_LIMITS = {
-    errno.ENOMEM: "Free some memory, use fewer workers, or raise a limit of it (ulimit -v)",
+    errno.ENOMEM: "Free some memory, use fewer workers, or raise its limit (ulimit -v)",
     errno.ENOSPC: "Free some space on the disk that is written to",
     errno.EDQUOT: "Free some space of the quota on the disk that is written to",
     errno.EMFILE: "Raise the limit of open files (ulimit -n)",
     errno.ENFILE: "Raise the limit of the system's open files (sysctl fs.file-max)",
 }
-
 _FAULTS_BY_CODE: dict[int, Fault] = {
     **dict.fromkeys(_CURES_OF_LIMITS, "limit"),
     **dict.fromkeys((errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG), "missing"),
     **dict.fromkeys((errno.EACCES, errno.EPERM), "permission"),
     **dict.fromkeys((errno.EISDIR, errno.EOVERFLOW, errno.ENXIO), "damage"),  # ENXIO: a socket
 }
-"""Every other error number is of the machine."""
-
+"""Faults by error number. Every other number is the machine's fault."""
 _FAULTS_BY_CLASS: dict[type[Exception], Fault] = {
     MemoryError: "limit",
     FileNotFoundError: "missing",
@@ -169,40 +164,36 @@ _FAULTS_BY_CLASS: dict[type[Exception], Fault] = {
     BlockingIOError: "machine",
     InterruptedError: "machine",
 }
-"""For errors without an error number."""
-
+"""Faults of errors that have no error number."""
 _NETWORK_PACKAGES = {
     *("aiohttp", "azure", "botocore", "google", "http", "httpcore", "httpx", "requests"),
     *("socket", "ssl", "urllib", "urllib3"),
 }
-"""Packages whose errors are of a server or a network, and have no error number."""
-
+"""Packages whose errors mean that a server or a network failed, and have no error number."""
 _FAULTS_BY_STATUS: dict[Any, Fault] = {
     **dict.fromkeys((404, 410), "missing"),
     **dict.fromkeys((401, 403), "permission"),
 }
-"""For answers of HTTP servers."""
-
+"""Faults by the status of an HTTP server's answer."""
 _WINDOWS_INVALID_NAME = 123
-
 RETRY_PAUSES_S = (0.05, 0.25, 1.0)
 
 
 def fault_of(problem: BaseException) -> Fault:
-    """Return what is at fault for an error that reading a sample raised.
+    """Return the cause of an error that reading a sample raised.
 
-    An error number decides, of the error itself or of one that it was raised from. Decoders raise
-    errors without one: those are of the bytes.
+    The error number decides, of the error itself or of one that it was raised from. Decoders raise
+    errors without a number: their cause is the bytes.
     """
     return _diagnose(problem)[0]
 
 
 def _diagnose(problem: BaseException) -> tuple[Fault, int | None]:
-    """Return what is at fault, and the operating system's error number, if there is one."""
+    """Return the fault and the operating system's error number, if there is one."""
     cause: BaseException | None = problem
-    met: set[int] = set()
+    met: set[int] = set()  # an error may be raised from itself
     while cause is not None and id(cause) not in met:
-        met.add(id(cause))  # an error may be raised from itself
+        met.add(id(cause))
         code = _code_of(cause)
         if code is not None:
             return _FAULTS_BY_CODE.get(code, "machine"), code
@@ -212,14 +203,15 @@ def _diagnose(problem: BaseException) -> tuple[Fault, int | None]:
         packages = {kind.__module__.partition(".")[0] for kind in type(cause).__mro__}
         if packages & _NETWORK_PACKAGES:
             return _FAULTS_BY_STATUS.get(_status_of(cause), "machine"), None
+        # Python shows the same cause in a traceback.
         cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     return "damage", None
 
 
 def _status_of(problem: BaseException) -> int | None:
-    """Return the status of the HTTP answer that an error tells of, if it tells of one."""
+    """Return the status of the HTTP answer that an error carries, if any."""
     answer = getattr(problem, "response", None)
-    if isinstance(answer, dict):  # of botocore
+    if isinstance(answer, dict):  # botocore
         status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
         return status if isinstance(status, int) else None
     names = ("status", "status_code", "code")
@@ -228,18 +220,20 @@ def _status_of(problem: BaseException) -> int | None:
 
 
 def _code_of(problem: BaseException) -> int | None:
-    """Return the operating system's error number, where an error has one."""
+    """Return the operating system's error number, if an error has one."""
     code = None
-    if isinstance(problem, OSError) and type(problem).__module__ != "ssl":  # which has its own
+    if (
+        isinstance(problem, OSError) and type(problem).__module__ != "ssl"
+    ):  # ssl has its own numbers
         code = problem.errno
         if getattr(problem, "winerror", None) == _WINDOWS_INVALID_NAME:
             return errno.ENOENT
-        # Bytes that are damaged name a place to seek to that is none. Errors of `open` have a
-        # file name; on Windows their number may be this one for a network that fails.
-        is_opened = problem.filename is None or problem.strerror == NO_FILE[1]
-        if code == errno.EINVAL and is_opened:
+        # Damaged bytes make a decoder seek to a position that does not exist: EINVAL without a
+        # file name. With a file name EINVAL comes from `open`, on Windows also if a network fails.
+        has_no_file = problem.filename is None or problem.strerror == NO_FILE[1]
+        if code == errno.EINVAL and has_no_file:
             return errno.EISDIR
-    elif isinstance(problem, RuntimeError):  # of torch and torchvision
+    elif isinstance(problem, RuntimeError):  # torch and torchvision
         if "Cannot allocate memory" in str(problem):
             return errno.ENOMEM
         found = re.match(r"\[Errno (\d+)\]", str(problem))
@@ -248,14 +242,14 @@ def _code_of(problem: BaseException) -> int | None:
 
 
 def with_retries(call: Callable[..., _Result], *arguments: Any) -> _Result:
-    """Call a function; after an error of the machine call it again, a few times, after a pause.
+    """Call a function, and again up to three times if the machine is at fault for its error.
 
-    The last error is raised as it is.
+    The last error is raised unchanged.
     """
     for pause_s in RETRY_PAUSES_S:
         try:
             return call(*arguments)
-        except FastDataError:  # was tried several times
+        except FastDataError:  # the call has tried several times itself
             raise
         except Exception as problem:
             if fault_of(problem) != "machine":
@@ -267,67 +261,79 @@ def with_retries(call: Callable[..., _Result], *arguments: Any) -> _Result:
 def sample_error(
     path: str | None, index: int, cause: BaseException, *, is_read: bool = False
 ) -> FastDataError:
-    """Make the error that says why a sample cannot be read, or prepared once it ``is_read``.
+    """Return the error that explains why a sample cannot be read or prepared.
 
-    Return a SampleError if the sample is at fault, else an IngestError for a limit of this machine
-    and a RemoteError for a disk, mount or network that fails: to leave the sample out would be
-    wrong. A sample's file is read again for a description; ``path`` is None where it has none.
+    A SampleError means that the sample is at fault. An IngestError for a limit of this machine and
+    a RemoteError for a disk, mount or network that fails do not: leaving the sample out would be
+    wrong.
+
+    Args:
+        path: the sample's file, which is read again to describe it; None if it has none.
+        index: position of the sample in its dataset.
+        cause: what was raised.
+        is_read: True if the sample was read, and preparing it raised the error.
     """
     where = f"sample {index}" if path is None else f"sample {index}, {path},"
-    name = type(cause).__name__
-    # Pillow names the stream that it was given, which is nothing of the user's.
-    said = re.sub(r" <_io\..*>", "", str(cause), flags=re.DOTALL).rstrip(".")
+    # Pillow shows the stream that it was given, which the user does not know.
+    text = re.sub(r" <_io\..*>", "", str(cause), flags=re.DOTALL).rstrip(".")
+    said = f"{type(cause).__name__}: {text}"
     fault, code = _diagnose(cause)
     if fault == "limit":
-        cure = _CURES_OF_LIMITS[code or errno.ENOMEM]
         return IngestError(
-            f"{where} cannot be read now: {name}: {said}. The sample is not at "
-            f"fault, but this machine or a limit on it. {cure}."
+            f"{where} cannot be read now: {said}. The sample is not at fault, but this machine or "
+            f"a limit on it. {_CURES_OF_LIMITS[code or errno.ENOMEM]}."
         )
     if fault == "machine":
         error = RemoteError(
-            f"{where} cannot be read now: {name}: {said}. This does not mean that the sample is "
-            "bad: the disk, mount, server or network that it is read from failed. Check that, and "
-            "run again."
+            f"{where} cannot be read now: {said}. This does not mean that the sample is bad: the "
+            "disk, mount, server or network that it is read from failed. Check that, and run again."
         )
         error.errno = code
         return error
+    cure = _cure_of(cause, fault, path, is_read=is_read)
     found = ""
-    # No content of a sample raises these, but the code that reads it: leaving samples out would
-    # leave out all of them.
-    is_code = isinstance(cause, (TypeError, AttributeError, NameError, ImportError))
-    may_pass = fault != "damage" or name == "DecompressionBombError"
-    # An OSError is raised by pixels that are read only now.
-    if is_code or (is_read and not isinstance(cause, OSError)):
-        opener = "what opens or prepares it (loader=, prepare=, the transform's first steps)"
-        cure = f"Correct {'the dataset' if path is None else opener}"
+    if cure == _REPLACE_FILE and path is not None and not is_url(path):
+        try:
+            found = f"It is {_describe_file(path)}. "
+        except (OSError, ValueError) as problem:
+            if fault_of(problem) in ("machine", "limit"):
+                return sample_error(path, index, problem)
+            reason = getattr(problem, "strerror", None) or problem
+            found = f"It is a file that cannot be opened ({reason}). "
+    sample = SampleError(f"{where} cannot be read: {said}. {found}{cure}.", index=index, path=path)
+    sample.may_pass = fault != "damage" or type(cause).__name__ == "DecompressionBombError"
+    return sample
+
+
+_OR_SKIP = ", or leave it out with on_error='skip'"
+_REPLACE_FILE = f"Delete or replace the file{_OR_SKIP}"
+
+
+def _cure_of(cause: BaseException, fault: Fault, path: str | None, *, is_read: bool) -> str:
+    """Return what the user can do about a sample that cannot be read."""
+    code = "the dataset"
+    if path is not None:
+        code = "what opens or prepares it (loader=, prepare=, the transform's first steps)"
+    # Only code raises these, whatever the sample contains: on_error='skip' would skip all samples.
+    if isinstance(cause, (TypeError, AttributeError, NameError, ImportError)):
+        return f"Correct {code}"
+    # Pixels may be decoded only when they are prepared, and then raise an OSError.
+    if is_read and not isinstance(cause, OSError):
+        cure = f"Correct {code}"
     elif fault == "missing":
         cure = "Bring the file back, or correct its path"
     elif fault == "permission":
         cure = "Give the user that runs this permission to read the file"
-    elif may_pass:
+    elif type(cause).__name__ == "DecompressionBombError":
         cure = (
             "The file may well be sound: if you trust it, set PIL.Image.MAX_IMAGE_PIXELS higher, "
             "or to None, in every process that reads"
         )
     elif path is None:
-        cure = "Correct the dataset"
+        cure = f"Correct {code}"
     else:
-        cure = "Delete or replace the file"
-        if not is_url(path):
-            try:
-                found = f"It is {_describe_file(path)}. "
-            except (OSError, ValueError) as problem:
-                if fault_of(problem) in ("machine", "limit"):
-                    return sample_error(path, index, problem)
-                said_again = getattr(problem, "strerror", None) or problem
-                found = f"It is a file that cannot be opened ({said_again}). "
-    if not is_code:
-        cure += ", or leave it out with on_error='skip'"
-    message = f"{where} cannot be read: {name}: {said}. {found}{cure}."
-    sample = SampleError(message, index=index, path=path)
-    sample.may_pass = may_pass
-    return sample
+        return _REPLACE_FILE
+    return f"{cure}{_OR_SKIP}"
 
 
 _KINDS = {
@@ -345,19 +351,16 @@ _KINDS = {
     rb"\x1f\x8b": "a gzip archive",
     rb"\0{64}|\0+\Z": "only zeros at its start",
 }
-"""Kinds of files by a pattern of their first 64 bytes and last two; the first that fits."""
-
-
+"""Kinds of files by a pattern of their first 64 bytes and their last two; the first match counts."""
 _FLAGS = re.DOTALL | re.IGNORECASE
-
 _PART_BYTES = 1 << 20
 
 
 def _describe_file(path: str) -> str:
-    """Describe a file by its size and its first and last bytes; read all of it.
+    """Describe a file by its size and its first and last bytes.
 
-    A disk that fails in the middle of the file raises its own error here: decoders in C take it
-    for damage.
+    The file is read to its end: a disk that fails in the middle raises an error of its own here,
+    which decoders in C report as damage.
     """
     with open(path, "rb", opener=open_file) as stream:
         start = stream.read(64)
@@ -369,5 +372,5 @@ def _describe_file(path: str) -> str:
     if not size:
         return "an empty file (0 bytes)"
     found = (kind for sign, kind in _KINDS.items() if re.match(sign, start + end[-2:], _FLAGS))
-    kind = next(found, f"no image: it starts with {start[:16]!r}")
+    kind = next(found, f"not an image: it starts with {start[:16]!r}")
     return f"a file of {size:,} bytes, {kind}"

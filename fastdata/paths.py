@@ -1,4 +1,8 @@
-"""Paths of this machine, URLs, and the secrets that URLs may hold."""
+"""Paths of this machine, URLs, and the secrets that URLs may hold.
+
+fastdata shows paths in messages and writes them to caches, so no part of it may take a URL with a
+password, a token or a signature. ``hide_secrets`` alone decides what is one.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +14,15 @@ from urllib.parse import unquote
 
 AnyPath = str | os.PathLike[str]
 
-
 _URL = re.compile(r"(?!file:)[A-Za-z][\w+.-]+:[:/]")
-"""With one slash, which is what ``Path`` leaves of two; a drive of Windows has one letter. With two
-colons it begins a chain of fsspec's, as in ``simplecache::s3://bucket``."""
-
+"""The beginning of a URL. One slash is enough, because ``Path`` leaves one of two. A scheme has two
+letters or more, because a drive of Windows has one. Two colons begin a chain of fsspec, such as
+``simplecache::s3://bucket``."""
 _CHAIN = re.compile(r"[A-Za-z][\w+.-]*::|.*::(?:[A-Za-z][\w+.-]+:)?/", re.DOTALL)
 
 
 def is_url(path: AnyPath) -> bool:
+    """Return True for the URL of another machine; a path that exists here is not a URL."""
     text = os.fsdecode(path)
     return _URL.match(text) is not None and not os.path.exists(text)
 
@@ -27,41 +31,30 @@ _NAMES_OF_USERS = {
     *("abfs", "abfss", "az", "ftp", "ftps", "hdfs", "hf", "oci", "scp", "sftp", "smb"),
     *("ssh", "wasb", "wasbs", "webhdfs"),
 }
-"""Schemes that have the name of a user, container or repository before the @, which is not secret.
-Others have a token there, such as GitHub's and Hugging Face's https://TOKEN@host."""
-
+"""Schemes with the name of a user, container or repository before the @, which is not secret.
+Others have a token there, such as https://TOKEN@host of GitHub and Hugging Face."""
 _WITHOUT_SECRETS = {"file", "local", "github"}
-"""The last is fsspec's, with github://organisation:repository@branch/path."""
-
+"""fsspec's github scheme is github://organisation:repository@branch/path."""
 _CHAIN_LINK = re.compile(r"::(?=(?:[a-z][\w+.-]+:)?/)", re.IGNORECASE)
-"""Comes before the next URL or path of a chain, as in zip://a.png::https://host/a.zip."""
-
+"""The link before the next URL or path of a chain, as in zip://a.png::https://host/a.zip."""
 _SCHEME = re.compile(r"(?<![\w+.-])([\w+.-]{2,}):/{1,3}")
-
 _SCHEME_OR_MARK = re.compile(rf"{_SCHEME.pattern}|[?#]")
-
 _HOST = re.compile(r"[^/?#]*")
-
 _PASSWORD = re.compile(r"(?:\[[\da-fA-F:.]+\]|(?!\[[\da-fA-F:.]+\]))[^/?#@:]*:(?!\d*(?:[/?#]|$))")
-"""A user and a colon with no port behind it. In brackets is an address of IPv6."""
-
+"""A user and a colon that is not followed by a port. Brackets hold an address of IPv6."""
 _SENDS_QUERIES = re.compile(r"(?:https?|(?:web)?davs?(?:\+https?)?)\Z", re.IGNORECASE)
 """Schemes whose queries are sent to the server, so that one without a = may be a token, too."""
-
 _PUBLIC_QUERY = re.compile(r"versionId=[\w.-]+", re.IGNORECASE)
 """The version of an object, which s3fs reads."""
-
 _END_OF_NAME = re.compile(r"\.\w{1,8}$")
-
 _PUNCTUATION = ".,:;'\")]"
 
 
 def hide_secrets(text: str) -> str:
-    """Replace by ``***`` what may be a secret in the URLs of a text.
+    """Replace everything in the URLs of a text that may be a secret by ``***``.
 
-    Secrets are a password or a token before the host, and a query, which may be a signature. This
-    function alone decides what is one: see also ``refuse_secrets``. Texts may come from others, so
-    its time grows with the length of the text, not with its square.
+    Secrets are a password or a token before the host, and a query, which may be a signature. The
+    time grows with the length of the text, not with its square, because texts may come from others.
 
     Example:
         >>> hide_secrets("https://me:password@host/a.png and https://host/a.png?sig=abc")
@@ -75,18 +68,19 @@ def hide_secrets(text: str) -> str:
 
 
 def _may_hold_secret(text: str) -> bool:
-    """Return False for most texts, at once: a list may have a million."""
+    """Return False for most texts, without a regular expression: a list may have a million."""
     return ":/" in text and ("@" in text or "?" in text or "#" in text)
 
 
 def _hide_in_word(word: str) -> str:
-    """Hide the secrets of a word without blanks, which may be a URL, a chain or a list of some."""
+    """Hide the secrets in a word without blanks: a URL, a chain, or a list of URLs."""
     if not _may_hold_secret(word):
         return word
     return "::".join(_hide_query(_hide_credentials(part)) for part in _CHAIN_LINK.split(word))
 
 
 def _hide_credentials(text: str) -> str:
+    """Hide the password or token between a scheme and the @ before its host."""
     shown = []
     done = 0
     last = text.rfind("@")
@@ -96,8 +90,8 @@ def _hide_credentials(text: str) -> str:
             continue
         if begin > last:
             break
-        # A password may hold a / or an @, so that it ends at the last @. Else a user or a token
-        # ends at the @ of the host.
+        # A password may contain / and @, so it ends at the last @ of the text. A user or a token
+        # cannot: it ends at the last @ before the first slash.
         host = _HOST.match(text, begin)
         assert host is not None
         end = last if _PASSWORD.match(text, begin) else text.rfind("@", *host.span())
@@ -113,6 +107,7 @@ def _hide_credentials(text: str) -> str:
 
 
 def _hide_query(text: str) -> str:
+    """Hide the query of a URL, unless it is part of a file's name or the version of an object."""
     scheme = ""
     is_sent = False
     for found in _SCHEME_OR_MARK.finditer(text):
@@ -134,7 +129,7 @@ def _hide_query(text: str) -> str:
 
 
 def holds_secret(url: str) -> bool:
-    """Return whether ``hide_secrets`` would change a URL, blanks in it included."""
+    """Return True if ``hide_secrets`` would change a URL, which may contain blanks."""
     if not _may_hold_secret(url):
         return False
     spaceless = re.sub(r"\s", "%20", url)
@@ -142,7 +137,7 @@ def holds_secret(url: str) -> bool:
 
 
 def refuse_secrets(url: str, where: str = "") -> None:
-    """Raise ``ValueError`` for a URL that may hold a secret; ``where`` names what lists it."""
+    """Raise ``ValueError`` for a URL that may hold a secret; ``where`` names the list it is in."""
     if holds_secret(url):
         place = f"{where}: " if where else ""
         hidden = hide_secrets(re.sub(r"\s", "%20", url))
@@ -155,7 +150,7 @@ def refuse_secrets(url: str, where: str = "") -> None:
 
 
 def refuse_chain(url: str, where: str = "") -> None:
-    """Raise ``ValueError`` for a chained URL of fsspec's; ``where`` names what lists it."""
+    """Raise ``ValueError`` for a chained URL of fsspec; ``where`` names the list it is in."""
     if _CHAIN.match(url):
         place = f"{where}: " if where else ""
         raise ValueError(
@@ -167,9 +162,10 @@ def refuse_chain(url: str, where: str = "") -> None:
 
 
 def local_path(path: AnyPath) -> str:
-    """Return a path of this machine with ``~`` expanded, also of a ``file://`` URL.
+    """Return the path of a file on this machine, given as a path or a ``file://`` URL.
 
-    Such a URL has escapes, as ``Path.as_uri`` writes them; names that exist are taken as they are.
+    ``~`` is expanded. Escapes in a URL, which ``Path.as_uri`` writes, are decoded, unless a file
+    of the undecoded name exists.
     """
     text = os.fsdecode(path)
     if text.startswith("file:/"):
@@ -182,13 +178,16 @@ def local_path(path: AnyPath) -> str:
 
 
 READ_FLAGS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-"""Of ``os.open``, which would wait for the writer of a pipe."""
-
-NO_FILE = errno.EINVAL, "no file, but a folder, a pipe or a device"
+"""Flags of ``os.open``. Without O_NONBLOCK it would wait for the writer of a pipe."""
+NO_FILE = errno.EINVAL, "not a file, but a folder, a pipe or a device"
 
 
 def open_file(path: AnyPath, flags: int = 0) -> int:
-    """``os.open`` of a file to be read; an OSError of what may never end."""
+    """Open a file to read it, as ``os.open`` does.
+
+    Raises:
+        OSError: it is a folder, a pipe or a device, which may have no end.
+    """
     fd = os.open(path, flags | READ_FLAGS)
     if stat.S_ISREG(os.fstat(fd).st_mode):
         return fd
@@ -201,6 +200,6 @@ def refuse_remote(path: AnyPath) -> None:
     if is_url(path):
         raise ValueError(
             f"{hide_secrets(os.fsdecode(path))} is a URL, and this needs a folder of this machine. "
-            "Copy the files to a local disk, or mount them, as with mountpoint-s3 or gcsfuse, and "
-            "give that."
+            "Copy the files to a local disk, or mount them with mountpoint-s3 or gcsfuse, and give "
+            "the path of the folder."
         )

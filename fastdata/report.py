@@ -1,4 +1,4 @@
-"""What the user is told: progress of a preparation, warnings, and how an epoch went."""
+"""Messages to the user: progress of a preparation, warnings, and reports of epochs."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ log = logging.getLogger("fastdata")
 
 
 class _Bar(tqdm):  # type: ignore[type-arg]  # generic in the stubs only
-    monitor_interval = 0  # tqdm's monitor would be a thread that outlives the preparation
-    # tqdm's own lock is a semaphore that forked processes share: one that is killed while it draws,
-    # or only makes a bar, would leave it taken, and every later bar of its relatives would wait
-    # forever.
+    monitor_interval = 0  # tqdm's monitor is a thread that would outlive the preparation
+    # tqdm's own lock is a semaphore that forked processes share. A process that is killed while it
+    # draws a bar, or only makes one, would never release it, and every later bar in the processes
+    # that share it would wait forever.
     _lock = threading.RLock()
 
 
 def progress_bar(
     total: int, description: str, *, unit: str = "img", enabled: bool = True
 ) -> tqdm[Any]:
-    """A bar in a terminal or a notebook; nothing elsewhere, or if not enabled."""
-    options: dict[str, Any] = {}  # a terminal's bar heeds TQDM_DISABLE
+    """Return a progress bar, which shows nothing outside of terminals and notebooks."""
+    options: dict[str, Any] = {}  # in a terminal TQDM_DISABLE decides
     if not enabled:
         options["disable"] = True
     elif not sys.stderr.isatty():
-        options["disable"] = None  # a notebook has one all the same
+        options["disable"] = None  # tqdm draws in notebooks only
     return _Bar(
         total=total, desc=description, unit=unit, dynamic_ncols=True, mininterval=0.5, **options
     )
 
 
 def warn_user(message: str) -> None:
-    """Warn, naming the user's line that called into fastdata."""
+    """Warn at the line of the user's code that called fastdata."""
     frame = inspect.currentframe()
     depth = 1
     while frame and frame.f_globals.get("__name__", "").startswith("fastdata."):
@@ -56,11 +56,14 @@ def warn_user(message: str) -> None:
 
 
 Line = str | tuple[str, ...]
-"""Of a report: text, or a row of a table."""
+"""A line of a report: text, or a row of a table."""
 
 
 def as_text(lines: Iterable[Line]) -> str:
-    """Lines, tables aligned: figures to the right between a name and words at the end."""
+    """Return lines as text, with the columns of tables aligned.
+
+    A row has a name, figures, which are aligned to the right, and words at its end.
+    """
     texts: list[Any] = []
     for kind, found in groupby(lines, type):
         rows: list[Any] = list(found)
@@ -75,7 +78,7 @@ def as_text(lines: Iterable[Line]) -> str:
 
 
 class Report(ABC):
-    """What shows itself as lines of text and tables."""
+    """A value whose ``repr`` consists of lines of text and tables."""
 
     __slots__ = ()
 
@@ -90,26 +93,23 @@ class Report(ABC):
 class EpochReport(Report):
     """How the latest epoch of a loader went, complete or not.
 
-    How to read it: where the loop waits for data more than a few percent of the time, the loader is
-    what limits training, and ``path`` says what it does and why. Where it hardly waits, no faster
-    loader would help.
+    If the loop waits for data more than a few percent of the time, the loader limits training, and
+    ``path`` shows how it reads and why. If it hardly waits, a faster loader would not help.
 
     Args:
-        path: the way the batches took and why, in one line; its wording may change.
-        engine: where batches were read: in a ``"thread"``, a ``"process"`` or, ``"inline"``, the
-            training loop.
-        workers: how many threads or processes; 0 for ``"inline"``.
-        batches: batches handed over; after a resume, since then.
-        samples: samples in them, by the length of a batch's first tensor; with ``batch_size=None``
-            one for each.
+        path: how batches are read and why, in one line; its wording may change.
+        engine: where batches were read: in a ``"thread"``, a ``"process"`` or in the training loop
+            (``"inline"``).
+        workers: number of threads or processes; 0 for ``"inline"``.
+        batches: batches that the loop received, after a resume since then.
+        samples: samples in these batches, by the length of a batch's first tensor; one for each
+            batch if ``batch_size=None``.
         wait_s: seconds the training loop waited for a batch.
         busy_s: seconds the training loop spent between batches, in the user's code.
-        fresh_batches: batches that got new memory because the user still held every reusable
-            buffer.
-        bytes_held: memory that the loader keeps for reuse by coming batches, lent batches included.
-        pinning: whether batches lie in pinned memory, and why; empty where nobody asked.
-        prepared: share of the samples that are prepared by now; less than 1 while they are on their
-            first read.
+        fresh_batches: batches in new memory, because the user still held every reusable buffer.
+        bytes_held: memory that the loader keeps to reuse it, with that of batches in use.
+        pinning: whether batches are in pinned memory, and why; empty if pinning was not requested.
+        prepared: share of the samples that are prepared; less than 1 until each was read once.
     """
 
     path: str
@@ -126,7 +126,7 @@ class EpochReport(Report):
 
     @property
     def samples_per_s(self) -> float:
-        """Samples a second of the whole loop, waiting and user code together."""
+        """Samples per second of the whole loop: waiting and user code together."""
         return self.samples / (self.wait_s + self.busy_s or math.inf)
 
     @property
@@ -135,7 +135,7 @@ class EpochReport(Report):
         return self.wait_s / (self.wait_s + self.busy_s or math.inf)
 
     def as_dict(self) -> dict[str, float]:
-        """The figures, flat, for a logger: ``wandb.log(loader.report().as_dict())``."""
+        """Return the figures for a logger: ``wandb.log(loader.report().as_dict())``."""
         values = asdict(self).items()
         figures = {name: it for name, it in values if isinstance(it, (int, float))}
         return figures | {"samples_per_s": self.samples_per_s, "wait_share": self.wait_share}

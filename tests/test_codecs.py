@@ -399,7 +399,7 @@ def test_jpeg_headers_are_checked_first(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_other_image_files_are_no_jpeg() -> None:
     """PIL's other decoders are not reached by damaged data."""
-    with pytest.raises(CodecError, match="no JPEG file"):
+    with pytest.raises(CodecError, match="not a JPEG file"):
         decoded(JpegCodec(), b"\x89PNG\r\n\x1a\n" + bytes(50), np.zeros((3, 8, 8), np.uint8))
 
 

@@ -923,7 +923,7 @@ def test_wrong_options_are_named() -> None:
         cached(Images(4), prepare_workers=-1)
     with pytest.raises(TypeError, match="batch_ops=1 is neither True nor False"):
         cached([(torch.zeros(1), 0)], batch_ops=1)
-    with pytest.raises(ValueError, match=r"resize=2\.5 is no size"):
+    with pytest.raises(ValueError, match=r"resize=2\.5 is not a size"):
         cached([(torch.zeros(1), 0)], resize=2.5)
 
 

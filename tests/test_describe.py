@@ -319,7 +319,7 @@ def test_a_description_outlives_its_process(tmp_path: Path) -> None:
         textwrap.dedent("""
             import re, functools, enum, dataclasses, logging, sys
             import torch
-            from fastdata.pixels.describe import describe
+            from fastdata.pixels.fingerprint import describe
             class Kind(enum.Enum): A, B = 1, 2
             @dataclasses.dataclass(frozen=True)
             class Settings:
@@ -364,7 +364,8 @@ def test_what_cannot_be_seen_is_refused_by_name(image_folder: Folder) -> None:
     with socket.socket() as mine.server:
         for mine.BY in (1, 60):
             with pytest.raises(
-                ValueError, match=r"load cannot be told.* of type socket.socket cannot.*cache_key="
+                ValueError,
+                match=r"load contains a socket.socket that cannot be described.*cache_key=",
             ):
                 ImageFolder(root, loader=mine.load, **options)
             with ImageFolder(root, loader=mine.load, cache_key="a", **options) as dataset:

@@ -6,22 +6,23 @@ import dis
 import types
 from collections.abc import Iterator
 
-# Code
-
 
 def read_code(code: types.CodeType) -> tuple[frozenset[str], list[dis.Instruction]]:
-    """The names that code and the functions in it look up, and their instructions."""
+    """Return the names and the instructions of code and of the functions in it."""
     steps = [step for each in with_inner(code) for step in dis.get_instructions(each)]
     return names_in_code(code), steps
 
 
 def names_in_code(code: types.CodeType) -> frozenset[str]:
-    """The names that code and the functions in it look up or import."""
+    """Return the names that code and the functions in it look up or import.
+
+    Names of globals, attributes and modules are not told apart: only instructions do that.
+    """
     return frozenset(name for each in with_inner(code) for name in each.co_names)
 
 
 def with_inner(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Yield code and that of the functions in it."""
+    """Yield code, and that of the functions, lambdas and comprehensions in it."""
     yield code
     for value in code.co_consts:
         if isinstance(value, types.CodeType):

@@ -1,4 +1,10 @@
-"""The user's own callables that do nothing but call steps."""
+"""The user's own callables that do nothing but call transforms, such as MoCo's two crops.
+
+Such a callable is run once on stand-ins: for an image, and for every global, attribute and closure
+that its code reads. A stand-in for a transform notes that it was called. Code without a condition
+does the same each time, so the calls that were noted are all that it ever does. Code that does
+more is not run, by its instructions, or fails on a stand-in, and then stays the user's own.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +22,11 @@ from fastdata.pixels.known import is_changed
 from fastdata.pixels.own_transforms import Views
 from fastdata.pixels.resize import TO_RGB
 
-# The user's own callables
-
 
 def seen_through(call: Any) -> tuple[Any, ...] | None:
-    """The steps of a callable that does nothing but call steps; None if it does more.
+    """Return the transforms that a callable calls one after the other; None if it does more.
 
-    It is tried, on a stand-in for an image, with stand-ins for what it reads. These can only be
-    called, and code without a condition does the same each time.
+    A callable that returns several results is one ``Views``.
     """
     function, owner = code_of_call(call)
     if not isinstance(function, FunctionType):
@@ -33,12 +36,13 @@ def seen_through(call: Any) -> tuple[Any, ...] | None:
         return None
     log: list[Any] = []
     try:
-        made = _try(function, names, owner, _Image(log))
+        made = _run_on_stand_ins(function, names, owner, _Image(log))
         views = made if type(made) in (list, tuple) else (made,)
         calls = [view._calls for view in views]
-    except Exception:  # noqa: BLE001  # it asked for more
+    except Exception:  # noqa: BLE001  # it does more with a stand-in than to call it
         return None
-    # Each call is for one result, else it is for nothing, or two views share what it draws.
+    # Each call must count for exactly one result. A call for no result could still draw random
+    # numbers, and two views of one call would share what it draws.
     if not log or () in calls or sorted(chain(*calls)) != list(range(len(log))):
         return None
     transforms = [tuple(log[k] for k in numbers) for numbers in calls]
@@ -50,7 +54,7 @@ def seen_through(call: Any) -> tuple[Any, ...] | None:
 
 
 def code_of_call(call: Any) -> tuple[Any, Any]:
-    """The function that runs where this is called, and whose method it is."""
+    """Return the function that runs when an object is called, and the object it is a method of."""
     if isinstance(call, FunctionType):
         return call, None
     if isinstance(call, MethodType):
@@ -63,18 +67,21 @@ def code_of_call(call: Any) -> tuple[Any, Any]:
 
 
 _MORE = ("_IF_", "STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF", "DELETE_", "EXC", "SETUP_", "IMPORT_")
-"""Parts of the names of instructions that decide, keep something, or catch errors."""
+"""Parts of the names of instructions that decide, store something outside, or catch errors."""
 
 
 @cache
 def _names_read(code: CodeType) -> frozenset[str] | None:
-    """Names that a function looks up; None if it does more than to call."""
+    """Return the names that a function looks up; None if it does more than calling."""
     names, steps = read_code(code)
     return None if any(word in step.opname for step in steps for word in _MORE) else names
 
 
 def outside_of(call: Any) -> dict[str, Any]:
-    """What the code of a callable that may be seen through reads from outside now, by name."""
+    """Return the values that a callable's code would read now from outside, by name.
+
+    They are empty unless ``seen_through`` would run the callable.
+    """
     function, owner = code_of_call(call)
     if not isinstance(function, FunctionType):
         return {}
@@ -83,14 +90,17 @@ def outside_of(call: Any) -> dict[str, Any]:
     for held in (function.__globals__, getattr(owner, "__dict__", {})):
         found |= {name: held[name] for name in names & held.keys()}
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    with suppress(ValueError):  # nothing was assigned yet
+    with suppress(ValueError):  # a closure to which nothing was assigned yet
         found |= {name: cell.cell_contents for name, cell in cells}
     return found
 
 
-def _try(function: FunctionType, names: frozenset[str], owner: Any, image: _Image) -> Any:
+def _run_on_stand_ins(
+    function: FunctionType, names: frozenset[str], owner: Any, image: _Image
+) -> Any:
+    """Call a copy of a function that can reach nothing but stand-ins."""
     outside = _stand_ins(function.__globals__, names)
-    outside["__builtins__"] = {"range": range}
+    outside["__builtins__"] = {"range": range}  # the only builtin that such callables use
     cells = [CellType(_stand_in(cell.cell_contents)) for cell in function.__closure__ or ()]
     run = FunctionType(function.__code__, outside, closure=tuple(cells))
     if owner is None:
@@ -100,7 +110,7 @@ def _try(function: FunctionType, names: frozenset[str], owner: Any, image: _Imag
 
 
 class _Image:
-    """Stands for an image: the steps that it went through, as their numbers in a log."""
+    """A stand-in for an image, which holds the numbers of the calls in a log that led to it."""
 
     def __init__(self, log: list[Any], calls: tuple[int, ...] = ()) -> None:
         self._log = log
@@ -121,7 +131,12 @@ def _stand_ins(values: Mapping[str, Any], names: frozenset[str]) -> dict[str, An
 
 
 def _stand_in(value: Any) -> Any:
-    """What stands for a step, or several in a row; numbers stand for themselves."""
+    """Return a stand-in for a transform, or a tuple of them for several.
+
+    Numbers stand for themselves, because they count views.
+    """
     if isinstance(value, (list, tuple, torch.nn.ModuleList)):
         return tuple(map(_stand_in, value))
-    return value if isinstance(value, int) else lambda image: image._through(value)
+    if isinstance(value, int):
+        return value
+    return lambda image: image._through(value)

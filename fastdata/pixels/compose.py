@@ -1,4 +1,4 @@
-"""The steps that a transform consists of, nested or not."""
+"""The single transforms that a user's transform consists of, however they are nested."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from fastdata.pixels.own_transforms import AlbumentationsStep
 
 
 def flatten(transform: Any) -> tuple[Any, ...]:
-    """The steps of a transform, nested or not, of several in a tuple, a single one, or None.
+    """Return the single transforms of a transform, of a tuple of transforms, or of None.
 
-    Callables of the user's own are seen through where they only call steps. One that returns
-    several results, as MoCo's two crops, is read as ``Views``.
+    The user's own callables that only call other transforms are replaced by these. If such a
+    callable returns several results, as MoCo's two crops do, it is replaced by ``Views``.
     """
     steps: list[Any] = []
     waiting = [transform]
@@ -35,7 +35,7 @@ def flatten(transform: Any) -> tuple[Any, ...]:
 
 
 def _parts_of(step: Any) -> Sequence[Any] | None:
-    """The steps that a step consists of; None where it is a single one."""
+    """Return the transforms that a transform consists of; None if it is a single one."""
     kind = type(step)
     name = known_name(step)
     if kind is tuple or (kind is torch.nn.Sequential and not is_changed(step)):
@@ -52,16 +52,20 @@ def _parts_of(step: Any) -> Sequence[Any] | None:
 
 
 def joint_steps(transforms: Any) -> tuple[Any, ...]:
-    """The steps of v2's nested Compose: what else is seen through takes one sample at a time."""
+    """Return the transforms of v2's nested Compose, which may take an image and its mask.
+
+    Other callables are not seen through: their transforms take one sample at a time.
+    """
     if known_name(transforms) != "Compose" or not is_v2(transforms):
         return (transforms,)
     return tuple(step for part in transforms.transforms for step in joint_steps(part))
 
 
-@lru_cache(maxsize=16)  # so that they are the same at each call, until attributes change
+# Cached so that each call returns the same objects, until an attribute of the preset changes.
+@lru_cache(maxsize=16)
 def _steps_of_preset(preset: Any, attributes: str) -> tuple[Any, ...]:
-    """The steps of what ``weights.transforms()`` gives, torchvision's transforms/_presets.py."""
-    theirs = sys.modules["torchvision.transforms"]  # which the preset is a part of
+    """Return what ``weights.transforms()`` does (torchvision's transforms/_presets.py)."""
+    theirs = sys.modules["torchvision.transforms"]  # imported, because it defines the preset
     options = {"interpolation": preset.interpolation, "antialias": preset.antialias}
     return (
         theirs.Resize(preset.resize_size, **options),

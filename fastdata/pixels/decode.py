@@ -1,8 +1,8 @@
 """Files and bytes to images.
 
-An image is opened by PIL or, an ordinary JPEG, by the compiled core, through the libjpeg-turbo that
-PIL is linked to: the same decoder without PIL's copies, so the very pixels of torchvision's default
-loader, and of a part of an image without decoding the rest.
+The compiled core decodes ordinary JPEGs through the libjpeg-turbo that Pillow is linked to: the
+same decoder without Pillow's copies, so the pixels are those of torchvision's default loader. It
+can decode a part of an image without the rest. Pillow opens all other files.
 
 Shape letters: C channels, H W size of an image.
 """
@@ -26,21 +26,15 @@ from fastdata.pixels.samples import addresses_of, pack_planes, to_pil
 if TYPE_CHECKING:
     from PIL import Image
 
-
 Loader = Callable[[Any], Any]
-
 Buffer = bytes | memoryview
-
 IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 """File name endings of images, torchvision's ``IMG_EXTENSIONS``."""
 
 
-# Files and bytes to images
-
-
 @functools.cache
 def open_libjpeg() -> tuple[Jpeg | None, str]:
-    """PIL's own libjpeg-turbo for the core; or None and why PIL decodes alone."""
+    """Return Pillow's own libjpeg-turbo for the core, or None and why Pillow decodes alone."""
     from PIL import _imaging
 
     try:
@@ -50,14 +44,14 @@ def open_libjpeg() -> tuple[Jpeg | None, str]:
 
 
 def jpeg_obstacle() -> str:
-    """Why PIL decodes alone; empty where the core does."""
+    """Return why Pillow decodes alone; nothing if the core decodes."""
     return open_libjpeg()[1]
 
 
 def load_image(path: AnyPath, *, upright: bool = False) -> Image.Image:
-    """Open an image file as torchvision's default loader does: mode RGB.
+    """Open an image file in mode RGB, as torchvision's default loader does.
 
-    Turn it as its EXIF says if it shall be ``upright``.
+    ``upright`` turns it by the orientation in its EXIF.
     """
     with open(path, "rb", opener=open_file) as stream:
         return _open(stream, upright)
@@ -78,15 +72,18 @@ def _open(stream: BinaryIO, upright: bool) -> Image.Image:
 
 
 class OpenedImages(Samples):
-    """Images for the core: JPEG files as they lie in memory, opened by their headers, or pixels.
+    """Images for the core: JPEG files in memory whose headers were read, or pixels.
+
+    Pillow decodes the files that the core cannot decode, and files that turn out to be damaged: its
+    pixels take the place of the file, or it raises its own error.
 
     Args:
         sources_B: addresses of files.
-        sizes_B: their bytes.
-        by_pillow: gives the pixels (C, H, W) of image ``b`` where the core does not decode its
-            file, and where that turns out to be damaged; what it raises is raised.
-        shapes_B3: that files have which the core may decode; None where any will do.
-        how: files are opened, as ``jpeg_headers`` has it.
+        sizes_B: sizes of files in bytes.
+        by_pillow: returns the pixels (C, H, W) of image ``b`` as Pillow decodes them.
+        shapes_B3: shapes (C, H, W) that the files should have: Pillow decodes files with another
+            one. None if any shape will do.
+        how: options of ``jpeg_headers``.
     """
 
     def __init__(
@@ -99,7 +96,7 @@ class OpenedImages(Samples):
     ) -> None:
         self._sizes_B = sizes_B.copy()
         self._by_pillow = by_pillow
-        self._alive: list[Array] = []
+        self._alive: list[Array] = []  # whose memory the core reads by address
         self._turns_B = np.zeros(len(sizes_B), np.int32)
         found_B3 = np.zeros((len(sizes_B), 3), np.int32)
         jpeg, _ = open_libjpeg()
@@ -107,7 +104,7 @@ class OpenedImages(Samples):
             found_B3, self._turns_B = jpeg_headers(sources_B, sizes_B, **how)
             self.files = jpeg.address, self._sizes_B.ctypes.data, self._turns_B.ctypes.data
         super().__init__(sources_B.copy(), found_B3)
-        is_left_B = self._turns_B == 0
+        is_left_B = self._turns_B == 0  # the core does not decode these
         if shapes_B3 is not None:
             is_left_B |= (found_B3 != shapes_B3).any(axis=1)
         for b in np.flatnonzero(is_left_B).tolist():
@@ -122,7 +119,14 @@ class OpenedImages(Samples):
         upright: bool = False,
         channels: int | None = 3,
     ) -> OpenedImages:
-        """Files, turned as their EXIF says if ``upright``; with ``channels`` None gray stays so."""
+        """Open files.
+
+        Args:
+            files: the bytes of each.
+            by_pillow: as in the constructor.
+            upright: turn images by the orientation in their EXIF.
+            channels: of all images; None keeps one channel for gray files.
+        """
         from PIL import Image
 
         arrays = [np.frombuffer(data, np.uint8) for data in files]
@@ -134,28 +138,38 @@ class OpenedImages(Samples):
         return opened
 
     def leave_to_pillow(self, b: int) -> None:
-        """Have image ``b`` decoded by PIL, or raise what is wrong with it."""
+        """Replace the file of image ``b`` by its pixels, decoded by Pillow.
+
+        Raises:
+            Exception: Pillow cannot decode it. The image stays a file.
+        """
         pixels = self._by_pillow(b)
-        self._sizes_B[b] = 0  # pixels from here on; what was damaged stays a file
+        self._sizes_B[b] = 0  # marks pixels for the core
         self._alive.append(pixels)
         self.sources_B[b] = pixels.ctypes.data
         self.shapes_B3[b] = pixels.shape
 
 
 def encode_image(image_CHW: Array, kind: str, **options: Any) -> bytes:
-    """Encode stored planes as an image file of a kind that PIL knows."""
+    """Return stored planes as an image file, of a format that Pillow writes."""
     stream = io.BytesIO()
     to_pil(image_CHW).save(stream, kind, **options)
     return stream.getvalue()
 
 
 def decode_planes_into(data: memoryview, out_CHW: Array) -> None:
-    """Decode a JPEG file, which is not trusted, into planes: uint8, 1 or 3, C-contiguous.
+    """Decode a JPEG file into planes.
+
+    The file is not trusted: its size is compared before memory is filled.
+
+    Args:
+        data: the file's bytes.
+        out_CHW: 1 or 3 planes of uint8, C-contiguous.
 
     Raises:
         OSError: the file is damaged.
-        ValueError: its header says another size or number of planes than ``out_CHW`` has; nothing
-            was decoded.
+        ValueError: the size or the number of planes in its header is not that of ``out_CHW``;
+            nothing was decoded.
     """
     channels, height, width = out_CHW.shape
     jpeg, _ = open_libjpeg()
@@ -164,10 +178,10 @@ def decode_planes_into(data: memoryview, out_CHW: Array) -> None:
     from PIL.JpegImagePlugin import JpegImageFile
 
     try:
-        # Not Image.open: only JPEG is meant, and its size is held against ``out``, not a limit.
+        # Image.open would also accept other formats, and compare the size with its own limit.
         image = JpegImageFile(io.BytesIO(data))
     except SyntaxError as problem:
-        raise OSError(f"no JPEG file ({problem})") from problem
+        raise OSError(f"not a JPEG file ({problem})") from problem
     if image.size != (width, height) or image.mode != {1: "L", 3: "RGB"}[channels]:
         raise ValueError(f"it is a JPEG of {image.width} x {image.height} px in mode {image.mode}")
     pack_planes(image, out_CHW)

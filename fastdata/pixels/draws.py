@@ -1,4 +1,8 @@
-"""What may draw random numbers: steps by their names, and the user's callables by their code."""
+"""Which transforms and callables draw random numbers.
+
+Transforms of torchvision, timm and albumentations are known by name. The user's callables are
+followed through everything that their code may use, up to random number generators.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ import torch
 from fastdata.pixels.bytecode import names_in_code, with_inner
 from fastdata.pixels.compose import flatten
 from fastdata.pixels.fingerprint import ATOMS, BY_NAME, closed_over, is_installed, is_plain
-from fastdata.pixels.known import _PREPARABLE, _REFORMING, known_name, names_in
+from fastdata.pixels.known import PREPARABLE, REFORMING, known_name, names_in
 from fastdata.pixels.own_transforms import Views
 
 _REPEATABLE = names_in(
@@ -25,20 +29,18 @@ _REPEATABLE = names_in(
     "TenCrop ToDtype ToPILImage ToTensor UniformTemporalSubsample timm.MaybeToTensor "
     "timm.ToNumpy"
 )
-"""Other steps of torchvision and timm that do the same to the same sample each time."""
-
+"""Other transforms of torchvision and timm that do the same to the same sample each time."""
 _RANDOM = names_in(
     "AlternatingFlip AugMix AutoAugment ColorJitter CutMix ElasticTransform GaussianNoise "
     "MixUp ScaleJitter"
 )
-"""Those that draw, beside all whose names begin with Rand or Trivial."""
-
+"""Transforms that draw, in addition to those whose names begin with Rand or Trivial."""
 _RANGES = {"GaussianBlur": "sigma", "JPEG": "quality", "RandomRotation": "degrees"}
-"""Those that draw from a range, and the attribute that holds it."""
+"""Transforms that draw from a range, and the attribute that holds it."""
 
 
 def is_random(step: Any) -> bool | None:
-    """Whether a step draws at random; None where that is not known."""
+    """Return True if a transform draws random numbers, None if that is not known."""
     if type(step) is Views:
         drawn = set(map(is_random, flatten(step.transforms)))
         return next((answer for answer in (True, None) if answer in drawn), False)
@@ -50,21 +52,21 @@ def is_random(step: Any) -> bool | None:
     plain = name.removeprefix("timm.")
     if plain in _RANDOM or plain.startswith(("Rand", "Trivial")):
         return True
-    return False if name in _REPEATABLE | _PREPARABLE | _REFORMING else None
+    return False if name in _REPEATABLE | PREPARABLE | REFORMING else None
 
 
 def draws_in_vain(step: Any) -> bool:
-    """Return True for a step that moves torch's generator but does the same each time.
+    """Return True for a transform that moves torch's generator but does the same each time.
 
-    Such as ``GaussianBlur(3, sigma=1.0)``, which draws its sigma from 1.0 to 1.0.
+    An example is ``GaussianBlur(3, sigma=1.0)``, which draws its sigma from 1.0 to 1.0.
     """
     return known_name(step) in _RANGES and is_random(step) is False
 
 
 def is_always_applied(step: Any) -> bool | None:
-    """Return whether a transform of albumentations is applied to every image, with all in it.
+    """Return True if a transform of albumentations, and each one in it, is applied to every image.
 
-    Return None for other objects.
+    Return None for objects of other libraries.
     """
     is_theirs = type(step).__module__.startswith("albumentations.")
     probability = None if isinstance(step, type) or not is_theirs else getattr(step, "p", None)
@@ -75,26 +77,23 @@ def is_always_applied(step: Any) -> bool | None:
     return is_applied and all(map(is_always_applied, parts))
 
 
-# Draws
-
-
 def may_draw(call: Any, *, from_torch: bool = True) -> bool:
-    """Return whether a callable may draw from Python's or NumPy's generators, or from torch's.
+    """Return True if a callable may draw from Python's or NumPy's generators, or from torch's.
 
-    All that its code names is followed: globals, closures, defaults, attributes, methods. The code
-    of torch, NumPy and Python itself is not followed, and that of other installed packages only
-    within one module. A callable may draw if its code imports when it is called, or if it leads to
+    Everything that its code names is followed: globals, closures, defaults, attributes, methods.
+    The code of torch, NumPy and Python is not followed, and that of other installed packages only
+    within one module. The answer is also True if the code imports when it is called, or leads to
     more objects than can be followed in a few milliseconds.
 
     Args:
         call: a function, a method, or an object that can be called.
-        from_torch: count torch's functions as draws; False where torch's draws do no harm.
+        from_torch: count any use of torch's functions as a draw; False if torch's draws do no harm.
 
     Example:
         >>> may_draw(len), may_draw(torch.rand), may_draw(torch.rand, from_torch=False)
         (False, True, False)
     """
-    met: dict[int, Any] = {}  # holds what it met, so that no id comes twice
+    met: dict[int, Any] = {}  # keeps objects alive, so that none has the id of another
     waiting = [call]
     while waiting:
         value = waiting.pop()
@@ -112,42 +111,43 @@ def may_draw(call: Any, *, from_torch: bool = True) -> bool:
 
 
 _GENERATORS = (random.Random, np.random.RandomState, np.random.Generator, np.random.BitGenerator)
-
 _DATA = (*ATOMS, np.ndarray, torch.Tensor, types.ModuleType)
-
 _MOST_FOLLOWED = 1000
-
 _IMPORT_NAME = dis.opmap["IMPORT_NAME"]
-
 _IMPORT = object()
-"""Stands for what a function imports when it is called."""
+"""A stand-in for whatever a function imports when it is called."""
 
 
 def _used_by(value: Any) -> Collection[Any]:
-    """Return what a call of a value may use, as far as its code is followed."""
+    """Return the objects that a call of a value may use, as far as its code is followed."""
     if isinstance(value, (type, types.FunctionType)):
         if _is_leaf(value):
             return ()
         return _members_of(value) if isinstance(value, type) else _named_by(value)
     if isinstance(value, (list, tuple)) and is_plain(value):
         return ()
-    return gc.get_referents(value)  # attributes, items, a method's object, an object's class
+    # Python's own list of references: attributes, slots, items, a method's object, the class.
+    return gc.get_referents(value)
 
 
 def _members_of(kind: type) -> list[Any]:
-    """Return the bases, methods and values of a class, of which there is an object already."""
+    """Return the bases, methods and values of a class.
+
+    Its objects exist already: what makes them is left out.
+    """
     members = [it for name, it in vars(kind).items() if name not in ("__init__", "__new__")]
     return [*kind.__bases__, *members]
 
 
 def _named_by(function: types.FunctionType) -> list[Any]:
-    """Return what a function has around it: globals that it names, closures and defaults."""
+    """Return the values around a function: globals that it names, closures and defaults."""
     code = function.__code__
     names = names_in_code(code)
     held = [function.__globals__[name] for name in names & function.__globals__.keys()]
     module = function.__module__
     if is_installed(getattr(sys.modules.get(module), "__file__", None) or ""):
         held = [it for it in held if _is_leaf(it) or getattr(it, "__module__", None) == module]
+    # Each instruction is one byte, followed by its argument. `dis` would take a millisecond.
     elif any(_IMPORT_NAME in each.co_code[::2] for each in with_inner(code)):
         return [_IMPORT]
     held += [*closed_over(function), *(function.__defaults__ or ())]
@@ -156,7 +156,7 @@ def _named_by(function: types.FunctionType) -> list[Any]:
 
 
 def _named_in(value: Any, names: frozenset[str]) -> Iterator[Any]:
-    """Yield a value, or of a module what code that looks up these names may use of it."""
+    """Yield a value. Of a module, yield the values that code with these names may look up."""
     if not isinstance(value, types.ModuleType):
         yield value
         return
@@ -165,7 +165,10 @@ def _named_in(value: Any, names: frozenset[str]) -> Iterator[Any]:
 
 
 def _is_leaf(value: Any) -> bool:
-    """Return True for modules, functions and classes whose code is not followed."""
+    """Return True for a module, function or class whose code is not followed.
+
+    torchvision's and timm's is: some of their transforms draw from Python's generator.
+    """
     package = _package_of(value)
     return package in BY_NAME and package not in ("timm", "torchvision")
 

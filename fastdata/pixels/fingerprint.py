@@ -1,11 +1,12 @@
-"""What a value does, as a hash: one for values made alike, in any process, another for each change.
+"""Hashes of what values do, for the keys of caches.
 
-Seen are attributes, of attributes too, code with its constants, defaults, closures, and the globals
-that it names, arrays and tensors by their bytes. Code that is installed is known by its name:
-Python's own and that of the packages whose steps fastdata knows in any version, other packages'
-with their version and the hash of the file. Not seen is what code reads elsewhere: files, the
-environment, the clock. What only C code knows, and what a function imports when it is called, is
-refused by name, and ``cache_key=`` stands for it.
+The hash is equal for values made alike, in any process, and differs after every change. It covers
+attributes at any depth, code with its constants, defaults, closures and the globals that it names,
+and the bytes of arrays and tensors. Installed code is covered by its name: Python's own and that of
+the packages whose transforms fastdata knows in any version, other packages' with their version and
+the hash of the file. It does not cover what code reads elsewhere: files, the environment, the
+clock. Values that only C code knows, and functions that import when they are called, are refused by
+name, and ``cache_key=`` stands for them.
 """
 
 from __future__ import annotations
@@ -28,30 +29,27 @@ import torch
 from fastdata.pixels.bytecode import read_code
 
 BY_NAME = {"PIL", "fastdata", "numpy", "timm", "torch", "torchvision", *sys.stdlib_module_names}
-
+"""Packages whose code is covered by its name alone."""
 ATOMS = (type(None), bool, int, float, str, bytes)
-
 _DESCRIPTORS = (classmethod, staticmethod, property)
-
 _WRAPPED = ("__self__", "__func__", "fget", "fset")
-
 _CODE_PARTS = (
     *("co_code", "co_consts", "co_names", "co_varnames", "co_freevars", "co_cellvars"),
     *("co_flags", "co_argcount", "co_posonlyargcount", "co_kwonlyargcount", "co_exceptiontable"),
 )
 
 _NOTES = {"_abc_impl", "__annotate__", "__annotate_func__"}
-
+"""Attributes in which Python notes something about a class."""
 _HEAP_TYPE = 1 << 9
-"""The flag that classes of Python code have in Python's C code (Py_TPFLAGS_HEAPTYPE)."""
+"""The flag of classes that Python code made (Py_TPFLAGS_HEAPTYPE of Python's C code)."""
 
 
 def describe(value: Any, cache_key: str | None = None) -> str:
-    """Hash of what a value does; ``cache_key`` stands for all in it that cannot be seen.
+    """Return a hash of what a value does; ``cache_key`` stands for parts that cannot be covered.
 
     Raises:
-        ValueError: something in it cannot be seen, as what only C code knows, and there is no
-            ``cache_key``; names its type.
+        ValueError: a part cannot be covered, such as one that only C code knows, and there is no
+            ``cache_key``. The text names its type.
 
     Example:
         >>> describe([1, 2]) == describe([1, 2]), describe([1, 2]) == describe([1.0, 2])
@@ -64,7 +62,10 @@ def describe(value: Any, cache_key: str | None = None) -> str:
 
 
 def name_of(code: Any) -> str | None:
-    """What stands for an installed function or class; None for the user's own or a nameless one."""
+    """Return a text that identifies an installed function or class.
+
+    Return None for the user's own, and for those that are not found under their name.
+    """
     module = getattr(code, "__module__", None)
     qualname = getattr(code, "__qualname__", None)
     if not (isinstance(module, str) and isinstance(qualname, str)):
@@ -72,22 +73,26 @@ def name_of(code: Any) -> str | None:
     origin = _origin(module)
     if origin is None:
         return None
-    # What has another's name, as a closure or a class made in a function, is not that other.
+    # A closure, or a class made in a function, may have the name of something else.
     named: Any = sys.modules.get(module)
     for name in qualname.split("."):
         named = getattr(named, name, None)
+    # Python's own types, such as that of functions, are not all found under their names.
     is_static = isinstance(code, type) and not code.__flags__ & _HEAP_TYPE
     return f"{origin}.{qualname}" if named is code or is_static else None
 
 
 @functools.cache
 def _origin(module: str) -> str | None:
-    """What stands for an installed module; None for the user's own, which may change in any run."""
+    """Return a text that identifies an installed module; None for the user's own.
+
+    The user's modules may change from run to run, so their contents are hashed instead.
+    """
     package = module.partition(".")[0]
     if package in BY_NAME:
         return module
     path = getattr(sys.modules.get(module), "__file__", None)
-    # A module of C, and what lies among installed packages, changes only with its file.
+    # An installed module, and one written in C, changes only with its file.
     if path is None or (path.endswith(".py") and not is_installed(path)):
         return None
     version = getattr(sys.modules.get(package), "__version__", "")
@@ -95,15 +100,20 @@ def _origin(module: str) -> str | None:
 
 
 def is_installed(path: str) -> bool:
+    """Return True for the path of a module that a package manager has installed."""
     return not {"site-packages", "dist-packages"}.isdisjoint(Path(path).parts)
 
 
 class _Describer(pickle.Pickler):
-    """Pickles Python's own, and of all else what stands for it, as persistent ids; one way only."""
+    """A pickler whose output is hashed, never read.
+
+    Containers and plain values of Python are pickled as they are. Everything else is replaced by a
+    persistent id: a name, or a tuple of its parts, which are pickled in turn.
+    """
 
     def __init__(self, file: Any, name: str, cache_key: str | None) -> None:
         super().__init__(file, protocol=4)
-        # Without the memo, which would tell equal values from one that comes twice.
+        # The memo would write one object that comes twice otherwise than two equal ones.
         self.fast = True
         self._name = name
         self._cache_key = cache_key
@@ -117,26 +127,28 @@ class _Describer(pickle.Pickler):
             return (kind.__name__, repr(value)) if is_plain(value) else None
         if id(value) in self._met:
             return self._met[id(value)][0]
-        if hasattr(value, "__dict__"):  # may lead back to itself
-            self._met[id(value)] = len(self._met), value  # which stays alive, and its id its own
+        # Objects with attributes may lead back to themselves: the second time, a number stands for
+        # one. They are kept alive here, so that no other object gets the same id.
+        if hasattr(value, "__dict__"):
+            self._met[id(value)] = len(self._met), value
         try:
             if kind is set or kind is frozenset:
-                # In an order that no seed of hashes changes.
+                # The order of a set differs from process to process.
                 return kind.__name__, sorted(describe(each, self._cache_key) for each in value)
             return name_of(value) or (kind, *_parts_of(value))
-        except Exception as unseen:  # what pickles a value may raise anything
+        except Exception as problem:  # the user's code that pickles a value may raise anything
             if self._cache_key is not None:
                 return kind.__qualname__, self._cache_key
             raise ValueError(
-                f"{self._name} cannot be told from others: what is of type {kind.__module__}."
-                f"{kind.__qualname__} cannot be described exactly ({unseen}), and the next run, or "
-                "another rank, must know whether samples are still prepared in the same way. Give "
-                "cache_key='a name' to stand for it, and change it whenever that changes."
-            ) from unseen
+                f"{self._name} contains a {kind.__module__}.{kind.__qualname__} that cannot be "
+                f"described exactly ({problem}). The next run, or another rank, could not tell if "
+                "samples are still prepared in the same way. Give cache_key='a name' to stand for "
+                "it, and change the name whenever it changes."
+            ) from problem
 
 
 def _parts_of(value: Any) -> Iterable[Any]:
-    """What a value consists of, which is asked for in turn."""
+    """Return the parts of a value that together determine what it does."""
     if isinstance(value, type):
         return _parts_of_class(value)
     if isinstance(value, torch.Tensor):
@@ -159,7 +171,7 @@ def _parts_of_function(function: types.FunctionType) -> Iterable[Any]:
 
 
 def closed_over(function: types.FunctionType) -> list[Any]:
-    """The values that a function closes over, as far as they are assigned."""
+    """Return the values that a function closes over, as far as they are assigned."""
     empty = types.CellType()
     return [cell.cell_contents for cell in function.__closure__ or () if cell != empty]
 
@@ -169,7 +181,7 @@ def _parts_of_wrapper(wrapper: Any) -> Iterable[Any]:
 
 
 def _parts_of_class(kind: type) -> Iterable[Any]:
-    """A class's own methods and values; what Python notes beside them does nothing."""
+    """Yield the name, the bases, and the methods and values that a class defines."""
     yield kind.__qualname__
     yield kind.__bases__
     code = (types.FunctionType, *_DESCRIPTORS)
@@ -183,7 +195,7 @@ def _parts_of_class(kind: type) -> Iterable[Any]:
 def _parts_of_tensor(tensor: torch.Tensor) -> Iterable[Any]:
     yield str(tensor.dtype)
     yield list(tensor.shape)
-    # As bytes, because NumPy has no bfloat16.
+    # Bytes, because NumPy does not have bfloat16.
     packed = tensor.detach().cpu().contiguous()
     yield packed.reshape(-1).view(torch.uint8).numpy()
     yield vars(tensor)
@@ -202,13 +214,13 @@ def _parts_of_module(module: types.ModuleType) -> Iterable[Any]:
 
 
 def _parts_of_object(value: Any) -> Iterable[Any]:
-    """What pickle would call to make it again, and what that may leave out."""
-    # Not of one that it only passes on, as a dataset around another may.
+    """Yield what pickle would store of an object, and the attributes that pickle leaves out."""
+    # The static look-up finds no attribute that a wrapper passes on from the dataset inside it.
     if inspect.getattr_static(value, "_fastdata_identity", None) is not None:
         yield value._fastdata_identity
         return
     kind = type(value)
-    # As pickle does: what is registered for a class counts before its methods.
+    # A function that is registered for a class goes before its methods, as in pickle.
     reduce = copyreg.dispatch_table.get(kind)
     reduced = reduce(value) if reduce else value.__reduce_ex__(4)
     for part in reduced:
@@ -216,7 +228,7 @@ def _parts_of_object(value: Any) -> Iterable[Any]:
     hidden = getattr(value, "__dict__", {})
     if _origin(kind.__module__) is not None:
         yield hidden.get("__wrapped__")
-    elif all(part is not hidden for part in reduced):  # the class itself says how it pickles
+    elif all(part is not hidden for part in reduced):  # the class defines how it is pickled
         yield hidden
 
 
@@ -231,7 +243,10 @@ _PARTS_OF: dict[type, Callable[[Any], Iterable[Any]]] = {
 
 
 def is_plain(values: Collection[Any]) -> bool:
-    """Whether there are only atoms, or tuples of these: the text is exact, and 20 times as fast."""
+    """Return True if there are only atoms, or only tuples of atoms.
+
+    The ``repr`` of such a container is exact, and takes a twentieth of the time.
+    """
     kinds = set(map(type, values))
     if kinds == {tuple}:
         kinds = set(map(type, itertools.chain.from_iterable(values)))
@@ -239,19 +254,20 @@ def is_plain(values: Collection[Any]) -> bool:
 
 
 def _hash_of(data: Any) -> str:
-    """Of the bytes of a file or an array."""
+    """Return the hash of the bytes of a file or an array."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def _globals_of(code: types.CodeType, namespace: Mapping[str, Any]) -> dict[str, Any]:
-    """The globals that code names, by name; of the user's own modules what it may use of them.
+    """Return the globals that code names; of the user's modules only what it may use of them.
 
     Raises:
-        ValueError: it imports what may change when it is called.
+        ValueError: the code imports a module that may change when it is called.
     """
     names, steps = read_code(code)
     held = {}
-    # Names of attributes and globals look alike in co_names: instructions tell them apart.
+    # Names of attributes and globals are together in co_names: only instructions tell them apart.
+    # Without that, an attribute `self.model` would cover a global `model` of the user's script.
     for step in steps:
         name = step.argval
         if step.opname == "IMPORT_NAME" and name.partition(".")[0] not in BY_NAME:
@@ -262,10 +278,12 @@ def _globals_of(code: types.CodeType, namespace: Mapping[str, Any]) -> dict[str,
 
 
 def _used_of(value: Any, names: frozenset[str]) -> Any:
-    """A value, or what code that looks up these names may use of a module."""
+    """Return a value. Of the user's module, return what code with these names may look up in it.
+
+    Any other change in the module leaves the hash as it is.
+    """
     if not isinstance(value, types.ModuleType) or _origin(value.__name__) is not None:
         return value
-    # Of a whole module, only what may be used: any other change in it changes nothing here.
     held = vars(value)
     used = {name: _used_of(held[name], names - {name}) for name in sorted(names & held.keys())}
     return value.__name__, used

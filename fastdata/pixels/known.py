@@ -1,6 +1,7 @@
-"""Which steps are known by name: torchvision's, timm's and Pillow's, by their exact class.
+"""Names of the transforms that fastdata knows: torchvision's, timm's and Pillow's.
 
-Neither torchvision nor timm is imported here.
+Neither torchvision nor timm is imported: a transform counts as theirs if its class is exactly one
+of theirs.
 """
 
 from __future__ import annotations
@@ -10,44 +11,42 @@ from typing import Any
 
 import torch
 
+LIBRARIES = ("torchvision.transforms", "timm.data")
+
 
 def names_in(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_PREPARABLE = names_in("Resize CenterCrop Grayscale Pad RGB Identity exif_transpose")
-
-_REFORMING = names_in("ToImage PILToTensor ToPureTensor timm.MaybePILToTensor")
-
-
-# Names
-
-LIBRARIES = ("torchvision.transforms", "timm.data")
+PREPARABLE = names_in("Resize CenterCrop Grayscale Pad RGB Identity exif_transpose")
+REFORMING = names_in("ToImage PILToTensor ToPureTensor timm.MaybePILToTensor")
 
 
 def known_name(step: Any) -> str:
-    """Name of torchvision's or timm's transforms' class, or of ImageOps' functions; else empty.
+    """Return the name of a transform that fastdata knows; an empty one for all others.
 
-    Timm's stand behind ``"timm."``.
-    A step that was changed on the object itself is nobody's but the user's. A class that says
-    ``__torchvision_equal__ = "RandomCrop"`` is taken at its word: same attributes, same pixels.
+    It is the name of a class of torchvision's or timm's transforms, timm's after ``"timm."``, or of
+    a function of ``PIL.ImageOps``. An object whose methods were replaced is not known. A class with
+    ``__torchvision_equal__ = "RandomCrop"`` has the attributes and pixels of that class.
     """
     kind = type(step)
     if not kind.__module__.startswith(LIBRARIES):
-        of_pillow = getattr(step, "__module__", None) == "PIL.ImageOps"
-        # Vars: a subclass is not equal any more.
-        return str(step.__name__ if of_pillow else vars(kind).get("__torchvision_equal__", ""))
+        if getattr(step, "__module__", None) == "PIL.ImageOps":
+            return str(step.__name__)
+        # A subclass may differ, so the attribute is not inherited.
+        return str(vars(kind).get("__torchvision_equal__", ""))
     if is_changed(step):
         return ""
     return f"timm.{kind.__name__}" if kind.__module__.startswith("timm.") else str(kind.__name__)
 
 
 def is_v2(step: Any) -> bool:
+    """Return True for a transform of ``torchvision.transforms.v2``."""
     return type(step).__module__.startswith("torchvision.transforms.v2")
 
 
 def is_changed(step: Any) -> bool:
-    """Whether an object has hooks, or something in the place of its class's."""
+    """Return True if an object has hooks, or replaces a method of its class by its own."""
     kind: Any = type(step)
     held: dict[str, Any] = getattr(step, "__dict__", {})
     is_hooked = held.get("_forward_pre_hooks") or held.get("_forward_hooks")
@@ -60,12 +59,15 @@ def _members(kind: Any) -> frozenset[str]:
 
 
 def is_preparable(step: Any) -> bool:
-    """Whether a step may run once per sample, before it is stored: deterministic, keeps uint8."""
-    return known_name(step) in _PREPARABLE or is_reforming(step)
+    """Return True if a transform may run once per sample, before it is stored.
+
+    It does the same each time, and uint8 stays uint8.
+    """
+    return known_name(step) in PREPARABLE or is_reforming(step)
 
 
 def is_reforming(step: Any) -> bool:
-    """Whether a step changes what a uint8 sample is, and none of its values."""
+    """Return True if a transform changes the type of a uint8 sample, but not its values."""
     name = known_name(step)
     is_cast = name in ("ToDtype", "ConvertImageDtype")
-    return name in _REFORMING or (is_cast and step.dtype == torch.uint8)
+    return name in REFORMING or (is_cast and step.dtype == torch.uint8)

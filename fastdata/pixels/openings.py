@@ -1,4 +1,4 @@
-"""Loaders that fastdata knows, whose images the compiled core may decode in their place."""
+"""Loaders that fastdata knows, so that the compiled core may decode images instead of them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """How a loader that fastdata knows opens image files.
+    """What a loader that fastdata knows makes of image files.
 
     Args:
-        loader: makes a sample of a file's bytes.
-        form: of samples: PIL images, or tensors, uint8 (C, H, W).
-        is_upright: whether it turns images as their EXIF says.
-        channels: that it makes of every JPEG; None where a gray one has one, others three.
+        loader: makes a sample from a file's bytes.
+        form: PIL images, or tensors of uint8 (C, H, W).
+        is_upright: True if it turns images by the orientation in their EXIF.
+        channels: of the image of any JPEG; None if gray JPEGs have one and others three.
     """
 
     loader: Loader = decode_image
@@ -37,13 +37,13 @@ class Opening:
     channels: int | None = 3
 
     def decode(self, data: Buffer) -> Any:
-        """What the loader makes of a file of these bytes."""
+        """Return the sample that the loader makes from a file's bytes."""
         if self.form == "pil":
             return self.loader(data)
         return self.loader(torch.from_numpy(np.frombuffer(data, np.uint8).copy()))
 
     def decode_pixels(self, data: Buffer, *, upright: bool) -> Array:
-        """The same as pixels (C, H, W), of a PIL image turned as EXIF says if it is ``upright``."""
+        """Return that sample as pixels (C, H, W); ``upright`` turns PIL images by their EXIF."""
         sample = self.decode(data)
         if self.form == "pil":
             from PIL import ImageOps
@@ -51,25 +51,24 @@ class Opening:
             return to_stored(ImageOps.exif_transpose(sample) if upright else sample)[0]
         if sample.dtype is not torch.uint8 or sample.ndim != 3:
             raise TypeError(
-                f"it is decoded to {sample.dtype} {list(sample.shape)}, and of a loader that "
-                "fastdata knows it takes uint8 (C, H, W) only. Give a function of your own that "
-                "calls it as loader=."
+                f"the loader decodes it to {sample.dtype} {list(sample.shape)}, but fastdata needs "
+                "uint8 (C, H, W) from this loader. Give a function of your own that calls it as "
+                "loader=."
             )
         return np.ascontiguousarray(sample.numpy())
 
 
 _OF_PIL = Opening()
-
 _TENSOR_LOADERS = {
     ("torchvision", "decode_image"),
     ("torchcodec", "decode_image"),
     ("torchcodec", "decode_jpeg"),
 }
-"""Package and name of functions that may be loaders that fastdata knows."""
+"""Package and name of functions that may be known loaders of tensors."""
 
 
 def opening_of(loader: Loader | None) -> Opening | None:
-    """How a loader opens files, where fastdata can do the same; None for others' loaders."""
+    """Return what a loader makes of files if fastdata knows it, else None."""
     if loader is load_image:
         return _OF_PIL
     called = loader.func if isinstance(loader, functools.partial) else loader
@@ -80,7 +79,10 @@ def opening_of(loader: Loader | None) -> Opening | None:
 
 @functools.cache
 def _probe(loader: Loader) -> Opening | None:
-    """What a loader of tensors does with JPEG files; None if its pixels are not Pillow's."""
+    """Return what a loader of tensors makes of JPEGs; None if its pixels are not Pillow's.
+
+    Versions differ in their pixels, so the loader is tried on two files.
+    """
     probes = [_make_probe("RGB"), _make_probe("L")]
     opening = Opening(loader, "tensor")
     try:
@@ -88,7 +90,7 @@ def _probe(loader: Loader) -> Opening | None:
             # torchvision 0.29 warns in torchvision.io, which is an error under ``python -W error``.
             warnings.simplefilter("ignore")
             found = [opening.decode_pixels(data, upright=False) for data in probes]
-    except Exception:  # noqa: BLE001  # of a version that takes something else
+    except Exception:  # noqa: BLE001  # a version that takes something else than bytes
         return None
     _, height, width = found[0].shape
     is_upright = height > width
@@ -101,7 +103,7 @@ def _probe(loader: Loader) -> Opening | None:
 
 
 def _make_probe(mode: str) -> bytes:
-    """A JPEG file whose colours lie at half the size, turned on its side by its EXIF."""
+    """Return a JPEG with colours at half the resolution, which its EXIF turns on its side."""
     from PIL import Image
 
     noise = np.random.default_rng(0).integers(0, 256, (21, 35, 3), np.uint8)

@@ -1,4 +1,4 @@
-"""Transforms of fastdata, and the calls of those that torchvision and albumentations define."""
+"""Transforms that fastdata defines, and wrappers that give others' transforms one interface."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StandardTransform:
-    """torchvision's: a transform of the sample and one of the target, called with both."""
+    """A transform of the sample and one of the target, called with both, as in torchvision."""
 
     transform: Step | None
     target_transform: Step | None
@@ -28,14 +28,15 @@ class StandardTransform:
 
 
 class Views:
-    """Several transforms of one image: what each makes of it, in a list, for contrastive training.
+    """Several transforms of one image, for contrastive training: returns a list of their results.
 
-    As ``transform=`` or the last step of one, batches are lists of one stacked tensor for each
-    transform, whose shapes need not agree. All of them are made of the same prepared samples, by
-    draws of their own. Anywhere else, as in torchvision's datasets, it is a callable like others.
+    As ``transform=``, or as the last transform of a Compose, it gives batches that are lists of one
+    stacked tensor per transform. Their shapes may differ. All views are made from the same prepared
+    sample, each with its own random draws. Elsewhere, such as in torchvision's datasets, it is an
+    ordinary callable.
 
     Args:
-        transforms: each is called with the image; one may stand there several times.
+        transforms: each is called with the image; the same one may be given several times.
 
     Example:
         >>> crops = Views(lambda image: image + 1, *[lambda image: image * 2] * 2)
@@ -45,7 +46,7 @@ class Views:
 
     def __init__(self, *transforms: Any) -> None:
         if not transforms:
-            raise ValueError("Views() needs one transform or more")
+            raise ValueError("Views() needs one transform or more, but got none")
         self.transforms = transforms
         self.kind: type = list
 
@@ -57,15 +58,15 @@ class Views:
 
 
 class AlternatingFlip:
-    """Mirror each image left to right in every second epoch: half of them begin with it.
+    """Mirror each image left to right in every second epoch; half of the images begin mirrored.
 
-    So any two epochs in a row show both sides of each image, where ``RandomHorizontalFlip`` shows
-    half of the images twice alike (K. Jordan, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU",
-    arXiv 2404.00498). Epochs are those of the random draws: a dataset with a ``seed`` counts them,
-    else ``loader.set_epoch(epoch)`` says them.
+    Any two epochs in a row show both sides of each image, but ``RandomHorizontalFlip`` shows half
+    of the images twice alike (K. Jordan, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU", arXiv
+    2404.00498). A dataset with a ``seed`` counts the epochs; otherwise give them by
+    ``loader.set_epoch(epoch)``.
 
-    Outside of fastdata's batches, where a step is told neither index nor epoch, half of the images
-    are mirrored at random.
+    Outside of fastdata's batches, where a transform gets neither index nor epoch, half of the
+    images are mirrored at random.
 
     Example:
         >>> image = torch.arange(3).view(1, 1, 3)
@@ -87,7 +88,7 @@ class AlternatingFlip:
 
 
 def run_steps(transform: Any, sample: Any) -> Any:
-    """Call a transform, or those of a tuple one after the other."""
+    """Call a transform, or the transforms of a tuple one after the other."""
     for step in transform if type(transform) is tuple else (transform,):
         sample = step(sample)
     return sample
@@ -95,7 +96,10 @@ def run_steps(transform: Any, sample: Any) -> Any:
 
 @dataclass(frozen=True)
 class AlbumentationsStep:
-    """An albumentations transform, which takes arrays by name and gives dicts, as a step."""
+    """A transform of albumentations, which takes arrays by name and returns dicts.
+
+    The wrapper takes and returns an image, as torchvision's transforms do.
+    """
 
     step: Any
 

@@ -1,4 +1,8 @@
-"""Steps that people publish with their papers, known by their code."""
+"""Transforms that people publish with their papers, recognized by their code.
+
+MoCo, VICReg, DINO and Barlow Twins define blurs and solarizing of their own, which their users
+copy. A callable whose instructions equal those of a template here does the same.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from typing import Any
 from fastdata.pixels.callables import code_of_call
 
 _PUBLISHED: dict[str, Callable[[Any], Any]] = {
-    # MoCo, VICReg, DINO, and what the last two share: the op, its range, and the probability.
+    # In order: MoCo, VICReg, DINO, and solarizing of the last two.
     """
 def f(self, x):
     sigma = random.uniform(self.sigma[0], self.sigma[1])
@@ -43,13 +47,12 @@ def f(self, img):
         return img
 """: lambda step: ("SOLARIZE", 128.0, 128.0, step.p),
 }
-"""Published steps of PIL images."""
-
+"""Published transforms of PIL images -> what they do: an op, its range, and its probability."""
 _IMPORTS = "import random\nimport numpy as np\nfrom PIL import ImageFilter, ImageOps\n"
 
 
 def published(step: Any) -> Any:
-    """The op, range and probability of a step whose code is one of ``_PUBLISHED``; else None."""
+    """Return the op, range and probability of a transform with published code, else None."""
     function, _ = code_of_call(step)
     if not isinstance(function, FunctionType):
         return None
@@ -59,7 +62,10 @@ def published(step: Any) -> Any:
 
 @cache
 def _body(code: CodeType) -> tuple[Any, ...]:
-    """Its instructions and what they read, among which a docstring is not."""
+    """Return the instructions of code and what they read, which a docstring is no part of.
+
+    Local variables count by their position, so they may have other names.
+    """
     return tuple(
         (step.opname, step.arg if "_FAST" in step.opname else step.argval)
         for step in dis.get_instructions(code)
@@ -68,9 +74,11 @@ def _body(code: CodeType) -> tuple[Any, ...]:
 
 @cache
 def _templates() -> dict[Any, Callable[[Any], Any]]:
-    """Published code, as in a file with imports or a notebook's cell.
+    """Return the compiled templates.
 
-    And with ``random.random`` in the place of ``np.random.rand``, as DINO and Barlow Twins have it.
+    Python compiles ``ImageFilter.GaussianBlur`` differently if the module imports ImageFilter
+    itself, so each template is compiled with imports and without, as in a notebook's cell. It is
+    also compiled with ``random.random`` for ``np.random.rand``, as in DINO and Barlow Twins.
     """
     found = {}
     for source, read in _PUBLISHED.items():

@@ -1,4 +1,4 @@
-"""fastdata's own Resize and RGB, with torchvision's pixels."""
+"""Resize and RGB of PIL images, with the pixels of torchvision's transforms."""
 
 from __future__ import annotations
 
@@ -14,19 +14,16 @@ from fastdata.errors import kind_of
 if TYPE_CHECKING:
     from PIL import Image
 
-# Of a resize, as torchvision takes it: the shorter side, or (height, width).
 Size = int | tuple[int, int]
-
-# Or "short:320" or "long:500": no side of that kind is longer, and nothing is enlarged.
+"""The length of the shorter side, or (height, width), as torchvision's Resize takes it."""
 Bound = Size | str
-
-
-# Resizing and cropping
+"""A size, or a limit of the shorter or longer side, such as "short:320" or "long:500". Images
+within the limit keep their size."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resize:
-    """Resizes PIL images to the very pixels of torchvision's ``Resize(size)``, bilinear."""
+    """Resize PIL images to the pixels of torchvision's ``Resize(size)``, bilinear."""
 
     size: Bound
 
@@ -41,7 +38,7 @@ class Resize:
         is_pair = len(sides) == 2 and all(isinstance(side, int) and side > 0 for side in sides)
         if not (is_pair or re.fullmatch(r"(short|long):0*[1-9]\d*", str(size))):
             raise ValueError(
-                f"resize={self.size!r} is no size. Give the shorter side in pixels, "
+                f"resize={self.size!r} is not a size. Give the shorter side in pixels, "
                 '(height, width), or a bound such as "short:320" or "long:500".'
             )
 
@@ -50,7 +47,8 @@ class Resize:
 
         if not isinstance(image, Image.Image):
             raise TypeError(
-                f"resize= works on PIL images, not on {kind_of(image)}; resize it in prepare="
+                f"resize= needs PIL images, but the sample is {kind_of(image)}. Resize it in "
+                "prepare=."
             )
         height, width = _resized_size(image.height, image.width, self.size)
         if (width, height) == image.size:
@@ -60,7 +58,7 @@ class Resize:
 
 @dataclass(frozen=True, slots=True)
 class RGB:
-    """Converts PIL images to mode RGB, as ``image.convert("RGB")`` within a transform does."""
+    """Convert PIL images to mode RGB, as ``image.convert("RGB")`` in a transform does."""
 
     __torchvision_equal__ = "RGB"
 
@@ -72,6 +70,7 @@ TO_RGB = RGB()
 
 
 def _resized_size(height: int, width: int, size: Bound) -> tuple[int, int]:
+    """Return the height and width of an image after resizing."""
     if not isinstance(size, (int, str)):
         return size
     kind, _, number = str(size).rpartition(":")
@@ -87,11 +86,10 @@ def _resized_size(height: int, width: int, size: Bound) -> tuple[int, int]:
 
 @functools.cache
 def pillow_chooses_order() -> bool:
-    """Whether this Pillow resizes columns first where twice as much height as width is lost.
+    """Return True if this Pillow resizes columns first when that leaves less work.
 
-    Older ones, up to 12 at least, always resize rows first. Each pass rounds to uint8, so it shows
-    in the last bit. ``horizontal_first`` in Pillow's src/libImaging/Resample.c is the source of the
-    rule.
+    Pillow up to 12 always resizes rows first. Each pass rounds to uint8, so the order shows in the
+    last bit. The rule is ``horizontal_first`` in Pillow's src/libImaging/Resample.c.
     """
     from PIL import Image
 

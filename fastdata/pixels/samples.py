@@ -1,4 +1,4 @@
-"""Samples as they are stored, and back as the dataset gave them.
+"""Conversion of samples to stored arrays, and back to what the dataset gave.
 
 Shape letters: C channels, H W size of an image.
 """
@@ -18,33 +18,33 @@ from fastdata.errors import kind_of
 from fastdata.pixels.arrays import Array, Int64s, Shape
 
 if TYPE_CHECKING:
-    from PIL import Image
-
-
-# Samples to stored arrays and back
+    from PIL import Image  # 10 ms, which only functions that make images take
 
 Form = Literal["pil", "tensor", "array", "image", "mask", "video"]
-"""What a sample was before it was stored, hence what per-sample code must be given; the last are
-torchvision's ``tv_tensors``. Boxes, which have a format and a canvas besides, are never samples,
-only beside them."""
-
+"""Type of a sample before it was stored, which code that runs per sample gets again. The last three
+are torchvision's ``tv_tensors``. Boxes also have a format and a canvas, so they can be targets but
+not samples."""
 _TV_TENSORS: dict[str, Form] = {"Image": "image", "Mask": "mask", "Video": "video"}
-
 _WIDE_MODES = {"I;16": (1, "uint16"), "I": (1, "int32"), "F": (1, "float32")}
-
 _MODES = {"L": (1, "uint8"), "RGB": (3, "uint8"), "RGBA": (4, "uint8"), **_WIDE_MODES}
-"""PIL's modes that can be stored -> planes and dtype; those of uint8 are named after their
-planes."""
+"""Pillow's modes that can be stored -> number and dtype of planes. A mode of uint8 has one letter
+for each plane."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleSpec:
-    """Shape, dtype and form of prepared samples."""
+    """Shape, dtype and form of prepared samples.
 
-    # Of every sample, (C, H, W) for images; None when each has its own (ragged).
+    Attributes:
+        shape: of every sample, (C, H, W) for images; None if samples differ (ragged).
+        dtype: its name in NumPy.
+        form: type before it was stored. PIL images are stored as planes (C, H, W), all others
+            unchanged.
+    """
+
     shape: Shape | None
-    dtype: str  # as NumPy names it
-    form: Form  # PIL images are stored planar (C, H, W), all others as they are
+    dtype: str
+    form: Form
 
     @property
     def is_dense(self) -> bool:
@@ -52,20 +52,26 @@ class SampleSpec:
 
     @property
     def sample_bytes(self) -> int:
-        """Of dense samples."""
+        """Bytes of each sample, if samples are dense."""
         assert self.shape is not None
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
 _NUMERIC_KINDS = "biufc"
-"""Of NumPy's dtypes: bool, signed and unsigned integers, floats, complex numbers."""
+"""NumPy's kinds of dtypes: bool, signed and unsigned integers, floats, complex numbers."""
 
 
 def to_stored(sample: Any, *, is_mask: bool = False) -> tuple[Array, Form]:
-    """Give a sample's values, and what it was.
+    """Return the values of a sample, and its form.
 
-    Of a PIL image they are new memory (C, H, W), of all others a view. Of a mask with a palette, as
-    VOC's, they are the labels, without their colours.
+    The values of a PIL image (C, H, W) are copied, those of other samples are a view.
+
+    Args:
+        sample: a PIL image, a tensor or a NumPy array.
+        is_mask: take the labels of an image with a palette, as in Pascal VOC, without its colours.
+
+    Raises:
+        TypeError: the sample cannot be stored; the text says how to convert it.
     """
     if is_pil(sample):
         is_palette = sample.mode == "P" and is_mask
@@ -83,6 +89,7 @@ def to_stored(sample: Any, *, is_mask: bool = False) -> tuple[Array, Form]:
     if isinstance(sample, np.ndarray):
         if sample.dtype.kind not in _NUMERIC_KINDS:
             raise TypeError(f"an array of {sample.dtype} cannot be stored; give it a numeric dtype")
+        # The core and caches take the byte order of this machine only.
         return sample.astype(sample.dtype.newbyteorder("="), copy=False), "array"
     if not isinstance(sample, torch.Tensor):
         raise TypeError(
@@ -94,13 +101,13 @@ def to_stored(sample: Any, *, is_mask: bool = False) -> tuple[Array, Form]:
     form = form_of(sample)
     if form is None:
         raise TypeError(
-            f"{kind_of(sample)} cannot be stored without losing what it is beside its values. "
-            "Return it as or within the target, which is kept as it is, or give "
+            f"{kind_of(sample)} cannot be stored without losing what it holds besides its values. "
+            "Return it as the target or in it, which is stored unchanged, or give "
             ".as_subclass(torch.Tensor) of it."
         )
     try:
         return sample.detach().as_subclass(torch.Tensor).numpy(force=True), form
-    except (TypeError, RuntimeError) as problem:  # NumPy has no bfloat16, and no sparse arrays
+    except (TypeError, RuntimeError) as problem:  # NumPy has neither bfloat16 nor sparse arrays
         raise TypeError(
             f"a tensor of {sample.dtype}, {sample.layout}, cannot be stored ({problem}); give "
             ".float() or .to_dense() of it"
@@ -108,19 +115,20 @@ def to_stored(sample: Any, *, is_mask: bool = False) -> tuple[Array, Form]:
 
 
 def is_pil(value: Any) -> TypeGuard[Image.Image]:
-    # Nobody who has not imported PIL has an image; a module that is being imported may lack it.
+    """Return True for a PIL image, without importing PIL: if it is not imported, there is none."""
+    # Another thread may be importing PIL.Image, which does not have its class yet.
     return isinstance(value, getattr(sys.modules.get("PIL.Image"), "Image", ()))
 
 
 def decoded_shape(sample: Any) -> tuple[int, int, int] | None:
-    """Shape (C, H, W) of a PIL image of 1 or 3 channels of uint8; None of anything else."""
+    """Return the shape (C, H, W) of a PIL image with 1 or 3 channels of uint8, else None."""
     if is_pil(sample) and sample.mode in ("L", "RGB"):
         return _MODES[sample.mode][0], sample.height, sample.width
     return None
 
 
 def is_image(value: Any) -> bool:
-    """Whether a value is a PIL image, or plain numbers in two or more dimensions."""
+    """Return True for a PIL image, and for numbers in two or more dimensions."""
     if isinstance(value, np.ndarray):
         return value.ndim > 1 and not value.dtype.hasobject
     if isinstance(value, torch.Tensor):
@@ -129,7 +137,7 @@ def is_image(value: Any) -> bool:
 
 
 def form_of(tensor: torch.Tensor) -> Form | None:
-    """What a tensor is; None for classes whose tensors may be more than their values."""
+    """Return the form of a tensor; None for classes whose tensors may hold more than values."""
     kind = type(tensor)
     if kind in (torch.Tensor, torch.nn.Parameter):
         return "tensor"
@@ -138,21 +146,22 @@ def form_of(tensor: torch.Tensor) -> Form | None:
 
 
 def pack_planes(image: Image.Image, out_CHW: Array) -> None:
+    """Copy the pixels of a PIL image of uint8 into planes."""
     # A plane at a time: 42 us for 3 x 256 x 256, where a transposed copy takes 93 us.
     for plane, band in zip(out_CHW, image.mode, strict=True):
         plane[...] = np.frombuffer(image.tobytes("raw", band), np.uint8).reshape(plane.shape)
 
 
 def to_pil(array_CHW: Array) -> Image.Image:
-    """Make the PIL image that was stored as ``array_CHW``; it owns its pixels."""
+    """Return a stored array as a PIL image, with a copy of its pixels."""
     from PIL import Image
 
     bands, height, width = array_CHW.shape
     mode = {stored: mode for mode, stored in _MODES.items()}.get((bands, array_CHW.dtype.name))
     if mode is None:
         raise TypeError(
-            f"an array of {bands} channels of {array_CHW.dtype} is no PIL image; give 1, 3 or 4 "
-            "channels of uint8"
+            f"an array of {bands} channels of {array_CHW.dtype} cannot be a PIL image; give 1, 3 "
+            "or 4 channels of uint8"
         )
     size = width, height
     if bands == 1:
@@ -165,21 +174,23 @@ def to_pil(array_CHW: Array) -> Image.Image:
 
 
 class _NoExif:
-    """Stands for the EXIF of images that come without it from a store, and of those made of them.
+    """The EXIF of images from a store, which does not keep it, and of images made from these.
 
-    That there is none would leave lying on its side what the user's own step turns upright.
+    Any use of it raises. Without it ``exif_transpose`` in the user's code would leave images on
+    their side, in silence.
     """
 
     def __bool__(self) -> bool:
         raise LookupError(
-            "a stored image has no EXIF data, such as its orientation, any more. Give "
+            "the EXIF data of a stored image, such as its orientation, were not stored. Give "
             "PIL.ImageOps.exif_transpose itself as the first step of the transform, or as "
-            "prepare=, to turn images upright before they are stored; "
-            "storage='none' keeps nothing and shows images as their files have them."
+            "prepare=, to turn images upright before they are stored. With storage='none' "
+            "images are read from their files, with their EXIF."
         )
 
     def __eq__(self, other: object) -> bool:
-        # PIL's getexif, hence exif_transpose, first asks whether it is what was read before.
+        # getexif, which exif_transpose calls, first compares it with the EXIF that it read last,
+        # which is None.
         return self is other or (other is None and bool(self))
 
     __hash__ = object.__hash__
@@ -195,7 +206,7 @@ _NO_EXIF = _NoExif()
 
 
 def without_exif(sample: Any) -> Any:
-    """Let a stored image, or those in a tuple, say so when it is asked for its EXIF."""
+    """Let a stored image, or each one in a tuple, raise when its EXIF is used."""
     for part in sample if isinstance(sample, tuple) else (sample,):
         if is_pil(part):
             part.info["exif"] = _NO_EXIF
@@ -203,18 +214,23 @@ def without_exif(sample: Any) -> Any:
 
 
 def present(array: Array, form: Form) -> Any:
-    """Give a stored array as what the sample was."""
+    """Return a stored array in the form that the sample had."""
     if form == "pil":
         return to_pil(array)
     return array if form == "array" else torch.from_numpy(array).as_subclass(tensor_class(form))
 
 
 def shown_class(form: Form) -> type[torch.Tensor] | type[np.ndarray]:
-    """Of an image in a list of samples."""
+    """Return the class of an image of this form in a list of samples."""
     return np.ndarray if form == "array" else tensor_class(form)
 
 
 def tensor_class(form: Form) -> type[torch.Tensor]:
+    """Return the class of tensors of a form.
+
+    Raises:
+        ImportError: it is torchvision's, and this process has not imported it.
+    """
     if form not in _TV_TENSORS.values():
         return torch.Tensor
     name = form.capitalize()
@@ -229,4 +245,5 @@ def tensor_class(form: Form) -> type[torch.Tensor]:
 
 
 def addresses_of(arrays: Sequence[Array]) -> Int64s:
+    """Return the addresses of arrays in memory."""
     return np.array([array.__array_interface__["data"][0] for array in arrays], np.int64)

@@ -9,23 +9,22 @@ import numpy as np
 
 from fastdata.pixels.arrays import Bytes, Shape
 
-# Planes to JPEG files and back
-
 
 class Scratch(threading.local):
-    """Memory that each thread keeps for intermediate images; grows to the largest need.
+    """Named buffers of each thread, which grow to the largest size that was needed.
 
-    Fresh pages cost more than most kernels that fill them.
+    Memory that is new costs more than most kernels that fill it: the system clears every page.
     """
 
     def take(self, name: str, shape: Shape) -> Bytes:
-        """Give the thread's buffer of that name, with what was left in it, at first zeros."""
+        """Return this thread's buffer of a name, with its earlier contents, at first zeros."""
         size = math.prod(shape)
-        buffer = vars(self).get(name)
+        buffer = vars(self).get(name)  # the attributes of a threading.local are the thread's own
         if buffer is None or buffer.size < size:
             buffer = vars(self)[name] = np.zeros(round_up_8(size), np.uint8)
         return buffer[:size].reshape(shape)
 
 
 def round_up_8(count: int) -> int:
+    """Return the least multiple of 8 that is not smaller."""
     return -(-count // 8) * 8

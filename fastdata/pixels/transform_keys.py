@@ -10,16 +10,17 @@ from fastdata.pixels.fingerprint import describe as describe_step
 from fastdata.pixels.fingerprint import name_of
 from fastdata.pixels.known import known_name
 
-# Steps as text
-
 
 def describe_steps(
     steps: Iterable[Any], cache_key: str | None = None, *, is_pil: bool = False
 ) -> str:
-    """Text that is equal, in any process, for steps that do the same; empty for none.
+    """Return a text that is equal, in any process, for transforms that do the same.
 
-    ``cache_key`` is as in ``describe``. Resize and centre crop of samples that are PIL images have
-    one text whoever wrote them: torchvision v1, v2, or ``resize=``.
+    Args:
+        steps: transforms in their order; the text of none is empty.
+        cache_key: as in ``describe``.
+        is_pil: True if samples are PIL images. Their resize and centre crop have the same text
+            for torchvision v1, v2 and ``resize=``, because the pixels are the same.
     """
     texts = []
     for step in steps:
@@ -30,7 +31,10 @@ def describe_steps(
 
 
 def _text_of_known(step: Any) -> str | None:
-    """Return class and attributes of a step that is known; None where these show an address."""
+    """Return the class and attributes of a known transform, or None if they show an address.
+
+    A hash of everything in it would take ten times as long.
+    """
     if not known_name(step):
         return None
     held = getattr(step, "__dict__", {}).items()

@@ -1,4 +1,4 @@
-"""What tells one dataset from another, for the keys of caches."""
+"""Text that tells one dataset from another, for the keys of caches."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from fastdata.pixels.fingerprint import describe, name_of
 
 _LISTS = ["_fastdata_identity", "samples", "targets"]
 """Attributes that tell a dataset from others of its class."""
-
 _CHANGES = ["transform", "target_transform", "transforms", "loader"]
-"""What opens and changes its samples."""
+"""Attributes that open and change a dataset's samples."""
 
 
 def describe_dataset(dataset: Any, cache_key: str | None = None) -> str:
-    """Text for any dataset: its class, and a hash of all of it; or of its lists and the key."""
+    """Return the class of a dataset and a hash of everything in it.
+
+    With a ``cache_key`` the hash covers only the lists of its samples, what changes them, and the
+    key.
+    """
     *subsets, inner = unwrapped(dataset)
     kind = name_of(type(inner)) or type(inner).__qualname__
     if cache_key is None:
@@ -27,13 +30,13 @@ def describe_dataset(dataset: Any, cache_key: str | None = None) -> str:
 
 
 def is_listed(dataset: Any) -> bool:
-    """Whether a list of samples or targets tells a dataset from others of its class."""
+    """Return True if a dataset has a list of its samples or targets."""
     *_, inner = unwrapped(dataset)
     return any(hasattr(inner, name) for name in _LISTS)
 
 
 def unwrapped(dataset: Any) -> Iterator[Any]:
-    """A subset of a subset, each, and last the dataset that they are of."""
+    """Yield a dataset and, if it is a subset, the dataset that it is a subset of, and so on."""
     yield dataset
     while hasattr(dataset, "indices") and hasattr(dataset, "dataset"):
         dataset = dataset.dataset

@@ -1,4 +1,4 @@
-"""The codec "source": files kept as they are."""
+"""The codec "source", which stores files unchanged."""
 
 from __future__ import annotations
 
@@ -12,15 +12,19 @@ from fastdata.pixels.samples import to_stored
 
 @dataclass(frozen=True, slots=True)
 class SourceDecoder:
-    """Codec ``"source"``: a sample is kept as its file's bytes, and prepared on each read.
+    """Codec ``"source"``: the bytes of a sample's file are stored, and prepared on each read.
 
-    Exact, and as slow as opening the file. There is nothing to encode.
+    It is exact, and as slow as opening the file. Nothing is encoded.
+
+    Attributes:
+        open_bytes: decodes a file.
+        prepare: makes a PIL image, an array or a tensor of the result.
+        makes_jpeg_files: True if nothing more is done to images, so that the core may decode them.
     """
 
     open_bytes: Callable[[memoryview], Any]
-    # Of what the file was opened as makes a PIL image, an array or a tensor.
     prepare: Callable[[Any], Any]
-    makes_jpeg_files: bool = False  # that the core may decode, as nothing is done to images
+    makes_jpeg_files: bool = False
 
     name = "source"
     lossless = True
@@ -29,13 +33,19 @@ class SourceDecoder:
         return {"name": self.name}
 
     def sample(self, data: memoryview) -> Array:
+        """Return the values of the sample in a file."""
         return to_stored(self.prepare(self.open_bytes(data)))[0]
 
     def decode(self, data: memoryview, out: Array) -> None:
-        """Prepare the sample of one file; ``ValueError`` where ``out`` is of another type."""
+        """Write the values of the sample in a file to ``out``.
+
+        Raises:
+            ValueError: they have another shape or dtype.
+        """
         sample = self.sample(data)
         if sample.shape != out.shape or sample.dtype != out.dtype:
             raise ValueError(
-                f"it comes out as {sample.dtype} {list(sample.shape)}; all samples must be alike"
+                f"it comes out as {sample.dtype} {list(sample.shape)}, but all samples need one "
+                "shape and dtype"
             )
         out[...] = sample
