@@ -14,8 +14,9 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import torch
 from PIL import Image
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 
+from data import Numbers
 from torchvision_ops import import_torchvision
 
 
@@ -78,19 +79,6 @@ class PILToTensor:
 
     def __call__(self, image: Any) -> torch.Tensor:
         return torch.from_numpy(np.array(image)).permute(2, 0, 1)
-
-
-class Numbers(Dataset[int]):
-    """The numbers below ``length``."""
-
-    def __init__(self, length: int = 11) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> int:
-        return range(self.length)[index]
 
 
 class Structures(Numbers):

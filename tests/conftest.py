@@ -13,12 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import fsspec.asyn
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 import fastdata
+from data import save_image
 from leftovers import Holdings, wait_for_none
 from simcuda import Sim
 from torchvision_ops import import_torchvision
@@ -176,23 +175,6 @@ def image_folder(tmp_path: Path) -> FolderMaker:
         return folder
 
     return make
-
-
-def save_image(path: Path, index: int, size: tuple[int, int]) -> None:
-    """Write the ``index``-th test image, of width x height pixels."""
-    Image.fromarray(test_image(index, size)).save(
-        path, **({"quality": 95} if path.suffix == ".jpg" else {})
-    )
-
-
-def test_image(index: int, size: tuple[int, int]) -> np.ndarray:
-    """A gradient in x, in y, and a plane that tells ``index``: uint8 (height, width, 3)."""
-    width, height = size
-    x, y = np.meshgrid(np.linspace(0, 255, width), np.linspace(0, 255, height))
-    return np.stack([x, y, np.full_like(x, index * 37 % 256)], axis=-1).astype(np.uint8)
-
-
-test_image.__test__ = False
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from torchvision.datasets import ImageFolder as TorchvisionFolder
 from torchvision.transforms import v2
 
 from children import send_sample
-from conftest import save_image
+from data import level_samples, save_image
 from fastdata import CachedDataset, DataLoader, FastDataWarning, ImageFolder, ImageManifest
 from fastdata.errors import (
     CacheError,
@@ -640,7 +640,7 @@ def test_a_flipped_byte_is_found_on_the_first_read(
 
 def test_a_flipped_byte_is_found_in_a_batch_of_whole_words(tmp_path: Path) -> None:
     """A batch of one table is checked sample by sample, and only what is damaged is refused."""
-    data = [(torch.full((4, 8), i, dtype=torch.uint8), i) for i in range(6)]
+    data = level_samples(6, (4, 8))
     options: dict[str, Any] = {"cache_dir": tmp_path, "cache_key": "k"}
     CachedDataset(data, **options).close()
     damage(sample_file(tmp_path), 128 + 3 * 32 + 5)
@@ -911,7 +911,7 @@ def test_a_cache_that_is_cut_while_in_use_is_not_opened(image_folder: Folder) ->
 
 def test_it_opens_in_another_process(tmp_path: Path) -> None:
     """A spawned process maps the same files."""
-    data = [(torch.full((2, 3), i, dtype=torch.uint8), i) for i in range(4)]
+    data = level_samples(4, (2, 3))
     with CachedDataset(data, cache_dir=tmp_path, cache_key="k") as dataset:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()

@@ -23,7 +23,7 @@ from torchvision import transforms as v1
 from torchvision.datasets import ImageFolder as TorchvisionFolder
 
 from children import send_sample
-from conftest import save_image
+from data import level_samples, save_image
 from fastdata import CachedDataset, CudaPrefetcher, DataLoader, ImageFolder, ImageManifest
 from fastdata.errors import CacheError, SampleError, StoreGoneError
 from fastdata.sources.remote import Place
@@ -117,7 +117,7 @@ def test_a_copied_cache_serves_what_its_folder_held(
 
 def test_a_dropped_dataset_gives_its_memory_back_at_once(tmp_path: Path) -> None:
     """Neither one that writes a cache nor one that looks for it waits for the garbage collector."""
-    data = [(torch.full((2, 3), i, dtype=torch.uint8), i) for i in range(4)]
+    data = level_samples(4, (2, 3))
     gc.disable()
     try:
         written = weakref.ref(CachedDataset(data, cache_dir=tmp_path, cache_key="k"))

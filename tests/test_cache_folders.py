@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 from torchvision import transforms as v1
 
-from conftest import save_image
+from data import save_image
 from fastdata import CachedDataset, ImageFolder, ImageManifest
 from fastdata.errors import CacheError, SampleError
 from fastdata.stores.disk_file import DiskFile

@@ -8,7 +8,6 @@ import pickle
 import random
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,10 +15,11 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, IterableDataset, Subset
+from torch.utils.data import ConcatDataset, Subset
 from torchvision import transforms
 
 from conftest import FolderMaker
+from data import Stream
 from fastdata import CachedDataset, ChunkedLoader, DataLoader, FastDataError, ImageFolder
 from fastdata.datasets.buffers import BatchRing
 from fastdata.errors import MemoryBudgetError
@@ -596,15 +596,10 @@ def test_a_dataset_of_the_users_own_stays_open(data: Any) -> None:
     chunked(data).close()
 
 
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        return iter(())
-
-
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (Stream(), "map-style"),
+        (Stream(()), "map-style"),
         ("a/folder", "from_cache"),
         (3, "map-style"),
     ],

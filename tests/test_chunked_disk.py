@@ -18,7 +18,8 @@ import torch
 from torch.utils.data import Subset
 from torchvision import transforms
 
-from conftest import FolderMaker, save_image
+from conftest import FolderMaker
+from data import level_samples, save_image
 from fastdata import CachedDataset, ChunkedLoader, CudaPrefetcher, DataLoader, ImageFolder
 from fastdata.errors import SampleError, StoreGoneError
 from fastdata.loaders.chunk_order import chunked as chunked_order
@@ -230,7 +231,7 @@ def test_no_more_than_two_chunks_are_mapped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shuffle: bool
 ) -> None:
     """While 12 MiB of samples are served, the files take no more memory than the plan says; none after a break."""
-    data = [(torch.full((3, 160, 160), i, dtype=torch.uint8), i) for i in range(160)]
+    data = level_samples(160, (3, 160, 160))
     with CachedDataset(data, cache_dir=tmp_path, cache_key="k") as dataset:
         pieces = 2 if shuffle else None
         with chunked(dataset, chunk_samples=16, shuffle=shuffle, mix_chunks=pieces) as loader:
@@ -271,7 +272,7 @@ def test_nothing_is_mapped_around_a_sample_that_was_brought(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel maps neighbours of a page that is touched, but not of those brought; dropped, they leave nothing."""
-    data = [(torch.full((3, 50, 41), i, dtype=torch.uint8), i) for i in range(100)]
+    data = level_samples(100, (3, 50, 41))
     with CachedDataset(data, cache_dir=tmp_path, cache_key="k") as dataset:
         store: Any = dataset.reader().kept.images
         store.load(np.array([50]))
@@ -288,7 +289,7 @@ def test_a_forked_process_does_not_wait_for_a_thread_of_its_parent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was forked while its parent brought samples, and brings some itself."""
-    data = [(torch.full((3, 50, 41), i, dtype=torch.uint8), i) for i in range(8)]
+    data = level_samples(8, (3, 50, 41))
     advise: Any = disk_file_module._advise
     children: list[Any] = []
 
@@ -342,7 +343,7 @@ def test_many_cores_do_not_take_the_memory_of_chunks(
     monkeypatch.setattr(limits, "usable_cores", lambda: 64)
     # Measured, it changes with what other processes share.
     monkeypatch.setattr(limits, "tree_pss_bytes", lambda: 500 << 20)
-    data = [(torch.full((3, 100, 100), i, dtype=torch.uint8), i) for i in range(64)]
+    data = level_samples(64, (3, 100, 100))
     with CachedDataset(data, cache_dir=tmp_path, cache_key="k", prepare_workers=1) as dataset:
         limit = limits.tree_pss_bytes() + (100 << 20)
         arguments = {
@@ -359,7 +360,7 @@ def test_many_cores_do_not_take_the_memory_of_chunks(
 
 def test_the_order_does_not_follow_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks with more or less memory in use share one order; a state of one goes on in the other."""
-    data = [(torch.full((3, 160, 160), i, dtype=torch.uint8), i) for i in range(160)]
+    data = level_samples(160, (3, 160, 160))
     options = {"memory_limit": (500 + 64 + 10) << 20, "chunk_samples": None, "batch_size": 8}
 
     def rank_of(dataset: Any, number: int, in_use_mib: int) -> ChunkedLoader:
@@ -392,7 +393,7 @@ def test_parts_of_a_chunk_have_room_for_their_pages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where memory is short of a chunk, samples are read alone, and the plan counts the pages around each."""
-    data = [(torch.full((3, 160, 160), i, dtype=torch.uint8), i) for i in range(160)]
+    data = level_samples(160, (3, 160, 160))
     with CachedDataset(data, cache_dir=tmp_path, cache_key="k") as dataset:
         bytes_each = []
         for limit_mib in (500 + 64 + 10, 1000):
@@ -562,7 +563,7 @@ class Mirror:
 
 def test_bytes_that_a_codec_would_take_are_checked_too(tmp_path: Path) -> None:
     """Every encoded sample is held against its checksum, whatever its codec finds out by itself."""
-    data = [(torch.full((1, 6, 5), i, dtype=torch.uint8), i) for i in range(8)]
+    data = level_samples(8, (1, 6, 5))
     options: dict[str, Any] = {
         "cache_dir": tmp_path,
         "cache_key": "k",

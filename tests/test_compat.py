@@ -44,6 +44,7 @@ from children import (
     mark_worker,
 )
 from conftest import shown
+from data import level_samples
 from fastdata import CachedDataset, CudaPrefetcher, DataLoader
 from fastdata.errors import FastDataWarning
 from fastdata.machine import limits
@@ -138,7 +139,7 @@ ORDERS: dict[str, Callable[[], dict[str, Any]]] = {
 @EVERY_ENGINE
 def test_workers_may_be_counted_by_numpy(engine: dict[str, Any]) -> None:
     workers = numpy.int64(engine["num_workers"])
-    cached = CachedDataset([(torch.full((3, 4, 4), n), n) for n in range(4)])
+    cached = CachedDataset(level_samples(4, (3, 4, 4), torch.int64))
     loader = DataLoader(cached, batch_size=2, **engine | {"num_workers": workers})
     assert [targets.tolist() for _, targets in loader] == [[0, 1], [2, 3]]
 
@@ -146,7 +147,7 @@ def test_workers_may_be_counted_by_numpy(engine: dict[str, Any]) -> None:
 @EVERY_ENGINE
 def test_a_batch_of_no_samples_is_an_error(engine: dict[str, Any]) -> None:
     """As torch's ``default_collate`` of an empty list is; a ``collate_fn`` of one's own gets such a list."""
-    cached = CachedDataset([(torch.full((3, 4, 4), n), n) for n in range(4)])
+    cached = CachedDataset(level_samples(4, (3, 4, 4), torch.int64))
     batches: Any = [[0, 1], [], [2]]
     left = iter(DataLoader(cached, batch_sampler=batches, **engine))
     next(left)

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, default_collate
+from torch.utils.data import ConcatDataset, Dataset, Subset, default_collate
 from torchvision.transforms import v2
 
+from data import Stream
 from fastdata import CachedDataset, CudaPrefetcher, DataLoader, ImageFolder, RingCollate
 from fastdata.pixels.program import Program
 from fastdata.pixels.split import plan_transform
@@ -41,11 +42,6 @@ class Images(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         return self.pixels[index], index
-
-
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Any:
-        return iter(Images())
 
 
 def prepared(*steps: Any, channels: int = 3) -> CachedDataset:
@@ -110,7 +106,7 @@ def test_one_channel_becomes_three() -> None:
 def test_what_is_not_served_whole_is_converted(engine: dict[str, Any]) -> None:
     """Steps of one's own, a collate_fn, samples as they are stored, other datasets, streams."""
     own = prepared(*WINDOW, v2.Lambda(lambda image: image.flip(-1)))
-    datasets = [own, prepared(*WINDOW), CachedDataset(Images()), Images(), Stream()]
+    datasets = [own, prepared(*WINDOW), CachedDataset(Images()), Images(), Stream(Images())]
     for dataset in datasets:
         check(lambda dataset=dataset, **given: DataLoader(dataset, 8, **given, **engine))
     for collate_fn in (default_collate, RingCollate(default_collate)):

@@ -23,6 +23,7 @@ from torchvision.transforms import v2
 
 from children import send_sample
 from conftest import shown
+from data import level_samples
 from fastdata import (
     CachedDataset,
     CudaPrefetcher,
@@ -429,7 +430,7 @@ def test_targets_of_a_batch_are_what_torch_makes_of_them() -> None:
 
 def test_a_changed_list_is_collated_as_it_is() -> None:
     """A SampleBatch that was changed forgets the tensors it was made from."""
-    with cached([(torch.full((2,), i), i) for i in range(5)]) as dataset:
+    with cached(level_samples(5, (2,), torch.int64)) as dataset:
         batch = dataset.__getitems__([0, 1, 2])
         batch[1] = dataset[4]
         assert collate(batch)[1].tolist() == [0, 4, 2]
@@ -1123,7 +1124,7 @@ def test_help_shows_every_option(kind: Any) -> None:
 def test_a_closed_dataset_says_so() -> None:
     """Reading after close is an error; closing twice is not; the memory is free, batches served before stay valid."""
     open_before = memfd_count()
-    dataset = cached([(torch.full((2,), i), i) for i in range(3)], transform=None)
+    dataset = cached(level_samples(3, (2,), torch.int64), transform=None)
     batch = collate(dataset.__getitems__([1, 2]))
     dataset.close()
     dataset.close()
@@ -1237,7 +1238,7 @@ def test_a_store_is_let_go_before_samples_are_prepared_again(
         left.extend(store() is not None for store in stores)
         return image
 
-    items = [(torch.full((3, 8, 8), i, dtype=torch.uint8), i) for i in range(4)]
+    items = level_samples(4, (3, 8, 8))
     with CachedDataset(
         items,
         prepare=note,
@@ -1255,9 +1256,7 @@ def test_a_store_is_let_go_before_samples_are_prepared_again(
 
 def test_a_reader_serves_what_the_dataset_was() -> None:
     """What ``reader()`` gives is frozen: a transform assigned, or changed in place, meanwhile reaches the next one."""
-    with CachedDataset(
-        [(torch.full((1, 4, 4), i, dtype=torch.uint8), i) for i in range(4)]
-    ) as dataset:
+    with CachedDataset(level_samples(4, (1, 4, 4))) as dataset:
         dataset.transform = crop = v2.RandomCrop(2)
         reader = dataset.reader()
         crop.size = (3, 3)
@@ -1276,7 +1275,7 @@ def test_a_reader_serves_what_the_dataset_was() -> None:
 
 def test_a_target_that_equals_another_counts_as_changed() -> None:
     """A collate function that makes floats of class numbers gets a batch of floats."""
-    images = [(torch.full((3, 2, 2), i, dtype=torch.uint8), i) for i in range(4)]
+    images = level_samples(4, (3, 2, 2))
 
     def to_floats(samples: Any) -> Any:
         samples[:] = [(image, float(target)) for image, target in samples]

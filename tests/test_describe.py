@@ -28,7 +28,7 @@ from torchvision import transforms as v1
 from torchvision.datasets import ImageFolder as TorchvisionFolder
 from torchvision.transforms import v2
 
-from conftest import save_image
+from data import save_image
 from fastdata import CachedDataset, ImageFolder, collate
 from fastdata.machine.tables import SampleTable
 from fastdata.pixels.draws import may_draw

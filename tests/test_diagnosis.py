@@ -6,7 +6,7 @@ import multiprocessing
 import sys
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 import fastdata
+from data import Stream
 from fastdata import CachedDataset, CudaPrefetcher
 from fastdata.tools import diagnose as diagnosing
 from fastdata.tools.diagnose import diagnose
@@ -58,11 +59,6 @@ class Samples(Dataset[Any]):
         self.read()
         sample = torch.full((3, 4, 5), index, dtype=torch.uint8)
         return (sample if self.transform is None else self.transform(sample)), index
-
-
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(torch.arange(12.0))
 
 
 def slow_transform(sample: torch.Tensor) -> torch.Tensor:
@@ -183,8 +179,8 @@ def test_keeping_samples_is_tried() -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: DataLoader(Stream(), batch_size=3),
-        lambda: DataLoader(Stream(), batch_size=3, num_workers=1),
+        lambda: DataLoader(Stream(torch.arange(12.0)), batch_size=3),
+        lambda: DataLoader(Stream(torch.arange(12.0)), batch_size=3, num_workers=1),
         lambda: DataLoader(Samples(), batch_size=None),
         lambda: DataLoader([0.5] * 9, batch_size=None),  # type: ignore[arg-type]
         lambda: DataLoader(Samples(), batch_sampler=[[0, 1], [2], [3, 4]]),

@@ -25,6 +25,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader as TorchLoader
 
 from children import PILToTensor
+from data import level_samples
 from fastdata import CachedDataset, DataLoader, ImageFolder, ImageManifest, errors
 from fastdata.errors import RemoteError, SampleError, StoreGoneError, fault_of, sample_error
 
@@ -414,7 +415,7 @@ def test_a_damaged_file_is_named_by_worker_processes(
 @pytest.mark.parametrize("make_loader", [TorchLoader, DataLoader])
 def test_a_store_that_is_gone_is_told_by_a_spawned_worker(tmp_path: Path, make_loader: Any) -> None:
     """A spawned worker that finds the cache cut short lets the loop raise StoreGoneError, as a pickled dataset does."""
-    data = [(torch.full((2, 3), i, dtype=torch.uint8), i) for i in range(4)]
+    data = level_samples(4, (2, 3))
     with CachedDataset(data, cache_dir=tmp_path / "cache", cache_key="k") as dataset:
         (file,) = (tmp_path / "cache").glob("*/part0-*")
         os.truncate(file, 1)

@@ -20,7 +20,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from PIL import Image, ImageOps
 from torch.utils.data import IterableDataset
 
-from conftest import shown, test_image
+from conftest import shown
+from data import test_image
 from fastdata import CachedDataset, DataLoader
 from fastdata.errors import RemoteError
 from fastdata.pixels.decode import load_image

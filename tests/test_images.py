@@ -18,6 +18,7 @@ import pytest
 import torch
 from PIL import Image, ImageFile, ImageOps
 
+from data import photo
 from fastdata import DataLoader, ImageFolder
 from fastdata.errors import SampleError, sample_error
 from fastdata.pixels.decode import (
@@ -40,21 +41,6 @@ functional = pytest.importorskip(
 transforms = pytest.importorskip("torchvision.transforms")
 
 pil_loader = folder.pil_loader
-
-
-def photo(mode: str = "RGB", size: tuple[int, int] = (53, 35), seed: int = 0) -> Image.Image:
-    """Smooth structure with noise, so that every JPEG coefficient is in use."""
-    width, height = size
-    y, x = np.mgrid[0:height, 0:width]
-    bands = len(Image.new(mode, (1, 1)).getbands())
-    waves = [
-        127 + 80 * np.sin(x / (3 + band)) * np.cos(y / (5 - band / 2)) for band in range(bands)
-    ]
-    noise = np.random.default_rng(seed).normal(0, 20, (height, width, bands))
-    pixels = np.clip(np.stack(waves, axis=2) + noise, 0, 255).astype(np.uint8)
-    return Image.fromarray(
-        pixels[:, :, 0] if bands == 1 else pixels, mode=None if bands in (1, 3) else mode
-    )
 
 
 def saved(image: Image.Image, kind: str, **options: Any) -> bytes:

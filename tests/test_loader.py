@@ -21,7 +21,6 @@ from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
     DistributedSampler,
-    IterableDataset,
     SequentialSampler,
     Subset,
     TensorDataset,
@@ -34,6 +33,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torchvision import transforms as v1
 
 from conftest import shown
+from data import Stream, level_samples
 from fastdata import CachedDataset, DataLoader, FastDataWarning, Views, collate
 from fastdata.datasets.transport import ring_of
 from fastdata.machine import limits
@@ -342,7 +342,7 @@ class Doubled(CachedDataset):
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_joined_datasets_that_differ_come_one_by_one(num_workers: int) -> None:
     """What differs is in the report, and samples are those that torch's loader gets."""
-    samples = [(torch.full((3, 6, 5), i, dtype=torch.uint8), i) for i in range(5)]
+    samples = level_samples(5, (3, 6, 5))
     for make, why in (
         (
             lambda: _half(11, v1.CenterCrop(3)),
@@ -590,13 +590,6 @@ def test_a_slow_batch_times_out(timeout_s: Any) -> None:
     release.set()
 
 
-class Stream(IterableDataset):  # type: ignore[type-arg]
-    """An iterable dataset."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(5))
-
-
 def test_other_datasets_take_torchs_road() -> None:
     """Datasets, iterable ones and batch_size=None that fastdata cannot speed up behave as in torch, and are said."""
     tensors = TensorDataset(torch.arange(7), torch.arange(7) * 2)
@@ -715,7 +708,7 @@ class Own(CachedDataset):
 
 def test_a_reader_of_ones_own_is_said_to_cost_the_fast_path() -> None:
     """It is named; what the user asked for is not warned of."""
-    samples = [(torch.full((3, 4, 4), i, dtype=torch.uint8), i) for i in range(4)]
+    samples = level_samples(4, (3, 4, 4))
     with (
         Own(samples) as own,
         pytest.warns(FastDataWarning, match=r"Own\.__getitem__ is called"),
@@ -925,7 +918,7 @@ def test_batches_behind_a_wrong_index_still_come(images: CachedDataset, num_work
 @pytest.mark.parametrize(("workers", "count"), [("thread", 0), ("thread", 1), ("process", 1)])
 def test_a_batch_dies_without_a_line_of_python(workers: Any, count: int) -> None:
     """Where it is dropped Ctrl-C ends the loop: in a finaliser it would be printed and forgotten."""
-    pixels = [(torch.full((3, 4, 4), i, dtype=torch.uint8), i) for i in range(8)]
+    pixels = level_samples(8, (3, 4, 4))
     with CachedDataset(pixels) as dataset:
         batches = iter(DataLoader(dataset, batch_size=2, num_workers=count, workers=workers))
         batch = next(batches)

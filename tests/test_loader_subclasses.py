@@ -15,8 +15,9 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Subset
 from torch.utils.data.datapipes.iter import IterableWrapper
 
-from children import Numbers
+from data import Numbers
 from conftest import shown
+from data import level_samples
 from fastdata import CachedDataset, DataLoader
 
 INLINE = {"num_workers": 0}
@@ -170,7 +171,7 @@ def test_a_proxy_of_a_dataset_makes_the_items(engine: dict[str, Any]) -> None:
 @EVERY_ENGINE
 def test_a_copy_of_a_loader_counts_its_own_epochs(engine: dict[str, Any]) -> None:
     """States, loaded states and epochs of a copy and of what it was made from leave each other alone."""
-    samples = [(torch.full((3, 4, 4), n), n) for n in range(12)]
+    samples = level_samples(12, (3, 4, 4), torch.int64)
     with CachedDataset(samples, seed=0) as cached:
         loader = DataLoader(cached, batch_size=3, **engine)
         other = copy.copy(loader)

@@ -10,25 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, Dataset, RandomSampler
+from torch.utils.data import BatchSampler, RandomSampler
 from torch.utils.data import DataLoader as TorchLoader
 
+from data import Levels
 from fastdata import CachedDataset, DataLoader, FastDataWarning
 
 COUNT = 17
 INLINE: dict[str, Any] = {}
 THREADS = {"num_workers": 2, "workers": "thread"}
 ENGINES = pytest.mark.parametrize("engine", [INLINE, THREADS], ids=["inline", "threads"])
-
-
-class Samples(Dataset[Any]):
-    """Images whose pixels are their index."""
-
-    def __len__(self) -> int:
-        return COUNT
-
-    def __getitem__(self, index: Any) -> Any:
-        return torch.full((1, 2, 3), range(COUNT)[index], dtype=torch.uint8), range(COUNT)[index]
 
 
 class OneShot:
@@ -98,11 +89,13 @@ def _random_batches(rng: random.Random) -> list[list[int]]:
 def test_batch_samplers_of_every_shape_are_torchs(engine: dict[str, Any], form: str) -> None:
     """Batches, and the type of an error, are those of torch's loader over the same samples, in both loaders."""
     rng = random.Random(form)
-    with CachedDataset(Samples()) as cached:
+    with CachedDataset(Levels(COUNT, (1, 2, 3))) as cached:
         for _ in range(12):
             batches = _random_batches(rng)
-            wanted = _outcome(TorchLoader(Samples(), batch_sampler=Batches(batches, form)))
-            for dataset in (cached, Samples()):
+            wanted = _outcome(
+                TorchLoader(Levels(COUNT, (1, 2, 3)), batch_sampler=Batches(batches, form))
+            )
+            for dataset in (cached, Levels(COUNT, (1, 2, 3))):
                 loader = DataLoader(dataset, batch_sampler=Batches(batches, form), **engine)
                 assert _outcome(loader) == wanted, batches
             torchs = TorchLoader(cached, batch_sampler=Batches(batches, form))
@@ -114,12 +107,14 @@ def test_batch_samplers_of_every_shape_are_torchs(engine: dict[str, Any], form: 
 def test_samplers_of_every_shape_are_torchs(engine: dict[str, Any], form: str) -> None:
     """Samplers are cut into torch's batches, with torch's errors."""
     rng = random.Random(form)
-    with CachedDataset(Samples()) as cached:
+    with CachedDataset(Levels(COUNT, (1, 2, 3))) as cached:
         for _ in range(12):
             numbers = [number for batch in _random_batches(rng) for number in batch]
             size = rng.randrange(1, 6)
-            wanted = _outcome(TorchLoader(Samples(), size, sampler=FORMS[form](numbers)))
-            for dataset in (cached, Samples()):
+            wanted = _outcome(
+                TorchLoader(Levels(COUNT, (1, 2, 3)), size, sampler=FORMS[form](numbers))
+            )
+            for dataset in (cached, Levels(COUNT, (1, 2, 3))):
                 loader = DataLoader(dataset, size, sampler=FORMS[form](numbers), **engine)
                 assert _outcome(loader) == wanted, numbers
 
@@ -152,12 +147,12 @@ def test_a_batch_size_may_change_within_an_epoch(trial: int) -> None:
     def change(loader: Any, number: int) -> None:
         loader.batch_sampler.batch_size = steps[number]
 
-    with CachedDataset(Samples()) as cached:
+    with CachedDataset(Levels(COUNT, (1, 2, 3))) as cached:
         found = []
         for make, dataset in (
-            (TorchLoader, Samples()),
+            (TorchLoader, Levels(COUNT, (1, 2, 3))),
             (DataLoader, cached),
-            (DataLoader, Samples()),
+            (DataLoader, Levels(COUNT, (1, 2, 3))),
         ):
             generator = torch.Generator().manual_seed(trial)
             loader = make(dataset, generator=generator, **options)
@@ -172,7 +167,7 @@ def test_threads_lose_no_sample_where_a_batch_size_changes(shuffle: bool) -> Non
     def change(loader: Any, number: int) -> None:
         loader.batch_sampler.batch_size = 2
 
-    with CachedDataset(Samples()) as cached:
+    with CachedDataset(Levels(COUNT, (1, 2, 3))) as cached:
         generator = torch.Generator().manual_seed(0)
         loader = DataLoader(
             cached, batch_size=4, shuffle=shuffle, generator=generator, num_workers=1
@@ -185,7 +180,7 @@ def test_threads_lose_no_sample_where_a_batch_size_changes(shuffle: bool) -> Non
 
 def test_a_state_says_that_it_does_not_count_batches_of_several_sizes() -> None:
     """It warns within an epoch whose batch size was changed, and not at its end, nor in any other epoch."""
-    loader = DataLoader(Samples(), batch_size=4)
+    loader = DataLoader(Levels(COUNT, (1, 2, 3)), batch_size=4)
     iterator = iter(loader)
     next(iterator)
     state = loader.state_dict()
@@ -208,12 +203,12 @@ def test_a_sampler_may_grow_while_it_is_read() -> None:
         if number < 5:
             numbers += [number, number + 1]
 
-    with CachedDataset(Samples()) as cached:
+    with CachedDataset(Levels(COUNT, (1, 2, 3))) as cached:
         found = []
         for make, dataset in (
-            (TorchLoader, Samples()),
+            (TorchLoader, Levels(COUNT, (1, 2, 3))),
             (DataLoader, cached),
-            (DataLoader, Samples()),
+            (DataLoader, Levels(COUNT, (1, 2, 3))),
         ):
             numbers = [7, 8, 9, 10]
             loader = make(dataset, batch_size=2, sampler=numbers)
@@ -237,7 +232,12 @@ def test_a_state_with_the_last_batch_has_the_generator_of_the_next_epoch(
     def make() -> Any:
         generator = torch.Generator().manual_seed(5)
         return DataLoader(
-            Samples(), 4, shuffle=True, drop_last=drop_last, generator=generator, **engine
+            Levels(COUNT, (1, 2, 3)),
+            4,
+            shuffle=True,
+            drop_last=drop_last,
+            generator=generator,
+            **engine,
         )
 
     loader = make()
@@ -341,12 +341,12 @@ def test_endless_loaders_go_on_as_torchs(
 ) -> None:
     """Three published subclasses give torch's batches for three epochs and a half, over any dataset."""
     length = -(-COUNT // batch_size) if batch_size else COUNT
-    with CachedDataset(Samples()) as cached:
+    with CachedDataset(Levels(COUNT, (1, 2, 3))) as cached:
         found = []
         for base, dataset in (
-            (TorchLoader, Samples()),
+            (TorchLoader, Levels(COUNT, (1, 2, 3))),
             (DataLoader, cached),
-            (DataLoader, Samples()),
+            (DataLoader, Levels(COUNT, (1, 2, 3))),
         ):
             order = RandomSampler(range(COUNT), generator=torch.Generator().manual_seed(3))
             options = {} if base is TorchLoader else engine
@@ -365,7 +365,7 @@ def test_endless_loaders_go_on_as_torchs(
 @ENGINES
 def test_the_sampler_in_use_is_the_one_that_the_loader_has(engine: dict[str, Any]) -> None:
     """A batch sampler that replaces another, or the one inside it, decides later epochs and their states."""
-    with CachedDataset(Samples()) as cached:
+    with CachedDataset(Levels(COUNT, (1, 2, 3))) as cached:
         loader = DataLoader(cached, batch_size=4, **engine)
         object.__setattr__(loader, "batch_sampler", [[3, 1], [2]])
         assert [labels.tolist() for _, labels in loader] == [[3, 1], [2]]

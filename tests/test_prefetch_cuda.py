@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import Dataset
 from torchvision import transforms as v1
 from torchvision.transforms import v2
 
+from data import Levels
 from fastdata import CachedDataset, CudaPrefetcher, DataLoader
 from fastdata.errors import DeviceError, FastDataWarning, MemoryBudgetError
 from fastdata.loaders import resident
@@ -29,22 +29,9 @@ SLOW_CYCLES = 20_000_000
 MIB = 1 << 20
 
 
-class Filled(Dataset[Any]):
-    """Sample i is 3 x 64 x 48 full of i % 251, and i."""
-
-    def __init__(self, length: int = 96) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> Any:
-        return torch.full((3, 64, 48), index % 251, dtype=torch.uint8), index
-
-
 @pytest.fixture
 def dataset() -> Iterator[CachedDataset]:
-    with CachedDataset(Filled()) as cached:
+    with CachedDataset(Levels(96, (3, 64, 48))) as cached:
         yield cached
 
 
@@ -56,8 +43,10 @@ def loaders(dataset: CachedDataset) -> dict[str, Any]:
     return {
         "threads": DataLoader(dataset, batch_size=32, num_workers=2),
         "training loop": DataLoader(dataset, batch_size=32),
-        "processes": DataLoader(Filled(), batch_size=32, num_workers=2),
-        "pinned": DataLoader(Filled(), batch_size=32, num_workers=1, pin_memory=True),
+        "processes": DataLoader(Levels(96, (3, 64, 48)), batch_size=32, num_workers=2),
+        "pinned": DataLoader(
+            Levels(96, (3, 64, 48)), batch_size=32, num_workers=1, pin_memory=True
+        ),
         "fresh": fresh,
     }
 
@@ -356,8 +345,13 @@ def test_a_transform_has_neither_gradients_nor_the_loops_autocast() -> None:
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_batches_that_torch_has_pinned_are_copied_in_place(num_workers: int) -> None:
     """The loader is torch's own with pin_memory=True, whose pinned memory its allocator may give to the next batch."""
-    loader = TorchLoader(Filled(), batch_size=32, num_workers=num_workers, pin_memory=True)
-    expected = [int(images.long().sum()) for images, _ in TorchLoader(Filled(), batch_size=32)]
+    loader = TorchLoader(
+        Levels(96, (3, 64, 48)), batch_size=32, num_workers=num_workers, pin_memory=True
+    )
+    expected = [
+        int(images.long().sum())
+        for images, _ in TorchLoader(Levels(96, (3, 64, 48)), batch_size=32)
+    ]
     with CudaPrefetcher(loader) as batches:
         for _ in range(3):
             sums = []

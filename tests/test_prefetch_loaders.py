@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, DistributedSampler
 
+from data import level_samples
 from fastdata import CachedDataset, CudaPrefetcher, DataLoader, RingCollate
 from fastdata.machine import limits
 from fastdata.machine.budget import RESERVE_SHARE
@@ -28,7 +29,7 @@ CUDA = torch.device("cuda", 0)
 @pytest.fixture
 def dataset() -> Iterator[CachedDataset]:
     """Image i is 3 x 4 x 5 of value i."""
-    samples = [(torch.full((3, 4, 5), i, dtype=torch.uint8), i) for i in range(23)]
+    samples = level_samples(23, (3, 4, 5))
     with CachedDataset(samples) as cached:
         yield cached
 

@@ -16,7 +16,8 @@ from torchvision import transforms as v1
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
-from conftest import FolderMaker, save_image
+from conftest import FolderMaker
+from data import save_image
 from fastdata import (
     CachedDataset,
     CudaPrefetcher,

@@ -16,7 +16,6 @@ from torch.utils.data import (
     BatchSampler,
     Dataset,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
@@ -28,6 +27,7 @@ from torchvision import transforms as v1
 
 from children import Draws
 from conftest import shown
+from data import Stream
 from fastdata import CachedDataset, DataLoader, FastDataWarning
 
 AUGMENT = v1.Compose(
@@ -433,16 +433,9 @@ def test_single_samples_are_resumed() -> None:
     assert list(loader) == [1, 7]
 
 
-class Stream(IterableDataset[int]):
-    """Three numbers."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(3))
-
-
 def test_a_stream_has_an_empty_state() -> None:
     """A checkpoint of a loader over an IterableDataset says that nothing is resumed, and is taken back as nothing."""
-    loader = DataLoader(Stream())
+    loader = DataLoader(Stream(range(3)))
     next(iter(loader))
     with pytest.warns(
         FastDataWarning, match="cannot resume an IterableDataset.*Save the dataset's own state"

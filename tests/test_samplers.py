@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch.utils.data import (
     ConcatDataset,
-    Dataset,
     DistributedSampler,
     Sampler,
     Subset,
@@ -23,6 +22,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torchvision import transforms as v1
 
 from conftest import shown
+from data import Numbers
 from fastdata import (
     CachedDataset,
     DataLoader,
@@ -52,14 +52,6 @@ RANKED: dict[str, Callable[..., RankSampler]] = {
     "repeated": partial(RankSampler, order=repeated(COUNT, 3), num_samples=50),
     "mixed": partial(RankSampler, order=mixed([7, COUNT - 7], [2, 1], stop="all")),
 }
-
-
-class Numbers(Dataset[int]):
-    def __len__(self) -> int:
-        return COUNT
-
-    def __getitem__(self, index: int) -> int:
-        return int(index)
 
 
 @pytest.fixture
@@ -106,7 +98,7 @@ def test_ranks_cover_each_epoch(
     for rank in range(world_size):
         launched(rank, world_size)
         options = {"batch_size": batch_size, "shuffle": True, "drop_last": drop_last}
-        loaders.append(DataLoader(Numbers(), distributed="auto", **options))
+        loaders.append(DataLoader(Numbers(COUNT), distributed="auto", **options))
     orders = []
     for _ in range(3):
         ranks = [[batch.tolist() for batch in loader] for loader in loaders]
@@ -130,7 +122,7 @@ def test_an_exact_epoch_has_each_sample_once(launched: Any, world_size: int) -> 
     ranks = []
     for rank in range(world_size):
         launched(rank, world_size)
-        loader = DataLoader(Numbers(), batch_size=2, distributed="exact")
+        loader = DataLoader(Numbers(COUNT), batch_size=2, distributed="exact")
         ranks.append([batch.tolist() for batch in loader])
         assert len(loader) == len(ranks[-1])
     assert _together(ranks) == list(range(COUNT))
@@ -143,7 +135,7 @@ def test_unshuffled_shares_are_torchs(world_size: int, uneven: Any) -> None:
     for rank in range(world_size):
         ours = RankSampler(COUNT, shuffle=False, uneven=uneven, rank=rank, world_size=world_size)
         options = {"shuffle": False, "drop_last": uneven == "drop"}
-        theirs = DistributedSampler(Numbers(), world_size, rank, **options)
+        theirs = DistributedSampler(Numbers(COUNT), world_size, rank, **options)
         assert list(ours) == list(theirs)
         assert len(ours) == len(theirs)
         for name in (
@@ -189,14 +181,14 @@ def test_a_sampler_given_is_not_shared_out_again(launched: Any) -> None:
     """``distributed`` leaves a sampler and a batch sampler of the user's as they are."""
     launched(1, 2)
     own = RankSampler(COUNT, rank=0, world_size=1)
-    loader = DataLoader(Numbers(), sampler=own, distributed="auto")
+    loader = DataLoader(Numbers(COUNT), sampler=own, distributed="auto")
     # Lightning makes loaders of their attributes.
     assert (loader.sampler, loader.distributed) == (
         own,
         "auto",
     )
     assert [
-        b.tolist() for b in DataLoader(Numbers(), batch_sampler=[[4, 2]], distributed="auto")
+        b.tolist() for b in DataLoader(Numbers(COUNT), batch_sampler=[[4, 2]], distributed="auto")
     ] == [[4, 2]]
 
 
@@ -374,7 +366,7 @@ def _ranks(
     """What all ranks get in ``steps`` steps from a state on, and the states of each after these."""
     batches, states = [], []
     for rank in range(world_size):
-        loader = DataLoader(Numbers(), **make(batch_size, rank, world_size), **engine)
+        loader = DataLoader(Numbers(COUNT), **make(batch_size, rank, world_size), **engine)
         loader.load_state_dict(state)
         iterator = iter(loader)
         batches.append([batch.tolist() for batch in itertools.islice(iterator, steps)])
@@ -400,7 +392,7 @@ def test_an_epoch_goes_on_with_other_ranks_and_batches(name: str, trial: int) ->
     choose = np.random.default_rng(trial)
     make = partial(_ranked, RANKED[name])
     total = RANKED[name](rank=0, world_size=1).order_length
-    loader = DataLoader(Numbers(), **make(4, 0, 1))
+    loader = DataLoader(Numbers(COUNT), **make(4, 0, 1))
     list(loader)
     state, seen = _through_json(loader.state_dict()), []
     while len(seen) < total:
@@ -430,7 +422,7 @@ def test_ranks_that_share_evenly_go_on_as_others(
         for rank in range(world_size):
             launched(rank, world_size)
             options = {"batch_size": sizes[world_size], "shuffle": True, "drop_last": drop_last}
-            loader = DataLoader(Numbers(), distributed="auto", **options)
+            loader = DataLoader(Numbers(COUNT), distributed="auto", **options)
             loader.load_state_dict(state)
             ranks.append([batch.tolist() for batch in itertools.islice(iter(loader), steps)])
             saved = loader.state_dict()
@@ -515,8 +507,8 @@ def test_a_state_after_a_set_epoch_is_the_next_one() -> None:
     """Once an epoch that was set is over its state is the one behind it; the loader itself repeats what was set."""
     make = partial(_ranked, RANKED["shuffled"])
     loader, again = (
-        DataLoader(Numbers(), **make(COUNT, 0, 1)),
-        DataLoader(Numbers(), **make(COUNT, 0, 1)),
+        DataLoader(Numbers(COUNT), **make(COUNT, 0, 1)),
+        DataLoader(Numbers(COUNT), **make(COUNT, 0, 1)),
     )
     loader.set_epoch(3)
     assert loader.state_dict()["start"]["samplers"][-1]["state"]["epoch"] == 3
@@ -531,7 +523,7 @@ def test_a_state_after_a_set_epoch_is_the_next_one() -> None:
 def test_an_epoch_set_behind_a_broken_one_leaves_its_state() -> None:
     """A state says how far the latest epoch came, in its own order, whatever epoch was set since."""
     make = partial(_ranked, RANKED["shuffled"])
-    loader, again = (DataLoader(Numbers(), **make(4, 0, 1)) for _ in range(2))
+    loader, again = (DataLoader(Numbers(COUNT), **make(4, 0, 1)) for _ in range(2))
     list(itertools.islice(loader, 2))
     loader.set_epoch(3)
     again.load_state_dict(loader.state_dict())
@@ -567,7 +559,7 @@ def test_states_of_numpys_numbers_are_plain() -> None:
     )
     sampler.set_epoch(epoch)
     _through_json(sampler.state_dict(np.int64(1), batch_size))  # type: ignore[arg-type]
-    loader = DataLoader(Numbers(), batch_size=2, sampler=sampler)
+    loader = DataLoader(Numbers(COUNT), batch_size=2, sampler=sampler)
     loader.set_epoch(epoch)
     next(iter(loader))
     _through_json(loader.state_dict())
@@ -585,11 +577,11 @@ def test_dropped_batches_do_not_count_in_torchs_loader() -> None:
 def test_a_set_epoch_after_loading_begins_that_epoch() -> None:
     """Another epoch set on a loader that holds a state is a whole one; the same one goes on."""
     make = partial(_ranked, RANKED["shuffled"])
-    loader = DataLoader(Numbers(), **make(4, 0, 1))
+    loader = DataLoader(Numbers(COUNT), **make(4, 0, 1))
     next(iter(loader))
     state = loader.state_dict()
     for epoch in (0, 4):
-        again = DataLoader(Numbers(), **make(4, 0, 1))
+        again = DataLoader(Numbers(COUNT), **make(4, 0, 1))
         again.load_state_dict(state)
         again.set_epoch(epoch)
         read = [index for batch in again for index in batch.tolist()]
@@ -616,7 +608,10 @@ def test_epochs_are_counted_again_from_a_loaded_state() -> None:
 def test_a_state_is_forgotten() -> None:
     """An empty dict brings back the epoch that would have come, from its beginning."""
     make = partial(_ranked, RANKED["shuffled"])
-    loader, again = DataLoader(Numbers(), **make(4, 0, 1)), DataLoader(Numbers(), **make(4, 0, 1))
+    loader, again = (
+        DataLoader(Numbers(COUNT), **make(4, 0, 1)),
+        DataLoader(Numbers(COUNT), **make(4, 0, 1)),
+    )
     list(loader)
     next(iter(loader))
     again.load_state_dict(loader.state_dict())
@@ -628,7 +623,10 @@ def test_a_state_is_forgotten() -> None:
 def test_a_state_that_an_iterator_began_with_is_forgotten() -> None:
     """Its epoch comes whole: the place in it goes with the state, although ``iter`` was called."""
     make = partial(_ranked, RANKED["shuffled"])
-    loader, again = DataLoader(Numbers(), **make(4, 0, 1)), DataLoader(Numbers(), **make(4, 0, 1))
+    loader, again = (
+        DataLoader(Numbers(COUNT), **make(4, 0, 1)),
+        DataLoader(Numbers(COUNT), **make(4, 0, 1)),
+    )
     next(iter(loader))
     again.load_state_dict(loader.state_dict())
     iter(again)
@@ -640,10 +638,10 @@ def test_a_state_that_an_iterator_began_with_is_forgotten() -> None:
 def test_an_epoch_set_after_iter_is_kept(launched: Any) -> None:
     """Lightning sets the epoch that it resumes between ``iter`` and ``next``, and the rest of it comes."""
     launched(0, 1)
-    loader = DataLoader(Numbers(), batch_size=4, distributed="auto", shuffle=True)
+    loader = DataLoader(Numbers(COUNT), batch_size=4, distributed="auto", shuffle=True)
     list(loader)
     next(iter(loader))
-    again = DataLoader(Numbers(), batch_size=4, distributed="auto", shuffle=True)
+    again = DataLoader(Numbers(COUNT), batch_size=4, distributed="auto", shuffle=True)
     again.load_state_dict(loader.state_dict())
     iterator = iter(again)
     again.sampler.set_epoch(1)
@@ -667,7 +665,8 @@ def test_a_batch_sampler_of_ones_own_resumes_over_a_rank_sampler() -> None:
 
     def make(rank: int, world_size: int) -> Any:
         return DataLoader(
-            Numbers(), batch_sampler=Pairs(RankSampler(COUNT, rank=rank, world_size=world_size))
+            Numbers(COUNT),
+            batch_sampler=Pairs(RankSampler(COUNT, rank=rank, world_size=world_size)),
         )
 
     loader = make(0, 1)
@@ -692,7 +691,7 @@ def test_torchs_loader_goes_on_too(num_workers: int) -> None:
         ranks, states = [], []
         for rank in range(world_size):
             loader = TorchLoader(
-                Numbers(), num_workers=num_workers, **make(batch_size, rank, world_size)
+                Numbers(COUNT), num_workers=num_workers, **make(batch_size, rank, world_size)
             )
             sampler: Any = loader.sampler
             if state:
@@ -714,10 +713,10 @@ def test_a_state_of_another_order_is_refused() -> None:
         ValueError, match=r"another order: seed is 1, in the state 0\. Make the sampler as it was"
     ):
         RankSampler(COUNT, seed=1, rank=0, world_size=1).load_state_dict(state)
-    saved = DataLoader(Numbers(), **_ranked(RANKED["weighted"], 2, 0, 1)).state_dict()
+    saved = DataLoader(Numbers(COUNT), **_ranked(RANKED["weighted"], 2, 0, 1)).state_dict()
     other = RankSampler(order=weighted(WEIGHTS + 1), num_samples=31, rank=0, world_size=1)
     with pytest.raises(ValueError, match=r"the state is of another loader: order is .*'weights'"):
-        DataLoader(Numbers(), sampler=other).load_state_dict(saved)
+        DataLoader(Numbers(COUNT), sampler=other).load_state_dict(saved)
 
 
 # Weights, classes, repetitions
@@ -834,11 +833,11 @@ def test_ranks_that_all_read_all_samples_are_told(monkeypatch: pytest.MonkeyPatc
     """A shuffled loader in one of two ranks says once that it shares out nothing; one that does, not."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    loader = DataLoader(Numbers(), batch_size=4, shuffle=True)
+    loader = DataLoader(Numbers(COUNT), batch_size=4, shuffle=True)
     with pytest.warns(FastDataWarning, match="one of 2 ranks, and each of them reads all"):
         list(loader)
     list(loader)
-    list(DataLoader(Numbers(), batch_size=4, shuffle=True, distributed="auto"))
+    list(DataLoader(Numbers(COUNT), batch_size=4, shuffle=True, distributed="auto"))
 
 
 # Errors
@@ -868,7 +867,7 @@ def test_a_sampler_of_nothing_says_what_it_needs() -> None:
             lambda: RankSampler(num_samples=3, order=balanced([0, 0, 7])),
             "num_samples=3, but .* at most 2 samples",
         ),
-        (lambda: balanced(Numbers()), "Numbers has no targets; give the class of each sample"),
+        (lambda: balanced(Numbers(COUNT)), "Numbers has no targets; give the class of each sample"),
         (
             lambda: mixed([5, 6], [1]),
             r"weights=\[1.0\] of datasets of \[5, 6\] samples: one for each",
@@ -880,11 +879,11 @@ def test_a_sampler_of_nothing_says_what_it_needs() -> None:
             "num_samples=11, but .* at most 10 samples",
         ),
         (
-            lambda: DataLoader(Numbers(), distributed="on"),
+            lambda: DataLoader(Numbers(COUNT), distributed="on"),
             "distributed='on' is not one of 'off', 'auto', 'exact'",
         ),
         (
-            lambda: DataLoader(Numbers(), 2, distributed="exact", drop_last=True),
+            lambda: DataLoader(Numbers(COUNT), 2, distributed="exact", drop_last=True),
             "distributed='exact' gives every sample once, and drop_last=True",
         ),
     ],

@@ -22,7 +22,7 @@ from filelock import FileLock
 from fsspec.implementations.memory import MemoryFileSystem
 
 from children import open_noted
-from conftest import save_image
+from data import save_image
 from fastdata import CachedDataset, ImageFolder
 from fastdata.errors import FastDataError, IngestError, SampleError
 from fastdata.sources.remote import Place

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torchvision.datasets import ImageFolder as TorchvisionFolder
 from torchvision.transforms import v2
 
+from data import level_samples
 from fastdata import CachedDataset, DataLoader, ImageFolder
 from fastdata.datasets.batch import SampleBatch
 
@@ -266,7 +267,7 @@ def test_a_wrapper_that_forwards_attributes_makes_the_items(kind: Any, loader: A
 
 def test_whole_batches_are_found_where_they_are_asked_for() -> None:
     """Torch's own loader reads whole batches of a dataset, of a subset, and of a subclass that passes them on."""
-    data = [(torch.full((3, 2, 2), i, dtype=torch.uint8), i) for i in range(6)]
+    data = level_samples(6, (3, 2, 2))
     asked: list[int] = []
 
     class Own(CachedDataset):

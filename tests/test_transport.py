@@ -42,6 +42,7 @@ from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+from data import level_samples
 from fastdata import CachedDataset, CudaPrefetcher, DataLoader, SampleBatch, collate
 from fastdata.datasets.receiver import BatchReceiver, _receivers
 from fastdata.datasets.transport import RingCollate, WorkerRing
@@ -284,7 +285,7 @@ def test_stacked_memory_is_the_memory_that_arrives() -> None:
 
 def test_a_fastdata_dataset_writes_into_the_memory_that_arrives() -> None:
     """A whole batch, also behind a Subset, is gathered into the slot; as a list of samples it shares the slot too."""
-    with CachedDataset([(torch.full((1, 2, 2), i), i) for i in range(5)]) as dataset:
+    with CachedDataset(level_samples(5, (1, 2, 2), torch.int64)) as dataset:
         collate_fn = RingCollate()
         ring = _ring(collate_fn, Subset(dataset, [0]))
         _arrive(ring.send(collate, dataset.__getitems__([1, 2])))
@@ -305,7 +306,7 @@ def test_a_fastdata_dataset_writes_into_the_memory_that_arrives() -> None:
 @pytest.mark.parametrize("slots", [1, 2])
 def test_a_collate_function_may_read_more_samples_of_the_dataset(slots: int) -> None:
     """They take the slot that comes next, or none; both batches arrive right, and every slot is free again."""
-    with CachedDataset([(torch.full((1, 2, 2), i), i) for i in range(5)]) as dataset:
+    with CachedDataset(level_samples(5, (1, 2, 2), torch.int64)) as dataset:
 
         def with_more(samples: Any) -> Any:
             return [collate(samples), collate(dataset.__getitems__([4]))]

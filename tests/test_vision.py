@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 from torchvision import datasets
 
-from conftest import test_image
+from data import test_image
 from fastdata import CachedDataset, DataLoader
 
 pytestmark = [  # torchvision leaves the masks that nobody has read open
