@@ -15,9 +15,8 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Subset
 from torch.utils.data.datapipes.iter import IterableWrapper
 
-from data import Numbers
 from conftest import shown
-from data import level_samples
+from data import Numbers, level_samples
 from fastdata import CachedDataset, DataLoader
 
 INLINE = {"num_workers": 0}
