@@ -61,7 +61,7 @@ class FileOrigin:
 
     def files(self, table: SampleTable) -> FileSource:
         """Return the source of the files that a table lists."""
-        return FileSource(table.paths, table.targets, self.loader, self.place, table.facts)
+        return FileSource(table.paths, table.targets, self.loader, self.place, table.stat)
 
     def source(self, stored: Stored) -> Source:
         # Copies in other processes have no source, but they have the table.
@@ -111,11 +111,11 @@ class FileSamples(DatasetSamples):
                 f"{len(listed)} targets for {len(paths)} samples. For fewer samples assign "
                 "samples, which bring their targets."
             )
-        facts = None
-        if before.facts is not None:
-            known = dict(zip(before.all_paths(), before.facts.tolist(), strict=True))
-            facts = facts_of_files(paths, known)
-        table = SampleTable(targets, paths=paths, class_to_idx=before.class_to_idx, facts=facts)
+        stat = None
+        if before.stat is not None:
+            known = dict(zip(before.all_paths(), before.stat.tolist(), strict=True))
+            stat = facts_of_files(paths, known)
+        table = SampleTable(targets, paths=paths, class_to_idx=before.class_to_idx, stat=stat)
         self._assign_files(self.origin, table)
 
     def _refuse_late(self, name: str) -> None:

@@ -43,12 +43,12 @@ def file_samples(
     target_transform: Step | None,
 ) -> FileSamples:
     """Return the samples of a dataset of image files."""
-    facts = None
+    stat = None
     if origin.place is not None:
-        facts = facts_of_files(listed.paths, origin.place.listed)
+        stat = facts_of_files(listed.paths, origin.place.listed)
         origin.place.listed = {}
     table = SampleTable(
-        listed.targets, paths=listed.paths, class_to_idx=listed.class_to_idx, facts=facts
+        listed.targets, paths=listed.paths, class_to_idx=listed.class_to_idx, stat=stat
     )
     return FileSamples(
         class_name=type(dataset).__name__,

@@ -115,7 +115,7 @@ def find_run() -> str | None:
     return "\n".join(values) if any(values) else _process_name(os.getppid())
 
 
-def run_to_be() -> str | None:
+def future_run() -> str | None:
     """A name for the run that this process may become rank 0 of.
 
     Lightning makes the datasets first, and then starts the other ranks as its children.

@@ -122,7 +122,7 @@ class Packed:
 class SampleTable:
     """Paths (where samples are files), targets and class names of all samples; pickles as a handle.
 
-    Of remote files size and tag, too: ``facts``, int64 (N, 2), -1 where they are not known. Paths
+    Of remote files size and tag, too: ``stat``, int64 (N, 2), -1 where they are not known. Paths
     begin with ``prefix`` and go on with what is packed.
     Targets that are numbers, or arrays, scalars or tensors of one shape and dtype, become one
     array; all others are pickled.
@@ -135,7 +135,7 @@ class SampleTable:
         paths: Iterable[str] | Packed | None = None,
         prefix: bytes = b"",
         class_to_idx: Mapping[str, int] | None = None,
-        facts: Sequence[tuple[int, int]] | np.ndarray | None = None,
+        stat: Sequence[tuple[int, int]] | np.ndarray | None = None,
     ) -> None:
         columns, self.target_kind = target_columns(targets)
         self.has_paths = paths is not None
@@ -146,8 +146,8 @@ class SampleTable:
             columns |= {"path": packed.blob, "path_ends": packed.ends}
         if class_to_idx is not None:
             columns["classes"] = np.frombuffer(json.dumps(dict(class_to_idx)).encode(), np.uint8)
-        if facts is not None:
-            columns["facts"] = np.array(facts, np.int64).reshape(-1, 2)
+        if stat is not None:
+            columns["stat"] = np.array(stat, np.int64).reshape(-1, 2)
         self.columns = ArrayBlock.of(columns)
 
     def __len__(self) -> int:
@@ -159,8 +159,8 @@ class SampleTable:
         return None if text is None else json.loads(text.tobytes())
 
     @property
-    def facts(self) -> np.ndarray | None:
-        return self.columns.get("facts")
+    def stat(self) -> np.ndarray | None:
+        return self.columns.get("stat")
 
     @property
     def targets(self) -> ListView[Any]:
@@ -209,7 +209,7 @@ class SampleTable:
             list(map(self.target, kept)),
             paths=list(map(self.path, kept)),
             class_to_idx=self.class_to_idx,
-            facts=None if self.facts is None else self.facts[kept],
+            stat=None if self.stat is None else self.stat[kept],
         )
 
     def close(self) -> None:

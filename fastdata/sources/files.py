@@ -33,13 +33,13 @@ class FileSource:
     """One file per sample, on this machine or behind a URL.
 
     Args:
-        paths: path or URL of each sample. Read by index only, as ``targets`` and ``facts`` are.
+        paths: path or URL of each sample. Read by index only, as ``targets`` and ``stat`` are.
         targets: target of each sample.
         loader: opens a file by its path. If it is the user's own, it gets the path of a temporary
             copy of a remote file. None: samples are the bytes of the files.
         place: folder of all or most remote files; None for files of this machine. Expected files
             are fetched together, in the background.
-        facts: size and tag of each remote file, int64 (N, 2); -1 if unknown. A file that comes in
+        stat: size and tag of each remote file, int64 (N, 2); -1 if unknown. A file that comes in
             another size was changed since it was listed, which is an error.
     """
 
@@ -47,7 +47,7 @@ class FileSource:
     targets: Sequence[Any]
     loader: Loader | None
     place: Place | None = None
-    facts: Any = None
+    stat: Any = None
     requests: Requests = field(default_factory=Requests)
     keys: ClassVar[ItemKeys | None] = None
 
@@ -95,12 +95,12 @@ class FileSource:
         assert self.place is not None
         # Most files are below one place; a manifest may list others, too.
         place, name = self.place.locate(self.paths[index])
-        size = int(self.facts[index][0])
+        size = int(self.stat[index][0])
         return place.submit(name, size_bytes=None if size < 0 else size)
 
     def columns_of(self, indices: Indices) -> dict[str, Any]:
         """Return the fields with these samples only, by index, for another process."""
-        columns = {"paths": self.paths, "targets": self.targets, "facts": self.facts}
+        columns = {"paths": self.paths, "targets": self.targets, "stat": self.stat}
         return {
             name: {index: column[index] for index in indices}
             for name, column in columns.items()
@@ -111,13 +111,13 @@ class FileSource:
         """Return sizes and tags of remote files, int64 (2, N); None for files of this machine."""
         if self.place is None:
             return None
-        facts: np.ndarray = np.array(self.facts).T
+        stat: np.ndarray = np.array(self.stat).T
         # Paths that a dataset of the user's own has added were not seen in any listing.
-        unlisted = np.flatnonzero(facts[0] < 0).tolist()
+        unlisted = np.flatnonzero(stat[0] < 0).tolist()
         if unlisted:
             files = map(self.place.locate, chosen(self.paths, unlisted))
-            facts[:, unlisted] = np.array(facts_of(files)).T
-        return facts
+            stat[:, unlisted] = np.array(facts_of(files)).T
+        return stat
 
 
 def _read_files(paths: Sequence[str]) -> list[bytes]:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fastdata.machine.ranks import Follower, Leader, find_run, lead_or_follow, run_to_be
+from fastdata.machine.ranks import Follower, Leader, find_run, future_run, lead_or_follow
 from fastdata.machine.tables import SampleTable
 from fastdata.pixels.fingerprint import describe
 from fastdata.report import warn_user
@@ -23,11 +23,11 @@ def share_with_ranks(
 ) -> Leader | Follower | None:
     """Return the leader of the ranks, or what it prepared; None if each rank is on its own."""
     run = find_run()
-    to_be = run or run_to_be()
-    if to_be is None:
+    shared_run = run or future_run()
+    if shared_run is None:
         return None
     try:
-        return lead_or_follow(to_be, _key(expected, options, table), known)
+        return lead_or_follow(shared_run, _key(expected, options, table), known)
     except ValueError as refused:
         if run is not None:
             warn_user(f"each rank prepares and holds samples of its own: {refused}")
