@@ -38,7 +38,7 @@ from fastdata.errors import (
 )
 from fastdata.pixels.decode import load_image
 from fastdata.pixels.resize import Resize
-from fastdata.pixels.transform_keys import describe_steps
+from fastdata.pixels.transform_keys import describe_transforms
 from fastdata.sources.remote import Place
 from fastdata.stores import disk_file as disk_file_module
 from fastdata.stores.build import lock_of, locked
@@ -518,15 +518,15 @@ def test_equal_steps_share_a_cache_whoever_wrote_them() -> None:
         [Resize(8), v1.CenterCrop((6, 6))],
         [v2.Resize(8, antialias=False), v2.CenterCrop([6, 6])],
     ]
-    assert len({describe_steps(each, is_pil=True) for each in steps}) == 1
-    assert len({describe_steps(each) for each in steps}) == len(steps)
+    assert len({describe_transforms(each, is_pil=True) for each in steps}) == 1
+    assert len({describe_transforms(each) for each in steps}) == len(steps)
     reformed = (
         [v2.ToImage(), v2.Resize(8)],
         [v2.ToImage(), v2.Resize(8, antialias=False)],
         [v2.Resize(8), v2.ToImage()],
     )
-    assert len({describe_steps(each, is_pil=True) for each in reformed}) == len(reformed)
-    assert describe_steps([v1.Resize(8)], is_pil=True) != describe_steps(
+    assert len({describe_transforms(each, is_pil=True) for each in reformed}) == len(reformed)
+    assert describe_transforms([v1.Resize(8)], is_pil=True) != describe_transforms(
         [v1.Resize((8, 8))], is_pil=True
     )
 

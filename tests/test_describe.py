@@ -32,7 +32,7 @@ from data import save_image
 from fastdata import CachedDataset, ImageFolder, collate
 from fastdata.machine.tables import SampleTable
 from fastdata.pixels.draws import may_draw
-from fastdata.pixels.fingerprint import describe
+from fastdata.pixels.fingerprint import fingerprint
 from fastdata.tools.inspect import inspect_caches
 
 Folder = Callable[..., Path]
@@ -258,7 +258,7 @@ def test_equal_values_have_one_description_and_others_another() -> None:
         )
 
     makers = list(zip(values(), values(), strict=True))
-    texts = [(describe(one), describe(again)) for one, again in makers]
+    texts = [(fingerprint(one), fingerprint(again)) for one, again in makers]
     assert all(one == again for one, again in texts)
     assert len({text for text, _ in texts}) == len(texts)
 
@@ -276,11 +276,11 @@ def test_methods_of_one_name_have_descriptions_of_their_own() -> None:
         train = decorated(1)
         evaluate = decorated(2)
 
-    texts = {describe(Steps().train), describe(Steps().evaluate)}
+    texts = {fingerprint(Steps().train), fingerprint(Steps().evaluate)}
     for by in (1, 2):
         steps: Any = Steps()
         steps.own = types.MethodType(decorated(by), steps)
-        texts.add(describe(steps))
+        texts.add(fingerprint(steps))
     assert len(texts) == 4
 
 
@@ -296,7 +296,7 @@ def test_what_passes_another_datasets_attributes_on_is_not_that(image_folder: Fo
             return getattr(self.__dict__["inner"], name)
 
     with ImageFolder(image_folder(), storage="none") as inner:
-        texts = [describe(Around(inner, by)) for by in (1, 1, 2)]
+        texts = [fingerprint(Around(inner, by)) for by in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
 
 
@@ -307,10 +307,10 @@ def test_an_import_inside_a_function_is_refused() -> None:
         def own(): import mine.helpers as helpers; return helpers.by
         def near(): from .helpers import by; return by
     """)
-    assert describe(made.known) == describe(made.known)
+    assert fingerprint(made.known) == fingerprint(made.known)
     for step in (made.own, made.near):
         with pytest.raises(ValueError, match=r"it imports .*helpers when it is called.*cache_key="):
-            describe(step)
+            fingerprint(step)
 
 
 def test_a_description_outlives_its_process(tmp_path: Path) -> None:
@@ -319,7 +319,7 @@ def test_a_description_outlives_its_process(tmp_path: Path) -> None:
         textwrap.dedent("""
             import re, functools, enum, dataclasses, logging, sys
             import torch
-            from fastdata.pixels.fingerprint import describe
+            from fastdata.pixels.fingerprint import fingerprint
             class Kind(enum.Enum): A, B = 1, 2
             @dataclasses.dataclass(frozen=True)
             class Settings:
@@ -334,7 +334,7 @@ def test_a_description_outlives_its_process(tmp_path: Path) -> None:
                     log.info(x)
                     return step(x) if x in {"p", "q", "r"} else SETTINGS
             def step(x): return Step()(x), step, NAMES
-            TEXT = describe([step, Step(), functools.partial(step, 1), lambda x: step(x)])
+            TEXT = fingerprint([step, Step(), functools.partial(step, 1), lambda x: step(x)])
             print(TEXT)
         """)
     )
@@ -614,5 +614,5 @@ def test_a_dataset_that_holds_anothers_targets_is_known_by_them() -> None:
     texts = []
     for targets in ([3, 4], [3, 4], [3, 5]):
         with contextlib.closing(SampleTable(targets)) as table:
-            texts.append(describe([table.targets], None))
+            texts.append(fingerprint([table.targets], None))
     assert texts[0] == texts[1] != texts[2]

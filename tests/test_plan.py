@@ -19,8 +19,8 @@ from torchvision.transforms._presets import ImageClassification
 from fastdata import Views
 from fastdata.pixels.plan import TransformPlan
 from fastdata.pixels.resize import Resize
-from fastdata.pixels.split import leading_steps, plan_transform
-from fastdata.pixels.transform_keys import describe_steps
+from fastdata.pixels.split import leading_transforms, plan_transform
+from fastdata.pixels.transform_keys import describe_transforms
 
 NORM = ((0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
 
@@ -588,7 +588,7 @@ def test_sizes_may_be_the_lists_of_a_config() -> None:
     assert (
         plan_transform(v1.Compose(steps)).batch_ops == plan_transform(v1.Compose(plain)).batch_ops
     )
-    assert describe_steps([v1.Resize(sides)], is_pil=True) == "resize (3, 4) bilinear"
+    assert describe_transforms([v1.Resize(sides)], is_pil=True) == "resize (3, 4) bilinear"
 
 
 def test_erasing_with_more_values_than_the_core_holds_runs_as_written() -> None:
@@ -604,7 +604,7 @@ def test_resizes_and_crops_of_pil_images_have_one_text(version: Any) -> None:
     """Size and filter of bilinear and bicubic resizes are told, others are not taken for one."""
 
     def text(step: Any) -> str:
-        return describe_steps([step], is_pil=True)
+        return describe_transforms([step], is_pil=True)
 
     bicubic = version.Resize((4, 6), interpolation=version.InterpolationMode.BICUBIC)
     nearest = version.Resize(4, interpolation=version.InterpolationMode.NEAREST)
@@ -614,7 +614,7 @@ def test_resizes_and_crops_of_pil_images_have_one_text(version: Any) -> None:
     assert text(version.CenterCrop((3, 2))) == "centre crop (3, 2)"
     for other in (version.Resize(4, max_size=9), nearest):
         assert not text(other).startswith("resize")
-    assert "centre crop" not in describe_steps([nearest, version.CenterCrop(3)], is_pil=True)
+    assert "centre crop" not in describe_transforms([nearest, version.CenterCrop(3)], is_pil=True)
 
 
 class PlainResize:
@@ -629,7 +629,7 @@ class PlainResize:
 
 def key_of(transform: Any) -> str:
     """What tells the steps apart that samples are stored after."""
-    return describe_steps(leading_steps(transform), "")
+    return describe_transforms(leading_transforms(transform), "")
 
 
 def test_a_key_of_leading_steps_is_no_address() -> None:

@@ -13,7 +13,7 @@ from fastdata.datasets.preparing import to_prepare
 from fastdata.datasets.samples import DatasetSamples
 from fastdata.datasets.stored import LeadingSteps, Stored, Transforms
 from fastdata.paths import AnyPath
-from fastdata.pixels.plan import PairStep, Step
+from fastdata.pixels.plan import PairTransform, Transform
 from fastdata.sources.items import DatasetSource
 from fastdata.sources.source import chosen_keys
 from fastdata.sources.storage_options import StorageChoice
@@ -88,10 +88,10 @@ class CachedDataset(PreparedDataset):
         self,
         dataset: Any,
         *,
-        prepare: Step | None = None,
-        transform: Step | None = None,
-        target_transform: Step | None = None,
-        transforms: PairStep | None = None,
+        prepare: Transform | None = None,
+        transform: Transform | None = None,
+        target_transform: Transform | None = None,
+        transforms: PairTransform | None = None,
         columns: Mapping[str, str | Sequence[str]] | None = None,
         frozen: bool = False,
         **options: Unpack[DatasetOptions],
@@ -120,9 +120,9 @@ class CachedDataset(PreparedDataset):
         cls,
         path: AnyPath,
         *,
-        transform: Step | None = None,
-        target_transform: Step | None = None,
-        transforms: PairStep | None = None,
+        transform: Transform | None = None,
+        target_transform: Transform | None = None,
+        transforms: PairTransform | None = None,
         as_tensors: bool = False,
         seed: int | None = None,
         batch_ops: bool = True,
@@ -189,7 +189,9 @@ class CachedDataset(PreparedDataset):
 
 
 def _chosen_transforms(
-    transform: Step | None, target_transform: Step | None, transforms: PairStep | None
+    transform: Transform | None,
+    target_transform: Transform | None,
+    transforms: PairTransform | None,
 ) -> Transforms:
     if transforms is not None and (transform is not None or target_transform is not None):
         raise ValueError(

@@ -16,7 +16,7 @@ from fastdata.pixels.core.calls import Samples
 from fastdata.pixels.plan import TransformPlan
 from fastdata.pixels.program import Program
 from fastdata.pixels.samples import addresses_of, decoded_shape, present, tensor_class, to_stored
-from fastdata.pixels.steps import Step as CoreStep
+from fastdata.pixels.steps import Step
 from fastdata.stores.kept import KeptSamples
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Column(NamedTuple):
     output: Output | None = None
     last: Program | None = None
 
-    def without_cast(self) -> tuple[Column, CoreStep | None]:
+    def without_cast(self) -> tuple[Column, Step | None]:
         """Return this column without its final float cast, and that cast (None without one)."""
         assert self.program is not None
         program, cast = self.program.without_cast()

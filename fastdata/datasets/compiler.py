@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from fastdata.datasets.column import Column
 from fastdata.datasets.reader import Reader
 from fastdata.pixels.core import library
-from fastdata.pixels.plan import PairStep, TransformPlan
+from fastdata.pixels.plan import PairTransform, TransformPlan
 from fastdata.pixels.program import Program
 from fastdata.pixels.samples import SampleSpec
 from fastdata.pixels.split import plan_pairs, plan_transform, split_upright
-from fastdata.pixels.transform_keys import describe_steps
+from fastdata.pixels.transform_keys import describe_transforms
 from fastdata.stores.kept import KeptSamples
 from fastdata.stores.preparer import Steps
 from fastdata.stores.store import Store
@@ -95,7 +95,7 @@ def _compile_kept(stored: Stored, kept: KeptSamples, transform: Any) -> Compiled
         channels=_channels_of(store) if dimensions == 3 else None,
         obstacle=obstacle,
     )
-    if describe_steps(plan.prepare, "") != after.key:
+    if describe_transforms(plan.prepare, "") != after.key:
         raise ValueError(
             f"samples are stored after {after.text or 'no step'}, but the transform now begins with "
             f"{', '.join(map(repr, plan.prepare)) or 'none'}. Give it the same first steps, or "
@@ -132,7 +132,7 @@ def _compile_files(stored: Stored, transform: Any) -> tuple[bool, Compiled] | No
     return is_upright or opening.is_upright, (plan, columns)
 
 
-def _compile_pairs(stored: Stored, transforms: PairStep) -> Compiled:
+def _compile_pairs(stored: Stored, transforms: PairTransform) -> Compiled:
     """Of what takes sample and target: one column of images and one of masks."""
     kept = stored.kept
     obstacle = stored.obstacle

@@ -24,7 +24,7 @@ from fastdata.errors import SampleError, kind_of
 from fastdata.machine.budget import StoragePlan, StorageReport
 from fastdata.machine.tables import ListView
 from fastdata.pixels.own_transforms import StandardTransform
-from fastdata.pixels.plan import PairStep, Step, TransformPlan
+from fastdata.pixels.plan import PairTransform, Transform, TransformPlan
 from fastdata.sources.files import FileSource
 from fastdata.stores.kept import KeptSamples
 from fastdata.stores.prepare import report_storage
@@ -173,28 +173,28 @@ class PreparedDataset(Dataset[Any]):
     # torchvision's attributes
 
     @property
-    def transform(self) -> Step | None:
+    def transform(self) -> Transform | None:
         """Called on each sample; its leading deterministic steps once, before samples are stored."""
         return self._fastdata.transforms.of_sample
 
     @transform.setter
-    def transform(self, transform: Step | None) -> None:
+    def transform(self, transform: Transform | None) -> None:
         if _is_made(self):
             samples = self._fastdata
             samples.assign(replace(samples.transforms, of_sample=transform))
 
     @property
-    def target_transform(self) -> Step | None:
+    def target_transform(self) -> Transform | None:
         """Called on each target when it is read."""
         return self._fastdata.transforms.of_target
 
     @target_transform.setter
-    def target_transform(self, target_transform: Step | None) -> None:
+    def target_transform(self, target_transform: Transform | None) -> None:
         if _is_made(self):
             self._fastdata.assign_target_transform(target_transform)
 
     @property
-    def transforms(self) -> PairStep | None:
+    def transforms(self) -> PairTransform | None:
         """Called with sample and target: the user's ``transforms=``, or both other transforms."""
         given = self._fastdata.transforms
         if given.of_both is not None or (given.of_sample is None and given.of_target is None):
@@ -202,7 +202,7 @@ class PreparedDataset(Dataset[Any]):
         return StandardTransform(given.of_sample, given.of_target)
 
     @transforms.setter
-    def transforms(self, transforms: PairStep | None) -> None:
+    def transforms(self, transforms: PairTransform | None) -> None:
         if _is_made(self):
             samples = self._fastdata
             samples.assign(replace(samples.transforms, of_both=transforms))
@@ -291,7 +291,7 @@ class PreparedDataset(Dataset[Any]):
         """
         self._fastdata.set_epoch(epoch)
 
-    def with_transform(self, transform: Step | None) -> Self:
+    def with_transform(self, transform: Transform | None) -> Self:
         """Return a second view of the same samples, under another transform, as for validation.
 
         A transform that begins with other steps than those that samples are stored after gets a

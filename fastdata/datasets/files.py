@@ -12,7 +12,7 @@ from fastdata.datasets.stored import Stored
 from fastdata.machine.tables import SampleTable
 from fastdata.paths import AnyPath, refuse_secrets
 from fastdata.pixels.decode import Loader
-from fastdata.pixels.transform_keys import describe_steps
+from fastdata.pixels.transform_keys import describe_transforms
 from fastdata.sources.files import FileSource
 from fastdata.sources.remote import Place
 from fastdata.sources.source import Source
@@ -73,7 +73,7 @@ class FileOrigin:
         root = os.fspath(self.root)
         assert isinstance(source, FileSource)
         assert stored.table is not None
-        opened = describe_steps([self.loader], stored.options.cache_key)
+        opened = describe_transforms([self.loader], stored.options.cache_key)
         opened = f"{opened}, {self.list_name}" if self.list_name else opened
         return opened, list_paths(stored.table.all_paths(), root, source.listing()), root
 

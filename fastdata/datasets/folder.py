@@ -9,7 +9,7 @@ from fastdata.datasets.files import FileOrigin
 from fastdata.datasets.image_files import ImageFiles, file_samples
 from fastdata.paths import AnyPath, is_url, local_path
 from fastdata.pixels.decode import IMAGE_EXTENSIONS, Loader, load_image
-from fastdata.pixels.plan import Step
+from fastdata.pixels.plan import Transform
 from fastdata.sources.folders import find_classes, scan_folder
 from fastdata.sources.manifest import Listed
 from fastdata.sources.remote import Place
@@ -65,8 +65,8 @@ class ImageFolder(ImageFiles):
     def __init__(
         self,
         root: AnyPath,
-        transform: Step | None = None,
-        target_transform: Step | None = None,
+        transform: Transform | None = None,
+        target_transform: Transform | None = None,
         loader: Loader | None = None,
         is_valid_file: Callable[[str], bool] | None = None,
         allow_empty: bool = False,

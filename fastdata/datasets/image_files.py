@@ -9,7 +9,7 @@ from fastdata.datasets.stored import Transforms
 from fastdata.machine.tables import SampleTable
 from fastdata.paths import AnyPath
 from fastdata.pixels.decode import Loader
-from fastdata.pixels.plan import Step
+from fastdata.pixels.plan import Transform
 from fastdata.sources.manifest import Listed
 from fastdata.stores.options import Options
 
@@ -39,8 +39,8 @@ def file_samples(
     origin: FileOrigin,
     listed: Listed,
     options: Options,
-    transform: Step | None,
-    target_transform: Step | None,
+    transform: Transform | None,
+    target_transform: Transform | None,
 ) -> FileSamples:
     """Return the samples of a dataset of image files."""
     stat = None

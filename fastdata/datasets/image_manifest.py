@@ -10,7 +10,7 @@ from fastdata.datasets.files import FileOrigin
 from fastdata.datasets.image_files import ImageFiles, file_samples
 from fastdata.paths import AnyPath, is_url
 from fastdata.pixels.decode import Loader, load_image
-from fastdata.pixels.plan import Step
+from fastdata.pixels.plan import Transform
 from fastdata.sources.manifest import read_manifest
 from fastdata.sources.remote import Place
 from fastdata.stores.options import DatasetOptions, read_options, with_options
@@ -75,8 +75,8 @@ class ImageManifest(ImageFiles):
         file: str = "file",
         label: str | Sequence[str] | None = "label",
         id: str | None = None,
-        transform: Step | None = None,
-        target_transform: Step | None = None,
+        transform: Transform | None = None,
+        target_transform: Transform | None = None,
         loader: Loader | None = None,
         **options: Unpack[DatasetOptions],
     ) -> None:

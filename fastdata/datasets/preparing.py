@@ -12,10 +12,10 @@ from fastdata.datasets.stored import LeadingSteps, Stored
 from fastdata.machine.budget import StoragePlan
 from fastdata.machine.tables import SampleTable
 from fastdata.pixels.known import known_name
-from fastdata.pixels.plan import Step
+from fastdata.pixels.plan import Transform
 from fastdata.pixels.resize import Resize
-from fastdata.pixels.split import leading_steps
-from fastdata.pixels.transform_keys import describe_steps
+from fastdata.pixels.split import leading_transforms
+from fastdata.pixels.transform_keys import describe_transforms
 from fastdata.report import warn_user
 from fastdata.sources.files import FileSource
 from fastdata.sources.source import Source
@@ -38,7 +38,7 @@ def to_prepare(
     source: Source,
     options: Options,
     *,
-    prepare: Step | None = None,
+    prepare: Transform | None = None,
     files: SampleTable | None = None,
 ) -> Stored:
     """Return samples that are still to be prepared.
@@ -76,7 +76,7 @@ def is_outdated(stored: Stored, transform: Any, *, was_read: bool) -> bool:
     assert after is not None
     if (
         stored.kept is not None
-        and describe_steps(leading_steps(transform, after.count), "") != after.key
+        and describe_transforms(leading_transforms(transform, after.count), "") != after.key
     ):
         return True
     # A worker process cannot share a store with the others.
@@ -87,7 +87,7 @@ def is_outdated(stored: Stored, transform: Any, *, was_read: bool) -> bool:
         may_gain = stored.options.storage == "auto" and len(stored.samples) > 0
     else:
         may_gain = stored.filled_share() == 0 or (not after.key and not was_read)
-    return may_gain and describe_steps(leading_steps(transform), "") != after.key
+    return may_gain and describe_transforms(leading_transforms(transform), "") != after.key
 
 
 def may_wait(stored: Stored, transform: Any) -> bool:
@@ -125,7 +125,7 @@ def prepare_samples(
     options = stored.options
     source = stored.source
     assert source is not None
-    leading = leading_steps(transform)
+    leading = leading_transforms(transform)
     preparer = choose_preparer(source, (*stored.first_steps, *leading))
     if options.cache_dir is None or len(source) == 0:
         prepared = prepare_storage(preparer, options, stored.files, replaced)
@@ -141,5 +141,7 @@ def prepare_samples(
         skipped = (*stored.prepared.skipped, *prepared.skipped)
         prepared = replace(prepared, skipped=skipped)
     is_upright = "exif_transpose" in map(known_name, preparer.prepare.steps)
-    after = LeadingSteps(len(leading), describe_steps(leading, ""), ", ".join(map(repr, leading)))
+    after = LeadingSteps(
+        len(leading), describe_transforms(leading, ""), ", ".join(map(repr, leading))
+    )
     return replace(stored, prepared=prepared, after=after, is_upright=is_upright)

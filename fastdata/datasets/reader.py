@@ -26,10 +26,10 @@ from fastdata.datasets.visits import IndexBatch
 from fastdata.errors import ChannelsError, SampleError, fault_of, sample_error
 from fastdata.machine.tables import SampleTable, collate_targets
 from fastdata.pixels.arrays import Array
-from fastdata.pixels.plan import PairStep, Step, TransformPlan
+from fastdata.pixels.plan import PairTransform, Transform, TransformPlan
 from fastdata.pixels.program import Program
 from fastdata.pixels.samples import shown_class, without_exif
-from fastdata.pixels.steps import Step as CoreStep
+from fastdata.pixels.steps import Step
 from fastdata.sources.files import FileSource
 from fastdata.sources.source import ItemKeys
 from fastdata.stores.kept import KeptSamples
@@ -50,7 +50,7 @@ class Targets:
     """
 
     stored: Stored
-    transform: Step | None
+    transform: Transform | None
 
     @cached_property
     def numbers(self) -> Array | None:
@@ -111,8 +111,8 @@ class Reader:
 
     stored: Stored
     length: int
-    target_transform: Step | None
-    pair_transform: PairStep | None
+    target_transform: Transform | None
+    pair_transform: PairTransform | None
     plan: TransformPlan
     columns: tuple[Column, ...]
     prepare: Steps
@@ -205,7 +205,7 @@ class Reader:
         return not (self.outputs and all(store.spec.is_dense for store in self.kept.stores))
 
     @cached_property
-    def without_cast(self) -> tuple[Reader, list[CoreStep | None]]:
+    def without_cast(self) -> tuple[Reader, list[Step | None]]:
         """This reader without final float casts, and the casts; only if there is no obstacle."""
         columns, casts = zip(*map(Column.without_cast, self.columns), strict=True)
         return replace(self, columns=columns), list(casts)

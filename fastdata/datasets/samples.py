@@ -37,7 +37,7 @@ from fastdata.errors import StoreGoneError
 from fastdata.machine.blocks import ArrayBlock
 from fastdata.machine.budget import StoragePlan
 from fastdata.machine.tables import SampleTable
-from fastdata.pixels.plan import Step
+from fastdata.pixels.plan import Transform
 from fastdata.pixels.samples import tensor_class
 from fastdata.report import log
 from fastdata.sources.items import DatasetSource
@@ -219,7 +219,7 @@ class DatasetSamples:
                     )
                 self._prepare_again(before)
 
-    def assign_target_transform(self, transform: Step | None) -> None:
+    def assign_target_transform(self, transform: Transform | None) -> None:
         self.handle()
         self.transforms = replace(self.transforms, of_target=transform)
         self._read_by(replace(self.reader, target_transform=transform))
@@ -231,7 +231,7 @@ class DatasetSamples:
             f"dataset. {OTHER_LISTS}"
         )
 
-    def view(self, transform: Step | None) -> DatasetSamples:
+    def view(self, transform: Transform | None) -> DatasetSamples:
         """Return the same samples under another transform; both hold the memory."""
         self.handle()
         other = self._copied()

@@ -9,7 +9,7 @@ from typing import Any
 from fastdata.machine.tables import SampleTable
 from fastdata.pixels.arrays import Array
 from fastdata.pixels.core import library
-from fastdata.pixels.plan import PairStep, Step
+from fastdata.pixels.plan import PairTransform, Transform
 from fastdata.sources.source import Source
 from fastdata.stores.kept import KeptSamples
 from fastdata.stores.options import Options
@@ -52,7 +52,7 @@ class Stored:
     prepared: Prepared
     source: Source | None = None
     files: SampleTable | None = None
-    first_steps: tuple[Step, ...] = ()
+    first_steps: tuple[Transform, ...] = ()
     after: LeadingSteps | None = None
     is_upright: bool = False
     is_remote: bool = False
@@ -91,6 +91,6 @@ class Transforms:
         of_both: called with sample and target together, instead of the other two.
     """
 
-    of_sample: Step | None = None
-    of_target: Step | None = None
-    of_both: PairStep | None = None
+    of_sample: Transform | None = None
+    of_target: Transform | None = None
+    of_both: PairTransform | None = None

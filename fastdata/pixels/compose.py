@@ -11,10 +11,10 @@ import torch
 
 from fastdata.pixels.callables import seen_through
 from fastdata.pixels.known import is_changed, is_v2, known_name
-from fastdata.pixels.own_transforms import AlbumentationsStep
+from fastdata.pixels.own_transforms import AlbumentationsTransform
 
 
-def flatten(transform: Any) -> tuple[Any, ...]:
+def flatten_transform(transform: Any) -> tuple[Any, ...]:
     """Return the single transforms of a transform, of a tuple of transforms, or of None.
 
     The user's own callables that only call other transforms are replaced by these. If such a
@@ -43,27 +43,27 @@ def _parts_of(step: Any) -> Sequence[Any] | None:
     if name == "Compose":
         return tuple(step.transforms)
     if name == "ImageClassification":
-        return _steps_of_preset(step, str(vars(step)))
+        return _transforms_of_preset(step, str(vars(step)))
     if kind.__module__.startswith("albumentations."):
-        return (AlbumentationsStep(step),)
+        return (AlbumentationsTransform(step),)
     if name == "Lambda" and getattr(step, "types", (object,)) == (object,):
         return seen_through(step.lambd)
-    return None if name or kind is AlbumentationsStep else seen_through(step)
+    return None if name or kind is AlbumentationsTransform else seen_through(step)
 
 
-def joint_steps(transforms: Any) -> tuple[Any, ...]:
+def joint_transforms(transforms: Any) -> tuple[Any, ...]:
     """Return the transforms of v2's nested Compose, which may take an image and its mask.
 
     Other callables are not seen through: their transforms take one sample at a time.
     """
     if known_name(transforms) != "Compose" or not is_v2(transforms):
         return (transforms,)
-    return tuple(step for part in transforms.transforms for step in joint_steps(part))
+    return tuple(step for part in transforms.transforms for step in joint_transforms(part))
 
 
 # Cached so that each call returns the same objects, until an attribute of the preset changes.
 @lru_cache(maxsize=16)
-def _steps_of_preset(preset: Any, attributes: str) -> tuple[Any, ...]:
+def _transforms_of_preset(preset: Any, attributes: str) -> tuple[Any, ...]:
     """Return what ``weights.transforms()`` does (torchvision's transforms/_presets.py)."""
     theirs = sys.modules["torchvision.transforms"]  # imported, because it defines the preset
     options = {"interpolation": preset.interpolation, "antialias": preset.antialias}

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from fastdata.pixels.bytecode import names_in_code, with_inner
-from fastdata.pixels.compose import flatten
+from fastdata.pixels.compose import flatten_transform
 from fastdata.pixels.fingerprint import ATOMS, BY_NAME, closed_over, is_installed, is_plain
 from fastdata.pixels.known import PREPARABLE, REFORMING, known_name, names_in
 from fastdata.pixels.own_transforms import Views
@@ -42,7 +42,7 @@ _RANGES = {"GaussianBlur": "sigma", "JPEG": "quality", "RandomRotation": "degree
 def is_random(step: Any) -> bool | None:
     """Return True if a transform draws random numbers, None if that is not known."""
     if type(step) is Views:
-        drawn = set(map(is_random, flatten(step.transforms)))
+        drawn = set(map(is_random, flatten_transform(step.transforms)))
         return next((answer for answer in (True, None) if answer in drawn), False)
     name = known_name(step)
     if not name:

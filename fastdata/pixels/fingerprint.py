@@ -44,7 +44,7 @@ _HEAP_TYPE = 1 << 9
 """The flag of classes that Python code made (Py_TPFLAGS_HEAPTYPE of Python's C code)."""
 
 
-def describe(value: Any, cache_key: str | None = None) -> str:
+def fingerprint(value: Any, cache_key: str | None = None) -> str:
     """Return a hash of what a value does; ``cache_key`` stands for parts that cannot be covered.
 
     Raises:
@@ -52,7 +52,7 @@ def describe(value: Any, cache_key: str | None = None) -> str:
             ``cache_key``. The text names its type.
 
     Example:
-        >>> describe([1, 2]) == describe([1, 2]), describe([1, 2]) == describe([1.0, 2])
+        >>> fingerprint([1, 2]) == fingerprint([1, 2]), fingerprint([1, 2]) == fingerprint([1.0, 2])
         (True, False)
     """
     digest = hashlib.blake2b(digest_size=12)
@@ -134,7 +134,7 @@ class _Describer(pickle.Pickler):
         try:
             if kind is set or kind is frozenset:
                 # The order of a set differs from process to process.
-                return kind.__name__, sorted(describe(each, self._cache_key) for each in value)
+                return kind.__name__, sorted(fingerprint(each, self._cache_key) for each in value)
             return name_of(value) or (kind, *_parts_of(value))
         except Exception as problem:  # the user's code that pickles a value may raise anything
             if self._cache_key is not None:

@@ -9,15 +9,15 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from fastdata.pixels.plan import Step
+    from fastdata.pixels.plan import Transform
 
 
 @dataclass(frozen=True, slots=True)
 class StandardTransform:
     """A transform of the sample and one of the target, called with both, as in torchvision."""
 
-    transform: Step | None
-    target_transform: Step | None
+    transform: Transform | None
+    target_transform: Transform | None
 
     def __call__(self, sample: Any, target: Any) -> tuple[Any, Any]:
         if self.transform is not None:
@@ -51,7 +51,7 @@ class Views:
         self.kind: type = list
 
     def __call__(self, image: Any) -> Any:
-        return self.kind(run_steps(transform, image) for transform in self.transforms)
+        return self.kind(run_transforms(transform, image) for transform in self.transforms)
 
     def __repr__(self) -> str:
         return f"Views({', '.join(map(repr, self.transforms))})"
@@ -87,7 +87,7 @@ class AlternatingFlip:
         return "AlternatingFlip()"
 
 
-def run_steps(transform: Any, sample: Any) -> Any:
+def run_transforms(transform: Any, sample: Any) -> Any:
     """Call a transform, or the transforms of a tuple one after the other."""
     for step in transform if type(transform) is tuple else (transform,):
         sample = step(sample)
@@ -95,7 +95,7 @@ def run_steps(transform: Any, sample: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class AlbumentationsStep:
+class AlbumentationsTransform:
     """A transform of albumentations, which takes arrays by name and returns dicts.
 
     The wrapper takes and returns an image, as torchvision's transforms do.

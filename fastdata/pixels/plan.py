@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from textwrap import shorten
 from typing import Any
 
-from fastdata.pixels.own_transforms import run_steps
+from fastdata.pixels.own_transforms import run_transforms
 from fastdata.pixels.samples import Form
 from fastdata.pixels.steps import Steps
 
-Step = Callable[[Any], Any]
+Transform = Callable[[Any], Any]
 
-PairStep = Callable[[Any, Any], Any]
+PairTransform = Callable[[Any, Any], Any]
 
 _SHOWN_LETTERS = 100
 """Of a step within a reason."""
@@ -43,16 +43,16 @@ class TransformPlan:
     """
 
     kind: Form
-    prepare: tuple[Step, ...] = ()
+    prepare: tuple[Transform, ...] = ()
     batch_ops: Steps = ()
-    per_sample: tuple[Step, ...] = ()
+    per_sample: tuple[Transform, ...] = ()
     batch_texts: tuple[str, ...] = ()
     reason: str = ""
     last: TransformPlan | None = None
     views: tuple[TransformPlan, ...] = ()
     made: type = list
     mask: TransformPlan | None = None
-    beforehand: tuple[Step, ...] = ()
+    beforehand: tuple[Transform, ...] = ()
     may_draw: bool = False
 
     @property
@@ -64,7 +64,9 @@ class TransformPlan:
     def obstacle(self) -> str | None:
         """Why batches cannot be served as one tensor; None if they can."""
         if self.per_sample:
-            step = shorten(text_of_step(self.per_sample[0]), _SHOWN_LETTERS, placeholder=" ...")
+            step = shorten(
+                text_of_transform(self.per_sample[0]), _SHOWN_LETTERS, placeholder=" ..."
+            )
             return f"{step} {self.reason}"
         for number, view in enumerate(self.views):
             if view.obstacle:
@@ -85,27 +87,27 @@ class TransformPlan:
         return None if self.per_sample else self.kind
 
     @property
-    def unknown(self) -> tuple[Step, ...]:
+    def unknown(self) -> tuple[Transform, ...]:
         """The steps per sample, but for those of ``last``."""
         known = len(self.last.batch_texts) if self.last else 0
         return self.per_sample[: len(self.per_sample) - known]
 
     def run_unknown(self, sample: Any) -> Any:
         """Run the per sample part, but for its last steps, on a sample of ``kind``."""
-        return run_steps(self.unknown, sample)
+        return run_transforms(self.unknown, sample)
 
     def run_last(self, sample: Any) -> Any:
         """Run the last steps as they are written, on a sample that ``last`` is not for."""
-        return run_steps(self.per_sample[len(self.unknown) :], sample)
+        return run_transforms(self.per_sample[len(self.unknown) :], sample)
 
     def __repr__(self) -> str:
-        prepare = ", ".join(map(text_of_step, (*self.beforehand, *self.prepare))) or "-"
+        prepare = ", ".join(map(text_of_transform, (*self.beforehand, *self.prepare))) or "-"
         lines = [f"prepare, once per sample:     {prepare}"]
         for number, view in enumerate(self.each):
             first = f"view {number}, on whole batches:     "
             if not self.views:
                 first = "batch ops, on whole batches:  "
-            unknown = ", ".join(map(text_of_step, view.unknown)) or "-"
+            unknown = ", ".join(map(text_of_transform, view.unknown)) or "-"
             lines.append(f"{first}{', '.join(view.batch_texts) or '-'}")
             lines.append(f"per sample, as written:       {unknown}")
             if view.per_sample:
@@ -119,7 +121,7 @@ class TransformPlan:
         return "\n".join(lines)
 
 
-def text_of_step(step: Any) -> str:
+def text_of_transform(step: Any) -> str:
     try:
         shown = repr(step)
     except Exception:  # noqa: BLE001  # the repr of a user's own step may raise anything

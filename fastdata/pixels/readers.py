@@ -13,7 +13,7 @@ from typing import Any
 
 from fastdata.pixels import colours, conversions, geometry
 from fastdata.pixels.colours import VALUES
-from fastdata.pixels.compose import flatten, joint_steps
+from fastdata.pixels.compose import flatten_transform, joint_transforms
 from fastdata.pixels.known import is_v2, known_name, names_in
 from fastdata.pixels.own_transforms import Views
 from fastdata.pixels.policies import POLICIES, read_policy, read_timm_policies
@@ -93,7 +93,7 @@ def _inner(transforms: Iterable[Any], state: State) -> Steps:
     """Read transforms that only some samples go through, so that they must not change the state."""
     before = replace(state.inner(), steps=())
     after = before
-    parts_of = joint_steps if state.is_beside else flatten
+    parts_of = joint_transforms if state.is_beside else flatten_transform
     for part in chain.from_iterable(map(parts_of, transforms)):
         try:
             after = recognise(part, after)

@@ -8,18 +8,18 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-from fastdata.pixels.compose import flatten, joint_steps
+from fastdata.pixels.compose import flatten_transform, joint_transforms
 from fastdata.pixels.draws import is_random
-from fastdata.pixels.fingerprint import describe as describe_step
+from fastdata.pixels.fingerprint import fingerprint
 from fastdata.pixels.known import is_preparable, is_reforming, known_name
 from fastdata.pixels.own_transforms import Views
-from fastdata.pixels.plan import TransformPlan, text_of_step
+from fastdata.pixels.plan import TransformPlan, text_of_transform
 from fastdata.pixels.readers import recognise
 from fastdata.pixels.samples import Form
 from fastdata.pixels.state import State, UnknownStepError
 
 if TYPE_CHECKING:
-    from fastdata.pixels.plan import Step
+    from fastdata.pixels.plan import Transform
 
 
 def plan_transform(
@@ -58,7 +58,7 @@ def plan_transform(
         reason = f"runs as written, because {obstacle}"
     elif dtype != "uint8":
         reason = f"gets {dtype} samples, and batch ops know uint8 only"
-    steps = flatten(transform)
+    steps = flatten_transform(transform)
     each = _each_view(steps)
     prepare = _leading(each, prepared)
     plans = []
@@ -81,7 +81,12 @@ def plan_transform(
 
 
 def _plan(
-    steps: tuple[Step, ...], prepared: int, first: int, state: State, reason: str, only_last: bool
+    steps: tuple[Transform, ...],
+    prepared: int,
+    first: int,
+    state: State,
+    reason: str,
+    only_last: bool,
 ) -> TransformPlan:
     """Plan steps of which so many are prepared; a reason says why none is a batch op."""
     rest = steps[prepared:]
@@ -102,14 +107,14 @@ def _plan(
         batch_ops=state.all_steps,
         per_sample=rest[known:],
         kind=state.kind,
-        batch_texts=tuple(map(text_of_step, rest[:known])),
+        batch_texts=tuple(map(text_of_transform, rest[:known])),
         reason=reason if rest[known:] else "",
         last=last,
         may_draw=_may_draw(rest[:known]),
     )
 
 
-def _read(steps: Sequence[Step], state: State) -> tuple[int, State, str]:
+def _read(steps: Sequence[Transform], state: State) -> tuple[int, State, str]:
     """How many steps are known, the state after these, and why the next one is not."""
     for number, step in enumerate(steps):
         try:
@@ -119,7 +124,9 @@ def _read(steps: Sequence[Step], state: State) -> tuple[int, State, str]:
     return len(steps), state, ""
 
 
-def _read_last(steps: Sequence[Step], skipped: int, at: int, before: State) -> TransformPlan | None:
+def _read_last(
+    steps: Sequence[Transform], skipped: int, at: int, before: State
+) -> TransformPlan | None:
     """Plan the steps that are known again behind one that is not, if that keeps PIL images."""
     if before.kind != "pil":
         return None
@@ -127,7 +134,7 @@ def _read_last(steps: Sequence[Step], skipped: int, at: int, before: State) -> T
         nothing = State(kind="pil", channels=before.channels, at=at + start)
         _, state, reason = _read(steps[start:], nothing)
         if not reason and state.kind != "pil":
-            texts = tuple(map(text_of_step, steps[start:]))
+            texts = tuple(map(text_of_transform, steps[start:]))
             return TransformPlan(
                 kind=state.kind,
                 batch_ops=state.all_steps,
@@ -137,24 +144,24 @@ def _read_last(steps: Sequence[Step], skipped: int, at: int, before: State) -> T
     return None
 
 
-def _may_draw(steps: Iterable[Step]) -> bool:
+def _may_draw(steps: Iterable[Transform]) -> bool:
     return any(is_random(step) is not False for step in steps)
 
 
-def leading_steps(transform: Any, prepared: int | None = None) -> tuple[Step, ...]:
+def leading_transforms(transform: Any, prepared: int | None = None) -> tuple[Transform, ...]:
     """The steps that samples are stored after: those that may be, or as many as ``prepared``."""
-    return _leading(_each_view(flatten(transform)), prepared)
+    return _leading(_each_view(flatten_transform(transform)), prepared)
 
 
-def _each_view(steps: tuple[Step, ...]) -> list[tuple[Step, ...]]:
+def _each_view(steps: tuple[Transform, ...]) -> list[tuple[Transform, ...]]:
     """The steps of each view that they end with, or of the only one."""
     *before, views = steps or (None,)
     if not isinstance(views, Views):
         return [steps]
-    return [(*before, *flatten(transform)) for transform in views.transforms]
+    return [(*before, *flatten_transform(transform)) for transform in views.transforms]
 
 
-def _leading(each: list[tuple[Step, ...]], prepared: int | None) -> tuple[Step, ...]:
+def _leading(each: list[tuple[Transform, ...]], prepared: int | None) -> tuple[Transform, ...]:
     """The steps that all views begin with, and that may run once; or as many as ``prepared``."""
     steps = each[0]
     if len(each) > 1:
@@ -168,9 +175,9 @@ def _leading(each: list[tuple[Step, ...]], prepared: int | None) -> tuple[Step, 
     return leading
 
 
-def _are_alike(steps: tuple[Step, ...]) -> bool:
+def _are_alike(steps: tuple[Transform, ...]) -> bool:
     is_one = all(step is steps[0] for step in steps)
-    return is_one or len({describe_step(step, "") for step in steps}) == 1
+    return is_one or len({fingerprint(step, "") for step in steps}) == 1
 
 
 def plan_pairs(
@@ -184,7 +191,7 @@ def plan_pairs(
         channels: of images, where they are known.
         obstacle: why it runs as written in any case.
     """
-    steps = joint_steps(transforms)
+    steps = joint_transforms(transforms)
     image = _read(steps, State(kind=form, channels=channels))
     mask = _read(steps, State(kind="mask", channels=1, is_beside=True))
     known, _, reason = min(image, mask, key=lambda read: read[0])
@@ -192,7 +199,7 @@ def plan_pairs(
     if obstacle:
         reason = f"runs as written, because {obstacle}"
     elif reason and len(steps) > 1:
-        reason = f"contains {text_of_step(steps[known])}, which {reason}"
+        reason = f"contains {text_of_transform(steps[known])}, which {reason}"
     elif not reason and kind == "pil":
         reason = "leaves images that are PIL's"
     if reason:
@@ -200,14 +207,14 @@ def plan_pairs(
     return TransformPlan(
         batch_ops=image[1].all_steps,
         kind=kind,
-        batch_texts=tuple(map(text_of_step, steps)),
+        batch_texts=tuple(map(text_of_transform, steps)),
         mask=TransformPlan(batch_ops=mask[1].all_steps, kind=mask[1].kind),
         may_draw=_may_draw(steps),
     )
 
 
-def split_upright(transform: Any) -> tuple[bool, tuple[Step, ...]]:
+def split_upright(transform: Any) -> tuple[bool, tuple[Transform, ...]]:
     """Whether a transform begins with ``PIL.ImageOps.exif_transpose``, and its other steps."""
-    steps = flatten(transform)
+    steps = flatten_transform(transform)
     upright = bool(steps) and known_name(steps[0]) == "exif_transpose"
     return upright, steps[upright:]

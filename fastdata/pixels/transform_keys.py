@@ -6,19 +6,18 @@ from collections.abc import Iterable
 from typing import Any
 
 from fastdata.pixels.arguments import interpolation_name, pair, several
-from fastdata.pixels.fingerprint import describe as describe_step
-from fastdata.pixels.fingerprint import name_of
+from fastdata.pixels.fingerprint import fingerprint, name_of
 from fastdata.pixels.known import known_name
 
 
-def describe_steps(
+def describe_transforms(
     steps: Iterable[Any], cache_key: str | None = None, *, is_pil: bool = False
 ) -> str:
     """Return a text that is equal, in any process, for transforms that do the same.
 
     Args:
         steps: transforms in their order; the text of none is empty.
-        cache_key: as in ``describe``.
+        cache_key: as in ``fingerprint``.
         is_pil: True if samples are PIL images. Their resize and centre crop have the same text
             for torchvision v1, v2 and ``resize=``, because the pixels are the same.
     """
@@ -45,7 +44,7 @@ def _text_of_known(step: Any) -> str | None:
 
 def _text_of_any(step: Any, cache_key: str | None) -> str:
     name = getattr(step, "__qualname__", type(step).__qualname__)
-    return name_of(step) or f"{name} {describe_step(step, cache_key)}"
+    return name_of(step) or f"{name} {fingerprint(step, cache_key)}"
 
 
 def _geometry_text(step: Any) -> str | None:

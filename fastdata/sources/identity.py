@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from fastdata.pixels.fingerprint import describe, name_of
+from fastdata.pixels.fingerprint import fingerprint, name_of
 
 _LISTS = ["_fastdata_identity", "samples", "targets"]
 """Attributes that tell a dataset from others of its class."""
@@ -22,11 +22,11 @@ def describe_dataset(dataset: Any, cache_key: str | None = None) -> str:
     *subsets, inner = unwrapped(dataset)
     kind = name_of(type(inner)) or type(inner).__qualname__
     if cache_key is None:
-        return f"{kind} {describe(dataset)}"
+        return f"{kind} {fingerprint(dataset)}"
     listed: list[Any] = [(type(subset), list(subset.indices)) for subset in subsets]
     listed += [getattr(inner, name, None) for name in _LISTS + _CHANGES]
     listed.append(cache_key)
-    return f"{kind} {describe(listed, cache_key)}"
+    return f"{kind} {fingerprint(listed, cache_key)}"
 
 
 def is_listed(dataset: Any) -> bool:

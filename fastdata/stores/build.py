@@ -25,7 +25,7 @@ from fastdata.errors import CacheError
 from fastdata.machine.budget import CodecTrial, fitting
 from fastdata.machine.tables import Packed, SampleTable
 from fastdata.paths import is_url, local_path
-from fastdata.pixels.transform_keys import describe_steps
+from fastdata.pixels.transform_keys import describe_transforms
 from fastdata.report import log
 from fastdata.sources.local_files import made_by_this_user
 from fastdata.sources.remote import Place
@@ -87,7 +87,7 @@ def prepare_on_disk(
     is_pil = getattr(preparer.source.opening, "form", None) == "pil"
     key = {
         "source": opened,
-        "prepare": describe_steps(preparer.prepare.steps, options.cache_key, is_pil=is_pil),
+        "prepare": describe_transforms(preparer.prepare.steps, options.cache_key, is_pil=is_pil),
         "codec": describe_codec(options.codec, options.cache_key),
     }
     if root and not is_url(root):

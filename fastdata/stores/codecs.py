@@ -20,7 +20,7 @@ import numpy as np
 from fastdata.errors import CodecError
 from fastdata.pixels.arrays import Array, Bytes
 from fastdata.pixels.decode import decode_planes_into, encode_image
-from fastdata.pixels.fingerprint import describe
+from fastdata.pixels.fingerprint import fingerprint
 from fastdata.pixels.scratch import Scratch
 from fastdata.stores.prediction import _WORD_BYTES, LEFT, apply_filter, layout_of, undo_filter
 
@@ -308,7 +308,7 @@ def describe_codec(codec: Any, cache_key: str | None = None) -> str:
         return " + ".join(describe_codec(each, cache_key) for each in codec)
     made = find_codec(codec)
     if isinstance(made, OwnCodec):
-        return f"{type(made.codec).__qualname__} {made.name} {describe(made.codec, cache_key)}"
+        return f"{type(made.codec).__qualname__} {made.name} {fingerprint(made.codec, cache_key)}"
     return json.dumps(made.settings(), sort_keys=True)
 
 

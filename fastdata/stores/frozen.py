@@ -11,9 +11,9 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fastdata.pixels.compose import flatten
+from fastdata.pixels.compose import flatten_transform
 from fastdata.pixels.draws import draws_in_vain, is_random
-from fastdata.pixels.fingerprint import describe
+from fastdata.pixels.fingerprint import fingerprint
 from fastdata.report import warn_user
 from fastdata.sources.items import DatasetSource
 from fastdata.sources.source import Source
@@ -67,7 +67,7 @@ def _own_steps(dataset: Any) -> Iterator[tuple[str, str, Any]]:
     """Yield the steps of a dataset's transforms and of those inside it: owner, name, step."""
     owner = type(dataset).__name__
     for name, call in _own_calls(dataset).items():
-        for step in flatten(call):
+        for step in flatten_transform(call):
             yield owner, name, step
     inside = [getattr(dataset, "dataset", None)]
     match getattr(dataset, "datasets", None):
@@ -193,7 +193,7 @@ def _contents(values: Iterable[Any]) -> list[str]:
     hashes = []
     for value in values:
         try:
-            hashes.append(describe(value, cache_key=""))
+            hashes.append(fingerprint(value, cache_key=""))
         except Exception:  # noqa: BLE001  # objects of users raise anything when they are read
             hashes.append("")
     return hashes

@@ -14,7 +14,7 @@ from fastdata.pixels.arrays import Array, Shape
 from fastdata.pixels.core import library
 from fastdata.pixels.decode import OpenedImages
 from fastdata.pixels.openings import Opening
-from fastdata.pixels.plan import Step
+from fastdata.pixels.plan import Transform
 from fastdata.pixels.program import Program
 from fastdata.pixels.samples import Form, SampleSpec, is_image, is_pil, to_stored
 from fastdata.pixels.split import plan_transform, split_upright
@@ -73,7 +73,7 @@ class SampleRun(NamedTuple):
 class Steps:
     """Steps of a transform that run one after the other; it pickles if they do."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[Transform, ...]
 
     def __call__(self, sample: Any) -> Any:
         for step in self.steps:
@@ -131,7 +131,7 @@ class Preparer(NamedTuple):
         return None if opening is None else SourceDecoder(opening.decode, self.prepare)
 
 
-def choose_preparer(source: Source, steps: tuple[Step, ...]) -> Preparer:
+def choose_preparer(source: Source, steps: tuple[Transform, ...]) -> Preparer:
     """Choose how samples are read and prepared: by the core if it can run all steps on files."""
     as_written = Preparer(source, Steps(steps))
     opening = source.opening

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastdata.machine.ranks import Follower, Leader, find_run, future_run, lead_or_follow
 from fastdata.machine.tables import SampleTable
-from fastdata.pixels.fingerprint import describe
+from fastdata.pixels.fingerprint import fingerprint
 from fastdata.report import warn_user
 from fastdata.sources.identity import describe_dataset, is_listed
 from fastdata.sources.items import DatasetSource
@@ -52,7 +52,7 @@ def _key(expected: Forecast, options: Options, table: SampleTable | None) -> str
         seen += table.columns.values()
     for read in expected.probed:
         seen += [read.number, read.target, *(array for array, _ in read.parts)]
-    key = describe(seen, name)
+    key = fingerprint(seen, name)
     _MADE[key] += 1
     return f"{key} {_MADE[key]}"
 

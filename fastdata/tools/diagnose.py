@@ -32,7 +32,7 @@ from fastdata.loaders.loader import DataLoader
 from fastdata.machine.budget import budget_bytes
 from fastdata.machine.limits import available_bytes, usable_cores
 from fastdata.machine.units import format_bytes
-from fastdata.pixels.compose import flatten
+from fastdata.pixels.compose import flatten_transform
 from fastdata.tools.arguments import positive
 from fastdata.tools.diagnosis import Diagnosis, Part
 from fastdata.tools.measure import in_subprocess, is_kept, measure_rate, shuffled
@@ -163,7 +163,7 @@ def _parts(loader: Any, diagnosis: Diagnosis) -> dict[str, Any]:
     dataset = loader.dataset
     base = _in_subsets(dataset)
     is_ours = isinstance(base, PreparedDataset)
-    steps = () if is_ours else flatten(getattr(base, "transform", None))
+    steps = () if is_ours else flatten_transform(getattr(base, "transform", None))
     step_costs = np.zeros((len(steps), 2))
 
     def timed(sample: Any) -> Any:
