@@ -36,7 +36,7 @@ from fastdata import (
 from fastdata.errors import RemoteError, SampleError
 from fastdata.paths import hide_secrets, holds_secret
 from fastdata.sources import remote
-from fastdata.sources.remote import Place, facts_of
+from fastdata.sources.remote import Place, stat_files
 from fastdata.sources.storage_options import options_travel
 from fastdata.stores.cache import mirror_folder
 
@@ -82,7 +82,7 @@ def test_places_have_one_face(url: str, tmp_path: Path) -> None:
     assert place.folders() == ["a"]
     assert [place.read(name) for name in FILES] == list(FILES.values())
     assert place.submit("a/b/2.txt", 1, 3).result() == b"wi"
-    [(size, _)] = facts_of([(place, "a/1.txt")])
+    [(size, _)] = stat_files([(place, "a/1.txt")])
     assert size == 3
     assert place.submit("a/1.txt", 2).result() == b"e"
     assert place.below("a").read("1.txt") == b"one"
@@ -90,7 +90,7 @@ def test_places_have_one_face(url: str, tmp_path: Path) -> None:
     place.remove("a/none")
     with pytest.raises(FileNotFoundError, match=r"a/1\.txt"):
         place.read("a/1.txt")
-    assert facts_of([(place, "a/1.txt"), (place, "c.txt/none")]) == [(-1, -1)] * 2
+    assert stat_files([(place, "a/1.txt"), (place, "c.txt/none")]) == [(-1, -1)] * 2
 
 
 def test_a_tag_changes_with_the_content() -> None:

@@ -24,7 +24,7 @@ _UNKNOWN = (-1, -1)
 """Size and tag of a remote file that was not listed."""
 
 
-def facts_of_files(
+def stat_of_files(
     paths: Sequence[str], listed: Mapping[str, tuple[int, int]]
 ) -> list[tuple[int, int]]:
     """Return size and tag of each remote file.
@@ -114,7 +114,7 @@ class FileSamples(DatasetSamples):
         stat = None
         if before.stat is not None:
             known = dict(zip(before.all_paths(), before.stat.tolist(), strict=True))
-            stat = facts_of_files(paths, known)
+            stat = stat_of_files(paths, known)
         table = SampleTable(targets, paths=paths, class_to_idx=before.class_to_idx, stat=stat)
         self._assign_files(self.origin, table)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fastdata.datasets.dataset import PreparedDataset, own_reader
-from fastdata.datasets.files import FileOrigin, FileSamples, facts_of_files
+from fastdata.datasets.files import FileOrigin, FileSamples, stat_of_files
 from fastdata.datasets.preparing import to_prepare
 from fastdata.datasets.stored import Transforms
 from fastdata.machine.tables import SampleTable
@@ -45,7 +45,7 @@ def file_samples(
     """Return the samples of a dataset of image files."""
     stat = None
     if origin.place is not None:
-        stat = facts_of_files(listed.paths, origin.place.listed)
+        stat = stat_of_files(listed.paths, origin.place.listed)
         origin.place.listed = {}
     table = SampleTable(
         listed.targets, paths=listed.paths, class_to_idx=listed.class_to_idx, stat=stat

@@ -21,7 +21,7 @@ from fastdata.paths import open_file
 from fastdata.pixels.decode import Loader
 from fastdata.pixels.openings import Opening, opening_of
 from fastdata.sources.local_files import fleeting_folder
-from fastdata.sources.remote import Place, facts_of
+from fastdata.sources.remote import Place, stat_files
 from fastdata.sources.requests import Requests
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class FileSource:
         unlisted = np.flatnonzero(stat[0] < 0).tolist()
         if unlisted:
             files = map(self.place.locate, chosen(self.paths, unlisted))
-            stat[:, unlisted] = np.array(facts_of(files)).T
+            stat[:, unlisted] = np.array(stat_files(files)).T
         return stat
 
 

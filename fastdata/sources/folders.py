@@ -78,7 +78,7 @@ def _list_classes(root: AnyPath, names: list[str], endings: Endings) -> Iterator
     """List folders in turn, and the rest in threads once listing has waited more than worked."""
     if isinstance(root, Place):
         for coming in [root.find(name) for name in names]:  # all folders at once
-            found = {root.at(name): facts for name, facts in coming.result().items()}
+            found = {root.at(name): stat for name, stat in coming.result().items()}
             root.listed |= found
             urls = [url for url in found if url.lower().endswith(endings)]
             # A sorted walk lists files by folder and then by name.

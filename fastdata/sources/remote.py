@@ -64,7 +64,7 @@ _CLIENTS: dict[tuple[int, str, str], Any] = {}
 """Clients by process, protocol and options. A forked process leaves those of its parent alone:
 their connections and threads are the parent's."""
 
-Facts = tuple[int, int]
+FileStat = tuple[int, int]
 """Size of a file, -1 if unknown, and a number that changes with its content."""
 
 
@@ -89,7 +89,7 @@ class Place:
     def __init__(self, url: AnyPath, storage_options: StorageChoice = None) -> None:
         text = os.fsdecode(url)
         self.is_remote = is_url(text)
-        self.listed: dict[str, Facts] = {}
+        self.listed: dict[str, FileStat] = {}
         self._options = StorageOptions(storage_options or {})
         if not os.path.exists(text):
             refuse_secrets(text)
@@ -176,19 +176,17 @@ class Place:
             )
         raise failure  # without the client's error, which may show credentials
 
-    def find(self, below: str = "", **options: Any) -> Future[dict[str, Facts]]:
+    def find(self, below: str = "", **options: Any) -> Future[dict[str, FileStat]]:
         """Find all files below a folder, by name; none if there is no such folder.
 
         Behind a URL, ``maxdepth=`` limits how many levels are listed.
         """
 
-        def facts_by_name(files: Mapping[str, Any]) -> dict[str, Facts]:
+        def stat_by_name(files: Mapping[str, Any]) -> dict[str, FileStat]:
             above = len(self._path(self._client(), "")) + 1
-            return {path[above:]: _facts(files[path]) for path in sorted(files)}
+            return {path[above:]: _stat(files[path]) for path in sorted(files)}
 
-        return self._submit(
-            "find", self._escaped(below), detail=True, then=facts_by_name, **options
-        )
+        return self._submit("find", self._escaped(below), detail=True, then=stat_by_name, **options)
 
     def folders(self) -> list[str]:
         """Return the names of the folders in this one, sorted.
@@ -320,9 +318,9 @@ class Place:
         return future
 
 
-def facts_of(files: Iterable[tuple[Place, str]]) -> list[Facts]:
+def stat_files(files: Iterable[tuple[Place, str]]) -> list[FileStat]:
     """Return size and tag of files, all requested at once; ``MISSING`` if one does not exist."""
-    asked = [place._submit("info", name, then=_facts) for place, name in files]
+    asked = [place._submit("info", name, then=_stat) for place, name in files]
     found = []
     for future in asked:
         is_missing = isinstance(future.exception(), FileNotFoundError | NotADirectoryError)
@@ -330,7 +328,7 @@ def facts_of(files: Iterable[tuple[Place, str]]) -> list[Facts]:
     return found
 
 
-def _facts(info: Mapping[str, Any]) -> Facts:
+def _stat(info: Mapping[str, Any]) -> FileStat:
     tag = next((str(info[name]) for name in _TAGS if info.get(name) is not None), "")
     digest = hashlib.blake2b(tag.encode(), digest_size=8).digest()
     size = info.get("size")

@@ -25,7 +25,7 @@ import numpy as np
 from fastdata.errors import RemoteError
 from fastdata.paths import hide_secrets, is_url, local_path, refuse_secrets
 from fastdata.pixels.decode import IMAGE_EXTENSIONS, decode_image
-from fastdata.sources.remote import MISSING, Place, facts_of
+from fastdata.sources.remote import MISSING, Place, stat_files
 from fastdata.sources.requests import Requests
 from fastdata.sources.storage_options import StorageChoice
 
@@ -78,7 +78,7 @@ def open_tars(
         refuse_secrets(os.fsdecode(path))
         for text in _expand_braces(local_path(path)):
             there += _find_tars(text, storage_options)
-    tars = [Tar(*place, *facts) for place, facts in zip(there, facts_of(there), strict=True)]
+    tars = [Tar(*place, *stat) for place, stat in zip(there, stat_files(there), strict=True)]
     for tar in tars:
         if (tar.size_bytes, tar.tag) == MISSING:
             raise FileNotFoundError(f"{tar} is not there")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fastdata.machine.tables import Packed, SampleTable
 from fastdata.paths import AnyPath
-from fastdata.sources.remote import MISSING, Place, facts_of
+from fastdata.sources.remote import MISSING, Place, stat_files
 from fastdata.sources.storage_options import StorageChoice
 from fastdata.stores.cache import INDEX, Cache
 from fastdata.stores.prepare import Prepared
@@ -39,13 +39,13 @@ def find_cache(path: AnyPath, storage_options: StorageChoice = None) -> Place:
 def cache_places(home: Place) -> list[Place]:
     """Return the place itself, if it is a cache, or else all caches in it."""
     # Asked first, because some servers do not list folders.
-    if facts_of([(home, INDEX)]) != [MISSING]:
+    if stat_files([(home, INDEX)]) != [MISSING]:
         return [home]
     places = []
     with suppress(FileNotFoundError):
         places = list(map(home.below, home.folders()))
-    facts = facts_of((place, INDEX) for place in places)
-    found = [place for place, fact in zip(places, facts, strict=True) if fact != MISSING]
+    stats = stat_files((place, INDEX) for place in places)
+    found = [place for place, stat in zip(places, stats, strict=True) if stat != MISSING]
     if not found:
         raise FileNotFoundError(
             f"{home} is no cache and holds none: there is no {INDEX} in it or one folder below"

@@ -13,7 +13,7 @@ from fastdata.machine.blocks import ArrayBlock
 from fastdata.machine.units import format_bytes
 from fastdata.pixels.arrays import Array, Bytes
 from fastdata.pixels.samples import SampleSpec, addresses_of
-from fastdata.sources.remote import MISSING, Place, facts_of
+from fastdata.sources.remote import MISSING, Place, stat_files
 from fastdata.stores.disk import DiskStore
 from fastdata.stores.segments import Segment, SegmentFolder
 from fastdata.stores.store import Decoder
@@ -80,7 +80,7 @@ class MirroredStore(DiskStore):
             OSError: the folder cannot be written.
             RemoteError: the place cannot be reached.
         """
-        found = facts_of((place, name) for name in sizes)
+        found = stat_files((place, name) for name in sizes)
         for (name, size), fact in zip(sizes.items(), found, strict=True):
             if fact == MISSING:
                 raise CacheError(f"{place.at(name)} is missing: build the cache again")
