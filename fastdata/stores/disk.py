@@ -1,4 +1,8 @@
-"""Samples in files on disk, compared with their checksums when they are first read."""
+"""Stores of samples in files on disk.
+
+A sample is compared with its checksum when it is first read: a disk may fail, and others may write
+to the folder of a cache.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +21,7 @@ if TYPE_CHECKING:
 
 
 _GAP_BYTES = 64
-"""Between samples that are still brought and dropped as one piece: what alignment leaves. Pieces
-must not overlap."""
+"""Samples with no more than this between them, which alignment may leave, are loaded as one piece."""
 
 
 class DiskStore(Store):
@@ -31,12 +34,15 @@ class DiskStore(Store):
     files: tuple[DiskFile, ...]
 
     def heaviest_bytes(self, samples: int) -> float:
-        """Return the largest mean size of so many neighbours."""
+        """Return the mean size of the heaviest neighbours, of all runs of so many ``samples``."""
         samples = min(samples, len(self))
         ends = np.append(0, np.cumsum(self._sizes))
-        return float((ends[samples:] - ends[:-samples]).max() / samples)
+        run_bytes = ends[samples:] - ends[:-samples]
+        return float(run_bytes.max() / samples)
 
     def ensure(self, index_B: Array) -> None:
+        # Shared by all processes: each sample is checked once, whoever reads it. Two that read it at
+        # the same time both check it, which does no harm.
         checked = self.index["checked"]
         for index in index_B[checked[index_B] == 0].tolist():
             self._check(index)
@@ -50,29 +56,31 @@ class DiskStore(Store):
         """Let the next build write the shard of a sample again; return the text of the error."""
         path = self.files[self._file_of[index]].path
         cure = "the next run over its source prepares it again"
+        # A shard without its receipt is not complete: the next build writes it.
+        receipt = path.with_name(receipt_name(path.stem.partition("-")[2]))
         try:
-            path.with_name(receipt_name(path.stem.partition("-")[2])).unlink(missing_ok=True)
+            receipt.unlink(missing_ok=True)
         except OSError as problem:
             cure = f"that cannot be noted ({problem.strerror}): build {path.parent} again"
         return (
-            f"its bytes in {path.parent} are not those that were written (a failing disk, or a "
-            f"foreign hand); {cure}"
+            f"its bytes in {path.parent} are not those that were written (the disk fails, or the "
+            f"file was changed); {cure}"
         )
 
     # Which samples are in memory
 
     def load(self, index_B: Array) -> None:
-        """Load samples into memory, and nothing else, until they are evicted; see ``DiskFile``."""
+        """Load samples into memory until they are evicted; see ``DiskFile``."""
         for file, start, size in self._pieces(index_B):
             file.load(start, size)
 
     def evict(self, index_B: Array, *, from_cache: bool = False) -> None:
-        """Give back their memory; what was loaded by one call must be evicted by one call."""
+        """Release the memory of samples; evict by one call what was loaded by one call."""
         for file, start, size in self._pieces(index_B):
             file.evict(start, size, from_cache=from_cache)
 
     def evict_all(self) -> None:
-        """Give back the memory of all samples, whatever read them."""
+        """Release the memory of all samples, however they were read."""
         for file in self.files:
             file.evict_all()
 
@@ -81,9 +89,11 @@ class DiskStore(Store):
         file_B = self._file_of[index_B]
         for number in np.unique(file_B).tolist():
             chosen = index_B[file_B == number]
-            chosen = chosen[np.argsort(self._offsets[chosen])]
+            order = np.argsort(self._offsets[chosen])
+            chosen = chosen[order]
             starts = self._offsets[chosen]
             stops = starts + self._sizes[chosen]
+            # A piece ends where the next sample is further away, or is the same one again.
             is_cut = np.abs(starts[1:] - stops[:-1]) > _GAP_BYTES
             first = starts[np.append(True, is_cut)].tolist()
             last = stops[np.append(is_cut, True)].tolist()

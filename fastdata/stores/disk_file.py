@@ -1,8 +1,8 @@
 """Files on disk that processes share: reserved, written, sealed, mapped; and loaded ahead of reads.
 
 A file is made under a name that no process has opened before, written, sealed, and never changed
-again. Whoever opens it maps it read-only, so that the page cache holds one copy for all processes and for
-the next run.
+again. Every process maps it read-only, so that the page cache holds one copy for all of them, and
+for the next run.
 """
 
 from __future__ import annotations
@@ -26,18 +26,12 @@ from fastdata.machine.units import format_bytes
 from fastdata.paths import open_file
 
 _FAULT_BYTES = 64 << 10
-"""The kernel maps about so much around a page that is touched."""
-
+"""Memory that the kernel maps at once when a page in it is touched."""
 _TOUCHED_BYTES = 512
-
 _HUGE_BYTES = 2 << 20
-
 _MOST_AREAS = 8192
-"""Of the 65,530 that a process may have; what is brought beyond them maps more memory than it
-needs."""
-
-
-# Files on disk
+"""Areas of a file with flags of their own, of the 65,530 areas that a process may have. Pieces that
+are loaded beyond them map more memory than they need."""
 
 
 class DiskFile(Block):
@@ -59,7 +53,7 @@ class DiskFile(Block):
 
     @classmethod
     def reserve(cls, path: Path, size_bytes: int) -> DiskFile:
-        """Reserve a new file; remove it if there is no room for it."""
+        """Create a file of this size, whose room on the disk is reserved, or raise an error."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | OPEN_FLAGS
         file = cls(os.open(path, flags, 0o666), path)
         try:
@@ -95,6 +89,7 @@ class DiskFile(Block):
         An update of the cache may have removed it, or another file has its name. The process that
         opened it still has it, and Linux gives it to others by that process's descriptor.
         """
+        # By name first, which works also when that process has ended.
         for name in (path, None):
             with contextlib.suppress(StoreGoneError):
                 file = super().attach(name, *found)
@@ -114,7 +109,7 @@ class DiskFile(Block):
 
     @contextlib.contextmanager
     def _refusing(self, size_bytes: int) -> Iterator[None]:
-        """Turn errors of the system into those of a file that is read, or written."""
+        """Turn an OSError into one that says what failed: mapping, writing, or a full disk."""
         try:
             with naming_full_disk(self.path.parent):
                 yield
@@ -153,17 +148,17 @@ class DiskFile(Block):
         if len(self._borders) < 2 * _MOST_AREAS:
             _advise(mapped, first, stop, "MADV_SEQUENTIAL", "MADV_HUGEPAGE")
         self._borders.update({first, stop - 1})
-        # Touch a little of every so many bytes. NumPy does so without the GIL, unless there are
-        # fewer than 500 elements.
+        # Touch a little of what each fault maps, and all of the rest. NumPy gives up the GIL for
+        # more than 500 elements, so that threads that make batches go on.
         data = np.frombuffer(mapped, np.uint8)[first * mmap.PAGESIZE : start + size]
         whole = data.size // _FAULT_BYTES * _FAULT_BYTES
         data[:whole].reshape(-1, _FAULT_BYTES)[:, :_TOUCHED_BYTES].max(initial=0)
         data[whole:].max(initial=0)
 
     def evict(self, start: int, size: int, *, from_cache: bool) -> None:
-        """Give back memory that was loaded; nothing is lost, but reading it again takes longer.
+        """Release memory that was loaded; nothing is lost, but reading it again takes longer.
 
-        With ``from_cache`` the system's page cache gives it back, too, except for pages that some
+        With ``from_cache`` the system's page cache releases it, too, except for pages that some
         process has mapped.
         """
         mapped = self._map
@@ -180,12 +175,13 @@ class DiskFile(Block):
         # Unmapped last: until the flags are back, a reader next to it could map it again.
         _advise(mapped, first, stop, "MADV_NOHUGEPAGE", "MADV_NORMAL", "MADV_DONTNEED")
         if from_cache and hasattr(os, "posix_fadvise"):
-            # The page cache gives back a huge page as a whole or not at all.
+            # The page cache releases a huge page as a whole or not at all.
             first_byte = start // _HUGE_BYTES * _HUGE_BYTES
             stop_byte = -(-(start + size) // _HUGE_BYTES) * _HUGE_BYTES
             os.posix_fadvise(self.fd, first_byte, stop_byte - first_byte, os.POSIX_FADV_DONTNEED)
 
     def evict_all(self) -> None:
+        """Release the memory of the whole file."""
         if self._map is not None:
             _advise(self._map, *_pages(0, len(self._map)), "MADV_DONTNEED")
 

@@ -17,18 +17,15 @@ from fastdata.machine.tables import SampleTable, collate_targets
 from fastdata.pixels.arrays import Array
 from fastdata.pixels.samples import present
 from fastdata.sources.source import ItemKeys
-from fastdata.stores.store import SOURCE
+from fastdata.stores.source_codec import SOURCE
 
 if TYPE_CHECKING:
     from fastdata.stores.store import Store
 
 
-# Samples of their parts
-
-
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How samples are put together from their parts.
+    """The parts of a sample, and how it is put together from them.
 
     Args:
         is_tuple: True if samples are tuples of parts.
@@ -57,6 +54,8 @@ class Layout:
 class KeptSamples(Layout):
     """Stored samples and their targets, with the interface of a ``Source``.
 
+    Samples that are read are in new memory: the user may change them.
+
     Args:
         stores: one for each part.
         table: of the targets, except for those that are parts.
@@ -65,9 +64,11 @@ class KeptSamples(Layout):
 
     stores: tuple[Store, ...]
     table: SampleTable
+    shared_by: Leader | None = None
+
+    # As of a Source: no file is opened or fetched to read a stored sample.
     opening = None
     is_remote = False
-    shared_by: Leader | None = None
 
     @property
     def images(self) -> Store:
@@ -81,6 +82,7 @@ class KeptSamples(Layout):
         self.images.expect(indices)
 
     def path(self, index: int) -> str | None:
+        """Return the sample's file, for messages; None if samples are no files."""
         return self.table.path(index) if self.table.has_paths else None
 
     def read(self, index: int) -> tuple[Any, Any]:
@@ -90,6 +92,7 @@ class KeptSamples(Layout):
         return (parts if self.is_tuple else parts[0]), self.target(index)
 
     def target(self, index: int) -> Any:
+        """Return the target of a sample, with its images in their places."""
         if self.target_is_part:
             return self._owned(self.stores[-1], index)
         target = self.table.target(index)
@@ -123,7 +126,7 @@ class KeptSamples(Layout):
         except SampleError as damaged:
             index = damaged.index
             path = self.path(index)
-            if damaged.path == path:
+            if damaged.path == path:  # it was named already, or has no file
                 raise
             cause = damaged.__cause__
             if cause is not None and self.images.codec == SOURCE:  # the file is at fault

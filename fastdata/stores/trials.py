@@ -12,8 +12,8 @@ import numpy as np
 from fastdata.machine.budget import CodecTrial
 from fastdata.pixels.arrays import Array
 from fastdata.sources.files import FileSource
-from fastdata.stores.source_codec import SourceDecoder
-from fastdata.stores.store import SOURCE, Decoder
+from fastdata.stores.source_codec import SOURCE, SourceDecoder
+from fastdata.stores.store import Decoder
 
 if TYPE_CHECKING:
     from fastdata.stores.forecast import Forecast
