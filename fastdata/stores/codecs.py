@@ -1,4 +1,4 @@
-"""Codecs of prepared samples, and the only door to lz4 and zstandard.
+"""Codecs of prepared samples, and the only imports of lz4 and zstandard.
 
 LZ4 is the fastest to decode. Zstandard, behind the reversible prediction of ``prediction.py``, makes
 photographs half as large. JPEG makes them seven to nine times smaller, but not exactly. The codec
@@ -96,12 +96,12 @@ def _library(name: str) -> Any:
 
 @dataclass(frozen=True)
 class Lz4Codec(Codec):
-    """Lossless; photographs hardly shrink (ratio 1.06), masks, drawings and medical images do.
+    """Lossless and fast. Photographs hardly shrink (ratio 1.06); masks and drawings do.
 
     Encoded bytes, format 1: one block as the LZ4 Block Format Description defines it
     (github.com/lz4/lz4/blob/dev/doc/lz4_Block_format.md), without a size before or a checksum
-    behind it, of the sample's memory in C order and the byte order of its dtype. A flipped bit may
-    so go unnoticed; a size never does.
+    behind it, of the sample's memory in C order and the byte order of its dtype. So a wrong size is
+    always found, a flipped bit not always: the store has checksums.
     """
 
     name = "lz4"
@@ -151,17 +151,18 @@ def _compressor(thread: int, level: int | None) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ZstdCodec(Codec):
-    """Lossless; chooses for each sample the prediction that makes it smallest.
+    """Lossless. It chooses for each sample the prediction that makes it smallest.
 
     Photographs of 3 x 256 x 256: ratio 2.1, about 5,000 images/s decoded on one core.
 
     Encoded bytes, format 1: the filter (1 byte, the sum of its steps), the length of what follows
     (4 bytes, little-endian, unsigned), and one Zstandard frame (RFC 8878) with its content size and
     without a checksum. The frame holds the sample's memory in C order, filtered as ``apply_filter``
-    does. A flipped bit may so go unnoticed; a size never does.
+    does. So a wrong size is always found, a flipped bit not always: the store has checksums.
 
     Args:
-        level: of zstd, for what is not a photograph; negative ones are faster, 22 is the highest.
+        level: zstd's level for samples that are not predicted from the left; negative ones are
+            faster, 22 is the highest.
     """
 
     level: int = 1

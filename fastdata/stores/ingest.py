@@ -1,7 +1,8 @@
-"""Fill stores with the samples of a source, all at once, by threads or processes.
+"""Fill stores with the samples of a source, by threads or processes.
 
 Threads prepare where the compiled core does the work, processes where Python code does. Whatever
-happens, a killed worker or Ctrl-C included, no worker outlives the call and unfinished memory is freed.
+happens, a killed worker or Ctrl-C included, no worker outlives the call, and the memory of stores
+that are not finished is freed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from fastdata.pixels.known import known_name
 from fastdata.pixels.samples import Form
 from fastdata.report import progress_bar
 from fastdata.sources.files import FileSource
-from fastdata.stores.preparer import _AT_ONCE, Preparer, Steps, naming_sample, read_samples
+from fastdata.stores.preparer import READ_AT_ONCE, Preparer, Steps, naming_sample, read_samples
 from fastdata.stores.source_codec import SourceDecoder
 from fastdata.stores.store import Store
 from fastdata.stores.writer import Writer, open_all
@@ -33,15 +34,16 @@ if TYPE_CHECKING:
 
 _FETCHED_AT_ONCE = 128
 """Samples that a worker asks a network for at once."""
+_MOST_SKIPPED = 10
+"""Samples that may be left out of any dataset; of a large one 1 %."""
+_SKIPPED_IN_A_ROW = 100
+"""If this many neighbours cannot be prepared, a folder is gone, most likely."""
 
 _Answer = TypeVar("_Answer")
 
 
-# From a source to the writers of its samples' parts
-
-
 class StoreFiller(NamedTuple):
-    """The way of samples from their source to the writers of their parts.
+    """Reads and prepares samples, and writes their parts to new stores.
 
     Attributes:
         preparer: reads and prepares samples.
@@ -59,12 +61,13 @@ class StoreFiller(NamedTuple):
         writers = open_all(Writer.open(plan, len(indices)) for plan in plans)
         if any(isinstance(plan.coder, SourceDecoder) for plan in plans):
             assert isinstance(preparer.source, FileSource)
-            # Files are stored as they are; the copy shares the requests that are under way.
+            # The bytes of the files are stored. The copy of the source shares the requests for
+            # remote files that are under way.
             preparer = Preparer(replace(preparer.source, loader=None), Steps(()), preparer.shape)
         return cls(preparer, writers, indices[0])
 
     def write(self, indices: Sequence[int]) -> Written:
-        """Read, prepare and write samples; this process must have the writers."""
+        """Read, prepare and write samples; return their targets and errors."""
         source = self.preparer.source
         source.expect(indices)
         written = Written({}, {})
@@ -74,7 +77,8 @@ class StoreFiller(NamedTuple):
                 written.errors[read.index - self.first_index] = read.with_traceback(None)
                 continue
             count = len(read.numbers)
-            # Tables take neighbours in one call.
+            # Tables take neighbours in one call, which is one write to the file. Else samples are
+            # written one by one, so that an error of an encoder is of one sample.
             are_neighbours = read.numbers[-1] - read.numbers[0] == count - 1
             size = count if are_tables and are_neighbours else 1
             for first in range(0, count, size):
@@ -85,7 +89,8 @@ class StoreFiller(NamedTuple):
                     with naming_sample(source, read.numbers[first]):
                         self._write_parts(row, parts)
                 except SampleError as error:
-                    written.errors[row] = error.with_traceback(None)  # which holds this frame
+                    # Its traceback would keep this frame, and what is open in it, alive.
+                    written.errors[row] = error.with_traceback(None)
                 else:
                     written.targets.update(enumerate(targets, row))
         return written
@@ -130,7 +135,7 @@ def ingest(
     """
     if options.on_error == "skip":
         preparer = preparer._replace(shape=None)  # files are opened, to leave some out
-    size = _FETCHED_AT_ONCE if preparer.source.is_remote else _AT_ONCE
+    size = _FETCHED_AT_ONCE if preparer.source.is_remote else READ_AT_ONCE
     tasks = [indices[first : first + size] for first in range(0, len(indices), size)]
     all_written = Written({}, {})
     with contextlib.ExitStack() as cleanup:
@@ -143,7 +148,7 @@ def ingest(
                 for error in errors.values():
                     if options.on_error == "raise":
                         raise error
-                    # Its text tells the cause, whose frames hold what is open here.
+                    # Its text names the cause, whose frames would keep open what is open here.
                     error.__cause__ = error.__context__ = None
                 all_written.targets.update(targets)
                 all_written.errors.update(errors)
@@ -186,13 +191,6 @@ def ingest_workers(options: Options) -> int:
     if options.prepare_workers is None:
         return limits.usable_cores(len(options.cores) or None)
     return options.prepare_workers
-
-
-_MOST_SKIPPED = 10
-"""So many may be left out of any dataset; of a large one 1 %."""
-
-_SKIPPED_IN_A_ROW = 100
-"""So many in a row mean that a folder is gone, most likely."""
 
 
 def check_skipped(errors: dict[int, SampleError], count: int) -> None:

@@ -1,4 +1,7 @@
-"""Stores that are filled by their readers: a sample is prepared when it is first read."""
+"""Stores that are filled by their readers: each sample is prepared when it is first read.
+
+Training begins at once, without a wait until all samples are prepared.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ class LazyStore(Store):
         [writer] = filler.writers
         super().__init__((writer.file,), writer.plan.spec, writer.index)
         self._filler = filler
-        self._is_there = writer.index["is_there"]  # (N,), for every process to see
+        self._is_there = writer.index["is_there"]  # (N,), shared by all processes
 
     def expect(self, indices: Sequence[int]) -> None:
         missing = [index for index in indices if not self._is_there[index]]
@@ -40,15 +43,17 @@ class LazyStore(Store):
         Raises:
             SampleError: a sample cannot be read or prepared; the others stay.
         """
+        # Without a lock: once a sample is there, it stays and never changes.
         missing = np.unique(index_B[~self._is_there[index_B]]).tolist()
         if not missing:
             return
-        # The kernel frees these locks if this process is killed: the next reader goes on.
+        # A lock for each sample. The kernel frees those of a process that is killed: then the next
+        # reader prepares the sample.
         with self.index.block.hold(*missing):
-            # Another reader may have prepared some before it gave up its locks.
+            # Another reader may have prepared some while this one waited.
             left = [index for index in missing if not self._is_there[index]]
             written = self._filler.write(left)
-            # Set after the pixels are written, so that a reader who sees it finds them.
+            # Set after the pixels were written, and before the locks are freed.
             self._is_there[list(written.targets)] = True
         for error in written.errors.values():
             raise error

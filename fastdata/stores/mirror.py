@@ -1,4 +1,8 @@
-"""Samples of a cache behind a URL: fetched in segments, and read from the local disk."""
+"""Stores of samples behind a URL, fetched in segments and read from the local disk.
+
+A segment is a run of whole samples of about 1 MiB. To fetch whole files instead makes the first
+batch wait for a quarter of a cache, and a local folder of half its size fetch everything twice.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ _SEGMENT_BYTES = 1 << 20
 _MOST_SEGMENTS = 20_000
 """A store that would have more has larger ones: a process may have 65,530 mappings."""
 _FILE_SHIFT = 40
-"""Position of a file's number in a number that also holds that of a segment."""
+"""Bits of a segment's number, in a key that has the number of its file above them."""
 
 
 class MirroredStore(DiskStore):
@@ -59,7 +63,9 @@ class MirroredStore(DiskStore):
         self._segments = index["segments"]
         self._segment_bytes = self._segments[:, 2] - self._segments[:, 1]
         self.size_bytes = int(self._segment_bytes.sum())
-        # A sample is checked if the count of evictions of its segment is what it was at its check.
+        # How often each segment was evicted; and of each sample that number at its last check. If
+        # they are equal, the bytes that are mapped are those that were checked: what was evicted
+        # may have been deleted, and fetched again with another error.
         self._evictions = np.zeros(len(self._segments), np.int32)
         self._checked = np.full(len(self), -1, np.int32)
 
@@ -121,6 +127,7 @@ class MirroredStore(DiskStore):
         numbers, number_B = np.unique(self._file_of[index_B], return_inverse=True)
         mapped = list(self._map(numbers.tolist()).values())
         addresses_B: Array = addresses_of(mapped)[number_B] + self._offsets[index_B]
+        # Another thread may evict these segments while the core reads them.
         held_B = addresses_B.view(_Addresses)
         held_B.mapped = mapped
         return held_B
@@ -152,9 +159,9 @@ class MirroredStore(DiskStore):
         return self._map([number])[number] if mapped is None else mapped
 
     def _map(self, numbers: Sequence[int]) -> dict[int, Bytes]:
-        """Map segments; fetch those that are not on the local disk.
+        """Map segments, and fetch those that are not on the local disk.
 
-        They are returned, because another thread may evict them at any moment.
+        They are returned: another thread may evict them at any moment.
         """
         known = self._bytes
         mapped = {number: known[number] for number in numbers if number in known}
@@ -196,7 +203,8 @@ class MirroredStore(DiskStore):
             for first in range(0, len(numbers), at_once):
                 some = numbers[first : first + at_once]
                 with self._folder.hold(some):
-                    fetched |= self._find(some)  # whoever had the locks may have fetched them
+                    # Another process may have fetched some while this one waited.
+                    fetched |= self._find(some)
                     missing = [number for number in some if number not in fetched]
                     fetched |= self._fetch_together(missing)
         return fetched
@@ -210,7 +218,7 @@ class MirroredStore(DiskStore):
                 number: self._folder.keep(segments[number], future.result())
                 for number, future in coming.items()
             }
-        finally:
+        finally:  # after an error the others are not needed
             for future in coming.values():
                 future.cancel()
 
@@ -236,7 +244,7 @@ class _Addresses(np.ndarray):
 
 
 def _in_segments(index: Mapping[str, Array], size_bytes: int) -> dict[str, Array]:
-    """Turn an index over files, which have so many bytes, into one over their segments."""
+    """Turn an index over files, of ``size_bytes`` in total, into one over their segments."""
     segment_bytes = max(_SEGMENT_BYTES, -(-size_bytes // _MOST_SEGMENTS))
     starts = index["offsets"]
     # A sample is in the segment that its first byte is in, and each segment ends with its last one.

@@ -1,4 +1,8 @@
-"""Samples on their way to a store: read, prepared, and taken apart into parts."""
+"""Read and prepare samples on their way to a store, and take them apart into parts.
+
+The compiled core prepares image files where it can run all steps: several at once, without the GIL.
+Else the loader and the steps run as the user wrote them, on one sample after the other.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ from fastdata.stores.kept import Layout
 from fastdata.stores.source_codec import SourceDecoder
 from fastdata.stores.store import ShapesDifferError
 
-_AT_ONCE = 16
+READ_AT_ONCE = 16
 """Samples that are read together."""
 
 
@@ -61,7 +65,7 @@ class SampleRun(NamedTuple):
     layout: Layout = Layout()
 
     def copies(self) -> list[ReadSample]:
-        """Return each sample in memory of its own."""
+        """Copy each sample into memory of its own."""
         samples = []
         for k, number in enumerate(self.numbers):
             parts = [(values[k, ...].copy(), form) for values, form in self.parts]
@@ -123,7 +127,7 @@ class Preparer(NamedTuple):
 
     @property
     def decoder(self) -> SourceDecoder | None:
-        """What prepares a file's bytes; None for other samples, and for a user's own loader."""
+        """Decoder of files that are stored as they are; None if a user's own code opens them."""
         if self.by_core is not None:
             is_whole = not (self.prepare.steps or self.by_core.upright)
             return SourceDecoder(self.by_core, Steps(()), makes_jpeg_files=is_whole)
@@ -199,15 +203,16 @@ def open_files(source: FileSource, indices: Sequence[int], *, upright: bool) -> 
 
 
 def read_samples(preparer: Preparer, indices: Sequence[int]) -> Iterator[SampleRun | SampleError]:
-    """Yield runs of prepared samples, in order, and the error in place of a sample that failed.
+    """Yield runs of prepared samples, in order, and the error of each sample that fails.
 
-    A run may use the memory of the run before.
+    A run may be in the memory of the run before it.
     """
-    for first in range(0, len(indices), _AT_ONCE):
-        group = indices[first : first + _AT_ONCE]
+    for first in range(0, len(indices), READ_AT_ONCE):
+        group = indices[first : first + READ_AT_ONCE]
         done = 0
         if preparer.by_core is not None:
-            # After an error the rest is read one by one, which tells whose error it is.
+            # After an error the rest is read one by one, which finds the sample that it is of; and
+            # a file that the core refuses may be one that Pillow opens.
             with contextlib.suppress(SampleError, ValueError):
                 for run in _read_together(preparer, preparer.by_core, group):
                     done += len(run.numbers)
@@ -244,7 +249,7 @@ def _read_one(preparer: Preparer, index: int) -> SampleRun:
         is_tuple = isinstance(prepared, (tuple, list))
         parts = list(map(to_stored, prepared if is_tuple else [prepared]))
         if isinstance(preparer.source, FileSource):
-            target = None
+            target = None  # the table of the files has it
         target_is_part = is_image(target)
         places: tuple[int, ...] = ()
         if target_is_part:

@@ -31,8 +31,9 @@ from fastdata.sources.local_files import made_by_this_user, private_folder
 from fastdata.stores.disk_file import free_bytes, naming_full_disk
 
 _SHARE = 0.5
-"""Share of the disk's free space, and of what is kept there, that all caches may take."""
+"""Share of the free space, to which what is kept there counts, that all caches may take."""
 _LOCKS = 256
+"""Files that stand for the locks of all segments, by their number modulo this."""
 _SLACK = 32
 """Room is made for a 32nd of the limit at once: to find the oldest segments, every one is looked
 at."""
@@ -90,13 +91,15 @@ class SegmentFolder:
                 return None
             os.utime(path)
             return _map_file(path, segment.size_bytes)
-        # RuntimeError: another process has just deleted it, or a crash cut it short.
+        # RuntimeError of torch: another process has just deleted it, or a crash cut it short.
         except (FileNotFoundError, RuntimeError):
             return None
 
     def keep(self, segment: Segment, data: bytes) -> Bytes:
         """Write a segment that was fetched, and map it."""
         path = self._path(segment)
+        # Written under another name and mapped first: under its own name it is always whole, and
+        # may be deleted to make room at any moment.
         # A process that is killed here leaves the part to the next one that fetches the segment.
         part = path.with_name(f"{path.name}.part")
         with naming_full_disk(self.path):
@@ -122,11 +125,12 @@ class SegmentFolder:
             yield
 
     def make_room(self, size_bytes: int) -> None:
-        """Delete the segments of any cache that were needed longest ago, if there is no room."""
+        """Delete segments, whose time of last need is the earliest, until there is room."""
         self._spare_bytes -= size_bytes
         if self._spare_bytes >= 0:
             return
         spare_bytes = max(size_bytes, self.limit_bytes // _SLACK)
+        # One process at a time, or two would delete twice as much as is needed.
         with FileLock(_locks_in(self.path.parent) / "room"):
             segments = sorted(_list_segments(self.path.parent))
             kept_bytes = sum(each_bytes for _, each_bytes, _ in segments)

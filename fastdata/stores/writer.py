@@ -1,4 +1,8 @@
-"""Writers of stores, which any thread or process may use, in memory or on disk."""
+"""Writers of stores, in memory or on disk.
+
+Any thread of any process that has a writer may use it: the bytes go to a file or a memory block
+that they share, and so do the columns of its index.
+"""
 
 from __future__ import annotations
 
@@ -24,25 +28,20 @@ from fastdata.stores.store import ShapesDifferError, Store
 if TYPE_CHECKING:
     from fastdata.stores.codecs import Codec
 
+NO_LIMIT = 1 << 62
 RAGGED_ALIGN_BYTES = 64
-"""Raw samples of many shapes begin at multiples of this."""
-
+"""Raw samples of many shapes begin at multiples of this, as their elements must."""
 _GROWTH_BYTES = 1 << 18
 """The least by which a file grows. It grows by a 32nd of itself once that is more."""
-
-NO_LIMIT = 1 << 62
-
 _USED = "used bytes"
+"""Column of one number: the bytes of the file that are taken."""
 
 _Made = TypeVar("_Made")
 
 
-# Writers
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredPart:
-    """One part of all samples, such as the image, as it is stored.
+    """Form in which one part of all samples, such as the image, is stored.
 
     Args:
         spec: of the samples as they are served; dense if all have one shape.
@@ -70,8 +69,8 @@ class WriterPlan(StoredPart):
     """A part of all samples, and how its store is written.
 
     Args:
-        coder: encodes samples; None for raw ones. A ``SourceDecoder`` keeps the files' bytes as
-            they are, and each is prepared when it is read.
+        coder: encodes samples; None for raw ones. With a ``SourceDecoder`` the bytes of files are
+            stored, and each sample is prepared when it is read.
         path: of the new file on disk; None for memory.
         limit_bytes: the most that may be reserved.
     """
@@ -84,7 +83,10 @@ class WriterPlan(StoredPart):
 def write_any_shapes(
     write: Callable[[Sequence[WriterPlan]], _Made], plans: Sequence[WriterPlan]
 ) -> _Made:
-    """Write samples as planned; if one has another shape, again with a shape for each."""
+    """Write samples as planned, or once again with a shape for each if one has another shape.
+
+    Only a few samples were looked at when the writers were planned.
+    """
     with contextlib.suppress(ShapesDifferError):
         return write(plans)
     return write([replace(plan, spec=replace(plan.spec, shape=None)) for plan in plans])
@@ -109,7 +111,7 @@ class Writer:
 
     @classmethod
     def open(cls, plan: WriterPlan, length: int) -> Writer:
-        """Create a file for so many samples; all of a table is reserved."""
+        """Create a file for ``length`` samples; all of a table is reserved."""
         spec = plan.spec
         index: dict[str, Array] = {
             "offsets": np.zeros(length, np.int64),
@@ -126,7 +128,7 @@ class Writer:
             index["sizes"] += spec.sample_bytes
             index["shapes"] += np.array(spec.shape, np.int32)
         if plan.path is None:
-            index["is_there"] = np.zeros(length, np.bool_)  # for ``LazyStore``
+            index["is_there"] = np.zeros(length, np.bool_)  # ``LazyStore`` sets it
             file = Block.create(size_bytes)
         else:
             index["sums"] = np.zeros(length, np.uint32)
@@ -172,6 +174,7 @@ class Writer:
                 "many dimensions in prepare="
             )
         index = self.index
+        # No lock: every row is written by one thread of one process.
         if not plan.is_table:
             index["offsets"][row] = self._take(data.nbytes)
             index["sizes"][row] = data.nbytes
@@ -183,12 +186,14 @@ class Writer:
             index["sums"][row : row + count] = list(map(checksum, octets))
 
     def _take(self, size_bytes: int) -> int:
-        """Take so many bytes of the file for a sample; return the first of them."""
+        """Take bytes of the file for a sample; return the first one."""
         coder = self.plan.coder
         limit_bytes = self.plan.limit_bytes
         align_bytes = RAGGED_ALIGN_BYTES if coder is None else 1
         used = self.index[_USED]
-        # The file and what is used of it belong to all processes that write.
+        # Processes that write at the same time take bytes one after the other, and write them
+        # together. The file may have grown in another one, so that the system is asked for its
+        # size. It grows by more than a sample, as every growth asks what the machine has free.
         with self.index.block.hold(0):
             start: int = used.item()
             end = start + -(-size_bytes // align_bytes) * align_bytes
@@ -205,7 +210,7 @@ class Writer:
         return start
 
     def finish(self, rows: Array) -> Store:
-        """Seal the file; return a store of the samples in these rows, all that were written."""
+        """Seal the file, and return a store of the samples in ``rows``: those that were written."""
         self.index.pop("is_there", None)
         used_bytes = self.index.pop(_USED).item()
         if not self.plan.is_table:
@@ -216,7 +221,7 @@ class Writer:
         return Store((self.file,), self.plan.spec, index, self.plan.coder)
 
     def close(self) -> None:
-        """Give up what was written, a file on disk included. Idempotent."""
+        """Discard what was written, a file on disk included. Idempotent."""
         self.file.close()
         self.index.close()
         if self.plan.path is not None:
