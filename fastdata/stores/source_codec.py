@@ -9,6 +9,8 @@ from typing import Any
 from fastdata.pixels.arrays import Array
 from fastdata.pixels.samples import to_stored
 
+SOURCE = "source"
+
 
 @dataclass(frozen=True, slots=True)
 class SourceDecoder:
@@ -26,7 +28,7 @@ class SourceDecoder:
     prepare: Callable[[Any], Any]
     makes_jpeg_files: bool = False
 
-    name = "source"
+    name = SOURCE
     lossless = True
 
     def settings(self) -> dict[str, Any]:
