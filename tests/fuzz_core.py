@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from fastdata.pixels.core.calls import CoreError, Keys, Outputs, Samples, Table, draw, serve
+from fastdata.pixels.core.calls import CoreError, Keys, Samples, Table, describe_output, draw, serve
 from fastdata.pixels.core.library import layout
 
 __all__ = ["run_once"]
@@ -166,10 +166,8 @@ def _serve(fuzz: Fuzz, table: Table, image: np.ndarray) -> str:
     out = np.empty(served, DTYPES[table.record["values"]["dtype"]])
     if fuzz.pick(False, True):
         out = np.empty((1, height, width, channels), out.dtype).transpose(0, 3, 1, 2)
-    outputs = Outputs(1)
-    outputs.add(table, out)
     source = np.array([image.ctypes.data], np.int64)
-    serve(Samples(source, shape), keys, outputs)
+    serve(Samples(source, shape), keys, [describe_output(table, out)])
     return "served"
 
 

@@ -5,6 +5,7 @@ Shape letters: B batch, C channels, H W stored size, h w size served.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import itertools
 import math
@@ -18,9 +19,9 @@ from fastdata.pixels.arrays import Array, Int32s, Int64s, Shape
 from fastdata.pixels.core.calls import (
     CoreError,
     Keys,
-    Outputs,
     Samples,
     Table,
+    describe_output,
     draw,
     serve,
     solve_perspectives,
@@ -286,11 +287,11 @@ class Program:
 
         _serve(pairs, samples, keys, rows_B, decoded())
 
-    def _add_output(self, outputs: Outputs, out: Array, keys: Keys, shapes_B3: Int32s) -> None:
+    def _output_record(self, out: Array, keys: Keys, shapes_B3: Int32s) -> ctypes.Structure:
         solved_BS8 = None
         if self._has_perspectives:
             solved_BS8 = solve_perspectives(self._draw(keys, shapes_B3)[0])
-        outputs.add(self._table, out, solved_BS8)
+        return describe_output(self._table, out, solved_BS8)
 
 
 _Pair = tuple[Program, Array]
@@ -317,9 +318,7 @@ def _serve(
     """
     spans = iter(spans)
     while True:
-        outputs = Outputs(len(pairs))
-        for program, out in pairs:
-            program._add_output(outputs, out, keys, samples.shapes_B3)
+        outputs = [program._output_record(out, keys, samples.shapes_B3) for program, out in pairs]
         try:
             for first, last in spans:
                 serve(samples, keys, outputs, rows=rows_B, first=first, last=last)

@@ -68,7 +68,8 @@ Op *add(Drawing *d, const Step *step, int32_t code) {
     if (d->count == MAX_OPS) return deny(d, step, REFUSED_TABLE), NULL;
     Op *op = d->ops + d->count;
     if (!d->is_probe) d->count++; /* a probe's ops are written over one another */
-    *op = (Op){.code = code};
+    memset(op, 0, sizeof *op); /* an initialiser need not reach all of a union */
+    op->code = code;
     memcpy(op->fill, step->fill, sizeof step->fill);
     return op;
 }
@@ -259,7 +260,10 @@ int64_t fastdata_draw(const Table *table, uint64_t seed, const int64_t *visits_B
         if (!can_draw) deny(&d, table->steps, REFUSED_TABLE);
         if (!can_draw || !resolve(&d)) return -1 - b;
         if (d.count > most) most = d.count;
-        for (int64_t k = 0; k < room; k++) ops_BS[b * room + k] = k < d.count ? ops[k] : (Op){0};
+        for (int64_t k = 0; k < room; k++) {
+            if (k < d.count) ops_BS[b * room + k] = ops[k];
+            else memset(ops_BS + b * room + k, 0, sizeof(Op)); /* OP_NOTHING */
+        }
         shape[0] = d.channels;
         shape[1] = is_probe && !d.is_known ? 0 : (int32_t)d.height;
         shape[2] = is_probe && !d.is_known ? 0 : (int32_t)d.width;

@@ -43,11 +43,15 @@ class Layout:
         records: the dtype of each record. ``STEP``, ``OP`` and ``REFUSAL`` have a nested record for
             each code, in the same memory.
         reasons: names of the records of refusals, from number 1 on.
+        output: ``Output`` as a ctypes structure.
+        refusal: memory for a ``REFUSAL``.
     """
 
     numbers: Mapping[str, int]
     records: Mapping[str, Dtype]
     reasons: tuple[str, ...]
+    output: type[ctypes.Structure]
+    refusal: type[ctypes.Array[ctypes.c_byte]]
 
 
 @functools.cache
@@ -144,8 +148,13 @@ def _read_layout(library: ctypes.CDLL) -> Layout:
         # The first member holds the fields that all of them have, and has no code.
         codes = [f"{kind}_{name.upper()}" for name in [*members][1:]]
         numbers.update(zip(codes, range(len(codes)), strict=True))
-    reasons = tuple(unions["REFUSAL"])[1:]
-    return Layout(numbers=numbers, records=records | merged, reasons=reasons)
+    return Layout(
+        numbers=numbers,
+        records=records | merged,
+        reasons=tuple(unions["REFUSAL"])[1:],
+        output=_structure(records["Output"]),
+        refusal=ctypes.c_byte * merged["REFUSAL"].itemsize,
+    )
 
 
 def _record(text: str, known: Mapping[str, Dtype]) -> Dtype:
@@ -175,6 +184,12 @@ def _union(members: Mapping[str, Dtype]) -> Dtype:
     offsets = [head.fields[name][1] for name in shared] + [head.itemsize] * len(others)
     size = head.itemsize + max(member.itemsize for member in others)
     return np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": size})
+
+
+def _structure(dtype: Dtype) -> type[ctypes.Structure]:
+    convert: Any = np.ctypeslib.as_ctypes_type  # whose types know no records
+    made: type[ctypes.Structure] = convert(dtype)
+    return made
 
 
 def _check_sizes(library: ctypes.CDLL, made: list[Dtype]) -> None:

@@ -67,17 +67,6 @@ void become(Sample *sample, const Image *image) {
     sample->slot = sample->slot == SLOT_A ? SLOT_B : SLOT_A;
 }
 
-void copy_row(const uint8_t *restrict in, int64_t pixel, int64_t count, uint8_t *restrict out) {
-    if (pixel == 1)
-        memcpy(out, in, count);
-    else if (pixel == -1)
-        for (int64_t x = 0; x < count; x++) out[count - 1 - x] = in[x - (count - 1)];
-    else if (pixel == 3)
-        for (int64_t x = 0; x < count; x++) out[x] = in[3 * x];
-    else
-        for (int64_t x = 0; x < count; x++) out[x] = in[x * pixel];
-}
-
 void copy_image(const Image *in, const Image *out) {
     for (int32_t c = 0; c < in->channels; c++) {
         const uint8_t *from = in->data + c * in->plane;

@@ -125,6 +125,11 @@ INLINE void copy_bytes(const uint8_t *from, int64_t count, uint8_t *to) {
     memcpy(to + count - 16, from + count - 16, 16);
 }
 
+/* Out of line: this is rare, and its loops would slow down those around it. */
+static __attribute__((noinline)) void copy_mirrored(const uint8_t *in, int64_t pixel, int64_t count, uint8_t *out) {
+    copy_row(in, pixel, count, out);
+}
+
 static void fill_window(const Op *op, const Image *in, int64_t top, int64_t left, const Image *out) {
     const int32_t mode = op->window.border.mode;
     int64_t before = left < 0 ? (-left < out->width ? -left : out->width) : 0; /* columns before the image */
@@ -138,7 +143,7 @@ static void fill_window(const Op *op, const Image *in, int64_t top, int64_t left
             if (from_y < 0) continue;
             const uint8_t *from = in->data + c * in->plane + from_y * in->row;
             if (in->pixel == 1) copy_bytes(from + left + before, after - before, to + before);
-            else copy_row(from + (left + before) * in->pixel, in->pixel, after - before, to + before);
+            else copy_mirrored(from + (left + before) * in->pixel, in->pixel, after - before, to + before);
             if (mode == PAD_CONSTANT) continue;
             for (int64_t x = 0; x < before; x++) to[x] = from[source_place(left + x, in->width, mode) * in->pixel];
             for (int64_t x = after; x < out->width; x++)
