@@ -25,7 +25,7 @@ from fastdata.datasets.buffers import BatchRing
 from fastdata.errors import MemoryBudgetError
 from fastdata.loaders.chunk_order import chunked as chunked_order
 from fastdata.loaders.chunk_plan import CHUNKS_HELD, plan_chunks
-from fastdata.loaders.chunk_reader import ResidentChunks
+from fastdata.loaders.chunk_reader import ChunkReader
 from fastdata.machine import limits
 
 MIB = 1 << 20
@@ -653,9 +653,9 @@ def test_what_batches_have_fetched_themselves_is_let_go_of() -> None:
         def evict(self, positions: Any, from_cache: bool) -> None:
             dropped.extend(positions.tolist())
 
-    made: list[ResidentChunks] = []
+    made: list[ChunkReader] = []
     made.append(
-        ResidentChunks(
+        ChunkReader(
             np.arange(16),
             locate=lambda samples: [(cast("Any", Store()), samples)],
             chunk_samples=8,

@@ -70,16 +70,18 @@ def _draw_chunked(
     length: int, piece: int, chunk: int, world_size: int, seed: int, epoch: int, count: int
 ) -> Int64s:
     seed ^= _CHUNK_SALT
+    # Pieces of neighbours in random order, then all their samples in a row.
     stream = sort_by_keys(np.arange(-(-length // piece)), seed, epoch)
     stream = (stream[:, None] * piece + np.arange(piece)).ravel()
     stream = stream[stream < length]  # the last piece may be shorter
+    # A stretch of the pieces for each rank, so that its chunks are of neighbours; padded or cut.
     by_rank = np.resize(stream, (world_size, count // world_size))
     if piece > 1:
         for row in by_rank:
             for start in range(0, len(row), chunk):
                 some = slice(start, start + chunk)
-                row[some] = sort_by_keys(
-                    row[some], seed, epoch, length
-                )  # by other keys than pieces
+                # The keys of samples begin where those of pieces have ended.
+                row[some] = sort_by_keys(row[some], seed, epoch, length)
+    # A RankSampler of rank r takes the places r, r + W, ...
     order: Int64s = by_rank.T.ravel()
     return order

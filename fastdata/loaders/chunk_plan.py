@@ -11,42 +11,40 @@ from dataclasses import dataclass
 from fastdata.errors import MemoryBudgetError
 from fastdata.machine.units import format_bytes
 
-# Chunks of data larger than memory
-
 CHUNKS_HELD = 2
-"""One is served while the next one is read."""
+"""Chunks in memory: one is served while the next one is read."""
 
 PROCESS_BYTES = 48 << 20
-"""Allowed for a process that decodes: 8 to 13 MiB were its own on ImageNet photographs, and 12
-megapixels take 36."""
+"""Allowance for a process that decodes: it took 8 to 13 MiB of its own with ImageNet photographs,
+and 12 megapixels take 36."""
 
 _RESERVE_BYTES = 64 << 20
 
 _RESERVE_SHARE = 0.05
-"""Left for what nobody can foresee, such as the training loop's own growth."""
+"""Reserve for the growth of the training loop, and all else that is not planned."""
 
 _FIGURE_BYTES = 16 << 20
-"""What an error asks for is rounded up to them: what is in use differs from run to run."""
+"""Unit to which an error rounds up the need, because memory in use differs from run to run."""
 
 _BATCHES_SHARE = 0.25
-"""Of what is free: more batches ahead bring less than larger chunks do."""
+"""Share of the free memory for batches: more of them help less than larger chunks."""
 
 ENOUGH_BATCHES = 4
-"""In a chunk; with fewer, workers are given up for memory."""
+"""Batches in a chunk; if they do not fit, there are fewer workers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkPlan:
-    """What is in memory at once; ``print(loader.plan)`` shows it.
+    """The memory of a ``ChunkedLoader``; ``print(loader.plan)`` shows it.
 
     Args:
         limit_bytes: ``memory_limit``, for this process and its children.
-        in_use_bytes: of these when the loader was made.
-        reserve_bytes: left alone.
-        batches_bytes: of batches, worker processes, the epoch's order and the like.
-        workers: that make batches.
-        chunk_samples: in one chunk, whole batches; 0 where no samples lie on disk.
-        chunk_bytes: of one chunk; two are in memory.
+        in_use_bytes: memory of these when the loader was made.
+        reserve_bytes: memory that is not used.
+        batches_bytes: memory of batches, worker processes, the epoch's order and the like.
+        workers: number of threads or processes that make batches.
+        chunk_samples: samples in one chunk, whole batches; 0 if no samples are on disk.
+        chunk_bytes: memory of one chunk; two are in memory.
     """
 
     limit_bytes: int
@@ -59,10 +57,11 @@ class ChunkPlan:
 
     @property
     def peak_bytes(self) -> int:
+        """Memory in use while two chunks are in memory."""
         return self.in_use_bytes + self.batches_bytes + CHUNKS_HELD * self.chunk_bytes
 
     def __str__(self) -> str:
-        chunks = "no chunks, because no samples lie on disk"
+        chunks = "no chunks, because no samples are on disk"
         if self.chunk_samples:
             chunks = (
                 f"{CHUNKS_HELD} chunks of {self.chunk_samples} samples, "
@@ -92,29 +91,30 @@ def plan_chunks(
     """Decide how large chunks are and how many workers make batches.
 
     Args:
-        limit_bytes: for the whole process tree.
-        in_use_bytes: before anything is loaded.
-        fixed_bytes: of the epoch's order, the batches that the loop holds, and chunks besides
-            their samples.
-        batch_bytes: of one batch; each worker has two ahead.
+        limit_bytes: limit for the whole process tree.
+        in_use_bytes: memory in use before anything is loaded.
+        fixed_bytes: memory of the epoch's order, the batches that the loop holds, and chunks next
+            to their samples.
+        batch_bytes: memory of one batch; each worker has two ahead.
         batch_size: samples in a batch.
-        samples: of an epoch.
-        worker_bytes: of each worker besides its batches.
-        most_workers: that may be.
-        sample_bytes: of a sample in a chunk; 0 where none lie on disk.
-        most_samples: of a chunk; more than this would bring nothing.
-        chunk_samples: as the user wants it, rounded down to whole batches; None for what fits.
+        samples: samples of an epoch.
+        worker_bytes: memory of each worker next to its batches.
+        most_workers: maximum of workers.
+        sample_bytes: memory of a sample in a chunk; 0 if none are on disk.
+        most_samples: maximum of samples in a chunk; more would not help.
+        chunk_samples: the user's choice, rounded down to whole batches; None for as many as fit.
 
     Raises:
-        MemoryBudgetError: not even a batch a chunk fits, or not what the user wants.
+        MemoryBudgetError: chunks of one batch do not fit, or the user's choice does not.
     """
     reserve_bytes = max(_RESERVE_BYTES, int(limit_bytes * _RESERVE_SHARE))
     free_bytes = limit_bytes - in_use_bytes - reserve_bytes
-    held_bytes = CHUNKS_HELD * sample_bytes * batch_size  # of chunks, for each of their batches
+    held_bytes = CHUNKS_HELD * sample_bytes * batch_size  # for each batch of a chunk
     most = -(-samples // batch_size)
     batches: float = min(ENOUGH_BATCHES, most)
     if chunk_samples is not None:
         batches = min(max(chunk_samples // batch_size, 1), most)
+    # Workers first, next to the smallest useful chunks; then chunks of what is left.
     each_bytes = 2 * batch_bytes + worker_bytes
     fitting = (free_bytes - fixed_bytes - batches * held_bytes) // each_bytes
     ahead = free_bytes * _BATCHES_SHARE // (2 * batch_bytes)
@@ -139,6 +139,7 @@ def plan_chunks(
 
 
 def _too_little(plan: ChunkPlan) -> str:
+    """Return the message for a limit that is too low; what it asks for must be enough."""
     need_bytes = max(plan.peak_bytes + _RESERVE_BYTES, plan.peak_bytes / (1 - _RESERVE_SHARE))
     need_mib = (math.ceil(need_bytes / _FIGURE_BYTES) + 1) * _FIGURE_BYTES >> 20
     chunks = ""
@@ -156,10 +157,10 @@ def _too_little(plan: ChunkPlan) -> str:
 
 
 def empties_cache(disk_bytes: int, free_bytes: int, plan: ChunkPlan) -> bool:
-    """Decide whether the system's page cache is to let go of files' pages once they are served.
+    """Decide whether to remove files' pages from the system's page cache once they are served.
 
-    Kept, they make the next epoch read memory instead of the disk: 30,364 against 5,695 images/s
-    in ``benchmarks/chunked.py``. Where not all can stay beside the loader, most would be gone when
-    they are read again.
+    If they stay, the next epoch reads memory instead of the disk: 30,364 against 5,695 images/s
+    in ``benchmarks/chunked.py``. If not all fit next to the loader, most are gone before they are
+    read again, and other pages with them.
     """
     return disk_bytes > free_bytes - (plan.peak_bytes - plan.in_use_bytes) - plan.reserve_bytes

@@ -28,14 +28,14 @@ _ENTRY_BYTES = 256
 _NEIGHBOURS = 256
 """Number of neighbours whose mean size is hardly below that of a chunk, for the heaviest."""
 
-_BROUGHT_AT_ONCE = 128
+_LOADED_AT_ONCE = 128
 """Samples that are read between two checks for the end of the epoch."""
 
 
 Located = Iterable[tuple[DiskStore, Int64s]]
 
 
-class ResidentChunks:
+class ChunkReader:
     """Reads the chunks of an epoch ahead of their batches, and releases each after its last batch.
 
     Only hints are given: a sample that is not in memory is read when it is needed, and one that was
@@ -73,20 +73,21 @@ class ResidentChunks:
         self._pid = os.getpid()
         self._coming: list[Future[None]] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="fastdata-chunks")
-        for _ in range(CHUNKS_HELD):
+        for _ in range(CHUNKS_HELD):  # one is served while the thread reads the next one
             self._begin()
 
-    def waited_for(self, indices: Iterator[int]) -> Iterator[int]:
+    def when_loaded(self, indices: Iterator[int]) -> Iterator[int]:
         """Yield indices once their chunk is read: in sequence, which is faster than by batches."""
         for number, chunk in enumerate(self._chunks):
             if number < len(self._coming) and not self._is_remote:
                 self._coming[number].result()
             yield from itertools.islice(indices, len(chunk))
 
-    def passed(self) -> None:
+    def count_batch(self) -> None:
         """Note that one more batch was handed over; the last one of a chunk makes room."""
         self._handed += 1
-        is_held = self._released < len(self._coming)  # False if asked again after the last batch
+        # Nothing is held if the loop asks again after the last batch.
+        is_held = self._released < len(self._coming)
         if is_held and self._handed % self._chunk_batches == 0:
             self._release()
             self._begin()
@@ -106,19 +107,20 @@ class ResidentChunks:
     def _begin(self) -> None:
         chunk = len(self._coming)
         if chunk < len(self._chunks):
-            self._coming.append(self._thread.submit(self._bring, chunk))
+            self._coming.append(self._thread.submit(self._load, chunk))
 
     def _groups(self, chunk: int) -> Located:
         """Yield the samples of a chunk in the groups in which they are read and released."""
         for run in _cut(self._chunks[chunk], self._run_samples):
             for store, positions in self._locate(np.sort(run)):
-                for some in _cut(positions, _BROUGHT_AT_ONCE):
-                    yield store, some
+                # Groups are the same both times: the store counts the pages of a group once.
+                for group in _cut(positions, _LOADED_AT_ONCE):
+                    yield store, group
 
-    def _bring(self, chunk: int) -> None:
+    def _load(self, chunk: int) -> None:
         for store, positions in self._groups(chunk):
             if chunk < self._released:
-                return
+                return  # the epoch was left
             # The error is raised again when the batch of the sample is read.
             with contextlib.suppress(FastDataError, OSError):
                 store.load(positions)
@@ -127,6 +129,7 @@ class ResidentChunks:
         chunk = self._released
         self._released += 1
         future = self._coming[chunk]
+        # A chunk must not be evicted while the thread still loads it: that would stay in memory.
         if not future.cancel():
             future.result()
         elif not self._is_remote:  # batches may have fetched a remote chunk themselves
@@ -136,6 +139,7 @@ class ResidentChunks:
 
 
 def _cut(samples: Int64s, size: int) -> list[Int64s]:
+    """Split samples into pieces of a size, the last of which may be shorter."""
     return np.split(samples, range(size, len(samples), size))
 
 
@@ -144,19 +148,19 @@ class ChunkSampler(RankSampler):
 
     Args:
         make: returns an order of chunks for a ``world_size``.
-        hold: begins to read the chunks of an epoch's samples; None if none are on disk.
+        begin_reading: begins to read the chunks of an epoch's samples; None if none are on disk.
         options: arguments of ``RankSampler``.
     """
 
     def __init__(
         self,
         make: Callable[..., Order],
-        hold: Callable[[Int64s], ResidentChunks] | None,
+        begin_reading: Callable[[Int64s], ChunkReader] | None,
         **options: Any,
     ) -> None:
-        self.resident: ResidentChunks | None = None
+        self.chunks: ChunkReader | None = None
         self._make = make
-        self._hold = hold
+        self._begin_reading = begin_reading
         super().__init__(order=make(), **options)
 
     def find_ranks(self) -> None:
@@ -165,15 +169,15 @@ class ChunkSampler(RankSampler):
         self.order_length = self._order.num_samples
         super().find_ranks()
 
-    def _waited_for(self, indices: Iterator[int], samples: Int64s) -> Iterator[int]:
-        if self._hold is None:
+    def _when_loaded(self, indices: Iterator[int], samples: Int64s) -> Iterator[int]:
+        if self._begin_reading is None:
             return indices
-        self.resident = self._hold(samples)
-        return self.resident.waited_for(indices)
+        self.chunks = self._begin_reading(samples)
+        return self.chunks.when_loaded(indices)
 
-    def passed(self) -> None:
-        if self.resident is not None:
-            self.resident.passed()
+    def count_batch(self) -> None:
+        if self.chunks is not None:
+            self.chunks.count_batch()
 
 
 class DiskSamples:

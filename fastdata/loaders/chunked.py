@@ -24,10 +24,11 @@ from fastdata.loaders.chunk_plan import (
     empties_cache,
     plan_chunks,
 )
-from fastdata.loaders.chunk_reader import ChunkSampler, DiskSamples, ResidentChunks
+from fastdata.loaders.chunk_reader import ChunkReader, ChunkSampler, DiskSamples
 from fastdata.loaders.iterators import HELD_BY_USER, CountedIterator
 from fastdata.loaders.loader import DataLoader
 from fastdata.loaders.parts import Parts
+from fastdata.loaders.samplers import StateDict
 from fastdata.machine import limits
 from fastdata.machine.ranks import find_rank, local_ranks
 from fastdata.machine.units import parse_bytes
@@ -137,7 +138,7 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
                 f"{type(dataset).__name__}. Give it fastdata.ImageFolder(root, cache_dir=...), or "
                 "CachedDataset.from_cache(path) of a cache."
             )
-        BatchSampler([], batch_size, drop_last)  # which refuses other sizes
+        BatchSampler([], batch_size, drop_last)  # raises torch's error for a wrong size
         self.dataset = dataset
         self._parts = Parts.find(dataset)
         self._disk = DiskSamples(self._parts)
@@ -151,17 +152,18 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
             chunked, len(dataset), shuffle=shuffle, drop_last=drop_last, world_size=ranks
         )
         samples = make().num_samples // ranks
+        # The order is fixed before memory is measured: ranks with other limits must share it.
         mixed_samples = self._mixed_samples(samples, chunk_samples)
         self.plan = self._plan(
             memory_limit, samples, ranks, chunk_samples, mixed_samples, pieces, num_workers
         )
-        hold = None
+        begin_reading = None
         if stores:
             disk_bytes = sum(store.size_bytes for store in stores)
             free_bytes = limits.available_bytes().bytes
             self._empties_cache = empties_cache(disk_bytes, free_bytes, self.plan)
-            hold = partial(
-                ResidentChunks,
+            begin_reading = partial(
+                ChunkReader,
                 locate=self._disk.locate,
                 chunk_samples=self.plan.chunk_samples,
                 batch_size=batch_size,
@@ -172,7 +174,9 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
             make = partial(
                 make, piece_samples=max(mixed_samples // pieces, 1), chunk_samples=mixed_samples
             )
-        self._sampler = ChunkSampler(make, hold, seed=seed, rank=rank, world_size=world_size)
+        self._sampler = ChunkSampler(
+            make, begin_reading, seed=seed, rank=rank, world_size=world_size
+        )
         self._loader = DataLoader(
             dataset,
             batch_size,
@@ -180,6 +184,7 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
             num_workers=self.plan.workers,
             collate_fn=collate_fn,
             drop_last=drop_last,
+            # With a seed nothing is drawn from the user's generator.
             generator=torch.Generator() if self._parts.seed is not None else None,
             workers="thread" if stores else "auto",
         )
@@ -223,6 +228,8 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
         disk = self._disk
         for store in disk.stores:
             store.evict_all()  # this memory is for the chunks
+        # All that is not chunks comes first: workers with two batches ahead each, the order, and
+        # the batches that the loop holds. Chunks get the rest.
         reader = self._parts.reader()
         served_bytes = None if reader is None else reader.served_bytes
         batch_bytes = (served_bytes or _SAMPLE_BYTES) * self.batch_size
@@ -230,7 +237,9 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
         share_bytes = limits.available_bytes().bytes // local_ranks() + in_use_bytes
         most_workers = num_workers or limits.usable_cores()
         worker_bytes = 0
-        if served_bytes is None:  # samples come one by one
+        if served_bytes is None:
+            # Samples come one by one: from a mapping by one thread, as Python holds the others up,
+            # else by worker processes.
             if disk.stores:
                 most_workers = 1
             else:
@@ -250,13 +259,16 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
             most_samples=disk.most_in_chunk(mixed_samples),
             chunk_samples=chunk_samples,
         )
-        alone_bytes = disk.sample_bytes + disk.edges_bytes  # of a sample that is read alone
         if not disk.stores:
             return plan(sample_bytes=0)
-        if disk.has_gaps or (ranks > 1 and not self.shuffle):  # samples without neighbours
+        # A sample that is read without its neighbours maps the pages around it as well: no two
+        # samples of a chunk are neighbours if the loader skips some, or other ranks have them.
+        alone_bytes = disk.sample_bytes + disk.edges_bytes
+        if disk.has_gaps or (ranks > 1 and not self.shuffle):
             return plan(sample_bytes=alone_bytes)
         found = plan(sample_bytes=disk.sample_bytes)
-        if self.shuffle and found.chunk_samples < mixed_samples:  # neighbours in several chunks
+        # A chunk that is smaller than what the order mixes has only some samples of each piece.
+        if self.shuffle and found.chunk_samples < mixed_samples:
             return plan(sample_bytes=alone_bytes)
         return found
 
@@ -277,23 +289,26 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
     def __len__(self) -> int:
         return len(self._loader)
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> CountedIterator:
         return self.iterate()
 
     def iterate(
         self, ring: BatchRing | None = None, held: int = HELD_BY_USER, read: None = None
-    ) -> Any:
+    ) -> CountedIterator:
         """Begin an epoch, as ``iter`` does; for a prefetcher as that of a DataLoader."""
+        # Two epochs would hold twice the memory of the plan.
         self._end("another one of the same loader was begun")
         iterator = self._loader._fastdata.iterate(self._loader, ring, held)
         if self._disk.stores:
-            iterator.after_batch = self._sampler.passed
+            # An iterator that is dropped releases its chunks, once its threads have ended.
+            iterator.after_batch = self._sampler.count_batch
             end = weakref.finalize(iterator, _close_chunks, self._sampler, iterator.stop)
             iterator.stop = end  # type: ignore[method-assign]
         self._live = weakref.WeakSet([iterator])
         return iterator
 
     def _end(self, reason: str) -> None:
+        """End the latest iterator; ``reason`` is the error of its next batch."""
         for iterator in self._live:
             iterator.ended = reason
             iterator.stop()
@@ -312,13 +327,14 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
         return replace(report, path=f"{chunks}{cache}; {report.path}")
 
     def ring_slots(self, held: int) -> int:
+        """Return how many buffers threads and a user who holds ``held`` batches need."""
         return self._loader._fastdata.ring_slots(self._loader, held)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the position in the latest epoch, as ``DataLoader.state_dict``."""
         return self._loader.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Let the next epoch be the one of ``state``; only the rest of it is read.
 
         Raises:
@@ -337,7 +353,7 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
 def _close_chunks(sampler: ChunkSampler, stop: Callable[[], Any]) -> None:
     """End what reads the samples, then release their memory, which reading would map again."""
     stop()
-    resident = sampler.resident
-    sampler.resident = None
-    if resident is not None:
-        resident.close()
+    chunks = sampler.chunks
+    sampler.chunks = None
+    if chunks is not None:
+        chunks.close()

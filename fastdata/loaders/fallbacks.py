@@ -30,6 +30,7 @@ def warn_of_ranks(sampler: Any) -> None:
 
 def warn_of_samples(dataset: Dataset[Any], parts: Parts) -> None:
     """Warn once for each dataset that is read sample by sample."""
+    # Once for each dataset, not for each loader: scripts make a loader for every epoch or fold.
     new = [part for part in parts.datasets if part._fastdata not in _WARNED]
     _WARNED.update(part._fastdata for part in new)
     notice = next(filter(None, map(_fallback_notice, new)), "")
@@ -50,6 +51,8 @@ def _fallback_notice(dataset: PreparedDataset) -> str:
     reader = dataset._fastdata.reader
     plan = reader.plan
     kept = reader.kept
+    # Not if the user asked for it, if files are decoded in each epoch anyway, if samples have
+    # several parts, or if no step runs in Python.
     is_known = not any(view.per_sample for view in plan.each)
     is_asked_for = not reader.stored.options.batch_ops or reader.pair_transform is not None
     if is_asked_for or kept is None or kept.is_tuple or is_known:

@@ -49,13 +49,13 @@ class LoaderInternals:
     """Everything that fastdata adds to a loader, in one object that is called ``_fastdata`` there.
 
     All other names of a loader are torch's, or belong to the user's subclass. Methods are given the
-    loader and do not keep it: a cycle would keep a dropped loader alive.
+    loader and do not keep it: in a cycle a dropped loader and its workers would live on.
 
     Attributes:
         resume: epochs of the loader, and the datasets behind it.
-        engine: reads the batches of the latest epoch, or of the first one.
-        is_channels_last: the memory format that the loader was made or copied with.
-        has_own_sampler: ``distributed=`` made the loader's sampler.
+        engine: engine of the latest epoch, or before it of the first one.
+        is_channels_last: memory format that the loader was made or copied with.
+        has_own_sampler: True if ``distributed=`` made the loader's sampler.
     """
 
     def __init__(
@@ -111,6 +111,7 @@ class LoaderInternals:
         self.engine = Engine("thread", alone, 0) if alone else self.choose_engine(loader)
         pins = loader.pin_memory and not alone
         if ring is None:
+            # One ring for all epochs, so that a new one reuses the buffers of the last.
             ring = self._ring = self._ring or BatchRing(self.ring_slots(loader, held))
         elif self._pinning.reason:  # "auto": the prefetcher pins
             pins = False
@@ -126,8 +127,10 @@ class LoaderInternals:
             collate_fn=_channels_last(loader.collate_fn) if is_channels_last else loader.collate_fn,
             draws_seed=progress.base_seed is None,
         )
-        idle: Any = loader._iterator  # worker processes that persist, and have done their part
-        loader._iterator = None  # after Ctrl-C here it is unknown what they send next
+        # Worker processes that persist. They are forgotten until the epoch has begun: after Ctrl-C
+        # in between it is unknown what they send next.
+        idle: Any = loader._iterator
+        loader._iterator = None
         # The rest of an epoch draws nothing from the global generator.
         with torch.random.fork_rng(devices=[], enabled=progress.is_begun):
             if self.engine.kind == "process":
@@ -164,6 +167,7 @@ class LoaderInternals:
         return parts
 
     def report(self) -> EpochReport:
+        """Return how the latest epoch went."""
         engine = self.engine
         ring = self._counts.ring
         return EpochReport(
@@ -205,6 +209,7 @@ class LoaderInternals:
         return given is torch.channels_last if is_ours else self.is_channels_last
 
     def choose_engine(self, loader: DataLoader[Any]) -> Engine:
+        """Return the engine that an epoch would have now."""
         return choose_engine(loader, self.resume.parts, self._workers_of(loader))
 
     def choose_pinning(self, loader: DataLoader[Any], asked: bool | Literal["auto"]) -> bool:
@@ -232,10 +237,10 @@ class EpochLoader:
         self,
         loader: DataLoader[Any],
         *,
-        dataset: Any,
+        dataset: Dataset[Any],
         index_sampler: Resume,
         pin_memory: bool,
-        collate_fn: Collate | None,
+        collate_fn: Collate,
         draws_seed: bool,
     ) -> None:
         self._loader = loader
@@ -244,17 +249,22 @@ class EpochLoader:
         self.pin_memory = pin_memory
         self.collate_fn = collate_fn
         self.generator = loader.generator
+        self.multiprocessing_context = loader.multiprocessing_context
         is_stream = isinstance(loader.dataset, IterableDataset)  # datapipes draw another seed
         if loader.persistent_workers and not draws_seed and not is_stream:
             # Every iterator of torch's draws a base seed: leave the loader's generator alone.
             self.generator = torch.Generator()
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Any:  # all other settings of a loader
         return getattr(self._loader, name)
 
 
 def _iterate_processes(
-    loader: DataLoader[Any], view: EpochLoader, progress: Progress, idle: Any, held: int
+    loader: DataLoader[Any],
+    view: EpochLoader,
+    progress: Progress,
+    idle: ProcessIter | None,
+    held: int,
 ) -> CountedIterator:
     """Begin an epoch of torch's engines; ``idle`` has worker processes of an earlier one."""
     if loader.num_workers == 0:
@@ -271,7 +281,8 @@ def _iterate_processes(
     return iterator
 
 
-def _channels_last(collate_fn: Any) -> Any:
+def _channels_last(collate_fn: Collate) -> Collate:
+    """Return a ``collate_fn`` whose batches have this memory format; in the ring if it was."""
     if isinstance(collate_fn, RingCollate):
         return RingCollate(ChannelsLast(collate_fn.collate), slots=collate_fn.slots)
     return ChannelsLast(collate_fn)

@@ -32,21 +32,22 @@ from fastdata.datasets.visits import IndexBatch
 from fastdata.errors import IngestError, MemoryBudgetError
 
 if TYPE_CHECKING:
+    from fastdata.loaders.internals import EpochLoader
     from fastdata.loaders.parts import AnyHandle
     from fastdata.loaders.progress import Progress
 
 
 Slots = BatchRing | BatchReceiver
+"""Reused memory of batches: of threads, or of worker processes."""
 
-MakeBatch = Callable[[Any, BatchRing], Any]
+MakeBatch = Callable[[IndexBatch, BatchRing], Any]
 
 HELD_BY_USER = 2
-"""Batches that the training loop may hold without costing new memory: the current one and one
-looked ahead."""
+"""Batches that the training loop may hold without new memory: the current one and the next."""
 
 
 def profiled(name: str) -> AbstractContextManager[Any]:
-    """Let a profiler show what runs within; 0.3 us without one, where torch's own takes 4 us."""
+    """Name a span for a profiler; without one it takes 0.3 us, where torch's takes 4 us."""
     return profiler.record_function(name) if profiler._is_profiler_enabled else nullcontext()
 
 
@@ -87,6 +88,9 @@ class BatchMaker:
                 is_collated = is_whole and self.collate_fn is collate and len(indices) > 0
                 read = partial(reader if is_collated else reader.items, allocate=self.ring.lease)
                 may_draw &= not is_whole or reader.target_transform is not None
+            # Threads share torch's generator: code of the user's draws from the batch's own numbers,
+            # so that a batch is the same whichever thread makes it. Not in the training loop, where
+            # torch's loader draws from the generator too.
             with BatchDraws(draws.apart()) if may_draw else nullcontext():
                 batch = read(indices)
             if not is_collated:
@@ -115,6 +119,7 @@ class LoopCounts:
     left_at: float = 0.0
 
     def answer(self, asked_at: float) -> None:
+        """Count the time since a request, and end its waiting."""
         self.left_at = time.perf_counter()
         self.wait_s += self.left_at - asked_at
         self.begun_at = self.begun_at or asked_at
@@ -132,7 +137,7 @@ class LoopCounts:
 def sample_count(batch: Any) -> int:
     """Return the length of the first tensor in a batch; 0 if it has none, or no length."""
     if type(batch) is list and batch and type(batch[0]) is torch.Tensor and batch[0].ndim:
-        return batch[0].size(0)  # most are
+        return batch[0].size(0)  # the usual batch, without a search
     try:
         return next(it.size(0) for it in leaves_of(batch) if isinstance(it, torch.Tensor))
     except Exception:  # noqa: BLE001  # users' types raise anything, and counting stops nobody
@@ -151,18 +156,21 @@ class CountedIterator(torch_loader._BaseDataLoaderIter):
     after_batch: Callable[[], Any] | None = None
     _task_info: Any = ()  # batches that were drawn, but not handed over; torch's own name
 
-    def __init__(self, view: Any, progress: Progress) -> None:
+    def __init__(self, view: EpochLoader, progress: Progress) -> None:
         self.progress = progress
-        super().__init__(view)
+        super().__init__(view)  # type: ignore[arg-type]  # it has a loader's attributes
+
+    # torch's ``__init__`` draws a base seed and assigns it. The draw must take place, so that the
+    # user's generator moves as with torch; a resumed epoch keeps the seed of its state.
 
     @property
     def _base_seed(self) -> Any:
         return self.progress.base_seed
 
     @_base_seed.setter
-    def _base_seed(self, drawn: Any) -> None:
+    def _base_seed(self, drawn: float) -> None:
         if self.progress.base_seed is None:
-            self.progress.base_seed = drawn
+            self.progress.base_seed = int(drawn)
 
     def stop(self) -> None:
         """End the threads of the iterator, if it has some."""
@@ -188,6 +196,8 @@ class CountedIterator(torch_loader._BaseDataLoaderIter):
             progress.is_finished = True
             raise
         finally:
+            # Also after an error: a batch that failed counts as handed over, or a resumed epoch
+            # would fail again.
             progress.handed = progress.drawn - len(self._task_info)
             counts.answer(asked_at)
             if self.after_batch is not None:
@@ -206,16 +216,20 @@ class ThreadIter(CountedIterator):
     draws, must not refer to the iterator.
     """
 
-    def __init__(self, view: Any, progress: Progress, read: BatchMaker, *, threads: int) -> None:
+    def __init__(
+        self, view: EpochLoader, progress: Progress, read: BatchMaker, *, threads: int
+    ) -> None:
         super().__init__(view, progress)
         self.ring = read.ring
         self._read = read
         self._task_info = deque[Future[Any]]()
         self._ahead = threads * (view.prefetch_factor or 1)
-        self._threads: Any = None
+        self._threads: ThreadPoolExecutor | None = None
         self._pid = os.getpid()
         if threads:
             self._threads = ThreadPoolExecutor(threads, thread_name_prefix="fastdata-loader")
+            # Not ``__del__``: the finaliser holds the threads alone, and runs at exit too. Nothing
+            # is read before ``next``, because Lightning calls ``set_epoch`` after ``iter``.
             self.stop = weakref.finalize(self, _stop, self._threads)  # type: ignore[method-assign]
 
     def _next_data(self) -> Any:
@@ -223,10 +237,11 @@ class ThreadIter(CountedIterator):
             indices = next(self._sampler_iter)
             batch = self._read(indices, self.progress.draws)
         else:
-            batch = self._receive()
+            batch = self._receive(self._threads)
         return copy_to_pinned(batch) if self._pin_memory else batch
 
-    def _receive(self) -> Any:
+    def _receive(self, threads: ThreadPoolExecutor) -> Any:
+        """Return the next batch, or raise its exception, and ask for a later one."""
         if os.getpid() != self._pid:
             raise RuntimeError(
                 f"this iterator of a DataLoader was begun in process {self._pid}, whose threads "
@@ -235,7 +250,7 @@ class ThreadIter(CountedIterator):
                 "num_workers=0."
             )
         if not self._task_info:
-            self._submit()
+            self._submit(threads)
         if not self._task_info:
             self.stop()
             raise StopIteration
@@ -254,9 +269,9 @@ class ThreadIter(CountedIterator):
             return future.result()
         finally:
             del future, error  # an exception would keep them, and they the exception
-            self._submit()
+            self._submit(threads)
 
-    def _submit(self) -> None:
+    def _submit(self, threads: ThreadPoolExecutor) -> None:
         """Ask the threads for batches until enough are read ahead."""
         while not self.ended and len(self._task_info) < self._ahead:
             try:
@@ -267,7 +282,7 @@ class ThreadIter(CountedIterator):
                 future: Future[Any] = Future()
                 future.set_exception(error)
             else:
-                future = self._threads.submit(self._read, indices, self.progress.draws)
+                future = threads.submit(self._read, indices, self.progress.draws)
             self._task_info.append(future)
 
 
@@ -278,5 +293,6 @@ def _stop(threads: ThreadPoolExecutor) -> None:
     that the garbage collector interrupts while it holds the lock of ``threading`` that a join takes.
     """
     lock = getattr(threading, "_shutdown_locks_lock", None)  # until Python 3.12
+    is_locked = lock is not None and lock.locked()
     is_own = threading.get_ident() in {thread.ident for thread in threads._threads}
-    threads.shutdown(wait=not is_own and not (lock and lock.locked()), cancel_futures=True)
+    threads.shutdown(wait=not is_own and not is_locked, cancel_futures=True)

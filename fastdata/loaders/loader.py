@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from collections.abc import Callable, Iterable, Sized
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
 import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler
@@ -16,6 +16,7 @@ from torch.utils.data import dataloader as torch_loader
 
 from fastdata.datasets.batch import Collate, collate
 from fastdata.loaders.internals import CHOICES, LoaderInternals
+from fastdata.loaders.iterators import CountedIterator
 from fastdata.loaders.parts import Parts
 from fastdata.loaders.sampler_chain import SamplerChain, length_of
 from fastdata.loaders.samplers import RankSampler, StateDict, Uneven
@@ -135,7 +136,7 @@ class DataLoader(torch_loader.DataLoader, Generic[_T_co]):  # type: ignore[type-
         asks = prefetch_factor or persistent_workers or multiprocessing_context or timeout
         is_shared = distributed != "off" and sampler is None and batch_sampler is None
         if is_shared:
-            sampler = _share(dataset, bool(shuffle), drop_last, distributed)
+            sampler = _share(cast("Sized", dataset), bool(shuffle), drop_last, distributed)
             shuffle = None
         makes_batches = batch_size is not None or batch_sampler is not None
         if collate_fn is None and makes_batches:
@@ -170,10 +171,10 @@ class DataLoader(torch_loader.DataLoader, Generic[_T_co]):  # type: ignore[type-
         self.in_order = in_order
         self.pin_memory = self._fastdata.choose_pinning(self, pin_memory)
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> CountedIterator:
         return self._get_iterator()
 
-    def _get_iterator(self) -> Any:  # torch's name for it, which subclasses override
+    def _get_iterator(self) -> CountedIterator:  # torch's name for it, which subclasses override
         return self._fastdata.iterate(self)
 
     def check_worker_number_rationality(self) -> None:
@@ -274,7 +275,7 @@ def _worker_count(num_workers: int | str, least: int) -> int:
     return max(least, limits.usable_cores() // local_ranks() - 1)
 
 
-def _share(dataset: Any, shuffle: bool, drop_last: bool, distributed: Distributed) -> RankSampler:
+def _share(dataset: Sized, shuffle: bool, drop_last: bool, distributed: Distributed) -> RankSampler:
     """Return the sampler of ``distributed=``."""
     uneven: Uneven = "drop" if drop_last else "pad"
     if distributed == "exact":

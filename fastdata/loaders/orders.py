@@ -75,6 +75,7 @@ def shuffled(dataset: Sized | int, shuffle: bool = True) -> Order:
 
 
 def _draw_shuffled(length: int, seed: int, epoch: int, count: int) -> Int64s:
+    # Sorted by keys of the core, so that the order is the same with any version of NumPy.
     return sort_by_keys(np.arange(length), seed ^ _SHUFFLE_SALT, epoch)[:count]
 
 
@@ -173,6 +174,7 @@ def _draw_balanced(classes: Int64s, replacement: bool, seed: int, epoch: int, co
     counts = np.bincount(classes)
     rounds = -(-count // len(counts))
     keys = sample_keys(seed ^ _ROUND_SALT, epoch, np.arange(rounds * len(counts)))
+    # In each row the classes in random order: one round.
     orders = np.argsort(keys.reshape(-1, len(counts)), kind="stable")
     drawn = orders.ravel()[:count]  # the class of each place
     everything = _draw_shuffled(len(classes), seed, epoch, len(classes))
@@ -285,6 +287,7 @@ def _draw_mixed(
             left -= length
             again += 1
         first += length
+    # The shares are exact; the datasets are mixed at random.
     return np.concatenate(parts)[_draw_shuffled(count, seed, epoch, count)]
 
 

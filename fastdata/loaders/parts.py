@@ -34,27 +34,34 @@ class JoinedReader:
     def __init__(self, readers: Sequence[Reader], starts: Array) -> None:
         self._readers = readers
         self._starts = starts
-        self.obstacle = _first(reader.obstacle for reader in readers)
-        forms = {} if self.obstacle else {reader.image_form: None for reader in readers}
-        if len(forms) > 1:
-            self.obstacle = f"the datasets serve images that differ, {' and '.join(forms)}"
         self.target_transform = _first(reader.target_transform for reader in readers)
-        self.served_bytes = None if self.obstacle else readers[0].served_bytes
+        self.obstacle = _first(reader.obstacle for reader in readers)
+        self.served_bytes: int | None = None
+        if self.obstacle is None:
+            forms = dict.fromkeys(reader.image_form for reader in readers)
+            if len(forms) > 1:
+                self.obstacle = f"the datasets serve images that differ, {' and '.join(forms)}"
+            else:
+                self.served_bytes = readers[0].served_bytes
 
     def __call__(self, batch: IndexBatch, allocate: Allocate = new_buffer) -> Any:
         readers = self._readers
         first = readers[0]
         is_last = batch.channels_last and all(each.can_write_channels_last for each in readers)
         outs = allocate_batch(len(batch), first.outputs, allocate, channels_last=is_last)
+        # Each dataset writes its rows of one batch, so that nothing is copied to join them.
         for number, row_B, piece in self._pieces(batch):
             readers[number].read_into(outs, piece, row_B)
-        parts = list(map(torch.Tensor.view, map(torch.from_numpy, outs), first.dtypes))
+        parts: list[Any] = []
+        for out, dtype in zip(outs, first.dtypes, strict=True):
+            parts.append(torch.from_numpy(out).view(dtype))
         if not first.has_target_column:
             of_each = self.in_order(batch, [reader.targets.of_each for reader in readers])
             parts.append(collate_targets(of_each))
         return first.to_batch(parts)
 
     def items(self, batch: IndexBatch, allocate: Allocate = new_buffer) -> list[Any]:
+        """Return the items of a batch; each dataset allocates memory for its own."""
         return self.in_order(batch, [reader.items for reader in self._readers])
 
     def in_order(self, batch: IndexBatch, reads: Sequence[Callable[..., list[Any]]]) -> list[Any]:
@@ -70,8 +77,9 @@ class JoinedReader:
         for number in np.unique(number_B).tolist():
             row_B = np.flatnonzero(number_B == number)
             position_B = batch.positions[row_B] - self._starts[number]
-            own_seed = self._readers[number].stored.options.seed
-            seed = batch.seed if own_seed is None else own_seed
+            seed = self._readers[number].stored.options.seed
+            if seed is None:
+                seed = batch.seed
             if number:  # so that the same index in two datasets has independent draws
                 seed = int(sample_keys(seed, number, _PART_SALT_1)[0])
             piece = IndexBatch.of(position_B.tolist(), position_B, batch.visits[row_B], seed)
@@ -119,9 +127,9 @@ class Parts:
     @classmethod
     def find(cls, dataset: Any) -> Parts:
         """Find the datasets in any ``Subset`` and ``ConcatDataset``; none next to other datasets."""
-        datasets = []
+        datasets: list[PreparedDataset] = []
         subset = None
-        # Not isinstance: a proxy may give the class of what it is around for its own.
+        # Not isinstance: a proxy may give the class of the object inside it as its own.
         if issubclass(type(dataset), PreparedDataset):
             datasets.append(dataset)
         else:
@@ -129,11 +137,13 @@ class Parts:
                 subset = _join(dataset, datasets)
             except TypeError:
                 datasets.clear()
-        return cls(datasets, subset, np.cumsum([0, *map(index_count, datasets)])[:-1])
+        counts = np.array([index_count(each) for each in datasets], np.int64)
+        return cls(datasets, subset, np.cumsum(counts) - counts)
 
     def __getitems__(self, batch: IndexBatch) -> list[Any]:
-        joined = JoinedReader([it._fastdata.reader for it in self.datasets], self.starts)
-        return joined.in_order(batch, [dataset.__getitems__ for dataset in self.datasets])
+        readers = [dataset._fastdata.reader for dataset in self.datasets]
+        reads = [dataset.__getitems__ for dataset in self.datasets]
+        return JoinedReader(readers, self.starts).in_order(batch, reads)
 
     @property
     def index_count(self) -> int:
@@ -157,11 +167,13 @@ class Parts:
 
     def latest(self) -> AnyReader | None:
         """Return the latest reader. Do not keep it: it keeps the samples in memory."""
-        return self._one([it._fastdata.reader for it in self.datasets], JoinedReader)
+        readers = [dataset._fastdata.reader for dataset in self.datasets]
+        return self._one(readers, JoinedReader)
 
     def handle(self) -> AnyHandle | None:
         """Return the handle of an epoch that begins now."""
-        return self._one([it._fastdata.handle for it in self.datasets], JoinedHandle)
+        handles = [dataset._fastdata.handle for dataset in self.datasets]
+        return self._one(handles, JoinedHandle)
 
     def _one(self, each: list[_T], join: Callable[[list[_T], Array], _J]) -> _T | _J | None:
         if len(each) > 1:
@@ -172,11 +184,14 @@ class Parts:
     def prepared_share(self) -> float:
         """The share of samples that are stored already, of the dataset with the fewest."""
         index = None if len(self.datasets) > 1 else self.subset
-        readers = [dataset._fastdata.reader for dataset in self.datasets]
-        shares = (1.0 if it.kept is None else it.stored.filled_share(index) for it in readers)
-        return min(shares, default=1.0)
+        shares = [1.0]
+        for dataset in self.datasets:
+            stored = dataset._fastdata.reader.stored
+            if stored.kept is not None:
+                shares.append(stored.filled_share(index))
+        return min(shares)
 
-    def fetched(self, dataset: Any) -> Any:
+    def fetched(self, dataset: Dataset[Any]) -> Dataset[Any]:
         """Return a loader's ``dataset``, or a copy that passes whole batches to these datasets.
 
         torch's ``Subset`` and ``ConcatDataset`` make plain lists of the indices of a batch, without
@@ -184,10 +199,13 @@ class Parts:
         """
         if self.subset is None:
             return dataset
-        whole = copy.copy(dataset)
+        # A copy of another class has the user's attributes, which worker_init_fn may read.
+        whole: Any = copy.copy(dataset)
         whole.__class__ = _WholeConcat if type(dataset) is ConcatDataset else _WholeSubset
-        whole.behind = self.datasets[0] if len(self.datasets) == 1 else replace(self, subset=None)
-        return whole
+        whole.behind = replace(self, subset=None)
+        if len(self.datasets) == 1:
+            whole.behind = self.datasets[0]
+        return whole  # type: ignore[no-any-return]
 
 
 def _first(given: Iterable[_T | None]) -> _T | None:
@@ -195,7 +213,7 @@ def _first(given: Iterable[_T | None]) -> _T | None:
 
 
 def _join(dataset: Any, found: list[PreparedDataset]) -> Array:
-    """Return the indices of a dataset's samples among those of all ``found``, and add its found.
+    """Return the indices of a dataset's samples among those of all ``found``, and add new ones.
 
     Raises:
         TypeError: there is a dataset of another kind, or a subclass with another ``__len__`` than

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
+from fastdata.datasets.draws import DrawKey
 from fastdata.loaders.samplers import StateDict
 
 Mark = tuple[int, bool]
 """The number of batches handed over, and True if those are all."""
+
+NO_DRAWS = DrawKey(0, 0, 0)
+"""Before the first batch."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -32,6 +35,9 @@ class Progress:
         seen: the mark of the user's latest batch, if a prefetcher reads ahead of the user.
     """
 
+    # Several counts, because batches are drawn ahead of workers, workers read ahead of the loop, and
+    # a prefetcher takes batches ahead of the user: drawn >= handed >= seen.
+
     epoch: int = -1
     base_seed: int | None = None
     start: StateDict | None = None
@@ -42,7 +48,7 @@ class Progress:
     handed: int = 0
     counted: int = 0
     is_finished: bool = False
-    draws: Any = None
+    draws: DrawKey = NO_DRAWS
     seen: Mark | None = None
 
     @classmethod
@@ -65,9 +71,11 @@ class Progress:
         return self.handed, self.is_finished
 
     def mark_delivered(self, mark: Mark) -> None:
+        """Let a state count the batches of a prefetcher's user, not those that it has read."""
         self.seen = mark
 
     @property
     def pending(self) -> StateDict | None:
-        """The state that it goes on from, while no batch was handed over."""
-        return self.state if (self.seen or self.mark()) == (self.first, False) else None
+        """The state that the epoch goes on from, while no batch was handed over."""
+        is_untouched = (self.seen or self.mark()) == (self.first, False)
+        return self.state if is_untouched else None

@@ -28,7 +28,7 @@ from fastdata.loaders.samplers import StateDict, name_differences
 from fastdata.machine.ranks import Rank
 from fastdata.report import warn_user
 
-_END = object()
+_END = object()  # a sampler may give None
 
 VERSION = 1
 """The version of states."""
@@ -72,12 +72,13 @@ class Resume:
         return self._batches(self.progress, self._chain)
 
     def copied(self) -> Resume:
-        """Return epochs that go on from here on their own."""
+        """Return a copy, whose epochs that go on from here on their own."""
         other = copy.copy(self)
         other.progress = copy.copy(self.progress)
         return other
 
     def set_epoch(self, epoch: int, chain: SamplerChain) -> None:
+        """Choose the epoch that draws and a RankSampler's order follow from now on."""
         self._set = operator.index(epoch)
         if chain.ranked is not None:
             chain.ranked.set_epoch(epoch)
@@ -86,11 +87,13 @@ class Resume:
 
     def begin(self, chain: SamplerChain) -> Progress:
         """Begin the next epoch, or the rest of the one whose state was loaded."""
+        # A state stays pending until a batch is handed over, so that it may begin several times:
+        # Lightning drops a first iterator without asking it for a batch.
         state = self.progress.pending
         if state is not None and chain.ranked is not None:
             is_taken = chain.ranked.resume(rank_state(state["start"]))
             if state["is_begun"] and not is_taken:
-                state = None  # the sampler was told to begin another epoch
+                state = None  # another epoch was set on the sampler
         progress = self._following()
         if state is not None:
             progress = Progress.resumed(state)
@@ -168,7 +171,9 @@ class Resume:
         if chain.ranked is not None:  # another epoch may have been set on it since
             progress.start = progress.start | {"samplers": chain.capture()["samplers"]}
         elif not progress.is_begun and torch.default_generator in chain.generators:
-            # torch's generator moves on as at the start of any epoch.
+            # The saved order is drawn below from a generator's copy. torch's global generator moves on
+            # as in a run without interruption: a script that restores it finds the same later
+            # epochs.
             next(iter(sampler), None)
         with torch.random.fork_rng(devices=[]):
             chain.restore(progress.start, is_begun=progress.is_begun)
@@ -220,6 +225,7 @@ class Resume:
     def _coming(self, chain: SamplerChain) -> tuple[Progress, StateDict]:
         """Return the next epoch as it would begin now, and the states that its order follows."""
         progress = self._following()
+        # Draw the base seed as the next iterator will, capture what follows it, and undo the draw.
         generator = chain.generator or torch.default_generator
         before = generator.get_state()
         if progress.base_seed is None:
@@ -227,7 +233,7 @@ class Resume:
             progress.base_seed = int(drawn)
         start = chain.capture()
         generator.set_state(before)
-        if chain.ranked is not None and chain.ranked.has_begun:  # one that was set is over too
+        if chain.ranked is not None and chain.ranked.has_begun:  # an epoch that was set is over too
             rank_state(start)["epoch"] = chain.ranked.epoch + 1
         return progress, start
 
@@ -270,11 +276,13 @@ class Resume:
         ranked = chain.ranked
         if ranked is not None:
             ranked.is_set = False  # an epoch that is set from now on counts
-            if not (state or ranked.has_begun):  # the iterator of a loaded state was not asked
+            if not (state or ranked.has_begun):
+                # Forget the position of a loaded state whose iterator was not asked for a batch.
                 ranked.position = 0
 
     @property
     def _is_counted(self) -> bool:
+        """True if epochs get other draws by their number; else each draws a base seed."""
         return self._seeds_once or self.parts.seed is not None
 
 

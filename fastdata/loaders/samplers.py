@@ -114,6 +114,7 @@ class RankSampler(DistributedSampler[int]):
         self.find_ranks()
 
     def find_ranks(self) -> None:
+        """Look for other ranks, unless there are some already, and compute this rank's share."""
         if self.num_replicas == 1:
             self.rank, self.num_replicas = map(operator.index, find_rank(*self._given))
         self.num_samples = self._share_of(self.order_length, self.rank)
@@ -133,17 +134,19 @@ class RankSampler(DistributedSampler[int]):
         order = self.order(self.epoch)
         count = self._share_of(len(order) - self.position, self.rank)
         end = self.position + count * self.num_replicas
-        order = np.resize(order, max(end, len(order)))  # its first ones are repeated to pad it
+        order = np.resize(order, max(end, len(order)))  # padded by its first samples
         own = slice(self.position + self.rank, end, self.num_replicas)
         # Python's numbers one by one: a list of them takes four times the memory.
         indices = iter(order[own].data)
-        if count and np.bincount(order).max() > 1:  # some come again
+        if count and np.bincount(order).max() > 1:
+            # Mark samples that come again, counted over all ranks: no two copies draw the same.
             earlier = count_earlier(np.zeros(self._order.length, np.uint32), order)
             indices = map(RepeatedIndex.mark, indices, earlier[own].data)
-        yield from self._waited_for(indices, order[own])
+        yield from self._when_loaded(indices, order[own])
 
-    def _waited_for(self, indices: Iterator[int], _: Int64s) -> Iterator[int]:
-        return indices  # nothing is waited for
+    def _when_loaded(self, indices: Iterator[int], samples: Int64s) -> Iterator[int]:
+        """Return the indices of this rank's ``samples``; a subclass may wait before each."""
+        return indices
 
     def __len__(self) -> int:
         if not self.has_begun:

@@ -18,6 +18,7 @@ from fastdata.errors import StoreGoneError
 from fastdata.loaders.iterators import CountedIterator
 
 if TYPE_CHECKING:
+    from fastdata.loaders.internals import EpochLoader
     from fastdata.loaders.progress import Progress
 
 _END_S = 5.0  # how long a killed worker may take to die
@@ -43,11 +44,13 @@ class ProcessIter(CountedIterator, torch_loader._MultiProcessingDataLoaderIter):
 
     _put_later = 0  # number of batches to ask workers for at ``next``
 
-    def __init__(self, view: Any, progress: Progress, *, held: int) -> None:
-        if not isinstance(view.collate_fn, RingCollate):
+    def __init__(self, view: EpochLoader, progress: Progress, *, held: int) -> None:
+        ring = view.collate_fn
+        if not isinstance(ring, RingCollate):
             slots = view.prefetch_factor + 1 + held
-            view.collate_fn = RingCollate(view.collate_fn, slots=slots)
-        self.ring = view.collate_fn.receiver
+            ring = RingCollate(view.collate_fn, slots=slots)
+            view.collate_fn = ring
+        self.ring = ring.receiver
         context = (view.multiprocessing_context or multiprocessing).get_context()
         # A forkserver's child is not a child of this process.
         if context.get_start_method() != "forkserver":
@@ -55,7 +58,7 @@ class ProcessIter(CountedIterator, torch_loader._MultiProcessingDataLoaderIter):
             view.multiprocessing_context.Process = lambda *, target, **options: context.Process(
                 target=partial(_watched, os.getpid(), target), **options
             )
-        self._workers: list[Any] = []
+        self._workers: list[Any] = []  # processes; torch's own name
         try:
             super().__init__(view, progress)
         except BaseException:
@@ -65,7 +68,8 @@ class ProcessIter(CountedIterator, torch_loader._MultiProcessingDataLoaderIter):
             raise
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
-        # Lightning calls ``set_epoch`` between ``iter`` and ``next``: ask for no batch before.
+        # torch asks its workers for the first batches here. Lightning calls ``set_epoch`` between
+        # ``iter`` and ``next``, so that indices must not be drawn before ``next``.
         ahead = self._prefetch_factor
         self._prefetch_factor = 0
         try:
