@@ -465,7 +465,7 @@ def test_views_are_prepared_by_what_all_begin_with() -> None:
     [
         (
             v1.Compose([v1.RandomVerticalFlip(), Views(v1.ToTensor())]),
-            "leads to views that share a random step",
+            "leads to views that share a random transform",
         ),
         (
             v1.Compose([Views(v1.ToTensor()), v1.Lambda(len)]),

@@ -1023,7 +1023,7 @@ class OwnStep(v2.Transform):
             "contains Lambda, which is not a known",
         ),
         (v1.Compose([v2.ToImage()]), pairs(), "is not a known batch op"),
-        (v2.RandomHorizontalFlip(), pairs(), "leaves images that are PIL's"),
+        (v2.RandomHorizontalFlip(), pairs(), "leaves images as PIL images"),
         (lambda image, mask: (len(mask), 0), pairs(), "is not a known batch op"),
         (
             v2.Compose(TO_PAIR),

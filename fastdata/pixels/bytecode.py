@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 def read_code(code: types.CodeType) -> tuple[frozenset[str], list[dis.Instruction]]:
     """Return the names and the instructions of code and of the functions in it."""
-    steps = [step for each in with_inner(code) for step in dis.get_instructions(each)]
-    return names_in_code(code), steps
+    instructions = [it for each in with_inner(code) for it in dis.get_instructions(each)]
+    return names_in_code(code), instructions
 
 
 def names_in_code(code: types.CodeType) -> frozenset[str]:

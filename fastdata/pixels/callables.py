@@ -73,8 +73,8 @@ _MORE = ("_IF_", "STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF", "DELETE_", "EXC", 
 @cache
 def _names_read(code: CodeType) -> frozenset[str] | None:
     """Return the names that a function looks up; None if it does more than calling."""
-    names, steps = read_code(code)
-    return None if any(word in step.opname for step in steps for word in _MORE) else names
+    names, instructions = read_code(code)
+    return None if any(word in it.opname for it in instructions for word in _MORE) else names
 
 
 def outside_of(call: Any) -> dict[str, Any]:

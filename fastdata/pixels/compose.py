@@ -20,35 +20,35 @@ def flatten_transform(transform: Any) -> tuple[Any, ...]:
     The user's own callables that only call other transforms are replaced by these. If such a
     callable returns several results, as MoCo's two crops do, it is replaced by ``Views``.
     """
-    steps: list[Any] = []
+    singles: list[Any] = []
     waiting = [transform]
     while waiting:
-        step = waiting.pop()
-        if step is None:
+        current = waiting.pop()
+        if current is None:
             continue
-        parts = _parts_of(step)
+        parts = _parts_of(current)
         if parts is None:
-            steps.append(step)
+            singles.append(current)
         else:
             waiting += reversed(parts)
-    return tuple(steps)
+    return tuple(singles)
 
 
-def _parts_of(step: Any) -> Sequence[Any] | None:
+def _parts_of(transform: Any) -> Sequence[Any] | None:
     """Return the transforms that a transform consists of; None if it is a single one."""
-    kind = type(step)
-    name = known_name(step)
-    if kind is tuple or (kind is torch.nn.Sequential and not is_changed(step)):
-        return tuple(step)
+    kind = type(transform)
+    name = known_name(transform)
+    if kind is tuple or (kind is torch.nn.Sequential and not is_changed(transform)):
+        return tuple(transform)
     if name == "Compose":
-        return tuple(step.transforms)
+        return tuple(transform.transforms)
     if name == "ImageClassification":
-        return _transforms_of_preset(step, str(vars(step)))
+        return _transforms_of_preset(transform, str(vars(transform)))
     if kind.__module__.startswith("albumentations."):
-        return (AlbumentationsTransform(step),)
-    if name == "Lambda" and getattr(step, "types", (object,)) == (object,):
-        return seen_through(step.lambd)
-    return None if name or kind is AlbumentationsTransform else seen_through(step)
+        return (AlbumentationsTransform(transform),)
+    if name == "Lambda" and getattr(transform, "types", (object,)) == (object,):
+        return seen_through(transform.lambd)
+    return None if name or kind is AlbumentationsTransform else seen_through(transform)
 
 
 def joint_transforms(transforms: Any) -> tuple[Any, ...]:
@@ -58,7 +58,7 @@ def joint_transforms(transforms: Any) -> tuple[Any, ...]:
     """
     if known_name(transforms) != "Compose" or not is_v2(transforms):
         return (transforms,)
-    return tuple(step for part in transforms.transforms for step in joint_transforms(part))
+    return tuple(each for part in transforms.transforms for each in joint_transforms(part))
 
 
 # Cached so that each call returns the same objects, until an attribute of the preset changes.

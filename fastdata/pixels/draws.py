@@ -39,41 +39,43 @@ _RANGES = {"GaussianBlur": "sigma", "JPEG": "quality", "RandomRotation": "degree
 """Transforms that draw from a range, and the attribute that holds it."""
 
 
-def is_random(step: Any) -> bool | None:
+def is_random(transform: Any) -> bool | None:
     """Return True if a transform draws random numbers, None if that is not known."""
-    if type(step) is Views:
-        drawn = set(map(is_random, flatten_transform(step.transforms)))
+    if type(transform) is Views:
+        drawn = set(map(is_random, flatten_transform(transform.transforms)))
         return next((answer for answer in (True, None) if answer in drawn), False)
-    name = known_name(step)
+    name = known_name(transform)
     if not name:
         return None
     if name in _RANGES:
-        return len(set(getattr(step, _RANGES[name]))) > 1
+        return len(set(getattr(transform, _RANGES[name]))) > 1
     plain = name.removeprefix("timm.")
     if plain in _RANDOM or plain.startswith(("Rand", "Trivial")):
         return True
     return False if name in _REPEATABLE | PREPARABLE | REFORMING else None
 
 
-def draws_in_vain(step: Any) -> bool:
+def draws_in_vain(transform: Any) -> bool:
     """Return True for a transform that moves torch's generator but does the same each time.
 
     An example is ``GaussianBlur(3, sigma=1.0)``, which draws its sigma from 1.0 to 1.0.
     """
-    return known_name(step) in _RANGES and is_random(step) is False
+    return known_name(transform) in _RANGES and is_random(transform) is False
 
 
-def is_always_applied(step: Any) -> bool | None:
+def is_always_applied(transform: Any) -> bool | None:
     """Return True if a transform of albumentations, and each one in it, is applied to every image.
 
     Return None for objects of other libraries.
     """
-    is_theirs = type(step).__module__.startswith("albumentations.")
-    probability = None if isinstance(step, type) or not is_theirs else getattr(step, "p", None)
+    is_theirs = type(transform).__module__.startswith("albumentations.")
+    probability = (
+        None if isinstance(transform, type) or not is_theirs else getattr(transform, "p", None)
+    )
     if probability is None:
         return None
-    parts = getattr(step, "transforms", ())
-    is_applied = probability >= 1 or getattr(step, "always_apply", False)
+    parts = getattr(transform, "transforms", ())
+    is_applied = probability >= 1 or getattr(transform, "always_apply", False)
     return is_applied and all(map(is_always_applied, parts))
 
 

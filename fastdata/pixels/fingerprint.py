@@ -264,15 +264,17 @@ def _globals_of(code: types.CodeType, namespace: Mapping[str, Any]) -> dict[str,
     Raises:
         ValueError: the code imports a module that may change when it is called.
     """
-    names, steps = read_code(code)
+    names, instructions = read_code(code)
     held = {}
     # Names of attributes and globals are together in co_names: only instructions tell them apart.
     # Without that, an attribute `self.model` would cover a global `model` of the user's script.
-    for step in steps:
-        name = step.argval
-        if step.opname == "IMPORT_NAME" and name.partition(".")[0] not in BY_NAME:
+    for instruction in instructions:
+        name = instruction.argval
+        if instruction.opname == "IMPORT_NAME" and name.partition(".")[0] not in BY_NAME:
             raise ValueError(f"it imports {name or 'a module'} when it is called, not at the top")
-        if name in namespace and ("GLOBAL" in step.opname or step.opname == "LOAD_NAME"):
+        if name in namespace and (
+            "GLOBAL" in instruction.opname or instruction.opname == "LOAD_NAME"
+        ):
             held[name] = _used_of(namespace[name], names)
     return held
 

@@ -22,33 +22,33 @@ PREPARABLE = names_in("Resize CenterCrop Grayscale Pad RGB Identity exif_transpo
 REFORMING = names_in("ToImage PILToTensor ToPureTensor timm.MaybePILToTensor")
 
 
-def known_name(step: Any) -> str:
+def known_name(transform: Any) -> str:
     """Return the name of a transform that fastdata knows; an empty one for all others.
 
     It is the name of a class of torchvision's or timm's transforms, timm's after ``"timm."``, or of
     a function of ``PIL.ImageOps``. An object whose methods were replaced is not known. A class with
     ``__torchvision_equal__ = "RandomCrop"`` has the attributes and pixels of that class.
     """
-    kind = type(step)
+    kind = type(transform)
     if not kind.__module__.startswith(LIBRARIES):
-        if getattr(step, "__module__", None) == "PIL.ImageOps":
-            return str(step.__name__)
+        if getattr(transform, "__module__", None) == "PIL.ImageOps":
+            return str(transform.__name__)
         # A subclass may differ, so the attribute is not inherited.
         return str(vars(kind).get("__torchvision_equal__", ""))
-    if is_changed(step):
+    if is_changed(transform):
         return ""
     return f"timm.{kind.__name__}" if kind.__module__.startswith("timm.") else str(kind.__name__)
 
 
-def is_v2(step: Any) -> bool:
+def is_v2(transform: Any) -> bool:
     """Return True for a transform of ``torchvision.transforms.v2``."""
-    return type(step).__module__.startswith("torchvision.transforms.v2")
+    return type(transform).__module__.startswith("torchvision.transforms.v2")
 
 
-def is_changed(step: Any) -> bool:
+def is_changed(transform: Any) -> bool:
     """Return True if an object has hooks, or replaces a method of its class by its own."""
-    kind: Any = type(step)
-    held: dict[str, Any] = getattr(step, "__dict__", {})
+    kind: Any = type(transform)
+    held: dict[str, Any] = getattr(transform, "__dict__", {})
     is_hooked = held.get("_forward_pre_hooks") or held.get("_forward_hooks")
     return bool(is_hooked) or not _members(kind).isdisjoint(held)
 
@@ -58,16 +58,16 @@ def _members(kind: Any) -> frozenset[str]:
     return frozenset(dir(kind))
 
 
-def is_preparable(step: Any) -> bool:
+def is_preparable(transform: Any) -> bool:
     """Return True if a transform may run once per sample, before it is stored.
 
     It does the same each time, and uint8 stays uint8.
     """
-    return known_name(step) in PREPARABLE or is_reforming(step)
+    return known_name(transform) in PREPARABLE or is_reforming(transform)
 
 
-def is_reforming(step: Any) -> bool:
+def is_reforming(transform: Any) -> bool:
     """Return True if a transform changes the type of a uint8 sample, but not its values."""
-    name = known_name(step)
+    name = known_name(transform)
     is_cast = name in ("ToDtype", "ConvertImageDtype")
-    return name in REFORMING or (is_cast and step.dtype == torch.uint8)
+    return name in REFORMING or (is_cast and transform.dtype == torch.uint8)

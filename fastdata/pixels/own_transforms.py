@@ -89,8 +89,8 @@ class AlternatingFlip:
 
 def run_transforms(transform: Any, sample: Any) -> Any:
     """Call a transform, or the transforms of a tuple one after the other."""
-    for step in transform if type(transform) is tuple else (transform,):
-        sample = step(sample)
+    for each in transform if type(transform) is tuple else (transform,):
+        sample = each(sample)
     return sample
 
 
@@ -101,10 +101,10 @@ class AlbumentationsTransform:
     The wrapper takes and returns an image, as torchvision's transforms do.
     """
 
-    step: Any
+    transform: Any
 
     def __call__(self, image: Any) -> Any:
-        return self.step(image=np.asarray(image))["image"]
+        return self.transform(image=np.asarray(image))["image"]
 
     def __repr__(self) -> str:
-        return repr(self.step)
+        return repr(self.transform)

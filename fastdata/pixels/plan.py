@@ -1,4 +1,4 @@
-"""A transform in parts: what runs once, on whole batches, and per sample."""
+"""The parts of a user's transform: what runs once, on whole batches, and per sample."""
 
 from __future__ import annotations
 
@@ -12,34 +12,31 @@ from fastdata.pixels.samples import Form
 from fastdata.pixels.steps import Steps
 
 Transform = Callable[[Any], Any]
-
 PairTransform = Callable[[Any, Any], Any]
-
 _SHOWN_LETTERS = 100
-"""Of a step within a reason."""
+"""Length of a transform's text in a reason."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class TransformPlan:
-    """A transform in three parts; made by ``plan_transform``, printed by ``print(dataset.plan)``.
+    """A transform in three parts, as ``plan_transform`` returns and ``print(dataset.plan)`` shows it.
 
     Attributes:
-        prepare: the user's own leading deterministic objects; run once per sample, before it is
-            stored.
-        batch_ops: what runs on whole batches.
-        per_sample: the user's own objects that run on each sample, as they are.
-        kind: what a sample is after the batch ops.
-        batch_texts: the steps behind ``batch_ops``, as the user wrote them.
-        reason: why the first of ``per_sample`` is no batch op; empty if there is none.
-        last: the plan of those steps at the end of ``per_sample`` that are known again: they run on
-            whole batches where the steps before them give PIL images.
-        views: the plans of several views of each sample, in place of all but ``prepare``, which
-            they share; each may have steps per sample of its own.
-        made: of what type several views of a sample are, list or tuple.
-        mask: what becomes of the mask beside an image, where one transform takes both.
-        beforehand: the dataset's own ``prepare=`` and ``resize=``, which run before the ``prepare``
-            part.
-        may_draw: True if one of ``batch_ops`` draws random numbers, or is not known not to.
+        prepare: the first of the user's transforms, if they are deterministic. They run once per
+            sample, before it is stored.
+        batch_ops: steps that run on whole batches.
+        per_sample: the user's transforms that run on each sample, as they are.
+        kind: the form of a sample after the batch ops.
+        batch_texts: the transforms that ``batch_ops`` stand for, as text.
+        reason: why the first of ``per_sample`` is not a batch op; empty if there is none.
+        last: the plan of the known transforms at the end of ``per_sample``. They run on whole
+            batches if the transforms before them return PIL images.
+        views: the plans of several views of each sample. They share ``prepare``, and replace the
+            other parts; each may have transforms per sample of its own.
+        made: the type that several views of a sample are returned in, list or tuple.
+        mask: the plan of the mask beside an image, if one transform takes both.
+        beforehand: the dataset's own ``prepare=`` and ``resize=``, which run before ``prepare``.
+        may_draw: True unless all ``batch_ops`` are known to draw no random numbers.
     """
 
     kind: Form
@@ -57,17 +54,15 @@ class TransformPlan:
 
     @property
     def is_batched(self) -> bool:
-        """Whether whole batches can be served as one tensor, without Python work per sample."""
+        """True if whole batches can be served as one tensor, without Python work per sample."""
         return self.obstacle is None
 
     @property
     def obstacle(self) -> str | None:
-        """Why batches cannot be served as one tensor; None if they can."""
+        """The reason why batches cannot be served as one tensor; None if they can."""
         if self.per_sample:
-            step = shorten(
-                text_of_transform(self.per_sample[0]), _SHOWN_LETTERS, placeholder=" ..."
-            )
-            return f"{step} {self.reason}"
+            first = text_of_transform(self.per_sample[0])
+            return f"{shorten(first, _SHOWN_LETTERS, placeholder=' ...')} {self.reason}"
         for number, view in enumerate(self.views):
             if view.obstacle:
                 return f"in view {number} {view.obstacle}"
@@ -76,28 +71,28 @@ class TransformPlan:
 
     @property
     def each(self) -> tuple[TransformPlan, ...]:
-        """The plan of each view; this one where there are none."""
+        """The plan of each view; this plan if there are no views."""
         return self.views or (self,)
 
     @property
     def end_kind(self) -> Form | None:
-        """What samples are after all steps, as far as that is known; views each know their own."""
+        """The form of samples after all transforms; None if it is not known."""
         if self.last:
             return self.last.kind
         return None if self.per_sample else self.kind
 
     @property
     def unknown(self) -> tuple[Transform, ...]:
-        """The steps per sample, but for those of ``last``."""
+        """The transforms of ``per_sample`` before those of ``last``."""
         known = len(self.last.batch_texts) if self.last else 0
         return self.per_sample[: len(self.per_sample) - known]
 
     def run_unknown(self, sample: Any) -> Any:
-        """Run the per sample part, but for its last steps, on a sample of ``kind``."""
+        """Run the unknown transforms on a sample of ``kind``."""
         return run_transforms(self.unknown, sample)
 
     def run_last(self, sample: Any) -> Any:
-        """Run the last steps as they are written, on a sample that ``last`` is not for."""
+        """Run the last transforms as they are written, on a sample that is not a PIL image."""
         return run_transforms(self.per_sample[len(self.unknown) :], sample)
 
     def __repr__(self) -> str:
@@ -121,9 +116,10 @@ class TransformPlan:
         return "\n".join(lines)
 
 
-def text_of_transform(step: Any) -> str:
+def text_of_transform(transform: Any) -> str:
+    """Return the ``repr`` of a transform on one line."""
     try:
-        shown = repr(step)
-    except Exception:  # noqa: BLE001  # the repr of a user's own step may raise anything
-        shown = type(step).__name__
+        shown = repr(transform)
+    except Exception:  # noqa: BLE001  # the repr of a user's own transform may raise anything
+        shown = type(transform).__name__
     return " ".join(shown.split()).replace("( ", "(").replace(" )", ")")

@@ -21,7 +21,7 @@ def f(self, x):
     sigma = random.uniform(self.sigma[0], self.sigma[1])
     x = x.filter(ImageFilter.GaussianBlur(radius=sigma))
     return x
-""": lambda step: ("BOX_BLUR", *step.sigma, 1.0),
+""": lambda transform: ("BOX_BLUR", *transform.sigma, 1.0),
     """
 def f(self, img):
     if np.random.rand() < self.p:
@@ -29,7 +29,7 @@ def f(self, img):
         return img.filter(ImageFilter.GaussianBlur(sigma))
     else:
         return img
-""": lambda step: ("BOX_BLUR", 0.1, 2.0, step.p),
+""": lambda transform: ("BOX_BLUR", 0.1, 2.0, transform.p),
     """
 def f(self, img):
     do_it = random.random() <= self.prob
@@ -38,26 +38,26 @@ def f(self, img):
     return img.filter(
         ImageFilter.GaussianBlur(radius=random.uniform(self.radius_min, self.radius_max))
     )
-""": lambda step: ("BOX_BLUR", step.radius_min, step.radius_max, step.prob),
+""": lambda transform: ("BOX_BLUR", transform.radius_min, transform.radius_max, transform.prob),
     """
 def f(self, img):
     if np.random.rand() < self.p:
         return ImageOps.solarize(img)
     else:
         return img
-""": lambda step: ("SOLARIZE", 128.0, 128.0, step.p),
+""": lambda transform: ("SOLARIZE", 128.0, 128.0, transform.p),
 }
 """Published transforms of PIL images -> what they do: an op, its range, and its probability."""
 _IMPORTS = "import random\nimport numpy as np\nfrom PIL import ImageFilter, ImageOps\n"
 
 
-def published(step: Any) -> Any:
+def published(transform: Any) -> Any:
     """Return the op, range and probability of a transform with published code, else None."""
-    function, _ = code_of_call(step)
+    function, _ = code_of_call(transform)
     if not isinstance(function, FunctionType):
         return None
     read = _templates().get(_body(function.__code__))
-    return None if read is None else read(step)
+    return None if read is None else read(transform)
 
 
 @cache
@@ -67,8 +67,8 @@ def _body(code: CodeType) -> tuple[Any, ...]:
     Local variables count by their position, so they may have other names.
     """
     return tuple(
-        (step.opname, step.arg if "_FAST" in step.opname else step.argval)
-        for step in dis.get_instructions(code)
+        (each.opname, each.arg if "_FAST" in each.opname else each.argval)
+        for each in dis.get_instructions(code)
     )
 
 

@@ -38,15 +38,16 @@ def plan_transform(
     Args:
         transform: a torchvision Compose (v1 or v2, nested or not), a single transform,
             ``nn.Sequential``, or None.
-        form: what the samples are: those of the source or, the same in effect, those in the store.
-        dtype: of the stored samples; batch ops know uint8 only.
-        channels: of the stored samples, where they are known; colours need 1 or 3.
-        prepared: how many of the leading steps samples are stored after, where they are stored
-            already; all others run when they are read.
-        obstacle: why there are no batch ops, as on this machine: all but the prepare part runs per
-            sample.
-        only_last: have no batch ops but the known steps at the end, behind some that are unknown.
-        first: number that random draws know the first step by.
+        form: of samples in the source or in the store; both give the same plan.
+        dtype: of stored samples; batch ops need uint8.
+        channels: of stored samples, if all have the same; colours need 1 or 3.
+        prepared: number of the first transforms that stored samples have passed already. All others
+            run when samples are read.
+        obstacle: why batch ops cannot run, such as on this machine. Everything after the prepare
+            part runs per sample then.
+        only_last: let only the known transforms at the end be batch ops, for samples that are read
+            one by one.
+        first: the number from which the random draws of the first transform are derived.
 
     Example:
         >>> plan = plan_transform(None)
@@ -57,43 +58,91 @@ def plan_transform(
     if obstacle:
         reason = f"runs as written, because {obstacle}"
     elif dtype != "uint8":
-        reason = f"gets {dtype} samples, and batch ops know uint8 only"
-    steps = flatten_transform(transform)
-    each = _each_view(steps)
+        reason = f"gets {dtype} samples, and batch ops need uint8"
+    transforms = flatten_transform(transform)
+    each = _each_view(transforms)
     prepare = _leading(each, prepared)
     plans = []
     for view in each:
-        state = State(kind=form, channels=channels)
-        plans.append(_plan(view, len(prepare), first, state, reason, only_last))
-        first += len(view)
-    *before, views = steps or (None,)
+        state = State(kind=form, channels=channels, at=first)
+        plans.append(_plan(view, len(prepare), state, reason, only_last=only_last))
+        first += len(view)  # so that no two views draw the same numbers
+    *before, views = transforms or (None,)
     if not isinstance(views, Views):
         return plans[0]
-    if all(is_random(step) is False for step in before):
+    if all(is_random(shared) is False for shared in before):
         return TransformPlan(prepare=prepare, kind=form, views=tuple(plans), made=views.kind)
     return TransformPlan(
         prepare=prepare,
-        per_sample=steps[len(prepare) :],
+        per_sample=transforms[len(prepare) :],
         kind=form,
-        reason="leads to views that share a random step; write it in each of them",
+        reason="leads to views that share a random transform; write it in each of them",
         made=views.kind,
     )
 
 
-def _plan(
-    steps: tuple[Transform, ...],
-    prepared: int,
-    first: int,
-    state: State,
-    reason: str,
-    only_last: bool,
+def plan_pairs(
+    transforms: Any, *, form: Form = "pil", channels: int | None = None, obstacle: str | None = None
 ) -> TransformPlan:
-    """Plan steps of which so many are prepared; a reason says why none is a batch op."""
-    rest = steps[prepared:]
-    for step in steps[:prepared]:
-        with suppress(UnknownStepError):  # which are of ImageOps, or change nothing of such samples
-            state = replace(state, kind=recognise(step, State(kind=state.kind)).kind)
-    state = replace(state, at=first + prepared)
+    """Plan a transform of v2 that takes an image and its mask: all on whole batches, or none.
+
+    Args:
+        transforms: the transform, or any callable that takes both.
+        form: of images.
+        channels: of images, if all have the same.
+        obstacle: why it runs as written in any case.
+    """
+    singles = joint_transforms(transforms)
+    image = _read(singles, State(kind=form, channels=channels))
+    mask = _read(singles, State(kind="mask", channels=1, is_beside=True))
+    known, _, reason = min(image, mask, key=lambda read: read[0])
+    kind = image[1].kind
+    if obstacle:
+        reason = f"runs as written, because {obstacle}"
+    elif reason and len(singles) > 1:
+        reason = f"contains {text_of_transform(singles[known])}, which {reason}"
+    elif not reason and kind == "pil":
+        reason = "leaves images as PIL images"
+    if reason:
+        return TransformPlan(per_sample=(transforms,), kind=form, reason=reason)
+    return TransformPlan(
+        batch_ops=image[1].all_steps,
+        kind=kind,
+        batch_texts=tuple(map(text_of_transform, singles)),
+        mask=TransformPlan(batch_ops=mask[1].all_steps, kind=mask[1].kind),
+        may_draw=_may_draw(singles),
+    )
+
+
+def leading_transforms(transform: Any, prepared: int | None = None) -> tuple[Transform, ...]:
+    """Return the first transforms, which run before samples are stored.
+
+    ``prepared`` is their number; by default they are all that may run once.
+    """
+    return _leading(_each_view(flatten_transform(transform)), prepared)
+
+
+def split_upright(transform: Any) -> tuple[bool, tuple[Transform, ...]]:
+    """Return True if ``PIL.ImageOps.exif_transpose`` comes first, and the transforms after it."""
+    transforms = flatten_transform(transform)
+    upright = bool(transforms) and known_name(transforms[0]) == "exif_transpose"
+    return upright, transforms[upright:]
+
+
+def _plan(
+    transforms: tuple[Transform, ...], prepared: int, state: State, reason: str, *, only_last: bool
+) -> TransformPlan:
+    """Plan transforms of which the first ``prepared`` have run.
+
+    ``reason`` says why none of the others may be a batch op; it is empty if they may.
+    """
+    rest = transforms[prepared:]
+    for transform in transforms[:prepared]:
+        # exif_transpose is not read: like others, it does not change the form.
+        with suppress(UnknownStepError):
+            state = replace(state, kind=recognise(transform, State(kind=state.kind)).kind)
+    first = state.at + prepared
+    state = replace(state, at=first)
     known = 0
     last = None
     if not reason:
@@ -101,9 +150,9 @@ def _plan(
             reason = "gets samples that are read one by one"
         else:
             known, state, reason = _read(rest, state)
-        last = _read_last(rest, known + (not only_last), first + prepared, state)
+        last = _read_last(rest, known + (not only_last), first, state)
     return TransformPlan(
-        prepare=steps[:prepared],
+        prepare=transforms[:prepared],
         batch_ops=state.all_steps,
         per_sample=rest[known:],
         kind=state.kind,
@@ -114,107 +163,65 @@ def _plan(
     )
 
 
-def _read(steps: Sequence[Transform], state: State) -> tuple[int, State, str]:
-    """How many steps are known, the state after these, and why the next one is not."""
-    for number, step in enumerate(steps):
+def _read(transforms: Sequence[Transform], state: State) -> tuple[int, State, str]:
+    """Return how many transforms are known, the state after them, and why the next one is not."""
+    for number, transform in enumerate(transforms):
         try:
-            state = recognise(step, state)
+            state = recognise(transform, state)
         except UnknownStepError as unknown:
             return number, state, str(unknown)
-    return len(steps), state, ""
+    return len(transforms), state, ""
 
 
 def _read_last(
-    steps: Sequence[Transform], skipped: int, at: int, before: State
+    transforms: Sequence[Transform], skipped: int, at: int, before: State
 ) -> TransformPlan | None:
-    """Plan the steps that are known again behind one that is not, if that keeps PIL images."""
+    """Plan the longest known end of the transforms behind an unknown one.
+
+    It is for PIL images, which an unknown transform of PIL images probably returns.
+    """
     if before.kind != "pil":
         return None
-    for start in range(skipped, len(steps)):
-        nothing = State(kind="pil", channels=before.channels, at=at + start)
-        _, state, reason = _read(steps[start:], nothing)
+    for start in range(skipped, len(transforms)):
+        last = transforms[start:]
+        _, state, reason = _read(last, State(kind="pil", channels=before.channels, at=at + start))
         if not reason and state.kind != "pil":
-            texts = tuple(map(text_of_transform, steps[start:]))
             return TransformPlan(
                 kind=state.kind,
                 batch_ops=state.all_steps,
-                batch_texts=texts,
-                may_draw=_may_draw(steps[start:]),
+                batch_texts=tuple(map(text_of_transform, last)),
+                may_draw=_may_draw(last),
             )
     return None
 
 
-def _may_draw(steps: Iterable[Transform]) -> bool:
-    return any(is_random(step) is not False for step in steps)
+def _may_draw(transforms: Iterable[Transform]) -> bool:
+    return any(is_random(transform) is not False for transform in transforms)
 
 
-def leading_transforms(transform: Any, prepared: int | None = None) -> tuple[Transform, ...]:
-    """The steps that samples are stored after: those that may be, or as many as ``prepared``."""
-    return _leading(_each_view(flatten_transform(transform)), prepared)
-
-
-def _each_view(steps: tuple[Transform, ...]) -> list[tuple[Transform, ...]]:
-    """The steps of each view that they end with, or of the only one."""
-    *before, views = steps or (None,)
+def _each_view(transforms: tuple[Transform, ...]) -> list[tuple[Transform, ...]]:
+    """Return the transforms of each view, if the last transform is ``Views``, else all in one."""
+    *before, views = transforms or (None,)
     if not isinstance(views, Views):
-        return [steps]
-    return [(*before, *flatten_transform(transform)) for transform in views.transforms]
+        return [transforms]
+    return [(*before, *flatten_transform(view)) for view in views.transforms]
 
 
 def _leading(each: list[tuple[Transform, ...]], prepared: int | None) -> tuple[Transform, ...]:
-    """The steps that all views begin with, and that may run once; or as many as ``prepared``."""
-    steps = each[0]
+    """Return the first transforms of all views, as many as may run once or as ``prepared``."""
+    transforms = each[0]
     if len(each) > 1:
         alike = takewhile(_are_alike, zip(*each, strict=False))
-        steps = tuple(first for first, *_ in alike)
+        transforms = tuple(first for first, *_ in alike)
     if prepared is not None:
-        return steps[:prepared]
-    leading = tuple(takewhile(is_preparable, steps))
-    while leading and is_reforming(leading[-1]):  # a part of it only if more geometry follows
+        return transforms[:prepared]
+    leading = tuple(takewhile(is_preparable, transforms))
+    # A change of type is worth preparing only if more geometry follows it.
+    while leading and is_reforming(leading[-1]):
         leading = leading[:-1]
     return leading
 
 
-def _are_alike(steps: tuple[Transform, ...]) -> bool:
-    is_one = all(step is steps[0] for step in steps)
-    return is_one or len({fingerprint(step, "") for step in steps}) == 1
-
-
-def plan_pairs(
-    transforms: Any, *, form: Form = "pil", channels: int | None = None, obstacle: str | None = None
-) -> TransformPlan:
-    """Plan a transform of v2 that takes an image and its mask: all on whole batches, or none.
-
-    Args:
-        transforms: the transform, or any callable that takes both.
-        form: what images are.
-        channels: of images, where they are known.
-        obstacle: why it runs as written in any case.
-    """
-    steps = joint_transforms(transforms)
-    image = _read(steps, State(kind=form, channels=channels))
-    mask = _read(steps, State(kind="mask", channels=1, is_beside=True))
-    known, _, reason = min(image, mask, key=lambda read: read[0])
-    kind = image[1].kind
-    if obstacle:
-        reason = f"runs as written, because {obstacle}"
-    elif reason and len(steps) > 1:
-        reason = f"contains {text_of_transform(steps[known])}, which {reason}"
-    elif not reason and kind == "pil":
-        reason = "leaves images that are PIL's"
-    if reason:
-        return TransformPlan(per_sample=(transforms,), kind=form, reason=reason)
-    return TransformPlan(
-        batch_ops=image[1].all_steps,
-        kind=kind,
-        batch_texts=tuple(map(text_of_transform, steps)),
-        mask=TransformPlan(batch_ops=mask[1].all_steps, kind=mask[1].kind),
-        may_draw=_may_draw(steps),
-    )
-
-
-def split_upright(transform: Any) -> tuple[bool, tuple[Transform, ...]]:
-    """Whether a transform begins with ``PIL.ImageOps.exif_transpose``, and its other steps."""
-    steps = flatten_transform(transform)
-    upright = bool(steps) and known_name(steps[0]) == "exif_transpose"
-    return upright, steps[upright:]
+def _are_alike(transforms: tuple[Transform, ...]) -> bool:
+    is_one = all(transform is transforms[0] for transform in transforms)
+    return is_one or len({fingerprint(transform, "") for transform in transforms}) == 1
