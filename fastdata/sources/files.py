@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 
@@ -26,6 +26,8 @@ from fastdata.sources.requests import Requests
 
 if TYPE_CHECKING:
     from fastdata.sources.source import Indices, ItemKeys, Pair
+
+_T = TypeVar("_T")
 
 
 @dataclass(eq=False, repr=False)
@@ -47,7 +49,7 @@ class FileSource:
     targets: Sequence[Any]
     loader: Loader | None
     place: Place | None = None
-    stat: Any = None
+    stat: np.ndarray | Mapping[int, np.ndarray] | None = None
     requests: Requests = field(default_factory=Requests)
     keys: ClassVar[ItemKeys | None] = None
 
@@ -95,6 +97,7 @@ class FileSource:
         assert self.place is not None
         # Most files are below one place; a manifest may list others, too.
         place, name = self.place.locate(self.paths[index])
+        assert self.stat is not None
         size = int(self.stat[index][0])
         return place.submit(name, size_bytes=None if size < 0 else size)
 
@@ -129,7 +132,7 @@ def _read_files(paths: Sequence[str]) -> list[bytes]:
     return files
 
 
-def chosen(column: Any, indices: Indices) -> list[Any]:
+def chosen(column: Sequence[_T], indices: Indices) -> list[_T]:
     """Return the values of these samples."""
     if isinstance(column, ListView):  # takes half the time of single indices
         return column.chosen(indices)

@@ -14,7 +14,7 @@ import posixpath
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
 
 from fastdata.errors import RemoteError
@@ -25,6 +25,8 @@ from fastdata.sources.remote_errors import FINAL, SizeError, final_error, shown_
 from fastdata.sources.storage_options import StorageOptions
 
 if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
     from fastdata.sources.storage_options import StorageChoice
 
 
@@ -60,7 +62,7 @@ _READ_AHEAD_BYTES = 8 << 20
 """Bytes read at once from a file that is read to its end; they come in two round trips."""
 
 
-_CLIENTS: dict[tuple[int, str, str], Any] = {}
+_CLIENTS: dict[tuple[int, str, str], AbstractFileSystem] = {}
 """Clients by process, protocol and options. A forked process leaves those of its parent alone:
 their connections and threads are the parent's."""
 
@@ -83,7 +85,7 @@ class Place:
         ImportError: the file system of the URL is not installed; says which.
         FileNotFoundError: there is no such file.
         RemoteError: a file cannot be read or written, tried twice.
-        OSError: what comes of it is not as long as it must be.
+        OSError: an answer is not as long as it must be.
     """
 
     def __init__(self, url: AnyPath, storage_options: StorageChoice = None) -> None:
@@ -102,7 +104,7 @@ class Place:
         self.url = f"{scheme}://{rest}"
 
     def at(self, name: str = "") -> str:
-        """The path or URL of a file; "" is the place itself."""
+        """Return the path or URL of a file, or with "" of the place itself."""
         return f"{self.url}/{name}" if name else self.url
 
     def below(self, name: str) -> Place:
@@ -154,7 +156,7 @@ class Place:
 
         return self._submit("cat_file", name, start=start, end=end, then=check)
 
-    def open(self, name: str) -> Any:
+    def open(self, name: str) -> IO[bytes]:
         """Open a stream of a file's bytes that can seek."""
         if not self.is_remote:
             return open(self.at(name), "rb", opener=open_file)
@@ -162,7 +164,9 @@ class Place:
         url = self.at(name)
         failure: Exception
         try:
-            stream = client.open(self._path(client, name), "rb", block_size=_READ_AHEAD_BYTES)
+            stream: IO[bytes] = client.open(
+                self._path(client, name), "rb", block_size=_READ_AHEAD_BYTES
+            )
         except Exception as problem:  # noqa: BLE001  # clients raise anything
             failure = final_error(url, true_cause(problem), self._options)
         else:
@@ -182,7 +186,7 @@ class Place:
         Behind a URL, ``maxdepth=`` limits how many levels are listed.
         """
 
-        def stat_by_name(files: Mapping[str, Any]) -> dict[str, FileStat]:
+        def stat_by_name(files: Mapping[str, Mapping[str, Any]]) -> dict[str, FileStat]:
             above = len(self._path(self._client(), "")) + 1
             return {path[above:]: _stat(files[path]) for path in sorted(files)}
 
@@ -228,7 +232,7 @@ class Place:
 
     # The client
 
-    def _client(self) -> Any:
+    def _client(self) -> AbstractFileSystem:
         if not self.is_remote:
             return LocalFiles
         import fsspec
@@ -246,7 +250,9 @@ class Place:
             _CLIENTS[key] = self._make_client(kind, options)
         return _CLIENTS[key]
 
-    def _make_client(self, kind: Any, options: Mapping[str, Any]) -> Any:
+    def _make_client(
+        self, kind: type[AbstractFileSystem], options: Mapping[str, object]
+    ) -> AbstractFileSystem:
         failure: Exception
         try:
             return kind(skip_instance_cache=True, **options)
@@ -259,7 +265,7 @@ class Place:
             )
         raise failure  # without the client's error, which may show credentials
 
-    def _path(self, client: Any, name: str) -> str:
+    def _path(self, client: AbstractFileSystem, name: str) -> str:
         root = client._strip_protocol(self.url).rstrip("/")
         return f"{root}/{name}" if name else root
 
@@ -267,10 +273,10 @@ class Place:
         self,
         method: str,
         name: str,
-        *arguments: Any,
+        *arguments: object,
         source: tuple[str, ...] = (),
         then: Callable[[Any], Any] = lambda result: result,
-        **options: Any,
+        **options: object,
     ) -> Future[Any]:
         """Call a method of the client with the path of a file, and ``then`` with the result.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 from urllib.parse import quote
 
 from torch.utils import _pytree as pytree
@@ -48,7 +47,7 @@ def true_cause(problem: Exception) -> Exception:
 
 
 def final_error(
-    url: str, problem: Exception, options: Mapping[str, Any], again: str = ""
+    url: str, problem: Exception, options: Mapping[str, object], again: str = ""
 ) -> Exception:
     """Return the error to raise instead of a client's, with the URL and what to do."""
     if isinstance(problem, FileNotFoundError):
@@ -66,7 +65,7 @@ def final_error(
     return RemoteError(f"{url}: {said}{again}. {cure}.")
 
 
-def shown_error(problem: Exception, options: Mapping[str, Any]) -> str:
+def shown_error(problem: Exception, options: Mapping[str, object]) -> str:
     """Return the text of an error, without the secrets of URLs and of ``storage_options``."""
     said = hide_secrets(str(problem))
     if isinstance(problem, TimeoutError):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
 
 _MOST_EXPECTED = 1024
 
@@ -35,5 +34,5 @@ class Requests(dict[tuple[int, int], Future[bytes]]):
         for key in own[: -max(_MOST_EXPECTED, len(indices))]:
             self.pop(key, Future()).cancel()
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         return Requests, ()

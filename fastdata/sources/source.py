@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -42,7 +42,7 @@ class ItemKeys:
         sample = item[self.image]
         return sample, others if len(others) != 1 else others.popitem()[1]
 
-    def join(self, sample: Any, target: Any, kind: Any = tuple) -> Any:
+    def join(self, sample: Any, target: Any, kind: Callable[[Any], Any] = tuple) -> Any:
         """Return an item; or a batch of items, whose tuples are lists as in ``default_collate``."""
         if self.kind == "alone":
             return sample

@@ -20,14 +20,14 @@ class StorageOptions(dict[str, Any]):
     def __repr__(self) -> str:
         return "{...}" if self else "{}"
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         travel = get_spawning_popen() is not None or _OPTIONS_TRAVEL.get()
         return StorageOptions, (dict(self) if travel else {},)
 
     def __copy__(self) -> StorageOptions:
         return StorageOptions(self)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> StorageOptions:
+    def __deepcopy__(self, memo: dict[int, object]) -> StorageOptions:
         """Keep all: a copy stays in this process. Options such as sessions cannot be copied."""
         return StorageOptions(self)
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fastdata.errors import RemoteError
-from fastdata.paths import hide_secrets, is_url, local_path, refuse_secrets
+from fastdata.paths import AnyPath, hide_secrets, is_url, local_path, refuse_secrets
 from fastdata.pixels.decode import IMAGE_EXTENSIONS, decode_image
 from fastdata.sources.remote import MISSING, Place, stat_files
 from fastdata.sources.requests import Requests
@@ -58,7 +58,9 @@ class Tar(NamedTuple):
 
 
 def open_tars(
-    paths: Any, storage_options: StorageChoice = None, columns: Sequence[str] | None = None
+    paths: AnyPath | list[AnyPath],
+    storage_options: StorageChoice = None,
+    columns: Sequence[str] | None = None,
 ) -> TarSamples | None:
     """Open the tars at paths as a dataset; None if there are no tars.
 

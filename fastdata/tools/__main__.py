@@ -7,7 +7,6 @@ import io
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from fastdata.errors import FastDataError
 from fastdata.tools import bench, diagnose, doctor, tune
@@ -72,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Ctrl-C.
     """
     options = _parser().parse_args(arguments)
-    command: Callable[[Any], int] = options.__dict__.pop("command")
+    command: Callable[[argparse.Namespace], int] = options.__dict__.pop("command")
     if isinstance(sys.stdout, io.TextIOWrapper):  # which may not have every name of a file
         sys.stdout.reconfigure(errors="backslashreplace")
     with warnings.catch_warnings():

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from fastdata.datasets.folder import ImageFolder
 from fastdata.loaders.loader import DataLoader
 from fastdata.machine.limits import cpu_model, usable_cores
+from fastdata.pixels.plan import Transform
 from fastdata.report import Line, as_text
 from fastdata.tools.arguments import check_folder, positive
 from fastdata.tools.figures import add_json, write_json
@@ -97,9 +98,9 @@ def _say(words: str) -> None:
 
 
 def _measure_recipe(
-    folder: str, paths: list[str], name: str, transform: Any, options: argparse.Namespace
+    folder: str, paths: list[str], name: str, transform: Transform, options: argparse.Namespace
 ) -> Figures:
-    def rate(kind: Any, dataset: Any) -> float:
+    def rate(kind: type[TorchDataLoader[Any]], dataset: Any) -> float:
         order = shuffled(dataset)
         workers = options.num_workers
         loader = kind(dataset, options.batch_size, sampler=order, num_workers=workers)

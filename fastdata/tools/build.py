@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from fastdata.datasets.folder import ImageFolder
 from fastdata.errors import counted
 from fastdata.paths import is_url
+from fastdata.pixels.plan import Transform
 from fastdata.stores.codecs import KNOWN_CODECS
 from fastdata.tools.arguments import add_storage_options, check_folder, positive
 
@@ -63,11 +63,12 @@ def add_build(parser: argparse.ArgumentParser) -> None:
     add_storage_options(parser)
 
 
-def side(text: str) -> Any:
+def side(text: str) -> Transform:
     """Parse the side of a square, and return torchvision's step that cuts it out of the centre."""
     from torchvision.transforms import CenterCrop  # 1 s, which only this option takes
 
-    return CenterCrop(positive(text))
+    crop: Transform = CenterCrop(positive(text))
+    return crop
 
 
 def build(options: argparse.Namespace) -> int:

@@ -38,6 +38,8 @@ from fastdata.tools.diagnosis import Diagnosis, Part
 from fastdata.tools.measure import in_subprocess, is_kept, measure_rate, shuffled
 from fastdata.tools.timed_loop import EnoughError, TimedLoop, in_prefetcher, run_script
 
+_Figures = dict[str, Any]
+"""Some fields of ``Diagnosis``."""
 _RATE_S = 1.0
 
 _SAMPLES_S = 1.5
@@ -120,14 +122,14 @@ def _examine(loop: TimedLoop) -> Diagnosis:
     return diagnosis
 
 
-def _loader_alone(loader: Any, diagnosis: Diagnosis) -> dict[str, Any]:
+def _loader_alone(loader: Any, diagnosis: Diagnosis) -> _Figures:
     """Measure a copy of the user's loader, whose persistent workers are left alone."""
     other = copy.copy(loader)
     other.__dict__ |= {"_iterator": None, "pin_memory": False, "persistent_workers": False}
     return {"loader_per_s": measure_rate(other, seconds=_RATE_S, limit_s=6 * _RATE_S)}
 
 
-def _when_kept(loader: Any, diagnosis: Diagnosis) -> dict[str, Any]:
+def _when_kept(loader: Any, diagnosis: Diagnosis) -> _Figures:
     """Measure the loader with samples kept in memory; no figures unless that is clearly faster."""
     dataset = loader.dataset
     base = _in_subsets(dataset)
@@ -156,7 +158,7 @@ def _when_kept(loader: Any, diagnosis: Diagnosis) -> dict[str, Any]:
     return {"kept_per_s": rate, "kept": kept_in}
 
 
-def _parts(loader: Any, diagnosis: Diagnosis) -> dict[str, Any]:
+def _parts(loader: Any, diagnosis: Diagnosis) -> _Figures:
     """Measure the parts of a sample, in the calling thread."""
     if loader.num_workers:
         torch.set_num_threads(1)  # as in workers

@@ -8,7 +8,6 @@ import json
 import os
 import platform
 from pathlib import Path
-from typing import Any
 
 from fastdata.machine.limits import cpu_model, usable_cores
 
@@ -28,7 +27,7 @@ def _to_write(text: str) -> Path:
     return path
 
 
-def write_json(document: dict[str, Any], options: argparse.Namespace) -> None:
+def write_json(document: dict[str, object], options: argparse.Namespace) -> None:
     """Write the figures with versions and machine, if ``--json`` was given."""
     if options.json:
         document |= {"versions": versions(), "machine": machine_facts()}
@@ -49,7 +48,7 @@ def versions() -> dict[str, str | None]:
     return {"python": platform.python_version()} | {name: version(name) for name in packages}
 
 
-def machine_facts() -> dict[str, Any]:
+def machine_facts() -> dict[str, str | int | None]:
     return {
         "cpu_model": cpu_model(),
         "cpu_count": os.cpu_count(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,7 +32,7 @@ class Inspected(NamedTuple):
     """
 
     folder: str
-    facts: dict[str, Any]
+    facts: dict[str, object]
     problems: list[str]
 
     def __str__(self) -> str:

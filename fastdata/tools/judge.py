@@ -21,6 +21,10 @@ from fastdata.tools.measure import in_subprocess, is_kept, measure_rate, shuffle
 from fastdata.tools.tune_result import Probe, rates_of, used_settings
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tqdm import tqdm
+
     from fastdata.tools.tune_result import LoaderSettings
 
 _CLEAR = 1.25
@@ -47,9 +51,9 @@ class Judge:
     """Measures settings, holds the probes, and decides which of two wins."""
 
     dataset: Any
-    collate_fn: Any
+    collate_fn: Callable[[list[Any]], Any]
     deadline: float
-    bar: Any
+    bar: tqdm[Any]
     probes: list[Probe] = field(default_factory=list)
 
     def __post_init__(self) -> None:

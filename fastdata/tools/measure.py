@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sized
 from concurrent.futures import ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 from torch.utils.data import RandomSampler
@@ -30,7 +30,7 @@ _WARM_UP = 0.125
 """Share of the measuring time after which a loader that reads far ahead counts as warm."""
 
 
-def measure_rate(loader: Iterable[Any], *, seconds: float, limit_s: float = math.inf) -> float:
+def measure_rate(loader: Iterable[object], *, seconds: float, limit_s: float = math.inf) -> float:
     """Return samples a second of an empty loop over a loader, without the start of its workers.
 
     If epochs are shorter than ``seconds``, whole epochs are measured. A batch without tensors
@@ -79,7 +79,7 @@ def shuffled(dataset: Sized, seed: int = 0) -> RandomSampler:
     return RandomSampler(dataset, num_samples=1 << 60, generator=generator)
 
 
-def is_kept(dataset: Any) -> bool:
+def is_kept(dataset: object) -> bool:
     """Return True if a dataset keeps prepared samples."""
     return isinstance(dataset, PreparedDataset) and dataset._fastdata.storage_plan.storage != "none"
 

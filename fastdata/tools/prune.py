@@ -71,7 +71,7 @@ def _fault(folder: Path, *, gone: bool) -> str:
     inspected = _inspect(Place(folder))
     if not inspected.facts:
         return f"cannot be read: {inspected.problems[0]}"
-    root = inspected.facts["root"]
+    root = str(inspected.facts["root"])
     if gone and root and not is_url(root) and not os.path.isdir(root):
         return f"{root} is not there"
     return ""

@@ -7,7 +7,9 @@ import importlib
 import os
 import pkgutil
 import sys
-from typing import Any
+from types import ModuleType
+
+from fastdata.pixels.plan import Transform
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 
@@ -20,10 +22,7 @@ CROP_PX = 224
 PREPARED_PX = 256
 
 
-# Transforms
-
-
-def make_recipe(recipe: str, dtype: str) -> Any:
+def make_recipe(recipe: str, dtype: str) -> Transform:
     """Make a transform of torchvision's references, or the view of SimCLR's paper.
 
     Args:
@@ -46,10 +45,11 @@ def make_recipe(recipe: str, dtype: str) -> Any:
     last = [v1.PILToTensor()]
     if dtype == "float32":
         last = [v1.ToTensor(), v1.Normalize(IMAGENET_MEAN, IMAGENET_STD)]
-    return v1.Compose([*crop, v1.RandomHorizontalFlip(), *more.get(recipe, ()), *last])
+    made: Transform = v1.Compose([*crop, v1.RandomHorizontalFlip(), *more.get(recipe, ()), *last])
+    return made
 
 
-def import_torchvision() -> Any:
+def import_torchvision() -> ModuleType:
     try:
         return importlib.import_module("torchvision")
     except ImportError as error:
@@ -58,7 +58,7 @@ def import_torchvision() -> Any:
         ) from error
 
 
-def find_transform(words: str) -> Any:
+def find_transform(words: str) -> Transform:
     """Import the user's own transform by ``MODULE:NAME``, from the working directory, too."""
     if not all(words.partition(":")):
         raise ValueError(
@@ -67,7 +67,8 @@ def find_transform(words: str) -> Any:
     # A command that is installed does not have the working directory on its path.
     sys.path.insert(0, os.getcwd())
     try:
-        return pkgutil.resolve_name(words)
+        found: Transform = pkgutil.resolve_name(words)
+        return found
     except AttributeError as missing:
         raise ImportError(f"--transform {words}: {missing}") from missing
     finally:
