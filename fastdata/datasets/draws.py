@@ -19,26 +19,23 @@ from fastdata.pixels.random_numbers import sample_keys
 if TYPE_CHECKING:
     from fastdata.datasets.batch import Collate
 
-
-# Keeps what is drawn where a batch is read apart from what is where it is collated.
 _READ_SALT = 0x72656164
-
-
-# What a batch's own draws are made from
+"""Keeps draws while a batch is read independent of those while it is collated."""
 
 
 class DrawKey(NamedTuple):
-    """What a ``collate_fn`` draws from: its batch among those of all epochs and ranks."""
+    """The key that a ``collate_fn`` draws from: its batch among those of all epochs and ranks."""
 
     seed: int
     epoch: int
     number: int
 
-    def apart(self) -> DrawKey:
-        """For what is drawn where the batch is read."""
+    def for_reading(self) -> DrawKey:
+        """Return the key for draws of the user's code while the batch is read."""
         return self._replace(seed=self.seed ^ _READ_SALT)
 
-    def collated(self, collate_fn: Collate, samples: Any) -> Any:
+    def collate(self, collate_fn: Collate, samples: Any) -> Any:
+        """Call a ``collate_fn``, whose draws are made from this key."""
         inner = collate_fn.collate_fn if isinstance(collate_fn, ChannelsLast) else collate_fn
         # These two draw nothing, and take a quarter of the time outside of a dispatch mode.
         with nullcontext() if inner in (collate, default_collate) else BatchDraws(self):
@@ -46,11 +43,10 @@ class DrawKey(NamedTuple):
 
 
 class BatchDraws(TorchDispatchMode):
-    """What would draw from torch's global generator draws from the batch's, in this thread only.
+    """A mode in which torch's global generator is replaced by one of the batch, in this thread.
 
-    So what a ``collate_fn`` draws is the same whoever makes the batch, and the user's generator is
-    left alone. What is drawn on a device, and from Python's or NumPy's generators, is drawn as
-    ever.
+    Thus a ``collate_fn`` draws the same in any process, and the user's generator is left alone.
+    Draws on a device, and from generators of Python and NumPy, are as before.
     """
 
     def __init__(self, key: DrawKey) -> None:
@@ -63,6 +59,7 @@ class BatchDraws(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if _can_be_seeded(function):
+            # Add our generator only where torch's global CPU generator would be used.
             given = pytree.tree_leaves((args, kwargs))
             is_seeded = any(isinstance(it, torch.Generator) for it in given)
             devices = [getattr(it, "device", it) for it in given]
@@ -74,6 +71,6 @@ class BatchDraws(TorchDispatchMode):
 
 @cache
 def _can_be_seeded(function: Any) -> bool:
-    """Whether an operation draws, and it or another of its name takes a generator."""
+    """Return True if an operation draws, and it or an overload of it takes a generator."""
     named = f"{function._schema} {function.overloadpacket.overloads()}"
     return torch.Tag.nondeterministic_seeded in function.tags and "generator" in named

@@ -13,6 +13,18 @@ from torch.utils.data import Dataset
 
 from fastdata.datasets.trees import is_container
 
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
+_NOT_HELD = (type, ModuleType, FunctionType, Dataset, torch.nn.Module)
+"""Objects that a batch may refer to, but that are not part of it."""
+_PARTS_OF = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+"""Methods that return the strided tensors of a layout."""
+
 
 def moves_itself(value: Any) -> bool:
     """True if a value goes to a device by a ``to`` method of its own.
@@ -26,23 +38,6 @@ def moves_itself(value: Any) -> bool:
     if not callable(getattr(kind, "to", None)) or isinstance(value, _NOT_HELD):
         return False
     return hasattr(kind, "pin_memory") or not is_container(value)
-
-
-# Tensors in any object
-
-_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
-
-_NOT_HELD = (type, ModuleType, FunctionType, Dataset, torch.nn.Module)
-"""Objects that a batch may refer to, but that are not part of it."""
-
-_PARTS_OF = {
-    torch.sparse_coo: ("_indices", "_values"),
-    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
-    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
-}
-"""Methods that return the strided tensors of a layout."""
 
 
 def memory_of(value: Any) -> list[Any]:
@@ -69,14 +64,15 @@ def _memory_of(values: Iterable[Any], seen: dict[int, Any]) -> list[Any]:
         if type(value) in _PLAIN or id(value) in seen or isinstance(value, _NOT_HELD):
             continue
         seen[id(value)] = value  # keeps its id from being used for another object
-        # Items, attributes and slots, of classes written in C too. NumPy does not tell the
-        # garbage collector what an array of objects refers to.
+        # Items, attributes and slots, of classes written in C too. NumPy does not tell the garbage
+        # collector about the objects in an array.
         parts = gc.get_referents(value)
         if isinstance(value, np.ndarray) and value.dtype.hasobject:
             parts += value.flat
         if isinstance(value, torch.Tensor):
             found += _strided_parts(value)
         elif hasattr(type(value), "record_stream"):
+            # Of a class written in C that keeps its tensors to itself, only the object can be used.
             found += _memory_of(parts, seen) or [value]
             continue
         waiting += parts

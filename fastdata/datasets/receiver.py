@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 import pickle
 import weakref
 from collections.abc import Callable
@@ -18,11 +19,8 @@ if TYPE_CHECKING:
     from fastdata.datasets.slots import SlotAddress, Spans
 
 
-# The training loop's end
-
-
 class SentBatch:
-    """A batch on its way: who receives it, and of what; unpickling it gives the batch."""
+    """A batch on its way to the training loop. Unpickling it there gives the batch itself."""
 
     def __init__(self, receive: Callable[..., Any], *sent: Any) -> None:
         self._sent = receive, sent
@@ -32,12 +30,16 @@ class SentBatch:
 
 
 class BatchReceiver:
-    """The slots of workers that this process has mapped; those of ended workers are dropped."""
+    """The slots of workers that this process has mapped; those of ended workers are dropped.
+
+    Attributes:
+        fresh_count: number of batches that came in torch's way, because all slots were leased.
+    """
 
     def __init__(self, token: str) -> None:
         self._token = token
-        self.fresh_count = 0  # batches that came in torch's way, because all slots were lent
-        # By name: the address, and who is told when the latest batch dies.
+        self.fresh_count = 0
+        # By the slot's name: its address, and the lease of the latest batch in it.
         self._mapped: dict[str, tuple[SlotAddress, Lease]] = {}
 
     def __reduce__(self) -> Any:
@@ -54,22 +56,22 @@ class BatchReceiver:
         return sum(lease.buffer.nbytes for _, lease in list(self._mapped.values()))
 
     def receive(self, address: SlotAddress | None, spans: Spans, data: bytes) -> Any:
-        """The batch of this structure, whose parts lie in spans of a slot.
+        """Return the batch of which ``data`` is the structure, and ``spans`` of a slot the parts.
 
-        Without one ``data`` is all of it.
+        Without an ``address`` all of the batch is in ``data``.
         """
         if address is None:
             self.fresh_count += 1
             return pickle.loads(data)
-        # Its slices keep it lent, and so does all that is made of them.
+        # The slot stays leased while a slice of its memory lives, or a tensor over a slice.
         whole = self.borrow(address)
         return pickle.loads(data, buffers=[whole[start : start + size] for start, size in spans])
 
     def borrow(self, address: SlotAddress) -> memoryview:
-        """The memory of a slot, which is given back when the last that is made of it dies."""
+        """Return the memory of a slot, which is given back when the last tensor over it dies."""
         known, lease = self._mapped.get(address.name, (None, None))
         if lease is not None and known == address:
-            memory = lease.buffer
+            memory = lease.buffer  # mapped already; a slot that has grown has another address
         else:
             self._drop_ended()
             try:
@@ -79,6 +81,8 @@ class BatchReceiver:
                 raise StoreGoneError(
                     f"the DataLoader worker (pid {address.pid}) has ended, and this batch with it"
                 ) from None
+        # When ``leased`` dies, which every view of it keeps alive, the lease sets the first byte of
+        # the slot to FREE. No line of Python runs then, as it could in any thread at any moment.
         leased = memory[:]
         lease = Lease(leased, _GIVE_BACK)
         lease.buffer = memory
@@ -94,11 +98,17 @@ class BatchReceiver:
 
 
 _receivers: weakref.WeakValueDictionary[str, BatchReceiver] = weakref.WeakValueDictionary()
-
 _GIVE_BACK = operator.methodcaller("set_state", FREE)
 
 
 def _forget_leases() -> None:
-    """Have a forked process drop what it inherits: the batches are still its parent's."""
+    """Forget leases in a forked process: the batches are still its parent's.
+
+    Otherwise a slot would be freed when the copy of a batch dies in the child.
+    """
     for receiver in list(_receivers.values()):
         receiver._mapped.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_leases)

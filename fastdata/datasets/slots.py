@@ -25,23 +25,27 @@ from fastdata.machine.blocks import Block
 from fastdata.pixels.arrays import Array, Shape
 
 FREE = 0
-
 LEASED = 1
-
+"""The states of a slot: the value of its first byte."""
+STATE_BYTES = ALIGN_BYTES
+"""The state has a cache line of its own, because two processes write it."""
 _PAGE_BYTES = 4096
-
-STATE_BYTES = ALIGN_BYTES  # the first byte of a slot has a cache line of its own before the data
-
-# A tensor travels with its whole storage, as in torch, up to so many times its own bytes.
-_WHOLE_STORAGE = 4
+_MOST_STORAGE = 4
+"""A tensor is sent with its whole storage if that has at most this many times its own bytes."""
 
 
 class SlotAddress(NamedTuple):
-    """How the training loop finds a slot."""
+    """The address by which the training loop finds a slot.
 
-    pid: int  # of the worker
+    Attributes:
+        pid: of the worker process.
+        name: of the slot, the same for its whole life.
+        block: the pickled block of shared memory, another one after the slot has grown.
+    """
+
+    pid: int
     name: str
-    block: bytes  # pickled
+    block: bytes
 
 
 Spans = list[tuple[int, int]]
@@ -52,10 +56,10 @@ class Slot:
     """A shared block of this worker, filled from front to back.
 
     Attributes:
-        memory: of the block; only a state before the first batch.
+        memory: of the block; before the first batch a stand-in of this process that has a state.
         address: where the training loop finds it; None before the first batch.
-        leased: the memory, while a batch is brought into it: an array that lives as long as anything
-            over it in this process.
+        leased: the memory while a batch is written to it, as an array of its own: it lives as long
+            as any view of it in this process.
     """
 
     def __init__(self) -> None:
@@ -68,15 +72,17 @@ class Slot:
 
     @property
     def is_free(self) -> bool:
+        # Both the training loop and this process, as a caching dataset, may still hold the batch.
         return self.memory[0] == FREE and self._latest() is None
 
     def lease(self) -> None:
+        """Begin to fill the slot from its front."""
         self.leased = self.memory[:]
         self._latest = weakref.ref(self.leased)
         self._end = STATE_BYTES
 
     def reserve(self, size_bytes: int) -> memoryview | None:
-        """The next bytes, or None if it is full."""
+        """Return the next bytes of the slot, or None if it is full."""
         start = self._end
         if self.leased is None or start + size_bytes > self.leased.nbytes:
             return None
@@ -84,18 +90,18 @@ class Slot:
         return self.leased.data[start : start + size_bytes]
 
     def stack(self, batch: Any, *, collate_fn_map: Any = None) -> Any:
-        """Torch's ``collate_tensor_fn``, which stacks plain tensors here."""
+        """Collate tensors as torch's ``collate_tensor_fn`` does; plain ones into the slot."""
         first = batch[0]
         if all(type(sample) is torch.Tensor and is_plain(sample) for sample in batch):
             memory = self.reserve(len(batch) * first.nbytes)
             if not memory:
-                return torch.stack(tuple(batch))  # whose error names sizes that differ
+                return torch.stack(tuple(batch))  # its error names sizes that differ
             out = torch.frombuffer(memory, dtype=first.dtype)
             return torch.stack(tuple(batch), 0, out=out.view(len(batch), *first.shape))
         return torch_collate.collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
 
     def pack(self, batch: Any) -> tuple[SlotAddress | None, Spans, bytes] | None:
-        """Bring every part of a batch here; None where there is no memory for it."""
+        """Write every part of a batch to the slot; return None if memory is short."""
         packer = _Packer(self)
         packer.dump(batch)
         parts = [np.frombuffer(part.raw(), np.uint8) for part in packer.parts]
@@ -103,16 +109,17 @@ class Slot:
             spans = self._lay_out(parts)
         except MemoryBudgetError:
             return None
+        # From here on the slot belongs to the training loop, which sets the state to FREE again.
         self.memory[0] = LEASED
         return self.address, spans, packer.file.getvalue()
 
     def offset_of(self, part: Array) -> int | None:
-        """Where a part lies that was made here; None of any other."""
+        """Return the offset of a part that was written to the slot; None for any other memory."""
         offset = part.ctypes.data - self.memory.ctypes.data
         return offset if 0 <= offset <= self.memory.nbytes - part.nbytes else None
 
     def _lay_out(self, parts: list[Array], *, is_full: bool = False) -> Spans:
-        """Copy what is not here."""
+        """Copy parts to the slot that are not in it yet, and return the spans of all of them."""
         if is_full or self.address is None:
             self._grow(sum(_aligned(part.nbytes) for part in parts))
         spans = []
@@ -121,15 +128,19 @@ class Slot:
             if start is None:
                 start = self._end
                 memory = self.reserve(part.nbytes)
-                if memory is None:
+                if memory is None:  # begin again in a block that is large enough for everything
                     return self._lay_out(parts, is_full=True)
                 memory[:] = part.data
             spans.append((start, part.nbytes))
         return spans
 
     def _grow(self, size_bytes: int) -> None:
-        """Take a larger block, or raise and stay; the old one stays valid for those who see it."""
-        # Batches differ in size: leave room from the second on.
+        """Replace the block by a larger one. Batches in the old one stay valid.
+
+        Raises:
+            MemoryBudgetError: there is too little memory; the slot is as before.
+        """
+        # Batches differ in size: from the second block on, an eighth more than is needed now.
         size_bytes += STATE_BYTES + (size_bytes // 8 if self._block else 0)
         block = Block.create(-(-size_bytes // _PAGE_BYTES) * _PAGE_BYTES)
         if self._block:
@@ -144,11 +155,8 @@ def _aligned(offset: int) -> int:
     return -(-offset // ALIGN_BYTES) * ALIGN_BYTES
 
 
-# A batch as a pickle of its structure, and the memory of its tensors and arrays apart
-
-
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether dtype, shape, strides and memory are all there is to it."""
+    """Return True if a tensor consists of dtype, shape, strides and CPU memory, and nothing else."""
     return (
         tensor.layout is torch.strided
         and tensor.device.type == "cpu"
@@ -163,10 +171,10 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 class _Packer(pickle.Pickler):
-    """Pickles a batch; the memory of tensors and arrays goes to ``parts``, views without a copy.
+    """Pickle the structure of a batch, with the memory of its tensors and arrays in ``parts``.
 
-    A tensor brings its whole storage, which others may share; where that is much larger than the
-    tensor and not in the slot, torch's way does.
+    Tensors that share a storage still do after the journey, because the whole storage is one part.
+    A tensor whose storage is much larger, and not in the slot, is pickled in torch's way.
     """
 
     def __init__(self, slot: Slot) -> None:
@@ -174,20 +182,21 @@ class _Packer(pickle.Pickler):
         self.file = io.BytesIO()
         self.parts: list[pickle.PickleBuffer] = []
         super().__init__(self.file, 5, buffer_callback=self.parts.append)
-        # Torch's way for all other tensors.
+        # torch's reductions, which all other tensors are pickled by.
         self.dispatch_table = ForkingPickler(io.BytesIO()).dispatch_table
         self._storages: dict[int, Array] = {}
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is np.ndarray and not value.flags.writeable:
-            return value.copy("K").__reduce_ex__(5)  # through torch's queue it may be written to
+            # Through torch's queue it would arrive as an array that may be written to.
+            return value.copy("K").__reduce_ex__(5)
         if type(value) is not torch.Tensor or not is_plain(value) or not value.numel():
             return NotImplemented
         storage = value.untyped_storage()
         octets = self._storages.get(storage.data_ptr())
         if octets is None:
             octets = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
-            is_small = octets.nbytes > _WHOLE_STORAGE * value.nbytes
+            is_small = octets.nbytes > _MOST_STORAGE * value.nbytes
             if is_small and self._slot.offset_of(octets) is None:
                 return NotImplemented
             self._storages[storage.data_ptr()] = octets
@@ -200,5 +209,6 @@ class _Packer(pickle.Pickler):
 def _tensor(
     octets: Array, dtype: torch.dtype, offset: int, size: Shape, strides: Shape
 ) -> torch.Tensor:
+    """Return a tensor over the memory of a storage; the pickle of a batch calls it by name."""
     storage = torch.frombuffer(octets, dtype=torch.uint8).untyped_storage()
     return torch.empty(0, dtype=dtype, device="cpu").set_(storage, offset, size, strides)

@@ -10,7 +10,6 @@ the same few shared blocks again and again, as ``BatchRing`` does within a proce
 
 from __future__ import annotations
 
-import os
 import secrets
 import sys
 import threading
@@ -27,13 +26,12 @@ from torch.utils.data._utils import collate as torch_collate
 from fastdata.datasets.batch import Collate
 from fastdata.datasets.batch import collate as default_collate
 from fastdata.datasets.buffers import new_buffer
-from fastdata.datasets.receiver import BatchReceiver, SentBatch, _forget_leases
+from fastdata.datasets.receiver import BatchReceiver, SentBatch
 from fastdata.datasets.slots import Slot
 from fastdata.datasets.visits import IndexBatch
 from fastdata.report import warn_user
 
 _LOOP_MODULE = "torch.utils.data._utils.worker"
-
 _FETCH_MODULE = "torch.utils.data._utils.fetch"
 
 
@@ -79,11 +77,11 @@ class RingCollate:
         fetch = None if worker is None else _fetch_of_worker_loop()
         if worker is None or fetch is None:
             return self.collate(samples)
-        # fastdata's loaders number their batches, for what a collate function draws.
+        # A loader of fastdata's has numbered the batch, for the draws of the collate function.
         numbered = (it.draws for it in fetch.f_locals.values() if isinstance(it, IndexBatch))
         draws = next(numbered, None)
-        collate = self.collate if draws is None else partial(draws.collated, self.collate)
-        if self._ring is None:
+        collate = self.collate if draws is None else partial(draws.collate, self.collate)
+        if self._ring is None:  # made here, so that each worker process has its own
             self._ring = WorkerRing(self.receiver, self.slots, worker.dataset)
         return self._ring.send(collate, samples)
 
@@ -91,13 +89,13 @@ class RingCollate:
 def _fetch_of_worker_loop() -> FrameType | None:
     """Return the call of torch's fetcher that a ``RingCollate`` returns to.
 
-    None if it returns to other code, or in another thread than a worker process's own: the caller
+    None if it returns to other code, or in another thread than the worker's main one. The caller
     then needs the batch itself.
     """
-    # torch passes neither this nor the indices to a collate function, so that the frames of the
-    # callers are read. In torch 2.4 to 2.13 a worker's loop, a function in ``_utils.worker``, calls
-    # a method of a class in ``_utils.fetch`` with the indices, and that the collate function. Names
-    # of functions and arguments differ between versions and are not used.
+    # torch passes neither this nor the indices to a collate function, so the frames of the callers
+    # are read. In torch 2.4 to 2.13 a worker's loop, a function in ``_utils.worker``, calls a method
+    # of a class in ``_utils.fetch`` with the indices, and this calls the collate function. Names of
+    # functions and arguments differ between versions and are not used.
     frame = sys._getframe(2)
     caller = frame.f_back
     if threading.current_thread() is not threading.main_thread():
@@ -119,7 +117,7 @@ def _warn_once(text: str) -> None:
 
 
 def _warn_of_unknown_loop(frame: FrameType) -> None:
-    """Warn once in each worker process whose loop is not found among its frames."""
+    """Warn once in each worker process if torch's loop is not among the callers."""
     caller: FrameType | None = frame
     while caller is not None:
         if _module_of(caller) == _LOOP_MODULE:
@@ -128,15 +126,12 @@ def _warn_of_unknown_loop(frame: FrameType) -> None:
     _warn_once(
         "batches of this worker process travel through its own queue, which takes longer than "
         f"through fastdata's ring: no function of {_LOOP_MODULE} of torch {torch.__version__} runs "
-        "it. Use torch's or fastdata's DataLoader, and a version of torch that fastdata knows."
+        "it. Use torch's or fastdata's DataLoader, and a version of torch that fastdata supports."
     )
 
 
-# The worker's end
-
-
 class WorkerRing:
-    """The slots of one worker, of which one at a time is filled."""
+    """The slots of one worker process, which fills one at a time."""
 
     def __init__(self, receiver: BatchReceiver, slots: int, dataset: Any = None) -> None:
         self._receiver = receiver
@@ -145,44 +140,48 @@ class WorkerRing:
         dataset = getattr(dataset, "behind", dataset)
         while isinstance(dataset, Subset):
             dataset = dataset.dataset
-        # It gathers its batches straight into a slot, by ``lease``.
+        # The dataset writes its batches straight into a slot; it finds the ring by ``ring_of``.
         _worker_rings[id(dataset)] = self
 
     def lease(self, size_bytes: int) -> memoryview:
+        """Return memory for the next batch: in a slot if possible, else new."""
         self._begin()
         memory = None if self._filled is None else self._filled.reserve(size_bytes)
         return memory or new_buffer(size_bytes)
 
     def send(self, collate: Collate, samples: Any) -> SentBatch:
+        """Collate samples into a slot, and return what torch's queue sends instead of the batch."""
         if self._filled is None:
             self._begin()
         try:
             batch = self._collate(collate, samples)
             packed = None if self._filled is None else self._filled.pack(batch)
-            if packed is None:
+            if packed is None:  # no slot is free, or memory is short: the batch travels itself
                 packed = None, [], bytes(ForkingPickler.dumps(batch))
             return SentBatch(self._receiver.receive, *packed)
         finally:
             self._end()
 
     def _begin(self) -> None:
-        """Choose a free slot to fill; none if all are lent."""
-        self._end()  # of a batch that never came
+        """Choose a free slot to fill; none if all are leased."""
+        self._end()  # a batch that was begun and never sent, because reading its samples failed
         self._filled = next((slot for slot in self._slots if slot.is_free), None)
         if self._filled is not None:
             self._filled.lease()
 
     def _end(self) -> None:
+        """Drop the worker's own reference to the slot, which is free once nobody uses it."""
         if self._filled is not None:
             self._filled.leased = None
             self._filled = None
 
     def _collate(self, collate: Collate, samples: Any) -> Any:
-        """Collate; torch's ``default_collate`` stacks tensors straight into the slot."""
+        """Collate samples; torch's ``default_collate`` stacks tensors straight into the slot."""
         functions = torch_collate.default_collate_fn_map
         torchs = torch_collate.collate_tensor_fn
         if self._filled is None or functions.get(torch.Tensor) is not torchs:
-            return collate(samples)  # maybe by what the user has set
+            return collate(samples)  # a function of the user's in this table is left alone
+        # The table is the process's own, and a worker collates in one thread only.
         functions[torch.Tensor] = self._filled.stack
         try:
             return collate(samples)
@@ -191,13 +190,9 @@ class WorkerRing:
 
 
 _worker_rings: weakref.WeakValueDictionary[int, WorkerRing] = weakref.WeakValueDictionary()
-"""By the dataset that a worker process reads."""
+"""The ring of the worker process for each dataset that it reads, by the id of the dataset."""
 
 
 def ring_of(dataset: Any) -> WorkerRing | None:
-    """Where a dataset's batches are to lie, in the worker process that reads it."""
+    """Return the ring for the batches of a dataset; None outside of a worker process."""
     return _worker_rings.get(id(dataset))
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_leases)

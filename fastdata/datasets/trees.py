@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from fastdata.datasets.batch import Collate
 
 
-# Batches as trees
-
-
 def is_tensor(value: Any) -> bool:
     return isinstance(value, (torch.Tensor, PackedSequence))
 
@@ -88,21 +85,21 @@ def _map_value(
 
 
 def _parts_of(value: Any) -> Sequence[Any]:
-    """Return the values in a container; none of anything else."""
+    """Return the values in a container; no values if it is not one."""
     match value:
         case SampleBatch() if value.is_stacked:
             return value.parts
         case list() | tuple():
             return value
         case Mapping():
-            return list(dict(value).values())
+            return list(dict(value).values())  # a class may define ``values`` as something else
     if not is_container(value):
         return ()
     return [getattr(value, field.name) for field in dataclasses.fields(value)]
 
 
 def _rebuilt(value: Any, parts: list[Any]) -> Any:
-    """Return a container like ``value`` of other parts."""
+    """Return a container like ``value`` with other parts."""
     match value:
         case SampleBatch():
             return SampleBatch(*parts) if value.is_stacked else parts

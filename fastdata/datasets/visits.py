@@ -26,11 +26,15 @@ if TYPE_CHECKING:
     from fastdata.machine.ranks import Rank
 
 
+REPEAT_SHIFT = 32
+"""Bits of a visit that hold the epoch; those above count the visits of a sample in it."""
+
+
 def as_numbers(indices: Any) -> Array:
-    """Indices of samples as int64 (B,).
+    """Return indices of samples as int64 (B,).
 
     Raises:
-        TypeError: they are no whole numbers, as of torch's datasets.
+        TypeError: one is not a whole number, as for torch's datasets.
     """
     if isinstance(indices, (np.ndarray, torch.Tensor)):
         found = np.asarray(indices)
@@ -40,8 +44,12 @@ def as_numbers(indices: Any) -> Array:
 
 
 def positions(index_B: Array, length: int) -> Array:
-    """Indices (int64, B) of [-length, length), negative ones counted from the end."""
-    # As unsigned numbers, negative ones are too large as well.
+    """Return indices (int64, B) in [0, length); negative ones are counted from the end.
+
+    Raises:
+        IndexError: one is not in [-length, length).
+    """
+    # As unsigned numbers, negative ones are too large as well, so that one comparison finds both.
     if not (index_B.view(np.uint64) >= length).any():
         return index_B
     wrong = index_B[(index_B < -length) | (index_B >= length)]
@@ -53,19 +61,18 @@ def positions(index_B: Array, length: int) -> Array:
 
 
 class IndexBatch(list[int]):
-    """The sample indices of one batch, and what the samples' random draws are made from.
+    """The sample indices of one batch, and the numbers that its random draws are made from.
 
-    As the sampler gave them, or those in the fastdata dataset where that lies behind a ``Subset``;
-    of several in a ``ConcatDataset``, those in all of them in a row.
+    The indices are those that the sampler gave. Behind a ``Subset`` they are those in the fastdata
+    dataset, and behind a ``ConcatDataset`` those in all of its datasets in a row.
 
     Attributes:
-        positions: int64 (B,), the same, none of them negative.
-        visits: int64 (B,), which visit to each sample this is: the epoch, and how often the sample
-            came before in the same epoch (as with ``WeightedRandomSampler``).
+        positions: int64 (B,), the same indices, none of them negative.
+        visits: int64 (B,), the visit of each sample: the epoch, and how often the sample came
+            before in the same epoch (as with ``WeightedRandomSampler``).
         seed: the dataset's, or the epoch's base seed.
-        draws: what a ``collate_fn`` draws from, wherever the batch is made; None where no loader
-            counts batches.
-        channels_last: whether images are to lie so in memory, where they can be served so.
+        draws: the key that a ``collate_fn`` draws from; None if no loader counts batches.
+        channels_last: True to have images in ``torch.channels_last``, if they can be served so.
     """
 
     positions: Array
@@ -88,15 +95,15 @@ class OwnItem:
     """The item that a subclass's own ``__getitem__`` is making for a loader.
 
     With a seed, every read of a fastdata dataset in it has a visit of its own. The first read has
-    that of the item if it is of the same index. The others follow from it and from how many reads
-    came before, of any dataset: two crops of one image differ, and so do those of two datasets.
+    that of the item if it has the same index. The others follow from it and from the number of reads
+    before, of any dataset: two crops of one image differ, and so do those of two datasets.
 
     Attributes:
-        samples: of the dataset whose item this is.
+        samples: the ``DatasetSamples`` of the dataset that the item belongs to.
         position: of the item in the dataset.
         visit: of the item; see ``IndexBatch``.
-        seed: None where the dataset was made without one. Reads then draw from torch's generator.
-        reads: how many came before.
+        seed: of the dataset; without one, reads draw from torch's generator.
+        reads: number of reads before.
     """
 
     samples: object
@@ -118,35 +125,55 @@ class OwnItem:
         return visit_B
 
 
+# A user's ``__getitem__`` that calls ``super().__getitem__`` has no argument to pass the item in, and
+# it may read other fastdata datasets as well. So the item is in a context variable, which each thread
+# and each call of ``_own_items`` has for itself.
 OWN_ITEM: ContextVar[OwnItem | None] = ContextVar("fastdata_item", default=None)
-"""Set around a user's ``__getitem__``, which has no argument to pass it in."""
+
+
+def index_batch(indices: Sequence[int], reader: Reader, epoch: int | None) -> IndexBatch:
+    """Return the batch of these indices, with the numbers that its random draws follow.
+
+    A loader of fastdata's gives an ``IndexBatch``, which holds them already. Other reads draw a
+    seed from torch's generator, unless the dataset has a ``seed`` and the user set its ``epoch``.
+    """
+    if not isinstance(indices, (list, np.ndarray, torch.Tensor)):
+        indices = list(indices)  # an iterator can be read only once
+    index_B = positions(as_numbers(indices), reader.length)
+    if isinstance(indices, IndexBatch) and np.array_equal(index_B, indices.positions):
+        return indices  # a method of a subclass may have sorted or shortened the list
+    item = OWN_ITEM.get()
+    if item is not None and item.seed is not None:
+        return IndexBatch.of(indices, index_B, item.visits(index_B), item.seed)
+    before_B = count_repetitions(indices, index_B)
+    seed = reader.stored.options.seed
+    if seed is None or epoch is None:
+        seed = draw_seed() if reader.may_draw else 0
+    visit_B = (before_B << REPEAT_SHIFT) + (epoch or 0)
+    return IndexBatch.of(indices, index_B, visit_B, seed)
 
 
 def draw_seed() -> int:
     """Draw 63 bits from torch's CPU generator; in a loader's threads from the batch's draws.
 
-    This is the one draw from a global generator: torchvision's transforms draw from it too, so that
-    ``manual_seed``, ``fork_rng`` and worker processes have the effect that users know.
+    No other function draws from a global generator. torchvision's transforms draw from it too, so
+    ``manual_seed``, ``fork_rng`` and worker processes have the effect that users expect.
     """
     return int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu").item())
 
 
-REPEAT_SHIFT = 32
-"""A visit is ``epoch + (k << REPEAT_SHIFT)``."""
-
-
 class RepeatedIndex(int):
-    """An index that came before in its epoch, on any rank: so that no two draw the same.
+    """An index that came before in its epoch, on any rank, so that it must draw other numbers.
 
     Attributes:
-        occurrence: how often, 1 or more.
+        occurrence: number of times that it came before, 1 or more.
     """
 
     occurrence: int
 
     @classmethod
     def mark(cls, index: int, occurrence: int) -> int:
-        """The index, as it is where this is its first occurrence."""
+        """Return the index, with its occurrence unless it is the first."""
         if not occurrence:
             return index
         marked = cls(index)
@@ -228,7 +255,7 @@ class EpochVisits:
 
 
 def occurrences(given: Any) -> list[tuple[int, int]]:
-    """Place and occurrence of each RepeatedIndex."""
+    """Return place and occurrence of each ``RepeatedIndex`` in a list."""
     if not isinstance(given, list) or RepeatedIndex not in set(map(type, given)):
         return []
     return [
@@ -247,39 +274,17 @@ def count_repetitions(given: Any, index_B: Array) -> Array:
 def count_earlier(seen: Array, index_B: Array) -> Array:
     """Return how often each index came before, also in this batch; count it in ``seen``."""
     before_B: Array = seen[index_B].astype(np.int64)
-    # Counts repetitions; a plain 1 takes fifty times as long.
+    # ``at`` counts repetitions, too. With a plain 1 it takes fifty times as long.
     np.add.at(seen, index_B, seen.dtype.type(1))
     return count_within(index_B, before_B)
 
 
 def count_within(index_B: Array, before_B: Array) -> Array:
     """Add to ``before_B`` how often each index came before in this batch, and return it."""
-    if len(index_B) < 2:  # as where samples are read one by one
+    if len(index_B) < 2:  # the usual case where samples are read one by one
         return before_B
     order = index_B.argsort(kind="stable")
     sorted_B = index_B[order]
-    if (sorted_B[1:] == sorted_B[:-1]).any():  # else it takes half the time
+    if (sorted_B[1:] == sorted_B[:-1]).any():  # without repetitions this is half of the time
         before_B[order] += np.arange(len(order)) - sorted_B.searchsorted(sorted_B)
     return before_B
-
-
-def index_batch(indices: Sequence[int], reader: Reader, epoch: int | None) -> IndexBatch:
-    """Return the batch of these indices, with the numbers that its random draws follow.
-
-    A loader of fastdata's gives an ``IndexBatch``, which holds them already. Other reads draw a
-    seed from torch's generator, unless the dataset has a ``seed`` and the user set its ``epoch``.
-    """
-    if not isinstance(indices, (list, np.ndarray, torch.Tensor)):
-        indices = list(indices)  # read once: a second pass may give other indices, or none
-    index_B = positions(as_numbers(indices), reader.length)
-    if isinstance(indices, IndexBatch) and np.array_equal(index_B, indices.positions):
-        return indices  # not changed by a method of a subclass
-    item = OWN_ITEM.get()
-    if item is not None and item.seed is not None:
-        return IndexBatch.of(indices, index_B, item.visits(index_B), item.seed)
-    before_B = count_repetitions(indices, index_B)
-    seed = reader.stored.options.seed
-    if seed is None or epoch is None:
-        seed = draw_seed() if reader.may_draw else 0
-    visit_B = (before_B << REPEAT_SHIFT) + (epoch or 0)
-    return IndexBatch.of(indices, index_B, visit_B, seed)

@@ -91,10 +91,10 @@ class BatchMaker:
             # Threads share torch's generator: code of the user's draws from the batch's own numbers,
             # so that a batch is the same whichever thread makes it. Not in the training loop, where
             # torch's loader draws from the generator too.
-            with BatchDraws(draws.apart()) if may_draw else nullcontext():
+            with BatchDraws(draws.for_reading()) if may_draw else nullcontext():
                 batch = read(indices)
             if not is_collated:
-                batch = draws.collated(self.collate_fn, batch)
+                batch = draws.collate(self.collate_fn, batch)
             return as_channels_last(batch) if self.channels_last else batch
 
 
