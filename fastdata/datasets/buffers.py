@@ -18,30 +18,20 @@ import torch
 
 from fastdata.pixels.arrays import Array, Shape
 
-
-def rows_of(images: torch.Tensor, kind: type) -> Sequence[Any]:
-    """The images of a batch, views of it."""
-    if kind is np.ndarray:
-        arrays = images.numpy()
-        return [arrays[row, ...] for row in range(len(arrays))]
-    rows = images.unbind(0)
-    return rows if kind is torch.Tensor else [row.as_subclass(kind) for row in rows]
-
-
 ALIGN_BYTES = 64
-
-
+"""A cache line; each piece of a buffer begins at a multiple of it."""
 Output = tuple[Shape, np.dtype[Any]]
-
+"""Shape and dtype of a served sample."""
 Allocate = Callable[[int], memoryview]
+"""Takes a number of bytes and returns memory of that size."""
 
 
 def allocate_batch(
     count: int, outputs: list[Output], allocate: Allocate, *, channels_last: bool = False
 ) -> list[Array]:
-    """Memory for so many samples of each shape and dtype, all in one piece.
+    """Return an array (count, *shape) for each output, all in one piece of memory.
 
-    (B, C, h, w) may lie as (B, h, w, C).
+    With ``channels_last`` arrays (B, C, h, w) are stored as (B, h, w, C).
     """
     pieces = []
     end = 0
@@ -62,18 +52,28 @@ def allocate_batch(
 
 
 def new_buffer(size_bytes: int) -> memoryview:
-    """Memory that nobody takes back."""
+    """Return memory that is used once."""
     return np.empty(size_bytes, np.uint8).data
 
 
-# Memory that is reused
+def rows_of(images: torch.Tensor, kind: type) -> Sequence[Any]:
+    """Return the samples of a batch as views of it, of a class such as ``tv_tensors.Image``."""
+    if kind is np.ndarray:
+        arrays = images.numpy()
+        return [arrays[row, ...] for row in range(len(arrays))]
+    rows = images.unbind(0)
+    return rows if kind is torch.Tensor else [row.as_subclass(kind) for row in rows]
 
 
 class Lease(weakref.ref[np.ndarray]):
-    """A reference to an array that was leased; its callback runs no line of Python.
+    """A weak reference to an array that was leased, with what its callback needs.
 
-    In one, Ctrl-C would be an error that is printed and forgotten, and the training loop would go
-    on.
+    The callback must be a function in C. Python code in it could be interrupted by Ctrl-C, which
+    would be printed and forgotten, and the training loop would go on.
+
+    Attributes:
+        buffer: the memory of the array.
+        set_state: sets the state of a slot that another process reads.
     """
 
     __slots__ = ("buffer", "set_state")
@@ -82,23 +82,32 @@ class Lease(weakref.ref[np.ndarray]):
 
 
 class BatchRing:
-    """Up to ``slots`` buffers, each lent as an array until that array dies.
+    """Up to ``slots`` buffers, each leased as an array until that array dies.
 
-    They are ordinary memory, or ``allocate(size_bytes)`` gives a uint8 array of that size; it is
-    called from the threads that take.
-    Safe from several threads: a buffer is taken and given back by single deque operations, because
-    an array may die at any moment, also in a thread that is just taking one.
+    Safe from several threads.
+
+    Args:
+        slots: number of buffers.
+        allocate: returns a uint8 array of so many bytes, in the thread that leases; ordinary memory
+            by default.
+
+    Attributes:
+        fresh_count: number of batches that got new memory, because all slots were leased.
     """
 
     def __init__(self, slots: int, allocate: Callable[[int], Array] | None = None) -> None:
         self._allocate = allocate or partial(np.empty, dtype=np.uint8)
-        self._free: deque[Lease | None] = deque([None] * slots)  # None: of no buffer yet
-        self._leases: dict[int, Lease] = {}  # by id, those that came back too
+        # A buffer is taken and given back by single operations of a deque, which are atomic, because
+        # an array may die at any moment, also in a thread that is just taking a buffer.
+        self._free: deque[Lease | None] = deque([None] * slots)  # None for a slot without buffer
+        self._leases: dict[
+            int, Lease
+        ] = {}  # by id; keeps the leases alive, so that they are called
         self._slots = slots
-        self.fresh_count = 0  # how often all slots were lent and the batch got memory of its own
+        self.fresh_count = 0
 
     def __reduce__(self) -> Any:
-        """A copy lends memory of its own."""
+        """Pickle as a ring with memory of its own."""
         return BatchRing, (self._slots,)
 
     @property
@@ -106,7 +115,7 @@ class BatchRing:
         return sum(lease.buffer.nbytes for lease in list(self._leases.values()))
 
     def lease(self, size_bytes: int) -> memoryview:
-        """Memory that is lent as long as anything over it lives."""
+        """Return memory that comes back when the last array or tensor over it has died."""
         try:
             lease = self._free.pop()
         except IndexError:
@@ -119,4 +128,6 @@ class BatchRing:
         lease = Lease(leased, self._free.append)
         lease.buffer = buffer
         self._leases[id(lease)] = lease
-        return leased.data  # arrays over it refer to it, those over the array to the buffer
+        # Arrays over this memory keep ``leased`` alive; arrays made of ``leased`` itself would refer
+        # to its base, the buffer, and let it die too early.
+        return leased.data

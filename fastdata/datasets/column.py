@@ -1,4 +1,4 @@
-"""One column of a batch: a view of the images, or their masks."""
+"""Columns: a batch has one for each view of its images, or one for images and one for masks."""
 
 from __future__ import annotations
 
@@ -52,6 +52,7 @@ class Column(NamedTuple):
     def read_alone(self, kept: KeptSamples, batch: IndexBatch) -> list[Array]:
         """Read samples one by one, each in whatever shape it has."""
         assert self.program is not None
+        # Ops draw from (seed, visit, index), so that the pixels are those of a whole batch.
         read = partial(self.program.run_one, kept.stores[self.part], seed=batch.seed)
         return list(map(read, batch.positions.tolist(), batch.visits))
 
@@ -80,7 +81,7 @@ class Column(NamedTuple):
             if shape is not None:
                 output = self.last.output(shape, is_of_all=True)
         except ChannelsError as wrong:
-            wrong.index = int(batch.positions[0])
+            wrong.index = int(batch.positions[0])  # all samples have the same shape
             raise
         if output is None:
             return list(map(plan.run_last, samples))

@@ -1,14 +1,20 @@
-"""The compiler: from prepared samples and the user's transforms to a reader."""
+"""The compiler: from stored samples and the user's transforms to a reader.
+
+It relies on the plans of ``pixels``, which say what runs on whole batches, and chooses one of four
+ways to read: pairs of image and mask, stored samples, files that the core decodes, and any other
+source.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 from fastdata.datasets.column import Column
 from fastdata.datasets.reader import Reader
 from fastdata.pixels.core import library
-from fastdata.pixels.plan import PairTransform, TransformPlan
+from fastdata.pixels.plan import PairTransform, Transform, TransformPlan
 from fastdata.pixels.program import Program
 from fastdata.pixels.samples import SampleSpec
 from fastdata.pixels.split import plan_pairs, plan_transform, split_upright
@@ -23,9 +29,12 @@ if TYPE_CHECKING:
 _DECODED = SampleSpec(shape=None, dtype="uint8", form="pil")
 
 
-# From how samples were prepared and the user's transform to a reader
+class Compiled(NamedTuple):
+    """The parts of a reader that follow from the transform."""
 
-Compiled = tuple[TransformPlan, tuple[Column, ...]]
+    plan: TransformPlan
+    columns: tuple[Column, ...]
+    is_upright: bool
 
 
 def compile_reader(stored: Stored, transforms: Transforms, *, own: str) -> Reader:
@@ -36,48 +45,64 @@ def compile_reader(stored: Stored, transforms: Transforms, *, own: str) -> Reade
     Raises:
         ValueError: the transform does not begin with the steps that samples are stored after.
     """
-    beforehand = steps = stored.first_steps
-    is_upright = stored.is_upright
     transform = transforms.of_sample
     pair_transform = transforms.of_both
     if pair_transform is not None:
-        plan, columns = _compile_pairs(stored, pair_transform)
+        compiled = _compile_pairs(stored, pair_transform)
     elif stored.kept is not None:
-        plan, columns = _compile_kept(stored, stored.kept, transform)
-    elif (decoding := _compile_files(stored, transform)) is not None:
-        is_upright, (plan, columns) = decoding
-        beforehand = ()
+        compiled = _compile_kept(stored, stored.kept, transform)
     else:
-        plan = plan_transform(transform, only_last=True, obstacle=stored.obstacle)
-        columns = tuple(map(_unread_column, plan.each))
-        steps = (*steps, *plan.prepare)
+        compiled = _compile_files(stored, transform) or _compile_source(stored, transform)
+    plan = compiled.plan
     return Reader(
         stored=stored,
         length=len(stored.samples),
         target_transform=transforms.of_target,
         pair_transform=pair_transform if plan.per_sample else None,
-        plan=replace(plan, beforehand=beforehand),
-        columns=columns,
-        prepare=Steps(steps),
-        is_upright=is_upright,
+        plan=plan,
+        columns=compiled.columns,
+        prepare=Steps((*plan.beforehand, *plan.prepare)),
+        is_upright=compiled.is_upright,
         own=own,
     )
 
 
-def _unread_column(plan: TransformPlan) -> Column:
-    """Of samples that are read one by one."""
-    return Column(plan, last=Program(plan.last.batch_ops, _DECODED) if plan.last else None)
+def _compile_pairs(stored: Stored, transforms: PairTransform) -> Compiled:
+    """Compile a transform of image and mask: a column for each, or none if it runs per sample."""
+    kept = stored.kept
+    if kept is None or not kept.target_is_part:
+        plan = plan_pairs(transforms, obstacle="only images with a tv_tensors.Mask are served")
+        return _compiled(stored, plan, [Column(plan)])
+    image, mask, *_ = kept.stores
+    plan = plan_pairs(
+        transforms,
+        form=image.spec.form,
+        channels=_channels_of(image),
+        obstacle=_pair_obstacle(image, mask) or stored.obstacle,
+    )
+    columns = [Column(plan)]
+    if plan.mask is not None:
+        columns = [_read_by_core(plan, image), _read_by_core(plan.mask, mask)._replace(part=1)]
+    return _compiled(stored, plan, columns)
 
 
-def _column(plan: TransformPlan, store: Store | None = None) -> Column:
-    """Of kept samples, or of files as they are decoded."""
-    shape = (3, 1, 1) if store is None else store.shape(0)
-    program = Program(plan.batch_ops, _DECODED if store is None else store.spec)
-    output = program.output(shape)
-    return _unread_column(plan)._replace(program=program, shape=shape, output=output)
+def _pair_obstacle(image: Store, mask: Store) -> str | None:
+    """Return why stored images and masks cannot be served together; None if they can."""
+    shapes = image.shape(0), mask.shape(0)
+    kinds = image.spec.dtype, mask.spec.dtype, mask.spec.form, len(shapes[0])
+    if kinds != ("uint8", "uint8", "mask", 3) or shapes[1][:-2] not in ((), (1,)):
+        return (
+            "only uint8 images with a uint8 tv_tensors.Mask of one channel are served, "
+            f"not {image.spec.dtype} {shapes[0]} with {mask.spec.dtype} {shapes[1]}"
+        )
+    differ = (image.shapes[:, -2:] != mask.shapes[:, -2:]).any(axis=1)
+    if differ.any():
+        return f"the mask of sample {differ.argmax()} is not as large as its image"
+    return None
 
 
-def _compile_kept(stored: Stored, kept: KeptSamples, transform: Any) -> Compiled:
+def _compile_kept(stored: Stored, kept: KeptSamples, transform: Transform | None) -> Compiled:
+    """Compile a transform for stored samples, which are stored after its first steps."""
     store = kept.images
     dimensions = len(store.shape(0))
     obstacle = stored.obstacle
@@ -102,16 +127,16 @@ def _compile_kept(stored: Stored, kept: KeptSamples, transform: Any) -> Compiled
             "assign another transform to dataset.transform in the process that made the "
             "dataset, which prepares samples again."
         )
-    # Views that begin with steps of the user's own share what is read.
-    are_unread = plan.views and not plan.is_batched and not any(it.batch_texts for it in plan.each)
-    if kept.is_tuple or are_unread:
-        return plan, tuple(map(_unread_column, plan.each))
+    # If all views begin with steps of the user's own, samples are read once for all of them.
+    has_batch_ops = any(view.batch_texts for view in plan.each)
+    if kept.is_tuple or (plan.views and not plan.is_batched and not has_batch_ops):
+        return _compiled(stored, plan, map(_read_one_by_one, plan.each))
     with kept.naming_damage():
-        return plan, tuple(_column(view, store) for view in plan.each)
+        return _compiled(stored, plan, [_read_by_core(view, store) for view in plan.each])
 
 
-def _compile_files(stored: Stored, transform: Any) -> tuple[bool, Compiled] | None:
-    """What makes batches of files as they are read, by all steps; None where that cannot be."""
+def _compile_files(stored: Stored, transform: Transform | None) -> Compiled | None:
+    """Compile all steps for files that the core decodes; None if they do not give whole batches."""
     opening = stored.samples.opening
     if opening is None or opening.channels is None or library.obstacle() is not None:
         return None
@@ -122,43 +147,44 @@ def _compile_files(stored: Stored, transform: Any) -> tuple[bool, Compiled] | No
         channels=opening.channels,
         obstacle=stored.obstacle,
         prepared=0,
+        # So that the user's steps draw by the same numbers as from a store.
         first=is_upright - len(stored.first_steps),
     )
     if not plan.is_batched:
         return None
-    columns = tuple(map(_column, plan.each))
+    columns = tuple(map(_read_by_core, plan.each))
     if not all(column.output for column in columns):
         return None
-    return is_upright or opening.is_upright, (plan, columns)
+    return Compiled(plan, columns, is_upright or opening.is_upright)
 
 
-def _compile_pairs(stored: Stored, transforms: PairTransform) -> Compiled:
-    """Of what takes sample and target: one column of images and one of masks."""
-    kept = stored.kept
-    obstacle = stored.obstacle
-    if kept is None or not kept.target_is_part:
-        plan = plan_pairs(transforms, obstacle="only images with a tv_tensors.Mask are served")
-        return plan, (Column(plan),)
-    image, mask, *_ = kept.stores
-    shapes = image.shape(0), mask.shape(0)
-    kinds = image.spec.dtype, mask.spec.dtype, mask.spec.form, len(shapes[0])
-    if kinds != ("uint8", "uint8", "mask", 3) or shapes[1][:-2] not in ((), (1,)):
-        obstacle = (
-            "only uint8 images with a uint8 tv_tensors.Mask of one channel are served, "
-            f"not {image.spec.dtype} {shapes[0]} with {mask.spec.dtype} {shapes[1]}"
-        )
-    differ = (image.shapes[:, -2:] != mask.shapes[:, -2:]).any(axis=1)
-    if obstacle is None and differ.any():
-        obstacle = f"the mask of sample {differ.argmax()} is not as large as its image"
-    channels = _channels_of(image)
-    plan = plan_pairs(transforms, form=image.spec.form, channels=channels, obstacle=obstacle)
-    if plan.mask is None:
-        return plan, (Column(plan),)
-    return plan, (_column(plan, image), _column(plan.mask, mask)._replace(part=1))
+def _compile_source(stored: Stored, transform: Transform | None) -> Compiled:
+    """Compile a transform for samples that are read and prepared one by one."""
+    plan = plan_transform(transform, only_last=True, obstacle=stored.obstacle)
+    return _compiled(stored, plan, map(_read_one_by_one, plan.each))
+
+
+def _compiled(stored: Stored, plan: TransformPlan, columns: Iterable[Column]) -> Compiled:
+    plan = replace(plan, beforehand=stored.first_steps)
+    return Compiled(plan, tuple(columns), stored.is_upright)
+
+
+def _read_one_by_one(plan: TransformPlan) -> Column:
+    """Return a column of samples that are read one by one."""
+    last = Program(plan.last.batch_ops, _DECODED) if plan.last else None
+    return Column(plan, last=last)
+
+
+def _read_by_core(plan: TransformPlan, store: Store | None = None) -> Column:
+    """Return a column that the core reads, from a store or from files that it decodes."""
+    shape = (3, 1, 1) if store is None else store.shape(0)
+    program = Program(plan.batch_ops, _DECODED if store is None else store.spec)
+    output = program.output(shape)
+    return _read_one_by_one(plan)._replace(program=program, shape=shape, output=output)
 
 
 def _channels_of(images: Store) -> int | None:
-    """Of all images; None where they differ."""
+    """Return the number of channels of all images; None if they differ."""
     channels = images.shapes[:, 0]
     first = int(channels[0])
     return first if (channels == first).all() else None

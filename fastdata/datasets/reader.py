@@ -54,7 +54,7 @@ class Targets:
 
     @cached_property
     def numbers(self) -> Array | None:
-        """The targets of all samples, if each is a number that is served as it is."""
+        """The targets of all samples, if each is a number that is served unchanged."""
         table = self.stored.table
         kept = self.stored.kept
         # A table has numbers, too, where targets are images.
@@ -85,7 +85,7 @@ class Targets:
         return targets if self.transform is None else list(map(self.transform, targets))
 
     def collated(self, batch: IndexBatch) -> Any:
-        """Return what ``default_collate`` makes of the targets of a batch."""
+        """Return the targets of a batch as ``default_collate`` returns them."""
         if self.numbers is not None:
             return torch.from_numpy(self.numbers[batch.positions])
         if self._listing is None or self.transform is not None:
@@ -206,7 +206,7 @@ class Reader:
 
     @cached_property
     def without_cast(self) -> tuple[Reader, list[Step | None]]:
-        """This reader without final float casts, and the casts; only if there is no obstacle."""
+        """The same reader without final float casts, and the casts; only without obstacle."""
         columns, casts = zip(*map(Column.without_cast, self.columns), strict=True)
         return replace(self, columns=columns), list(casts)
 
@@ -217,7 +217,7 @@ class Reader:
 
     @property
     def served_bytes(self) -> int | None:
-        """Bytes of each sample in a whole batch; None if there are no whole batches."""
+        """Bytes of each sample in a whole batch; None if samples are read one by one."""
         if self.obstacle is not None:
             return None
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.outputs)
@@ -235,7 +235,7 @@ class Reader:
     def __call__(self, batch: IndexBatch, allocate: Allocate = new_buffer) -> Any:
         """Return a whole batch: images (B, *shape) and collated targets.
 
-        Only if there is no obstacle. ``allocate`` gives the memory.
+        There must be no ``obstacle``. The images are in one piece of memory from ``allocate``.
         """
         return self.to_batch(self.read_batch(batch, allocate, self.targets.collated))
 

@@ -1,4 +1,4 @@
-"""How the samples of a dataset were prepared, as one value."""
+"""Frozen values of a dataset: how its samples were prepared, and the user's transforms."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ class LeadingSteps:
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """How the samples of a dataset were prepared.
+    """The samples of a dataset, and how they were prepared.
 
     Attributes:
         options: of the dataset.
-        prepared: what is kept, and why.
-        source: what samples are read from, to prepare them again; copies in other processes may not
-            know it where samples are kept.
-        files: paths and targets, where they are known beforehand.
+        prepared: the stored samples, and the reason for the choice of storage.
+        source: the source that samples are read from, to prepare them again. A copy in another
+            process does not have it if samples are stored.
+        files: paths and targets, if they are known beforehand.
         first_steps: the dataset's ``prepare=`` and ``resize=``, which run before the transform.
         after: the steps of the transform that samples are stored after, or did not fit after; None
             before they are prepared.
-        is_upright: whether samples were turned as their EXIF says, so that nothing of it is missed.
-        is_remote: whether samples that are not kept are fetched from behind a URL.
+        is_upright: True if samples were turned as their EXIF says.
+        is_remote: True if samples that are not stored are fetched from a URL.
     """
 
     options: Options
@@ -59,25 +59,26 @@ class Stored:
 
     @cached_property
     def kept(self) -> KeptSamples | None:
+        """The stored samples; None if they are not stored."""
         return self.prepared.kept
 
     @property
     def obstacle(self) -> str | None:
-        """Why no step runs on whole batches, whatever the transform; None if some may."""
+        """Why no step runs on whole batches, for any transform; None if some may."""
         return library.obstacle() if self.options.batch_ops else "batch_ops=False"
 
     @cached_property
     def samples(self) -> Any:
-        """Kept ones, or what they are read from; None once the dataset is closed."""
+        """The stored samples, or their source; None once the dataset is closed."""
         return self.source if self.kept is None else self.kept
 
     @cached_property
     def table(self) -> SampleTable | None:
-        """Paths and targets; None where they are asked of the source."""
+        """Paths and targets; None if only the source has them."""
         return self.files if self.kept is None else self.kept.table
 
     def filled_share(self, index: Array | None = None) -> float:
-        """Share of the samples, or of those of ``index``, that are kept already."""
+        """Return the share of the samples, or of those of ``index``, that are stored already."""
         return 0.0 if self.kept is None else self.kept.images.filled_share(index)
 
 
