@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from fastdata.datasets.dataset import PreparedDataset, own_reader
+from fastdata.datasets.dataset import PreparedDataset, own_method
 from fastdata.datasets.origin import ItemOrigin
 from fastdata.datasets.preparing import to_prepare
 from fastdata.datasets.samples import DatasetSamples
@@ -109,7 +109,7 @@ class CachedDataset(PreparedDataset):
             refuse_random_steps(dataset)
         self._fastdata = DatasetSamples(
             class_name=type(self).__name__,
-            own_method=own_reader(self),
+            own_method=own_method(type(self)),
             origin=ItemOrigin(),
             stored=to_prepare(source, replace(chosen, frozen=frozen), prepare=prepare),
             transforms=chosen_transforms,
@@ -175,7 +175,7 @@ class CachedDataset(PreparedDataset):
         dataset.root = manifest.root
         dataset._fastdata = DatasetSamples(
             class_name=cls.__name__,
-            own_method=own_reader(dataset),
+            own_method=own_method(cls),
             origin=ItemOrigin(),
             stored=Stored(
                 options=Options(seed=seed, batch_ops=batch_ops),

@@ -1,7 +1,7 @@
 """The base class of fastdata's datasets: torch's protocol and torchvision's attributes.
 
-It is thin: ``DatasetSamples`` in samples.py holds all state and does the work. The datasets that
-users make are in public.py.
+It is thin: ``DatasetSamples`` holds all state and does the work. Its subclasses are the datasets that
+users make: ``ImageFolder``, ``ImageManifest`` and ``CachedDataset``.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 
 class _Shown:
-    """A property that fastdata adds to datasets. A subclass may set an attribute of the same name.
+    """A property that fastdata adds to datasets.
 
-    Nothing of fastdata reads such a property back from a dataset, so that this breaks nothing.
+    A subclass may set an attribute of the same name, because fastdata does not read the property.
     """
 
     def __init__(self, read: Callable[[DatasetSamples], Any]) -> None:
@@ -64,18 +64,16 @@ class _Shown:
 
 
 def _shown(read: Callable[[DatasetSamples], Any]) -> Any:
-    """Return a ``_Shown`` as a value of the type that the attribute is declared with."""
+    """Return a ``_Shown`` that type checkers accept for the declared type of the attribute."""
     return _Shown(read)
 
 
 def _asked_through_wrapper(dataset: Any) -> Any:
-    """Return the wrapper whose ``__getattr__`` gave a method of ``dataset`` to torch, else None.
-
-    torch's fetcher, ``Subset`` and ``StackDataset`` call ``__getitems__`` of what they read if it
-    has the attribute. A wrapper that forwards attributes has that of the dataset inside it, and a
-    bound method does not tell through which object it was found. Only the calling frame does:
-    torch's code has the object in ``dataset`` or ``self.dataset`` (torch 2.0 to 2.13).
-    """
+    """Return the wrapper whose ``__getattr__`` gave a method of ``dataset`` to torch, else None."""
+    # torch's fetcher, ``Subset`` and ``StackDataset`` call ``__getitems__`` of the object that they
+    # read if it has this attribute. A wrapper that forwards attributes has that of the dataset
+    # inside it, and a bound method does not hold the object that it was found through. Only the
+    # calling frame does: torch's code has it in ``dataset`` or ``self.dataset`` (torch 2.0 to 2.13).
     frame = sys._getframe(2)
     if not frame.f_globals.get("__name__", "").startswith("torch.utils.data."):
         return None
@@ -87,22 +85,21 @@ def _asked_through_wrapper(dataset: Any) -> Any:
 class PreparedDataset(Dataset[Any]):
     """The base of all fastdata datasets. Only its subclasses make one.
 
-    A subclass of these may have its own ``__getitem__``, ``__getitems__`` or ``__len__``: then it is
-    called for every batch, and an index means what it says. All other state and code is in
-    ``_fastdata``, so that a subclass may use any other name. Loaders and tools read this attribute
-    and no other one.
+    A subclass may have its own ``__getitem__``, ``__getitems__`` or ``__len__``, which are then
+    called for every batch. All other state and code is in ``_fastdata``, so that a subclass may use
+    any other name. Loaders and tools read this attribute and no other one.
     """
 
     _fastdata: DatasetSamples
 
     plan: TransformPlan = _shown(lambda samples: samples.reader.plan)
-    """What runs once per sample, on whole batches, and on each sample."""
+    """The transform in three parts: run once per sample, on whole batches, and on each sample."""
     storage: str = _shown(lambda samples: samples.storage_plan.storage)
-    """Where samples are stored."""
+    """The storage of the samples, such as ``"shared"``."""
     storage_plan: StoragePlan = _shown(lambda samples: samples.storage_plan)
-    """Where samples are stored, and why."""
+    """The storage of the samples, and the reason for it."""
     skipped: list[SampleError] = _shown(lambda samples: list(samples.stored.prepared.skipped))
-    """With ``on_error="skip"``, the errors of the samples left out."""
+    """The errors of samples that were left out because of ``on_error="skip"``."""
 
     @classmethod
     def build_cache(
@@ -136,7 +133,7 @@ class PreparedDataset(Dataset[Any]):
         return self._fastdata.reader.length
 
     def __getitem__(self, index: int) -> Any:
-        """Return sample and target, transformed; a dict where items are dicts.
+        """Return sample and target, transformed; a dict if items are dicts.
 
         Raises:
             IndexError: ``index`` is not in [-N, N).
@@ -157,24 +154,26 @@ class PreparedDataset(Dataset[Any]):
         if wrapper is not None:
             return [wrapper[index] for index in indices]
         samples = self._fastdata
-        batch = indices if isinstance(indices, IndexBatch) else None
-        # Else the epoch began with it, and other threads read.
-        if batch is None or get_worker_info() is not None:
+        is_numbered = isinstance(indices, IndexBatch)
+        # A loader's threads read at the same time, in an epoch that has begun with a refresh. A worker
+        # process has its own copy of the dataset, which the user's code there may have changed.
+        if not is_numbered or get_worker_info() is not None:
             samples.refresh()
         if samples.own_method != "__getitem__":
             reader = samples.handle()
             ring = ring_of(self)
             batch = index_batch(indices, reader, samples.epoch_number)
             return reader.items(batch, new_buffer if ring is None else ring.lease)
-        if batch is None:
+        if not is_numbered:
             return [self[index] for index in indices]
-        return copy_context().run(_own_items, self, batch)
+        # In a copy of the context, so that ``OWN_ITEM`` is set for these items only.
+        return copy_context().run(_own_items, self, indices)
 
     # torchvision's attributes
 
     @property
     def transform(self) -> Transform | None:
-        """Called on each sample; its leading deterministic steps once, before samples are stored."""
+        """The transform of each sample, whose first deterministic steps run once per sample."""
         return self._fastdata.transforms.of_sample
 
     @transform.setter
@@ -185,7 +184,7 @@ class PreparedDataset(Dataset[Any]):
 
     @property
     def target_transform(self) -> Transform | None:
-        """Called on each target when it is read."""
+        """The transform of each target when it is read."""
         return self._fastdata.transforms.of_target
 
     @target_transform.setter
@@ -195,7 +194,7 @@ class PreparedDataset(Dataset[Any]):
 
     @property
     def transforms(self) -> PairTransform | None:
-        """Called with sample and target: the user's ``transforms=``, or both other transforms."""
+        """The transform of sample and target together, or both other transforms as one."""
         given = self._fastdata.transforms
         if given.of_both is not None or (given.of_sample is None and given.of_target is None):
             return given.of_both
@@ -209,9 +208,9 @@ class PreparedDataset(Dataset[Any]):
 
     @property
     def targets(self) -> ListView[Any]:
-        """Target of every sample, before ``target_transform``.
+        """The target of every sample, before ``target_transform``.
 
-        Read-only once a sample was read or prepared; before that they may be assigned.
+        They may be assigned until a sample is read or prepared.
         """
         samples = self._fastdata
         return ListView(samples.reader.length, samples.stored_target)
@@ -223,9 +222,9 @@ class PreparedDataset(Dataset[Any]):
 
     @property
     def samples(self) -> ListView[tuple[str, Any]]:
-        """(path, target) of every sample, in torchvision's order; only where samples are files.
+        """(path, target) of every sample, in torchvision's order; only if samples are files.
 
-        Read-only once one was read or prepared; before that they may be assigned.
+        They may be assigned until a sample is read or prepared.
         """
         return self._fastdata.files("samples").pairs
 
@@ -238,15 +237,15 @@ class PreparedDataset(Dataset[Any]):
 
     @cached_property
     def classes(self) -> list[str]:
-        """Class names, sorted; only where samples are files. Empty if labels are plain numbers.
+        """Class names, sorted; only if samples are files. Empty if labels are plain numbers.
 
-        They may be assigned, such as names to show; the samples stay as they are.
+        Other names may be assigned, such as names to show. This does not change the samples.
         """
         return list(self._fastdata.files("classes").class_to_idx or ())
 
     @cached_property
     def class_to_idx(self) -> dict[str, int]:
-        """Number of each class; only where samples are files. It may be assigned, too."""
+        """The number of each class; only if samples are files. It may be assigned, too."""
         return self._fastdata.files("class_to_idx").class_to_idx or {}
 
     def extra_repr(self) -> str:
@@ -286,16 +285,16 @@ class PreparedDataset(Dataset[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that random draws follow, until it is set again.
 
-        It has this effect where a loader of fastdata's reads, and with ``seed=`` in all other
-        reads too. Without ``seed=`` these follow torch's generator.
+        A loader of fastdata's follows it always, and other reads if the dataset has a ``seed=``.
+        Without one, other reads follow torch's generator.
         """
         self._fastdata.set_epoch(epoch)
 
     def with_transform(self, transform: Transform | None) -> Self:
         """Return a second view of the same samples, under another transform, as for validation.
 
-        A transform that begins with other steps than those that samples are stored after gets a
-        store of its own. The memory is given back when the last view is closed or let go.
+        If the transform begins with other steps than those that samples are stored after, the view
+        gets a store of its own. Memory is given back when the last view is closed or deleted.
 
         Example:
             >>> import torch
@@ -315,7 +314,7 @@ class PreparedDataset(Dataset[Any]):
         return PreparedDataset.with_transform(self, self._fastdata.transforms.of_sample)
 
     def prepare(self) -> Self:
-        """Prepare all samples now, none on their first read; returns the dataset.
+        """Prepare all samples now instead of on their first read; return the dataset.
 
         Example:
             >>> import torch
@@ -329,13 +328,13 @@ class PreparedDataset(Dataset[Any]):
         return self
 
     def filled_share(self) -> float:
-        """Share of the samples that are stored already."""
+        """Return the share of the samples that are stored already."""
         return self._fastdata.stored.filled_share()
 
     def storage_report(self) -> StorageReport:
-        """Try every codec on samples spread over the dataset; to be printed.
+        """Try every codec on samples from the whole dataset, and return a report to be printed.
 
-        Takes about a second: up to 25 samples are read, encoded and decoded.
+        It takes about a second: up to 25 samples are read, encoded and decoded.
         """
         samples = self._fastdata
         samples.handle()
@@ -349,8 +348,8 @@ class PreparedDataset(Dataset[Any]):
     def close(self) -> None:
         """Give the memory back, unless other views are open; idempotent.
 
-        Batches already served stay valid, and a batch that is being read is read to its end. An
-        epoch that runs ends with StoreGoneError.
+        Batches stay valid, and a batch that is being read is completed. An epoch that has begun
+        ends with a StoreGoneError.
         """
         self._fastdata.close()
 
@@ -362,10 +361,10 @@ class PreparedDataset(Dataset[Any]):
 
     @property
     def _fastdata_identity(self) -> Any:
-        """What identifies this dataset in the description of another one that is made of it.
+        """A value that identifies this dataset in the description of another that reads it.
 
         Raises:
-            AttributeError: nothing does, so that the other one needs a ``cache_key``.
+            AttributeError: there is no such value, so that the other one needs a ``cache_key``.
         """
         samples = self._fastdata
         source = samples.source()
@@ -379,12 +378,12 @@ class PreparedDataset(Dataset[Any]):
 
 
 def _is_made(dataset: PreparedDataset) -> bool:
-    """Return False before ``__init__``, which replaces what is assigned, as torchvision's does."""
+    """Return False before ``__init__``, which overwrites assigned attributes, as torchvision's."""
     return "_fastdata" in vars(dataset)
 
 
 def _own_items(dataset: PreparedDataset, batch: IndexBatch) -> list[Any]:
-    """Return the items of a subclass's own ``__getitem__``."""
+    """Return the items of a subclass's own ``__getitem__``, each with a visit of its own."""
     samples = dataset._fastdata
     seed = None if samples.stored.options.seed is None else batch.seed
     items = []
@@ -394,18 +393,14 @@ def _own_items(dataset: PreparedDataset, batch: IndexBatch) -> list[Any]:
     return items
 
 
-def own_reader(dataset: Dataset[Any]) -> str | None:
-    """Return the method of a subclass that gives an index its meaning; None if there is none."""
-    return own_method(type(dataset))
-
-
-def own_method(kind: Any) -> str | None:
-    """Return ``own_reader`` of the datasets of a class."""
+def own_method(kind: type[PreparedDataset]) -> str | None:
+    """Return the name of the method of a subclass that makes the items; None if there is none."""
     if kind.__getitem__ is not PreparedDataset.__getitem__:
         return "__getitem__"
     return "__getitems__" if kind.__getitems__ is not PreparedDataset.__getitems__ else None
 
 
 def index_count(dataset: PreparedDataset) -> int:
-    """Return how many indices, from 0 on, may be asked for."""
-    return len(dataset) if own_reader(dataset) else dataset._fastdata.reader.length
+    """Return the number of indices that a loader may read; a subclass may define another length."""
+    samples = dataset._fastdata
+    return len(dataset) if samples.own_method else samples.reader.length

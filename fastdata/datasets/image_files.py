@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastdata.datasets.dataset import PreparedDataset, own_reader
+from fastdata.datasets.dataset import PreparedDataset, own_method
 from fastdata.datasets.files import FileOrigin, FileSamples, stat_of_files
 from fastdata.datasets.preparing import to_prepare
 from fastdata.datasets.stored import Transforms
@@ -52,7 +52,7 @@ def file_samples(
     )
     return FileSamples(
         class_name=type(dataset).__name__,
-        own_method=own_reader(dataset),
+        own_method=own_method(type(dataset)),
         origin=origin,
         stored=to_prepare(origin.files(table), options, files=table),
         transforms=Transforms(transform, target_transform),

@@ -1,7 +1,7 @@
-"""The samples of a dataset: how they are prepared and read, and what goes to other processes.
+"""The state of a dataset: its samples, their reader, and changes of both.
 
 A dataset holds one ``DatasetSamples`` as its only private attribute, so that subclasses may use any
-other name. How samples were prepared and how they are read are values: ``Stored`` and ``Reader``.
+other name. It puts values together that do the work: ``Stored``, ``Transforms`` and ``Reader``.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ OTHER_LISTS = (
     "Take some of the samples by torch.utils.data.Subset(dataset, indices), other labels by "
     "target_transform= or by ImageManifest([(path, label), ...])."
 )
-"""What to do instead of assigning samples or targets."""
+"""Advice instead of assigning samples or targets."""
 
 
 class ReaderHandle:
@@ -81,21 +81,22 @@ class ReaderHandle:
 
 
 class DatasetSamples:
-    """The samples of one dataset, as they are prepared and read.
+    """The samples of one dataset, with everything that they are prepared and read by.
 
     It pickles as a handle of the stored samples, which another process of the same machine opens.
-    A deep copy in this process shares them.
+    A deep copy in this process shares the memory.
 
     Attributes:
         class_name: of the dataset, for messages.
-        own_method: method of a subclass that makes the items; see ``own_reader`` in dataset.py.
-        origin: where samples come from.
-        stored: how samples are prepared; once the dataset is closed, how they were.
+        own_method: name of the method of a subclass that makes the items; None if there is none.
+        origin: of the samples.
+        stored: the samples and how they are prepared; without memory once the dataset is closed.
         transforms: of the user.
-        reader: the latest reader; once the dataset is closed, the last one without its memory. Do
-            not keep a reference to it: it keeps the samples in memory.
+        reader: the latest reader; without memory once the dataset is closed. Do not keep a
+            reference to it: it keeps the samples in memory.
         handle: the handle of that reader, which an epoch that begins now reads by.
-        epoch: as set by ``set_epoch``, also for worker processes that persist; None until then.
+        epoch: as set by ``set_epoch``; None until then. It is shared with worker processes, so that
+            those that persist follow it.
         was_read: True if samples were read since they were prepared.
     """
 
@@ -126,9 +127,11 @@ class DatasetSamples:
             self._compile()
 
     def _begin(self) -> None:
-        """Set what each copy has of its own."""
-        self._lock = threading.RLock()  # held by the thread that changes the samples
-        # Of this reader and of earlier ones, which epochs that have begun hold.
+        """Set the attributes that a copy does not share."""
+        # Held by the thread that changes the samples: of threads that read a lazy dataset first, one
+        # prepares it, and the others wait.
+        self._lock = threading.RLock()
+        # Handles of this reader and of earlier ones, which epochs that have begun still hold.
         self._handles: weakref.WeakSet[ReaderHandle] = weakref.WeakSet()
 
     # Reading
@@ -164,7 +167,7 @@ class DatasetSamples:
         self.epoch["epoch"][0] = epoch
 
     def close(self) -> None:
-        """Give the memory back. A batch that is being read is read to its end."""
+        """Give the memory back. A batch that is being read is completed."""
         for handle in set(self._handles):
             # The memory goes with the last batch that is being read from it.
             handle.close("the dataset was closed; create it again to read from it")
@@ -192,7 +195,7 @@ class DatasetSamples:
         return table
 
     def source(self) -> Source:
-        """Return what samples are read from; the stored samples if nothing else is known."""
+        """Return the source of the samples; the stored samples if there is no other."""
         return self.origin.source(self.stored)
 
     # Changes
@@ -235,7 +238,7 @@ class DatasetSamples:
         """Return the same samples under another transform; both hold the memory."""
         self.handle()
         other = self._copied()
-        other.was_read = True  # maybe through this one
+        other.was_read = True  # the samples may have been read through this one
         other.assign(replace(other.transforms, of_sample=transform))
         return other
 
@@ -274,7 +277,7 @@ class DatasetSamples:
 
     @contextmanager
     def _changing(self) -> Iterator[dict[str, Any]]:
-        """Put everything back as it was if the block raises; gives the attributes from before."""
+        """Restore all attributes if the block raises; yield those from before."""
         with self._lock:
             before = dict(vars(self))
             try:
@@ -288,7 +291,7 @@ class DatasetSamples:
     def _end_waiting(self) -> None:
         """Prepare samples that waited for their first read or a transform."""
         with self._lock:
-            if self.stored.after is not None:  # another thread was first
+            if self.stored.after is not None:  # another thread has prepared them meanwhile
                 return
             if get_worker_info() is None:
                 self._prepare()
@@ -297,27 +300,27 @@ class DatasetSamples:
             self._compile()
 
     def _prepare_again(self, before: dict[str, Any]) -> None:
-        """Prepare samples in place of others.
+        """Replace the stored samples by newly prepared ones.
 
-        The old ones stay until the new ones are there, so that nothing is lost if that fails. Where
-        memory is too small for both, the old ones go first, and are prepared again if they are read
-        after a failure.
+        The old ones stay until the new ones are complete, so that nothing is lost if this fails. If
+        memory is too small for both, the old ones are dropped first, and prepared again if they are
+        read after a failure.
 
         Args:
             before: from ``_changing``.
         """
         source = self.source()
         if source is self.stored.kept:
-            self._compile()  # raises: samples cannot be prepared again
+            self._compile()  # raises, because samples cannot be prepared without a source
             return
         kept = before["stored"].kept
         size_bytes = 0 if kept is None else sum(store.size_bytes for store in kept.stores)
-        del kept  # nothing here may hold the old samples
+        del kept  # this frame must not hold the old samples while new ones are prepared
         self.stored = unprepared(self.stored, source)
         self._prepare(OldSamples(size_bytes, partial(self._drop, before)))
 
     def _drop(self, before: dict[str, Any]) -> None:
-        """Forget the old samples. Epochs that have begun hold them to their end."""
+        """Drop the old samples. Epochs that have begun hold them until they end."""
         old = unprepared(before["stored"], before["origin"].source(before["stored"]))
         self._read_by(replace(before["reader"], stored=old))
         before.update(stored=old, reader=self.reader, handle=self.handle)
@@ -337,7 +340,7 @@ class DatasetSamples:
         self._read_by(reader)
 
     def _read_by(self, reader: Reader) -> None:
-        """Have coming epochs read by it; those that have begun go on as they did."""
+        """Have epochs that begin from now on read by this reader; others keep theirs."""
         self.reader = reader
         self.handle = ReaderHandle(reader)
         self._handles.add(self.handle)
@@ -345,7 +348,7 @@ class DatasetSamples:
     # Other processes
 
     def __getstate__(self) -> dict[str, Any]:
-        self.refresh()  # raises here, not in the other process, what the copy cannot serve
+        self.refresh()  # raises an error here that would otherwise be raised in the other process
         stored = self.stored
         kept = stored.kept
         stores = () if kept is None else kept.stores
@@ -360,12 +363,12 @@ class DatasetSamples:
             "epoch": self.epoch,
         }
         if get_spawning_popen() is not None:
-            # An error while a process starts would end it without a word. So it is raised when the
-            # process reads.
+            # An error while a process starts would end it without a message. As bytes, the handles
+            # are opened by ``__setstate__``, and an error is raised when the process reads.
             opened = bytes(ForkingPickler.dumps(opened))
         names = ["class_name", "own_method", "origin", "was_read", "transforms"]
         return {
-            # Unpickling it imports the classes of samples.
+            # Unpickling these imports the module of the samples' classes, such as tv_tensors.
             "imported": [tensor_class(store.spec.form) for store in stores],
             "opened": opened,
             **{name: getattr(self, name) for name in names},

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset, RandomSampler, Subset
 
-from fastdata.datasets.dataset import PreparedDataset, own_reader
+from fastdata.datasets.dataset import PreparedDataset
 from fastdata.datasets.samples import DatasetSamples
 from fastdata.loaders.parts import Parts
 from fastdata.machine.ranks import find_rank
@@ -42,7 +42,7 @@ def warn_of_samples(dataset: Dataset[Any], parts: Parts) -> None:
 
 def _fallback_notice(dataset: PreparedDataset) -> str:
     """Return which code of the user's runs on each sample, and the cure; empty if none does."""
-    own = own_reader(dataset)
+    own = dataset._fastdata.own_method
     if own:
         return (
             f"{type(dataset).__name__}.{own} is called for each sample. Move its work to "

@@ -11,7 +11,6 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from fastdata.datasets.batch import Collate, collate
 from fastdata.datasets.buffers import BatchRing
-from fastdata.datasets.dataset import own_reader
 from fastdata.datasets.transport import RingCollate
 from fastdata.datasets.trees import ChannelsLast
 from fastdata.loaders.engine import Engine, choose_engine, plan_pinning
@@ -136,10 +135,11 @@ class LoaderInternals:
             if self.engine.kind == "process":
                 iterator = _iterate_processes(loader, view, progress, idle, held)
             else:
+                has_own_method = any(dataset._fastdata.own_method for dataset in parts.datasets)
                 maker = BatchMaker(
                     fetch=_MapDatasetFetcher(view.dataset, True, _as_they_are, False).fetch,
                     # A subclass's own methods must be called for its items.
-                    handle=None if any(map(own_reader, parts.datasets)) else handle,
+                    handle=None if has_own_method else handle,
                     ring=ring,
                     collate_fn=loader.collate_fn,
                     in_thread=self.engine.workers > 0,
