@@ -154,17 +154,16 @@ class PreparedDataset(Dataset[Any]):
         if wrapper is not None:
             return [wrapper[index] for index in indices]
         samples = self._fastdata
-        is_numbered = isinstance(indices, IndexBatch)
         # A loader's threads read at the same time, in an epoch that has begun with a refresh. A worker
         # process has its own copy of the dataset, which the user's code there may have changed.
-        if not is_numbered or get_worker_info() is not None:
+        if not isinstance(indices, IndexBatch) or get_worker_info() is not None:
             samples.refresh()
         if samples.own_method != "__getitem__":
             reader = samples.handle()
             ring = ring_of(self)
             batch = index_batch(indices, reader, samples.epoch_number)
             return reader.items(batch, new_buffer if ring is None else ring.lease)
-        if not is_numbered:
+        if not isinstance(indices, IndexBatch):
             return [self[index] for index in indices]
         # In a copy of the context, so that ``OWN_ITEM`` is set for these items only.
         return copy_context().run(_own_items, self, indices)

@@ -95,8 +95,7 @@ class DatasetSamples:
         reader: the latest reader; without memory once the dataset is closed. Do not keep a
             reference to it: it keeps the samples in memory.
         handle: the handle of that reader, which an epoch that begins now reads by.
-        epoch: as set by ``set_epoch``; None until then. It is shared with worker processes, so that
-            those that persist follow it.
+        epoch: as set by ``set_epoch``, in memory that worker processes share; None until then.
         was_read: True if samples were read since they were prepared.
     """
 
@@ -252,7 +251,7 @@ class DatasetSamples:
     def __deepcopy__(self, memo: dict[int, Any]) -> DatasetSamples:
         """Copy the user's transforms and a dataset that is read, but share the stored samples.
 
-        A copy made by way of pickle would lose ``storage_options``, which may be secret.
+        A copy by way of pickle would lose ``storage_options``, which may be secret.
         """
         self.handle()
         other = self._copied()
@@ -295,19 +294,16 @@ class DatasetSamples:
                 return
             if get_worker_info() is None:
                 self._prepare()
-                return
-            self.stored = leave_in_worker(self.stored)
-            self._compile()
+            else:
+                self.stored = leave_in_worker(self.stored)
+                self._compile()
 
     def _prepare_again(self, before: dict[str, Any]) -> None:
         """Replace the stored samples by newly prepared ones.
 
         The old ones stay until the new ones are complete, so that nothing is lost if this fails. If
         memory is too small for both, the old ones are dropped first, and prepared again if they are
-        read after a failure.
-
-        Args:
-            before: from ``_changing``.
+        read after a failure. ``before`` is from ``_changing``.
         """
         source = self.source()
         if source is self.stored.kept:
