@@ -18,26 +18,26 @@ Collate = Callable[[Any], Any]
 
 
 class Sample(tuple[Any, ...]):
-    """One (image, target) of a ``SampleBatch``; its class tells ``default_collate`` what to do."""
+    """One (image, target) of a ``SampleBatch``, which ``default_collate`` knows by its class."""
 
     __slots__ = ()
 
     def __reduce__(self) -> Any:
+        """Pickle as a plain tuple."""
         return tuple, (tuple(self),)
 
 
 class SampleBatch(list[Any]):
     """A list of (image, target) samples that are views of one stacked tensor.
 
-    torch's ``default_collate`` and ``fastdata.collate`` take the stacked tensors as they are, so
-    that a ``collate_fn`` that calls the former, as those of MixUp and CutMix do, copies nothing.
-    Where one has put other samples into the list, or other values into a sample, these are stacked
-    as any.
+    torch's ``default_collate`` and ``fastdata.collate`` return the stacked tensors. Thus a
+    ``collate_fn`` that calls one of them, as those of MixUp and CutMix do, copies nothing. If
+    another sample was put into the list, the samples are stacked like any others.
 
     Args:
         images: (B, C, h, w); sample i is a view of ``images[i]``.
-        targets: what ``default_collate`` makes of the targets: int64 (B,) for class numbers. None:
-            it is made when it is asked for, if it can be.
+        targets: collated, such as int64 (B,) for class numbers. None if they are collated only when
+            ``stacked`` is used.
         each_target: one Python object per sample.
         image_class: of the images in the list, such as ``tv_tensors.Image`` or ``np.ndarray``.
 
@@ -57,12 +57,13 @@ class SampleBatch(list[Any]):
         pairs = zip(rows_of(images, image_class), each_target, strict=True)
         super().__init__(map(Sample, pairs))
         self._made_of = list(self)
-        # Torch's own way to say how a class is collated.
+        # torch's table of how to collate a class. It is changed here and not at import, so that
+        # importing fastdata leaves torch as it was.
         default_collate_fn_map.setdefault(Sample, _collate_samples)
 
     @property
     def is_intact(self) -> bool:
-        """True if the list still consists of the very samples that it was made of."""
+        """True if the list still consists of the samples that it was made with."""
         are_same = all(map(operator.is_, self, self._made_of))
         return are_same and len(self) == len(self._made_of)
 
@@ -73,9 +74,9 @@ class SampleBatch(list[Any]):
 
     @property
     def stacked(self) -> Any:
-        """``[images, targets]``; None once another object is in it.
+        """``[images, targets]``; None if another sample was put into the list.
 
-        Raises what ``default_collate`` raises of targets that it cannot collate.
+        Targets that cannot be collated raise the error of ``default_collate``.
         """
         if not self.is_intact:
             return None
@@ -83,14 +84,15 @@ class SampleBatch(list[Any]):
         return [images, collate_targets(each_target) if targets is None else targets]
 
     def __reduce__(self) -> Any:
+        """Pickle as a plain list."""
         return list, (list(self),)
 
 
 def collate(samples: list[Any]) -> Any:
-    """Turn samples into a batch as torch's ``default_collate`` does; a SampleBatch is not copied.
+    """Turn samples into a batch as ``default_collate`` does, but do not copy a ``SampleBatch``.
 
     Args:
-        samples: of one kind, as torch's.
+        samples: of one kind, as for ``default_collate``.
 
     Example:
         >>> images = torch.zeros(2, 3, 4, 4)
@@ -98,9 +100,10 @@ def collate(samples: list[Any]) -> Any:
         >>> collate(batch)[0] is images
         True
     """
-    return default_collate(samples)  # which calls the function below for a SampleBatch
+    return default_collate(samples)  # calls ``_collate_samples`` for a SampleBatch
 
 
 def _collate_samples(samples: list[Any], *, collate_fn_map: Any = None) -> Any:
-    whole = samples.stacked if isinstance(samples, SampleBatch) else None
-    return default_collate(list(map(tuple, samples))) if whole is None else whole
+    """Collate a list of ``Sample``; ``default_collate`` finds this function by their class."""
+    stacked = samples.stacked if isinstance(samples, SampleBatch) else None
+    return default_collate(list(map(tuple, samples))) if stacked is None else stacked

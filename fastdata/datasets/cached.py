@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
 
-# Any map-style dataset
-
-
 @with_options
 class CachedDataset(PreparedDataset):
     """Any map-style dataset of (sample, target) or of dicts, prepared once and kept.
@@ -52,15 +49,15 @@ class CachedDataset(PreparedDataset):
         transform: as torchvision's. Its leading deterministic steps run once per sample, before it
             is stored; see ``plan``.
         target_transform: called on each target when it is read.
-        transforms: in place of both, called with sample and target together, as torchvision's: for
-            masks and boxes. One of v2's known steps, on images with a ``tv_tensors.Mask``, runs on
-            whole batches.
+        transforms: called with sample and target together instead of both others, as torchvision's:
+            for masks and boxes. One of v2's known steps, on images with a ``tv_tensors.Mask``, runs
+            on whole batches.
         frozen: accept a dataset that draws at random when it is read, and keep one draw of each
             item for all epochs. Default: such a dataset is a ValueError. To find out, a few items
             are read several times; with a ``cache_key`` it is only a warning.
         options: see ``DatasetOptions``.
 
-    ``CachedDataset.from_cache`` opens what ``cache_dir`` keeps without ``dataset``.
+    ``CachedDataset.from_cache`` opens a cache in ``cache_dir`` without ``dataset``.
 
     Raises:
         SampleError: a sample cannot be read or prepared; names its path and index.
@@ -68,8 +65,8 @@ class CachedDataset(PreparedDataset):
         MemoryBudgetError: ``storage="shared"`` does not fit; raised before anything is allocated.
 
     A pickled dataset is a handle of a few hundred bytes plus the transforms; it opens only on the
-    same machine, while the process that made it lives. ``close()`` gives the memory back; so does
-    dropping the last reference.
+    same machine, while the process that made it lives. ``close()`` gives the memory back, and so
+    does deleting the last reference.
 
     Example:
         >>> import torch
@@ -81,8 +78,8 @@ class CachedDataset(PreparedDataset):
     """
 
     root: str
-    """Of ``from_cache``: the folder of the files when the cache was written; empty where samples
-    were no files."""
+    """The folder of the files when the cache was written, of a dataset by ``from_cache``. Empty if
+    samples were not files."""
 
     def __init__(
         self,
@@ -131,21 +128,20 @@ class CachedDataset(PreparedDataset):
     ) -> Self:
         """Open a cache on its own, without the dataset and the files that it was made from.
 
-        Serves what was kept when the cache was last brought up to date, in that order; ``skipped``
-        lists what was left out. Where samples are files, ``samples``, ``classes`` and
-        ``class_to_idx`` are those of the dataset then, and ``root`` is the folder that it had.
+        It has the samples of the last update of the cache, in that order; ``skipped`` lists those
+        that were left out. If samples are files, ``samples``, ``classes`` and ``class_to_idx`` are
+        those of the dataset then, and ``root`` is its folder. No file is listed or opened.
 
         Args:
             path: a cache, or the ``cache_dir`` that holds only this one, or the URL of such. Any
                 dataset or ``fastdata build`` may have written it, but not with ``codec="source"``
                 or a codec object of your own.
-            transform: called on each sample as the cache holds it. All of its steps run when a
-                sample is read; those that fastdata knows on whole batches.
+            transform: called on each sample as it is in the cache. All of its steps run when a
+                sample is read; known ones run on whole batches.
             target_transform: called on each target when it is read.
-            transforms: in place of both, called with sample and target together.
-            as_tensors: give images as tensors (C, H, W) of their stored pixels, those of
-                torchvision's ``PILToTensor``, and not as PIL images, which a ``transform`` would
-                have to make tensors of.
+            transforms: called with sample and target together, instead of both others.
+            as_tensors: give images as tensors (C, H, W) of their stored pixels, equal to those of
+                torchvision's ``PILToTensor``, instead of PIL images.
             seed: of the random draws of batch ops; see
                 ``fastdata.stores.options.DatasetOptions``.
             batch_ops: False runs known random transforms per sample exactly as written.
@@ -153,9 +149,9 @@ class CachedDataset(PreparedDataset):
             local_cache: as there.
 
         Raises:
-            FileNotFoundError: there is no cache.
-            ValueError: there are several; says which.
-            CacheError: it is damaged, or cannot be served without its dataset; says how to open it.
+            FileNotFoundError: the path is not that of a cache.
+            ValueError: the folder holds several caches; the error names them.
+            CacheError: the cache is damaged, or cannot be served without its dataset.
 
         Example:
             >>> import tempfile, torch
@@ -195,7 +191,7 @@ def _chosen_transforms(
 ) -> Transforms:
     if transforms is not None and (transform is not None or target_transform is not None):
         raise ValueError(
-            "transforms= takes sample and target together; give it alone, or transform= and the "
-            "like"
+            "transforms= is called with sample and target together; give it alone, or give "
+            "transform= and target_transform= instead"
         )
     return Transforms(transform, target_transform, transforms)

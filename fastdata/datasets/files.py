@@ -1,4 +1,4 @@
-"""Samples that are image files: listed, opened by a loader, and listed again by the user."""
+"""The state of datasets of image files, whose list and loader the user may replace."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def stat_of_files(
     """Return size and tag of each remote file.
 
     Raises:
-        ValueError: a URL that no listing of ours has holds a secret.
+        ValueError: a URL that the user listed holds a secret.
     """
     for index, path in enumerate(paths):
         if path not in listed:
@@ -40,12 +40,12 @@ def stat_of_files(
 
 @dataclass(frozen=True, kw_only=True)
 class FileOrigin:
-    """Image files, each opened by ``loader``.
+    """The origin of samples that are image files.
 
     Attributes:
         loader: opens a file.
         root: folder of the files.
-        place: the folder or URL that remote files are below; None for files of this machine.
+        place: the folder or URL that contains remote files; None for files of this machine.
         list_name: name of the file that lists the samples. Empty if a folder is listed, None if
             code of the user's makes the list.
     """
@@ -64,7 +64,7 @@ class FileOrigin:
         return FileSource(table.paths, table.targets, self.loader, self.place, table.stat)
 
     def source(self, stored: Stored) -> Source:
-        # Copies in other processes have no source, but they have the table.
+        # A copy in another process has no source, but it has the table.
         return stored.samples if stored.table is None else self.files(stored.table)
 
     def describe(self, stored: Stored, source: Source) -> Described:
@@ -81,8 +81,8 @@ class FileOrigin:
 class FileSamples(DatasetSamples):
     """The samples of a dataset of image files.
 
-    Their list and their loader may be replaced before a sample is read or prepared, as scripts do
-    with torchvision's datasets.
+    The list and the loader may be replaced until a sample is read or prepared, as scripts do with
+    torchvision's datasets.
     """
 
     origin: FileOrigin

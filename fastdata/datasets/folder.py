@@ -29,8 +29,8 @@ class ImageFolder(ImageFiles):
         transform: as torchvision's. Its leading deterministic steps run once per image, before it
             is stored; see ``print(dataset.plan)``.
         target_transform: called on each class number when it is read.
-        loader: opens one path; default: as torchvision's own, the same pixels. The ``decode_image``
-            of torchvision and torchcodec are known too, see docs/differences.md.
+        loader: opens a file by its path. Default: gives the same pixels as torchvision's own. The
+            ``decode_image`` of torchvision and torchcodec are fast too, see docs/differences.md.
         is_valid_file: tells image files from others; default: by extension.
         allow_empty: accept class folders without images.
         options: see ``DatasetOptions``.
@@ -40,8 +40,8 @@ class ImageFolder(ImageFiles):
         class_to_idx: class name -> class number.
         samples: list-like of (path, class number); ``imgs`` is the same. May be assigned until the
             first sample is read or prepared.
-        targets: list-like of class numbers; may be assigned as long.
-        skipped: with ``on_error="skip"``, the errors of the images left out.
+        targets: list-like of class numbers; may be assigned until then, too.
+        skipped: with ``on_error="skip"``, the errors of the images that were left out.
 
     Raises:
         FileNotFoundError: no class folder, or one without images; as torchvision's.
@@ -79,6 +79,7 @@ class ImageFolder(ImageFiles):
             place = Place(root, chosen.storage_options)
             folder = place.url
         self.root = folder
+        # Code of the user's may list other files of the same folder, which need caches of their own.
         is_usual = (
             is_valid_file is None
             and self.extensions is IMAGE_EXTENSIONS
@@ -114,7 +115,7 @@ class ImageFolder(ImageFiles):
         is_valid_file: Callable[[str], bool] | None = None,
         allow_empty: bool = False,
     ) -> list[tuple[str, int]]:
-        """(path, class number) of every sample, as torchvision's; override it to list others.
+        """Return (path, class number) of every sample; override it to list other files.
 
         Raises:
             ValueError: ``class_to_idx`` is empty or None, or both or none of ``extensions`` and
@@ -126,9 +127,9 @@ class ImageFolder(ImageFiles):
         return scan_folder(directory, class_to_idx, extensions, is_valid_file, allow_empty)
 
     def find_classes(self, directory: AnyPath) -> tuple[list[str], dict[str, int]]:
-        """Class names and their numbers; override it to choose which folders are classes.
+        """Return class names and their numbers; override it to choose which folders are classes.
 
         Raises:
-            FileNotFoundError: there is no class folder.
+            FileNotFoundError: the folder does not contain another one.
         """
         return find_classes(directory)

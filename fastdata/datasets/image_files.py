@@ -1,4 +1,4 @@
-"""The base of datasets of image files."""
+"""The base class of datasets of image files."""
 
 from __future__ import annotations
 
@@ -15,19 +15,22 @@ from fastdata.stores.options import Options
 
 
 class ImageFiles(PreparedDataset):
-    """The base of datasets of image files."""
+    """The base class of datasets of image files."""
 
     root: AnyPath
     _fastdata: FileSamples
 
     @property
     def loader(self) -> Loader:
-        """Opens a file, by its path. It may be assigned before a sample is read or prepared."""
+        """The function that opens a file by its path.
+
+        It may be assigned until a sample is read or prepared.
+        """
         return self._fastdata.origin.loader
 
     @loader.setter
     def loader(self, loader: Loader) -> None:
-        if "_fastdata" in vars(self):  # else ``__init__`` replaces it, as torchvision's does
+        if "_fastdata" in vars(self):  # ``__init__`` overwrites it, as torchvision's does
             self._fastdata.assign_loader(loader)
 
     def extra_repr(self) -> str:
@@ -45,7 +48,8 @@ def file_samples(
     """Return the samples of a dataset of image files."""
     stat = None
     if origin.place is not None:
-        stat = stat_of_files(listed.paths, origin.place.listed)
+        # The listing has sizes and tags of the files, which would cost a request each later.
+        facts = stat_of_files(listed.paths, origin.place.listed)
         origin.place.listed = {}
     table = SampleTable(
         listed.targets, paths=listed.paths, class_to_idx=listed.class_to_idx, stat=stat

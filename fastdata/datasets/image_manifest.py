@@ -30,26 +30,25 @@ class ImageManifest(ImageFiles):
         root: folder that relative paths start from; default: the CSV file's own, else the current
             one.
         file: name of the column of paths.
-        label: name of the column of labels; of several, or of one of lists, for a vector; None
-            where there are none.
-        id: name of a column to pass through beside the label, such as the key of a submission. It
-            may be ``file``'s.
+        label: name of the column of labels. Names of several columns, or of one of lists, give a
+            vector. None if there are no labels.
+        id: name of a column to pass through with the label, such as the key of a submission. It may
+            be the column of paths.
         target_transform: called on each target when it is read, with ``id`` on both.
         transform, loader: see ``ImageFolder``.
         options: see ``DatasetOptions``.
 
-    A target, and what a batch of them is, follows from all labels together:
+    The type of a target, and of a batch of targets, follows from all labels together:
 
-    * whole numbers: an int, as it stands; int64 (B,).
-    * numbers of which one has a decimal point: a float; float64 (B,), as ``default_collate`` has
-      it.
+    * whole numbers: an int; int64 (B,).
+    * numbers of which one has a decimal point: a float; float64 (B,), as with ``default_collate``.
     * names: an int, the name's place in ``classes``, which are sorted; int64 (B,).
     * several labels: a tensor, int64 if all are whole numbers, else float32; (B, labels).
     * ``label=None``: the id; without ``id`` the sample's place in the manifest, from 0; int64 (B,).
     * with ``id`` and ``label``: a tuple (label, id); a list of both.
 
-    Ids are texts as the CSV file has them ("007"), or the values of the frame or list; a batch of
-    texts is a tuple. Blanks at the ends of paths, names and ids are part of them.
+    Ids are texts as in the CSV file ("007"), or the values of the frame or list; a batch of texts is
+    a tuple. Blanks at the ends of paths, names and ids are part of them.
 
     Raises:
         ValueError: a value or column is missing or malformed; names line and column.
@@ -84,7 +83,7 @@ class ImageManifest(ImageFiles):
         is_path = isinstance(manifest, str | os.PathLike)
         beside = os.path.dirname(os.fsdecode(manifest)) if is_path else ""
         listed = read_manifest(manifest, root, file, label, id, chosen.storage_options)
-        # The first is enough: most files are in one place.
+        # Looking at the first URL is enough, because most files are in one place.
         url = next((path for path in listed.paths if "://" in path), "")
         place = None
         if is_url(url):

@@ -1,4 +1,4 @@
-"""Where the samples of a dataset come from: their source, and how a cache describes it."""
+"""The origin of a dataset's samples: their source, and its description for a cache."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Origin(Protocol):
     def is_own_list(self) -> bool: ...
 
     def source(self, stored: Stored) -> Source:
-        """Return what samples are read from; the stored samples if nothing else is known."""
+        """Return the source of the samples; the stored samples if there is no other."""
         ...
 
     def describe(self, stored: Stored, source: Source) -> Described:
@@ -37,7 +37,7 @@ class Origin(Protocol):
 
 @dataclass(frozen=True)
 class ItemOrigin:
-    """Items of any map-style dataset, or a cache that is opened on its own."""
+    """The origin of items of any map-style dataset, or of a cache that is opened on its own."""
 
     is_own_list = False
 
@@ -52,7 +52,7 @@ class ItemOrigin:
         *_, inner = unwrapped(source.dataset)
         if cache_key is None and listing is None and not hasattr(inner, "_fastdata_identity"):
             raise ValueError(
-                f"cache_dir= must know in the next run whether the samples of "
+                "cache_dir= needs to find out in the next run whether the samples of "
                 f"{type(inner).__name__} are still the same, but it does not list their files in "
                 "an attribute samples. Give cache_key='a name' and change it whenever the data "
                 "change."

@@ -1,9 +1,12 @@
-"""Preparing the samples of a dataset after the leading steps of its transform."""
+"""Preparing the samples of a dataset after the leading steps of its transform.
+
+Each function takes a ``Stored`` and returns another one, or decides something about it. The stores
+do the work.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from torch.utils.data import get_worker_info
 
@@ -24,16 +27,6 @@ from fastdata.stores.prepare import OldSamples, Prepared, prepare_storage
 from fastdata.stores.preparer import choose_preparer
 
 
-def nothing_kept(reason: str) -> Prepared:
-    """Return the value for samples that are not stored."""
-    return Prepared(storage_plan=StoragePlan(storage="none", reason=reason))
-
-
-def not_yet_prepared() -> Prepared:
-    """Return the value for samples that are prepared later."""
-    return nothing_kept("chosen at the first read, or once there is a transform")
-
-
 def to_prepare(
     source: Source,
     options: Options,
@@ -43,7 +36,11 @@ def to_prepare(
 ) -> Stored:
     """Return samples that are still to be prepared.
 
-    ``files`` has their paths and targets, where these are known beforehand.
+    Args:
+        source: of the samples.
+        options: of the dataset.
+        prepare: the user's first step, if there is one.
+        files: paths and targets, if they are known beforehand.
     """
     steps = () if prepare is None else (prepare,)
     if options.resize is not None:
@@ -53,48 +50,16 @@ def to_prepare(
         files=files,
         options=options,
         first_steps=steps,
-        prepared=not_yet_prepared(),
+        prepared=_nothing_kept("chosen at the first read, or once there is a transform"),
         is_remote=source.is_remote,
     )
 
 
-def unprepared(stored: Stored, source: Source) -> Stored:
-    """Return samples that are still to be prepared from ``source``."""
-    files = stored.table if isinstance(source, FileSource) else None
-    prepared = replace(stored.prepared, kept=None)
-    return replace(stored, source=source, files=files, prepared=prepared, after=None)
-
-
-def is_outdated(stored: Stored, transform: Any, *, was_read: bool) -> bool:
-    """Return True if samples should be prepared again for another transform.
-
-    They must be if they are stored after other steps. They may be if a better store goes unnoticed:
-    timm makes a dataset without a transform and assigns one later. Images were stored whole then,
-    and none was read yet.
-    """
-    after = stored.after
-    assert after is not None
-    if (
-        stored.kept is not None
-        and describe_transforms(leading_transforms(transform, after.count), "") != after.key
-    ):
-        return True
-    # A worker process cannot share a store with the others.
-    if stored.source is None or get_worker_info() is not None:
-        return False
-    # After other steps samples may fit into memory, or take less.
-    if stored.kept is None:
-        may_gain = stored.options.storage == "auto" and len(stored.samples) > 0
-    else:
-        may_gain = stored.filled_share() == 0 or (not after.key and not was_read)
-    return may_gain and describe_transforms(leading_transforms(transform), "") != after.key
-
-
-def may_wait(stored: Stored, transform: Any) -> bool:
+def may_wait(stored: Stored, transform: Transform | None) -> bool:
     """Return True if samples are prepared only at their first read, or for the next transform.
 
-    timm makes a dataset of files without a transform and assigns one later. As they are decoded,
-    samples may take ten times as much memory as after its steps.
+    timm makes a dataset of files without a transform and assigns one later. Decoded samples may take
+    ten times as much memory as after its steps.
     """
     options = stored.options
     if transform is not None or stored.files is None or len(stored.samples) == 0:
@@ -102,21 +67,8 @@ def may_wait(stored: Stored, transform: Any) -> bool:
     return options.cache_dir is None and options.on_error != "skip" and options.storage != "none"
 
 
-def leave_in_worker(stored: Stored) -> Stored:
-    """Return samples that are not stored, and warn: their first read came in a worker process."""
-    reason = (
-        "storage='none': the first read came in a worker process, which cannot share what it "
-        "prepares"
-    )
-    warn_user(
-        f"{reason}. Files are decoded at each read. Give the dataset a transform, call its "
-        "prepare(), or read it by fastdata.DataLoader."
-    )
-    return replace(stored, prepared=nothing_kept(reason), after=LeadingSteps())
-
-
 def prepare_samples(
-    stored: Stored, origin: Origin, transform: Any, replaced: OldSamples | None = None
+    stored: Stored, origin: Origin, transform: Step | None, replaced: OldSamples | None = None
 ) -> Stored:
     """Choose where samples are stored, and store them after the leading steps of a transform.
 
@@ -137,7 +89,7 @@ def prepare_samples(
         prepared = prepare_on_disk(
             preparer, options, stored.files, described, is_own_list=origin.is_own_list
         )
-    if isinstance(source, FileSource):  # it does not list those that were left out before
+    if isinstance(source, FileSource):  # its list no longer has files that were left out before
         skipped = (*stored.prepared.skipped, *prepared.skipped)
         prepared = replace(prepared, skipped=skipped)
     is_upright = "exif_transpose" in map(known_name, preparer.prepare.steps)
@@ -145,3 +97,53 @@ def prepare_samples(
         len(leading), describe_transforms(leading, ""), ", ".join(map(repr, leading))
     )
     return replace(stored, prepared=prepared, after=after, is_upright=is_upright)
+
+
+def leave_in_worker(stored: Stored) -> Stored:
+    """Return samples that are not stored, and warn: their first read came in a worker process."""
+    reason = (
+        "storage='none': the first read came in a worker process, which cannot share what it "
+        "prepares"
+    )
+    warn_user(
+        f"{reason}. Files are decoded at each read. Give the dataset a transform, call its "
+        "prepare(), or read it by fastdata.DataLoader."
+    )
+    return replace(stored, prepared=_nothing_kept(reason), after=LeadingSteps())
+
+
+def is_outdated(stored: Stored, transform: Step | None, *, was_read: bool) -> bool:
+    """Return True if samples should be prepared again for another transform.
+
+    This is necessary if they are stored after other steps. It is worth while if nobody has read a
+    sample yet and a better store is possible. timm makes a dataset without a transform and assigns
+    one later; images were stored whole until then.
+    """
+    after = stored.after
+    assert after is not None
+    if (
+        stored.kept is not None
+        and describe_steps(leading_steps(transform, after.count), "") != after.key
+    ):
+        return True
+    # A worker process cannot share a store with the others.
+    if stored.source is None or get_worker_info() is not None:
+        return False
+    # After other steps samples may fit into memory, or take less.
+    if stored.kept is None:
+        may_gain = stored.options.storage == "auto" and len(stored.samples) > 0
+    else:
+        may_gain = stored.filled_share() == 0 or (not after.key and not was_read)
+    return may_gain and describe_steps(leading_steps(transform), "") != after.key
+
+
+def unprepared(stored: Stored, source: Source) -> Stored:
+    """Return samples that are still to be prepared from ``source``."""
+    files = stored.table if isinstance(source, FileSource) else None
+    prepared = replace(stored.prepared, kept=None)
+    return replace(stored, source=source, files=files, prepared=prepared, after=None)
+
+
+def _nothing_kept(reason: str) -> Prepared:
+    """Return the result of preparing nothing."""
+    return Prepared(storage_plan=StoragePlan(storage="none", reason=reason))

@@ -1,4 +1,9 @@
-"""Detection of transforms that were changed in place, so that the next read follows the change."""
+"""Snapshots of transforms, to find out that one was changed in place.
+
+The next epoch, or the next ``dataset[i]``, follows such a change. Compiling the transform each time
+would do as well, but takes 2.3 ms (RandomCrop, flip, float32 and Normalize, on one core of a busy Xeon),
+and forgets what the core has asked for while it ran. A comparison takes 4 us.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +29,12 @@ class Snapshot:
 
         ``unknown`` steps are left out: they run as they are, and may change with each call.
         """
-        self._float = torch.get_default_dtype()  # which ToTensor converts to
+        self._float = torch.get_default_dtype()  # ToTensor converts to it
+        # Containers, attributes included, and shallow copies of them: the objects in them are in this
+        # list themselves.
         self._parts: list[dict[Any, Any] | list[Any]] = []
-        self._copies: list[dict[Any, Any] | list[Any]] = []  # with the same objects in them
+        self._copies: list[dict[Any, Any] | list[Any]] = []
+        # Functions that read other contents, the objects that they read, and the contents then.
         self._others: list[tuple[Callable[[Any], Any], Any, Any]] = []
         met = {id(step): step for step in unknown}
         waiting = list(transforms)
@@ -51,11 +59,11 @@ class Snapshot:
                     waiting += outside.values()
 
     def is_outdated(self) -> bool:
-        """Return True if a part of the transforms was changed since."""
+        """Return True if a part of the transforms was changed since then."""
         if torch.get_default_dtype() != self._float:
             return True
         try:
-            # Containers compare the identity of their items first: 5 us for a usual transform.
+            # Quick, because containers compare the identity of their items first.
             if self._parts != self._copies:
                 return True
             for read, value, contents in self._others:
@@ -69,5 +77,5 @@ class Snapshot:
 def _octets(array: Any) -> bytes:
     try:
         return np.asarray(array).tobytes()
-    except (TypeError, RuntimeError):  # of bfloat16, or on a device
+    except (TypeError, RuntimeError):  # bfloat16, or an array on a device: only replacing it counts
         return b""
