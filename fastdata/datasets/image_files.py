@@ -49,7 +49,7 @@ def file_samples(
     stat = None
     if origin.place is not None:
         # The listing has sizes and tags of the files, which would cost a request each later.
-        facts = stat_of_files(listed.paths, origin.place.listed)
+        stat = stat_of_files(listed.paths, origin.place.listed)
         origin.place.listed = {}
     table = SampleTable(
         listed.targets, paths=listed.paths, class_to_idx=listed.class_to_idx, stat=stat

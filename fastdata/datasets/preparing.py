@@ -68,7 +68,7 @@ def may_wait(stored: Stored, transform: Transform | None) -> bool:
 
 
 def prepare_samples(
-    stored: Stored, origin: Origin, transform: Step | None, replaced: OldSamples | None = None
+    stored: Stored, origin: Origin, transform: Transform | None, replaced: OldSamples | None = None
 ) -> Stored:
     """Choose where samples are stored, and store them after the leading steps of a transform.
 
@@ -112,7 +112,7 @@ def leave_in_worker(stored: Stored) -> Stored:
     return replace(stored, prepared=_nothing_kept(reason), after=LeadingSteps())
 
 
-def is_outdated(stored: Stored, transform: Step | None, *, was_read: bool) -> bool:
+def is_outdated(stored: Stored, transform: Transform | None, *, was_read: bool) -> bool:
     """Return True if samples should be prepared again for another transform.
 
     This is necessary if they are stored after other steps. It is worth while if nobody has read a
@@ -123,7 +123,7 @@ def is_outdated(stored: Stored, transform: Step | None, *, was_read: bool) -> bo
     assert after is not None
     if (
         stored.kept is not None
-        and describe_steps(leading_steps(transform, after.count), "") != after.key
+        and describe_transforms(leading_transforms(transform, after.count), "") != after.key
     ):
         return True
     # A worker process cannot share a store with the others.
@@ -134,7 +134,7 @@ def is_outdated(stored: Stored, transform: Step | None, *, was_read: bool) -> bo
         may_gain = stored.options.storage == "auto" and len(stored.samples) > 0
     else:
         may_gain = stored.filled_share() == 0 or (not after.key and not was_read)
-    return may_gain and describe_steps(leading_steps(transform), "") != after.key
+    return may_gain and describe_transforms(leading_transforms(transform), "") != after.key
 
 
 def unprepared(stored: Stored, source: Source) -> Stored:
