@@ -32,34 +32,15 @@ from fastdata.errors import MemoryBudgetError, StoreGoneError
 from fastdata.machine import limits
 from fastdata.machine.units import format_bytes
 
-
-def is_running(pid: int) -> bool:
-    if os.name != "posix":
-        import psutil
-
-        return psutil.pid_exists(pid)
-    # Without an import: a process that is forked while another thread imports has half a module.
-    try:
-        os.kill(pid, 0)
-    except OSError as error:
-        return isinstance(error, PermissionError)
-    return True
-
-
 if sys.platform != "win32":
     import fcntl
 
 _ALIGN_BYTES = 64
-
-_ASKED_FOR_BYTES = 1 << 20
-"""From here on a reservation is held against what is free."""
-
+_CHECKED_BYTES = 1 << 20
+"""Smaller reservations are not compared with the free memory: that takes longer than to reserve."""
 _FILE_PREFIX = "fastdata-block-"
-
 _THREADS = threading.RLock()
-
 _READ_ONLY = {"access": mmap.ACCESS_READ}
-
 if sys.platform != "win32":
     # A private mapping: kernels before 6.7 refuse shared ones of a write-sealed memfd, even
     # read-only ones.
@@ -67,22 +48,25 @@ if sys.platform != "win32":
 
 OPEN_FLAGS = getattr(os, "O_BINARY", 0)
 
+_Field = tuple[str, str, tuple[int, ...], int]
+"""Name, dtype, shape and first byte of an array."""
+
 
 class Block:
     """A range of memory shared between processes.
 
     Lifecycle: ``create``, write by ``write`` or through ``array()``, ``seal``, read through
-    ``array()``. Once sealed the memory cannot be written by anybody; arrays handed out before
-    sealing must be gone by then.
+    ``array()``. Once it is sealed, no process can write to the memory. Arrays that were returned
+    before must be gone by then.
 
-    Arrays keep the memory alive by themselves; ``close`` gives back the descriptor and this
+    Arrays keep the memory alive by themselves. ``close`` gives back the descriptor and this
     object's mapping.
 
     Args:
-        fd: of the memory, which is the block's from now on.
-        path: of the file, where it has a name.
-        is_sealed: whether it is read only.
-        is_owner: whether the file goes with the block.
+        fd: descriptor of the memory, which the block owns from now on.
+        path: of the file, if it has a name.
+        is_sealed: True if the memory is read-only.
+        is_owner: True if the file is removed with the block.
     """
 
     def __init__(
@@ -94,7 +78,8 @@ class Block:
         self.is_sealed = is_sealed
         self._map: mmap.mmap | None = None
         self._close = weakref.finalize(self, _release, fd, path if is_owner else None, os.getpid())
-        # The user's own handlers may still read, and run later.
+        # At exit only a file needs to be removed. The user's own exit handlers run later, and may
+        # still read from a memfd, which the kernel frees.
         self._close.atexit = path is not None
 
     @classmethod
@@ -109,14 +94,15 @@ class Block:
         return block
 
     def resize(self, size_bytes: int, *, at_once: bool = False) -> None:
-        """Have room for ``size_bytes`` in total, or change nothing; arrays keep their range.
+        """Reserve ``size_bytes`` in total, or change nothing; arrays keep their range.
 
-        Set aside at once, running out is no bus error later, but one here. Else the kernel does so
-        as ``write`` needs it, and those who write do not wait for all of it.
+        With ``at_once`` the kernel sets the memory aside now, so that want of memory is an error
+        here instead of a bus error later. Otherwise it does so as ``write`` needs it, and no writer
+        waits for all of it.
         """
         more_bytes = size_bytes - self.reserved_bytes()
-        self._check_free(more_bytes)
-        with self._refusing(more_bytes):
+        _check_available(more_bytes)
+        with _refusing(more_bytes):
             if at_once and hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(self.fd, 0, size_bytes)
             else:
@@ -125,37 +111,14 @@ class Block:
         self._map = None
 
     def reserved_bytes(self) -> int:
-        """The size as it is now, after other processes may have changed it."""
+        """Return the size as it is now: other processes may have changed it."""
         return os.fstat(self.fd).st_size
-
-    def _check_free(self, size_bytes: int) -> None:
-        """Refuse to reserve more than the machine has.
-
-        A memfd has no limit of its own: asked for more than there is, the kernel would fill the
-        machine and then kill.
-        """
-        if size_bytes < _ASKED_FOR_BYTES:  # to ask takes longer than to reserve that
-            return
-        available = limits.available_bytes()
-        if size_bytes > available.bytes:
-            free = format_bytes(available.bytes)
-            raise _refusal(size_bytes, f": {free} is free ({available.limited_by})")
-
-    @contextlib.contextmanager
-    def _refusing(self, size_bytes: int) -> Iterator[None]:
-        """Raise a MemoryBudgetError if the system has no room for so many bytes."""
-        try:
-            yield
-        except OSError as problem:
-            if problem.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
-                raise
-            raise _refusal(size_bytes, f" ({problem.strerror})") from None
 
     def write(self, offset: int, data: np.ndarray) -> None:
         """Copy a C-contiguous array to byte ``offset``.
 
-        By descriptor: that spares the page faults of a fresh mapping and works where another
-        process has grown the block meanwhile.
+        Writing by descriptor avoids the page faults of a new mapping, and also works after another
+        process has grown the block.
 
         Raises:
             MemoryBudgetError: the machine has no memory left for it.
@@ -164,19 +127,19 @@ class Block:
         if not hasattr(os, "pwrite"):
             self.array("uint8", (rest.nbytes,), offset)[:] = rest
             return
-        with self._refusing(rest.nbytes):
+        with _refusing(rest.nbytes):
             while rest.nbytes:
                 written = os.pwrite(self.fd, rest, offset)
                 rest = rest[written:]
                 offset += written
 
     def array(self, dtype: str, shape: tuple[int, ...], offset: int = 0) -> np.ndarray:
-        """View memory from byte ``offset`` on: no copy; read-only once the block is sealed."""
+        """View memory from byte ``offset`` on, without a copy; read-only if the block is sealed."""
         if self._map is None:
             if not self._close.alive:
                 raise StoreGoneError("the dataset was closed; create it again to read from it")
             how = _READ_ONLY if self.is_sealed else {"access": mmap.ACCESS_WRITE}
-            with self._refusing(self.size_bytes):  # a limit of address space
+            with _refusing(self.size_bytes):  # a limit of address space
                 self._map = mmap.mmap(self.fd, self.size_bytes, **how)
         return np.frombuffer(self._map, dtype, math.prod(shape), offset).reshape(shape)
 
@@ -186,7 +149,8 @@ class Block:
         self.is_sealed = True
         if self.path is None and sys.platform != "win32":
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
-            # Somebody still maps it for writing: then only our views are read-only.
+            # The kernel refuses while any process maps it for writing. Then only our own views are
+            # read-only.
             with contextlib.suppress(OSError):
                 fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
 
@@ -194,33 +158,35 @@ class Block:
     def hold(self, *places: int) -> Iterator[None]:
         """Wait for the locks of these bytes, and hold them; not twice in one thread.
 
-        One thread of one process holds a byte at a time. The kernel drops its lock when it dies,
-        however that comes; no byte is written. Where there are no such locks (macOS, gVisor), who
-        holds a byte holds the whole block; on Windows only threads lock each other out.
+        One thread of one process holds a byte at a time. The bytes are only names: none is written.
+        The kernel drops the lock of a process that dies. If it has no such locks (macOS, gVisor),
+        the whole block is locked; on Windows only the threads of this process lock each other out.
         """
         if sys.platform == "win32":
             with _THREADS:
                 yield
             return
-        # The lock of a description that is opened anew is nobody else's, no thread's and no forked
-        # process's, and stays when a copy of the block is closed.
+        # A lock belongs to an open file description. A new one is opened for each ``hold``, which
+        # therefore excludes other threads and forked processes too, and is not dropped when a copy
+        # of the block is closed. (POSIX locks belong to the process and would do neither.)
         fd = os.open(self.path or f"/proc/self/fd/{self.fd}", os.O_RDWR | OPEN_FLAGS)
         try:
             try:
-                for place in sorted(places):  # in one order, or two would wait for each other
+                # All processes lock in one order: two could otherwise wait for each other.
+                for place in sorted(places):
                     _change_lock(fd, fcntl.F_WRLCK, place, 1)
             except (AttributeError, OSError):
                 fcntl.flock(fd, fcntl.LOCK_EX)
             yield
         finally:
-            # To close it is not enough: a process that was forked meanwhile has it too.
+            # Closing is not enough: a process that was forked meanwhile shares the description.
             fcntl.flock(fd, fcntl.LOCK_UN)
             with contextlib.suppress(AttributeError, OSError):
                 _change_lock(fd, fcntl.F_UNLCK, 0, 0)
             os.close(fd)
 
     def close(self) -> None:
-        """Give back the descriptor and the mapping; arrays handed out stay valid. Idempotent."""
+        """Give back the descriptor and the mapping. Idempotent; arrays stay valid."""
         self._map = None
         self._close()
 
@@ -237,10 +203,10 @@ class Block:
     def attach(
         cls, path: Path | None, pid: int, fd: int, inode: int, size_bytes: int, is_sealed: bool
     ) -> Block:
-        """Open another process's block: ``/proc/PID/fd/FD``, or ``path`` where there is no memfd.
+        """Open another process's block: ``/proc/PID/fd/FD``, or ``path`` if it has a name.
 
-        ``inode`` guards against a recycled process number: a descriptor that leads to another file
-        is refused, and so is one that was cut short.
+        A process number may have been given to another process since. So a descriptor is refused
+        if it leads to another inode, or to fewer bytes.
         """
         flags = (os.O_RDONLY if is_sealed else os.O_RDWR) | OPEN_FLAGS
         try:
@@ -255,7 +221,7 @@ class Block:
 
 
 def _why_gone(pid: int, error: OSError | None = None) -> str:
-    """Say why a block of process ``pid`` cannot be opened, and what to do."""
+    """Return the message for a block of process ``pid`` that cannot be opened."""
     if not is_running(pid):
         why = f"process {pid}, which held the prepared samples, has ended"
     elif error is None or isinstance(error, FileNotFoundError):
@@ -276,7 +242,10 @@ def _why_gone(pid: int, error: OSError | None = None) -> str:
 
 
 def _open_memory() -> tuple[int, Path | None]:
-    """A memfd, or a file that has lost its name; one with a name where others could not open it."""
+    """Open a memfd, or a file that loses its name at once.
+
+    Without ``/proc`` other processes could open neither: then the file keeps its name.
+    """
     if not os.path.exists("/proc/self/fd"):
         return _open_temporary()
     try:
@@ -287,7 +256,7 @@ def _open_memory() -> tuple[int, Path | None]:
 
 
 def _open_temporary() -> tuple[int, Path]:
-    """Create the temporary file of a block, after sweeping those of processes that are gone."""
+    """Create the temporary file of a block, and remove those of processes that have ended."""
     folder = Path(tempfile.gettempdir())
     for stale in folder.glob(f"{_FILE_PREFIX}*"):
         pid = stale.name.removeprefix(_FILE_PREFIX).partition("-")[0]
@@ -298,6 +267,31 @@ def _open_temporary() -> tuple[int, Path]:
     return fd, Path(path)
 
 
+def _check_available(size_bytes: int) -> None:
+    """Refuse to reserve more than the machine has.
+
+    A memfd has no limit of its own: asked for too much, the kernel would fill the machine and then
+    kill processes.
+    """
+    if size_bytes < _CHECKED_BYTES:
+        return
+    available = limits.available_bytes()
+    if size_bytes > available.bytes:
+        free = format_bytes(available.bytes)
+        raise _refusal(size_bytes, f": {free} is free ({available.limited_by})")
+
+
+@contextlib.contextmanager
+def _refusing(size_bytes: int) -> Iterator[None]:
+    """Raise a MemoryBudgetError if the system has no room for so many bytes."""
+    try:
+        yield
+    except OSError as problem:
+        if problem.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+            raise
+        raise _refusal(size_bytes, f" ({problem.strerror})") from None
+
+
 def _refusal(size_bytes: int, why: str) -> MemoryBudgetError:
     return MemoryBudgetError(
         f"{format_bytes(size_bytes)} of shared memory cannot be reserved{why}. "
@@ -306,6 +300,8 @@ def _refusal(size_bytes: int, why: str) -> MemoryBudgetError:
 
 
 def _release(fd: int, path: Path | None, creator_pid: int) -> None:
+    # A forked process inherits the finaliser. It closes its descriptor, but the file is its
+    # parent's to remove.
     with contextlib.suppress(OSError):
         os.close(fd)
         if path is not None and os.getpid() == creator_pid:
@@ -313,7 +309,7 @@ def _release(fd: int, path: Path | None, creator_pid: int) -> None:
 
 
 def _change_lock(fd: int, kind: int, start: int, size: int) -> None:
-    """Lock bytes for an open file description, fcntl(2), once they are free; or give them up."""
+    """Lock bytes for an open file description once they are free, or unlock them; see fcntl(2)."""
     fcntl.fcntl(fd, fcntl.F_OFD_SETLKW, struct.pack("hhqqi4x", kind, os.SEEK_SET, start, size, 0))
 
 
@@ -330,7 +326,7 @@ class ArrayBlock(dict[str, np.ndarray]):
 
     @classmethod
     def of(cls, arrays: Mapping[str, np.ndarray], *, seal: bool = True) -> ArrayBlock:
-        """Copy arrays into a new block, which is read-only then if it is sealed."""
+        """Copy arrays to a new block."""
         layout = []
         end = 0
         for name, array in arrays.items():
@@ -347,10 +343,21 @@ class ArrayBlock(dict[str, np.ndarray]):
         return ArrayBlock, (self.block, self._layout)
 
     def close(self) -> None:
-        """Give back the block; arrays handed out stay valid. Idempotent."""
+        """Give back the block. Idempotent; arrays stay valid."""
         self.clear()
         self.block.close()
 
 
-_Field = tuple[str, str, tuple[int, ...], int]
-"""Name, dtype, shape and first byte of an array."""
+def is_running(pid: int) -> bool:
+    """Return True if a process of this number exists, whoever owns it."""
+    if os.name != "posix":
+        import psutil
+
+        return psutil.pid_exists(pid)
+    # Nothing is imported: a process that was forked while another thread imported has half of that
+    # module.
+    try:
+        os.kill(pid, 0)
+    except OSError as error:
+        return isinstance(error, PermissionError)
+    return True
