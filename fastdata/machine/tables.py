@@ -21,8 +21,6 @@ from torch.utils.data import default_collate
 from fastdata.machine.blocks import ArrayBlock
 
 _T = TypeVar("_T")
-
-
 _READ_ONLY_LIST = (
     "this is a read-only view of what the dataset holds. Change a copy and assign that before a "
     "sample is read: samples = list(dataset.samples); ...; dataset.samples = samples. It is the "
@@ -31,11 +29,16 @@ _READ_ONLY_LIST = (
 
 
 class ListView(Sequence[_T]):
-    """A read-only list whose items are made when asked for; slices, sums and copies are real lists.
+    """A read-only list whose items are made when they are read.
 
-    It is not a ``list`` itself: C code reads a list's memory past its methods, and would find no
-    item there. So ``json.dumps(view, default=list)``. ``item`` is a method of what has the items,
-    so that a view can be pickled with it.
+    Slices, sums and copies are real lists. The view itself is not a ``list``: C code reads a list's
+    memory without calling its methods, and would find no items there. So write
+    ``json.dumps(view, default=list)``.
+
+    Args:
+        length: number of items.
+        item: returns an item by its index: a method of the object that has the items, so that a
+            view can be pickled with it.
     """
 
     def __init__(self, length: int, item: Callable[[int], _T]) -> None:
@@ -53,7 +56,7 @@ class ListView(Sequence[_T]):
         return map(self._item, range(self._length))
 
     def chosen(self, indices: Iterable[int]) -> list[_T]:
-        """The items of these indices in [0, length), each in half the time."""
+        """Return the items of these indices in [0, length), in half the time of indexing."""
         return list(map(self._item, indices))
 
     @property
@@ -91,9 +94,9 @@ class ListView(Sequence[_T]):
 
 @dataclass(slots=True)
 class Packed:
-    """Byte strings end to end: number i is ``blob`` from ``ends[i - 1]`` to ``ends[i]``.
+    """Byte strings end to end: string i is ``blob[ends[i - 1] : ends[i]]``.
 
-    A million file names are checked and copied without one Python string.
+    A million file names are checked and copied without creating a Python string.
     """
 
     blob: np.ndarray
@@ -113,19 +116,29 @@ class Packed:
         return self.blob[start : self.ends[index]].tobytes()
 
     def all(self) -> list[bytes]:
-        """All of them, four times as fast as one by one."""
+        """Return all strings, four times as fast as one by one."""
         blob = self.blob.tobytes()
         ends = self.ends.tolist()
         return [blob[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
 class SampleTable:
-    """Paths (where samples are files), targets and class names of all samples; pickles as a handle.
+    """Targets, paths and class names of all samples; pickles as a handle.
 
-    Of remote files size and tag, too: ``stat``, int64 (N, 2), -1 where they are not known. Paths
-    begin with ``prefix`` and go on with what is packed.
     Targets that are numbers, or arrays, scalars or tensors of one shape and dtype, become one
     array; all others are pickled.
+
+    Args:
+        targets: of the samples.
+        paths: of the samples, if they are files, without ``prefix``.
+        prefix: with which all paths begin.
+        class_to_idx: class names, with their targets.
+        stat: size and tag of each remote file, (N, 2); -1 if unknown.
+
+    Attributes:
+        columns: all of these, as arrays in one block.
+        target_kind: says how ``target`` reads the targets: see ``target_columns``.
+        has_paths: True if the samples are files.
     """
 
     def __init__(
@@ -178,11 +191,12 @@ class SampleTable:
         kind = self.target_kind
         if kind == "number":
             return self.columns["targets"][index].item()
-        if kind == "object":  # pickled by this process's family; nobody else can write there
+        if kind == "object":
+            # Pickled by this process or its parent, into a block that is sealed since.
             return pickle.loads(Packed(self.columns["object"], self.columns["object_ends"])[index])
         if kind == "scalar":
             return self.columns["targets"][index]
-        row = np.array(self.columns["targets"][index])  # of no dimensions too
+        row = np.array(self.columns["targets"][index])  # a copy, which may have no dimensions
         return torch.from_numpy(row) if kind == "tensor" else row
 
     def path(self, index: int) -> str:
@@ -197,14 +211,14 @@ class SampleTable:
         return self.path(index), self.target(index)
 
     def collated_targets(self, index_B: np.ndarray) -> Any:
-        """What ``default_collate`` makes of the targets of a batch."""
+        """Return the targets of a batch as ``default_collate`` stacks them."""
         array = self.columns.get("targets")
         if array is not None:
             return torch.from_numpy(array[index_B])
         return collate_targets([self.target(index) for index in index_B.tolist()])
 
     def reduced_to(self, kept: Sequence[int]) -> SampleTable:
-        """The table of some samples."""
+        """Return the table of some of the samples."""
         return SampleTable(
             list(map(self.target, kept)),
             paths=list(map(self.path, kept)),
@@ -232,7 +246,11 @@ _KINDS = {
 def target_columns(
     targets: Sequence[Any] | np.ndarray | torch.Tensor,
 ) -> tuple[dict[str, np.ndarray], str]:
-    """The arrays that hold targets, and their kind."""
+    """Return the arrays that hold targets, and their kind.
+
+    Kinds are ``"number"`` (Python's), ``"scalar"`` (NumPy's), ``"array"``, ``"tensor"``, and
+    ``"object"`` for pickles of anything else.
+    """
     if isinstance(targets, torch.Tensor):
         return {"targets": targets.numpy()}, "tensor"
     if isinstance(targets, np.ndarray) and targets.ndim == 1:
@@ -240,7 +258,7 @@ def target_columns(
     types = {*map(type, targets)} or {int}
     only = types.pop() if len(types) == 1 else object
     kind = "scalar" if issubclass(only, np.generic) else _KINDS.get(only, "object")
-    # Numbers beyond int64; bfloat16, gradients, other devices: what NumPy does not know.
+    # Refused by NumPy: numbers beyond int64; tensors of bfloat16, with gradients, on a device.
     with contextlib.suppress(OverflowError, TypeError, RuntimeError):
         if kind == "number":
             return {"targets": np.array(targets, np.int64 if only is int else None)}, kind
