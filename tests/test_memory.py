@@ -473,7 +473,7 @@ def test_a_codec_that_cannot_be_used_is_an_error_with_its_reason() -> None:
 
 def test_a_report_prints_as_a_table() -> None:
     """A line for each codec, in columns; an obstacle stands in place of figures."""
-    report = StorageReport(raw_bytes=TEN, budget=BUDGET, trials=(LZ4, REFUSED, JPEG), looked_at=24)
+    report = StorageReport(raw_bytes=TEN, budget=BUDGET, trials=(LZ4, REFUSED, JPEG), probed=24)
     assert str(report).splitlines() == [
         "codec     bytes  ratio  decode/s per core  lossless  fits",
         "(raw)  10.0 GiB   1.00                inf       yes  no",

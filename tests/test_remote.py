@@ -804,4 +804,4 @@ def test_what_was_left_out_shifts_no_sizes(bucket: tuple[str, Path]) -> None:
     with pytest.warns(FastDataWarning, match="1 of 7 samples"):
         dataset = ImageFolder(url, resize=(8, 8), on_error="skip")
     with dataset:
-        assert dataset.storage_report().looked_at == len(dataset) == 6
+        assert dataset.storage_report().probed == len(dataset) == 6

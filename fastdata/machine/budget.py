@@ -1,6 +1,6 @@
-"""How much memory samples may take, where they are stored, and whether batches are pinned.
+"""The memory budget, and the choices that follow from it: storage of samples, pinning of batches.
 
-Pure functions of numbers, which never look at the machine: see ``limits``.
+These are pure functions of numbers. ``limits`` reads what the machine has.
 """
 
 from __future__ import annotations
@@ -15,24 +15,21 @@ from fastdata.machine.limits import Available
 from fastdata.machine.units import format_bytes, parse_bytes
 from fastdata.report import Line, Report
 
-# The budget
-
 RESERVE_SHARE = 1 / 10
-
 RESERVE_CEILING_BYTES = 16 << 30
 
 
 class Budget(NamedTuple):
     """Memory that prepared samples may take."""
 
-    bytes: int  # what may be spent, the reserve already taken off
-    reserve_bytes: int  # left alone for everything else on the machine
+    bytes: int  # without the reserve
+    reserve_bytes: int  # for everything else on the machine
     limited_by: str  # "system memory", "cgroup limit" or "memory_limit="
-    ranks: int = 1  # processes that share what is available; `bytes` is the part of one
+    ranks: int = 1  # processes that share what is available; `bytes` is for one of them
 
     def __str__(self) -> str:
-        """What there is and why not more, as the rest of a sentence."""
-        if self.limited_by == "memory_limit=":  # which is below what is free less the reserve
+        """Return the budget and its bound, as the rest of a sentence."""
+        if self.limited_by == "memory_limit=":  # a reserve is left in any case
             return f"memory_limit= allows {format_bytes(self.bytes)}"
         sharing = f" shared by {self.ranks} ranks" if self.ranks > 1 else ""
         return (
@@ -44,8 +41,8 @@ class Budget(NamedTuple):
 def budget_bytes(
     available: Available, memory_limit: int | float | str | None = None, *, ranks: int = 1
 ) -> Budget:
-    """What samples may take; the user's ``memory_limit`` can only lower it."""
-    # Left to batches, workers and the page cache.
+    """Return what samples may take. The user's ``memory_limit`` can only lower it."""
+    # Batches, workers and the page cache need memory, too.
     reserve = min(int(available.bytes * RESERVE_SHARE), RESERVE_CEILING_BYTES)
     free = max(0, available.bytes - reserve) // ranks
     if memory_limit is not None:
@@ -55,13 +52,11 @@ def budget_bytes(
     return Budget(free, reserve, available.limited_by, ranks)
 
 
-# The storage
-
 Storage = Literal["device", "shared", "compressed", "disk", "none"]
 
 
 class CodecTrial(NamedTuple):
-    """What a codec made of a sample of the user's data."""
+    """The measured size and speed of a codec on some of the user's samples."""
 
     codec: str  # its name, or one name for each part of a sample, joined by "+"
     part_bytes: tuple[int, ...] = ()  # of each part of all samples, encoded; an estimate
@@ -77,7 +72,7 @@ class CodecTrial(NamedTuple):
 
 
 class StoragePlan(NamedTuple):
-    """Where prepared samples are kept, by which codec if any, and one line that says why."""
+    """The storage of prepared samples, its codec if there is one, and the reason in one line."""
 
     storage: Storage
     reason: str
@@ -86,12 +81,12 @@ class StoragePlan(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class StorageReport(Report):
-    """What each codec makes of the user's data; shown as a table."""
+    """Sizes and speeds of all codecs on some of the user's samples; printed as a table."""
 
-    raw_bytes: int  # of all samples as they are
-    budget: Budget  # what they may take
+    raw_bytes: int  # of all samples without a codec
+    budget: Budget  # for all samples
     trials: tuple[CodecTrial, ...]
-    looked_at: int  # how many samples were encoded and decoded for it
+    probed: int  # number of samples that were encoded and decoded
 
     def _lines(self) -> Iterator[Line]:
         raw = CodecTrial("(raw)", (self.raw_bytes,), 1.0, math.inf)
@@ -109,7 +104,7 @@ class StorageReport(Report):
                 words[trial.lossless],
                 words[trial.need_bytes <= self.budget.bytes],
             )
-        yield f"{self.budget}; figures from {self.looked_at} samples"
+        yield f"{self.budget}; figures from {self.probed} samples"
 
 
 def choose_storage(
@@ -120,16 +115,16 @@ def choose_storage(
     *,
     only_lossless: bool = True,
 ) -> StoragePlan:
-    """Pick where prepared samples are kept; not asked where ``"disk"`` or ``"none"`` is given.
+    """Choose the storage of prepared samples, for all of ``storage=`` but "disk" and "none".
 
-    ``"auto"`` keeps them raw where that fits, else by the lossless codec that decodes fastest among
-    those that fit, else nowhere. A codec that loses something is used only when it is asked for by
-    name. ``trials`` are needed only where samples are to be compressed or do not fit raw.
+    ``"auto"`` stores them raw if they fit, else by the lossless codec that decodes fastest among
+    those that fit, else not at all. A lossy codec is used only if the user names it. ``trials``
+    are needed only if samples are to be compressed or do not fit raw.
 
-    ``"device"`` keeps them as ``"shared"`` does; it is a prefetcher that copies them to its device,
-    and holds what they take against what is free there. ``"auto"`` never chooses it: to ask a
-    device for its free memory opens it in this process, which worker processes could then not be
-    forked from safely, and what the model will need is not known yet.
+    ``"device"`` stores them as ``"shared"`` does; a prefetcher copies them to its device, and
+    compares their size with the memory that is free there. ``"auto"`` never chooses it: to ask a
+    device for its free memory opens it in this process, from which worker processes could then not
+    be forked safely, and the needs of the model are not known yet.
 
     Example:
         >>> budget = Budget(bytes=20 << 30, reserve_bytes=1 << 30, limited_by="system memory")
@@ -165,7 +160,7 @@ def choose_storage(
 def fitting(
     trials: Sequence[CodecTrial], free_bytes: float = math.inf, *, only_lossless: bool = False
 ) -> list[CodecTrial]:
-    """Codecs that can be used and need no more than what is free, the fastest decoder first."""
+    """Return the codecs that can be used and fit, the one that decodes fastest first."""
     found = [
         trial
         for trial in trials
@@ -176,7 +171,7 @@ def fitting(
 
 
 def would_fit(trials: Sequence[CodecTrial], budget: Budget) -> str:
-    """Name what the user can do, the cure of the bound last: raising another one would not help."""
+    """Return what the user can do. Only the bound that applies is named: another would not help."""
     fits = fitting(trials, budget.bytes)
     cures = ["cache_dir= to keep them on disk", "a smaller resize=", "storage='none'"]
     if fits:
@@ -192,11 +187,11 @@ def would_fit(trials: Sequence[CodecTrial], budget: Budget) -> str:
 
 
 DEVICE_SHARE = 1 / 2
-"""What samples may take of a device's free memory: the rest is for the model, its gradients and
-activations."""
+"""Part of a device's free memory for samples: the rest is for the model and its activations."""
 
 
 def check_device_room(need_bytes: int, free_bytes: int, device: str) -> None:
+    """Raise a MemoryBudgetError if samples take too much of a device's free memory."""
     if need_bytes > free_bytes * DEVICE_SHARE:
         raise MemoryBudgetError(
             f"storage='device' needs {format_bytes(need_bytes)} on {device}, but takes at most "
@@ -206,15 +201,12 @@ def check_device_room(need_bytes: int, free_bytes: int, device: str) -> None:
         )
 
 
-# Pinning
-
 PINNING_SHARE = 1 / 8
-"""Locked pages cannot be swapped or dropped: more than a small part of the free memory would starve
-the machine."""
+"""Part of the free memory that may be pinned: the system cannot swap or drop pinned pages."""
 
 
 class PinningPlan(NamedTuple):
-    """Whether batches lie in pinned memory, and one line that says why; none where one asked."""
+    """The choice whether batches are pinned, with the reason in one line if fastdata chose."""
 
     pin: bool
     reason: str = ""
@@ -226,9 +218,9 @@ def choose_pinning(
     """Decide whether memory for batches is pinned.
 
     Args:
-        pinned_bytes: in all; None where it is not known before a batch is read.
-        budget: with what is pinned already.
-        has_accelerator: there is a device that copies from pinned memory by itself.
+        pinned_bytes: of all batches; None if that is not known before one is read.
+        budget: includes what is pinned already.
+        has_accelerator: True if there is a device that copies from pinned memory by itself.
     """
     free = format_bytes(budget.bytes)
     if not has_accelerator:

@@ -1,6 +1,6 @@
 """Cores and memory that this process may use: those of the machine, within its cgroups.
 
-Only this module reads the files of Linux control groups (cgroups) and calls psutil.
+Only this module reads the files of Linux control groups (cgroups).
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ class Available(NamedTuple):
 
 
 def usable_cores(cores: int | None = None) -> int:
-    """The least of the CPU affinity and the cgroups' quotas, rounded up: 1.5 cores count as 2.
+    """Return the least of the CPU affinity and the cgroups' quotas; 1.5 cores count as 2.
 
-    ``cores`` in place of those of this process's affinity.
+    Args:
+        cores: to be used instead of the affinity of this process.
     """
     if cores is None:
         has_affinity = hasattr(os, "sched_getaffinity")
@@ -40,6 +41,7 @@ def usable_cores(cores: int | None = None) -> int:
 
 
 def cpu_model() -> str:
+    """Return the name of the processor."""
     found = re.search(r"^model name\s*:\s*(.+)$", _read(Path("/proc/cpuinfo")), re.MULTILINE)
     return found[1] if found else platform.processor() or platform.machine()
 
@@ -52,21 +54,21 @@ _MEMORY_FILES = (
     "memory.limit_in_bytes",
     "memory.stat",
 )
-"""Of versions 2 and 1: what is used, limits, and what of it is idle."""
+"""Files of cgroups of both versions: first the usage, then limits, then the parts of the usage."""
 
 
 def available_bytes() -> Available:
-    """What can still be allocated: the least over the system and every enclosing cgroup.
+    """Return the memory that can still be allocated: the least over the system and all cgroups.
 
-    Version 2's ``memory.high`` counts as a limit: beyond it the kernel slows the process down
-    instead of killing it. Page cache that nobody used lately (``inactive_file``) counts as free:
-    the kernel drops it before it fails anything.
+    ``memory.high`` of version 2 counts as a limit: beyond it the kernel slows the process down
+    instead of killing it. Page cache that was not used lately (``inactive_file``) counts as free:
+    the kernel drops it before an allocation fails.
     """
-    import psutil  # 7 ms, which only those functions take that ask it
+    import psutil  # not at the top: it takes 7 ms
 
     available = Available(psutil.virtual_memory().available, "system memory")
     for text in _read_cgroups(*_MEMORY_FILES):
-        # No limit is "max", and -1 in version 1.
+        # Without a limit a file has "max" or, in version 1, -1: neither is a line of digits.
         used_bytes, *limits = map(int, re.findall(r"^\d+$", text, re.M) or [0])
         idle = map(int, re.findall(r"^(?:total_)?inactive_file (\d+)$", text, re.M))
         used_bytes = max(0, used_bytes - max(idle, default=0))
@@ -79,10 +81,10 @@ def available_bytes() -> Available:
 def tree_pss_bytes(pid: int | None = None) -> int:
     """Sum the proportional set size (PSS) of a process, by default this one, and its descendants.
 
-    PSS counts a page shared by n processes as 1/n in each, so the sum counts it once. Shared memory
-    (memfd) counts where it is mapped and touched, not where it merely exists. Where the system has
-    no PSS, or denies it, resident memory (RSS) stands in, which counts shared pages once per
-    process. A descendant that ends meanwhile is left out.
+    PSS counts a page that n processes share as 1/n in each, so that the sum counts it once. Shared
+    memory (memfd) counts where it is mapped and touched. If the system has no PSS, or denies it,
+    resident memory (RSS) is summed, which counts shared pages once per process. A descendant that
+    ends meanwhile is left out.
     """
     import psutil
 
@@ -98,11 +100,11 @@ def tree_pss_bytes(pid: int | None = None) -> int:
 
 
 def _read_cgroups(*names: str) -> list[str]:
-    """The text of these files in each folder whose limits bind this process, innermost first.
+    """Return the text of these files for each cgroup that binds this process, innermost first.
 
-    The table has lines of ``id:controllers:path``, where no controllers means version 2. Inside a
-    container the path may be the host's, which is not there; then the mount's root, walked to last,
-    is the container's own.
+    The table has lines of ``id:controllers:path``, where no controllers means version 2. In a
+    container the path may be the host's, which is not there. The root of the mount, which comes
+    last, is the container's own group then.
     """
     texts = []
     controller = names[0].partition(".")[0]
@@ -118,7 +120,7 @@ def _read_cgroups(*names: str) -> list[str]:
 
 
 def _read(*paths: Path) -> str:
-    """The text of those files that can be read, a line each or more."""
+    """Return the text of those files that can be read, each from a new line on."""
     text = ""
     for path in paths:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Amounts of memory as users write them, and as they read them."""
+"""Amounts of memory in text: read from users' arguments, and written to messages."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ _UNITS = ("", "K", "M", "G", "T")
 
 
 def parse_bytes(value: int | float | str, *, of: int) -> int:
-    """Bytes as users write them: an int, a share of ``of`` as a float, or text with a unit."""
+    """Return bytes that a user gave as an int, a share of ``of`` as a float, or text with a unit."""
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(I)?)?B\s*", value, re.I | re.A)
         if match is not None:
             number, unit, is_binary = match.groups(default="")
-            return int(float(number) * (1024 if is_binary else 1000) ** _UNITS.index(unit.upper()))
+            base = 1024 if is_binary else 1000
+            return int(float(number) * base ** _UNITS.index(unit.upper()))
     elif isinstance(value, float) and 0 < value <= 1:
         return int(value * of)
     elif type(value) is int and value >= 0:  # no bool
@@ -26,7 +27,7 @@ def parse_bytes(value: int | float | str, *, of: int) -> int:
 
 
 def format_bytes(count: int) -> str:
-    """Write bytes for people, as ``'1.2 GiB'``."""
+    """Return bytes as text such as ``'1.2 GiB'``."""
     size: float = count
     unit = ""
     for larger in _UNITS[1:]:

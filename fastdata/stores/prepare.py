@@ -211,5 +211,5 @@ def report_storage(preparer: Preparer, options: Options) -> StorageReport:
         raw_bytes=expected.raw.need_bytes,
         budget=_budget(options, is_shared=find_run() is not None),
         trials=tuple(try_codecs(expected, "auto", options.codec)),
-        looked_at=len(expected.probed),
+        probed=len(expected.probed),
     )
