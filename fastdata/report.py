@@ -91,7 +91,7 @@ class Report(ABC):
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class EpochReport(Report):
-    """How the latest epoch of a loader went, complete or not.
+    """Speed and memory of the latest epoch of a loader, complete or not.
 
     If the loop waits for data more than a few percent of the time, the loader limits training, and
     ``path`` shows how it reads and why. If it hardly waits, a faster loader would not help.

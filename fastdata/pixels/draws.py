@@ -1,4 +1,4 @@
-"""Which transforms and callables draw random numbers.
+"""Answers to the question which transforms and callables draw random numbers.
 
 Transforms of torchvision, timm and albumentations are known by name. The user's callables are
 followed through everything that their code may use, up to random number generators.
@@ -108,7 +108,7 @@ def may_draw(call: Any, *, from_torch: bool = True) -> bool:
         met[id(value)] = value
         if len(met) > _MOST_FOLLOWED:
             return True
-        waiting += _used_by(value)
+        waiting += used_by(value)
     return False
 
 
@@ -120,7 +120,7 @@ _IMPORT = object()
 """A stand-in for whatever a function imports when it is called."""
 
 
-def _used_by(value: Any) -> Collection[Any]:
+def used_by(value: Any) -> Collection[Any]:
     """Return the objects that a call of a value may use, as far as its code is followed."""
     if isinstance(value, (type, types.FunctionType)):
         if _is_leaf(value):

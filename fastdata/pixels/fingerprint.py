@@ -48,8 +48,8 @@ def fingerprint(value: Any, cache_key: str | None = None) -> str:
     """Return a hash of what a value does; ``cache_key`` stands for parts that cannot be covered.
 
     Raises:
-        ValueError: a part cannot be covered, such as one that only C code knows, and there is no
-            ``cache_key``. The text names its type.
+        ValueError: a part cannot be covered, such as one that only C code can read, and there was
+            no ``cache_key``. The text names its type.
 
     Example:
         >>> fingerprint([1, 2]) == fingerprint([1, 2]), fingerprint([1, 2]) == fingerprint([1.0, 2])
@@ -79,7 +79,9 @@ def name_of(code: Any) -> str | None:
         named = getattr(named, name, None)
     # Python's own types, such as that of functions, are not all found under their names.
     is_static = isinstance(code, type) and not code.__flags__ & _HEAP_TYPE
-    return f"{origin}.{qualname}" if named is code or is_static else None
+    if named is code or is_static:
+        return f"{origin}.{qualname}"
+    return None
 
 
 @functools.cache
@@ -107,7 +109,7 @@ def is_installed(path: str) -> bool:
 class _Describer(pickle.Pickler):
     """A pickler whose output is hashed, never read.
 
-    Containers and plain values of Python are pickled as they are. Everything else is replaced by a
+    Containers and plain values of Python are pickled normally. Everything else is replaced by a
     persistent id: a name, or a tuple of its parts, which are pickled in turn.
     """
 
@@ -124,7 +126,9 @@ class _Describer(pickle.Pickler):
         if kind in ATOMS or kind is dict:
             return None
         if kind is list or kind is tuple:
-            return (kind.__name__, repr(value)) if is_plain(value) else None
+            if is_plain(value):
+                return kind.__name__, repr(value)
+            return None
         if id(value) in self._met:
             return self._met[id(value)][0]
         # Objects with attributes may lead back to themselves: the second time, a number stands for
@@ -134,7 +138,8 @@ class _Describer(pickle.Pickler):
         try:
             if kind is set or kind is frozenset:
                 # The order of a set differs from process to process.
-                return kind.__name__, sorted(fingerprint(each, self._cache_key) for each in value)
+                hashes = [fingerprint(each, self._cache_key) for each in value]
+                return kind.__name__, sorted(hashes)
             return name_of(value) or (kind, *_parts_of(value))
         except Exception as problem:  # the user's code that pickles a value may raise anything
             if self._cache_key is not None:
@@ -157,6 +162,7 @@ def _parts_of(value: Any) -> Iterable[Any]:
 
 
 def _parts_of_code(code: types.CodeType) -> Iterable[Any]:
+    """Return everything in code but its file and its lines, which may change without effect."""
     return [getattr(code, name, b"") for name in _CODE_PARTS]
 
 
@@ -171,7 +177,7 @@ def _parts_of_function(function: types.FunctionType) -> Iterable[Any]:
 
 
 def closed_over(function: types.FunctionType) -> list[Any]:
-    """Return the values that a function closes over, as far as they are assigned."""
+    """Return the values that a function closes over, without those that are not assigned yet."""
     empty = types.CellType()
     return [cell.cell_contents for cell in function.__closure__ or () if cell != empty]
 
@@ -270,11 +276,11 @@ def _globals_of(code: types.CodeType, namespace: Mapping[str, Any]) -> dict[str,
     # Without that, an attribute `self.model` would cover a global `model` of the user's script.
     for instruction in instructions:
         name = instruction.argval
-        if instruction.opname == "IMPORT_NAME" and name.partition(".")[0] not in BY_NAME:
+        opname = instruction.opname
+        if opname == "IMPORT_NAME" and name.partition(".")[0] not in BY_NAME:
             raise ValueError(f"it imports {name or 'a module'} when it is called, not at the top")
-        if name in namespace and (
-            "GLOBAL" in instruction.opname or instruction.opname == "LOAD_NAME"
-        ):
+        is_global = "GLOBAL" in opname or opname == "LOAD_NAME"
+        if is_global and name in namespace:
             held[name] = _used_of(namespace[name], names)
     return held
 
@@ -282,10 +288,12 @@ def _globals_of(code: types.CodeType, namespace: Mapping[str, Any]) -> dict[str,
 def _used_of(value: Any, names: frozenset[str]) -> Any:
     """Return a value. Of the user's module, return what code with these names may look up in it.
 
-    Any other change in the module leaves the hash as it is.
+    No other change in the module changes the hash.
     """
     if not isinstance(value, types.ModuleType) or _origin(value.__name__) is not None:
         return value
     held = vars(value)
-    used = {name: _used_of(held[name], names - {name}) for name in sorted(names & held.keys())}
+    used = []
+    for name in sorted(names & held.keys()):
+        used += [name, _used_of(held[name], names - {name})]
     return value.__name__, used

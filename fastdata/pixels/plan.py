@@ -71,7 +71,7 @@ class TransformPlan:
 
     @property
     def each(self) -> tuple[TransformPlan, ...]:
-        """The plan of each view; this plan if there are no views."""
+        """The plan of each view, or this plan alone."""
         return self.views or (self,)
 
     @property
@@ -92,7 +92,7 @@ class TransformPlan:
         return run_transforms(self.unknown, sample)
 
     def run_last(self, sample: Any) -> Any:
-        """Run the last transforms as they are written, on a sample that is not a PIL image."""
+        """Run the last transforms as the user wrote them, on a sample that is not a PIL image."""
         return run_transforms(self.per_sample[len(self.unknown) :], sample)
 
     def __repr__(self) -> str:

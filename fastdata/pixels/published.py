@@ -62,7 +62,7 @@ def published(transform: Any) -> Any:
 
 @cache
 def _body(code: CodeType) -> tuple[Any, ...]:
-    """Return the instructions of code and what they read, which a docstring is no part of.
+    """Return the instructions of code with their arguments, without its docstring.
 
     Local variables count by their position, so they may have other names.
     """

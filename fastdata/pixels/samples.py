@@ -229,7 +229,7 @@ def tensor_class(form: Form) -> type[torch.Tensor]:
     """Return the class of tensors of a form.
 
     Raises:
-        ImportError: it is torchvision's, and this process has not imported it.
+        ImportError: it is a class of torchvision, which this process did not import.
     """
     if form not in _TV_TENSORS.values():
         return torch.Tensor

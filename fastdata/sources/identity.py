@@ -8,7 +8,7 @@ from typing import Any
 from fastdata.pixels.fingerprint import fingerprint, name_of
 
 _LISTS = ["_fastdata_identity", "samples", "targets"]
-"""Attributes that tell a dataset from others of its class."""
+"""Attributes that list the samples or targets of a dataset."""
 _CHANGES = ["transform", "target_transform", "transforms", "loader"]
 """Attributes that open and change a dataset's samples."""
 
@@ -23,9 +23,11 @@ def describe_dataset(dataset: Any, cache_key: str | None = None) -> str:
     kind = name_of(type(inner)) or type(inner).__qualname__
     if cache_key is None:
         return f"{kind} {fingerprint(dataset)}"
-    listed: list[Any] = [(type(subset), list(subset.indices)) for subset in subsets]
-    listed += [getattr(inner, name, None) for name in _LISTS + _CHANGES]
-    listed.append(cache_key)
+    listed: list[Any] = [cache_key]
+    for subset in subsets:
+        listed += [type(subset), list(subset.indices)]
+    for name in (*_LISTS, *_CHANGES):
+        listed.append(getattr(inner, name, None))
     return f"{kind} {fingerprint(listed, cache_key)}"
 
 

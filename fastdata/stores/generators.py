@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from fastdata.pixels.draws import _used_by, is_always_applied
+from fastdata.pixels.draws import is_always_applied, used_by
 from fastdata.pixels.fingerprint import name_of
 
 _MOST_OBJECTS = 20_000
@@ -125,4 +125,4 @@ def _parts_of(value: Any) -> Collection[Any]:
     """Return what a value refers to. Code that is installed is not followed."""
     if isinstance(value, (type, types.FunctionType)) and name_of(value) is not None:
         return ()
-    return _used_by(value)
+    return used_by(value)
