@@ -26,7 +26,7 @@ class OwnSections(griffe.Extension):
     def on_package(self, *, pkg: griffe.Module, **_: object) -> None:
         """Show every option of a dataset on its own page, with its default and meaning."""
         meanings = inspect.cleandoc(DatasetOptions.__doc__ or "").partition("Attributes:\n")[2]
-        facts = pkg["stores.prepare.Options"].members
+        facts = pkg["stores.options.Options"].members
         for name in ("CachedDataset", "ImageFolder", "ImageManifest"):
             dataset: Any = pkg[f"datasets.public.{name}"]
             text = dataset.docstring.value

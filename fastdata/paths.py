@@ -7,9 +7,11 @@ password, a token or a signature. ``hide_secrets`` alone decides what is one.
 from __future__ import annotations
 
 import errno
+import io
 import os
 import re
 import stat
+from collections.abc import Iterable
 from urllib.parse import unquote
 
 AnyPath = str | os.PathLike[str]
@@ -193,6 +195,16 @@ def open_file(path: AnyPath, flags: int = 0) -> int:
         return fd
     os.close(fd)
     raise OSError(*NO_FILE, os.fspath(path))
+
+
+def read_whole(paths: Iterable[AnyPath]) -> list[bytes]:
+    """Read files of this machine from start to end."""
+    contents = []
+    for path in paths:
+        # open_file refuses pipes and devices, which would be waited for without an end.
+        with io.FileIO(path, opener=open_file) as file:
+            contents.append(file.readall())
+    return contents
 
 
 def refuse_remote(path: AnyPath) -> None:

@@ -139,7 +139,7 @@ def test_shards_do_not_depend_on_who_writes_them(
     ids=["int", "bool", "float", "dict", "tuple", "array", "mask"],
 )
 def test_targets_come_back(tmp_path: Path, target: Callable[[int], Any]) -> None:
-    """Of each kind, from the receipts of several shards, as a cache of one has them."""
+    """Of each kind, from the shard manifests of several shards, as a cache of one has them."""
     items = [(np.full((4, 5), k, np.uint8), target(k)) for k in range(10)]
     found = []
     for engine in ("threads", "local"):
@@ -312,7 +312,7 @@ def read_again(root: Path) -> list[str]:
 def test_a_damaged_shard_is_written_anew(
     image_folder: Folder, pattern: str, damage: Callable[[Path], None]
 ) -> None:
-    """A receipt or a file that is missing, cut short or not what was written; the others stay."""
+    """A shard manifest or a file that is missing, cut short or not what was written; the others stay."""
     root = image_folder(classes=("a",), per_class=12, size=(12, 10))
     stopped(root)
     damage(min(root.parent.glob(f"cache/*/{pattern}")))
@@ -321,15 +321,15 @@ def test_a_damaged_shard_is_written_anew(
     assert read[-4:] == ["008.jpg", "009.jpg", "010.jpg", "011.jpg"]
 
 
-def test_columns_of_others_in_a_receipt_are_not_used(image_folder: Folder) -> None:
+def test_columns_of_others_in_a_shard_manifest_are_not_used(image_folder: Folder) -> None:
     """A shard that somebody has noted something beside is complete all the same."""
     root = image_folder(classes=("a",), per_class=12, size=(12, 10))
     stopped(root)
     paths = sorted(root.parent.glob("cache/*/shard-*.npz"))
     for k, path in enumerate(paths):
-        with np.load(path) as receipt:
+        with np.load(path) as stored:
             note = np.zeros([k] * k)
-            np.savez(path, **receipt, **dict.fromkeys(("note", "part0.note", "shards.note"), note))
+            np.savez(path, **stored, **dict.fromkeys(("note", "part0.note", "shards.note"), note))
     assert len(read_again(root)) == 4
 
 

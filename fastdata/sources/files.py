@@ -6,7 +6,6 @@ copied as a whole.
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -17,7 +16,7 @@ import numpy as np
 
 from fastdata.errors import with_retries
 from fastdata.machine.tables import ListView
-from fastdata.paths import open_file
+from fastdata.paths import read_whole
 from fastdata.pixels.decode import Loader
 from fastdata.pixels.openings import Opening, opening_of
 from fastdata.sources.local_files import fleeting_folder
@@ -91,7 +90,7 @@ class FileSource:
         """Return the bytes of these files."""
         if self.is_remote:
             return [self.requests.take(index, self._submit).result() for index in indices]
-        return with_retries(_read_files, chosen(self.paths, indices))
+        return with_retries(read_whole, chosen(self.paths, indices))
 
     def _submit(self, index: int) -> Future[bytes]:
         assert self.place is not None
@@ -121,15 +120,6 @@ class FileSource:
             files = map(self.place.locate, chosen(self.paths, unlisted))
             stat[:, unlisted] = np.array(stat_files(files)).T
         return stat
-
-
-def _read_files(paths: Sequence[str]) -> list[bytes]:
-    files = []
-    for path in paths:
-        # open_file refuses pipes and devices, which would be waited for without an end.
-        with io.FileIO(path, opener=open_file) as file:
-            files.append(file.readall())
-    return files
 
 
 def chosen(column: Sequence[_T], indices: Indices) -> list[_T]:

@@ -35,7 +35,7 @@ from fastdata.stores.disk_file import free_bytes, naming_full_disk
 from fastdata.stores.forecast import Forecast, forecast, probe_more
 from fastdata.stores.frozen import refuse_draws
 from fastdata.stores.kept import Layout
-from fastdata.stores.listing import Listing, fingerprint
+from fastdata.stores.listing import Listing, short_digest
 from fastdata.stores.manifest import VERSION, Manifest
 from fastdata.stores.options import Options
 from fastdata.stores.prepare import Prepared, warn_of_skipped
@@ -92,14 +92,16 @@ def prepare_on_disk(
     }
     if root and not is_url(root):
         root = os.path.abspath(local_path(root))
+    # One cache for each folder and way to prepare it, so that the next build finds the shards of the
+    # files that have not changed. ``content`` tells if all of them are the same.
     stem = re.sub(r"[^A-Za-z0-9._]+", "-", os.path.basename(root)).strip(".-") or "samples"
     basis = json.dumps({**key, "root": root}, sort_keys=True).encode()
-    name = f"{stem}-{fingerprint(basis)}"
+    name = f"{stem}-{short_digest(basis)}"
     content = str(len(preparer.source))
     if listing is not None:
-        content = listing.fingerprint(slice(None))
+        content = listing.digest(slice(None))
         if is_own_list:
-            name += f"-{fingerprint(*listing.paths)}"
+            name += f"-{short_digest(*listing.paths)}"
     place = Place(options.cache_dir, options.storage_options).below(name)
     build = _Build(
         preparer=preparer,
@@ -115,6 +117,7 @@ def prepare_on_disk(
         place=place,
         home=mirror_folder(options.local_cache) / name if place.is_remote else Path(place.url),
     )
+    # Without the lock at first, so that a cache on a disk that cannot be written is served, too.
     try:
         return build.open()
     except (FileNotFoundError, CacheError) as obstacle:
@@ -189,13 +192,15 @@ class _Build:
     def _is_current(self, cache: Cache) -> bool:
         """Return True if a cache holds these samples, and nothing can be added to it."""
         found = (cache.manifest.key, cache.manifest.content)
-        if found != (self.manifest.key, self.manifest.content) or cache.lacks_receipts():
+        if found != (self.manifest.key, self.manifest.content) or cache.lacks_shard_manifests():
             return False
+        # A cache that cannot be written is served as it is, without samples that it left out.
         if self.place.is_remote or os.access(self.place.url, os.W_OK):
             return may_stay_out(self.preparer, self.options, cache.skipped)
         return not cache.skipped or self.options.on_error == "skip"
 
     def _serve(self, cache: Cache) -> Prepared:
+        """Map the samples, decoded by the user's codecs and loader where these encoded them."""
         options = self.options
         own = [find_codec(codec) for codec in options.codecs if not isinstance(codec, str)]
         return cache.serve([*own, self.preparer.decoder], self.table, options.local_cache)
@@ -203,7 +208,7 @@ class _Build:
     def open_or_write(self) -> Prepared:
         """Serve from the cache; build it first if it is not up to date. The lock is held."""
         try:
-            return self.open()  # another process may have written it meanwhile
+            return self.open()  # another process may have written it while this one waited
         except FileNotFoundError:
             pass
         except CacheError as damage:
@@ -213,6 +218,8 @@ class _Build:
         if self.place.is_remote:
             with suppress(FileNotFoundError, CacheError):
                 before = Cache.read(self.place).file_names()
+        # The index is replaced last, by renaming: until then the old cache is as it was. Files of the
+        # old index go afterwards; who has mapped them keeps them.
         needed: Callable[[str], bool] = _is_complete
         try:
             with naming_full_disk(self.home):
@@ -235,19 +242,17 @@ class _Build:
                 if self.place.is_remote or (not is_linked and made_by_this_user(path)):
                     self.place.remove(name)
 
-    # What is to be written
-
     def _write(self) -> Cache:
-        """Write the missing shards, and then the index of all."""
+        """Choose the form of the samples, and write them; again if their shapes differ."""
         refuse_draws(self.preparer.source, self.options)
         expected = forecast(self.preparer)
         targets = [read.target for read in expected.probed]
         if self.table is not None:
             targets = [self.table.target(read.number) for read in expected.probed]
-        pack_targets(targets)  # an error now, if they cannot be kept
+        pack_targets(targets)  # raises now, before anything is prepared, if they cannot be stored
         trial = self._choose_codec(expected)
         return write_any_shapes(
-            lambda plans: self._write_as(plans, expected.layout, trial.need_bytes),
+            lambda plans: self._write_shards(plans, expected.layout, trial.need_bytes),
             expected.plan_writers(trial),
         )
 
@@ -260,13 +265,14 @@ class _Build:
                 raise ValueError(f"codec={codec!r} is not possible here: {trial.obstacle}")
             return trial
         free = free_bytes(self.home) + sum(file_sizes(self.place).values()) - _SPARE_BYTES
-        # A bucket is never full.
+        # A bucket is never full. Shards that are there already will be replaced.
         if self.place.is_remote or expected.raw.need_bytes <= free:
             return expected.raw
         fits = fitting(try_codecs(probe_more(self.preparer), codec), free, only_lossless=True)
         return fits[0] if fits else expected.raw  # writing it raises an error with figures
 
-    def _write_as(self, plans: Sequence[WriterPlan], layout: Layout, need_bytes: int) -> Cache:
+    def _write_shards(self, plans: Sequence[WriterPlan], layout: Layout, need_bytes: int) -> Cache:
+        """Write the missing shards of samples of this form, and then the index of all."""
         parts = tuple(
             StoredPart(spec=plan.spec, dimensions=plan.dimensions, codec=plan.codec)
             for plan in plans
@@ -277,7 +283,7 @@ class _Build:
             preparer=self.preparer,
             plans=plans,
             options=self.options,
-            manifest=replace(manifest, classes=None),  # which may be many, for each receipt
+            manifest=replace(manifest, classes=None),  # there may be many, and each shard has it
             place=self.place,
         )
         shards = writer.write_all(tasks)
@@ -286,7 +292,10 @@ class _Build:
         return cache
 
     def _cut(self, manifest: Manifest, need_bytes: int) -> list[ShardTask]:
-        """Cut samples into runs, each named after all that its bytes depend on."""
+        """Cut samples into runs, each named after all that its bytes depend on.
+
+        Their place is part of that, so a file that is added renames its shard and those after it.
+        """
         content = manifest.content if self.listing is None else ""
         parts = list(map(asdict, manifest.parts))
         basis = json.dumps([VERSION, manifest.key, content, parts], sort_keys=True)
@@ -296,7 +305,7 @@ class _Build:
         tasks = []
         for first in samples[::size]:
             rows = slice(first, first + size)
-            name = listing.fingerprint(rows, f"{basis} {rows}".encode())
+            name = listing.digest(rows, f"{basis} {rows}".encode())
             tasks.append(ShardTask(name, samples[rows]))
         return tasks
 
@@ -305,7 +314,8 @@ class _Build:
         columns: Columns = {
             "skipped.json": [each for shard in shards for each in shard.columns["skipped.json"]]
         }
-        names = ["shards.names", "shards.rows", "shards.bytes", "kept"]  # others may be there
+        # Only columns that were checked: a manifest may hold others, of any shape.
+        names = ["shards.names", "shards.rows", "shards.bytes", "kept"]
         for number, located in enumerate(shards[0].located):
             names += [f"part{number}.{name}" for name in located if name != "files"]
         for name in names:
@@ -318,7 +328,8 @@ class _Build:
         columns |= pack_targets(targets)
         if self.listing is not None:
             paths = [self.listing.paths[row] for row in kept]
-            if any(map(os.path.isabs, paths)):  # a file is not below the root
+            # Either all are relative to the root or none is: see ``open_cache``.
+            if any(map(os.path.isabs, paths)):
                 paths = [os.path.join(os.fsencode(self.manifest.root), path) for path in paths]
             packed = Packed.of(paths)
             columns |= {"paths": packed.blob, "ends": packed.ends}
@@ -326,5 +337,8 @@ class _Build:
 
 
 def _is_complete(name: str) -> bool:
-    """Return True for files of complete shards, which a stopped build leaves to the next one."""
+    """Return True for files of complete shards, which a stopped build leaves to the next one.
+
+    Files that were being written have random names without a hyphen.
+    """
     return "-" in name or name == INDEX

@@ -1,15 +1,15 @@
-"""The files of a cache. What is read is checked first: another user may have written it.
+"""The index of a cache or of a shard, read without trust: another user may have written it.
 
 A cache is a folder of
 
-* shards: of each a file for each part of the samples, ``part0-<shard>.npy`` (raw samples of one
-  shape, an ordinary NumPy file (n, *shape)) or ``part0-<shard>.bin`` (all others, end to end), and
-  its receipt ``shard-<shard>.npz``, the index of its samples;
+* shards: a file for each part of the samples, ``part0-<shard>.npy`` (raw samples of one shape, an
+  ordinary NumPy file (n, *shape)) or ``part0-<shard>.bin`` (all others, end to end), and the shard
+  manifest ``shard-<shard>.npz``, the index of the shard's samples;
 * ``fastdata.npz``, the index of all samples, written last.
 
-Nothing is ever unpickled. A shard is named after what its samples are made from, so that its files
-never change: a writer adds some and replaces the index by renaming. A shard without a receipt is
-not complete, or was found damaged: the next build writes it again.
+Nothing is unpickled. A shard is named after what its samples are made from, so its files never
+change: a build adds files and replaces the index by renaming. A shard without a manifest is not
+complete, or was found damaged: the next build writes it again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from fastdata.paths import AnyPath, local_path, refuse_remote
 from fastdata.pixels.arrays import Array
 from fastdata.sources.remote import Place
 from fastdata.stores.codecs import codec_of
-from fastdata.stores.disk import DiskStore, receipt_name
+from fastdata.stores.disk import DiskStore, shard_manifest_name
 from fastdata.stores.disk_file import DiskFile
 from fastdata.stores.kept import KeptSamples
 from fastdata.stores.manifest import VERSION, Manifest, from_json
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 INDEX = "fastdata.npz"
 
 _MOST_SAMPLE_BYTES = 1 << 36
+"""More than any sample has. An encoded sample may claim any shape, and memory is reserved for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,12 +67,12 @@ class Cache:
       ``shards.rows``, int64, and ``shards.bytes``, int64 (shards, parts), of the file of each part;
     * by row ``kept``, bool, False for samples that were left out. Of these ``skipped.json`` has
       path, error, and True if the reason may pass;
-    * of each part, by sample that was kept, ``part0.sums``, uint32 (``stores.readers.checksum``),
+    * of each part, by sample that was kept, ``part0.sums``, uint32 (see ``checksum``),
       ``part0.offsets``, int64, in the file of its shard, ``part0.sizes``, int64, and
       ``part0.shapes``, int32 (kept, dimensions);
     * by sample that was kept, where samples are files, ``paths`` and ``ends``, see ``Packed``:
       below the root, or all absolute;
-    * the targets of these samples, see ``pack_targets``; a receipt of files has none of them.
+    * the targets of these samples, see ``pack_targets``; a shard manifest of files has none.
     """
 
     place: Place
@@ -105,12 +106,16 @@ class Cache:
         """
         with np.load(io.BytesIO(data), allow_pickle=False) as stored:
             entries = stored.zip.infolist()
+            # The columns take no more memory than the file has bytes. A compressed entry could be a
+            # bomb, and entries of a zip file may share bytes, a thousand times.
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
                 raise ValueError("its columns are compressed, which may hide their size")
             if sum(entry.file_size for entry in entries) > len(data):
                 raise ValueError("its columns overlap, and take more memory than they have bytes")
             columns = dict(stored.items())
-            if stored.zip.testzip():  # reads each entry to its end, also behind a column
+            # NumPy reads as much as a column's head asks for. If a flipped bit makes that less, the
+            # entry's checksum, which is over all of it, is never compared; this reads to the end.
+            if stored.zip.testzip():
                 raise ValueError("its columns are longer than they say")
         for name, column in columns.items():
             if name.endswith(".json"):
@@ -121,7 +126,7 @@ class Cache:
                 f"its format is {document['version']!r}, but this fastdata reads {VERSION}"
             )
         cache = cls(place=place, manifest=from_json(Manifest, document), columns=columns)
-        cache._check()
+        cache._check()  # of all columns, whatever this call needs them for
         return cache
 
     def pack(self) -> bytes:
@@ -139,6 +144,7 @@ class Cache:
 
     @property
     def shard_names(self) -> list[str]:
+        """Fingerprints of the shards, in the order of their samples."""
         return [name.decode() for name in self.columns["shards.names"].tolist()]
 
     @cached_property
@@ -161,16 +167,17 @@ class Cache:
         return files
 
     def file_names(self) -> set[str]:
-        return {INDEX}.union(map(receipt_name, self.shard_names), *self.files())
+        """Return the names of all files that this index needs, its own included."""
+        return {INDEX}.union(map(shard_manifest_name, self.shard_names), *self.files())
 
-    def lacks_receipts(self) -> bool:
-        """Return True if a shard was found damaged, so that its receipt was removed.
+    def lacks_shard_manifests(self) -> bool:
+        """Return True if a reader found a shard damaged, and removed its manifest.
 
-        Caches behind a URL are never changed by readers.
+        Readers do not change caches behind a URL.
         """
         if self.place.is_remote:
             return False
-        return not {*map(receipt_name, self.shard_names)} <= {*os.listdir(self.place.url)}
+        return not {*map(shard_manifest_name, self.shard_names)} <= {*os.listdir(self.place.url)}
 
     def _check(self) -> None:
         """Raise ValueError, or another error, if the columns do not fit together."""
@@ -182,8 +189,10 @@ class Cache:
         rows = self._column("shards.rows", "int64", shards)
         sizes = self._column("shards.bytes", "int64", shards, len(parts))
         kept = self._column("kept", "bool", int(rows.sum()))
+        # They become file names, which must not lead out of the folder.
         if not re.fullmatch(rb"[0-9a-f]*", b"".join(names)):
             raise ValueError(f"{names} are no names of shards")
+        # Rows so large that their sum overflows may fit the length of ``kept``.
         is_negative = min(rows.min(initial=0), sizes.min(initial=0)) < 0
         if is_negative or rows.max(initial=0) > len(kept) or len({*names}) < shards:
             raise ValueError("its shards do not fit")
@@ -231,6 +240,11 @@ class Cache:
         return [self._locate(number) for number in range(len(self.manifest.parts))]
 
     def _locate(self, number: int) -> Columns:
+        """Return the index of a part's store; a ValueError if a sample cannot be as it says.
+
+        Samples are decoded into memory of their shape and read at their offset without another
+        check, so this is what keeps every read within its file.
+        """
         part = self.manifest.parts[number]
         shape = part.spec.shape
         name = f"part{number}"
@@ -244,7 +258,8 @@ class Cache:
         item_bytes = np.dtype(part.spec.dtype).itemsize
         sample_bytes = shapes.astype(np.float64).prod(axis=1) * item_bytes
         file_bytes = self.columns["shards.bytes"][shards, number]
-        # Not offsets + sizes, which may overflow.
+        # Not offsets + sizes > file_bytes: the sum of two int64 may overflow. The product of shapes
+        # may, too, so it is taken of floats.
         is_wrong = (offsets < 0) | (sizes < 0) | (offsets > file_bytes - sizes)
         is_wrong |= (shapes < 0).any(axis=1) | (sample_bytes > _MOST_SAMPLE_BYTES)
         if shape is not None:
@@ -262,12 +277,14 @@ class Cache:
             "sums": self._column(f"{name}.sums", "uint32", count),
         }
 
-    # Serving
-
     def open_part(
         self, number: int, decoder: Decoder | None, local_cache: AnyPath | None = None
     ) -> DiskStore:
-        """Map the files of a part; CacheError where one is missing or has another size."""
+        """Map the files of a part.
+
+        Raises:
+            CacheError: a file is missing or has another size.
+        """
         spec = self.manifest.parts[number].spec
         sizes = self.files()[number]
         located = self.located[number]
@@ -295,7 +312,7 @@ class Cache:
             local_cache: folder that holds what is needed of a cache behind a URL.
         """
         if not len(self.kept):
-            raise CacheError(f"{self.place} holds no sample")
+            raise CacheError(f"{self.place} has no samples: all were left out when it was built")
         stores = open_all(
             self.open_part(number, _coder_of(self.place, part, known), local_cache)
             for number, part in enumerate(self.manifest.parts)
@@ -324,8 +341,8 @@ def _coder_of(place: Place, part: StoredPart, known: Sequence[Decoder | None]) -
         return codec_of(part.codec)
     except (TypeError, ValueError) as unknown:
         raise CacheError(
-            f"{place} cannot be opened on its own: {unknown}. Image files as they are, and what a "
-            "codec object of your own has encoded, are read by the dataset that the cache was made "
+            f"{place} cannot be opened on its own: {unknown}. Image files as they are, and samples "
+            "that a codec object of your own has encoded, need the dataset that the cache was made "
             f"from: open that, with cache_dir={place.url.rpartition('/')[0]!r} and codec="
         ) from unknown
 

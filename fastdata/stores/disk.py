@@ -56,10 +56,10 @@ class DiskStore(Store):
         """Let the next build write the shard of a sample again; return the text of the error."""
         path = self.files[self._file_of[index]].path
         cure = "the next run over its source prepares it again"
-        # A shard without its receipt is not complete: the next build writes it.
-        receipt = path.with_name(receipt_name(path.stem.partition("-")[2]))
+        # A shard without its manifest is not complete: the next build writes it.
+        manifest = path.with_name(shard_manifest_name(path.stem.partition("-")[2]))
         try:
-            receipt.unlink(missing_ok=True)
+            manifest.unlink(missing_ok=True)
         except OSError as problem:
             cure = f"that cannot be noted ({problem.strerror}): build {path.parent} again"
         return (
@@ -101,7 +101,7 @@ class DiskStore(Store):
                 yield self.files[number], start, stop - start
 
 
-def receipt_name(shard: str) -> str:
+def shard_manifest_name(shard: str) -> str:
     """Return the name of the file that marks a shard as complete."""
     return f"shard-{shard}.npz"
 

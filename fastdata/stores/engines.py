@@ -23,9 +23,10 @@ _RAY_RETRIES = 10
 def run_elsewhere(
     writer: ShardWriter, tasks: Sequence[ShardTask], engine: str | Executor
 ) -> Iterator[bytes]:
-    """Write shards by an executor or by Ray, and yield the receipt of each when it is written."""
+    """Write shards by an executor or by Ray, and yield the manifest of each when it is written."""
     source = writer.preparer.source
-    if isinstance(source, FileSource):  # a task carries the files of its own samples only
+    if isinstance(source, FileSource):
+        # The writer is sent with each task, so it must not hold the paths of all samples.
         tasks = [task._replace(columns=source.columns_of(task.positions)) for task in tasks]
         no_files = replace(source, **source.columns_of(()))
         writer = replace(writer, preparer=writer.preparer._replace(source=no_files))
@@ -42,12 +43,16 @@ def run_elsewhere(
             for future in as_completed(running):
                 yield settle(future.result())
         finally:
-            # Shards that are being written now are completed, and stay for the next build.
+            # After an error or Ctrl-C tasks that wait are cancelled; those that run are waited for, so
+            # that their shards stay for the next build and no task writes after this returns.
             wait([future for future in running if not future.cancel()])
 
 
 def _attempt(packed: bytes, task: ShardTask) -> bytes:
-    """Write a shard in an executor. Errors are returned, so that those raised are the executor's."""
+    """Write a shard in an executor; return its manifest, or its error and traceback.
+
+    Errors that the future raises are then those of the executor itself, such as a lost worker.
+    """
     return attempt(lambda task: pickle.loads(packed)(task), task)
 
 
@@ -81,7 +86,7 @@ def _ray(writer: ShardWriter) -> Iterator[Callable[[ShardTask], Future[bytes]]]:
     is_connected = ray.is_initialized()
     if not is_connected:
         ray.init(log_to_driver=False, logging_level="error")
-    refs: list[Any] = []
+    refs: list[Any] = []  # kept to be cancelled, which futures of Ray do not do
     try:
         with options_travel():
             packed = ray.put(ray.cloudpickle.dumps(writer))  # each node fetches it once

@@ -1,4 +1,4 @@
-"""Caches that are opened without the dataset that they were made from."""
+"""Find caches, and open one without the dataset that it was made from."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def find_cache(path: AnyPath, storage_options: StorageChoice = None) -> Place:
 
     Raises:
         FileNotFoundError: there is no cache.
-        ValueError: there are several; says which.
+        ValueError: there are several; names them.
         RemoteError: the place cannot be reached.
     """
     places = cache_places(Place(path, storage_options))
@@ -48,7 +48,8 @@ def cache_places(home: Place) -> list[Place]:
     found = [place for place, stat in zip(places, stats, strict=True) if stat != MISSING]
     if not found:
         raise FileNotFoundError(
-            f"{home} is no cache and holds none: there is no {INDEX} in it or one folder below"
+            f"{home} is no cache and holds none: there is no {INDEX} in it or one folder below. "
+            "Give the cache_dir= that a dataset was made with, or build one with `fastdata build`."
         )
     return found
 
@@ -61,10 +62,10 @@ def open_cache(
     Args:
         place: of the cache.
         as_tensors: give images as tensors of their stored pixels, not as PIL images.
-        local_cache: folder that holds what is needed of one behind a URL.
+        local_cache: folder for copies of a cache behind a URL.
 
     Raises:
-        CacheError: it is damaged, or cannot be served without its dataset.
+        CacheError: the cache is damaged, or cannot be served without its dataset.
     """
     cache = Cache.read(place)
     manifest = cache.manifest
@@ -76,6 +77,7 @@ def open_cache(
             prefix = os.path.join(os.fsencode(manifest.root), b"")
     table = SampleTable(cache.targets, paths=paths, prefix=prefix, class_to_idx=manifest.classes)
     prepared = cache.serve((), table, local_cache)
+    # The stored bytes are planes (C, H, W) in both cases; the form only says what is made of them.
     for store in prepared.kept.stores if prepared.kept and as_tensors else ():
         if store.spec.form == "pil":
             store.spec = replace(store.spec, form="tensor")

@@ -18,12 +18,12 @@ class Forecast:
     """The expected stores of a source, from a few samples that are spread over it.
 
     Attributes:
-        preparer: reads samples.
-        count: of all samples.
-        probed: the few samples, raw.
-        parts: a plan for each part; dense if the samples probed have one shape.
-        raw: the size of all samples without a codec: exact if they are dense, else an estimate.
-        layout: of the samples.
+        preparer: reads and prepares samples.
+        count: number of all samples.
+        probed: the few samples, prepared, in memory of their own.
+        parts: plan for each part; dense if the probed samples have one shape.
+        raw: size of all samples without a codec; exact if they have one shape, else an estimate.
+        layout: tells how the parts are put together.
     """
 
     preparer: Preparer
@@ -35,6 +35,7 @@ class Forecast:
 
     def plan_writers(self, trial: CodecTrial, limit_bytes: int = NO_LIMIT) -> list[WriterPlan]:
         """Plan the stores of all samples, encoded as in a trial, or raw."""
+        # Estimates may be wrong: each part may grow by all that the parts together leave free.
         spare_bytes = limit_bytes - trial.need_bytes
         plans = []
         for part, coder, size in zip(self.parts, trial.coders, trial.part_bytes, strict=True):
@@ -45,7 +46,7 @@ class Forecast:
 
 
 def forecast(preparer: Preparer, *, probes: int = 8) -> Forecast:
-    """Prepare ``probes`` + 1 samples, and tell the size and form of all from them.
+    """Prepare ``probes`` + 1 samples, spread evenly, and expect all to be like them.
 
     Raises:
         SampleError: none of them can be prepared; this is the error of the first.
@@ -58,6 +59,7 @@ def forecast(preparer: Preparer, *, probes: int = 8) -> Forecast:
     for read in read_samples(preparer, indices):
         if isinstance(read, SampleError):
             errors.append(read)
+        # A sample with more or fewer parts than the first is an error of its own, when it is written.
         elif not probed or len(read.parts) == len(probed[0].parts):
             probed += read.copies()
     if not probed:
@@ -67,7 +69,7 @@ def forecast(preparer: Preparer, *, probes: int = 8) -> Forecast:
     for number, (first, form) in enumerate(probed[0].parts):
         samples = [read.parts[number][0] for read in probed]
         shape = None
-        align_bytes = RAGGED_ALIGN_BYTES
+        align_bytes = RAGGED_ALIGN_BYTES  # samples of many shapes are written one by one
         if len({sample.shape for sample in samples}) == 1:
             shape = first.shape
             align_bytes = 1

@@ -16,10 +16,10 @@ from fastdata.pixels.draws import is_always_applied, used_by
 from fastdata.pixels.fingerprint import name_of
 
 _MOST_OBJECTS = 20_000
+"""Objects that are searched in all."""
 
 _MOST_PARTS = 1_000
-"""Objects that are looked at in one list or dictionary."""
-
+"""Objects that are searched in one list or dictionary."""
 
 _KINDS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 
@@ -39,8 +39,8 @@ class FoundGenerator(NamedTuple):
 
     Attributes:
         name: of the generator, for a message.
-        generator: is of one of ``_KINDS``.
-        moves_in_vain: True if transforms move it that may do the same each time.
+        generator: an object of Python, NumPy or torch.
+        moves_in_vain: True if only transforms that always do the same move it.
     """
 
     name: str
@@ -52,13 +52,15 @@ def find_generators(dataset: Any, *, moves_torch: bool) -> list[FoundGenerator]:
     """Return the global generators and those that a dataset can reach.
 
     Args:
-        dataset: is searched.
+        dataset: the dataset, whose attributes and code are searched.
         moves_torch: True if torchvision's transforms in it move torch's generator in vain.
     """
     reachable = list(_reachable(dataset))
     in_vain = _moved_in_vain(reachable)
     if moves_torch:
         in_vain.add(id(torch.default_generator))
+    # By identity, because generators in the same state need not be the same. A global one that a
+    # dataset holds keeps its global name.
     held = [value for value in reachable if isinstance(value, _KINDS)]
     named = {id(each): (f"a {type(each).__name__} that it holds", each) for each in held}
     named |= {id(each): (name, each) for name, each in _GLOBAL.items()}
@@ -109,6 +111,8 @@ def _reachable(value: Any) -> Iterator[Any]:
     Of large collections only the first objects are searched. ``random.SystemRandom`` draws from the
     system and has no state, so it is left out.
     """
+    # Breadth first: what is near the dataset is found within the limit. Ids stay unique as long as
+    # the objects live, and all of these are referred to by the dataset.
     queue = deque([value])
     met: set[int] = set()
     while queue and len(met) < _MOST_OBJECTS:

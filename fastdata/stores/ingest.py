@@ -168,9 +168,12 @@ def run_preparing(
     options: Options,
 ) -> Generator[_Answer, None, None]:
     """Run a job that prepares samples over tasks, in threads or processes; see ``run_tasks``."""
-    from fastdata.stores.codecs import OwnCodec  # most scripts need no codec
+    coders = [plan.coder for plan in plans if plan.coder is not None]
+    has_own_codec = False
+    if coders:
+        from fastdata.stores.codecs import OwnCodec  # most scripts need no codec
 
-    has_own_codec = any(isinstance(plan.coder, OwnCodec) for plan in plans)
+        has_own_codec = any(isinstance(coder, OwnCodec) for coder in coders)
     # A user's dataset or function may keep something from one line to the next, such as the
     # position of a file, and torch calls it from one thread only.
     has_own_steps = preparer.source.opening is None or not all(

@@ -17,9 +17,10 @@ from fastdata.machine.workers import run_tasks
 from fastdata.paths import local_path
 
 _FILES_PER_TASK = 50_000
+"""Files that a worker looks up at once: few enough to share out, many enough to be worth a task."""
 
 _CHARACTERS = 16
-"""Length of a fingerprint."""
+"""Length of a digest."""
 
 
 class Listing(NamedTuple):
@@ -34,9 +35,9 @@ class Listing(NamedTuple):
     paths: list[bytes]
     stats: npt.NDArray[np.int64]
 
-    def fingerprint(self, rows: slice, basis: bytes = b"") -> str:
-        """Return a fingerprint of some files and of what else depends on them."""
-        return fingerprint(basis, *self.paths[rows], self.stats[:, rows].tobytes())
+    def digest(self, rows: slice, basis: bytes = b"") -> str:
+        """Return a digest of some files, and of ``basis``."""
+        return short_digest(basis, *self.paths[rows], self.stats[:, rows].tobytes())
 
 
 Described = tuple[str, Listing | None, str]
@@ -46,7 +47,7 @@ Described = tuple[str, Listing | None, str]
 def list_paths(
     paths: Sequence[str], root: str, stats: npt.NDArray[np.int64] | None = None
 ) -> Listing:
-    """List the files of a dataset; of remote ones ``stats`` are known."""
+    """List the files of a dataset. For remote files ``stats`` are given."""
     prefix = os.fsencode(os.path.join(local_path(root), "")) if root else b""
     # A relative root may have absolute paths below it.
     full = os.fsencode(os.path.join(os.path.abspath(local_path(root)), "")) if root else b""
@@ -60,19 +61,22 @@ def list_paths(
 
 
 def _stat_files(paths: Sequence[str]) -> npt.NDArray[np.int64]:
-    """Return size and time of files, (N, 2)."""
+    """Return size and time of files, (N, 2); -1 for a file that does not exist."""
     stats = np.full((len(paths), 2), -1, np.int64)
     for row, path in enumerate(paths):
         try:
             found = with_retries(os.stat, path)
         except (OSError, ValueError) as problem:  # no such file, or not the name of a file
-            if fault_of(problem) == "machine":
+            if fault_of(problem) == "machine":  # the file may well exist, and its shard be valid
                 raise
         else:
             stats[row] = found.st_size, found.st_mtime_ns
     return stats
 
 
-def fingerprint(*parts: bytes) -> str:
-    """Return a short SHA-256 of several texts, none of which holds a zero byte but the last."""
+def short_digest(*parts: bytes) -> str:
+    """Return a short SHA-256 of several parts, of which only the last may hold a zero byte.
+
+    64 bits are enough: names differ by chance with 2**-64, and nobody gains from a collision.
+    """
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:_CHARACTERS]

@@ -12,6 +12,7 @@ from fastdata.stores.kept import Layout
 from fastdata.stores.writer import StoredPart
 
 VERSION = 9
+"""Number of the format. A cache of another format is built again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +50,8 @@ def from_json(kind: Any, value: Any) -> Any:
     """
     origin = typing.get_origin(kind)
     arguments = typing.get_args(kind)
-    if kind is Any or value in arguments:  # of a Literal
+    # A builder by type hints would let JSON's 1 be a bool and "yes" be true: types are compared.
+    if kind is Any or value in arguments:  # one of a Literal
         return value
     if types.NoneType in arguments:
         return None if value is None else from_json(arguments[0], value)

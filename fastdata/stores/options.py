@@ -1,4 +1,8 @@
-"""Options of a dataset: names, defaults and meanings, each defined once."""
+"""Options of a dataset: their names, defaults and meanings, each defined once.
+
+A new option goes into ``Options``, with its default, and into ``DatasetOptions``, with its meaning:
+``help`` of each dataset, its signature and its errors follow from these.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from fastdata.pixels.resize import Bound
 from fastdata.sources.storage_options import StorageOptions
 from fastdata.stores.source_codec import SOURCE
 
-Storage = Literal["auto", "device", "shared", "compressed", "disk", "none"]
+RequestedStorage = Literal["auto", "device", "shared", "compressed", "disk", "none"]
 
 OnError = Literal["raise", "skip"]
 
@@ -26,7 +30,7 @@ _Dataset = TypeVar("_Dataset")
 class Options:
     """Options of a dataset: ``DatasetOptions`` with their defaults, and a few internal ones."""
 
-    storage: Storage = "auto"
+    storage: RequestedStorage = "auto"
     codec: Any = "auto"
     resize: Bound | None = None
     cache_dir: AnyPath | None = None
@@ -41,7 +45,7 @@ class Options:
     frozen: bool = False
     """Of ``CachedDataset``: keep one draw of each item of a dataset that draws at random."""
     at_once: bool = False
-    """True if all samples are prepared now, and none on its first read."""
+    """True if all samples are prepared now, and none when it is first read."""
     cores: Collection[int] = ()
     """Cores of all ranks, if this process prepares for all of them."""
     engine: str | Executor = "local"
@@ -49,7 +53,7 @@ class Options:
     shard_bytes: int | str | None = None
 
     def __post_init__(self) -> None:
-        if self.storage_options is not None:
+        if self.storage_options is not None:  # hidden from messages and pickles from here on
             object.__setattr__(self, "storage_options", StorageOptions(self.storage_options))
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
@@ -93,7 +97,7 @@ class Options:
         return self.codec if isinstance(self.codec, (tuple, list)) else (self.codec,)
 
 
-_CHOICES = {"storage": get_args(Storage), "on_error": get_args(OnError)}
+_CHOICES = {"storage": get_args(RequestedStorage), "on_error": get_args(OnError)}
 
 
 class DatasetOptions(TypedDict, total=False):
@@ -147,7 +151,7 @@ class DatasetOptions(TypedDict, total=False):
             free there; what was needed least lately leaves first.
     """
 
-    storage: Storage
+    storage: RequestedStorage
     codec: Any
     resize: Bound | None
     cache_dir: AnyPath | None
@@ -166,7 +170,7 @@ def with_options(dataset: type[_Dataset]) -> type[_Dataset]:
     init: Any = dataset.__init__
     shown = inspect.signature(init)
     defaults = inspect.signature(Options).parameters
-    *own, _ = shown.parameters.values()  # which is **options
+    *own, _ = shown.parameters.values()  # the last is **options
     options = [defaults[name] for name in DatasetOptions.__annotations__]
     init.__signature__ = shown.replace(parameters=[*own, *options])
     meanings = (inspect.getdoc(DatasetOptions) or "").partition("Attributes:\n")[2]

@@ -73,14 +73,14 @@ def prepare_storage(
     Args:
         preparer: reads and prepares samples.
         options: of the dataset.
-        table: paths and targets where they are known beforehand; else targets come from the source.
+        table: paths and targets, if they are known beforehand; else targets come from the source.
         old: samples that these replace. They are dropped first if both do not fit into memory raw.
     """
     if options.storage == "none" or not len(preparer.source):
         if options.on_error == "skip":
             warn_user(
-                "on_error='skip' leaves out what cannot be prepared; storage='none' finds out only "
-                "when it reads"
+                "on_error='skip' leaves out samples that cannot be prepared, but storage='none' "
+                "finds out only when it reads them"
             )
         reason = "storage='none': samples are prepared on every read"
         return Prepared(storage_plan=StoragePlan(storage="none", reason=reason))
@@ -100,12 +100,14 @@ def prepare_storage(
         return replace(prepared, storage_plan=plan._replace(reason=reason))
     if met is None:
         return _store_in_memory(expected, options, table, old)
+    # The others wait until the leader tells them, or leaves: whatever happens, it does one of these.
     with ExitStack() as cleanup:
         cleanup.callback(met.close)
         prepared = _store_in_memory(expected, replace(options, cores=cores_of_job()), table, old)
         if prepared.kept is not None:
             met.tell(prepared, known)
             cleanup.pop_all()
+            # The samples hold the leader, so that ranks can come as long as there are samples.
             prepared = replace(prepared, kept=replace(prepared.kept, shared_by=met))
     return prepared
 
@@ -116,6 +118,7 @@ def _store_in_memory(
     table: SampleTable | None,
     old: OldSamples | None,
 ) -> Prepared:
+    """Choose a storage in memory and fill it; choose again if samples need more than forecast."""
     budget = _budget(options, is_shared=bool(options.cores))
     need_bytes = expected.raw.need_bytes
     if old is not None and need_bytes + old.size_bytes > budget.bytes:
@@ -123,6 +126,7 @@ def _store_in_memory(
         budget = _budget(options, is_shared=bool(options.cores))
     trials = None
     refused = ""
+    # Each round that fails takes away one choice: raw samples, then one codec after the other.
     while True:
         if trials is None and (options.storage == "compressed" or need_bytes > budget.bytes):
             trials = try_codecs(probe_more(expected.preparer), options.codec)
@@ -140,7 +144,7 @@ def _store_in_memory(
         log.info("%s", plan.reason)
         trial = next((it for it in trials or () if it.codec == plan.codec), expected.raw)
         try:
-            return _write(
+            return _write_stores(
                 expected, options, table, plan, expected.plan_writers(trial, budget.bytes)
             )
         except MemoryBudgetError as error:  # samples are larger than those that were probed
@@ -151,21 +155,22 @@ def _store_in_memory(
                     f"{str(error).rstrip('.')}. {would_fit(trials, budget)}"
                 ) from error
             refused = str(error).partition(". ")[0]
-            need_bytes = budget.bytes + 1
+            need_bytes = budget.bytes + 1  # raw samples are no choice any more
 
 
-def _write(
+def _write_stores(
     expected: Forecast,
     options: Options,
     table: SampleTable | None,
     plan: StoragePlan,
     plans: Sequence[WriterPlan],
 ) -> Prepared:
+    """Write samples as planned, or let them wait for their first read."""
     preparer = expected.preparer
     indices = range(expected.count)
     stores: list[Store]
     skipped = []
-    # Samples wait for their first read where their size is certain and none is left out; those of
+    # Samples wait for their first read if their size is certain and none may be left out. Those for
     # a device are copied there at once.
     is_certain = (
         preparer.by_core is not None and preparer.shape is not None and plan.storage == "shared"
@@ -191,12 +196,14 @@ def _write(
 
 
 def _budget(options: Options, *, is_shared: bool) -> Budget:
+    """Return the memory that samples may take; each rank has a part, unless they share them."""
     return budget_bytes(
         limits.available_bytes(), options.memory_limit, ranks=1 if is_shared else local_ranks()
     )
 
 
 def warn_of_skipped(skipped: Sequence[SampleError], count: int) -> None:
+    """Warn of samples that were left out; an IngestError if there are too many."""
     if skipped:
         check_skipped({error.index: error for error in skipped}, count)
         warn_user(
@@ -206,6 +213,7 @@ def warn_of_skipped(skipped: Sequence[SampleError], count: int) -> None:
 
 
 def report_storage(preparer: Preparer, options: Options) -> StorageReport:
+    """Try every codec on a few samples, for the user to compare."""
     expected = probe_more(preparer)
     return StorageReport(
         raw_bytes=expected.raw.need_bytes,

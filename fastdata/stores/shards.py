@@ -1,8 +1,8 @@
 """Shards of a cache, each written by one task, in this or any other process.
 
-The bytes of a shard follow from its samples alone, whoever writes them. Last a task writes the
-receipt, ``shard-<name>.npz``, the index of the shard's samples. A shard whose receipt and files are
-there is complete, and is not written again.
+The bytes of a shard follow from its samples alone, whoever writes them. A task writes the shard
+manifest, ``shard-<name>.npz``, last: a shard whose manifest and files exist is complete, and is not
+written again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fastdata.sources.files import FileSource
 from fastdata.sources.local_files import fleeting_folder
 from fastdata.sources.remote import Place
 from fastdata.stores.cache import Cache
-from fastdata.stores.disk import receipt_name
+from fastdata.stores.disk import shard_manifest_name
 from fastdata.stores.engines import run_elsewhere
 from fastdata.stores.ingest import Written, ingest, ingest_workers, run_preparing
 from fastdata.stores.manifest import Manifest
@@ -54,6 +54,7 @@ def samples_per_shard(count: int, need_bytes: int, shard_bytes: int | str | None
     It is a power of 2, so that the borders of shards stay when a few samples come or go.
     """
     if shard_bytes is None:
+        # Of a small dataset there are few shards, then 64 that grow, then more of the same size.
         size_bytes = min(max(need_bytes / _GOOD_SHARDS, _LEAST_BYTES), _GOOD_BYTES)
     else:
         size_bytes = max(parse_bytes(shard_bytes, of=0), 1)
@@ -73,11 +74,11 @@ def may_stay_out(
 ) -> bool:
     """Return True if samples may be left out, and none of those left out can be read now.
 
-    Samples whose bytes are damaged are not tried again. ``first_index`` is added to the index of
-    each error.
+    ``first_index`` is added to the index of each error.
     """
     if skipped and options.on_error != "skip":
         return False
+    # A missing file may be there now, but damaged bytes stay damaged.
     left_out = [first_index + error.index for error in skipped if error.may_pass]
     with suppress(RemoteError, IngestError):  # the machine or network fails: not now
         return all(isinstance(read, SampleError) for read in read_samples(preparer, left_out))
@@ -120,10 +121,10 @@ class ShardWriter:
     place: Place
 
     def __call__(self, task: ShardTask) -> bytes:
-        """Write the files of a shard, and last its receipt, which is returned."""
+        """Write the files of a shard, and then its manifest, which is returned."""
         preparer = self.preparer
         if multiprocessing.parent_process() is not None:
-            # There is a process for each core, and a forked OpenMP pool would hang.
+            # An executor has a process for each core, and an OpenMP pool that is forked hangs.
             torch.set_num_threads(1)
         if task.columns is not None:
             assert isinstance(preparer.source, FileSource)
@@ -132,8 +133,8 @@ class ShardWriter:
             folder = Path(self.place.url)
             if self.place.is_remote:
                 folder = cleanup.enter_context(fleeting_folder())
-            # Two tasks may write the same shard, as after a lost node: each writes files of its own
-            # and renames them in the end. Their bytes are equal, so the order does not matter.
+            # Two tasks may write the same shard, as after a lost node. Each writes files with names
+            # of its own and renames them in the end: their bytes are equal, so any order is right.
             fresh = uuid.uuid4().hex
             new_paths = [folder / f"{fresh}.{number}" for number in range(len(self.plans))]
             plans = [
@@ -143,16 +144,18 @@ class ShardWriter:
             for store in stores:
                 cleanup.callback(store.close)
             shard = self._make_index(task, stores, written)
-            receipt = shard.pack()
+            packed = shard.pack()
             for new, [name] in zip(new_paths, shard.files(), strict=True):
                 if self.place.is_remote:
                     self.place.upload(name, new)
                 else:
                     new.replace(folder / name)
-            self.place.write(receipt_name(task.name), receipt)
-        return receipt
+            # Only now: whoever finds the manifest finds the files, too.
+            self.place.write(shard_manifest_name(task.name), packed)
+        return packed
 
     def _make_index(self, task: ShardTask, stores: Sequence[Store], written: Written) -> Cache:
+        """Make the index of a shard that was just written."""
         kept = np.zeros(len(task.positions), bool)
         kept[list(written.targets)] = True
         errors = [error for _, error in sorted(written.errors.items())]
@@ -202,13 +205,14 @@ class ShardWriter:
 
     def _complete(self, tasks: Sequence[ShardTask]) -> dict[str, Cache]:
         """Return the shards that are complete already, by name."""
+        # One listing, and all manifests asked for at once: behind a URL each answer takes a while.
         sizes = file_sizes(self.place)
-        found = [task for task in tasks if receipt_name(task.name) in sizes]
-        asked = [self.place.submit(receipt_name(task.name)) for task in found]
+        found = [task for task in tasks if shard_manifest_name(task.name) in sizes]
+        asked = [self.place.submit(shard_manifest_name(task.name)) for task in found]
         complete = {}
-        for task, receipt in zip(found, asked, strict=True):
+        for task, reading in zip(found, asked, strict=True):
             with suppress(Exception):  # reading somebody else's bytes may raise anything
-                shard = Cache.unpack(self.place, receipt.result())
+                shard = Cache.unpack(self.place, reading.result())
                 is_whole = all(files.items() <= sizes.items() for files in shard.files())
                 is_whole &= shard.shard_names == [task.name]
                 first = task.positions[0]
@@ -217,9 +221,11 @@ class ShardWriter:
         return complete
 
     def _run(self, tasks: Sequence[ShardTask]) -> Generator[bytes, None, None]:
-        """Write shards, and yield the receipt of each when it is written."""
+        """Write shards, and yield the manifest of each when it is written."""
         workers = ingest_workers(self.options)
         engine = self.options.engine
+        # Workers that write shards side by side prepare each with one thread. An executor cannot be
+        # pickled, so tasks do not carry it.
         one_each = replace(self.options, prepare_workers=1, engine="local")
         alone = replace(self, options=one_each)
         if engine != "local":

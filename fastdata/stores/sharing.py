@@ -21,8 +21,20 @@ if TYPE_CHECKING:
 def share_with_ranks(
     expected: Forecast, options: Options, table: SampleTable | None, known: Sequence[Any]
 ) -> Leader | Follower | None:
-    """Return the leader of the ranks, or what it prepared; None if each rank is on its own."""
+    """Meet the other ranks of this machine that make the same dataset.
+
+    Args:
+        expected: forecast of the samples, which is part of their key.
+        options: of the dataset.
+        table: paths and targets, if they are known beforehand.
+        known: objects that every rank has itself, and that are not sent.
+
+    Returns:
+        the leader, if this process is to prepare for all; what the leader prepared; or None if each
+        rank prepares its own samples.
+    """
     run = find_run()
+    # Lightning starts the other ranks later, as children of this process.
     shared_run = run or future_run()
     if shared_run is None:
         return None
@@ -35,7 +47,10 @@ def share_with_ranks(
 
 
 def _key(expected: Forecast, options: Options, table: SampleTable | None) -> str:
-    """Return a key that ranks with the same samples share, for their n-th dataset of these.
+    """Return a key that is equal on all ranks for the n-th dataset of the same samples.
+
+    The probed samples are part of it: ranks that read different files under equal names, or draw
+    differently, do not share.
 
     Raises:
         ValueError: something cannot be described, and no ``cache_key`` stands for it.
@@ -63,9 +78,10 @@ the first, which this process leads."""
 
 
 def _describe(dataset: Any, cache_key: str | None) -> str:
+    """Describe a dataset by all that it holds, or else by the samples and targets that it lists."""
     try:
         return describe_dataset(dataset, cache_key)
     except ValueError:
         if not is_listed(dataset):
             raise
-        return describe_dataset(dataset, cache_key="")  # by its lists of samples and targets
+        return describe_dataset(dataset, cache_key="")

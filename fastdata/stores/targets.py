@@ -17,14 +17,13 @@ from fastdata.pixels.arrays import Array
 Columns = dict[str, Any]
 """Columns of an index by name: arrays, or the values of JSON."""
 
-
 _COLUMN_KINDS: dict[str, Callable[[Array], Any]] = {
     "number": np.asarray,
     "tensor": torch.from_numpy,
     "array": list,
     "scalar": list,
 }
-"""Kinds of targets that are one column of numbers, and how each is made of the column."""
+"""Kinds of targets that are one column of numbers, and what makes them of the column."""
 
 
 def pack_targets(targets: Sequence[Any] | Array) -> Columns:
@@ -46,6 +45,7 @@ def _pack_targets(targets: Sequence[Any] | Array, columns: Columns) -> Any:
         name = f"targets.{len(columns)}"
         columns[name] = found["targets"]
         return {kind: name}
+    # Tuples of one length become a column for each place, so that numbers in them stay compact.
     if {*map(type, targets)} == {tuple} and targets[0] and len({*map(len, targets)}) == 1:
         return [_pack_targets(place, columns) for place in zip(*targets, strict=True)]
     targets = list(targets)
@@ -65,6 +65,7 @@ def _pack_targets(targets: Sequence[Any] | Array, columns: Columns) -> Any:
 
 def _is_json(value: Any) -> bool:
     """Return True if JSON gives a value back as it is."""
+    # By its text, because 1 == 1.0 == True, and a tuple or an int key would come back as another.
     try:
         return repr(json.loads(json.dumps(value))) == repr(value)
     except (TypeError, ValueError):
@@ -92,4 +93,5 @@ def unpack_targets(packed: Any, columns: Columns, count: int) -> Any:
 
 
 def as_list(targets: Any) -> list[Any]:
+    """Return unpacked targets as Python values, one for each sample."""
     return list(targets.tolist() if isinstance(targets, np.ndarray) else targets)

@@ -40,6 +40,7 @@ def _coders_by_name(codec: Any, expected: Forecast) -> dict[str, Coders]:
         return {SOURCE: (expected.preparer.decoder,)}
     if codec == "auto":
         choices = _coders_by_name(SOURCE, expected)
+        # The codec of images is what matters; other parts, such as masks, shrink best with zstd.
         for name in KNOWN_CODECS:
             choices |= _coders_by_name((name, *["zstd"] * (parts - 1)), expected)
         return choices
@@ -53,6 +54,7 @@ def _coders_by_name(codec: Any, expected: Forecast) -> dict[str, Coders]:
 
 
 def _try(name: str, coders: Coders, expected: Forecast) -> CodecTrial:
+    """Measure the size and the decoding time of the probed samples; or say why that fails."""
     lossless = all(coder is None or coder.lossless for coder in coders)
     trial = CodecTrial(name, coders=coders, lossless=lossless)
     count = len(expected.probed)
@@ -67,7 +69,8 @@ def _try(name: str, coders: Coders, expected: Forecast) -> CodecTrial:
         part_bytes.append(math.ceil(sum(map(len, encoded)) / count * expected.count))
         assert coder is not None
         out = np.empty_like(samples[0])
-        coder.decode(memoryview(encoded[0]), out)  # warms up
+        # Not timed: the first call may import a library.
+        coder.decode(memoryview(encoded[0]), out)
         begun = time.perf_counter()
         for data, sample in zip(encoded, samples, strict=True):
             coder.decode(memoryview(data), np.empty_like(sample))

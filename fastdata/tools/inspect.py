@@ -69,7 +69,7 @@ def _inspect(place: Place, *, verify: bool = False) -> Inspected:
     problems = []
     try:
         cache = Cache.read(place)
-        if cache.lacks_receipts():
+        if cache.lacks_shard_manifests():
             problems.append("a shard is damaged, which the next run writes again")
         for number in range(len(cache.manifest.parts)):
             # Opening checks the files; samples are checked one by one, so that all damage is found.
