@@ -471,7 +471,7 @@ def test_a_rank_that_came_as_the_leader_left_meets_the_next_one(
                 leaders[0].close()
                 leaders.append(lead_with(plain))
             else:  # this rank waits for the next one
-                leaders[1].tell("prepared", ())
+                leaders[1].publish("prepared", ())
         plain(file, how)
 
     def lead_with(flock: Any) -> Any:

@@ -46,9 +46,11 @@ def obstacle_to_forks() -> str:
     """Return which open file a forked process could not use; empty if there is none.
 
     A file cannot be opened again if another user opened it, or if its permissions were changed
-    afterwards. Nothing is opened here: closing a file drops the locks that this process has on it,
-    such as those of a database. LMDB notes its readers in a lock file, by process: it says itself
-    that an environment must not be used after a fork, which without locks does no harm.
+    afterwards. LMDB notes its readers in a lock file, by process: an environment with locks must
+    not be used after a fork.
+
+    Nothing is opened to find out: closing a file drops the POSIX locks that this process has on it,
+    such as those of a database.
     """
     try:
         files = _files_with_a_position()
@@ -90,10 +92,11 @@ def _files_with_a_position() -> dict[int, int]:
             streams.append(os.fstat(fd))
     files = {}
     for fd in map(int, os.listdir(_DESCRIPTORS)):
-        with contextlib.suppress(OSError):  # closed meanwhile, such as what listed the folder
+        with contextlib.suppress(OSError):  # closed since, such as what listed the folder
             flags = fcntl.fcntl(fd, fcntl.F_GETFL)
             access = flags & os.O_ACCMODE
             status = os.fstat(fd)
+            # Logs are opened for appending: all processes go on writing at their end.
             is_read = access != os.O_WRONLY and not flags & (os.O_APPEND | os.O_PATH)
             is_stream = any(os.path.samestat(status, stream) for stream in streams)
             is_memory = os.readlink(_link(fd)).startswith(_OWN_MEMORY)

@@ -65,15 +65,19 @@ _SELF_LAUNCHED = ("lightning", "pytorch_lightning", "lightning_fabric")
 
 
 class Rank(NamedTuple):
+    """The number of this process among all of its run, from 0 on."""
+
     rank: int
     world_size: int
 
 
 def find_rank(rank: int | None = None, world_size: int | None = None) -> Rank:
-    """This process's rank, as given, by ``torch.distributed`` or the launcher; else (0, 1).
+    """Return the rank of this process: as given, from ``torch.distributed`` or the launcher.
+
+    Without any of these it is 0 of 1.
 
     Raises:
-        ValueError: there is no such rank.
+        ValueError: the rank is not below the world size.
     """
     found = _known_rank() or Rank(0, 1)
     rank = found.rank if rank is None else rank
@@ -96,7 +100,7 @@ def _known_rank() -> Rank | None:
 
 
 def local_ranks() -> int:
-    """How many ranks share this machine, as the launcher says; 1 where none says so."""
+    """Return the number of ranks on this machine, from the launcher; 1 without one."""
     for *_, name in _LAUNCHERS:
         found = re.match(r"0*[1-9]\d*", os.environ.get(name, ""))  # Slurm's "4(x2)": on two nodes
         if found is not None:
@@ -105,9 +109,10 @@ def local_ranks() -> int:
 
 
 def find_run() -> str | None:
-    """A name that only the ranks of this run have; None where there are no others to meet."""
+    """Return a name that only the ranks of this run share; None if there are no other ranks."""
     rank = _known_rank()
-    is_lightnings = {"LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys()  # who has no RANK
+    # Lightning starts its ranks without the variable RANK.
+    is_lightnings = {"LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys()
     is_alone = not is_lightnings if rank is None else rank.world_size == 1
     if is_alone or get_worker_info() is not None or not sys.platform.startswith("linux"):
         return None
@@ -116,9 +121,10 @@ def find_run() -> str | None:
 
 
 def future_run() -> str | None:
-    """A name for the run that this process may become rank 0 of.
+    """Return a name for a run of which this process may become rank 0; None if that cannot be.
 
-    Lightning makes the datasets first, and then starts the other ranks as its children.
+    Lightning makes the datasets first, and then starts the other ranks as its children. They find
+    this name by the number of their parent.
     """
     is_worker = multiprocessing.parent_process() is not None or get_worker_info() is not None
     if is_worker or sys.modules.keys().isdisjoint(_SELF_LAUNCHED):
@@ -131,34 +137,41 @@ def _process_name(pid: int) -> str:
 
 
 def cores_of_job() -> set[int]:
-    """The cores that all ranks of this run may use together: those of their parent, too."""
+    """Return the cores that all ranks of this run may use together.
+
+    A launcher may bind each rank to a few cores. Together they may use those of their parent.
+    """
     cores = os.sched_getaffinity(0)
     with contextlib.suppress(OSError):
         cores |= os.sched_getaffinity(os.getppid())
     return cores
 
 
-# The meeting
-
-
 class Follower(NamedTuple):
-    """What the leader, ``"rank 0 (process 123)"``, has prepared."""
+    """A rank that attaches to what the leader has prepared."""
 
     value: Any
-    leader: str
+    leader: str  # such as "rank 0 (process 123)"
 
 
 class Leader:
-    """The rank that prepares for all of a machine. Pickles as None."""
+    """The rank that prepares for all ranks of a machine. Pickles as None.
+
+    It holds the lock of the file until it publishes. From then on the file has handles of its
+    memory, which others read until ``close``.
+    """
 
     def __init__(self, fd: int, path: Path) -> None:
         self._fd = fd
-        self._end = weakref.finalize(self, _leave, fd, path, os.getpid())
+        self._end = weakref.finalize(self, _end_meeting, fd, path, os.getpid())
 
-    def tell(self, value: Any, known: Sequence[Any]) -> None:
-        """Let the others have it, and those to come, until ``close``.
+    def publish(self, value: Any, known: Sequence[Any]) -> None:
+        """Give a value to all ranks that wait, and to those that come before ``close``.
 
-        ``known`` is what every rank has of its own: it is told by its place there.
+        Args:
+            value: what was prepared.
+            known: objects that each rank has itself, such as the user's dataset. Only their places
+                in this sequence are pickled.
         """
         places = {id(each): place for place, each in enumerate(known) if each is not None}
         data = io.BytesIO()
@@ -171,27 +184,35 @@ class Leader:
         fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def close(self) -> None:
-        """Let nobody attach any more. Idempotent; nothing in a forked process."""
+        """Let no further rank attach. Idempotent; does nothing in a forked process."""
         self._end()
 
     def __reduce__(self) -> Any:
         return type(None), ()
 
 
-def _leave(fd: int, path: Path, pid: int) -> None:
+def _end_meeting(fd: int, path: Path, pid: int) -> None:
     if os.getpid() == pid:
         path.unlink(missing_ok=True)
-        fcntl.flock(fd, fcntl.LOCK_UN)  # which a forked process may have, too
+        # Closing would not unlock: a forked process may share the descriptor.
+        fcntl.flock(fd, fcntl.LOCK_UN)
     os.close(fd)
 
 
 def lead_or_follow(run: str, key: str, known: Sequence[Any]) -> Leader | Follower | None:
-    """Be the first of the ranks that make the same dataset, or wait for what the first prepares.
+    """Become the leader of the ranks that make the same dataset, or wait for what it prepares.
 
-    None, with a warning, where they cannot meet.
+    Args:
+        run: name of the run.
+        key: of the dataset.
+        known: as for ``Leader.publish``.
+
+    Returns:
+        None, with a warning, if ranks cannot meet here.
     """
     try:
         folder = _meeting_folder()
+        # Rank 0 of Lightning has prepared as the future run of its own process number.
         parent = folder / _meeting_name(_process_name(os.getppid()), key)
         found = _read_handles(parent, known) if parent.exists() else None
         return found or _meet(folder / _meeting_name(run, key), known)
@@ -207,7 +228,9 @@ def _meet(path: Path, known: Sequence[Any]) -> Leader | Follower:
     while True:
         with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "wb") as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # waits while another rank prepares
-            if not os.fstat(file.fileno()).st_nlink:  # its leader has left meanwhile
+            # The leader may have removed the file between our open and our lock. Then the lock is
+            # on a file that no other rank can find.
+            if not os.fstat(file.fileno()).st_nlink:
                 continue
             found = _read_handles(path, known)
             if found is not None:
@@ -218,20 +241,28 @@ def _meet(path: Path, known: Sequence[Any]) -> Leader | Follower:
 
 
 def _read_handles(path: Path, known: Sequence[Any]) -> Follower | None:
-    """None where nothing is told, not all yet, or the process that told it has ended."""
+    """Read what a leader has published; None if it has not, or has ended.
+
+    Unpickling is safe here: the folder is this user's alone.
+    """
     with path.open("rb") as file:
-        told_by = file.readline().split()
+        leader = file.readline().split()
         unpickler = pickle.Unpickler(file)
         unpickler.persistent_load = known.__getitem__  # type: ignore[method-assign]
         try:
             value = unpickler.load()
         except (EOFError, pickle.UnpicklingError, StoreGoneError):
             return None
-    pid, rank = map(int, told_by)
+    pid, rank = map(int, leader)
     return Follower(value, f"rank {rank} (process {pid})")
 
 
 def _meeting_folder() -> Path:
+    """Return the folder for files of ranks, which no other user may read or write.
+
+    Raises:
+        PermissionError: another user may.
+    """
     folder = Path(tempfile.gettempdir(), f"fastdata-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
@@ -241,14 +272,18 @@ def _meeting_folder() -> Path:
 
 
 def _meeting_name(run: str, key: str) -> str:
-    """Of the machine since it was started, the processes seen here, the run and the dataset."""
+    """Return the name of a file for the ranks of a run that make the same dataset.
+
+    It also depends on when the machine was started, and on the process namespace: process numbers
+    are valid only there.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()
     text = f"{boot}\n{os.stat('/proc/self/ns/pid').st_ino}\n{run}\n{key}"
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _sweep(own: Path) -> None:
-    """Remove what killed leaders left."""
+    """Remove the files of leaders that were killed."""
     for path in own.parent.iterdir():
         with contextlib.suppress(OSError), path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

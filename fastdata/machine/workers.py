@@ -37,18 +37,13 @@ from fastdata.errors import IngestError
 from fastdata.machine.open_files import obstacle_to_forks, take_own_positions
 from fastdata.report import log, warn_user
 
-if sys.platform != "win32":
-    pass
-
-
 _T = TypeVar("_T")
-
 Job = Callable[[Any], Any]
-
 _PARENT_CHECK_S = 1.0
-
-
-# Workers
+_NUMPY_SEEDS = 1 << 32
+_TORCH_SEEDS = 1 << 63
+_NOT_LINUX = "processes are forked only on Linux"
+_DAEMON = "a daemon process may not start others"
 
 
 def run_tasks(
@@ -60,16 +55,16 @@ def run_tasks(
     is_thread_safe: bool = True,
     cores: Collection[int] = (),
 ) -> Generator[_T, None, None]:
-    """Yield what the job returns for each task, in order; close the generator to end the workers.
+    """Yield the result of the job for each task, in order. Close the generator to end the workers.
 
     Args:
-        job: called with one task; what it raises is raised here.
-        tasks: can be pickled, and say as text what they are.
-        workers: below 2 the job runs in the thread that asks.
+        job: called with one task. What it raises is raised here.
+        tasks: can be pickled; their text is shown in errors.
+        workers: number of threads or processes; below 2 the job runs in the calling thread.
         forks: run the job in forked processes if that is possible, because it holds the GIL.
         is_thread_safe: True if several threads may run the job at once. If not, and if it cannot
-            run in forked processes, it runs in the thread that asks, one task after the other.
-        cores: that workers may use, where those of this process are fewer.
+            run in forked processes, it runs in the calling thread, one task after the other.
+        cores: that workers may use, if this process is bound to fewer.
 
     Raises:
         IngestError: a worker died.
@@ -81,7 +76,7 @@ def run_tasks(
             return
         if not is_thread_safe:
             workers = 1
-        _say_slower(obstacle, is_thread_safe=is_thread_safe)
+        _tell_slower(obstacle, is_thread_safe=is_thread_safe)
     if workers > 1:
         yield from _run_in_threads(job, tasks, workers, cores)
     else:
@@ -99,7 +94,7 @@ def _run_in_processes(
                 yield settle(answer)
                 done += 1
         except BrokenProcessPool:
-            pool.shutdown()  # by when it has ended the others, too
+            pool.shutdown()  # waits until the other processes have ended, too
             raise _loss(children, tasks[done : done + 2 * workers]) from None
 
 
@@ -114,7 +109,7 @@ def _run_in_threads(
 
 
 def _obstacle_to_forks() -> str:
-    """Return why no processes can be forked that do the same as this one; empty if they can."""
+    """Return why a forked process could not do the same work as this one; empty if it can."""
     if not sys.platform.startswith("linux"):
         return _NOT_LINUX
     if multiprocessing.current_process().daemon:
@@ -126,12 +121,7 @@ def _obstacle_to_forks() -> str:
     return obstacle_to_forks()
 
 
-_NOT_LINUX = "processes are forked only on Linux"
-
-_DAEMON = "a daemon process may not start others"
-
-
-def _say_slower(obstacle: str, *, is_thread_safe: bool) -> None:
+def _tell_slower(obstacle: str, *, is_thread_safe: bool) -> None:
     how = "by threads" if is_thread_safe else "one after the other in this process"
     text = f"samples are prepared {how}, which may be slower: {obstacle}"
     if obstacle in (_NOT_LINUX, _DAEMON):  # the user cannot change it
@@ -141,8 +131,8 @@ def _say_slower(obstacle: str, *, is_thread_safe: bool) -> None:
 
 
 def _loss(children: Sequence[BaseProcess], tasks: Sequence[Any]) -> IngestError:
-    """What is to be said of a worker that died, while about these were prepared."""
-    ended = -signal.SIGTERM  # as the others are by the pool
+    """Return the error for a worker that died while about these tasks were done."""
+    ended = -signal.SIGTERM  # the pool ends the other workers so
     code = next((it.exitcode for it in children if it.exitcode not in (0, None, ended)), ended)
     how = f"ended with exit code {code}"
     if code < 0:
@@ -159,59 +149,62 @@ def _loss(children: Sequence[BaseProcess], tasks: Sequence[Any]) -> IngestError:
 def forked(
     job: Job, workers: int = 1, cores: Collection[int] = (), *, threads: int | None = None
 ) -> Iterator[tuple[ProcessPoolExecutor, Sequence[BaseProcess]]]:
-    """Forked processes in which ``attempt_job`` runs the job, and which have so many threads each.
+    """Fork processes in which ``attempt_job`` runs the job.
 
-    They, and the processes that they start, are killed in the end.
+    They, and the processes that they start, are killed in the end. Each has ``threads`` threads for
+    torch's operations.
     """
     creator = os.getpid()
     context = multiprocessing.get_context("fork")
     pool = ProcessPoolExecutor(workers, context, _begin, (job, creator, cores, threads))
     children: list[BaseProcess] = []
     try:
-        # Ctrl-C waits till then: Python drops exceptions in the hooks that run around a fork.
+        # Ctrl-C is blocked for the fork: Python drops exceptions in the hooks that run around it.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            with warnings.catch_warnings():  # of threads: a child runs only our loop
+            # Python warns of forks with threads. A child runs only our loop, and takes no lock that
+            # another thread may hold.
+            with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)
-                pool.submit(os.getpid)  # which forks all of them
+                pool.submit(os.getpid)  # forks all of them
         finally:
             children += pool._processes.values()
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         yield pool, children
     finally:
         if os.getpid() == creator:
-            for child in children:  # they hold nothing that needs an orderly end
+            # Killed at once: they hold nothing that needs an orderly end.
+            for child in children:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(cast("int", child.pid), signal.SIGKILL)
-                child.kill()  # where it has not yet made a group
-            with contextlib.suppress(RuntimeError):  # of a thread that could not be started
+                child.kill()  # for one that has no process group yet
+            with contextlib.suppress(RuntimeError):  # its thread could not be started
                 pool.shutdown(cancel_futures=True)
 
 
 _job: Job
-"""Of a forked worker."""
-
-_NUMPY_SEEDS = 1 << 32
-
-_TORCH_SEEDS = 1 << 63
+"""The job of a forked worker, which inherits it without pickling."""
 
 
 def _begin(job: Job, parent_pid: int, cores: Collection[int], threads: int | None) -> None:
+    """Prepare a forked process for its job."""
     global _job
     try:
         take_own_positions()
         _job = job
     except OSError as problem:
         _job = functools.partial(_refuse, str(problem))
-    os.setpgid(0, 0)  # so that what it starts is ended with it, all at once
+    os.setpgid(0, 0)  # processes that it starts are killed with its group
     _use_cores(cores)
     multiprocessing.current_process().name = "fastdata-ingest"
-    # Ctrl-C is the parent's, which ends this process.
+    # Ctrl-C reaches the parent, too, which then ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    gc.freeze()  # what the parent left to its garbage collector is the parent's to finalise
+    # Garbage of the parent must not be finalised here, too: it may close what the parent uses.
+    gc.freeze()
     if threads:
-        torch.set_num_threads(threads)  # this process only: a forked OpenMP pool would hang
+        # In this process only. OpenMP's threads are not forked: an operation would wait for them.
+        torch.set_num_threads(threads)
     threading.Thread(target=_end_with_parent, args=(parent_pid,), daemon=True).start()
 
 
@@ -225,8 +218,8 @@ def _refuse(problem: str, _: Any) -> None:
 
 def _use_cores(cores: Collection[int]) -> None:
     if cores:
-        with contextlib.suppress(OSError):  # not permitted: those that there are
-            os.sched_setaffinity(0, cores)  # of this thread
+        with contextlib.suppress(OSError):  # not permitted: the cores stay as they were
+            os.sched_setaffinity(0, cores)  # of the calling thread
 
 
 def _end_with_parent(parent_pid: int) -> None:
@@ -236,10 +229,10 @@ def _end_with_parent(parent_pid: int) -> None:
 
 
 def attempt_job(task: Any, seed: int | None = None) -> bytes:
-    """Run the job of a forked worker; with a seed, it draws from generators that are seeded so.
+    """Run the job of a forked worker. With a seed, the global generators are seeded first.
 
-    Workers inherit the state of the global generators. Without seeds, what one of them draws at
-    random would be what each of the others draws. Torch seeds its workers alike.
+    Workers inherit the state of the global generators. Without seeds, all of them would draw the
+    same numbers. torch seeds its workers in the same way.
     """
     if seed is not None:
         random.seed(seed)
@@ -249,9 +242,9 @@ def attempt_job(task: Any, seed: int | None = None) -> bytes:
 
 
 def attempt(job: Job, task: Any) -> bytes:
-    """What the job returns, or the error that it raises and its traceback, pickled for ``settle``.
+    """Run a job, and pickle its result, or its error and traceback, for ``settle``.
 
-    An error that cannot be pickled travels as text, and so does an exit.
+    An error that cannot be pickled is sent as text, and so is an exit.
     """
     try:
         return pickle.dumps((job(task), None, ""), protocol=5)
@@ -265,7 +258,7 @@ def attempt(job: Job, task: Any) -> bytes:
 
 
 def settle(answer: bytes) -> Any:
-    """Return or raise what was sent."""
+    """Return the result of an ``attempt``, or raise its error."""
     result, error, text = pickle.loads(answer)
     if error is not None:
         raise error from IngestError(text)

@@ -105,7 +105,7 @@ def prepare_storage(
         cleanup.callback(met.close)
         prepared = _store_in_memory(expected, replace(options, cores=cores_of_job()), table, old)
         if prepared.kept is not None:
-            met.tell(prepared, known)
+            met.publish(prepared, known)
             cleanup.pop_all()
             # The samples hold the leader, so that ranks can come as long as there are samples.
             prepared = replace(prepared, kept=replace(prepared.kept, shared_by=met))
