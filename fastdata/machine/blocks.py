@@ -101,18 +101,41 @@ class Block:
         waits for all of it.
         """
         more_bytes = size_bytes - self.reserved_bytes()
-        _check_available(more_bytes)
-        with _refusing(more_bytes):
+        self._check_free(more_bytes)
+        try:
             if at_once and hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(self.fd, 0, size_bytes)
             else:
                 os.ftruncate(self.fd, size_bytes)
+        except OSError as problem:
+            raise self._explained(problem, more_bytes) from None
         self.size_bytes = size_bytes
         self._map = None
 
     def reserved_bytes(self) -> int:
         """Return the size as it is now: other processes may have changed it."""
         return os.fstat(self.fd).st_size
+
+    # The next two are of memory; ``DiskFile`` has others, of a disk.
+
+    def _check_free(self, size_bytes: int) -> None:
+        """Refuse to reserve more than the machine has.
+
+        A memfd has no limit of its own: asked for more than there is, the kernel would fill the
+        machine and then kill.
+        """
+        if size_bytes < _CHECKED_BYTES:
+            return
+        available = limits.available_bytes()
+        if size_bytes > available.bytes:
+            free = format_bytes(available.bytes)
+            raise _refusal(size_bytes, f": {free} is free ({available.limited_by})")
+
+    def _explained(self, problem: OSError, size_bytes: int) -> Exception:
+        """Return a MemoryBudgetError if the system has no room for so many bytes, or ``problem``."""
+        if problem.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+            return problem
+        return _refusal(size_bytes, f" ({problem.strerror})")
 
     def write(self, offset: int, data: np.ndarray) -> None:
         """Copy a C-contiguous array to byte ``offset``.
@@ -127,11 +150,13 @@ class Block:
         if not hasattr(os, "pwrite"):
             self.array("uint8", (rest.nbytes,), offset)[:] = rest
             return
-        with _refusing(rest.nbytes):
+        try:
             while rest.nbytes:
                 written = os.pwrite(self.fd, rest, offset)
                 rest = rest[written:]
                 offset += written
+        except OSError as problem:
+            raise self._explained(problem, rest.nbytes) from None
 
     def array(self, dtype: str, shape: tuple[int, ...], offset: int = 0) -> np.ndarray:
         """View memory from byte ``offset`` on, without a copy; read-only if the block is sealed."""
@@ -139,8 +164,10 @@ class Block:
             if not self._close.alive:
                 raise StoreGoneError("the dataset was closed; create it again to read from it")
             how = _READ_ONLY if self.is_sealed else {"access": mmap.ACCESS_WRITE}
-            with _refusing(self.size_bytes):  # a limit of address space
+            try:
                 self._map = mmap.mmap(self.fd, self.size_bytes, **how)
+            except OSError as problem:  # a limit of address space
+                raise self._explained(problem, self.size_bytes) from None
         return np.frombuffer(self._map, dtype, math.prod(shape), offset).reshape(shape)
 
     def seal(self) -> None:
@@ -265,31 +292,6 @@ def _open_temporary() -> tuple[int, Path]:
                 stale.unlink()
     fd, path = tempfile.mkstemp(prefix=f"{_FILE_PREFIX}{os.getpid()}-")
     return fd, Path(path)
-
-
-def _check_available(size_bytes: int) -> None:
-    """Refuse to reserve more than the machine has.
-
-    A memfd has no limit of its own: asked for too much, the kernel would fill the machine and then
-    kill processes.
-    """
-    if size_bytes < _CHECKED_BYTES:
-        return
-    available = limits.available_bytes()
-    if size_bytes > available.bytes:
-        free = format_bytes(available.bytes)
-        raise _refusal(size_bytes, f": {free} is free ({available.limited_by})")
-
-
-@contextlib.contextmanager
-def _refusing(size_bytes: int) -> Iterator[None]:
-    """Raise a MemoryBudgetError if the system has no room for so many bytes."""
-    try:
-        yield
-    except OSError as problem:
-        if problem.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
-            raise
-        raise _refusal(size_bytes, f" ({problem.strerror})") from None
 
 
 def _refusal(size_bytes: int, why: str) -> MemoryBudgetError:

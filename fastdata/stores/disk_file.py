@@ -107,23 +107,17 @@ class DiskFile(Block):
         if size_bytes > free_bytes(self.path.parent):
             raise _full(self.path.parent, f"it needs {format_bytes(size_bytes)} more")
 
-    @contextlib.contextmanager
-    def _refusing(self, size_bytes: int) -> Iterator[None]:
-        """Turn an OSError into one that says what failed: mapping, writing, or a full disk."""
-        try:
-            with naming_full_disk(self.path.parent):
-                yield
-        except CacheError:
-            raise
-        except OSError as problem:
-            if not self.is_sealed:
-                raise CacheError(f"{self.path} cannot be written ({problem.strerror})") from None
-            raise MemoryBudgetError(
+    def _explained(self, problem: OSError, size_bytes: int) -> Exception:
+        if self.is_sealed:
+            return MemoryBudgetError(
                 f"the {format_bytes(size_bytes)} of {self.path} cannot be mapped "
                 f"({problem.strerror}), for which this process needs as much address space. Raise "
                 "that limit (ulimit -v), or that of open files (ulimit -n), or give storage='none' "
                 "or a smaller resize=."
-            ) from None
+            )
+        if problem.errno in _FULL:
+            return _full(self.path.parent, f"it ran out of room ({problem.strerror})")
+        return CacheError(f"{self.path} cannot be written ({problem.strerror})")
 
     def seal(self) -> None:
         """Write all of it to the disk."""

@@ -73,7 +73,9 @@ class Store:
         self.shapes = index["shapes"]
         self._file_of = index.get("files", np.broadcast_to(np.int32(0), len(self)))
         # Raw samples of one shape are rows of a table, one in each file; then each has these bytes.
-        self._row_bytes = spec.sample_bytes if decoder is None and spec.is_dense else 0
+        self._row_bytes = 0
+        if decoder is None and spec.shape is not None:
+            self._row_bytes = spec.sample_bytes
 
     @property
     def codec(self) -> str:

@@ -61,7 +61,7 @@ class StoredPart:
     @property
     def is_table(self) -> bool:
         """True if raw samples are rows of one array, which on disk is a ``.npy`` file."""
-        return self.codec is None and self.spec.is_dense
+        return self.codec is None and self.spec.shape is not None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,9 +123,10 @@ class Writer:
         size_bytes = 1  # an empty file cannot be mapped
         if plan.is_table and spec.shape is not None:
             head = _array_head((length, *spec.shape), spec.dtype)
-            size_bytes = head.size + length * spec.sample_bytes
-            index["offsets"] += head.size + np.arange(length) * spec.sample_bytes
-            index["sizes"] += spec.sample_bytes
+            sample_bytes = spec.sample_bytes
+            size_bytes = head.size + length * sample_bytes
+            index["offsets"] += head.size + np.arange(length) * sample_bytes
+            index["sizes"] += sample_bytes
             index["shapes"] += np.array(spec.shape, np.int32)
         if plan.path is None:
             index["is_there"] = np.zeros(length, np.bool_)  # ``LazyStore`` sets it
