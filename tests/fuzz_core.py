@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from fastdata.pixels.core.calls import CoreError, Keys, Samples, Table, describe_output, draw, serve
-from fastdata.pixels.core.library import layout
+from fastdata.pixels.core.library import load
 
 __all__ = ["run_once"]
 
@@ -61,7 +61,7 @@ class Fuzz:
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
         self.wild = self.pick(0.0, 0.0, 0.02, 0.2)
-        every = (name for name in layout().numbers if name.startswith("STEP_"))
+        every = (name for name in load().numbers if name.startswith("STEP_"))
         names = [name.removeprefix("STEP_").lower() for name in every]
         self.names = [
             name for name in names if name not in CHILDREN or self.rng.random() < self.wild
@@ -79,7 +79,7 @@ class Fuzz:
             counts.append(len(children))
             names += children
             depths += [depth + 1] * len(children)
-        table = np.zeros(len(names), layout().records["STEP"])
+        table = np.zeros(len(names), load().records["STEP"])
         first = 1
         for record, name, count in zip(table, names, counts, strict=True):
             self.fill(record, "sequence" if name == "timm_policy" else name)
@@ -104,7 +104,7 @@ class Fuzz:
 
     def fill(self, record: Any, name: str) -> None:
         """Give all fields of a step random values."""
-        record["code"] = layout().numbers[f"STEP_{name.upper()}"]
+        record["code"] = load().numbers[f"STEP_{name.upper()}"]
         record["fills"] = self.pick(1, 1, 1, 3)
         record["at"] = self.rng.integers(2**20)
         record["fill"] = [float(self.pick(0, 0, 9, 255)) for _ in range(4)]
@@ -167,13 +167,13 @@ def _serve(fuzz: Fuzz, table: Table, image: np.ndarray) -> str:
     if fuzz.pick(False, True):
         out = np.empty((1, height, width, channels), out.dtype).transpose(0, 3, 1, 2)
     source = np.array([image.ctypes.data], np.int64)
-    serve(Samples(source, shape), keys, [describe_output(table, out)])
+    serve(Samples(source, shape), keys, [describe_output(table, out)], first=0, last=1)
     return "served"
 
 
 def _pixels(op: Any) -> int:
     """Of the image that an op makes, where its record says so."""
-    numbers = layout().numbers
+    numbers = load().numbers
     if op["code"] == numbers["OP_WINDOW"]:
         size = op["window"]["box"]
     elif op["code"] == numbers["OP_RESIZE"]:

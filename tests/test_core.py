@@ -50,16 +50,16 @@ def test_the_level_is_what_the_system_says_of_the_cpu() -> None:
         )
     ):
         expected += expected == level + 1 and flags >= set(needed.split())
-    assert library.load().fastdata_cpu_level() == expected
+    assert library.load().functions.fastdata_cpu_level() == expected
 
 
 @needs_library
 def test_the_highest_level_that_the_cpu_has_is_opened(copy: Path) -> None:
     """Without the libraries of higher levels the next lower one serves; with one of a level too high, none does."""
-    level = library.load().fastdata_cpu_level()
+    level = library.load().functions.fastdata_cpu_level()
     for each in reversed(LIBRARIES):
         if int(each.stem[-1]) <= level:
-            assert library.open_library(copy)._name == str(copy / each.name)
+            assert library.open_library(copy).functions._name == str(copy / each.name)
         (copy / each.name).unlink()
     shutil.copy(LIBRARIES[0], copy / f"core-level9{library.ENDING}")
     with pytest.raises(OSError, match=f"needs a CPU with x86-64-v9; this one has x86-64-v{level}"):

@@ -373,4 +373,4 @@ def test_a_library_without_libjpeg_is_said_to_have_none() -> None:
     with pytest.raises(
         OSError, match=r"is not linked to a shared libjpeg-turbo: it has no jpeg_CreateDecompress"
     ):
-        Jpeg(load()._name)
+        Jpeg(load().functions._name)

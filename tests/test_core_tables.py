@@ -10,7 +10,7 @@ import pytest
 from torchvision import transforms as v1
 
 from fastdata.pixels.core.calls import CoreError, Keys, Table, draw
-from fastdata.pixels.core.library import layout
+from fastdata.pixels.core.library import load
 from fastdata.pixels.program import Program
 from fastdata.pixels.random_numbers import draw_integers, draw_uniform, sample_keys
 from fastdata.pixels.samples import SampleSpec
@@ -26,9 +26,9 @@ ONE = Keys(7, np.full(1, 2), np.zeros(1, np.int64))
 
 def steps_of(*codes: str) -> np.ndarray:
     """Records of steps whose other fields are 0."""
-    steps = np.zeros(len(codes), layout().records["STEP"])
+    steps = np.zeros(len(codes), load().records["STEP"])
     steps["fills"] = 1
-    steps["code"] = [layout().numbers[code] for code in codes]
+    steps["code"] = [load().numbers[code] for code in codes]
     return steps
 
 

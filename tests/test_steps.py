@@ -24,7 +24,7 @@ from torchvision.transforms import v2
 
 from conftest import shown
 from fastdata import AlternatingFlip, CachedDataset
-from fastdata.pixels.core.library import layout
+from fastdata.pixels.core.library import load
 from fastdata.pixels.known import known_name
 from fastdata.pixels.program import Program
 from fastdata.pixels.random_numbers import draw_integers, draw_uniform, sample_keys
@@ -585,7 +585,7 @@ class Script:
 
 def mixing_shares(ops: np.ndarray) -> tuple[float, np.ndarray]:
     """The weight of the image itself, and those of the chains."""
-    numbers = layout().numbers
+    numbers = load().numbers
     weights = [
         float(op["mix"]["weight"])
         for op in ops
@@ -634,7 +634,7 @@ def sides_of(records: np.ndarray) -> np.ndarray:
 
 def is_value(records: np.ndarray, kind: str) -> np.ndarray:
     """Where an op changes values in this way."""
-    numbers = layout().numbers
+    numbers = load().numbers
     kinds = records["value"]["kind"]
     return (records["code"] == numbers["OP_VALUE"]) & (kinds == numbers[kind])
 
@@ -950,7 +950,7 @@ def test_timm_crop(timm_data: Any, interpolation: str) -> None:
     records = program_of(step, store).draw(np.arange(40), EPOCH, SEED, shapes)
     seen = set()
     drawn = records[records["code"] > 0]
-    filters = {layout().numbers.get(mode.name): mode for mode in v1.InterpolationMode}
+    filters = {load().numbers.get(mode.name): mode for mode in v1.InterpolationMode}
     served = serve_many(step, array, "pil", 40)
     for got, record, box in zip(served, drawn, sides_of(drawn).tolist(), strict=True):
         mode = filters[int(record["resize"]["interpolation"])]

@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,45 +27,20 @@ from fastdata.pixels.core.calls import (
     solve_perspectives,
 )
 from fastdata.pixels.decode import OpenedImages
+from fastdata.pixels.readable import Readable
 from fastdata.pixels.refusals import error_of
 from fastdata.pixels.samples import SampleSpec
 from fastdata.pixels.scratch import Scratch
 from fastdata.pixels.steps import Step, Steps, compile_table, flatten_steps
 
 _AHEAD = 4
-"""Encoded samples that are decoded before the core takes them."""
+"""Encoded samples that are decoded before each call of the core."""
 _PREPARED_BYTES = 4 << 20
 """Of images of one size that are prepared by one call."""
 _MOST_CHANNELS = 4
 """Of samples whose channels the core writes last."""
 _MOST_LEVELS = 1000
 """Sizes of images whose magnitudes are kept."""
-
-
-class Readable(Protocol):
-    """The face of a store that serving needs."""
-
-    @property
-    def gives_views(self) -> bool:
-        """Whether samples lie in memory as they are served."""
-
-    def shape(self, index: int, /) -> Shape:
-        """Of one sample."""
-
-    def read(self, index: int, /) -> Array:
-        """One sample, a view or a fresh array."""
-
-    def read_into(self, index: int, out: Array, /) -> None:
-        """Decode one sample into memory of its shape."""
-
-    def addresses(self, index_B: Int64s, /) -> Int64s:
-        """Where samples lie."""
-
-    def jpeg_files(self, index_B: Int64s, /) -> tuple[Int64s, Int64s] | None:
-        """Addresses and sizes of samples that the core decodes; else None."""
-
-    def gather_into(self, index_B: Int64s, out_B: Array, /) -> None:
-        """Copy samples as they are."""
 
 
 class Program:
@@ -124,19 +99,19 @@ class Program:
     def output(
         self, sample_shape: Shape, *, is_of_all: bool = False
     ) -> tuple[Shape, np.dtype[Any]] | None:
-        """Shape and dtype of each served sample; None if the shape is not the same for all of them.
+        """Return shape and dtype of each served sample; None if samples differ in shape.
 
         ``sample_shape`` is that of any stored sample, whose channels count for all, or else
         ``is_of_all`` samples.
 
         Raises:
-            ChannelsError: an op is for another number of channels.
+            ChannelsError: a step is for another number of channels.
         """
         shape = sample_shape if is_of_all else self._spec.shape
         if self._steps:
-            # What is drawn on a probe, whose size may be unknown.
-            channels = _planes(sample_shape)[0]
+            # A probe draws nothing, and its size may be unknown, which 0 stands for.
             height, width = (0, 0) if shape is None else shape[-2:]
+            channels = _planes(sample_shape)[0]
             probe = np.array([(channels, height, width)], np.int32)
             keys = _keys(0, 0, np.zeros(1, np.int64))
             _, [after] = self._draw(keys, probe, is_probe=True)
@@ -144,7 +119,7 @@ class Program:
         return None if shape is None else (shape, self._dtype)
 
     def can_write_channels_last(self, shape: Shape) -> bool:
-        """Whether ``run`` serves samples of this shape into memory whose channels lie last."""
+        """Return True if samples of this shape can be served into channels_last memory."""
         return bool(self._steps) and len(shape) == 3 and shape[0] <= _MOST_CHANNELS
 
     def run(
@@ -201,23 +176,23 @@ class Program:
         return served
 
     def prepare(self, images: Samples) -> Iterator[Array]:
-        """Serve images by ops that draw nothing at random: neighbours of one size together.
+        """Serve images by steps that draw nothing at random: neighbours of one size together.
 
-        The next ones may lie over them.
+        The memory of what was yielded is used again for the next images.
         """
         numbers_B = np.arange(len(images.shapes_B3), dtype=np.int64)
         keys = _keys(0, 0, numbers_B)
         _, shapes_after_B3 = self._draw(keys, images.shapes_B3)
-        first = 0
+        end = 0
         for shape, alike in itertools.groupby(map(tuple, shapes_after_B3.tolist())):
-            end = first + len(list(alike))
-            while first < end:
-                count = max(_PREPARED_BYTES // math.prod(shape), 1)
-                last = min(end, first + count)
+            begin = end
+            end += len(list(alike))
+            count = max(_PREPARED_BYTES // math.prod(shape), 1)
+            for first in range(begin, end, count):
+                last = min(first + count, end)
                 out = self._scratch.take("prepared", (last - first, *shape))
                 _serve([(self, out)], images, keys, numbers_B - first, [(first, last)])
                 yield out
-                first = last
 
     def draw(self, index_B: Int64s, visits_B: int | Int64s, seed: int, shapes_B3: Int32s) -> Array:
         """Draw the ops of samples of these shapes (C, H, W), records ``OP`` (B, S)."""
@@ -233,10 +208,10 @@ class Program:
                 self._answer(refused, keys, shapes_B3)
 
     def _answer(self, refused: CoreError, keys: Keys, shapes_B3: Int32s) -> None:
-        """Give what the core lacked, magnitudes for a size, so that it can be called again.
+        """Add the magnitudes that the core lacked for a size, so that it can be called again.
 
         Raises:
-            ValueError: it refused a sample.
+            ValueError: it refused a sample for another reason.
         """
         step = self._every[refused.step]
         if refused.reason != "levels" or step.levels is None:
@@ -246,7 +221,8 @@ class Program:
         known = self._table.levels
         levels = dict(known) if len(known) < _MOST_LEVELS else {}
         levels[refused.step, height, width] = step.levels(height, width)
-        self._table = compile_table(self._every, levels)  # calls that run have the one before
+        # Other threads may be in a call with the table before, so a new one takes its place.
+        self._table = compile_table(self._every, levels)
 
     def as_tensor(self, served: Array) -> torch.Tensor:
         """A tensor over the same memory; NumPy has no bfloat16, and holds its bits."""
@@ -255,12 +231,11 @@ class Program:
     def _serve_store(
         self, pairs: list[_Pair], store: Readable, keys: Keys, rows_B: Int64s | None
     ) -> None:
-        """Serve samples of a store where they lie, or as they are decoded."""
+        """Serve samples of a store from where they are, or as they are decoded."""
         index_B = keys.indices
         indices = index_B.tolist()
         if self._stored is None:
-            shapes = [_planes(store.shape(index)) for index in indices]
-            shapes_B3 = np.array(shapes, np.int32)
+            shapes_B3 = np.array([_planes(store.shape(index)) for index in indices], np.int32)
         else:
             # A fifth of what np.full takes.
             shapes_B3 = np.array([self._stored], np.int32).repeat(len(indices), 0)
@@ -273,21 +248,25 @@ class Program:
             _serve(pairs, images, keys, rows_B)
             return
         samples = Samples(np.empty(len(indices), np.int64), shapes_B3)
+        _serve(pairs, samples, keys, rows_B, self._decode(store, indices, samples))
 
-        def decoded() -> Iterator[tuple[int, int]]:
-            # A few at a time, while their pixels are in the cache.
-            for first in range(0, len(indices), _AHEAD):
-                last = min(first + _AHEAD, len(indices))
-                for b in range(first, last):
-                    index = indices[b]
-                    pixels = self._scratch.take(f"decoded {b - first}", store.shape(index))
-                    store.read_into(index, pixels)
-                    samples.sources_B[b] = pixels.ctypes.data
-                yield first, last
+    def _decode(
+        self, store: Readable, indices: list[int], samples: Samples
+    ) -> Iterator[tuple[int, int]]:
+        """Decode samples a few at a time, so that the core reads them while they are in the cache.
 
-        _serve(pairs, samples, keys, rows_B, decoded())
+        Yields the span [first, last) that is in memory until the next one is asked for.
+        """
+        for first in range(0, len(indices), _AHEAD):
+            last = min(first + _AHEAD, len(indices))
+            for b in range(first, last):
+                index = indices[b]
+                pixels = self._scratch.take(f"decoded {b - first}", store.shape(index))
+                store.read_into(index, pixels)
+                samples.sources_B[b] = pixels.ctypes.data
+            yield first, last
 
-    def _output_record(self, out: Array, keys: Keys, shapes_B3: Int32s) -> ctypes.Structure:
+    def _describe_output(self, out: Array, keys: Keys, shapes_B3: Int32s) -> ctypes.Structure:
         solved_BS8 = None
         if self._has_perspectives:
             solved_BS8 = solve_perspectives(self._draw(keys, shapes_B3)[0])
@@ -310,28 +289,33 @@ def _serve(
     samples: Samples,
     keys: Keys,
     rows_B: Int64s | None = None,
-    spans: Iterable[tuple[int, int | None]] = ((0, None),),
+    spans: Iterable[tuple[int, int]] | None = None,
 ) -> None:
     """Serve samples by several programs, those [first, last) of each span in one call of the core.
 
-    All are drawn first, however they are cut.
+    A call that is refused is repeated from the refused sample on, once the reason is removed. That
+    gives the same pixels: what a sample draws depends on its keys only.
     """
-    spans = iter(spans)
-    while True:
-        outputs = [program._output_record(out, keys, samples.shapes_B3) for program, out in pairs]
-        try:
-            for first, last in spans:
+    outputs = _describe_outputs(pairs, samples, keys)
+    for begin, last in spans or [(0, len(keys.indices))]:
+        first = begin
+        while True:
+            try:
                 serve(samples, keys, outputs, rows=rows_B, first=first, last=last)
-            return
-        except CoreError as refused:
-            b = refused.place
-            if isinstance(samples, OpenedImages) and refused.reason == "file":
-                samples.leave_to_pillow(b)
-            else:
-                pairs[refused.program][0]._answer(refused, keys, samples.shapes_B3)
-            spans = itertools.chain([(b, last)], spans)
+                break
+            except CoreError as refused:
+                first = refused.place
+                if isinstance(samples, OpenedImages) and refused.reason == "file":
+                    samples.leave_to_pillow(first)
+                else:
+                    pairs[refused.program][0]._answer(refused, keys, samples.shapes_B3)
+                outputs = _describe_outputs(pairs, samples, keys)
+
+
+def _describe_outputs(pairs: list[_Pair], samples: Samples, keys: Keys) -> list[ctypes.Structure]:
+    return [program._describe_output(out, keys, samples.shapes_B3) for program, out in pairs]
 
 
 def _planes(shape: Shape) -> Shape:
-    """As (C, H, W); a mask may be (H, W)."""
+    """Return a shape as (C, H, W); that of a mask may be (H, W)."""
     return (1, *shape)[-3:]

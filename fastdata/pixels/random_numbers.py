@@ -19,25 +19,15 @@ if TYPE_CHECKING:
     from fastdata.pixels.arrays import Float64s, Int64s, UInt64s
 
 
-# Each sample of each epoch owns a SplitMix64 stream. Its start is a hash of (seed, epoch, index),
-# and its n-th output depends on n only: a draw is the same whoever computes it, in whatever order
-# and in however large a batch.
-#
-# Source of the mixing function and its constants: G. L. Steele, D. Lea, C. H. Flood, "Fast
-# splittable pseudorandom number generators", OOPSLA 2014, with the variant 13 constants of
-# D. Stafford; C code: https://prng.di.unimi.it/splitmix64.c
-
 _MASK = (1 << 64) - 1
-
 _GAMMA = 0x9E3779B97F4A7C15
-
-_DRAWS_PER_OP = 1 << 10
-"""Distance in its stream between the draws of two neighbouring ops; RandomResizedCrop uses 40, no
-op more."""
+# The distance in a stream between the first draws of two neighbouring steps. RandomResizedCrop
+# draws 40 numbers.
+_DRAWS_PER_STEP = 1 << 10
 
 
 def sample_keys(seed: int, epoch_B: int | Int64s, index_B: Int64s) -> UInt64s:
-    """Hash seed, epoch of all or of each, and position in the dataset into each stream's start.
+    """Hash seed, epoch (of all or of each) and index into the start of each sample's stream.
 
     The seed counts modulo 2**64.
     """
@@ -47,25 +37,28 @@ def sample_keys(seed: int, epoch_B: int | Int64s, index_B: Int64s) -> UInt64s:
     return keys
 
 
-def draw_uniform(keys_B: UInt64s, op: int, draw: int) -> Float64s:
-    """Draw number ``draw`` of op number ``op`` for each sample, uniform in [0, 1).
+def draw_uniform(keys_B: UInt64s, step: int, draw: int) -> Float64s:
+    """Draw number ``draw`` of step number ``step`` for each sample, uniform in [0, 1).
 
-    They are multiples of 2**-53.
+    The results are multiples of 2**-53.
 
     Example:
-        >>> batch = draw_uniform(sample_keys(7, 0, np.array([3, 1, 2])), op=0, draw=0)
-        >>> alone = draw_uniform(sample_keys(7, 0, np.array([1])), op=0, draw=0)
+        >>> batch = draw_uniform(sample_keys(7, 0, np.array([3, 1, 2])), step=0, draw=0)
+        >>> alone = draw_uniform(sample_keys(7, 0, np.array([1])), step=0, draw=0)
         >>> bool(batch[1] == alone[0])
         True
     """
-    step = (op * _DRAWS_PER_OP + draw + 1) * _GAMMA & _MASK
-    bits_B = _mix(keys_B + np.uint64(step)) >> 11
+    # Output n of a SplitMix64 stream is the hash of its start plus n times gamma.
+    offset = (step * _DRAWS_PER_STEP + draw + 1) * _GAMMA & _MASK
+    bits_B = _mix(keys_B + np.uint64(offset)) >> 11
     return bits_B.astype(np.float64) * 2.0**-53
 
 
-def draw_integers(keys_B: UInt64s, op: int, draw: int, count_B: int | np.int64 | Int64s) -> Int64s:
+def draw_integers(
+    keys_B: UInt64s, step: int, draw: int, count_B: int | np.int64 | Int64s
+) -> Int64s:
     """Draw integers, uniform in [0, count); every count is at least 1 and far below 2**53."""
-    return (draw_uniform(keys_B, op, draw) * count_B).astype(np.int64)
+    return (draw_uniform(keys_B, step, draw) * count_B).astype(np.int64)
 
 
 def _mix(bits: UInt64s) -> UInt64s:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import platform
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 
 from fastdata.pixels.arrays import Array, Float64s
 from fastdata.pixels.core.calls import Levels, Table
-from fastdata.pixels.core.library import layout
+from fastdata.pixels.core.library import load
 from fastdata.pixels.resize import pillow_chooses_order
 
 Fill = tuple[float, ...]
@@ -25,11 +25,11 @@ Fill = tuple[float, ...]
 Fields = Mapping[str, Any]
 """Values by the names of a record's fields; enumerators by their names, nested records as such."""
 
+# A step's number times 2**10 is where its draws begin in a sample's stream of 2**64, so there are
+# 2**54 numbers. Those of steps that are nested deeper are folded into as many: a prime, so that no
+# two steps near each other get the same one. The core does the same (`child` of draw.c).
 _CHILDREN = 1 << 10
 _NUMBERS = (1 << 54) - 33
-"""A prime number of numbers, as many as draws tell apart: those of steps nested deeper are folded
-into these."""
-_MOST_CHANNELS = 4
 _FUSED_ROWS = 1 << 10
 
 
@@ -61,6 +61,7 @@ def child(at: int, number: int) -> int:
 
 def place_of(at: int) -> int:
     """Return the place in the transform of a step, from its number or that of a step within it."""
+    # `child` undone as often as it was done: steps of the user's have numbers below 1024.
     while at >= _CHILDREN:
         at = at // _CHILDREN - 1
     return at
@@ -74,6 +75,7 @@ def sequence(steps: Iterable[Step], end: float = 0.0) -> Step:
 def flatten_steps(steps: Steps) -> list[Step]:
     """Return all steps in the order of their records: a sequence, then children level by level."""
     every = [sequence(steps)]
+    # The core finds the children of each step behind those of the step before it (`is_tree`).
     level: Sequence[Step] = every
     while level:
         level = [inner for step in level for inner in step.children]
@@ -83,23 +85,25 @@ def flatten_steps(steps: Steps) -> list[Step]:
 
 def compile_table(every: Sequence[Step], levels: Levels) -> Table:
     """Make the table of flattened steps, with the magnitudes of policies that are known."""
-    records = np.zeros(len(every), layout().records["STEP"])
-    numbers = layout().numbers
+    core = load()
+    records = np.zeros(len(every), core.records["STEP"])
     first = 1
     for record, step in zip(records, every, strict=True):
-        record["code"] = numbers[f"STEP_{step.name.upper()}"]
+        record["code"] = core.numbers[f"STEP_{step.name.upper()}"]
         record["at"] = step.at
         record["first"] = first
         record["count"] = len(step.children)
         record["fills"] = len(step.fill)
-        record["fill"] = np.resize(step.fill, _MOST_CHANNELS)
-        _write(record[step.name], step.fields)
+        record["fill"] = np.resize(step.fill, record["fill"].shape)
+        _write(record[step.name], step.fields, core.numbers)
         first += len(step.children)
-    names = {name for step in every for name in _names_in(step.fields)}
+    shown = str([step.fields for step in every])
+    is_torchs = "V1_DOMAIN" in shown or "V2_DOMAIN" in shown
     return Table(
         records,
         levels,
-        fuses=not names.isdisjoint(("V1_DOMAIN", "V2_DOMAIN")) and _torch_fuses(),
+        # Torch's threads are not started for pipelines that do not need them.
+        fuses=is_torchs and _torch_fuses(),
         # Torch has no kernel for uint8 elsewhere, and v2 takes float32.
         resizes_fast=platform.machine() in ("aarch64", "arm64")
         or torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"),
@@ -107,27 +111,17 @@ def compile_table(every: Sequence[Step], levels: Levels) -> Table:
     )
 
 
-def _write(record: Array, fields: Fields) -> None:
+def _write(record: Array, fields: Fields, numbers: Mapping[str, int]) -> None:
     """Write fields into a record by their names; arrays may be given shorter than they are."""
-    numbers = layout().numbers
     for name, value in fields.items():
         if isinstance(value, Mapping):
-            _write(record[name], value)
+            _write(record[name], value, numbers)
         elif isinstance(value, str):
             record[name] = numbers[value]
         elif isinstance(value, Sequence):
-            values = [numbers.get(each, each) for each in value]
-            record[name][: len(values)] = values
+            record[name][: len(value)] = [numbers.get(each, each) for each in value]
         else:
             record[name] = value
-
-
-def _names_in(fields: Fields) -> Iterator[str]:
-    for value in fields.values():
-        if isinstance(value, Mapping):
-            yield from _names_in(value)
-        elif isinstance(value, str):
-            yield value
 
 
 @functools.cache

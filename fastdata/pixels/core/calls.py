@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from fastdata.pixels.arrays import Array, Float64s, Int32s, Int64s
-from fastdata.pixels.core.library import layout, load
+from fastdata.pixels.core.library import load
 
 Levels = Mapping[tuple[int, int, int], Float64s]
 """Magnitudes of a policy, by its place in the table, height and width."""
@@ -33,13 +33,13 @@ class CoreError(Exception):
     """
 
     def __init__(self, place: int, found: ctypes.Array[ctypes.c_byte]) -> None:
-        refusal = np.frombuffer(bytes(found), layout().records["REFUSAL"])[0]
-        self.reason = layout().reasons[int(refusal["reason"]) - 1]
+        refusal = np.frombuffer(bytes(found), load().records["REFUSAL"])[0]
+        self.reason = load().reasons[int(refusal["reason"]) - 1]
         super().__init__(f"the compiled core refused sample {place} of a batch: {self.reason}")
         self.place = place
         self.program = int(refusal["program"])
         self.step = int(refusal["step"])
-        names = layout().records["REFUSAL"][self.reason].names
+        names = load().records["REFUSAL"][self.reason].names
         self.numbers = {name: int(refusal[self.reason][name]) for name in names or ()}
 
 
@@ -72,27 +72,23 @@ class Table:
     """
 
     def __init__(self, steps: Array, levels: Levels, **facts: bool) -> None:
-        records = layout().records
+        core = load()
         self._steps = steps
         self.levels = levels
-        self._level_records = np.zeros(len(levels), records["Levels"])
-        for record, ((step, height, width), values) in zip(
-            self._level_records, levels.items(), strict=True
-        ):
-            record["step"] = step
-            record["height"] = height
-            record["width"] = width
+        self._sizes = np.zeros(len(levels), core.records["Levels"])
+        for record, (size, values) in zip(self._sizes, levels.items(), strict=True):
+            record["step"], record["height"], record["width"] = size
             record["count"] = values.size
             record["levels"] = values.ctypes.data
-        self.record = np.zeros((), records["Table"])
+        self.record = np.zeros((), core.records["Table"])
         self.record["steps"] = steps.ctypes.data
         self.record["count"] = len(steps)
-        self.record["levels"] = self._level_records.ctypes.data
+        self.record["levels"] = self._sizes.ctypes.data
         self.record["levels_count"] = len(levels)
         for name, value in facts.items():
             self.record[name] = value
         self.address: int = self.record.ctypes.data
-        load().fastdata_values(self.address)
+        core.functions.fastdata_values(self.address)
 
 
 def describe_output(
@@ -110,7 +106,7 @@ def describe_output(
         raise ValueError("the memory for a batch is read-only, but samples are written to it")
     channels, height, width = (1, *out.shape[1:])[-3:]
     # One batch of one small sample takes 20 us: a ctypes record is written in 1 us, NumPy's in 4.
-    output = layout().output(
+    output = load().output(
         table=table.address,
         out_B=out.ctypes.data,
         out_bytes=out.nbytes,
@@ -144,10 +140,10 @@ def draw(
         ValueError: there is not one key for each shape.
     """
     _check_lengths(keys, shapes_B3)
-    refusal = layout().refusal()
+    refusal = load().refusal()
     after_B3 = np.array(shapes_B3, np.int32, order="C")
-    ops_BS = np.empty((len(after_B3), most), layout().records["OP"])
-    drawn = load().fastdata_draw(
+    ops_BS = np.empty((len(after_B3), most), load().records["OP"])
+    drawn = load().functions.fastdata_draw(
         table.address,
         keys.seed,
         keys.visits.ctypes.data,
@@ -173,11 +169,11 @@ def solve_perspectives(ops_BS: Array) -> Float64s:
     bits of another solver would move pixels, as the solution is rounded to float32.
     """
     solved_BS8 = np.zeros((*ops_BS.shape, 8))
-    is_warp_BS = ops_BS["code"] == layout().numbers["OP_WARP"]
+    is_warp_BS = ops_BS["code"] == load().numbers["OP_WARP"]
     is_solved_BS = is_warp_BS & (ops_BS["warp"]["is_perspective"] != 0)
     ops_P = ops_BS[is_solved_BS]
     equations_P89 = torch.empty((len(ops_P), 8, 9), dtype=torch.float64, device="cpu")
-    load().fastdata_equations(ops_P.ctypes.data, len(ops_P), equations_P89.data_ptr())
+    load().functions.fastdata_equations(ops_P.ctypes.data, len(ops_P), equations_P89.data_ptr())
     try:
         found = torch.linalg.lstsq(equations_P89[..., :8], equations_P89[..., 8:], driver="gels")
     except torch.linalg.LinAlgError as cause:  # type: ignore[attr-defined]
@@ -195,8 +191,8 @@ def serve(
     outputs: Sequence[ctypes.Structure],
     *,
     rows: Int64s | None = None,
-    first: int = 0,
-    last: int | None = None,
+    first: int,
+    last: int,
 ) -> None:
     """Serve samples [first, last) of a batch, each as all ``outputs``.
 
@@ -210,7 +206,6 @@ def serve(
         ValueError: there is not one key, shape and row for each sample, or no memory for a row.
     """
     count = _check_lengths(keys, samples.shapes_B3)
-    last = count if last is None else last
     row_address = None
     if rows is not None:
         rows = np.ascontiguousarray(rows, np.int64)
@@ -227,8 +222,8 @@ def serve(
             f"samples {first} to {last} of a batch of {count} were asked for. "
             f"Ask for a part of 0 to {count}."
         )
-    refusal = layout().refusal()
-    place = load().fastdata_serve(
+    refusal = load().refusal()
+    place = load().functions.fastdata_serve(
         samples.sources_B.ctypes.data,
         samples.shapes_B3.ctypes.data,
         *samples.files,
@@ -236,9 +231,7 @@ def serve(
         keys.visits.ctypes.data,
         keys.indices.ctypes.data,
         row_address,
-        ctypes.byref(outputs[0])
-        if len(outputs) == 1
-        else (layout().output * len(outputs))(*outputs),
+        ctypes.byref(outputs[0]) if len(outputs) == 1 else (load().output * len(outputs))(*outputs),
         len(outputs),
         first,
         last,

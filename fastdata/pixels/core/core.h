@@ -221,7 +221,11 @@ bool settle(Sample *sample);
 typedef bool Kernel(const Op *op, const Image *in, const Image *out, Scratch *scratch);
 int remake(Sample *sample, const Op *op, int32_t height, int32_t width, Kernel *kernel);
 
-/* resize.c: whether of a resize only what the window behind it cuts out is made; and what of the box is read for that. */
+/* resize.c */
+Kernel resize; /* `in` is the box; see there */
+double support_of(int filter);
+
+/* sizes.c: whether of a resize only what the window behind it cuts out is made; and what of the box is read for that. */
 bool is_cut(const Op *op, const Op *next);
 Box resize_reads(const Op *op, const Box *cut);
 

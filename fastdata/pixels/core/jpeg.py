@@ -7,7 +7,7 @@ import ctypes
 import numpy as np
 
 from fastdata.pixels.arrays import Bytes, Int32s, Int64s
-from fastdata.pixels.core.library import layout, load
+from fastdata.pixels.core.library import load
 
 
 class Jpeg:
@@ -19,7 +19,7 @@ class Jpeg:
 
     def __init__(self, path: str) -> None:
         self._library = ctypes.CDLL(path)
-        self._functions = np.zeros((), layout().records["Jpeg"])
+        self._functions = np.zeros((), load().records["Jpeg"])
         *names, _ = self._functions.dtype.names or ()
         for name in names:
             function = getattr(self._library, f"jpeg_{name}", None)
@@ -29,7 +29,7 @@ class Jpeg:
                 )
             self._functions[name] = ctypes.cast(function, ctypes.c_void_p).value
         self.address: int = self._functions.ctypes.data
-        self._functions["version"] = load().fastdata_jpeg_version(self.address)
+        self._functions["version"] = load().functions.fastdata_jpeg_version(self.address)
         if not self._functions["version"]:
             raise OSError(
                 f"the libjpeg of {path} has another binary interface than versions 62 and 80"
@@ -46,7 +46,7 @@ class Jpeg:
                 f"the memory for a JPEG is {out_CHW.dtype} of shape {out_CHW.shape} and strides "
                 f"{out_CHW.strides}, but it must be C-contiguous uint8 (C, H, W)"
             )
-        is_decoded = load().fastdata_jpeg_decode(
+        is_decoded = load().functions.fastdata_jpeg_decode(
             self.address, file.ctypes.data, file.size, *out_CHW.shape, out_CHW.ctypes.data
         )
         return bool(is_decoded)
@@ -73,7 +73,7 @@ def jpeg_headers(
         )
     shapes_B3 = np.empty((count, 3), np.int32)
     turns_B = np.empty(count, np.int32)
-    load().fastdata_jpeg_headers(
+    load().functions.fastdata_jpeg_headers(
         files_B.ctypes.data,
         sizes_B.ctypes.data,
         count,

@@ -14,7 +14,7 @@ import platform
 import re
 import sys
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,22 +31,23 @@ _KINDS = {
     "float": np.dtype(np.float32),
     "double": np.dtype(np.float64),
 }
-_UNIONS = ("STEP", "OP", "REFUSAL")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
-    """The names of records.h, as the opened library was compiled with them.
+class Core:
+    """An opened library, and the names of records.h as it was compiled with them.
 
     Attributes:
+        functions: the library; its functions release the GIL.
         numbers: the number of each enumerator; codes as in core.h, such as ``STEP_PAD``.
         records: the dtype of each record. ``STEP``, ``OP`` and ``REFUSAL`` have a nested record for
-            each code, in the same memory.
-        reasons: names of the records of refusals, from number 1 on.
-        output: ``Output`` as a ctypes structure.
+            each code, all in the same memory.
+        reasons: names of the nested records of ``REFUSAL``, from number 1 on.
+        output: the record ``Output`` as a ctypes structure.
         refusal: memory for a ``REFUSAL``.
     """
 
+    functions: ctypes.CDLL
     numbers: Mapping[str, int]
     records: Mapping[str, Dtype]
     reasons: tuple[str, ...]
@@ -55,19 +56,13 @@ class Layout:
 
 
 @functools.cache
-def load() -> ctypes.CDLL:
+def load() -> Core:
     """Open the library, once in a process.
 
     Raises:
         OSError: there is none for this machine.
     """
     return open_library(Path(__file__).parent)
-
-
-@functools.cache
-def layout() -> Layout:
-    """Return the records and numbers of the library that ``load`` opens."""
-    return _read_layout(load())
 
 
 def obstacle() -> str | None:
@@ -79,7 +74,7 @@ def obstacle() -> str | None:
     return None
 
 
-def open_library(folder: Path) -> ctypes.CDLL:
+def open_library(folder: Path) -> Core:
     """Open the library of the highest level of instruction set that this CPU has."""
     files = {int(file.stem[-1]): file for file in folder.glob(f"core-level?{ENDING}")}
     if not files:
@@ -102,24 +97,53 @@ def open_library(folder: Path) -> ctypes.CDLL:
         raise OSError(
             f"{file} was built from other sources than those next to it: install fastdata again."
         )
-    _declare_functions(library)
-    return library
+    return _read_layout(library)
 
 
-def _lines_of(library: ctypes.CDLL) -> list[list[str]]:
-    """Return kind, name and text of each entry of records.h."""
+def _read_layout(library: ctypes.CDLL) -> Core:
+    """Read the text that the preprocessor made of records.h: kind, name and C text of each entry."""
+    numbers: dict[str, int] = {}
+    records: dict[str, Dtype] = {}
+    heads: dict[str, Dtype] = {}
+    members: dict[str, dict[str, Dtype]] = {"STEP": {}, "OP": {}, "REFUSAL": {}}
     library.fastdata_layout.restype = ctypes.c_char_p
     text: bytes = library.fastdata_layout()
-    return [line.split("|") for line in text.decode().splitlines()]
-
-
-def _declare_functions(library: ctypes.CDLL) -> None:
-    for kind, head, arguments in _lines_of(library):
+    for line in text.decode().splitlines():
+        kind, name, body = line.split("|")
         if kind == "FUNCTION":
-            result, name = head.split()
-            function = getattr(library, name)
-            function.restype = _ctype(result)
-            function.argtypes = [_ctype(argument) for argument in arguments.split(",")]
+            _declare(library, name, body)
+        elif kind == "ENUM":
+            numbers |= _numbered(body.split(", "))
+        elif kind == "RECORD":
+            records[name] = _record(body, records)
+        elif name:
+            members[kind][name] = _record(body, records)
+        else:
+            heads[kind] = _record(body, records)
+    unions = {kind: _union(heads[kind], members[kind]) for kind in members}
+    _check_sizes(library, [*unions.values(), *records.values()])
+    for kind, parts in members.items():
+        numbers |= _numbered([f"{kind}_{name.upper()}" for name in parts])
+    return Core(
+        functions=library,
+        numbers=numbers,
+        records=records | unions,
+        reasons=tuple(members["REFUSAL"]),
+        output=_structure(records["Output"]),
+        refusal=ctypes.c_byte * unions["REFUSAL"].itemsize,
+    )
+
+
+def _numbered(names: Sequence[str]) -> dict[str, int]:
+    return dict(zip(names, range(len(names)), strict=True))
+
+
+def _declare(library: ctypes.CDLL, head: str, arguments: str) -> None:
+    """Tell ctypes the types of a function: without them it would pass pointers as 32 bits."""
+    result, name = head.split()
+    function = getattr(library, name)
+    function.restype = _ctype(result)
+    function.argtypes = [_ctype(argument) for argument in arguments.split(",")]
 
 
 def _ctype(text: str) -> Any:
@@ -130,70 +154,41 @@ def _ctype(text: str) -> Any:
     return None if name == "void" else getattr(ctypes, f"c_{name}")
 
 
-def _read_layout(library: ctypes.CDLL) -> Layout:
-    numbers: dict[str, int] = {}
-    records: dict[str, Dtype] = {}
-    unions: dict[str, dict[str, Dtype]] = {kind: {} for kind in _UNIONS}
-    for kind, name, text in _lines_of(library):
-        if kind == "ENUM":
-            names = text.split(", ")
-            numbers.update(zip(names, range(len(names)), strict=True))
-        elif kind == "RECORD":
-            records[name] = _record(text, records)
-        elif kind in unions:
-            unions[kind][name] = _record(text, records)
-    merged = {kind: _union(members) for kind, members in unions.items()}
-    _check_sizes(library, [*merged.values(), *records.values()])
-    for kind, members in unions.items():
-        # The first member holds the fields that all of them have, and has no code.
-        codes = [f"{kind}_{name.upper()}" for name in [*members][1:]]
-        numbers.update(zip(codes, range(len(codes)), strict=True))
-    return Layout(
-        numbers=numbers,
-        records=records | merged,
-        reasons=tuple(unions["REFUSAL"])[1:],
-        output=_structure(records["Output"]),
-        refusal=ctypes.c_byte * merged["REFUSAL"].itemsize,
-    )
-
-
 def _record(text: str, known: Mapping[str, Dtype]) -> Dtype:
     """Make a dtype of the fields of a C struct, such as ``int32_t top, left; double fill[4];``."""
     fields: list[tuple[str, Any, tuple[int, ...]]] = []
     for declaration in text.split(";")[:-1]:
         pointer = re.search(r"\*(\w+)", declaration)  # of a function, too
         if pointer:
-            fields.append((pointer[1], np.dtype(np.uintp), ()))
+            fields.append((pointer[1], np.uintp, ()))
             continue
         kind, names = declaration.split(maxsplit=1)
-        dtype = _KINDS.get(kind) or known[kind]
         for name, length in re.findall(r"(\w+)(?:\[(\d+)\])?", names):
             shape = (int(length),) if length else ()
-            fields.append((name, dtype, shape))
+            fields.append((name, _KINDS.get(kind) or known[kind], shape))
     return np.dtype(fields, align=True)
 
 
-def _union(members: Mapping[str, Dtype]) -> Dtype:
-    """Put all members but the first, whose fields they share, in one place behind it."""
-    head, *others = members.values()
-    assert head.names is not None
-    assert head.fields is not None
-    shared = head.names
-    names = [*shared, *[*members][1:]]
-    formats = [head[name] for name in shared] + others
-    offsets = [head.fields[name][1] for name in shared] + [head.itemsize] * len(others)
-    size = head.itemsize + max(member.itemsize for member in others)
+def _union(head: Dtype, members: Mapping[str, Dtype]) -> Dtype:
+    """Put the fields that all members share first, and the members behind these in one place."""
+    fields: Mapping[str, Any] = head.fields or {}
+    names = [*fields, *members]
+    formats = [*(dtype for dtype, *_ in fields.values()), *members.values()]
+    offsets = [offset for _, offset, *_ in fields.values()]
+    offsets += [head.itemsize] * len(members)
+    size = head.itemsize + max(member.itemsize for member in members.values())
     return np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": size})
 
 
 def _structure(dtype: Dtype) -> type[ctypes.Structure]:
-    convert: Any = np.ctypeslib.as_ctypes_type  # whose types know no records
+    convert: Any = np.ctypeslib.as_ctypes_type  # whose types do not include records
     made: type[ctypes.Structure] = convert(dtype)
     return made
 
 
-def _check_sizes(library: ctypes.CDLL, made: list[Dtype]) -> None:
+def _check_sizes(library: ctypes.CDLL, made: Sequence[Dtype]) -> None:
     library.fastdata_sizes.restype = ctypes.POINTER(ctypes.c_int64)
     sizes = library.fastdata_sizes()[: len(made)]
+    # Fields that C aligns in another way than NumPy would be read from other places.
     if sizes != [dtype.itemsize for dtype in made]:
         raise OSError(f"{library._name} has records of {sizes} bytes, but {made} were read")

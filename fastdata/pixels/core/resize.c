@@ -1,4 +1,4 @@
-/* OP_RESIZE: boxes of images resized with the pixels of Pillow's Image.resize or of torch's interpolate.
+/* Kernels of OP_RESIZE: boxes of images resized with the pixels of Pillow's Image.resize or of torch's interpolate.
  *
  * Both are separable: along an axis each pixel of the result has a first pixel that counts, and weights from there on.
  * Integer weights (Pillow: 22 places; torch, uint8: what an int16 holds) are summed exactly in int32, rounded, shifted
@@ -11,7 +11,6 @@
 
 #include <math.h>
 #include <string.h>
-
 
 #define PI 3.14159265358979323846 /* C11 has none */
 
@@ -93,7 +92,7 @@ INLINE double cubic(double x, double a) {
     return x < 1 ? ((a + 2) * x - (a + 3)) * x * x + 1 : x < 2 ? ((a * x - 5 * a) * x + 8 * a) * x - 4 * a : 0;
 }
 
-static double support_of(int filter) { return filter == BOX ? 0.5 : filter == BICUBIC ? 2 : filter == LANCZOS ? 3 : 1; }
+double support_of(int filter) { return filter == BOX ? 0.5 : filter == BICUBIC ? 2 : filter == LANCZOS ? 3 : 1; }
 
 /* Taps that there may be. */
 static int64_t reach_of(int64_t from, int64_t to, int filter) {
@@ -422,7 +421,7 @@ INLINE int64_t padded(int64_t x) { return (x + PADDING - 1) / PADDING * PADDING;
  * one length stays as it was. ImagingResampleInner of Pillow's Resample.c (which of version 13 takes columns first where
  * much height is lost); its Image.resize multiplies images of 2 and 4 channels by their alpha first (rgbA2rgba, rgba2rgbA
  * of Convert.c). */
-static bool resize(const Op *op, const Image *in, const Image *out, Scratch *scratch) {
+bool resize(const Op *op, const Image *in, const Image *out, Scratch *scratch) {
     const int64_t H = in->height, W = in->width, whole_h = op->resize.height, whole_w = op->resize.width;
     const int64_t h = out->height, w = out->width, last = in->channels - 1;
     const int32_t filter = op->resize.interpolation, domain = op->resize.domain;
@@ -484,125 +483,4 @@ static bool resize(const Op *op, const Image *in, const Image *out, Scratch *scr
         if (alpha_i) out->data[i] = clip(255 * out->data[i] / alpha_i);
     }
     return true;
-}
-
-/* Of a resize only the rows and columns are made that a window cuts out, if it has no border and both sides change: a pass
- * that does not change its side copies all of it. */
-bool is_cut(const Op *op, const Op *next) {
-    if (next->code != OP_WINDOW) return false;
-    const Border *border = &next->window.border;
-    const Box *box = &op->resize.box;
-    const bool has_border = border->left || border->top || border->right || border->bottom;
-    const bool resizes_both = box->height != op->resize.height && box->width != op->resize.width;
-    const Box *cut = &next->window.box;
-    const bool has_pixels = cut->height > 0 && cut->width > 0;
-    return !has_border && resizes_both && has_pixels && is_inside(cut, op->resize.height, op->resize.width);
-}
-
-/* A resize of a box, which is a view; and of the window that may come next, all but that it mirrors. */
-int run_resize(Sample *sample, Op *op) {
-    const Box *box = &op->resize.box;
-    const int32_t height = op->resize.height, width = op->resize.width;
-    Op *next = op + 1;
-    Image *image = &sample->image;
-    if (!is_inside(box, image->height, image->width) || box->height < 1 || box->width < 1) return REFUSED_OUTSIDE;
-    image->data += box->top * image->row + box->left * image->pixel;
-    image->height = box->height, image->width = box->width;
-    if (box->height == height && box->width == width) return OK;
-    if (!is_cut(op, next)) return remake(sample, op, height, width, resize);
-    Box *cut = &next->window.box;
-    op->resize.first_row = cut->top, op->resize.first_column = cut->left;
-    cut->top = cut->left = 0; /* the window takes all that is made */
-    return remake(sample, op, cut->height, cut->width, resize);
-}
-
-/* Where `size` pixels become `wanted` of which `count` are made from `first` on: which are read, [begin, end). */
-static void find_read(int64_t size, int32_t wanted, int32_t first, int32_t count, int32_t filter, int64_t *begin,
-                      int64_t *end) {
-    const double scale = (double)size / wanted, stretch = scale < 1 ? 1 : scale;
-    const double reach = support_of(filter) * stretch + 2; /* two more, whatever is rounded */
-    const double low = first * scale - reach, high = ((double)first + count) * scale + reach;
-    *begin = low < 0 ? 0 : (int64_t)low;
-    *end = high < (double)size ? (int64_t)ceil(high) : size;
-}
-
-/* The part of the box that `resize` reads for rows and columns that are cut out; all of it where that is hardly less. */
-Box resize_reads(const Op *op, const Box *cut) {
-    const int32_t height = op->resize.height, width = op->resize.width, filter = op->resize.interpolation;
-    const Box *box = &op->resize.box;
-    const bool columns_first = op->resize.chooses_order && box->height - height > 2 * (box->width - width);
-    int64_t top = 0, left = 0, bottom = box->height, right = box->width;
-    if (box->width >= PADDING && !columns_first) {
-        find_read(box->height, height, cut->top, cut->height, filter, &top, &bottom);
-        find_read(box->width, width, cut->left, cut->width, filter, &left, &right);
-    }
-    if (left > box->width - 16) left = box->width - 16 < 0 ? 0 : box->width - 16; /* 16 columns are read at a time */
-    return (Box){(int32_t)top, (int32_t)left, (int32_t)(bottom - top), (int32_t)(right - left)};
-}
-
-/* Draws */
-
-/* Whose arithmetic resizes: torchvision's v2 takes float32 (v1's way) where torch has no fast kernel for uint8. */
-static bool add_resize(Drawing *d, const Step *step, int32_t filter, int32_t domain, Box box, int64_t height, int64_t width,
-                       int how) {
-    if (filter < NEAREST || filter > NEAREST_EXACT) return deny(d, step, REFUSED_TABLE);
-    if (!is_domain(d, step, domain)) return false;
-    if (domain == V2_DOMAIN && filter == BILINEAR && !d->table->resizes_fast) domain = V1_DOMAIN;
-    Op *op = add(d, step, OP_RESIZE);
-    if (!op) return false;
-    op->resize.box = box;
-    op->resize.height = (int32_t)truncated((double)height), op->resize.width = (int32_t)truncated((double)width);
-    op->resize.interpolation = filter, op->resize.domain = domain;
-    op->resize.chooses_order = d->table->chooses_order;
-    return set_size(d, height, width, how);
-}
-
-/* RandomResizedCrop.get_params, which takes the middle where no box fits. */
-bool draw_resized_crop(Drawing *d, const Step *step) {
-    const double one = step->resized_crop.ratio[0], other = step->resized_crop.ratio[1];
-    const double low = fmin(one, other), high = fmax(one, other);
-    Box box;
-    if (!draw_box(d, step->at, 0, step->resized_crop.scale, step->resized_crop.log_ratio, 1, true, &box)) {
-        const double shape = (double)d->width / (double)d->height;
-        const int64_t height = shape < low ? truncated(rint((double)d->width / low)) : d->height;
-        const int64_t width = shape > high ? truncated(rint((double)d->height * high)) : d->width;
-        box = (Box){(int32_t)((d->height - height) / 2), (int32_t)((d->width - width) / 2), (int32_t)height, (int32_t)width};
-    }
-    const int32_t filter = step->resized_crop.interpolation, domain = step->resized_crop.domain;
-    return add_resize(d, step, filter, domain, box, step->resized_crop.height, step->resized_crop.width, FIXED);
-}
-
-/* Both sides where the shorter one is to have a length: _compute_resized_output_size of torchvision's
- * transforms/functional.py, and RandomShortestSize of v2/_geometry.py. */
-static void find_sides(const Drawing *d, const Step *step, int64_t wanted, int64_t *height, int64_t *width) {
-    const int32_t bound = step->resize.bound;
-    const double small = (double)(d->height < d->width ? d->height : d->width);
-    const double large = (double)(d->height < d->width ? d->width : d->height);
-    const double most = step->resize.longest ? step->resize.longest : 0x1p40;
-    if (bound == MULTIPLIED_SIZE) {
-        const double factor = fmin((double)wanted / small, most / large);
-        *height = truncated((double)d->height * factor), *width = truncated((double)d->width * factor);
-        return;
-    }
-    double shorter = (double)wanted;
-    if (bound == LONG_BOUND) shorter = fmax(1, trunc(shorter * small / large));
-    if (bound) shorter = fmin(shorter, small);
-    double longer = trunc(shorter * large / small);
-    if (longer > most) shorter = trunc(most * shorter / longer), longer = most;
-    if (bound == LONG_BOUND) longer = fmin((double)wanted, large);
-    *height = truncated(d->width > d->height ? shorter : longer);
-    *width = truncated(d->width > d->height ? longer : shorter);
-}
-
-bool draw_resize(Drawing *d, const Step *step) {
-    int64_t height = step->resize.height, width = step->resize.width;
-    int how = FIXED;
-    if (!height) {
-        if (step->count < 1) return deny(d, step, REFUSED_TABLE);
-        const int64_t which = step->count > 1 ? integer(d, step->at, 0, step->count) : 0;
-        find_sides(d, step, d->table->steps[step->first + which].length.px, &height, &width);
-        how = step->count > 1 ? DRAWN : FOLLOWS;
-    }
-    const Box whole = {0, 0, (int32_t)d->height, (int32_t)d->width};
-    return add_resize(d, step, step->resize.interpolation, step->resize.domain, whole, height, width, how);
 }

@@ -330,11 +330,9 @@ int run_turn(Sample *sample, Op *op) {
     return OK;
 }
 
-/* Draws */
+/* Draws. Pillow and torchvision compute theirs in Python, whose sine and cosine are those of the C library, too. */
 
 static const double RADIANS = 3.14159265358979323846 / 180.0;
-
-/* Pillow and torchvision are called from Python, whose sine and cosine are those of the C library, too. */
 
 static Op *add_warp(Drawing *d, const Step *step, const Warp *warp) {
     const int32_t interpolation = warp->interpolation, domain = warp->domain;
@@ -449,11 +447,10 @@ static bool add_pillow_rotation(Drawing *d, const Step *step, const Warp *warp, 
 }
 
 bool add_rotation(Drawing *d, const Step *step, const Warp *warp, double degrees, bool expands, const double *center) {
-    const double none[2] = {0, 0};
+    const double none[2] = {0, 0}, angle = remainder_of(degrees, 360);
     if (expands) d->is_known = false; /* until the size is drawn, as it is for all that a probe knows */
     if (warp->domain != PIL_DOMAIN)
-        return remainder_of(degrees, 360) == 0 || add_affine(d, step, warp, -degrees, none, 1, none, center);
-    const double angle = remainder_of(degrees, 360);
+        return angle == 0 || add_affine(d, step, warp, -degrees, none, 1, none, center);
     const bool is_half = remainder_of(angle, 180) == 0, is_quarter = remainder_of(angle, 90) == 0;
     if (center || !(is_half || (is_quarter && (d->height == d->width || expands))))
         return add_pillow_rotation(d, step, warp, angle, expands, center);
@@ -479,8 +476,8 @@ bool draw_perspective(Drawing *d, const Step *step) {
         *x = (double)(integer(d, step->at, 2 * corner, reach_h) + is_right * (d->width - reach_h));
         *y = (double)(integer(d, step->at, 2 * corner + 1, reach_v) + is_bottom * (d->height - reach_v));
     }
-    const int32_t number = (int32_t)(op - d->ops);
     if (!d->solved) return true;
+    const int32_t number = (int32_t)(op - d->ops);
     if (number >= d->solved_room) return deny(d, step, REFUSED_TABLE);
     memcpy(op->warp.map, d->solved + 8 * number, sizeof op->warp.map);
     return true;
