@@ -16,7 +16,6 @@ import torch
 
 from fastdata.machine.budget import Budget
 from fastdata.report import as_text
-from fastdata.tools import doctor
 from fastdata.tools.doctor import Check, examine_machine, report_lines
 
 MIB = 1 << 20
@@ -78,9 +77,8 @@ def test_what_is_missing_comes_with_advice(
 ) -> None:
     """The advice says what to type; what breaks training is a problem."""
     for target, value in change.items():
-        module, _, function = target.rpartition(".")
-        holder = getattr(doctor, module) if module else doctor
-        monkeypatch.setattr(holder, function, lambda *_, value=value: value)
+        name = f"fastdata.tools.doctor.{target}"
+        monkeypatch.setattr(name, lambda *_, value=value: value)
     check = examined(name)
     assert check.found.startswith(found)
     said = check.problem if is_problem else check.advice
@@ -100,7 +98,7 @@ def test_what_cannot_be_made_or_loaded_is_said(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(os, "memfd_create", refuse)
     assert "memfd" not in examined("shared memory").found
     assert "vm.memfd_noexec" in examined("shared memory").advice
-    monkeypatch.setattr(doctor.Block, "create", refuse)
+    monkeypatch.setattr("fastdata.tools.doctor.Block.create", refuse)
     monkeypatch.setattr(importlib, "import_module", import_)
     for name, words in (
         ("shared memory", "Operation not permitted"),
@@ -138,8 +136,8 @@ def test_a_gpu_that_torch_does_not_see(
         (tmp_path / name).touch()
     monkeypatch.setattr(torch.cuda, "is_available", unavailable)
     monkeypatch.setattr(torch.version, "cuda", toolkit)
-    monkeypatch.setattr(doctor, "NVIDIA", tmp_path)
-    monkeypatch.setattr(doctor, "DEVICES", tmp_path)
+    monkeypatch.setattr("fastdata.tools.doctor.NVIDIA", tmp_path)
+    monkeypatch.setattr("fastdata.tools.doctor.DEVICES", tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -160,8 +158,8 @@ def test_a_far_gpu_is_told(
     usable = sum(1 << core for core in os.sched_getaffinity(0))
     local_mask = usable if near else 1 << 40
     (device / "local_cpus").write_text(f"{local_mask >> 32:08x},{local_mask & 0xFFFFFFFF:08x}\n")
-    monkeypatch.setattr(doctor, "NVIDIA", tmp_path / "nvidia")
-    monkeypatch.setattr(doctor, "SYSTEM", tmp_path / "sys")
+    monkeypatch.setattr("fastdata.tools.doctor.NVIDIA", tmp_path / "nvidia")
+    monkeypatch.setattr("fastdata.tools.doctor.SYSTEM", tmp_path / "sys")
     check = examined("NUMA")
     count = len(os.sched_getaffinity(0))
     words = f"at node 1, with {near * count} of {count} usable cores"

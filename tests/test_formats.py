@@ -8,7 +8,6 @@ import pickle
 import subprocess
 import sys
 import tarfile
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,9 +24,7 @@ from data import test_image
 from fastdata import CachedDataset, DataLoader
 from fastdata.errors import RemoteError
 from fastdata.pixels.decode import load_image
-from fastdata.sources import remote
 from fastdata.sources.remote import Place
-from fastdata.sources.tars import TarSamples, open_tars
 
 Item = dict[str, bytes]
 SIZE = (6, 5)
@@ -41,6 +38,11 @@ def image_file(index: int, kind: str = "png") -> bytes:
 
 def pixels(index: int) -> np.ndarray:
     return test_image(index, SIZE)
+
+
+def open_tars(given: Any) -> CachedDataset:
+    """Tars whose samples are read whenever they are asked for."""
+    return CachedDataset(given, storage="none")
 
 
 def write_tar(path: Path, files: Item) -> Path:
@@ -103,17 +105,13 @@ def test_files_are_not_read_again_to_find_draws(
     tars: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reading a tar draws nothing at random, so that no sample is read twice to find out."""
-    read: Counter[int] = Counter()
-    plain = TarSamples.__getitem__
-
-    def count(self: Any, index: int) -> Any:
-        read[index] += 1
-        return plain(self, index)
-
-    monkeypatch.setattr(TarSamples, "__getitem__", count)
+    opened = []
+    plain = tarfile.open
+    monkeypatch.setattr(tarfile, "open", lambda **options: opened.append(1) or plain(**options))
     with CachedDataset(str(tars / "*.tar"), prepare_workers=1) as dataset:
         dataset.prepare()
-    assert max(read.values()) <= 2
+        # Each tar is listed; each sample is looked at, and then prepared.
+        assert 2 + len(dataset) <= len(opened) <= 2 + 2 * len(dataset)
 
 
 def test_a_tar_gives_the_files_that_columns_name(tmp_path: Path) -> None:
@@ -132,11 +130,12 @@ def test_a_tar_gives_the_files_that_columns_name(tmp_path: Path) -> None:
         "__meta__/x.txt": b"",
     }
     path = write_tar(tmp_path / "x.tar", files)
-    names = ["jpg", "seg.png", "json", "txt", "npy", "bin", "__key__"]
-    (item,) = open_tars(path, columns=names)
+    names = ["seg.png", "json", "txt", "npy", "bin", "__key__"]
+    dataset = CachedDataset(path, columns={"sample": "jpg", "target": names}, storage="none")
+    sample, item = dataset[0]
     assert set(item) == set(names)
     (tmp_path / "1.jpg").write_bytes(files["x/1.JPG"])
-    assert np.array_equal(item.pop("jpg"), load_image(tmp_path / "1.jpg"))
+    assert np.array_equal(sample, load_image(tmp_path / "1.jpg"))
     assert np.array_equal(item.pop("seg.png"), pixels(2))
     assert np.array_equal(item.pop("npy"), array)
     assert item == {"json": {"a": [1]}, "txt": "ü", "bin": b"\0", "__key__": "x/1"}
@@ -260,20 +259,24 @@ def test_damaged_images_name_their_file(tars: Path) -> None:
 )
 def test_damaged_arrays_are_errors(tmp_path: Path, bad: bytes) -> None:
     """An array takes no memory that its file does not hold."""
+
+    def read(data: bytes) -> Any:
+        path = write_tar(tmp_path / "x.tar", {"1.npy": data})
+        columns = {"sample": "npy", "target": "__key__"}
+        return CachedDataset(path, columns=columns, storage="none")[0]
+
     with pytest.raises(ValueError, match="number 0 of"):
-        open_tars(write_tar(tmp_path / "x.tar", {"1.npy": bad}), columns=["npy"])[0]
+        read(bad)
     stream = io.BytesIO()
     np.save(stream, np.zeros(4))
     with pytest.raises(
         ValueError, match=r"number 0 of .*x.tar: ValueError: .*EOF: reading array data"
     ):
-        open_tars(
-            write_tar(tmp_path / "x.tar", {"1.npy": stream.getvalue()[:-1]}), columns=["npy"]
-        )[0]
+        read(stream.getvalue()[:-1])
     objects = io.BytesIO()
     np.save(objects, np.array([{}], object), allow_pickle=True)
     with pytest.raises(ValueError, match="Object arrays cannot be loaded"):
-        open_tars(write_tar(tmp_path / "x.tar", {"1.npy": objects.getvalue()}), columns=["npy"])[0]
+        read(objects.getvalue())
 
 
 def test_a_cache_of_tars_is_found_again_until_a_file_changes(
@@ -452,7 +455,7 @@ def test_a_tar_of_no_known_size_is_there(tmp_path: Path, monkeypatch: pytest.Mon
     """Its server is named, which tells no sizes; a tar that is not there is not there."""
     write_tar(tmp_path / "x.tar", {"1.txt": b"one"})
     Place("memory://bucket").upload("x.tar", tmp_path / "x.tar")
-    monkeypatch.setattr(remote, "_CLIENTS", {})
+    monkeypatch.setattr("fastdata.sources.remote._CLIENTS", {})
     monkeypatch.setattr("fsspec.get_filesystem_class", lambda _: Unsized)
     with pytest.raises(
         RemoteError, match=r"bucket/x\.tar can only be read from its start to its e"
@@ -477,7 +480,7 @@ def test_an_error_of_a_server_shows_no_secret(monkeypatch: pytest.MonkeyPatch) -
             return stream
 
     Place("memory://bucket").write("x.tar", b"")
-    monkeypatch.setattr(remote, "_CLIENTS", {})
+    monkeypatch.setattr("fastdata.sources.remote._CLIENTS", {})
     monkeypatch.setattr("fsspec.get_filesystem_class", lambda _: Redirected)
     with pytest.raises(RemoteError, match=r"403 for https://mirror/x\?\*\*\*") as raised:
         CachedDataset("memory://bucket/x.tar")

@@ -21,7 +21,6 @@ from PIL import Image
 
 from fastdata import CachedDataset, ChunkedLoader, DataLoader, ImageFolder
 from fastdata.errors import CacheError, RemoteError, SampleError
-from fastdata.sources import remote
 from fastdata.sources.remote import Place
 from fastdata.stores import mirror as mirror_module
 from fastdata.stores import segments as segments_module
@@ -41,7 +40,7 @@ def value(index: int) -> torch.Tensor:
 
 @pytest.fixture(autouse=True)
 def quick_tries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(remote, "_PAUSE_S", 0.001)
+    monkeypatch.setattr("fastdata.sources.remote._PAUSE_S", 0.001)
     monkeypatch.setattr(mirror_module, "_SEGMENT_BYTES", BLOCK_BYTES)
     yield
     MemoryFileSystem.store.clear()

@@ -18,11 +18,8 @@ import torch
 
 from fastdata import DataLoader, ImageFolder
 from fastdata.machine.budget import Budget
-from fastdata.machine.limits import usable_cores
-from fastdata.tools import measure as measuring
 from fastdata.tools.measure import in_subprocess, measure_rate, shuffled
 from fastdata.tools.tune import ascend, tune
-from fastdata.tools.tune_result import TuneResult
 
 WORKERS = (0, 1, 2, 4, 8)
 
@@ -159,7 +156,7 @@ def test_a_rate_is_of_the_steady_loop(
     workers: int, burst_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Start-up is left out, and batches that come in bursts are counted with the time between them."""
-    monkeypatch.setattr(measuring, "time", clock := Clock())
+    monkeypatch.setattr("fastdata.tools.measure.time", clock := Clock())
     rate = measure_rate(Bursts(clock, workers, burst_s), seconds=1.0)
     assert rate == pytest.approx(10 * workers / burst_s)
     assert clock.now >= 5.99
@@ -167,7 +164,7 @@ def test_a_rate_is_of_the_steady_loop(
 
 def test_epochs_too_short_to_warm_up_are_counted_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a loader of two batches an epoch the start is a part."""
-    monkeypatch.setattr(measuring, "time", clock := Clock())
+    monkeypatch.setattr("fastdata.tools.measure.time", clock := Clock())
     rate = measure_rate(Bursts(clock, 1, 5.0, batches=2), seconds=1.0)
     assert rate == pytest.approx(20 / 15)
 
@@ -247,7 +244,7 @@ def short_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastdata.tools.judge._PROBES", 1000)
 
 
-def quick(dataset: Any, **options: Any) -> TuneResult:
+def quick(dataset: Any, **options: Any) -> Any:
     return tune(dataset, **{"batch_size": 4, "max_seconds": 100, "progress": False} | options)
 
 
@@ -262,7 +259,7 @@ def test_workers_are_found_for_samples_that_wait() -> None:
     assert result.samples_per_s > 3 * result.start_samples_per_s
     with (
         pytest.warns(UserWarning, match="8 worker processes")
-        if usable_cores() < 8
+        if len(os.sched_getaffinity(0)) < 8
         else nullcontext()
     ):
         assert DataLoader(samples, **result.best).num_workers == 8
@@ -271,7 +268,7 @@ def test_workers_are_found_for_samples_that_wait() -> None:
 
 def test_threads_are_found_for_samples_that_wait() -> None:
     """More threads than cores read samples one by one where the engine is threads."""
-    many = usable_cores() + 6
+    many = len(os.sched_getaffinity(0)) + 6
     loader = DataLoader(Samples(seconds=0.001), 4, num_workers=many, workers="thread")
     assert f"read by {many} threads" in loader.report().path
     assert quick(

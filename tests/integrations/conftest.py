@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fastdata.sources import remote
+from fastdata.sources.remote import _CLIENTS
 from s3 import MotoS3, ThrottledS3, s3_server, throttled_s3
 
 os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = (
@@ -46,5 +46,5 @@ def forget_clients() -> None:
     import s3fs  # which those who use no S3 may do without
 
     s3fs.S3FileSystem.clear_instance_cache()
-    remote._CLIENTS.clear()
+    _CLIENTS.clear()
     gc.collect()

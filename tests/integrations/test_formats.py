@@ -15,7 +15,6 @@ import tqdm
 from PIL import Image
 
 from fastdata import CachedDataset, ImageFolder
-from fastdata.sources.tars import open_tars
 from s3 import ThrottledS3
 
 datasets = pytest.importorskip("datasets", reason="Parquet is read by Hugging Face's datasets")
@@ -82,12 +81,13 @@ def test_webdatasets_writer(tmp_path: Path) -> None:
     with CachedDataset(f"{tmp_path}/t-{{00..02}}.tar", prepare_workers=2) as dataset:
         assert list(dataset.targets) == list(range(COUNT))
         assert all(same(dataset[i][0], i) for i in range(COUNT))
-    ours = open_tars(tmp_path, columns=["png", "cls", "json", "npy", "__key__"])
+    columns = {"sample": "png", "target": ["cls", "json", "npy", "__key__"]}
+    ours = CachedDataset(tmp_path, columns=columns, storage="none")
     shards = sorted(map(str, tmp_path.glob("*.tar")))
     theirs = list(webdataset.WebDataset(shards, shardshuffle=False).decode("pil"))
-    for item, wanted in zip((ours[i] for i in range(COUNT)), theirs, strict=True):
+    for (sample, item), wanted in zip((ours[i] for i in range(COUNT)), theirs, strict=True):
         assert item["__key__"] == wanted["__key__"]
-        assert np.array_equal(item["png"], wanted["png"])
+        assert np.array_equal(sample, wanted["png"])
         assert np.array_equal(item["npy"], wanted["npy"])
         assert (item["cls"], item["json"]) == (wanted["cls"], wanted["json"])
 

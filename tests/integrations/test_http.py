@@ -16,7 +16,7 @@ import pytest
 
 from fastdata import CachedDataset
 from fastdata.errors import RemoteError
-from fastdata.sources import remote
+from fastdata.sources.remote import _CLIENTS
 
 pytest.importorskip("aiohttp")
 
@@ -60,7 +60,7 @@ class Handler(http.server.SimpleHTTPRequestHandler):
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Of the folder ``www``, which holds a cache and a tar."""
-    monkeypatch.setattr(remote, "_PAUSE_S", 0.001)
+    monkeypatch.setattr("fastdata.sources.remote._PAUSE_S", 0.001)
     root = tmp_path / "www"
     samples = [(np.full((3, 4, 5), k, np.uint8), k) for k in range(4)]
     CachedDataset(samples, cache_dir=root / "caches", cache_key="x").close()
@@ -84,7 +84,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     made.shutdown()
     made.server_close()
     thread.join()
-    remote._CLIENTS.clear()
+    _CLIENTS.clear()
 
 
 def read(dataset: Any) -> list[int]:

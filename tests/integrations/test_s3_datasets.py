@@ -16,7 +16,6 @@ from PIL import Image
 
 from fastdata import CachedDataset, ChunkedLoader, DataLoader, ImageFolder
 from fastdata.errors import RemoteError, SampleError
-from fastdata.sources import remote
 from fastdata.sources.remote import Place
 from s3 import FaultPlan, MotoS3, ThrottledS3
 
@@ -113,7 +112,7 @@ def test_a_server_that_is_silent(
     throttled: ThrottledS3, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests that are not answered are given up, and the file is named."""
-    monkeypatch.setattr(remote, "ATTEMPT_S", 0.3)
+    monkeypatch.setattr("fastdata.sources.remote.ATTEMPT_S", 0.3)
     place = Place("s3://bucket/train", throttled.storage_options)
     assert len(place.find().result()) == 24
     throttled.set_faults(FaultPlan(rate=1, kinds=("stall",)))
