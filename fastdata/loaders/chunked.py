@@ -131,13 +131,7 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
         self.drop_last = drop_last
         self.shuffle = shuffle
         self._live = weakref.WeakSet[CountedIterator]()  # the latest iterator, if it is in use
-        has_no_index = isinstance(dataset, (str, bytes, os.PathLike, IterableDataset))
-        if has_no_index or not hasattr(dataset, "__getitem__"):
-            raise TypeError(
-                "ChunkedLoader needs a map-style dataset, which is read by index, but got "
-                f"{type(dataset).__name__}. Give it fastdata.ImageFolder(root, cache_dir=...), or "
-                "CachedDataset.from_cache(path) of a cache."
-            )
+        _check_map_style(dataset)
         BatchSampler([], batch_size, drop_last)  # raises torch's error for a wrong size
         self.dataset = dataset
         self._parts = Parts.find(dataset)
@@ -348,6 +342,16 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _check_map_style(dataset: object) -> None:
+    has_no_index = isinstance(dataset, (str, bytes, os.PathLike, IterableDataset))
+    if has_no_index or not hasattr(dataset, "__getitem__"):
+        raise TypeError(
+            "ChunkedLoader needs a map-style dataset, which is read by index, but got "
+            f"{type(dataset).__name__}. Give it fastdata.ImageFolder(root, cache_dir=...), or "
+            "CachedDataset.from_cache(path) of a cache."
+        )
 
 
 def _close_chunks(sampler: ChunkSampler, stop: Callable[[], Any]) -> None:

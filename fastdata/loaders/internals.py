@@ -93,7 +93,7 @@ class LoaderInternals:
         ring: BatchRing | None = None,
         held: int = HELD_BY_USER,
         read: MakeBatch | None = None,
-        alone: str = "",
+        inline_reason: str = "",
     ) -> CountedIterator:
         """Begin an epoch, as ``iter`` does.
 
@@ -103,12 +103,13 @@ class LoaderInternals:
                 to it.
             held: batches that the user may hold at a time without costing new memory.
             read: makes a batch of indices instead of the dataset; threads only.
-            alone: why batches are read in the training loop, whatever the number of workers.
+            inline_reason: why batches are read in the training loop, whatever the number of workers.
         """
         parts = self._refresh(loader)
-        handle = parts.handle()
-        self.engine = Engine("thread", alone, 0) if alone else self.choose_engine(loader)
-        pins = loader.pin_memory and not alone
+        self.engine = self.choose_engine(loader)
+        if inline_reason:
+            self.engine = Engine("thread", inline_reason, 0)
+        pins = loader.pin_memory and not inline_reason
         if ring is None:
             # One ring for all epochs, so that a new one reuses the buffers of the last.
             ring = self._ring = self._ring or BatchRing(self.ring_slots(loader, held))
@@ -126,31 +127,53 @@ class LoaderInternals:
             collate_fn=_channels_last(loader.collate_fn) if is_channels_last else loader.collate_fn,
             draws_seed=progress.base_seed is None,
         )
-        # Worker processes that persist. They are forgotten until the epoch has begun: after Ctrl-C
-        # in between it is unknown what they send next.
-        idle: Any = loader._iterator
-        loader._iterator = None
+        handle = parts.handle()
+        has_own_method = any(dataset._fastdata.own_method for dataset in parts.datasets)
+        maker = BatchMaker(
+            fetch=_MapDatasetFetcher(view.dataset, True, _as_they_are, False).fetch,
+            # A subclass's own methods must be called for its items.
+            handle=None if has_own_method else handle,
+            ring=ring,
+            collate_fn=loader.collate_fn,
+            in_thread=self.engine.workers > 0,
+            channels_last=is_channels_last,
+            read=read,
+        )
         # The rest of an epoch draws nothing from the global generator.
         with torch.random.fork_rng(devices=[], enabled=progress.is_begun):
-            if self.engine.kind == "process":
-                iterator = _iterate_processes(loader, view, progress, idle, held)
-            else:
-                has_own_method = any(dataset._fastdata.own_method for dataset in parts.datasets)
-                maker = BatchMaker(
-                    fetch=_MapDatasetFetcher(view.dataset, True, _as_they_are, False).fetch,
-                    # A subclass's own methods must be called for its items.
-                    handle=None if has_own_method else handle,
-                    ring=ring,
-                    collate_fn=loader.collate_fn,
-                    in_thread=self.engine.workers > 0,
-                    channels_last=is_channels_last,
-                    read=read,
-                )
-                iterator = ThreadIter(view, progress, maker, threads=self.engine.workers)
+            iterator = self._iterator(loader, view, progress, maker, held)
         iterator.counts = self._counts = LoopCounts(ring=iterator.ring)
         if iterator.ring:
             iterator.ring.fresh_count = 0
         iterator.handle = handle
+        return iterator
+
+    def _iterator(
+        self,
+        loader: DataLoader[Any],
+        view: EpochLoader,
+        progress: Progress,
+        maker: BatchMaker,
+        held: int,
+    ) -> CountedIterator:
+        """Return the iterator of the chosen engine; it may have worker processes that persist."""
+        # They are forgotten until the epoch has begun: after Ctrl-C in between it is unknown what
+        # they send next.
+        idle: Any = loader._iterator
+        loader._iterator = None
+        if self.engine.kind == "thread":
+            return ThreadIter(view, progress, maker, threads=self.engine.workers)
+        if loader.num_workers == 0:
+            return InlineIter(view, progress)
+        if idle is None:
+            loader.check_worker_number_rationality()
+            iterator = ProcessIter(view, progress, held=held)
+        else:
+            iterator = idle
+            iterator.progress = progress
+            iterator._reset(view)
+        if loader.persistent_workers:
+            loader._iterator = iterator
         return iterator
 
     def _refresh(self, loader: DataLoader[Any]) -> Parts:
@@ -257,28 +280,6 @@ class EpochLoader:
 
     def __getattr__(self, name: str) -> Any:  # all other settings of a loader
         return getattr(self._loader, name)
-
-
-def _iterate_processes(
-    loader: DataLoader[Any],
-    view: EpochLoader,
-    progress: Progress,
-    idle: ProcessIter | None,
-    held: int,
-) -> CountedIterator:
-    """Begin an epoch of torch's engines; ``idle`` has worker processes of an earlier one."""
-    if loader.num_workers == 0:
-        return InlineIter(view, progress)
-    if idle is None:
-        loader.check_worker_number_rationality()
-        iterator = ProcessIter(view, progress, held=held)
-    else:
-        iterator = idle
-        iterator.progress = progress
-        iterator._reset(view)
-    if loader.persistent_workers:
-        loader._iterator = iterator
-    return iterator
 
 
 def _channels_last(collate_fn: Collate) -> Collate:

@@ -99,7 +99,9 @@ class StoreCut(Iterator[Any]):
         self._window = Window(program, samples_NCHW)
         read = partial(_read_targets, handle)
         path = f"whole batches, cut on {self._device}"
-        self._indices = loader._fastdata.iterate(loader, BatchRing(0), read=read, alone=path)
+        self._indices = loader._fastdata.iterate(
+            loader, BatchRing(0), read=read, inline_reason=path
+        )
         self.progress: Progress = self._indices.progress
         self.marks = [self.progress.mark()]
         # Batches that were read and are to be cut, then the exception behind them, which may be

@@ -110,30 +110,14 @@ class Resume:
         Samplers are begun, and draw, when the first batch is asked for. The epoch ends with the
         sampler, whatever its length was before.
         """
-        parts = self.parts
-        ranked = chain.ranked
-        seed = parts.seed
+        seed = self.parts.seed
         if seed is None:
             seed = progress.base_seed or 0
-        # The sampler's epoch is that of draws too, unless each epoch draws a seed, whose draws count
-        # from 0, or the epoch of draws was set alone.
-        is_counted = self._is_counted and parts.epoch is None
-        if ranked is not None and parts.datasets and (ranked.is_set or is_counted):
-            progress.epoch = ranked.coming()["epoch"]
-        epoch = progress.epoch
+        progress.epoch = epoch = self._epoch_of_draws(progress, chain)
+        visits = self._visits(epoch, seed, chain)
         rank, ranks = chain.rank
-        visits = None
-        if parts.datasets:
-            visits = EpochVisits(
-                parts.index_count,
-                parts.subset,
-                may_repeat=not chain.gives_each_once,
-                rank=chain.rank if chain.ranks_may_overlap else Rank(0, 1),
-                epoch=epoch,
-                seed=seed,
-            )
-        is_cut = type(chain.outer) is BatchSampler
-        is_seen = chain.ends_with_a_draw
+        counts_samples = type(chain.outer) is BatchSampler
+        awaits_last_draw = chain.ends_with_a_draw
         # A RankSampler begins at its position, so that nothing is skipped.
         to_skip = progress.first if chain.batch_size is None else 0
         indices = self._begun(progress, chain)
@@ -143,12 +127,12 @@ class Resume:
                 return
             if self._is_batched and hasattr(batch, "__next__"):
                 batch = list(batch)  # read here, and by other threads and processes
-            progress.counted += len(batch) if is_cut else 1
-            if is_seen and chain.is_spent(progress.counted):
+            progress.counted += len(batch) if counts_samples else 1
+            if awaits_last_draw and chain.is_spent(progress.counted):
                 # Let the sampler draw its last numbers now, so that a state that is taken with the
                 # last batch has the generator as it is when the next epoch begins.
                 indices = _drawn_ahead(indices)
-                is_seen = False
+                awaits_last_draw = False
             if visits is not None:
                 batch = visits.index_batch(batch)
             if to_skip:
@@ -161,6 +145,31 @@ class Resume:
                 batch.draws = progress.draws
                 batch.channels_last = self.channels_last
             yield batch
+
+    def _epoch_of_draws(self, progress: Progress, chain: SamplerChain) -> int:
+        """Return the RankSampler's epoch, so that draws follow the same one, or the loader's."""
+        # The loader's if each epoch draws a seed, whose draws count from 0, or if the user set the
+        # epoch of draws alone.
+        is_counted = self._is_counted and self.parts.epoch is None
+        if chain.ranked is None or not self.parts.datasets:
+            return progress.epoch
+        if chain.ranked.is_set or is_counted:
+            epoch: int = chain.ranked.coming()["epoch"]
+            return epoch
+        return progress.epoch
+
+    def _visits(self, epoch: int, seed: int, chain: SamplerChain) -> EpochVisits | None:
+        parts = self.parts
+        if not parts.datasets:
+            return None
+        return EpochVisits(
+            parts.index_count,
+            parts.subset,
+            may_repeat=not chain.gives_each_once,
+            rank=chain.rank if chain.ranks_may_overlap else Rank(0, 1),
+            epoch=epoch,
+            seed=seed,
+        )
 
     def _begun(self, progress: Progress, chain: SamplerChain) -> Iterator[Any]:
         """Return the sampler's iterator for an epoch, begun as in the epoch of a loaded state."""

@@ -240,7 +240,7 @@ def test_ranks_take_the_fast_road(ranks: list[dict[str, Any]]) -> None:
     """The loader that Lightning made again for each rank is fastdata's, and serves whole batches from threads."""
     for seen in ranks:
         assert (seen["loader"], seen["sampler"]) == (
-            "fastdata.loaders",
+            "fastdata.loaders.loader",
             DistributedSampler.__name__,
         )
         assert all(path.startswith("whole batches, read by") for path in seen["paths"])
