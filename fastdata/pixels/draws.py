@@ -11,7 +11,9 @@ import gc
 import random
 import sys
 import types
+from collections import deque
 from collections.abc import Collection, Iterator
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,7 @@ import torch
 
 from fastdata.pixels.bytecode import names_in_code, with_inner
 from fastdata.pixels.compose import flatten_transform
-from fastdata.pixels.fingerprint import ATOMS, BY_NAME, closed_over, is_installed, is_plain
+from fastdata.pixels.fingerprint import ATOMS, BY_NAME, closed_over, is_installed, is_plain, name_of
 from fastdata.pixels.known import PREPARABLE, REFORMING, known_name, names_in
 from fastdata.pixels.own_transforms import Views
 
@@ -95,32 +97,46 @@ def may_draw(call: Any, *, from_torch: bool = True) -> bool:
         >>> may_draw(len), may_draw(torch.rand), may_draw(torch.rand, from_torch=False)
         (False, True, False)
     """
-    met: dict[int, Any] = {}  # keeps objects alive, so that none has the id of another
-    waiting = [call]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, _GENERATORS) or value is _IMPORT:
+    for number, value in enumerate(reachable(call)):
+        is_torch = from_torch and _package_of(value) == "torch"
+        if is_torch or value is _IMPORT or isinstance(value, _GENERATORS):
             return True
+        if number > _MOST_FOLLOWED:
+            return True
+    return False
+
+
+def reachable(value: Any, *, skips_installed: bool = False) -> Iterator[Any]:
+    """Yield a value and every object that a call of it may use, the nearest first.
+
+    Of large collections only the first objects are followed. ``skips_installed`` follows no code of
+    installed packages.
+    """
+    # Breadth first: with a limit of the caller's, what is near is found before what is far.
+    queue = deque([value])
+    met: dict[int, Any] = {}  # keeps objects alive, so that none has the id of another
+    while queue:
+        value = queue.popleft()
         if id(value) in met or isinstance(value, _DATA):
             continue
-        if from_torch and _package_of(value) == "torch":
-            return True
         met[id(value)] = value
-        if len(met) > _MOST_FOLLOWED:
-            return True
-        waiting += used_by(value)
-    return False
+        yield value
+        is_code = isinstance(value, (type, types.FunctionType))
+        if not (skips_installed and is_code and name_of(value) is not None):
+            queue.extend(islice(_used_by(value), _MOST_PARTS))
 
 
 _GENERATORS = (random.Random, np.random.RandomState, np.random.Generator, np.random.BitGenerator)
 _DATA = (*ATOMS, np.ndarray, torch.Tensor, types.ModuleType)
 _MOST_FOLLOWED = 1000
+"""Objects that are followed to answer for one callable."""
+_MOST_PARTS = 1000
 _IMPORT_NAME = dis.opmap["IMPORT_NAME"]
 _IMPORT = object()
 """A stand-in for whatever a function imports when it is called."""
 
 
-def used_by(value: Any) -> Collection[Any]:
+def _used_by(value: Any) -> Collection[Any]:
     """Return the objects that a call of a value may use, as far as its code is followed."""
     if isinstance(value, (type, types.FunctionType)):
         if _is_leaf(value):

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import random
-import types
-from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from fastdata.pixels.draws import is_always_applied, used_by
-from fastdata.pixels.fingerprint import name_of
+from fastdata.pixels.draws import is_always_applied, reachable
 
 _MOST_OBJECTS = 20_000
 """Objects that are searched in all."""
-
-_MOST_PARTS = 1_000
-"""Objects that are searched in one list or dictionary."""
-
 _KINDS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 
 _PYTHON: Any = random.random.__self__  # type: ignore[attr-defined]
@@ -30,8 +23,6 @@ _GLOBAL = {
     "NumPy's global generator": np.random.random.__self__,  # type: ignore[attr-defined]
     "torch's generator": torch.default_generator,
 }
-
-_ATOMS = (str, bytes, int, float, bool, type(None), np.ndarray, torch.Tensor, types.ModuleType)
 
 
 class FoundGenerator(NamedTuple):
@@ -55,13 +46,13 @@ def find_generators(dataset: Any, *, moves_torch: bool) -> list[FoundGenerator]:
         dataset: the dataset, whose attributes and code are searched.
         moves_torch: True if torchvision's transforms in it move torch's generator in vain.
     """
-    reachable = list(_reachable(dataset))
-    in_vain = _moved_in_vain(reachable)
+    objects = list(islice(reachable(dataset, skips_installed=True), _MOST_OBJECTS))
+    in_vain = _moved_in_vain(objects)
     if moves_torch:
         in_vain.add(id(torch.default_generator))
     # By identity, because generators in the same state need not be the same. A global one that a
     # dataset holds keeps its global name.
-    held = [value for value in reachable if isinstance(value, _KINDS)]
+    held = [value for value in objects if _has_state(value)]
     named = {id(each): (f"a {type(each).__name__} that it holds", each) for each in held}
     named |= {id(each): (name, each) for name, each in _GLOBAL.items()}
     return [
@@ -81,9 +72,15 @@ def _moved_in_vain(values: Sequence[Any]) -> set[int]:
     for value in values:
         is_applied = is_always_applied(value)
         if is_applied is not None:
-            held = {id(each) for each in _reachable(value) if isinstance(each, _KINDS)}
+            parts = islice(reachable(value, skips_installed=True), _MOST_OBJECTS)
+            held = {id(each) for each in parts if _has_state(each)}
             (in_vain if is_applied else for_a_choice).update(held or {id(_PYTHON)})
     return in_vain - for_a_choice
+
+
+def _has_state(value: Any) -> bool:
+    """Return True for a generator, except one that draws from the system."""
+    return isinstance(value, _KINDS) and not isinstance(value, random.SystemRandom)
 
 
 def state_of(generator: Any) -> Any:
@@ -103,30 +100,3 @@ def set_state(generator: Any, state: Any) -> None:
         generator.setstate(state)
     else:
         generator.set_state(state)
-
-
-def _reachable(value: Any) -> Iterator[Any]:
-    """Yield an object, what it holds, and the globals that its code names.
-
-    Of large collections only the first objects are searched. ``random.SystemRandom`` draws from the
-    system and has no state, so it is left out.
-    """
-    # Breadth first: what is near the dataset is found within the limit. Ids stay unique as long as
-    # the objects live, and all of these are referred to by the dataset.
-    queue = deque([value])
-    met: set[int] = set()
-    while queue and len(met) < _MOST_OBJECTS:
-        value = queue.popleft()
-        if id(value) in met or isinstance(value, (*_ATOMS, random.SystemRandom)):
-            continue
-        met.add(id(value))
-        yield value
-        if not isinstance(value, _KINDS):
-            queue.extend(islice(_parts_of(value), _MOST_PARTS))
-
-
-def _parts_of(value: Any) -> Collection[Any]:
-    """Return what a value refers to. Code that is installed is not followed."""
-    if isinstance(value, (type, types.FunctionType)) and name_of(value) is not None:
-        return ()
-    return used_by(value)
