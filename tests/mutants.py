@@ -325,8 +325,8 @@ MUTANTS = [
     Mutant(
         "a state before the first batch counts what was read ahead",
         PREFETCH,
-        "        progress.mark_delivered(progress.mark())",
-        "        #",
+        "        progress.mark_delivered(progress.mark())\n",
+        "",
         "state_before_the_first_batch",
     ),
     Mutant(

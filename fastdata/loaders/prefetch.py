@@ -42,20 +42,20 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class PrefetchReport(EpochReport):
-    """How the latest epoch of a prefetcher went, complete or not.
+    """Figures of the latest epoch of a prefetcher, complete or not.
 
     Batches, samples and times are those of the training loop; ``wait_s`` is how long it waited for
-    the prefetcher. What the loader says of itself (path, engine, workers, memory) is the loader's.
+    the prefetcher. Path, engine, workers and memory are those that the loader reports.
 
     Args:
-        device: where batches went; ``"cpu"`` where nothing was moved.
+        device: the device of the batches; ``"cpu"`` if nothing was moved.
         pinned_bytes: host memory that this prefetcher has pinned, at most, in the sizes that
             torch's allocator takes.
-        in_place_bytes: what was copied to the device from pinned memory where it lay,
-        staged_bytes: after one more copy on the host to pinned memory,
-        pageable_bytes: or from pageable memory, in parts by the driver.
-        batch_ops: where they ran, and why there if on the CPU; empty where the loader has none of
-            fastdata's.
+        in_place_bytes: copied to the device directly from the loader's pinned memory.
+        staged_bytes: copied once more on the host, to pinned memory.
+        pageable_bytes: copied from pageable memory, in parts by the driver.
+        batch_ops: where batch ops ran, and the reason if on the CPU; empty if the loader has none
+            of fastdata's.
     """
 
     device: str = "cpu"
@@ -81,56 +81,59 @@ class PrefetchReport(EpochReport):
 
 
 class CudaPrefetcher:
-    """Batches of a loader on the GPU, brought there while the GPU computes.
+    """Iterates over the batches of a loader on the GPU; they are copied while the GPU computes.
 
-    A thread reads the loader and copies batches on a stream of its own, from pinned memory; the
-    training loop gets tensors on the device and never waits for a copy. Batches that the threads of
-    fastdata's loader gather are copied from where they lie, as is what the loader has pinned;
-    others are copied once on the host, to pinned memory of torch's allocator. Where there is too
-    little memory to pin, copies are pageable, which is said once.
+    A thread reads the loader and copies batches on its own stream, from pinned memory. The training
+    loop gets tensors on the device and never waits for a copy. Batches that the threads of
+    fastdata's loader gather are copied directly, and so are tensors that the loader has pinned.
+    Others are copied once more on the host, to pinned memory of torch's allocator. If there is too
+    little memory to pin, copies are pageable, with one warning.
 
     A batch may be any nesting of tuples, lists, dicts, namedtuples, dataclasses and
-    ``SampleBatch``. Objects of other classes go by their own ``pin_memory()`` and ``to(device)``;
-    one warning names a class that has tensors but no ``to``. Values that are not tensors, and
-    tensors that are on a device already, pass through. The GPU work that made these in the loader
-    is waited for; a loader that works on a stream of its own must let the current one wait for it.
+    ``SampleBatch``. Objects of other classes are moved by their own ``pin_memory()`` and
+    ``to(device)``; one warning names a class that has tensors but no ``to``. Values that are not
+    tensors, and tensors that are on a device already, pass through. The prefetcher waits for the
+    GPU work that made these in the loader. A loader that works on a stream of its own must let the
+    current stream wait for it.
+
     Without a GPU, and with ``device="cpu"``, batches stay where they are, and everything else is
     the same. All other attributes are the loader's: ``dataset``, ``sampler``, ``batch_size``,
-    ``set_epoch``, ``state_dict`` ...; ``state_dict()`` counts batches as the training loop gets
-    them, whatever was read ahead.
+    ``set_epoch``, ``state_dict`` ... ``state_dict()`` counts batches when the training loop gets
+    them, not when they are read ahead.
 
     Args:
         loader: any iterable of batches; each ``iter`` of the prefetcher is one of the loader.
-        device: where batches go; default the current CUDA device, or the CPU where there is none.
-            Several take a process each (``torchrun``).
-        depth: batches that lie on the device before the training loop takes them. The GPU holds up
-            to two more: the loop's, and one that is being copied. A depth of 1 leaves less room for
-            a loop that varies.
+        device: device of the batches; default: the current CUDA device, or the CPU without one.
+            For several devices use one process each (``torchrun``).
+        depth: batches on the device before the training loop takes them. The GPU holds up to two
+            more: the loop's, and one that is being copied. A depth of 1 suits only a loop whose
+            steps take equally long.
         transform: called on each batch, on the device, in the thread and on its stream, in order,
-            under ``torch.no_grad()``. The loop's autocast and inference mode do not hold in that
+            under ``torch.no_grad()``. Autocast and inference mode of the loop do not apply in that
             thread: enter them inside.
         dtype: floating-point tensors, and uint8 tensors of four or more dimensions (images), are
-            cast to it on the device, before ``transform``; others keep their dtype, such as int64
-            labels and tensors in objects that went by their own ``to``.
+            cast to it on the device, before ``transform``. Others keep their dtype, such as int64
+            labels and tensors in objects that are moved by their own ``to``.
         channels_last: give tensors of four dimensions this memory format, on the device, before
-            ``transform``; they also have it where the loader has ``memory_format``.
-        batch_ops: where the batch ops of fastdata's loaders end, first of all. ``"auto"``: on the
-            device, with the draws and pixels of the CPU (floats within 1e-6), if threads read whole
-            batches: uint8 is sent and converted there, or with ``storage="device"`` also cut there.
-            Else, and with ``"cpu"``, before they are sent. ``"device"``: there, or an error.
-            ``report().batch_ops`` says where and why.
+            ``transform``; also done if the loader has this ``memory_format``.
+        batch_ops: where the batch ops of fastdata's loaders end, before everything else. With
+            ``"auto"`` on the device if threads read whole batches: uint8 is sent and converted
+            there, or with ``storage="device"`` also cut there. Draws and pixels are those of the
+            CPU (floats within 1e-6). Otherwise, and with ``"cpu"``, before batches are sent.
+            ``"device"``: on the device, or an error. ``report().batch_ops`` gives the choice and
+            the reason.
 
     Raises:
         DeviceError: torch does not see the device.
         ValueError: when an epoch begins: batch ops are to run on the device and cannot.
         MemoryBudgetError: when an epoch begins: ``storage="device"`` does not fit there.
 
-    An exception of the loader or of ``transform`` is raised where its batch would have come. What a
-    loader draws from global generators while it is read is drawn in the thread; what it draws for
-    its first batch, in order. A loader must not write again to a pinned tensor that it has yielded:
-    it is read when the copy runs, and not before. Pinned memory goes back to torch's allocator,
-    which keeps it for the next one that asks, when the prefetcher is dropped, at the end of a
-    ``with`` statement, or by ``close()``.
+    An exception of the loader or of ``transform`` is raised where its batch would have come. A
+    loader draws from global generators in the thread; its draws for the first batch come in order
+    with those of the training loop. A loader must not write again to a pinned tensor that it has
+    yielded: it is read when the copy runs, not before. Pinned memory goes back to torch's
+    allocator, which keeps it for later, when the prefetcher is dropped, at the end of a ``with``
+    statement, or by ``close()``.
 
     Example:
         >>> loader = [torch.zeros(2, 3), torch.ones(2, 3)]
@@ -172,10 +175,10 @@ class CudaPrefetcher:
     # What it shows of its loader
 
     def __len__(self) -> int:
-        return len(self.loader)  # one without a length says so itself
+        return len(self.loader)
 
     def __getattr__(self, name: str) -> Any:
-        # How to copy or pickle a loader is no answer for its prefetcher.
+        # Special methods of the loader, such as those for copies, are not the prefetcher's.
         if name == "loader" or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         value = getattr(self.loader, name)
@@ -196,7 +199,8 @@ class CudaPrefetcher:
 
     def __iter__(self) -> Iterator[Any]:
         if getattr(self.loader, "persistent_workers", False) or isinstance(self.loader, Iterator):
-            for live in list(self._live):  # both would read the same iterator
+            # Two epochs would read the same iterator.
+            for live in list(self._live):
                 live.close()
         self._epoch = self._begin()
         iterator = PrefetchIterator(self._epoch, self)
@@ -216,7 +220,8 @@ class CudaPrefetcher:
             Transfer,
             device=self.device,
             finish=replace(self._finish, ops=work.finish),
-            # One copy for each batch in flight, the next, and one that torch still thinks is read.
+            # Pinned at a time: a copy of each batch in flight, of the next one, and one more, which
+            # torch keeps until it has found that the device has read it.
             sender=Sender(self.device, self._pinned, batches=self.depth + 2),
             stream=self._stream,
             depth=self.depth,
@@ -228,7 +233,8 @@ class CudaPrefetcher:
         self._ring = self._ring or BatchRing(self._pinned.ring_slots, self._pinned.allocate)
         iterator = begin_epoch(loader, self._ring, held, work.read)
         progress = iterator.progress
-        progress.mark_delivered(progress.mark())  # what is read ahead of the user does not count
+        # A state that is taken before the first batch must not count what is read ahead.
+        progress.mark_delivered(progress.mark())
         return begin(iterator=iterator, mark=progress.mark, mark_delivered=progress.mark_delivered)
 
     def _begin_cut(self, begin: Callable[..., StoreCut], pinned: PinnedMemory) -> LoopEpoch:
@@ -236,7 +242,8 @@ class CudaPrefetcher:
         sender = Sender(self.device, pinned)
         cut = begin(send=sender.send, cast=self._finish.cast)
         progress = cut.progress
-        marks = cut.marks  # not the cut itself, which holds a copy of the store
+        # ``mark`` must not hold the cut, which holds the store's copy: it outlives the iterator.
+        marks = cut.marks
         progress.mark_delivered(marks[0])
         return LoopEpoch(
             iterator=cut,
@@ -265,7 +272,7 @@ class CudaPrefetcher:
         return PrefetchReport(**values)
 
     def close(self) -> None:
-        """End live iterators, give back pinned memory and copies of the store. Idempotent."""
+        """End iterators, and give back pinned memory and copies of the store. Idempotent."""
         for iterator in list(self._live):
             iterator.close()
         self._ring = None
@@ -282,11 +289,12 @@ class CudaPrefetcher:
 
 
 class PrefetchIterator(Iterator[Any]):
-    """The iterator of an epoch, which ends when this is dropped."""
+    """The iterator of an epoch, which ends when the iterator is dropped."""
 
     def __init__(self, epoch: LoopEpoch, prefetcher: CudaPrefetcher) -> None:
         self._epoch = epoch
-        self._prefetcher = prefetcher  # is kept alive
+        self._prefetcher = prefetcher  # must live as long
+        # Runs once: by the user, when this is dropped, or when Python exits.
         self.close = weakref.finalize(self, epoch.stop)
 
     def __next__(self) -> Any:
@@ -312,7 +320,7 @@ class Finish:
         try:
             with torch.no_grad():
                 return self.transform(batch)
-        except StopIteration as error:  # which would end the epoch in silence
+        except StopIteration as error:  # it would end the epoch silently
             raise RuntimeError("transform= raised StopIteration") from error
 
     def cast(self, tensor: Any) -> Any:

@@ -55,16 +55,18 @@ class Window:
             return  # samples are served as they are stored
         border = ops[0]["window"]["border"]
         mode = MODES[border["mode"]]
-        rows = int(border["top"]), int(border["bottom"])
-        columns = int(border["left"]), int(border["right"])
-        tables = [
-            _line_table(height, rows, mode, self.shape[1])[:, None, :, None],
-            _line_table(width, columns, mode, self.shape[2])[:, None, None],
-        ]
-        if mode == "constant" and sum(rows) + sum(columns):
+        top = int(border["top"])
+        bottom = int(border["bottom"])
+        left = int(border["left"])
+        right = int(border["right"])
+        row_Kh = _line_table(height, (top, bottom), mode, self.shape[1])
+        column_Kw = _line_table(width, (left, right), mode, self.shape[2])
+        tables = [row_Kh[:, None, :, None], column_Kw[:, None, None]]
+        if mode == "constant" and top + bottom + left + right:
             # A record has room for four channels; more are filled with the value of the last.
             channel_C = np.arange(channels).clip(max=3)
-            tables.append(ops[0]["fill"].astype(np.uint8)[channel_C, None, None])
+            fill_C = ops[0]["fill"].astype(np.uint8)[channel_C]
+            tables.append(fill_C[:, None, None])
         for table in tables:
             self.tensors.append(torch.from_numpy(table).to(samples_NCHW.device))
 
