@@ -39,6 +39,7 @@ _MOST_SKIPPED = 10
 _SKIPPED_IN_A_ROW = 100
 """If this many neighbours cannot be prepared, a folder is gone, most likely."""
 
+_Task = TypeVar("_Task")
 _Answer = TypeVar("_Answer")
 
 
@@ -161,8 +162,8 @@ def ingest(
 
 
 def run_preparing(
-    job: Callable[[Any], _Answer],
-    tasks: Sequence[Any],
+    job: Callable[[_Task], _Answer],
+    tasks: Sequence[_Task],
     preparer: Preparer,
     plans: Sequence[WriterPlan],
     options: Options,

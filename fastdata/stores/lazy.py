@@ -6,7 +6,7 @@ Training begins at once, without a wait until all samples are prepared.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -58,5 +58,5 @@ class LazyStore(Store):
         for error in written.errors.values():
             raise error
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         return LazyStore, (self._filler,)

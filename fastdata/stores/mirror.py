@@ -86,13 +86,14 @@ class MirroredStore(DiskStore):
             OSError: the folder cannot be written.
             RemoteError: the place cannot be reached.
         """
-        found = stat_files((place, name) for name in sizes)
-        for (name, size), fact in zip(sizes.items(), found, strict=True):
-            if fact == MISSING:
+        stats = stat_files((place, name) for name in sizes)
+        for (name, size), stat in zip(sizes.items(), stats, strict=True):
+            if stat == MISSING:
                 raise CacheError(f"{place.at(name)} is missing: build the cache again")
-            if fact[0] not in (-1, size):  # -1: the server tells no sizes
+            found_bytes, _ = stat
+            if found_bytes not in (-1, size):  # -1: the server tells no sizes
                 raise CacheError(
-                    f"{place.at(name)} has {fact[0]:,} bytes where {size:,} were written: "
+                    f"{place.at(name)} has {found_bytes:,} bytes where {size:,} were written: "
                     "build the cache again"
                 )
         folder = SegmentFolder.open(local_cache, place.url)
@@ -105,6 +106,7 @@ class MirroredStore(DiskStore):
         return self._folder.limit_bytes
 
     def ensure(self, index_B: Array) -> None:
+        """Fetch and map the segments of samples, and check those that were not since then."""
         is_checked_B = self._checked[index_B] == self._evictions[self._file_of[index_B]]
         unchecked = index_B[~is_checked_B]
         if not len(unchecked):
@@ -118,6 +120,7 @@ class MirroredStore(DiskStore):
         try:
             super()._check(index)
         except SampleError:
+            # The error may be of the way here, or of the local disk: fetch the segment again, once.
             self._folder.delete(self._segment(self._file_of[index]))
             self.evict(np.array([index]))
             super()._check(index)
@@ -125,7 +128,8 @@ class MirroredStore(DiskStore):
     def addresses(self, index_B: Array) -> Array:
         self.ensure(index_B)
         numbers, number_B = np.unique(self._file_of[index_B], return_inverse=True)
-        mapped = list(self._map(numbers.tolist()).values())
+        found = self._map(numbers.tolist())
+        mapped = [found[number] for number in numbers.tolist()]
         addresses_B: Array = addresses_of(mapped)[number_B] + self._offsets[index_B]
         # Another thread may evict these segments while the core reads them.
         held_B = addresses_B.view(_Addresses)
@@ -142,16 +146,21 @@ class MirroredStore(DiskStore):
     # Which segments are mapped
 
     def load(self, index_B: Array) -> None:
+        """Map the segments of samples until they are evicted, and fetch those that are not here."""
         self._map(np.unique(self._file_of[index_B]).tolist())
 
     def evict(self, index_B: Array, *, from_cache: bool = False) -> None:
-        # A segment that other samples still need is mapped again when they are read.
+        """Unmap the segments of samples.
+
+        One that other samples still need is mapped again when they are read.
+        """
         numbers = np.unique(self._file_of[index_B])
         self._evictions[numbers] += 1
         for number in numbers.tolist():
             self._bytes.pop(number, None)
 
     def evict_all(self) -> None:
+        """Unmap all segments; those on the local disk stay there."""
         self.evict(np.arange(len(self)))
 
     def _file_bytes(self, number: int) -> Bytes:
@@ -164,16 +173,24 @@ class MirroredStore(DiskStore):
         They are returned: another thread may evict them at any moment.
         """
         known = self._bytes
-        mapped = {number: known[number] for number in numbers if number in known}
-        away = [number for number in numbers if number not in mapped]
+        mapped = {}
+        away = []
+        for number in numbers:
+            data = known.get(number)
+            if data is None:
+                away.append(number)
+            else:
+                mapped[number] = data
         if away:
             self._check_limit([*known, *away])
-            mapped |= self._find(away)
-            missing = [number for number in away if number not in mapped]
+            found = self._find(away)
+            missing = [number for number in away if number not in found]
             if missing:
-                mapped |= self._fetch(missing)
-            known.update(mapped)
-        return {number: mapped[number] for number in numbers}
+                found |= self._fetch(missing)
+            # Not those that were mapped before: they would come back if they were evicted meanwhile.
+            known.update(found)
+            mapped |= found
+        return mapped
 
     def _check_limit(self, numbers: Sequence[int]) -> None:
         need_bytes = int(self._segment_bytes[numbers].sum())

@@ -7,7 +7,7 @@ processes share one copy.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -184,5 +184,5 @@ class Store:
             file.close()
         self.index.close()
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.files, self.spec, self.index, self._decoder)
