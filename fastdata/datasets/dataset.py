@@ -258,7 +258,7 @@ class PreparedDataset(Dataset[Any]):
         if samples.stored.kept is not None and share < 1:
             kept += f"\n{share:.0%} prepared so far, the rest on first read"
         shown = {
-            "Storage": "closed" if samples.handle.is_closed else kept,
+            "Storage": "closed" if samples.handle.reader is None else kept,
             "Transform": samples.transforms.of_sample,
             "Target transform": samples.transforms.of_target,
             "Transforms": samples.transforms.of_both,

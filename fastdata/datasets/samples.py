@@ -55,12 +55,15 @@ class ReaderHandle:
     """The reader of a dataset, until the dataset is closed.
 
     An epoch holds this and not the reader, which would keep the samples in memory.
+
+    Attributes:
+        reader: None once the dataset is closed.
+        reason: the message of the error that is raised then.
     """
 
-    def __init__(self, reader: Reader | None) -> None:
-        self._reader = reader
-        self._reason = ""
-        self.is_closed = False
+    def __init__(self, reader: Reader | None, reason: str = "") -> None:
+        self.reader = reader
+        self.reason = reason
 
     def __call__(self) -> Reader:
         """Return the reader. Hold it while a batch is read: it keeps the memory valid.
@@ -68,16 +71,10 @@ class ReaderHandle:
         Raises:
             StoreGoneError: the dataset was closed.
         """
-        reader = self._reader  # read once: another thread may close the dataset
+        reader = self.reader  # read once: another thread may close the dataset
         if reader is None:
-            raise StoreGoneError(self._reason)
+            raise StoreGoneError(self.reason)
         return reader
-
-    def close(self, reason: str) -> None:
-        """Drop the reader; ``reason`` is the message of the error that is raised from now on."""
-        self._reason = reason
-        self._reader = None
-        self.is_closed = True
 
 
 class DatasetSamples:
@@ -136,20 +133,20 @@ class DatasetSamples:
     # Reading
 
     def refresh(self) -> Reader:
-        """Bring the reader up to date, and return it for an epoch or item that begins now.
-
-        Samples that waited are prepared. Steps of the transform may have been changed in place.
+        """Return the reader of an epoch or item that begins now, after changes in place.
 
         Raises:
             StoreGoneError: the dataset was closed.
         """
-        self.handle()
+        reader = self.handle()
         if self.stored.after is None:
             self._end_waiting()
+            reader = self.handle()
         self.was_read = True
         if self._snapshot.is_outdated():
             self._compile()
-        return self.handle()
+            reader = self.handle()
+        return reader
 
     def stored_target(self, index: int) -> Any:
         return self.handle().targets.stored_target(index)
@@ -168,8 +165,8 @@ class DatasetSamples:
     def close(self) -> None:
         """Give the memory back. A batch that is being read is completed."""
         for handle in set(self._handles):
-            # The memory goes with the last batch that is being read from it.
-            handle.close("the dataset was closed; create it again to read from it")
+            handle.reason = "the dataset was closed; create it again to read from it"
+            handle.reader = None  # the memory goes with the last batch that is being read from it
         prepared = replace(self.stored.prepared, kept=None)
         self.stored = replace(self.stored, source=None, files=None, prepared=prepared)
         self.reader = replace(self.reader, stored=self.stored)
@@ -379,5 +376,4 @@ class DatasetSamples:
             vars(self).update(pickle.loads(opened) if isinstance(opened, bytes) else opened)
             self._compile()
         except StoreGoneError as gone:
-            self.handle = ReaderHandle(None)
-            self.handle.close(str(gone))
+            self.handle = ReaderHandle(None, str(gone))

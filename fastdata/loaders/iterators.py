@@ -29,7 +29,7 @@ from fastdata.datasets.draws import BatchDraws, DrawKey
 from fastdata.datasets.receiver import BatchReceiver
 from fastdata.datasets.trees import as_channels_last, leaves_of
 from fastdata.datasets.visits import IndexBatch
-from fastdata.errors import IngestError, MemoryBudgetError
+from fastdata.errors import IngestError, MemoryBudgetError, StoreGoneError
 
 if TYPE_CHECKING:
     from fastdata.loaders.internals import EpochLoader
@@ -83,7 +83,10 @@ class BatchMaker:
                 # Collating an empty batch raises torch's error.
                 if self.read is not None and indices:
                     return self.read(indices, self.ring)
-                reader = self.handle()
+                # Not by a call: this is on the way of each batch.
+                reader = self.handle.reader
+                if reader is None:
+                    raise StoreGoneError(self.handle.reason)
                 is_whole = reader.obstacle is None
                 is_collated = is_whole and self.collate_fn is collate and len(indices) > 0
                 read = partial(reader if is_collated else reader.items, allocate=self.ring.lease)
@@ -182,8 +185,8 @@ class CountedIterator(torch_loader._BaseDataLoaderIter):
         progress = self.progress
         asked_at = time.perf_counter()
         try:
-            if self.handle is not None and self.handle.is_closed:
-                self.handle()  # raises
+            if self.handle is not None and self.handle.reader is None:
+                raise StoreGoneError(self.handle.reason)
             # torch's ``__next__`` takes 10 us for a profiler's entry, and does nothing else for
             # datasets that have a length.
             is_stream = self._dataset_kind == torch_loader._DatasetKind.Iterable

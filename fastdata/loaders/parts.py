@@ -93,11 +93,15 @@ class JoinedHandle:
     handles: list[ReaderHandle]
     starts: Array
 
-    @property
-    def is_closed(self) -> bool:
-        return any(handle.is_closed for handle in self.handles)
+    reason = ""
 
-    def __call__(self) -> JoinedReader:
+    @property
+    def reader(self) -> JoinedReader:
+        """A reader for one batch.
+
+        Raises:
+            StoreGoneError: a dataset was closed.
+        """
         return JoinedReader([handle() for handle in self.handles], self.starts)
 
 
