@@ -1,1 +1,36 @@
-"""torchvision's faces over a store, and the reader that serves them."""
+"""torchvision's datasets over a store, and the reader that an epoch reads batches by.
+
+The datasets that users make:
+
+- ``folder``, ``image_manifest``: ``ImageFolder`` and ``ImageManifest``; ``image_files`` is their base
+- ``cached``: ``CachedDataset``
+- ``dataset``: the base of all three, with torch's protocol and torchvision's attributes
+
+The state of a dataset:
+
+- ``samples``: ``DatasetSamples``, which holds everything below; ``files`` is its kind for image files
+- ``stored``: values of how samples were prepared, and the user's transforms
+- ``preparing``: from a source to stored samples
+- ``origin``: the source of samples, and its description for a cache
+- ``snapshot``: detects transforms that were changed in place
+
+Reading:
+
+- ``compiler``: from stored samples and transforms to a reader
+- ``reader``, ``column``: read batches and items, one column for each view of the images or for masks
+- ``visits``: the indices of a batch, and the numbers that its random draws are made from
+- ``draws``: random draws of collate functions
+- ``buffers``: memory for batches, which is reused
+
+Batches:
+
+- ``batch``: a list of samples that remembers its stacked tensors; ``collate``
+- ``trees``: the tensors in any nesting of containers, replaced or listed
+- ``held_tensors``: tensors in objects of any class
+
+Batches from worker processes:
+
+- ``transport``: ``RingCollate`` and the worker's end
+- ``slots``: shared memory that batches are packed into
+- ``receiver``: the training loop's end
+"""
