@@ -26,7 +26,6 @@ from torch.utils.data import (
     TensorDataset,
     WeightedRandomSampler,
     default_collate,
-    get_worker_info,
     random_split,
 )
 from torch.utils.data import DataLoader as TorchLoader
@@ -35,7 +34,6 @@ from torchvision import transforms as v1
 from conftest import shown
 from data import Stream, level_samples
 from fastdata import CachedDataset, DataLoader, FastDataWarning, Views, collate
-from fastdata.datasets.transport import ring_of
 from fastdata.machine import limits
 
 AUGMENT = v1.Compose(
@@ -158,19 +156,6 @@ def test_parts_of_a_dataset_are_drawn_alike(last: Any) -> None:
     ]
     for other in epochs[1:]:
         assert _equal(other, epochs[0])
-
-
-def test_a_worker_gathers_a_part_of_a_dataset_into_the_ring(images: CachedDataset) -> None:
-    """Behind a Subset too a worker process writes whole batches to the memory that they travel in."""
-    loader = DataLoader(
-        Subset(images, range(9)), num_workers=1, workers="process", collate_fn=_has_ring
-    )
-    assert list(loader) == [True] * 9
-
-
-def _has_ring(_: Any) -> bool:
-    worker: Any = get_worker_info()
-    return ring_of(worker.dataset.dataset) is not None
 
 
 def test_repeated_samples_are_drawn_anew() -> None:

@@ -17,8 +17,7 @@ from torchvision.datasets import ImageFolder as TorchvisionFolder
 from torchvision.transforms import v2
 
 from data import level_samples
-from fastdata import CachedDataset, DataLoader, ImageFolder
-from fastdata.datasets.batch import SampleBatch
+from fastdata import CachedDataset, DataLoader, ImageFolder, SampleBatch
 
 Folder = Callable[..., Path]
 STEPS = [v2.Resize((6, 5)), v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
