@@ -130,7 +130,7 @@ class CachedDataset(PreparedDataset):
 
         It has the samples of the last update of the cache, in that order; ``skipped`` lists those
         that were left out. If samples are files, ``samples``, ``classes`` and ``class_to_idx`` are
-        those of the dataset then, and ``root`` is its folder. No file is listed or opened.
+        those of the dataset then, and ``root`` is its folder. The files need not exist any more.
 
         Args:
             path: a cache, or the ``cache_dir`` that holds only this one, or the URL of such. Any

@@ -19,7 +19,7 @@ from fastdata.datasets.buffers import new_buffer
 from fastdata.datasets.reader import Reader
 from fastdata.datasets.samples import DatasetSamples
 from fastdata.datasets.transport import ring_of
-from fastdata.datasets.visits import OWN_ITEM, IndexBatch, OwnItem, index_batch
+from fastdata.datasets.visits import OWN_ITEM, IndexBatch, OwnItem, number_visits
 from fastdata.errors import SampleError, kind_of
 from fastdata.machine.budget import StoragePlan, StorageReport
 from fastdata.machine.tables import ListView
@@ -143,7 +143,7 @@ class PreparedDataset(Dataset[Any]):
         # Within the item of a subclass's own method, the epoch has begun with a refresh.
         is_refreshed = item is not None and item.samples is samples
         reader = samples.handle() if is_refreshed else samples.refresh()
-        return reader.item(index_batch([index], reader, samples.epoch_number))
+        return reader.item(number_visits([index], reader, samples.epoch_number))
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Return a whole batch: a ``SampleBatch`` if the transform allows, else a list.
@@ -161,7 +161,7 @@ class PreparedDataset(Dataset[Any]):
         if samples.own_method != "__getitem__":
             reader = samples.handle()
             ring = ring_of(self)
-            batch = index_batch(indices, reader, samples.epoch_number)
+            batch = number_visits(indices, reader, samples.epoch_number)
             return reader.items(batch, new_buffer if ring is None else ring.lease)
         if not isinstance(indices, IndexBatch):
             return [self[index] for index in indices]

@@ -226,6 +226,7 @@ class Reader:
     def image_form(self) -> str:
         """Class, shape and dtype of each image in a whole batch."""
         forms = []
+        # ``outputs`` has NumPy's dtypes, which lack bfloat16.
         for kind, (shape, _), dtype in zip(self._classes, self.outputs, self.dtypes, strict=True):
             forms.append(f"{kind.__name__}{shape} of {str(dtype)[6:]}")
         return ", ".join(forms) + (f" in {self.keys}" if self.keys else "")
@@ -242,7 +243,7 @@ class Reader:
     def to_batch(self, columns: list[Any]) -> Any:
         """Turn the columns of ``read_batch`` into what ``default_collate`` gives."""
         *views, targets = columns
-        images = views if self.plan.views else views[0]
+        images = views if self.plan.views else views[0]  # Views of one transform give a list, too
         keys = self.stored.samples.keys
         return [images, targets] if keys is None else keys.join(images, targets, list)
 
@@ -292,7 +293,7 @@ class Reader:
             read = self._read_source if self.kept is None else self.kept.read
             pairs = map(read, batch.positions.tolist())
             samples, targets = map(list, zip(*pairs, strict=True))
-            columns = [samples] * len(self.columns)
+            columns = [samples] * len(self.columns)  # each view begins with the same samples
         if self.kept is not None and not self.is_upright:
             # Stored images have lost the EXIF that a step of the user's may look for.
             columns = [list(map(without_exif, samples)) for samples in columns]
@@ -370,12 +371,13 @@ class Reader:
                 source = sources[part]
                 program.run(source, index_B, batch.visits, batch.seed, out, rows_B, others)
         except (SampleError, ChannelsError):
+            # Only now, because a context manager around each batch would take three calls.
             if kept is None:
                 raise
             with kept.naming_damage():
                 raise
 
     def expect(self, batch: IndexBatch) -> None:
-        """Begin to fetch all samples of a batch from where they are remote."""
+        """Begin to fetch all samples of a batch at once, if they are remote."""
         if self.stored.filled_share() < 1:
             self.stored.samples.expect(batch.positions.tolist())

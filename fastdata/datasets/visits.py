@@ -131,7 +131,7 @@ class OwnItem:
 OWN_ITEM: ContextVar[OwnItem | None] = ContextVar("fastdata_item", default=None)
 
 
-def index_batch(indices: Sequence[int], reader: Reader, epoch: int | None) -> IndexBatch:
+def number_visits(indices: Sequence[int], reader: Reader, epoch: int | None) -> IndexBatch:
     """Return the batch of these indices, with the numbers that its random draws follow.
 
     A loader of fastdata's gives an ``IndexBatch``, which holds them already. Other reads draw a
@@ -145,7 +145,8 @@ def index_batch(indices: Sequence[int], reader: Reader, epoch: int | None) -> In
     item = OWN_ITEM.get()
     if item is not None and item.seed is not None:
         return IndexBatch.of(indices, index_B, item.visits(index_B), item.seed)
-    before_B = count_repetitions(indices, index_B)
+    before_B = _count_within(index_B, np.zeros(len(index_B), np.int64))
+    _apply_marks(indices, before_B)
     seed = reader.stored.options.seed
     if seed is None or epoch is None:
         seed = draw_seed() if reader.may_draw else 0
@@ -240,8 +241,7 @@ class EpochVisits:
         visit_B += self._epoch
         if self._seen is not None:
             before_B = count_earlier(self._seen, index_B)
-            for row, occurrence in occurrences(listed):
-                before_B[row] = occurrence
+            _apply_marks(listed, before_B)
             if self._copies > 1:
                 before_B = before_B * self._copies + self._earlier[index_B]
             # Ranks that overlap count separately: rank r of W has the repeats r, r + W, ...
@@ -254,32 +254,15 @@ class EpochVisits:
         return IndexBatch.of(listed, index_B, visit_B, self._seed)
 
 
-def occurrences(given: Any) -> list[tuple[int, int]]:
-    """Return place and occurrence of each ``RepeatedIndex`` in a list."""
-    if not isinstance(given, list) or RepeatedIndex not in set(map(type, given)):
-        return []
-    return [
-        (k, index.occurrence) for k, index in enumerate(given) if isinstance(index, RepeatedIndex)
-    ]
-
-
-def count_repetitions(given: Any, index_B: Array) -> Array:
-    """Return how often each index of a batch came before, in the batch or on another rank."""
-    before_B = count_within(index_B, np.zeros(len(index_B), np.int64))
-    for row, occurrence in occurrences(given):
-        before_B[row] = occurrence
-    return before_B
-
-
 def count_earlier(seen: Array, index_B: Array) -> Array:
     """Return how often each index came before, also in this batch; count it in ``seen``."""
     before_B: Array = seen[index_B].astype(np.int64)
     # ``at`` counts repetitions, too. With a plain 1 it takes fifty times as long.
     np.add.at(seen, index_B, seen.dtype.type(1))
-    return count_within(index_B, before_B)
+    return _count_within(index_B, before_B)
 
 
-def count_within(index_B: Array, before_B: Array) -> Array:
+def _count_within(index_B: Array, before_B: Array) -> Array:
     """Add to ``before_B`` how often each index came before in this batch, and return it."""
     if len(index_B) < 2:  # the usual case where samples are read one by one
         return before_B
@@ -288,3 +271,12 @@ def count_within(index_B: Array, before_B: Array) -> Array:
     if (sorted_B[1:] == sorted_B[:-1]).any():  # without repetitions this is half of the time
         before_B[order] += np.arange(len(order)) - sorted_B.searchsorted(sorted_B)
     return before_B
+
+
+def _apply_marks(given: Any, before_B: Array) -> None:
+    """Put the occurrence of each ``RepeatedIndex`` in a list into ``before_B``."""
+    if not isinstance(given, list) or RepeatedIndex not in set(map(type, given)):
+        return
+    for row, index in enumerate(given):
+        if isinstance(index, RepeatedIndex):
+            before_B[row] = index.occurrence
