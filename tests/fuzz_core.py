@@ -27,15 +27,20 @@ HUGE = (-(2**31), 2**31 - 1, 2**20, -1000)
 REALS = (0.0, 0.1, 0.5, 0.9, 1.0, 1.5, 3.0, 9.0, -0.5, -90.0, 33.0)
 EXTREME = (np.inf, -np.inf, np.nan, 1e300, -1e300, 1e-300, 2.0**31)
 KNOWN: dict[str, tuple[int, ...]] = {
-    "domain": (0, 1, 2),
-    "interpolation": (0, 2, 4),
+    "domain": (0, 0, 1, 2),
+    "interpolation": (0, 0, 2, 2, 4),
     "mode": (0, 1, 2, 3),
-    "kind": tuple(range(18)),
+    "kind": (*range(1, 13), 13, 15, 17),
     "interpolations": (2,),
     "dtype": tuple(range(7)),
     "scaling": (0, 1, 2),
     "means": (0, 1, 3),
     "bins": (4, 9),
+    "bin": (0, 1, 3),
+    "row": (0, 1, 3),
+    "fewest": (0, 1),
+    "most": (1, 2),
+    "channels": (0, 1, 3),
 }
 """Values that fields of these names mostly have."""
 CHILDREN = ("length", "magnitude", "timm_op")

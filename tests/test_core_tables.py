@@ -109,6 +109,17 @@ def test_random_tables_are_served_or_refused(seed: int) -> None:
     assert {"served", "table"} <= outcomes
 
 
+def test_fields_are_written_by_their_names() -> None:
+    """A field is written where C reads it, and one that a record does not have is an error."""
+    store = ArrayStore(images(1, (6, 5)))
+    fields = {"height": 3, "width": 2, "interpolation": "NEAREST", "domain": "PIL_DOMAIN"}
+    served = Program((Step("resize", fields),), store.spec).run_one(store, 0, 0, 0)
+    assert served.shape == (3, 3, 2)
+    wrong = Program((Step("resize", {**fields, "heigth": 3}),), store.spec)
+    with pytest.raises(ValueError, match="heigth"):
+        wrong.run_one(store, 0, 0, 0)
+
+
 def test_draws_are_those_of_samplers() -> None:
     """What the core draws is the function of key, step and number that samplers draw by."""
     flip = Step("flip", {"p": 0.3}, at=5)

@@ -319,7 +319,7 @@ def assert_close(step: Any, arrays: list[np.ndarray], form: str) -> None:
         try:
             want = wanted(step, to_form(array, form), index)
         except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-            with pytest.raises(ValueError, match="corners that lie on a line"):
+            with pytest.raises(ValueError, match="corners that are on one line"):
                 program.run_one(store, index, EPOCH, SEED)
             continue
         got = program.run_one(store, index, EPOCH, SEED)

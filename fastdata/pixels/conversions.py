@@ -52,7 +52,7 @@ def read_dtype(transform: Any, state: State) -> Step | State:
     if dtype is None or state.is_beside:  # a dtype for all is for images only
         return state
     if state.kind == "pil":
-        if not is_to_dtype:  # which leaves everything but tensors as it is
+        if not is_to_dtype:  # which changes nothing but tensors
             need_tensor(state)
         return state
     if dtype == getattr(torch, state.dtype):

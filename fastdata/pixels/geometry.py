@@ -24,7 +24,7 @@ _BOUNDS = {
     "short": "SHORT_BOUND",
     "long": "LONG_BOUND",
 }
-"""How the new size is bound: by the name of a transform, or in fastdata's own sizes."""
+"""Bounds of a new size, by the name of a transform or the word in fastdata's own sizes."""
 
 
 def read_center_crop(transform: Any, state: State) -> Step:

@@ -23,6 +23,7 @@ from fastdata.pixels.core.calls import (
     Table,
     describe_output,
     draw,
+    make_keys,
     serve,
     solve_perspectives,
 )
@@ -33,14 +34,10 @@ from fastdata.pixels.samples import SampleSpec
 from fastdata.pixels.scratch import Scratch
 from fastdata.pixels.steps import Step, Steps, compile_table, flatten_steps
 
-_AHEAD = 4
-"""Encoded samples that are decoded before each call of the core."""
-_PREPARED_BYTES = 4 << 20
-"""Of images of one size that are prepared by one call."""
-_MOST_CHANNELS = 4
-"""Of samples whose channels the core writes last."""
-_MOST_LEVELS = 1000
-"""Sizes of images whose magnitudes are kept."""
+_AHEAD = 4  # encoded samples that are decoded before each call of the core
+_PREPARED_BYTES = 4 << 20  # images of one size that are prepared by one call
+_MOST_CHANNELS = 4  # MAX_CHANNELS of core.h, for channels_last
+_MOST_LEVELS = 1000  # sizes of images whose magnitudes are kept
 
 
 class Program:
@@ -50,13 +47,13 @@ class Program:
     batch.
 
     Raises:
-        ValueError: there are batch ops, and the samples are no uint8 images (C, H, W).
+        ValueError: there are batch ops, but the samples are not uint8 images (C, H, W).
     """
 
     def __init__(self, steps: Steps, spec: SampleSpec) -> None:
         dimensions = (2, 3) if spec.form == "mask" else (3,)
-        is_image = spec.dtype == "uint8" and (spec.shape is None or len(spec.shape) in dimensions)
-        if steps and not is_image:
+        has_planes = spec.shape is None or len(spec.shape) in dimensions
+        if steps and not (has_planes and spec.dtype == "uint8"):
             raise ValueError(
                 f"batch ops need uint8 images (C, H, W), but the samples are {spec.dtype} of "
                 f"shape {spec.shape}. Use batch_ops=False."
@@ -64,9 +61,13 @@ class Program:
         self._steps = steps
         self._spec = spec
         self._stored = spec.shape and _planes(spec.shape)
-        casts = [str(step.fields["dtype"]).lower() for step in steps if step.name == "cast"]
-        self._served_dtype = [spec.dtype, *casts][-1]
-        self._dtype = np.dtype(self._served_dtype.replace("bfloat16", "uint16"))
+        dtype = spec.dtype
+        for step in steps:
+            if step.name == "cast":
+                dtype = step.fields["dtype"].lower()
+        self._torch_dtype = dtype
+        # NumPy has no bfloat16, and holds its bits.
+        self._dtype = np.dtype(dtype.replace("bfloat16", "uint16"))
         self._scratch = Scratch()
 
     @functools.cached_property
@@ -87,7 +88,8 @@ class Program:
 
     @property
     def served_dtype(self) -> torch.dtype:
-        found: torch.dtype = getattr(torch, self._served_dtype)
+        """Return the dtype of the tensors that are served."""
+        found: torch.dtype = getattr(torch, self._torch_dtype)
         return found
 
     def without_cast(self) -> tuple[Program, Step | None]:
@@ -113,7 +115,7 @@ class Program:
             height, width = (0, 0) if shape is None else shape[-2:]
             channels = _planes(sample_shape)[0]
             probe = np.array([(channels, height, width)], np.int32)
-            keys = _keys(0, 0, np.zeros(1, np.int64))
+            keys = make_keys(0, 0, np.zeros(1, np.int64))
             _, [after] = self._draw(keys, probe, is_probe=True)
             shape = tuple(after[-len(sample_shape) :].tolist()) if after[1] else None
         return None if shape is None else (shape, self._dtype)
@@ -146,8 +148,9 @@ class Program:
                 for; or the arrays have different lengths, or a row is not in ``out``.
             Exception: what opened images raise of a damaged one.
         """
-        pairs = []
-        for program, out in ((self, out_BChw), *others):
+        pairs: list[_Pair] = []
+        every: list[_Pair] = [(self, out_BChw), *others]
+        for program, out in every:
             if program._steps or isinstance(source, Samples):
                 pairs.append((program, out))
             elif rows_B is None:
@@ -156,7 +159,7 @@ class Program:
                 for row, index in zip(rows_B.tolist(), index_B.tolist(), strict=True):
                     source.read_into(index, out[row])
         if pairs and len(index_B):
-            keys = _keys(seed, visits_B, index_B)
+            keys = make_keys(seed, visits_B, index_B)
             if isinstance(source, Samples):
                 _serve(pairs, source, keys, rows_B)
             else:
@@ -169,7 +172,7 @@ class Program:
         shape = store.shape(index)
         index_1 = np.array([index], np.int64)
         shapes_13 = np.array([_planes(shape)], np.int32)
-        _, [after] = self._draw(_keys(seed, visit, index_1), shapes_13)
+        _, [after] = self._draw(make_keys(seed, visit, index_1), shapes_13)
         out_1Chw = np.empty((1, *after.tolist()), self._dtype)
         self.run(store, index_1, visit, seed, out_1Chw)
         served: Array = out_1Chw[0] if len(shape) == 3 else out_1Chw[0, 0]
@@ -181,7 +184,7 @@ class Program:
         The memory of what was yielded is used again for the next images.
         """
         numbers_B = np.arange(len(images.shapes_B3), dtype=np.int64)
-        keys = _keys(0, 0, numbers_B)
+        keys = make_keys(0, 0, numbers_B)
         _, shapes_after_B3 = self._draw(keys, images.shapes_B3)
         end = 0
         for shape, alike in itertools.groupby(map(tuple, shapes_after_B3.tolist())):
@@ -196,7 +199,7 @@ class Program:
 
     def draw(self, index_B: Int64s, visits_B: int | Int64s, seed: int, shapes_B3: Int32s) -> Array:
         """Draw the ops of samples of these shapes (C, H, W), records ``OP`` (B, S)."""
-        return self._draw(_keys(seed, visits_B, index_B), shapes_B3)[0]
+        return self._draw(make_keys(seed, visits_B, index_B), shapes_B3)[0]
 
     def _draw(
         self, keys: Keys, shapes_B3: Int32s, *, is_probe: bool = False
@@ -225,13 +228,13 @@ class Program:
         self._table = compile_table(self._every, levels)
 
     def as_tensor(self, served: Array) -> torch.Tensor:
-        """A tensor over the same memory; NumPy has no bfloat16, and holds its bits."""
+        """Return a tensor over the same memory, of ``served_dtype``."""
         return torch.from_numpy(served).view(self.served_dtype)
 
     def _serve_store(
         self, pairs: list[_Pair], store: Readable, keys: Keys, rows_B: Int64s | None
     ) -> None:
-        """Serve samples of a store from where they are, or as they are decoded."""
+        """Serve samples of a store: from its memory, from its JPEG files, or decoded by it."""
         index_B = keys.indices
         indices = index_B.tolist()
         if self._stored is None:
@@ -275,13 +278,6 @@ class Program:
 
 _Pair = tuple[Program, Array]
 """A program, and the memory that it fills."""
-
-
-def _keys(seed: int, visits_B: int | Int64s, index_B: Int64s) -> Keys:
-    if not isinstance(visits_B, np.ndarray):
-        visits_B = np.full(len(index_B), visits_B)
-    visits_B = np.ascontiguousarray(visits_B, np.int64)
-    return Keys(seed, visits_B, np.ascontiguousarray(index_B, np.int64))
 
 
 def _serve(

@@ -1,8 +1,8 @@
 """Random numbers from (seed, epoch, index), the same that the core draws.
 
 Each sample of each epoch owns a SplitMix64 stream. Its start is a hash of (seed, epoch, index),
-and its n-th output depends on n only: a draw is the same whoever computes it, in whatever order
-and in however large a batch.
+and its n-th output depends on n only. So a draw is the same in any process, in any order and in a
+batch of any size.
 
 Source of the mixing function and its constants: G. L. Steele, D. Lea, C. H. Flood, "Fast
 splittable pseudorandom number generators", OOPSLA 2014, with the variant 13 constants of

@@ -1,7 +1,8 @@
 """Readers of the transforms that fastdata knows: ``READERS`` has one function for each name.
 
 A reader looks at the attributes of the user's object and returns its step, or raises the reason why
-it has to run as it is. Where more than pixels changes, it returns the state of samples after it.
+the object must run as the user wrote it. If more than pixels changes, it returns the state of
+samples after it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def recognise(transform: Any, state: State) -> State:
     """Read one of the user's objects, and return the state after it.
 
     Raises:
-        UnknownStepError: it has to run as it is.
+        UnknownStepError: it must run as the user wrote it.
     """
     name = known_name(transform)
     read = READERS.get(name, colours.read_published)

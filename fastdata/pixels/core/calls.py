@@ -46,8 +46,8 @@ class CoreError(Exception):
 class Samples:
     """Addresses of uint8 samples, and channels, height and width of each.
 
-    They are (C, H, W) in memory; or they are ``files``: pointers to how the core decodes JPEG
-    files, to the bytes of each, 0 of pixels, and to how they are turned.
+    They are (C, H, W) in memory, or JPEG ``files``: addresses of a ``Jpeg``'s functions, of the
+    size of each file (0: the sample is pixels), and of how each is turned.
     """
 
     files: tuple[int | None, int | None, int | None] = (None, None, None)
@@ -63,6 +63,14 @@ class Keys(NamedTuple):
     seed: int
     visits: Int64s
     indices: Int64s
+
+
+def make_keys(seed: int, visits_B: int | Int64s, index_B: Int64s) -> Keys:
+    """Return the keys of samples, whose visit may be one for all."""
+    if not isinstance(visits_B, np.ndarray):
+        visits_B = np.full(len(index_B), visits_B)
+    visits_B = np.ascontiguousarray(visits_B, np.int64)
+    return Keys(seed, visits_B, np.ascontiguousarray(index_B, np.int64))
 
 
 class Table:
@@ -128,8 +136,9 @@ def draw(
 ) -> tuple[Array, Int32s]:
     """Draw samples of these channels, heights and widths.
 
-    A probe gives no ops and refuses no size; a height and width of 0 are not known, or not the same
-    for all draws. Perspectives have their corners. ``most`` ops of a sample are expected.
+    A probe returns no ops and refuses no size. Its height and width are 0 if they are unknown, or
+    differ between draws. Perspectives have their corners instead of coefficients. ``most`` is how
+    many ops a sample is expected to have.
 
     Returns:
         the ops of each sample, records ``OP`` (B, S) filled up with OP_NOTHING; and the shapes
@@ -137,12 +146,13 @@ def draw(
 
     Raises:
         CoreError: a step is not for such a sample.
-        ValueError: there is not one key for each shape.
+        ValueError: the numbers of keys and of shapes differ.
     """
     _check_lengths(keys, shapes_B3)
     refusal = load().refusal()
     after_B3 = np.array(shapes_B3, np.int32, order="C")
     ops_BS = np.empty((len(after_B3), most), load().records["OP"])
+    # The call returns how many ops a sample has at most, and is repeated if that is more.
     drawn = load().functions.fastdata_draw(
         table.address,
         keys.seed,
@@ -174,12 +184,13 @@ def solve_perspectives(ops_BS: Array) -> Float64s:
     ops_P = ops_BS[is_solved_BS]
     equations_P89 = torch.empty((len(ops_P), 8, 9), dtype=torch.float64, device="cpu")
     load().functions.fastdata_equations(ops_P.ctypes.data, len(ops_P), equations_P89.data_ptr())
+    # LAPACK's gels, as torchvision calls it; a solver for squares rounds in another way.
     try:
         found = torch.linalg.lstsq(equations_P89[..., :8], equations_P89[..., 8:], driver="gels")
     except torch.linalg.LinAlgError as cause:  # type: ignore[attr-defined]
         raise ValueError(
-            "RandomPerspective drew corners that lie on a line, as torchvision's does of small "
-            "images. Use larger ones or a smaller distortion_scale."
+            "RandomPerspective drew corners that are on one line, as torchvision's does for small "
+            "images. Use larger images or a smaller distortion_scale."
         ) from cause
     solved_BS8[is_solved_BS] = found.solution[..., 0].float()
     return solved_BS8
@@ -203,7 +214,7 @@ def serve(
         CoreError: a sample does not come out in that shape, a step is not for it, or its file is
             damaged.
         MemoryError: there is no memory for an image.
-        ValueError: there is not one key, shape and row for each sample, or no memory for a row.
+        ValueError: a sample has no key, shape or row, or there is no memory for its row.
     """
     count = _check_lengths(keys, samples.shapes_B3)
     row_address = None

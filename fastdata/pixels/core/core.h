@@ -67,8 +67,8 @@ typedef struct {
 #define RECORD(Name, ...) typedef struct { __VA_ARGS__ } Name;
 #include "records.h"
 
-/* One step for all samples. `fill` is for each channel, and given as so many values. Its children are steps further down:
- * each step's behind those of the step before. `at` numbers its draws. */
+/* One step for all samples. `fill` has a value for each channel, of which the user gave `fills`. Its children are the `count`
+ * steps from `first` on: each step's come after those of the step before. `at` numbers its draws. */
 #define STEP_FIELDS int32_t code, first, count, fills; int64_t at; double fill[4];
 enum {
 #define STEP(CODE, name, ...) STEP_##CODE,
@@ -116,8 +116,8 @@ typedef struct {
 #define FUNCTION(result, name, ...) EXPORT result name(__VA_ARGS__);
 #include "records.h"
 
-/* A sample while its steps are drawn. A probe refuses no size and follows every choice; is_known: whether all samples have
- * this size, whatever is drawn. */
+/* A sample while its steps are drawn. A probe refuses no size and follows every choice, to find which size samples have that
+ * are not known yet; is_known: all samples have this size, whatever is drawn. */
 typedef struct {
     const Table *table;
     uint64_t key, turn;   /* of sample_key and turn_of */
@@ -132,7 +132,7 @@ typedef struct {
 
 enum { FIXED, FOLLOWS, DRAWN }; /* whether a new size is one number, follows from the old one, or is drawn */
 
-bool is_sound(const Table *table); /* nothing is drawn of another */
+bool is_sound(const Table *table); /* only such a table is drawn */
 bool resolve(Drawing *d);          /* false: refused */
 bool draw_steps(Drawing *d, const Table *table, int64_t first, int64_t count);
 uint64_t sample_key(uint64_t seed, int64_t visit, int64_t index);
@@ -146,8 +146,8 @@ bool deny(Drawing *d, const Step *step, int32_t reason); /* gives false, for the
 bool is_domain(Drawing *d, const Step *step, int32_t domain); /* else false: refused */
 Op *add(Drawing *d, const Step *step, int32_t code); /* an op whose record is 0; NULL: refused */
 bool set_size(Drawing *d, int64_t height, int64_t width, int how);
-bool leaves_pixels(Drawing *d, const Step *step); /* and not more than can be counted; else false: refused */
-int64_t truncated(double value); /* truncated, and of the range of what is no int32 the end */
+bool leaves_pixels(Drawing *d, const Step *step); /* and not too many to be counted; else false: refused */
+int64_t truncated(double value); /* towards 0, and the nearest int32 for larger numbers */
 /* A box as torchvision's RandomResizedCrop and RandomErasing draw them, in ten tries; false where none fits. */
 bool draw_box(const Drawing *d, int64_t at, int64_t first, const double scale[2], const double log_ratio[2], double share,
               bool is_crop, Box *box);
@@ -176,7 +176,8 @@ void *take(Scratch *scratch, int slot, int64_t bytes);
 Scratch *borrow(void); /* NULL: no memory */
 void give_back(Scratch *scratch);
 
-/* The image that a sample is at present. It lies in the store, or packed or as a view of that in `slot`. */
+/* The image that a sample is at present: a view of the store, or of packed memory in `slot`. Tables of values wait in
+ * `table_C256` until an op needs the pixels, so that several ops in a row pass over the pixels once. */
 typedef struct {
     Image image;
     int slot; /* SLOT_A or SLOT_B; -1: not ours to write to */
@@ -245,8 +246,8 @@ void apply_table(const Image *image, uint8_t table_C256[MAX_CHANNELS][256]);
 /* values.c: write an image as an output has it; false: no memory. */
 bool write_values(const Output *output, const Image *image, uint8_t *out, Scratch *scratch);
 
-/* Decode the box from (top, left) on that `out` has the size of, packed or (H, W, C), of a file of height x width. False
- * where Pillow is to judge, or there is no memory. */
+/* Decode a box of a file of height x width: from (top, left) on, of the size of `out`, which is packed or (H, W, C). False
+ * if Pillow must open the file, or if there is no memory. */
 bool decode(const Jpeg *jpeg, const uint8_t *file, int64_t size, int32_t height, int32_t width, int32_t top, int32_t left,
             const Image *out, Scratch *scratch);
 void drop_decoder(struct Decoder *decoder); /* NULL: there is none */

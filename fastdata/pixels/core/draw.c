@@ -10,7 +10,7 @@
 #include <string.h>
 
 enum { DRAWS_PER_STEP = 1 << 10, CHILDREN = 1 << 10, MAX_DEPTH = 64, ANY_PX = 1 << 10, TRIES = 10 };
-static const uint64_t NUMBERS = ((uint64_t)1 << 54) - 33; /* a prime number, as of steps.py */
+static const uint64_t NUMBERS = ((uint64_t)1 << 54) - 33; /* a prime, as in steps.py, which says why */
 
 uint64_t sample_key(uint64_t seed, int64_t visit, int64_t index) {
     const uint64_t start = scramble(seed + GAMMA), epoch = scramble((uint64_t)visit * GAMMA + start);
@@ -107,13 +107,13 @@ bool draw_box(const Drawing *d, int64_t at, int64_t first, const double scale[2]
 
 /* Steps of steps */
 
-/* The size that is known where a probe went several ways from `before`, and one of them left `after`. */
+/* Two ways of a probe leave a known size only if both leave the same one. */
 static void meet(Drawing *after, const Drawing *other) {
     const bool same = after->height == other->height && after->width == other->width;
     after->is_known = after->is_known && other->is_known && same;
 }
 
-/* What a probe knows behind children one of which is taken, or none. */
+/* Follow each child of which a sample takes one, or none unless `is_whole`: the size behind them is known if all agree. */
 static bool probe_each(Drawing *d, const Step *step, bool is_whole) {
     const Step *children = d->table->steps + step->first;
     Drawing seen = *d;
@@ -158,7 +158,8 @@ bool draw_order(Drawing *d, const Step *step) {
     return true;
 }
 
-/* v2.RandomPhotometricDistort: what is drawn of its children has the numbers 10 to 13 and 22, their order 20. */
+/* v2.RandomPhotometricDistort, whose contrast comes first or fourth. Whether children apply is drawn by the numbers 10 to 13
+ * and 22, their order by 20. */
 bool draw_photometric(Drawing *d, const Step *step) {
     static const int orders[2][5] = {{0, 1, 2, 3, 4}, {0, 2, 3, 1, 4}};
     if (step->count != 5) return deny(d, step, REFUSED_TABLE);
@@ -202,7 +203,8 @@ bool draw_steps(Drawing *d, const Table *table, int64_t first, int64_t count) {
     return is_drawn;
 }
 
-/* Whether the steps are one tree: children follow one another, and so none is its own, or has two parents. */
+/* True if the steps are one tree: the children of all steps follow one another without a gap, so that no step is its own
+ * child or has two parents, and drawing ends. */
 static bool is_tree(const Table *table) {
     int64_t next = 1;
     for (int32_t k = 0; k < table->count; k++) {
@@ -249,7 +251,7 @@ int64_t fastdata_draw(const Table *table, uint64_t seed, const int64_t *visits_B
                       int32_t *shapes_B3, int64_t samples, Op *ops_BS, int64_t room, int32_t is_probe, Refusal *refusal) {
     int64_t most = 0;
     Op ops[MAX_OPS];
-    const bool can_draw = is_sound(table);
+    const bool can_draw = is_sound(table); /* once for a batch: it is linear in the table */
     for (int64_t b = 0; b < samples; b++) {
         int32_t *shape = shapes_B3 + 3 * b;
         const bool is_known = shape[1] > 0;

@@ -254,7 +254,7 @@ typedef struct {
     int32_t channels, height, width, turn;
 } Header;
 
-/* 0 channels: it is no file for us. */
+/* Channels are 0 if Pillow must open the file. */
 static Header read_header(const uint8_t *file, int64_t size) {
     const Header none = {0};
     bool has_exif = false, has_other = false;

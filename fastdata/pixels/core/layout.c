@@ -1,4 +1,7 @@
-/* Records, names and functions of records.h as text, from which Python makes its own, and the sizes to check these by. */
+/* records.h as text, from which Python makes its own records, and the sizes of structs, by which it checks them.
+ *
+ * The preprocessor turns each entry into one string, and the compiler joins these: so what Python reads is what this library
+ * was compiled with. */
 #include "core.h"
 
 #define TEXT(...) #__VA_ARGS__
@@ -19,7 +22,7 @@ EXPORT const char *fastdata_layout(void) {
         ;
 }
 
-/* In the order of the text: of steps, ops and refusals, then of each record. */
+/* Sizes of Step, Op and Refusal, then of each RECORD in the order of records.h. */
 EXPORT const int64_t *fastdata_sizes(void) {
     static const int64_t sizes[] = {
         sizeof(Step), sizeof(Op), sizeof(Refusal),

@@ -6,7 +6,7 @@
 
 /* Draws */
 
-/* What normal numbers follow from. */
+/* The key that a step's normal numbers are made from. */
 static uint64_t key_of(const Drawing *d, int64_t at) { return d->key ^ sample_key((uint64_t)at, 0, 0); }
 
 bool draw_noise(Drawing *d, const Step *step) {

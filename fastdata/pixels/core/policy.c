@@ -65,7 +65,7 @@ static bool draw_one(Drawing *d, const Step *step, const Policy *policy, int64_t
     return add_magnitude(d, step, policy, chosen, bin, uniform(d, at, first + 2) < 0.5);
 }
 
-/* Whether there is something to choose from; a probe learns that the fill is for other channels. */
+/* True if there is something to choose from. A probe adds an op that it drops, to learn if the fill is for other channels. */
 static bool begin(Drawing *d, const Step *step, const Policy *policy) {
     if (step->count < 1 || policy->bins < 1) return deny(d, step, REFUSED_TABLE);
     return !d->is_probe || add(d, step, OP_WARP);

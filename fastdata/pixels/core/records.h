@@ -14,7 +14,7 @@
  * REFUSAL(CODE, name, fields)      why a sample is refused: refusal->name holds the numbers for the message
  * FUNCTION(result, name, arguments)
  *
- * Lengths are in pixels. Whoever reads a field must expect any value: Python's tables are checked as they are drawn.
+ * Lengths are in pixels. A draw or an op must accept any value of a field: nothing checks a table before it is used.
  */
 #ifndef ENUM
 #define ENUM(...)
@@ -107,8 +107,8 @@ STEP(PHOTOMETRIC, photometric, double p;) /* torchvision: RandomPhotometricDisto
 STEP(NOISE, noise, int32_t clips; double mean, sigma;) /* in units of [0, 1] */
 STEP(ERASE, erase, int32_t fewest, most, mode, is_normalized; double p, scale[2], log_ratio[2];)
 
-/* torchvision: ToTensor, ToDtype, ConvertImageDtype, with Normalize by so many means, 0: none. widens: one channel becomes
- * as many. */
+/* torchvision: ToTensor, ToDtype, ConvertImageDtype, then Normalize (means 0: none). widens: one channel becomes as many as
+ * there are means. */
 STEP(CAST, cast, int32_t dtype, scaling, means, widens; double mean[6], std[6];)
 
 /* torchvision: RandAugment and TrivialAugmentWide (bin -1: drawn), AutoAugment (children are pairs), AugMix (depth 0:
@@ -118,9 +118,9 @@ STEP(POLICIES, policies, Policy policy;)
 STEP(AUG_MIX, aug_mix, Policy policy; int32_t chains, severity, depth; double alpha;)
 CHILD(MAGNITUDE, magnitude, int32_t kind, is_signed, bin, row; double p;) /* row: among the levels */
 
-/* timm: RandAugment, AutoAugment of data/auto_augment.py: as CHOICE, of sequences of TIMM_OP. Flags are what names of ops
- * say; one of so many interpolations is drawn. An infinite deviation: uniform from 0 to the magnitude. translation: the
- * most, in pixels or, if is_relative, as a share of the side. */
+/* timm: RandAugment, AutoAugment of data/auto_augment.py: as CHOICE, of sequences of TIMM_OP. The flags come from
+ * an op's name; one of the interpolations is drawn. An infinite deviation means uniform from 0 to the magnitude.
+ * translation: the most, in pixels or, if is_relative, as a share of the side. */
 STEP(TIMM, timm, )
 CHILD(TIMM_OP, timm_op,
     int32_t kind, increases, is_original, is_relative, desaturates, draws_radius;
@@ -157,7 +157,7 @@ OP(CAST, cast, ) /* what follows works on the values served, normalised or not *
 REFUSAL(MEMORY, memory, )
 REFUSAL(TABLE, table, )     /* the table itself is not in order, or asks for more than MAX_OPS */
 REFUSAL(OUTSIDE, outside, ) /* no pixel would be left */
-REFUSAL(OP, op, )           /* an op is not for so many channels */
+REFUSAL(OP, op, )           /* an op is not for this number of channels */
 REFUSAL(SHAPE, shape, int64_t channels, height, width, room_channels, room_height, room_width;)
 REFUSAL(FILE, file, ) /* the decoder leaves it to Pillow */
 REFUSAL(CHANNELS, channels, int64_t channels;)
@@ -165,7 +165,7 @@ REFUSAL(CROP, crop, int64_t crop_height, crop_width, height, width;)
 REFUSAL(BORDER, border, int64_t left, top, right, bottom, height, width;)
 REFUSAL(BLUR, blur, int64_t height, width;)
 REFUSAL(LEVELS, levels, int64_t height, width;) /* there are none for this size yet */
-REFUSAL(ROW, row, int64_t row, rows;)           /* where it is to be written, of so many */
+REFUSAL(ROW, row, int64_t row, rows;)           /* the output has fewer rows */
 
 /* What a policy may do to images of one size: `count` levels, bins of each row. */
 RECORD(Levels, int32_t step, height, width, count; const double *levels;)

@@ -19,7 +19,8 @@ void *take(Scratch *scratch, int slot, int64_t bytes) {
     return (void *)(((uintptr_t)scratch->data[slot] + 63) / 64 * 64);
 }
 
-/* Of calls that have ended, for those to come: where a call serves one sample, fresh pages are a tenth of it. */
+/* Scratches of calls that have ended, for those to come: for a call that serves one sample, new pages take a tenth of the
+ * time. Each place is taken and filled by one atomic exchange, so that two threads never get the same scratch. */
 static _Atomic(Scratch *) pool[POOLED];
 
 Scratch *borrow(void) {
@@ -79,7 +80,7 @@ void copy_image(const Image *in, const Image *out) {
     }
 }
 
-/* Make the image packed memory of our own. */
+/* Make the image packed memory of our own: the store is read-only, and a view may be mirrored. */
 bool own(Sample *sample) {
     if (sample->slot >= 0 && is_packed(&sample->image)) return true;
     Image out;
@@ -97,7 +98,7 @@ bool settle(Sample *sample) { /* run the pending table */
     return true;
 }
 
-/* Kernels that write another image. */
+/* Run a kernel that writes another image, which the sample becomes. */
 int remake(Sample *sample, const Op *op, int32_t height, int32_t width, Kernel *kernel) {
     Image *image = &sample->image, out;
     if (height < 1 || width < 1) return REFUSED_OUTSIDE;

@@ -28,7 +28,7 @@ typedef struct {
     int32_t count;
 } Drawn;
 
-/* What nothing is to be done for: the conversion itself is values.c, and this only ends the ops on uint8. */
+/* These do nothing: the conversion is in values.c, and OP_CAST only separates ops on uint8 from those on floats. */
 int run_nothing(Sample *sample, Op *op) { return (void)sample, (void)op, OK; }
 int run_cast(Sample *sample, Op *op) { return (void)sample, (void)op, OK; }
 
@@ -42,7 +42,7 @@ static int run_op(Sample *sample, Op *op) {
 
 /* Samples that are files */
 
-/* The part of a window that is in an image; all of that where its borders repeat pixels from anywhere. */
+/* The part of an image that a window needs; all of it if borders repeat pixels, which may be any. */
 static Box read_window(const Op *op, int32_t height, int32_t width) {
     const Border *border = &op->window.border;
     const Box *box = &op->window.box, whole = {0, 0, height, width};
@@ -91,7 +91,8 @@ static void turn_upright(Image *image, int turn) {
     image->height = before.width, image->width = before.height;
 }
 
-/* Decode what the programs read of a sample. `image` is as large as the whole, and what is not there must not be read. */
+/* Decode the part of a sample that the programs read. `image` then has the size and strides of the whole image, though only
+ * that part is in memory: its data may point outside, and ops must read no other pixel (read_box has to agree with them). */
 static bool decode_sample(const Batch *batch, int64_t b, const Drawn *drawn, Image *image, Scratch *scratch) {
     const int turn = batch->turns_B ? batch->turns_B[b] : 1;
     Box box = read_box(drawn, image->height, image->width);
@@ -176,7 +177,7 @@ static int serve_image(const Output *output, int64_t row, Drawn *drawn, const Im
     return OK;
 }
 
-/* Draw the ops of a sample for each output, so that it is known which part of a file is needed. */
+/* Draw the ops of a sample for all outputs before any is served, to know which part of a file they need. */
 static int draw_sample(const Batch *batch, int64_t b, Drawn *drawn, Refusal *refusal) {
     const int64_t visit = batch->visits_B[b], index = batch->indices_B[b], row = row_of(batch, b);
     const int32_t *shape = batch->shapes_B3 + 3 * b;
@@ -194,12 +195,12 @@ static int draw_sample(const Batch *batch, int64_t b, Drawn *drawn, Refusal *ref
         d.solved_room = (int32_t)output->solved;
         if (!resolve(&d)) return (int)refusal->reason;
         drawn[k].count = d.count;
-        drawn[k].ops[d.count].code = OP_NOTHING;
+        drawn[k].ops[d.count].code = OP_NOTHING; /* run_resize and read_box look at the next op */
     }
     return OK;
 }
 
-/* Whether a file is all that a sample is to be, so that it is decoded where it is served. */
+/* True if a file can be decoded to its place in the batch: nothing is done to it, and its shape and dtype are the batch's. */
 static bool is_served_whole(const Batch *batch, int64_t b, const Drawn *drawn, const Image *image) {
     const Output *output = batch->outputs;
     const bool is_alike = image->channels == output->channels && image->height == output->height && image->width == output->width;

@@ -16,7 +16,8 @@ static inline Divisor divisor_of(float value) {
     return (Divisor){value, high, (float)((1.0 - (double)high * value) / value)};
 }
 
-/* a / b, rounded correctly for the few values that occur; `agrees` holds every one of the 256 against the table. */
+/* a / b, rounded as a division is. The product with the inverse in two parts is not always, but a channel has only 256
+ * values: `agrees` compares all of them with the table, which is used instead if one differs. */
 static inline float divide(float a, Divisor b) {
 #if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
     return __builtin_fmaf(a, b.high, a * b.low);
@@ -41,7 +42,7 @@ static void to_floats(const Values *v, int32_t c, const uint8_t *restrict in, in
         v->scaling == SCALE_DIVIDE ? convert(v, c, in, count, out, true) : convert(v, c, in, count, out, false);
 }
 
-/* Whether the formula gives what the table has. */
+/* True if the formula gives all values of the table. */
 static bool agrees(const Values *v) {
     uint8_t every[256];
     float values[256];
@@ -54,7 +55,8 @@ static bool agrees(const Values *v) {
     return true;
 }
 
-/* How a table's values are served, by torchvision's own arithmetic, of doubles for FLOAT64, else of floats. */
+/* Find how uint8 is served: a table of all 256 values by torchvision's own arithmetic (of doubles for FLOAT64, else of
+ * floats), and whether a formula, which vectors compute faster than they look up, gives the same. */
 void fastdata_values(Table *table) {
     Values *v = &table->values;
     const Step *cast = table->steps;

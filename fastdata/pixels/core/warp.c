@@ -1,4 +1,4 @@
-/* Affine and perspective maps: for each pixel wanted, where it lies in the image, and what stands there.
+/* Affine and perspective maps: for each pixel wanted, which place of the image it shows, and the value there.
  *
  * Up to three planes are first laid together as pixels of four bytes, the last of which says "image" (1). A row is
  * worked off in runs: offsets into those pixels, the pixels around each, their weights, sums. Pixels are those of
@@ -198,7 +198,7 @@ static void finish_torch(float fill, int domain, int64_t n, const float *v, cons
         float value = v[i];
         if (mask && domain == V1_DOMAIN) value = value * mask[i] + (1 - mask[i]) * fill;
         else if (mask) value = (value - fill) * mask[i] + fill;
-        value = value == value ? value : 0; /* as torch makes uint8 of what is no number */
+        value = value == value ? value : 0; /* torch converts NaN to 0 */
         out[i] = (uint8_t)(int32_t)(value + 0x1.8p23f - 0x1.8p23f);
     }
 }

@@ -21,7 +21,7 @@ static int64_t added_height(Margins m) { return m.top + m.bottom; }
 static int64_t added_width(Margins m) { return m.left + m.right; }
 static int32_t bounded(int64_t length) { return (int32_t)least(length, INT32_MAX); }
 
-/* A window of the image with margins around it, as far as torch would make it. */
+/* A window of the image with margins around it. Refused are the sizes that torch refuses, for the user to get its error. */
 static bool add_window(Drawing *d, const Step *step, int32_t mode, int32_t domain, Margins m, double top, double left,
                        int64_t height, int64_t width, int how) {
     if (mode < PAD_CONSTANT || mode > PAD_SYMMETRIC) return deny(d, step, REFUSED_TABLE);
@@ -104,7 +104,8 @@ bool draw_flip(Drawing *d, const Step *step) {
 
 /* Pixels: torchvision's pad, crop, hflip and vflip (transforms/functional.py), Pillow's ImageOps.expand. */
 
-/* The place in the image of place `at` of the image with borders; -1 where it is filled. */
+/* The place in an image of place `at` of the image with borders; -1 if it is filled. Reflections repeat, as Pillow's do:
+ * torch refuses borders that would need a second one. */
 static int64_t source_place(int64_t at, int64_t length, int mode) {
     if (at >= 0 && at < length) return at;
     if (mode == PAD_CONSTANT) return -1;
@@ -114,7 +115,7 @@ static int64_t source_place(int64_t at, int64_t length, int mode) {
     return at < length ? at : (mode == PAD_SYMMETRIC ? 2 * length - 1 : 2 * (length - 1)) - at;
 }
 
-/* As memcpy, without a call for the rows of small images. */
+/* memcpy without its call, for the rows of small images: two or four vectors that may overlap. */
 INLINE void copy_bytes(const uint8_t *from, int64_t count, uint8_t *to) {
     if (count > 64 || count < 16) {
         memcpy(to, from, (size_t)count);
@@ -165,7 +166,7 @@ int run_window(Sample *sample, Op *op) {
         image->data += top * image->row + left * image->pixel;
         image->height = box->height, image->width = box->width;
     } else {
-        Image out; /* the fill is a value after the table */
+        Image out; /* the fill is a value behind the pending table, so that is applied first */
         if (!settle(sample) || !room(sample, image->channels, box->height, box->width, &out)) return REFUSED_MEMORY;
         fill_window(op, image, top, left, &out);
         become(sample, &out);
