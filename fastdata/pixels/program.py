@@ -23,7 +23,6 @@ from fastdata.pixels.core.calls import (
     Table,
     describe_output,
     draw,
-    make_keys,
     serve,
     solve_perspectives,
 )
@@ -115,7 +114,7 @@ class Program:
             height, width = (0, 0) if shape is None else shape[-2:]
             channels = _planes(sample_shape)[0]
             probe = np.array([(channels, height, width)], np.int32)
-            keys = make_keys(0, 0, np.zeros(1, np.int64))
+            keys = _keys_of(0, 0, np.zeros(1, np.int64))
             _, [after] = self._draw(keys, probe, is_probe=True)
             shape = tuple(after[-len(sample_shape) :].tolist()) if after[1] else None
         return None if shape is None else (shape, self._dtype)
@@ -159,7 +158,7 @@ class Program:
                 for row, index in zip(rows_B.tolist(), index_B.tolist(), strict=True):
                     source.read_into(index, out[row])
         if pairs and len(index_B):
-            keys = make_keys(seed, visits_B, index_B)
+            keys = _keys_of(seed, visits_B, index_B)
             if isinstance(source, Samples):
                 _serve(pairs, source, keys, rows_B)
             else:
@@ -172,7 +171,7 @@ class Program:
         shape = store.shape(index)
         index_1 = np.array([index], np.int64)
         shapes_13 = np.array([_planes(shape)], np.int32)
-        _, [after] = self._draw(make_keys(seed, visit, index_1), shapes_13)
+        _, [after] = self._draw(_keys_of(seed, visit, index_1), shapes_13)
         out_1Chw = np.empty((1, *after.tolist()), self._dtype)
         self.run(store, index_1, visit, seed, out_1Chw)
         served: Array = out_1Chw[0] if len(shape) == 3 else out_1Chw[0, 0]
@@ -184,7 +183,7 @@ class Program:
         The memory of what was yielded is used again for the next images.
         """
         numbers_B = np.arange(len(images.shapes_B3), dtype=np.int64)
-        keys = make_keys(0, 0, numbers_B)
+        keys = _keys_of(0, 0, numbers_B)
         _, shapes_after_B3 = self._draw(keys, images.shapes_B3)
         end = 0
         for shape, alike in itertools.groupby(map(tuple, shapes_after_B3.tolist())):
@@ -199,7 +198,7 @@ class Program:
 
     def draw(self, index_B: Int64s, visits_B: int | Int64s, seed: int, shapes_B3: Int32s) -> Array:
         """Draw the ops of samples of these shapes (C, H, W), records ``OP`` (B, S)."""
-        return self._draw(make_keys(seed, visits_B, index_B), shapes_B3)[0]
+        return self._draw(_keys_of(seed, visits_B, index_B), shapes_B3)[0]
 
     def _draw(
         self, keys: Keys, shapes_B3: Int32s, *, is_probe: bool = False
@@ -269,12 +268,6 @@ class Program:
                 samples.sources_B[b] = pixels.ctypes.data
             yield first, last
 
-    def _describe_output(self, out: Array, keys: Keys, shapes_B3: Int32s) -> ctypes.Structure:
-        solved_BS8 = None
-        if self._has_perspectives:
-            solved_BS8 = solve_perspectives(self._draw(keys, shapes_B3)[0])
-        return describe_output(self._table, out, solved_BS8)
-
 
 _Pair = tuple[Program, Array]
 """A program, and the memory that it fills."""
@@ -309,7 +302,22 @@ def _serve(
 
 
 def _describe_outputs(pairs: list[_Pair], samples: Samples, keys: Keys) -> list[ctypes.Structure]:
-    return [program._describe_output(out, keys, samples.shapes_B3) for program, out in pairs]
+    outputs = []
+    for program, out in pairs:
+        solved_BS8 = None
+        if program._has_perspectives:
+            ops_BS, _ = program._draw(keys, samples.shapes_B3)
+            solved_BS8 = solve_perspectives(ops_BS)
+        outputs.append(describe_output(program._table, out, solved_BS8))
+    return outputs
+
+
+def _keys_of(seed: int, visits_B: int | Int64s, index_B: Int64s) -> Keys:
+    """Return the keys of samples, whose visit may be one for all."""
+    if not isinstance(visits_B, np.ndarray):
+        visits_B = np.full(len(index_B), visits_B)
+    visits_B = np.ascontiguousarray(visits_B, np.int64)
+    return Keys(seed, visits_B, np.ascontiguousarray(index_B, np.int64))
 
 
 def _planes(shape: Shape) -> Shape:

@@ -65,14 +65,6 @@ class Keys(NamedTuple):
     indices: Int64s
 
 
-def make_keys(seed: int, visits_B: int | Int64s, index_B: Int64s) -> Keys:
-    """Return the keys of samples, whose visit may be one for all."""
-    if not isinstance(visits_B, np.ndarray):
-        visits_B = np.full(len(index_B), visits_B)
-    visits_B = np.ascontiguousarray(visits_B, np.int64)
-    return Keys(seed, visits_B, np.ascontiguousarray(index_B, np.int64))
-
-
 class Table:
     """Steps of a transform, and magnitudes for some sizes, as the core reads them.
 
