@@ -710,7 +710,7 @@ def test_an_index_cannot_lead_out_of_its_folder(image_folder: Folder) -> None:
     index = Cache.read(Place(home))
     index.columns["shards.names"] = np.array(["../../secret1234"], "S16")
     (home / INDEX).write_bytes(index.pack())
-    with pytest.raises(CacheError, match="are no names of shards"):
+    with pytest.raises(CacheError, match="are not names of shards"):
         Cache.read(Place(home))
 
 

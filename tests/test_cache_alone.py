@@ -339,7 +339,7 @@ def test_a_damaged_index_is_an_error_that_the_next_run_mends(image_folder: Folde
 
 def test_one_cache_must_be_meant(image_folder: Folder, tmp_path: Path) -> None:
     """None is a FileNotFoundError, several are listed."""
-    with pytest.raises(FileNotFoundError, match="is no cache and holds none"):
+    with pytest.raises(FileNotFoundError, match="is not a cache and does not hold one"):
         CachedDataset.from_cache(tmp_path / "missing")
     root = image_folder(size=(13, 11))
     cache = build(root)
@@ -403,8 +403,8 @@ def test_a_codec_of_the_users_own_needs_its_dataset(tmp_path: Path) -> None:
         ({"targets.json": {"number": "targets.json"}}, "cannot be read: AttributeError"),
         ({"targets.json": []}, "tuples of nothing"),
         ({"targets.json": "number"}, "cannot be read: AttributeError"),
-        ({"targets.json": [{"json": [0]}]}, "are no list of 6"),
-        ({"targets.json": {"json": [0, 1]}}, "are no list of 6"),
+        ({"targets.json": [{"json": [0]}]}, "are not a list of 6"),
+        ({"targets.json": {"json": [0, 1]}}, "are not a list of 6"),
         ({"targets.json": None}, "cannot be read: KeyError: 'targets.json'"),
         ({"targets.json": np.frombuffer(b"[0, 1", np.uint8)}, "cannot be read"),
         ({"targets.json": np.frombuffer(b"[" * 100_000, np.uint8)}, "cannot be read"),

@@ -761,7 +761,9 @@ def test_chunks_of_remote_files(bucket: tuple[str, Path]) -> None:
 
 def test_a_url_is_no_dataset() -> None:
     """Where nothing is there, or a dataset was wanted, the error says what to do."""
-    with pytest.raises(FileNotFoundError, match=r"memory://none is no cache and holds none"):
+    with pytest.raises(
+        FileNotFoundError, match=r"memory://none is not a cache and does not hold one"
+    ):
         CachedDataset.from_cache("memory://none")
 
 

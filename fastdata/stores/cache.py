@@ -191,7 +191,7 @@ class Cache:
         kept = self._column("kept", "bool", int(rows.sum()))
         # They become file names, which must not lead out of the folder.
         if not re.fullmatch(rb"[0-9a-f]*", b"".join(names)):
-            raise ValueError(f"{names} are no names of shards")
+            raise ValueError(f"{names} are not names of shards")
         # Rows so large that their sum overflows may fit the length of ``kept``.
         is_negative = min(rows.min(initial=0), sizes.min(initial=0)) < 0
         if is_negative or rows.max(initial=0) > len(kept) or len({*names}) < shards:

@@ -48,7 +48,8 @@ def cache_places(home: Place) -> list[Place]:
     found = [place for place, stat in zip(places, stats, strict=True) if stat != MISSING]
     if not found:
         raise FileNotFoundError(
-            f"{home} is no cache and holds none: there is no {INDEX} in it or one folder below. "
+            f"{home} is not a cache and does not hold one: {INDEX} is missing in it and in the "
+            "folders below it. "
             "Give the cache_dir= that a dataset was made with, or build one with `fastdata build`."
         )
     return found

@@ -43,13 +43,13 @@ class Options:
     prepare_workers: int | None = None
     batch_ops: bool = True
     frozen: bool = False
-    """Of ``CachedDataset``: keep one draw of each item of a dataset that draws at random."""
+    """True if one draw of each item is kept of a dataset that draws at random (``CachedDataset``)."""
     at_once: bool = False
     """True if all samples are prepared now, and none when it is first read."""
     cores: Collection[int] = ()
     """Cores of all ranks, if this process prepares for all of them."""
     engine: str | Executor = "local"
-    """Writes a cache; see ``build_cache`` of datasets."""
+    """The executor that writes a cache; see ``build_cache`` of datasets."""
     shard_bytes: int | str | None = None
 
     def __post_init__(self) -> None:

@@ -155,7 +155,7 @@ def _store_in_memory(
                     f"{str(error).rstrip('.')}. {would_fit(trials, budget)}"
                 ) from error
             refused = str(error).partition(". ")[0]
-            need_bytes = budget.bytes + 1  # raw samples are no choice any more
+            need_bytes = budget.bytes + 1  # raw samples do not fit
 
 
 def _write_stores(

@@ -150,7 +150,7 @@ class ShardWriter:
                     self.place.upload(name, new)
                 else:
                     new.replace(folder / name)
-            # Only now: whoever finds the manifest finds the files, too.
+            # Last, so that the files exist if the manifest does.
             self.place.write(shard_manifest_name(task.name), packed)
         return packed
 

@@ -73,8 +73,8 @@ def _key(expected: Forecast, options: Options, table: SampleTable | None) -> str
 
 
 _MADE: Counter[str] = Counter()
-"""How many datasets this process has made, by key. A second one with the same key must not follow
-the first, which this process leads."""
+"""Number of datasets that this process has made, by key. A second one with the same key must not
+follow the first, which this process leads itself."""
 
 
 def _describe(dataset: Any, cache_key: str | None) -> str:

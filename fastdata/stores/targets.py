@@ -82,7 +82,7 @@ def unpack_targets(packed: Any, columns: Columns, count: int) -> Any:
     [(kind, found)] = packed.items()
     if kind == "json":
         if not isinstance(found, list) or len(found) != count:
-            raise ValueError(f"its targets are no list of {count}")
+            raise ValueError(f"its targets are not a list of {count}")
         return found
     column = columns[found]
     is_number = column.dtype.kind in "iufb" and column.dtype.isnative
