@@ -77,8 +77,8 @@ def test_what_is_missing_comes_with_advice(
 ) -> None:
     """The advice says what to type; what breaks training is a problem."""
     for target, value in change.items():
-        name = f"fastdata.tools.doctor.{target}"
-        monkeypatch.setattr(name, lambda *_, value=value: value)
+        place = f"fastdata.tools.doctor.{target}"
+        monkeypatch.setattr(place, lambda *_, value=value: value)
     check = examined(name)
     assert check.found.startswith(found)
     said = check.problem if is_problem else check.advice
