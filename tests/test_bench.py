@@ -113,7 +113,7 @@ def test_bench_measures_a_folder(photos: str, capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda path: None, "{folder} is no folder"),
+        (lambda path: None, "{folder} is not a folder"),
         (lambda path: path.mkdir(), "Couldn't find any class folder in {folder}"),
         (
             lambda path: (path / "cat").mkdir(parents=True),

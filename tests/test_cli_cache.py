@@ -186,7 +186,7 @@ def test_a_folder_that_cannot_be_is_named(
     """Not by the number of an error alone, whether it is to be made or to be looked through."""
     assert main(["prune", "/nosuch"]) == 2
     said = capsys.readouterr().err
-    assert said == "fastdata: /nosuch is no folder: give one that keeps caches\n"
+    assert said == "fastdata: /nosuch is not a folder: give one that keeps caches\n"
     assert main(["build", str(image_folder()), "/proc/x", "--prepare-workers", "1"]) == 2
     said = capsys.readouterr().err
     assert said.startswith(

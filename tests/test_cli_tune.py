@@ -72,12 +72,12 @@ def test_a_transform_of_ones_own_is_tuned(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["tune", "nowhere"], "nowhere is no folder: give the root of class folders"),
-        (["build", "nowhere", "caches"], "nowhere is no folder: give the root of class folders"),
+        (["tune", "nowhere"], "nowhere is not a folder: give the root of class folders"),
+        (["build", "nowhere", "caches"], "nowhere is not a folder: give the root of class folders"),
         (["tune", "s3://b/x"], "is a URL, and this needs a folder of this machine"),
         (["tune", "."], "Couldn't find any class folder in ."),
         (["tune", ".", "--transform", "steps"], "--transform steps is not module:name"),
-        (["diagnose", "nowhere.py"], "nowhere.py is no file: give the script that trains"),
+        (["diagnose", "nowhere.py"], "nowhere.py is not a file: give the script that trains"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -103,8 +103,8 @@ def test_what_the_user_got_wrong_is_one_line(
         (["tune", ".", "--batch-size", "some"], "invalid positive value: 'some'"),
         (["diagnose", "--batches", "0", "x.py"], "must be at least 1"),
         (["diagnose"], "SCRIPT"),
-        (["bench", "--json", "nowhere/x.json"], "is no file in a folder that exists"),
-        (["inspect", ".", "--json", "."], "is no file in a folder that exists"),
+        (["bench", "--json", "nowhere/x.json"], "is not a file in a folder that exists"),
+        (["inspect", ".", "--json", "."], "is not a file in a folder that exists"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

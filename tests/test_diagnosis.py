@@ -115,7 +115,7 @@ WORDS = {
     "transform": ("the transform", "run its steps on whole batches"),
     "collate": ("collate_fn", "return tensors of one shape"),
     "workers": ("the number of workers", "use every core"),
-    "loader": ("the loader", "it is no torch DataLoader"),
+    "loader": ("the loader", "it is not a torch DataLoader"),
 }
 READ = Part("read", "photos", 0.03, 0.029)
 SLOW_DISK = Part("read", "photos", 0.03, 0.005)

@@ -348,8 +348,8 @@ def test_manifest_understands_bom_quotes_crlf_and_blank_lines(tmp_path: Path) ->
             "file,label\na.jpg,1\nb.jpg,cat\n",
             r"line 3, column 'label': 'cat' is a name, but '1' in line 2 is a number. Write all labels",
         ),
-        ("file,label\nä.jpg,1\n".encode("latin-1"), r"is no text in UTF-8 \(.*\). Save it as such"),
-        ("file,label\na.jpg,1\n".encode("utf-16"), "is no text in UTF-8"),
+        ("file,label\nä.jpg,1\n".encode("latin-1"), r"is not UTF-8 text \(.*\). Save it as UTF-8"),
+        ("file,label\na.jpg,1\n".encode("utf-16"), "is not UTF-8 text"),
     ],
 )
 def test_manifest_errors_say_where_and_what(
@@ -368,7 +368,7 @@ def test_manifest_errors_say_where_and_what(
         (
             "file,x,y\na,1,2\nb,1,cat\n",
             {"label": ["x", "y"]},
-            r"line 3, column 'y': 'cat' is no number, .* name one",
+            r"line 3, column 'y': 'cat' is not a number, .* name one",
         ),
         (
             "file,x,y\na,1,2\nb,,1\n",
@@ -381,7 +381,7 @@ def test_manifest_errors_say_where_and_what(
             {"id": "id"},
             r"has no column 'id'; its columns are: 'file', 'label'",
         ),
-        ("file\na\n", {}, r"has no column 'label'; .* or label=None where there are no labels"),
+        ("file\na\n", {}, r"has no column 'label'; .* or label=None if there are no labels"),
         (
             "file,label\na,1.5\nb,nan\n",
             {},

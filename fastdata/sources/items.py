@@ -40,6 +40,7 @@ class DatasetSource:
     opening: ClassVar[Opening | None] = None
 
     def __init__(self, dataset: Any, columns: ItemKeys | None = None) -> None:
+        # A str can be read by index and has a length, too.
         if isinstance(dataset, str | bytes | os.PathLike):
             raise TypeError(
                 f"{hide_secrets(repr(dataset))} is a path, not a dataset. Give "
@@ -65,6 +66,7 @@ class DatasetSource:
 
     def read(self, index: int) -> Pair:
         item: Any = with_retries(getitem, self.dataset, index)
+        # First, because an image that was left as bytes counts as an image below.
         if isinstance(item, Mapping):
             item = {name: _opened(value) for name, value in item.items()}
         which = f"item {index} of {type(self.dataset).__name__}"
@@ -72,6 +74,7 @@ class DatasetSource:
             return _split_by_columns(item, self.columns, which)
         form = _form_of(item)
         if not self._form:
+            # The keys come first: another thread that finds the form relies on them.
             self.keys = _keys_of(item, form, which)
             self._form = form
         if form != self._form:
@@ -89,6 +92,7 @@ class DatasetSource:
         """
         dataset = self.dataset
         while getattr(dataset, "indices", None) is not None and hasattr(dataset, "dataset"):
+            # Indices of a subset are those of the dataset that it is of.
             index = int(dataset.indices[index])
             dataset = dataset.dataset
         samples = getattr(dataset, "samples", None)
@@ -156,6 +160,7 @@ def _keys_of(item: Any, form: str, which: str) -> ItemKeys | None:
             "columns={'sample': 'image', 'target': 'label'}, or the like."
         )
     if isinstance(item, tuple | list):
+        # A pair needs no keys, but a namedtuple of two values has names and a class to restore.
         names = getattr(item, "_fields", tuple(map(str, range(len(item)))))
         kind = type(item)
         named = f"{kind.__module__}:{kind.__qualname__}" if hasattr(kind, "_fields") else ""

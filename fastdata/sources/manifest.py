@@ -104,6 +104,7 @@ def read_manifest(
             _check_path(path)
         except ValueError as problem:
             raise ValueError(f"{table.where(index, file)}: {problem}") from None
+    # Without labels and ids, targets are the places in the list.
     targets: Any = range(len(paths))
     class_to_idx = None
     if isinstance(label, str):
@@ -142,7 +143,7 @@ def _read_csv(path: AnyPath, names: list[str], storage_options: StorageChoice) -
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as problem:
-        raise ValueError(f"{title} is no text in UTF-8 ({problem}). Save it as such.") from problem
+        raise ValueError(f"{title} is not UTF-8 text ({problem}). Save it as UTF-8.") from problem
     # Run lengths of masks have hundreds of thousands of characters; csv's own limit is 131,072.
     with _long_values(len(text)):
         numbered = list(_read_rows(title, text))
@@ -155,7 +156,7 @@ def _read_csv(path: AnyPath, names: list[str], storage_options: StorageChoice) -
                 f"{title}, line {line}: {len(row)} values for {len(header)} columns. "
                 'Put quotes around a value that holds a comma: "a,b.jpg".'
             )
-        row += [""] * (len(header) - len(row))
+        row += [""] * (len(header) - len(row))  # values at the end of a row may be left out
     columns = {name: [row[header.index(name)] for row in rows[1:]] for name in names}
     return _Table(title, "line", numbers[1:], columns)
 
@@ -199,7 +200,7 @@ def _check_columns(title: str, there: list[str], names: list[str]) -> None:
             problem = "several columns" if name in there else "no column"
             raise ValueError(
                 f"{title} has {problem} {name!r}; its columns are: {listed}. Choose with file= and "
-                "label=, or label=None where there are no labels."
+                "label=, or label=None if there are no labels."
             )
 
 
@@ -292,7 +293,7 @@ def _read_vectors(table: _Table, names: Sequence[str]) -> torch.Tensor:
         index = _find_name(texts)
         if index is not None:
             raise ValueError(
-                f"{table.where(index, name)}: {texts[index]!r} is no number, and several labels "
+                f"{table.where(index, name)}: {texts[index]!r} is not a number, but several labels "
                 "are a vector of numbers. Write numbers, or name one column of class names."
             )
         columns.append(_parse_numbers(table, name, texts))
@@ -303,9 +304,9 @@ def _read_vectors(table: _Table, names: Sequence[str]) -> torch.Tensor:
 def _parse_numbers(table: _Table, column: str, texts: list[str]) -> np.ndarray:
     """Return int64 if all are whole, else float64."""
     is_whole = all(_WHOLE.fullmatch(text.strip()) for text in texts)
+    # Python refuses to parse thousands of digits, and a float beyond its range would be infinite.
     limit = 1 << 63 if is_whole else sys.float_info.max
     for index, text in enumerate(texts):
-        # Decimal reads thousands of digits, which int refuses.
         if not -limit <= Decimal(text) < limit:
             raise ValueError(
                 f"{table.where(index, column)}: {text[:50]!r} does not fit into 64 bits. Give "

@@ -14,7 +14,7 @@ from fastdata.paths import AnyPath, refuse_remote
 def check_folder(folder: AnyPath, wanted: str = "the root of class folders of images") -> None:
     refuse_remote(folder)
     if not os.path.isdir(folder):
-        raise FileNotFoundError(f"{folder} is no folder: give {wanted}")
+        raise FileNotFoundError(f"{folder} is not a folder: give {wanted}")
 
 
 def positive(text: str) -> int:

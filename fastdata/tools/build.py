@@ -39,7 +39,7 @@ def add_build(parser: argparse.ArgumentParser) -> None:
         "--on-error",
         choices=("raise", "skip"),
         default="raise",
-        help="if a file is no image: stop, or leave it out; default: %(default)s",
+        help="if a file is not an image: stop, or leave it out; default: %(default)s",
     )
     add(
         "--prepare-workers",

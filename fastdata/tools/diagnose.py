@@ -1,6 +1,6 @@
 """``fastdata.diagnose``: where a training loop's time goes, and what would make it shorter.
 
-It measures the loop as it is, the loader without a model, the parts of one sample, and the loader
+It measures the unchanged loop, the loader without a model, the parts of one sample, and the loader
 over samples that are kept in memory; all but the first in forked processes. ``Diagnosis`` derives
 the limit and the advice from these figures.
 """
@@ -39,7 +39,8 @@ from fastdata.tools.measure import in_subprocess, is_kept, measure_rate, shuffle
 from fastdata.tools.timed_loop import EnoughError, TimedLoop, in_prefetcher, run_script
 
 _Figures = dict[str, Any]
-"""Some fields of ``Diagnosis``."""
+"""Values of fields of ``Diagnosis``, by name."""
+
 _RATE_S = 1.0
 
 _SAMPLES_S = 1.5
@@ -124,6 +125,7 @@ def _examine(loop: TimedLoop) -> Diagnosis:
 
 def _loader_alone(loader: Any, diagnosis: Diagnosis) -> _Figures:
     """Measure a copy of the user's loader, whose persistent workers are left alone."""
+    # The loader's own iterator would be started again, and its workers with it.
     other = copy.copy(loader)
     other.__dict__ |= {"_iterator": None, "pin_memory": False, "persistent_workers": False}
     return {"loader_per_s": measure_rate(other, seconds=_RATE_S, limit_s=6 * _RATE_S)}
@@ -168,6 +170,7 @@ def _parts(loader: Any, diagnosis: Diagnosis) -> _Figures:
     steps = () if is_ours else flatten_transform(getattr(base, "transform", None))
     step_costs = np.zeros((len(steps), 2))
 
+    # Steps are timed inside of the dataset's own __getitem__; the rest of its time is reading.
     def timed(sample: Any) -> Any:
         for step, cost in zip(steps, step_costs, strict=True):
             began = _clock()
@@ -255,7 +258,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=positive,
         default=100,
         metavar="N",
-        help="to measure; default: %(default)s",
+        help="batches to measure; default: %(default)s",
     )
     add("script", type=Path, metavar="SCRIPT", help="the script that trains")
     add("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's arguments")
@@ -265,7 +268,7 @@ def run(options: argparse.Namespace) -> int:
     script = options.script
     if not script.is_file():
         raise FileNotFoundError(
-            f"{script} is no file: give the script that trains, then its own arguments"
+            f"{script} is not a file: give the script that trains, then its own arguments"
         )
     try:
         loops = run_script(script, options.arguments, options.batches)

@@ -20,7 +20,7 @@ LIMITS = {
     "transform": ("the transform", "run its steps on whole batches: transform= of ImageFolder"),
     "collate": ("collate_fn", "return tensors of one shape, which are stacked without Python"),
     "workers": ("the number of workers", "use every core, or let fastdata.tune choose num_workers"),
-    "loader": ("the loader", "it is no torch DataLoader over samples, so its parts are unknown"),
+    "loader": ("the loader", "it is not a torch DataLoader over samples, so its parts are unknown"),
 }
 """Name and cure of each thing that can limit a loop."""
 

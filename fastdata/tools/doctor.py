@@ -112,6 +112,7 @@ def _libraries() -> Iterator[Check]:
 
 
 def _torch() -> Check:
+    # torch warns of a driver that fails, once in a process, and then returns False.
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -140,7 +141,7 @@ def _numa() -> Iterator[Check]:
     """Check the socket of each GPU: copies from another socket take twice as long, or longer."""
     for gpu in NVIDIA.glob("gpus/*"):
         files = SYSTEM / "bus/pci/devices" / gpu.name
-        node = int((files / "numa_node").read_text())
+        node = int((files / "numa_node").read_text())  # -1 on machines with one socket
         local_mask = int((files / "local_cpus").read_text().replace(",", ""), 16)
         usable = os.sched_getaffinity(0)
         near = sum(local_mask >> core & 1 for core in usable)

@@ -23,7 +23,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 def _to_write(text: str) -> Path:
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is no file in a folder that exists")
+        raise argparse.ArgumentTypeError(f"{text} is not a file in a folder that exists")
     return path
 
 

@@ -120,6 +120,7 @@ def ascend(
         for name, values in space.items():
             if name == "num_workers" and start[name]:
                 values = [value for value in values if value]
+            # The start is in the middle, so that more and fewer workers are both tried.
             for direction in (1, -1):
                 ordered = values[::direction]
                 for value in ordered[ordered.index(best[name]) + 1 :]:
@@ -135,6 +136,7 @@ def ascend(
 
 def _usual_space(dataset: Any) -> dict[str, Sequence[Any]]:
     cores = usable_cores()
+    # The engine that "auto" takes is not tried a second time under its own name.
     engine = DataLoader(dataset, num_workers=1).report().engine
     return {
         "num_workers": sorted({0, 1, 2, 4, 8, 16, cores, 2 * cores, 4 * cores}),
