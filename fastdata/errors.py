@@ -200,6 +200,7 @@ def _diagnose(problem: BaseException) -> tuple[Fault, int | None]:
         for kind, fault in _FAULTS_BY_CLASS.items():
             if isinstance(cause, kind):
                 return fault, None
+        # Base classes count, because libraries derive their errors from those of others.
         packages = {kind.__module__.partition(".")[0] for kind in type(cause).__mro__}
         if packages & _NETWORK_PACKAGES:
             return _FAULTS_BY_STATUS.get(_status_of(cause), "machine"), None
@@ -210,6 +211,7 @@ def _diagnose(problem: BaseException) -> tuple[Fault, int | None]:
 
 def _status_of(problem: BaseException) -> int | None:
     """Return the status of the HTTP answer that an error carries, if any."""
+    # In the error (urllib, aiohttp), in its answer (requests, httpx), or in a dict (botocore).
     answer = getattr(problem, "response", None)
     if isinstance(answer, dict):  # botocore
         status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
@@ -246,6 +248,7 @@ def with_retries(call: Callable[..., _Result], *arguments: Any) -> _Result:
 
     The last error is raised unchanged.
     """
+    # 1.3 s in all: enough for a short interruption, and soon enough to report a lasting one.
     for pause_s in RETRY_PAUSES_S:
         try:
             return call(*arguments)

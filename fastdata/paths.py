@@ -112,6 +112,7 @@ def _hide_query(text: str) -> str:
     """Hide the query of a URL, unless it is part of a file's name or the version of an object."""
     scheme = ""
     is_sent = False
+    # The last scheme before the mark decides: a path may contain another URL.
     for found in _SCHEME_OR_MARK.finditer(text):
         if found[1]:
             scheme = found[1].lower()
@@ -120,6 +121,7 @@ def _hide_query(text: str) -> str:
             break
     else:
         return text
+    # Punctuation at the end belongs to the sentence around the URL.
     query = text[found.end() :].rstrip(_PUNCTUATION)
     if "=" in query:
         is_secret = not _PUBLIC_QUERY.fullmatch(query)
@@ -190,6 +192,7 @@ def open_file(path: AnyPath, flags: int = 0) -> int:
     Raises:
         OSError: it is a folder, a pipe or a device, which may have no end.
     """
+    # After opening: another file may get the name between a look at it and its opening.
     fd = os.open(path, flags | READ_FLAGS)
     if stat.S_ISREG(os.fstat(fd).st_mode):
         return fd

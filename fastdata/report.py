@@ -47,6 +47,7 @@ def progress_bar(
 
 def warn_user(message: str) -> None:
     """Warn at the line of the user's code that called fastdata."""
+    # `skip_file_prefixes` of warnings.warn does this from Python 3.12 on.
     frame = inspect.currentframe()
     depth = 1
     while frame and frame.f_globals.get("__name__", "").startswith("fastdata."):
@@ -64,6 +65,7 @@ def as_text(lines: Iterable[Line]) -> str:
 
     A row has a name, figures, which are aligned to the right, and words at its end.
     """
+    # Rows that follow each other are one table.
     texts: list[Any] = []
     for kind, found in groupby(lines, type):
         rows: list[Any] = list(found)

@@ -41,6 +41,8 @@ def seen_through(call: Any) -> tuple[Any, ...] | None:
         calls = [view._calls for view in views]
     except Exception:  # noqa: BLE001  # it does more with a stand-in than to call it
         return None
+    # `made` is an image, or a list or tuple of them; anything else has failed above. Numbers of
+    # calls stand for the calls, because one transform may be called several times.
     # Each call must count for exactly one result. A call for no result could still draw random
     # numbers, and two views of one call would share what it draws.
     if not log or () in calls or sorted(chain(*calls)) != list(range(len(log))):
@@ -60,6 +62,7 @@ def code_of_call(call: Any) -> tuple[Any, Any]:
     if isinstance(call, MethodType):
         return call.__func__, call.__self__
     kind: Any = type(call)
+    # Python looks up `__call__` in the class. A module's calls `forward`, after hooks.
     called = kind.__call__ if callable(call) else None
     if called is torch.nn.Module.__call__:
         called = None if is_changed(call) else kind.forward
@@ -99,6 +102,8 @@ def _run_on_stand_ins(
     function: FunctionType, names: frozenset[str], owner: Any, image: _Image
 ) -> Any:
     """Call a copy of a function that can reach nothing but stand-ins."""
+    # The copy has the code of the function, but globals, closures and `self` of its own: whatever
+    # it does, the user's objects are not touched.
     outside = _stand_ins(function.__globals__, names)
     outside["__builtins__"] = {"range": range}  # the only builtin that such callables use
     cells = [CellType(_stand_in(cell.cell_contents)) for cell in function.__closure__ or ()]
@@ -121,6 +126,7 @@ class _Image:
         return _Image(self._log, (*self._calls, len(self._log) - 1))
 
     def convert(self, mode: str) -> _Image:
+        # The one method of images that such callables use: to make gray images RGB.
         if mode != "RGB":
             raise ValueError(mode)
         return self._through(TO_RGB)

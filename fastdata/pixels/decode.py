@@ -32,6 +32,7 @@ IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".t
 """File name endings of images, torchvision's ``IMG_EXTENSIONS``."""
 
 
+# Once per process, because it opens a library and compares its version.
 @functools.cache
 def open_libjpeg() -> tuple[Jpeg | None, str]:
     """Return Pillow's own libjpeg-turbo for the core, or None and why Pillow decodes alone."""
@@ -86,6 +87,9 @@ class OpenedImages(Samples):
         how: options of ``jpeg_headers``.
     """
 
+    # The core reads addresses and sizes of this object's own arrays, which `leave_to_pillow` changes
+    # between two calls: the batch that met a damaged file goes on from that image.
+
     def __init__(
         self,
         sources_B: Int64s,
@@ -131,6 +135,8 @@ class OpenedImages(Samples):
 
         arrays = [np.frombuffer(data, np.uint8) for data in files]
         sizes_B = np.array([data.size for data in arrays], np.int64)
+        # Larger images are left to Pillow, which warns of them as decompression bombs or refuses
+        # them.
         most = Image.MAX_IMAGE_PIXELS or math.inf
         how: dict[str, Any] = {"upright": upright, "channels": channels, "most_pixels": most}
         opened = cls(addresses_of(arrays), sizes_B, by_pillow, **how)
@@ -173,6 +179,8 @@ def decode_planes_into(data: memoryview, out_CHW: Array) -> None:
     """
     channels, height, width = out_CHW.shape
     jpeg, _ = open_libjpeg()
+    # False means that the file has another shape or is damaged. Pillow finds out which, and raises
+    # the error that users know.
     if jpeg is not None and jpeg.decode(np.frombuffer(data, np.uint8), out_CHW):
         return
     from PIL.JpegImagePlugin import JpegImageFile

@@ -47,6 +47,7 @@ def is_v2(transform: Any) -> bool:
 
 def is_changed(transform: Any) -> bool:
     """Return True if an object has hooks, or replaces a method of its class by its own."""
+    # An attribute of the object goes before a method of its class, such as a patched `forward`.
     kind: Any = type(transform)
     held: dict[str, Any] = getattr(transform, "__dict__", {})
     is_hooked = held.get("_forward_pre_hooks") or held.get("_forward_hooks")

@@ -40,6 +40,7 @@ class Opening:
         """Return the sample that the loader makes from a file's bytes."""
         if self.form == "pil":
             return self.loader(data)
+        # A copy, because torch warns of tensors over memory that cannot be written.
         return self.loader(torch.from_numpy(np.frombuffer(data, np.uint8).copy()))
 
     def decode_pixels(self, data: Buffer, *, upright: bool) -> Array:
@@ -71,6 +72,7 @@ def opening_of(loader: Loader | None) -> Opening | None:
     """Return what a loader makes of files if fastdata knows it, else None."""
     if loader is load_image:
         return _OF_PIL
+    # By name, because neither package is imported here. A partial may set the mode.
     called = loader.func if isinstance(loader, functools.partial) else loader
     package = str(getattr(called, "__module__", "")).partition(".")[0]
     is_known = (package, getattr(called, "__name__", "")) in _TENSOR_LOADERS
@@ -92,9 +94,11 @@ def _probe(loader: Loader) -> Opening | None:
             found = [opening.decode_pixels(data, upright=False) for data in probes]
     except Exception:  # noqa: BLE001  # a version that takes something else than bytes
         return None
+    # The probe is wider than high before it is turned.
     _, height, width = found[0].shape
     is_upright = height > width
     wanted = [_OF_PIL.decode_pixels(data, upright=is_upright) for data in probes]
+    # Of a gray file, Pillow's three planes are equal.
     channels = len(found[1])
     wanted[1] = wanted[1][:channels]
     if not all(map(np.array_equal, wanted, found)):
@@ -106,9 +110,10 @@ def _make_probe(mode: str) -> bytes:
     """Return a JPEG with colours at half the resolution, which its EXIF turns on its side."""
     from PIL import Image
 
+    # Odd sides and noise show how edges are padded and colours are scaled up.
     noise = np.random.default_rng(0).integers(0, 256, (21, 35, 3), np.uint8)
     exif = Image.Exif()
-    exif[0x0112] = 6
+    exif[0x0112] = 6  # orientation: turn by 90 degrees
     stream = io.BytesIO()
     Image.fromarray(noise).convert(mode).save(stream, "JPEG", exif=exif)
     return stream.getvalue()

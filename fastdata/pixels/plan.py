@@ -84,6 +84,7 @@ class TransformPlan:
     @property
     def unknown(self) -> tuple[Transform, ...]:
         """The transforms of ``per_sample`` before those of ``last``."""
+        # `last` has a text for each transform that it stands for.
         known = len(self.last.batch_texts) if self.last else 0
         return self.per_sample[: len(self.per_sample) - known]
 

@@ -51,6 +51,7 @@ class Resize:
                 "prepare=."
             )
         height, width = _resized_size(image.height, image.width, self.size)
+        # torchvision does not copy an image of this size either.
         if (width, height) == image.size:
             return image
         return image.resize((width, height), Image.Resampling.BILINEAR)
@@ -75,6 +76,7 @@ def _resized_size(height: int, width: int, size: Bound) -> tuple[int, int]:
         return size
     kind, _, number = str(size).rpartition(":")
     side = int(number)
+    # int() rounds down, as in _compute_resized_output_size of torchvision's functional.py.
     shorter, longer = sorted((height, width))
     sides = side, int(side * longer / shorter)
     if kind == "long":
@@ -93,6 +95,7 @@ def pillow_chooses_order() -> bool:
     """
     from PIL import Image
 
+    # Compares one resize with two of a single pass each, rows first.
     bilinear = Image.Resampling.BILINEAR
     image = Image.fromarray((np.arange(48) ** 2 * 37 % 256).astype(np.uint8).reshape(12, 4))
     rows_first = image.resize((3, 12), bilinear).resize((3, 3), bilinear)

@@ -81,6 +81,7 @@ def to_stored(sample: Any, *, is_mask: bool = False) -> tuple[Array, Form]:
                 "can. Convert it before it is stored: prepare=lambda im: im.convert('RGB'), or "
                 "np.array(im) for a mask of labels."
             )
+        # One plane, which NumPy copies as it is.
         if is_palette or sample.mode in _WIDE_MODES:
             return np.array(sample)[None], "pil"
         array = np.empty((len(sample.mode), sample.height, sample.width), np.uint8)
@@ -105,6 +106,7 @@ def to_stored(sample: Any, *, is_mask: bool = False) -> tuple[Array, Form]:
             "Return it as the target or in it, which is stored unchanged, or give "
             ".as_subclass(torch.Tensor) of it."
         )
+    # `force` also resolves conjugate and negative views, which are lazy.
     try:
         return sample.detach().as_subclass(torch.Tensor).numpy(force=True), form
     except (TypeError, RuntimeError) as problem:  # NumPy has neither bfloat16 nor sparse arrays
@@ -207,6 +209,7 @@ _NO_EXIF = _NoExif()
 
 def without_exif(sample: Any) -> Any:
     """Let a stored image, or each one in a tuple, raise when its EXIF is used."""
+    # `info` is copied to the images that Pillow makes from this one.
     for part in sample if isinstance(sample, tuple) else (sample,):
         if is_pil(part):
             part.info["exif"] = _NO_EXIF
@@ -233,6 +236,7 @@ def tensor_class(form: Form) -> type[torch.Tensor]:
     """
     if form not in _TV_TENSORS.values():
         return torch.Tensor
+    # fastdata never imports torchvision, which takes a second and need not be installed.
     name = form.capitalize()
     module = sys.modules.get("torchvision.tv_tensors")
     if module is None:

@@ -21,10 +21,5 @@ class Scratch(threading.local):
         size = math.prod(shape)
         buffer = vars(self).get(name)  # the attributes of a threading.local are the thread's own
         if buffer is None or buffer.size < size:
-            buffer = vars(self)[name] = np.zeros(round_up_8(size), np.uint8)
+            buffer = vars(self)[name] = np.zeros(size, np.uint8)
         return buffer[:size].reshape(shape)
-
-
-def round_up_8(count: int) -> int:
-    """Return the least multiple of 8 that is not smaller."""
-    return -(-count // 8) * 8

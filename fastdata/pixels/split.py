@@ -70,6 +70,7 @@ def plan_transform(
     *before, views = transforms or (None,)
     if not isinstance(views, Views):
         return plans[0]
+    # Each view draws for itself. A random transform before them is drawn once for all.
     if all(is_random(shared) is False for shared in before):
         return TransformPlan(prepare=prepare, kind=form, views=tuple(plans), made=views.kind)
     return TransformPlan(
@@ -95,6 +96,7 @@ def plan_pairs(
     singles = joint_transforms(transforms)
     image = _read(singles, State(kind=form, channels=channels))
     mask = _read(singles, State(kind="mask", channels=1, is_beside=True))
+    # Both are moved by the same draws, so a step that one of them lacks ends both.
     known, _, reason = min(image, mask, key=lambda read: read[0])
     kind = image[1].kind
     if obstacle:
@@ -182,6 +184,7 @@ def _read_last(
     """
     if before.kind != "pil":
         return None
+    # The number of the first draw is that of the transform, wherever the last part begins.
     for start in range(skipped, len(transforms)):
         last = transforms[start:]
         _, state, reason = _read(last, State(kind="pil", channels=before.channels, at=at + start))

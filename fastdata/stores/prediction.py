@@ -28,7 +28,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fastdata.pixels.arrays import Bytes, Shape
-from fastdata.pixels.scratch import round_up_8
 
 _WORD = np.dtype("<u8")
 
@@ -90,7 +89,7 @@ def layout_of(shape: Shape, dtype: np.dtype[Any]) -> WordLayout:
     if axes:
         rows = axes.pop()
     planes = lane * math.prod(axes)
-    word_count = round_up_8(row_bytes) // _WORD_BYTES
+    word_count = _round_up_to_words(row_bytes) // _WORD_BYTES
     words = planes, rows, word_count
     if rows == 1:
         words = planes, word_count, 1
@@ -124,7 +123,7 @@ def apply_filter(sample: Bytes, layout: WordLayout, chosen: int) -> Bytes:
     elements = sample.reshape(-1, layout.lane)
     rows = elements.T.reshape(layout.rows)
     planes, row_count, row_bytes = layout.rows
-    filled = np.empty((planes, row_count, round_up_8(row_bytes)), np.uint8)
+    filled = np.empty((planes, row_count, _round_up_to_words(row_bytes)), np.uint8)
     filled[..., :row_bytes] = rows
     filled[..., row_bytes:] = rows[..., -1:]
     words = filled.view(_WORD).reshape(layout.words)
@@ -157,3 +156,8 @@ def undo_filter(filtered: Bytes, layout: WordLayout, chosen: int, out: Bytes) ->
     if chosen & GREEN:
         colours = out.reshape(3, -1)
         colours[::2] += colours[1]
+
+
+def _round_up_to_words(size_bytes: int) -> int:
+    """Return the least multiple of a word's size that is not smaller."""
+    return -(-size_bytes // _WORD_BYTES) * _WORD_BYTES
