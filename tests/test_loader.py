@@ -671,7 +671,7 @@ LAST = [v1.RandomCrop(4), v1.ConvertImageDtype(torch.float32)]
         (v1.Compose([v1.RandomApply([Solarization()]), *LAST]), r"Give it as prepare= if it"),
         (
             Views(v1.Compose([v1.Lambda(lambda image: +image), *LAST])),
-            r"write steps that are served in its place",
+            r"replace it by steps that fastdata runs",
         ),
     ],
 )

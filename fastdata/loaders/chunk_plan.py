@@ -139,7 +139,7 @@ def plan_chunks(
 
 
 def _too_little(plan: ChunkPlan) -> str:
-    """Return the message for a limit that is too low; what it asks for must be enough."""
+    """Return the message for a limit that is too low, with a need that is enough."""
     need_bytes = max(plan.peak_bytes + _RESERVE_BYTES, plan.peak_bytes / (1 - _RESERVE_SHARE))
     need_mib = (math.ceil(need_bytes / _FIGURE_BYTES) + 1) * _FIGURE_BYTES >> 20
     chunks = ""

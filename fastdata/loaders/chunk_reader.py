@@ -204,7 +204,7 @@ class DiskSamples:
         return subset is not None and bool((np.diff(subset) != 1).any())
 
     def most_in_chunk(self, samples: int) -> int:
-        """Return how many samples a chunk may have, of at most so many."""
+        """Return the most samples of a chunk, not more than ``samples``."""
         for mirror in self.mirrors:
             # Of what the mirror may take, one share is what others' blocks waste.
             share_bytes = mirror.limit_bytes // (local_ranks() * (CHUNKS_HELD + 1))

@@ -321,7 +321,7 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
         return replace(report, path=f"{chunks}{cache}; {report.path}")
 
     def ring_slots(self, held: int) -> int:
-        """Return how many buffers threads and a user who holds ``held`` batches need."""
+        """Return the number of buffers for threads, and for a user with ``held`` batches."""
         return self._loader._fastdata.ring_slots(self._loader, held)
 
     def state_dict(self) -> StateDict:

@@ -1,4 +1,4 @@
-"""Warnings of loaders whose samples are read one by one, or by every rank."""
+"""Warnings of loaders that read samples one by one, or the same ones on every rank."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _fallback_notice(dataset: PreparedDataset) -> str:
     return (
         f"{plan.obstacle}, so that it runs in Python on each sample. Give it as prepare= if it "
         "does the same each time, or as CudaPrefetcher(transform=) if it can take whole batches; "
-        "or write steps that are served in its place: docs/served-steps.md."
+        "or replace it by steps that fastdata runs on whole batches: docs/served-steps.md."
     )
 
 
@@ -73,7 +73,7 @@ def _wrapped_notice(dataset: Any) -> str:
             name = type(inner).__name__
             return (
                 f"{type(dataset).__name__} asks its {name} for each sample. Give the loader the "
-                f"{name} itself: what is done to its items can be transform= or target_transform=. "
-                "Beside it in a ConcatDataset, make a CachedDataset of any other."
+                f"{name} itself, with transform= or target_transform= for changes to its items. Make "
+                "a CachedDataset of any other dataset in the same ConcatDataset."
             )
     return ""

@@ -207,7 +207,7 @@ class LoaderInternals:
     # For a prefetcher
 
     def ring_slots(self, loader: DataLoader[Any], held: int) -> int:
-        """Return how many buffers threads and a user who holds ``held`` batches need."""
+        """Return the number of buffers for threads, and for a user with ``held`` batches."""
         return self.engine.workers * (loader.prefetch_factor or 0) + 1 + held
 
     def device_obstacle(self, loader: DataLoader[Any]) -> str | None:

@@ -143,7 +143,7 @@ def sample_count(batch: Any) -> int:
         return batch[0].size(0)  # the usual batch, without a search
     try:
         return next(it.size(0) for it in leaves_of(batch) if isinstance(it, torch.Tensor))
-    except Exception:  # noqa: BLE001  # users' types raise anything, and counting stops nobody
+    except Exception:  # noqa: BLE001  # users' types may raise anything
         return 0
 
 

@@ -129,8 +129,8 @@ class Resume:
                 batch = list(batch)  # read here, and by other threads and processes
             progress.counted += len(batch) if counts_samples else 1
             if awaits_last_draw and chain.is_spent(progress.counted):
-                # Let the sampler draw its last numbers now, so that a state that is taken with the
-                # last batch has the generator as it is when the next epoch begins.
+                # Let the sampler draw its last numbers now: a state that is taken with the last batch
+                # must have the generator of the next epoch's beginning.
                 indices = _drawn_ahead(indices)
                 awaits_last_draw = False
             if visits is not None:

@@ -114,9 +114,9 @@ class SamplerChain:
 
     @property
     def ends_with_a_draw(self) -> bool:
-        """True if the sampler draws once more after its last index, and others can see that.
+        """True if the sampler draws again after its last index, from a generator that others share.
 
-        RandomSampler does. Without a ``generator`` it draws from one of its own.
+        RandomSampler does. Without a ``generator`` it draws from a private one.
         """
         last = self.each[-1]
         return type(last) is RandomSampler and last.generator is not None

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fastdata.loaders.orders import Int64s, Order
 
 StateDict = dict[str, Any]
-"""Of plain values."""
+"""A state of plain values, which JSON can write."""
 
 Uneven = Literal["pad", "drop", "keep"]
 
@@ -154,7 +154,7 @@ class RankSampler(DistributedSampler[int]):
         return self.num_samples
 
     def _share_of(self, samples: int, rank: int) -> int:
-        """Return how many of so many coming samples of all ranks are one rank's."""
+        """Return one rank's share of a number of coming samples."""
         first = {"pad": 0, "drop": self.num_replicas - 1, "keep": rank}[self.uneven]
         return max(-(-(samples - first) // self.num_replicas), 0)
 
