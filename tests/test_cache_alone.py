@@ -246,7 +246,7 @@ def test_masks_are_parts_of_the_cache(tmp_path: Path) -> None:
     with CachedDataset.from_cache(cache, as_tensors=True) as dataset:
         images, masks = next(iter(DataLoader(dataset, batch_size=3)))
         assert (images.shape, masks.shape) == ((3, 3, 5, 6), (3, 1, 5, 6))
-    with pytest.raises(ValueError, match="transforms= takes sample and target together"):
+    with pytest.raises(ValueError, match="transforms= is called with sample and target together"):
         CachedDataset.from_cache(cache, transform=v1.ToTensor(), transforms=lambda *both: both)
 
 

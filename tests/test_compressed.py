@@ -263,7 +263,7 @@ def test_joint_transforms_get_image_and_mask() -> None:
         assert image.shape == (5, 6, 3)
         assert mask.shape == (5, 6)
         assert "several parts" in (dataset.reader().obstacle or "")
-    with pytest.raises(ValueError, match="transforms= takes sample and target together"):
+    with pytest.raises(ValueError, match="transforms= is called with sample and target together"):
         CachedDataset(items, transforms=flip, transform=flip)
 
 

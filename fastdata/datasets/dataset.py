@@ -68,7 +68,7 @@ def _shown(read: Callable[[DatasetSamples], Any]) -> Any:
     return _Shown(read)
 
 
-def _asked_through_wrapper(dataset: Any) -> Any:
+def _asked_through_wrapper(dataset: PreparedDataset) -> Dataset[Any] | None:
     """Return the wrapper whose ``__getattr__`` gave a method of ``dataset`` to torch, else None."""
     # torch's fetcher, ``Subset`` and ``StackDataset`` call ``__getitems__`` of the object that they
     # read if it has this attribute. A wrapper that forwards attributes has that of the dataset

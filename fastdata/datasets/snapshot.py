@@ -18,13 +18,15 @@ import torch
 from fastdata.pixels.callables import outside_of
 from fastdata.pixels.known import LIBRARIES
 
+Container = dict[object, object] | list[object]
+
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, type, ModuleType, Enum)
 
 
 class Snapshot:
     """The contents of transforms when they were compiled."""
 
-    def __init__(self, transforms: Sequence[Any], unknown: Iterable[Any]) -> None:
+    def __init__(self, transforms: Sequence[object], unknown: Iterable[object]) -> None:
         """Copy everything that transforms consist of, at any depth.
 
         ``unknown`` steps are left out: they run as they are, and may change with each call.
@@ -32,10 +34,10 @@ class Snapshot:
         self._float = torch.get_default_dtype()  # ToTensor converts to it
         # Containers, attributes included, and shallow copies of them: the objects in them are in this
         # list themselves.
-        self._parts: list[dict[Any, Any] | list[Any]] = []
-        self._copies: list[dict[Any, Any] | list[Any]] = []
+        self._parts: list[Container] = []
+        self._copies: list[Container] = []
         # Functions that read other contents, the objects that they read, and the contents then.
-        self._others: list[tuple[Callable[[Any], Any], Any, Any]] = []
+        self._others: list[tuple[Callable[[Any], object], object, object]] = []
         met = {id(step): step for step in unknown}
         waiting = list(transforms)
         while waiting:
@@ -74,7 +76,7 @@ class Snapshot:
         return False
 
 
-def _octets(array: Any) -> bytes:
+def _octets(array: torch.Tensor | np.ndarray) -> bytes:
     try:
         return np.asarray(array).tobytes()
     except (TypeError, RuntimeError):  # bfloat16, or an array on a device: only replacing it counts

@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.utils.data import Subset, get_worker_info
+from torch.utils.data import Dataset, Subset, get_worker_info
 from torch.utils.data._utils import collate as torch_collate
 
 from fastdata.datasets.batch import Collate
@@ -133,7 +133,9 @@ def _warn_of_unknown_loop(frame: FrameType) -> None:
 class WorkerRing:
     """The slots of one worker process, which fills one at a time."""
 
-    def __init__(self, receiver: BatchReceiver, slots: int, dataset: Any = None) -> None:
+    def __init__(
+        self, receiver: BatchReceiver, slots: int, dataset: Dataset[Any] | None = None
+    ) -> None:
         self._receiver = receiver
         self._slots = [Slot() for _ in range(slots)]
         self._filled: Slot | None = None
@@ -193,6 +195,6 @@ _worker_rings: weakref.WeakValueDictionary[int, WorkerRing] = weakref.WeakValueD
 """The ring of the worker process for each dataset that it reads, by the id of the dataset."""
 
 
-def ring_of(dataset: Any) -> WorkerRing | None:
+def ring_of(dataset: Dataset[Any]) -> WorkerRing | None:
     """Return the ring for the batches of a dataset; None outside of a worker process."""
     return _worker_rings.get(id(dataset))
