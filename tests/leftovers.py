@@ -33,7 +33,7 @@ class Holdings:
     def now() -> Holdings:
         return Holdings(
             threads=frozenset(threading.enumerate()),
-            children=frozenset(psutil.Process().children(recursive=True)),
+            children=frozenset(_children()),
             descriptors=frozenset(open_descriptors()),
             shared_files=frozenset(_shared_files()),
         )
@@ -100,6 +100,15 @@ def _kept_by_multiprocessing() -> _Kept:
         pids=frozenset({tracker._pid, server._forkserver_pid}),
         descriptors=frozenset({tracker._fd, server._forkserver_alive_fd}),
     )
+
+
+def _children() -> list[psutil.Process]:
+    """All descendants. psutil reads every process of the machine for them: that is done only if there may be some."""
+    try:
+        lists = [path.read_text() for path in Path("/proc/self/task").glob("*/children")]
+    except OSError:  # a thread has ended since
+        lists = []
+    return psutil.Process().children(recursive=True) if any(lists) or not lists else []
 
 
 def open_descriptors() -> list[tuple[int, str]]:
