@@ -1034,7 +1034,7 @@ def test_a_concat_with_a_dataset_of_others_is_told_the_way_back() -> None:
         mixed = DataLoader(ConcatDataset([dataset, theirs]), batch_size=2)
         with pytest.warns(
             FastDataWarning,
-            match=r"ConcatDataset asks its CachedDataset .* make a CachedDataset of any other",
+            match=r"ConcatDataset asks its CachedDataset .* Make a CachedDataset of any other",
         ) as warned:
             assert len(list(mixed)) == len(list(mixed))
         assert len(warned) == 1
