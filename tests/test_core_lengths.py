@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from torchvision import transforms as v1
 
-from fastdata.pixels.decode import OpenedImages, encode_image, open_libjpeg
+from fastdata.pixels.decode import OpenedImages, encode_jpeg, open_libjpeg
 from fastdata.pixels.program import Program
 from fastdata.pixels.samples import addresses_of
 from fastdata.pixels.split import plan_transform
@@ -120,7 +120,7 @@ def test_jpeg_files_need_their_sizes_and_fitting_memory() -> None:
     jpeg, _ = open_libjpeg()
     assert jpeg is not None
     [planes] = make_images(1, (SIDE_PX, SIDE_PX))
-    data = np.frombuffer(encode_image(planes, "JPEG"), np.uint8)
+    data = np.frombuffer(encode_jpeg(planes, 75, "4:2:0"), np.uint8)
     files_B = addresses_of([data, data])
     with pytest.raises(ValueError, match="2 JPEG files came with 1 sizes"):
         OpenedImages(files_B, np.array([data.size]), lambda b: planes)

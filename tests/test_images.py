@@ -31,7 +31,7 @@ from fastdata.pixels.decode import (
 from fastdata.pixels.openings import Opening, opening_of
 from fastdata.pixels.program import Program
 from fastdata.pixels.resize import Resize
-from fastdata.pixels.samples import SampleSpec, present, to_pil, to_stored, without_exif
+from fastdata.pixels.samples import SampleSpec, from_stored, to_pil, to_stored, without_exif
 
 folder = pytest.importorskip("torchvision.datasets.folder", reason="the reference is torchvision's")
 functional = pytest.importorskip(
@@ -445,26 +445,26 @@ def test_other_modes_are_refused_with_their_cure(mode: str) -> None:
 
 
 def test_tensors_and_arrays_are_views() -> None:
-    """No copy is made, gradients are looked through, and present gives the form back."""
+    """No copy is made, gradients are looked through, and the form comes back."""
     tensor = torch.arange(30.0).reshape(5, 6).requires_grad_()
     array, form = to_stored(tensor)
     assert form == "tensor"
     array[0, 0] = 99
     assert tensor[0, 0] == 99
-    assert torch.equal(present(array, "tensor"), tensor.detach())
+    assert torch.equal(from_stored(array, "tensor"), tensor.detach())
     values = np.arange(4)
     array, form = to_stored(values)
     assert array is values
     assert form == "array"
-    assert present(values, "array") is values
-    assert present(np.zeros((3, 5, 6), np.uint8), "pil").size == (6, 5)
+    assert from_stored(values, "array") is values
+    assert from_stored(np.zeros((3, 5, 6), np.uint8), "pil").size == (6, 5)
 
 
 @pytest.mark.parametrize(
     ("name", "shape"), [("Image", (3, 5, 6)), ("Mask", (5, 6)), ("Video", (2, 3, 5, 6))]
 )
 def test_tv_tensors_come_back_over_their_memory(name: str, shape: tuple[int, ...]) -> None:
-    """Torchvision's tensors give a view of their memory, and present gives their class back, if that is imported."""
+    """Torchvision's tensors give a view of their memory, and come back with their class, if that is imported."""
     tv_tensors = pytest.importorskip(
         "torchvision.tv_tensors", reason="the subject is torchvision's"
     )
@@ -473,7 +473,7 @@ def test_tv_tensors_come_back_over_their_memory(name: str, shape: tuple[int, ...
     )
     array, form = to_stored(sample)
     assert array.__array_interface__["data"][0] == sample.data_ptr()
-    again = present(array, form)
+    again = from_stored(array, form)
     assert type(again) is type(sample)
     assert torch.equal(again, sample)
     with pytest.MonkeyPatch.context() as patched:
@@ -481,7 +481,7 @@ def test_tv_tensors_come_back_over_their_memory(name: str, shape: tuple[int, ...
         with pytest.raises(
             ImportError, match=rf"tv_tensors\.{name}, which this process .* `import torchvision"
         ):
-            present(array, form)
+            from_stored(array, form)
 
 
 class _Named(torch.Tensor):

@@ -258,7 +258,7 @@ def test_published_wrappers_are_seen_through() -> None:
         (Several(one, [other, local]), [other, local, one, one], tuple),
     ):
         plan = plan_transform(transform)
-        assert (len(plan.views), plan.made) == (len(expected), kind)
+        assert (len(plan.views), plan.views_type) == (len(expected), kind)
         crops = [view.batch_texts[0] for view in plan.views]
         assert crops == [repr(each.transforms.transforms[1]) for each in expected]
         assert plan.is_batched

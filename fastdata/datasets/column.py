@@ -15,7 +15,13 @@ from fastdata.pixels.arrays import Array, Shape
 from fastdata.pixels.core.calls import Samples
 from fastdata.pixels.plan import TransformPlan
 from fastdata.pixels.program import Program
-from fastdata.pixels.samples import addresses_of, decoded_shape, present, tensor_class, to_stored
+from fastdata.pixels.samples import (
+    addresses_of,
+    decoded_shape,
+    from_stored,
+    tensor_class,
+    to_stored,
+)
 from fastdata.pixels.steps import Step
 from fastdata.stores.kept import KeptSamples
 
@@ -60,7 +66,7 @@ class Column(NamedTuple):
         """Return samples after the batch ops in the form that the next step expects."""
         kind = self.plan.kind
         if self.program is None or kind in ("pil", "array"):
-            return [present(row, kind) for row in rows]
+            return [from_stored(row, kind) for row in rows]
         made = tensor_class(kind)
         return [self.program.as_tensor(row).as_subclass(made) for row in rows]
 

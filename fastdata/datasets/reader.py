@@ -270,7 +270,7 @@ class Reader:
         ]
         images: Iterable[Any] = views[0]
         if self.plan.views:
-            images = map(self.plan.made, zip(*views, strict=True))
+            images = map(self.plan.views_type, zip(*views, strict=True))
         pairs: Iterable[Any] = zip(images, targets, strict=True)
         if self.pair_transform is not None:
             pairs = map(self.pair_transform, images, targets)

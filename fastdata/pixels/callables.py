@@ -8,7 +8,7 @@ more is not run, by its instructions, or fails on a stand-in, and then stays the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache
 from itertools import chain
@@ -51,11 +51,11 @@ def seen_through(call: Any) -> tuple[Any, ...] | None:
     if views is not made:
         return transforms[0]
     several = Views(*transforms)
-    several.kind = type(made)
+    several.type = type(made)
     return (several,)
 
 
-def code_of_call(call: Any) -> tuple[Any, Any]:
+def code_of_call(call: Any) -> tuple[Callable[..., Any] | None, Any]:
     """Return the function that runs when an object is called, and the object it is a method of."""
     if isinstance(call, FunctionType):
         return call, None

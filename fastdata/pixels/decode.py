@@ -156,10 +156,10 @@ class OpenedImages(Samples):
         self.shapes_B3[b] = pixels.shape
 
 
-def encode_image(image_CHW: Array, kind: str, **options: Any) -> bytes:
-    """Return stored planes as an image file, of a format that Pillow writes."""
+def encode_jpeg(image_CHW: Array, quality: int, subsampling: str) -> bytes:
+    """Return stored planes as a JPEG file, written by Pillow."""
     stream = io.BytesIO()
-    to_pil(image_CHW).save(stream, kind, **options)
+    to_pil(image_CHW).save(stream, "JPEG", quality=quality, subsampling=subsampling)
     return stream.getvalue()
 
 

@@ -48,10 +48,10 @@ class Views:
         if not transforms:
             raise ValueError("Views() needs one transform or more, but got none")
         self.transforms = transforms
-        self.kind: type = list
+        self.type: type = list  # what the user's own callable returned, else a list
 
     def __call__(self, image: Any) -> Any:
-        return self.kind(run_transforms(transform, image) for transform in self.transforms)
+        return self.type(run_transforms(transform, image) for transform in self.transforms)
 
     def __repr__(self) -> str:
         return f"Views({', '.join(map(repr, self.transforms))})"

@@ -33,7 +33,7 @@ class TransformPlan:
             batches if the transforms before them return PIL images.
         views: the plans of several views of each sample. They share ``prepare``, and replace the
             other parts; each may have transforms per sample of its own.
-        made: the type that several views of a sample are returned in, list or tuple.
+        views_type: the type that several views of a sample are returned in, list or tuple.
         mask: the plan of the mask beside an image, if one transform takes both.
         beforehand: the dataset's own ``prepare=`` and ``resize=``, which run before ``prepare``.
         may_draw: True unless all ``batch_ops`` are known to draw no random numbers.
@@ -47,7 +47,7 @@ class TransformPlan:
     reason: str = ""
     last: TransformPlan | None = None
     views: tuple[TransformPlan, ...] = ()
-    made: type = list
+    views_type: type = list
     mask: TransformPlan | None = None
     beforehand: tuple[Transform, ...] = ()
     may_draw: bool = False

@@ -14,7 +14,9 @@ from typing import Any
 
 from fastdata.pixels.callables import code_of_call
 
-_PUBLISHED: dict[str, Callable[[Any], Any]] = {
+PublishedOp = tuple[str, float, float, float]
+"""An op, the range that its number is drawn from, and its probability."""
+_PUBLISHED: dict[str, Callable[[Any], PublishedOp]] = {
     # In order: MoCo, VICReg, DINO, and solarizing of the last two.
     """
 def f(self, x):
@@ -47,12 +49,12 @@ def f(self, img):
         return img
 """: lambda transform: ("SOLARIZE", 128.0, 128.0, transform.p),
 }
-"""Published transforms of PIL images -> what they do: an op, its range, and its probability."""
+"""Published code of transforms of PIL images -> its op, by the attributes of the transform."""
 _IMPORTS = "import random\nimport numpy as np\nfrom PIL import ImageFilter, ImageOps\n"
 
 
-def published(transform: Any) -> Any:
-    """Return the op, range and probability of a transform with published code, else None."""
+def published(transform: Any) -> PublishedOp | None:
+    """Return the op of a transform with published code, else None."""
     function, _ = code_of_call(transform)
     if not isinstance(function, FunctionType):
         return None
@@ -73,7 +75,7 @@ def _body(code: CodeType) -> tuple[Any, ...]:
 
 
 @cache
-def _templates() -> dict[Any, Callable[[Any], Any]]:
+def _templates() -> dict[tuple[Any, ...], Callable[[Any], PublishedOp]]:
     """Return the compiled templates.
 
     Python compiles ``ImageFilter.GaussianBlur`` differently if the module imports ImageFilter

@@ -216,7 +216,7 @@ def without_exif(sample: Any) -> Any:
     return sample
 
 
-def present(array: Array, form: Form) -> Any:
+def from_stored(array: Array, form: Form) -> Any:
     """Return a stored array in the form that the sample had."""
     if form == "pil":
         return to_pil(array)

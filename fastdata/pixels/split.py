@@ -72,13 +72,13 @@ def plan_transform(
         return plans[0]
     # Each view draws for itself. A random transform before them is drawn once for all.
     if all(is_random(shared) is False for shared in before):
-        return TransformPlan(prepare=prepare, kind=form, views=tuple(plans), made=views.kind)
+        return TransformPlan(prepare=prepare, kind=form, views=tuple(plans), views_type=views.type)
     return TransformPlan(
         prepare=prepare,
         per_sample=transforms[len(prepare) :],
         kind=form,
         reason="leads to views that share a random transform; write it in each of them",
-        made=views.kind,
+        views_type=views.type,
     )
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from fastdata.errors import CodecError
 from fastdata.pixels.arrays import Array, Bytes
-from fastdata.pixels.decode import decode_planes_into, encode_image
+from fastdata.pixels.decode import decode_planes_into, encode_jpeg
 from fastdata.pixels.fingerprint import fingerprint
 from fastdata.pixels.scratch import Scratch
 from fastdata.stores.prediction import _WORD_BYTES, LEFT, apply_filter, layout_of, undo_filter
@@ -270,7 +270,7 @@ class JpegCodec(Codec):
                 "labels or depths would be changed. Use "
                 "codec='zstd' or 'lz4', which keep them exactly"
             )
-        return encode_image(sample, "JPEG", quality=self.quality, subsampling=self.subsampling)
+        return encode_jpeg(sample, self.quality, self.subsampling)
 
     def _decode(self, data: memoryview, out: Array) -> None:
         # The size in the file's header is checked before any pixel is decoded.

@@ -15,7 +15,7 @@ from fastdata.errors import ChannelsError, SampleError, sample_error
 from fastdata.machine.ranks import Leader
 from fastdata.machine.tables import SampleTable, collate_targets
 from fastdata.pixels.arrays import Array
-from fastdata.pixels.samples import present
+from fastdata.pixels.samples import from_stored
 from fastdata.sources.source import ItemKeys
 from fastdata.stores.source_codec import SOURCE
 
@@ -116,7 +116,7 @@ class KeptSamples(Layout):
             array = store.read(index)
         if store.gives_views:
             array = array.copy()
-        return present(array, store.spec.form)
+        return from_stored(array, store.spec.form)
 
     @contextlib.contextmanager
     def naming_damage(self) -> Iterator[None]:

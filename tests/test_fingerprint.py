@@ -1,4 +1,4 @@
-"""What tells caches apart: steps, datasets and their labels by all that they do."""
+"""Fingerprints tell caches apart: transforms, datasets and their labels by everything that they do."""
 
 from __future__ import annotations
 
