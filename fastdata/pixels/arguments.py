@@ -12,6 +12,7 @@ from fastdata.pixels.steps import Fields, Fill
 
 MODES = ("constant", "edge", "reflect", "symmetric")
 
+# In the order of Pillow's numbers, which older code passes instead of an InterpolationMode.
 _PIL_INTERPOLATIONS = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
 _TENSOR_INTERPOLATIONS = ("nearest", "nearest-exact", "bilinear", "bicubic")
 _INTERPOLATION = "has an interpolation that is not served"
@@ -46,6 +47,7 @@ def value_for(value: Any, state: State) -> Any:
     """Return the argument for such a sample, where a transform of v2 has a dict by types."""
     if not isinstance(value, dict):
         return value
+    # Keys are classes, or "others"; Pillow's class is known by its module, without an import.
     kind = "PIL.Image" if state.kind == "pil" else tensor_class(state.kind)
     for key, given in value.items():
         if kind in (key, getattr(key, "__module__", None)):
@@ -70,6 +72,7 @@ def read_filter(transform: Any, state: State, interpolation: Any) -> Fields:
         if name == "nearest-exact":  # which some versions do to masks, too
             raise UnknownStepError(_INTERPOLATION)
         return {"interpolation": "NEAREST", "domain": "V2_DOMAIN"}
+    # Pillow always smooths; torchvision does on tensors only if antialias is true.
     if state.kind != "pil":
         if name not in _TENSOR_INTERPOLATIONS:
             raise UnknownStepError(_INTERPOLATION)
@@ -136,11 +139,12 @@ def read_lengths(padding: Any) -> tuple[int, ...]:
 
 
 def _read_fill(transform: Any, state: State, domain: str, mode: str) -> Fill | None:
-    # Transforms of v2 look at `_fill`, which they make of `fill` once.
+    # Transforms of v2 compute `_fill` from `fill` once, and then read that alone.
     fill = value_for(getattr(transform, "_fill", transform.fill), state)
     if fill is None:
         return None
     values = several(fill)
+    # On tensors v1 takes one number, and v2 does in other modes than "constant".
     is_one = mode != "constant" and len(values) > 1 and domain == "V2_DOMAIN"
     is_number = state.is_beside or is_one or domain == "V1_DOMAIN"
     if is_number and values is fill:

@@ -60,6 +60,7 @@ def read_jitter(transform: Any, state: State) -> Step:
 
 
 def read_photometric_distort(transform: Any, state: State) -> Step:
+    # Numbers 10 to 20 and 22 are for the draws of the step itself (`draw_photometric`).
     children = [*_jitters(transform, state), state.inner(21).step("permute")]
     return state.step("photometric", p=transform.p, children=children)
 
@@ -88,6 +89,7 @@ def read_grayscale(transform: Any, state: State) -> State:
     if channels not in (1, 3):
         raise UnknownStepError("makes other than 1 or 3 channels")
     grey = state.add(read_grey(transform, state, channels))
+    # v1 returns tensors of one channel unchanged, whatever number of channels was asked for.
     keeps_one = state.channels == 1 and domain_of(transform, state) == "V1_DOMAIN"
     return grey if keeps_one else replace(grey, channels=channels)
 
@@ -101,7 +103,7 @@ def read_rgb(transform: Any, state: State) -> State:
 
 
 def read_permute(transform: Any, state: State) -> Step:
-    if (state.channels or 3) > 4:
+    if (state.channels or 3) > 4:  # MAX_CHANNELS of core.h
         raise UnknownStepError("permutes more than 4 channels")
     need_uint8(state)
     return state.step("permute")

@@ -75,6 +75,7 @@ def read_normalize(transform: Any, state: State) -> State:
         raise UnknownStepError("does not accept uint8")
     if state.is_normalized:
         raise UnknownStepError("comes after another Normalize")
+    # As torchvision does: rounded to the dtype of the images, so in this order.
     dtype = getattr(torch, state.dtype)
     mean, std = torch.broadcast_tensors(
         torch.as_tensor(transform.mean, dtype=dtype, device="cpu").flatten(),

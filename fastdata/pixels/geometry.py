@@ -57,7 +57,7 @@ def read_random_crop(transform: Any, state: State) -> Step:
     if transform.pad_if_needed or any(read_lengths(transform.padding)):
         border, fill = read_border(transform, state)
     if border and is_v2(transform):
-        # It takes what it was given as left, right, top and bottom.
+        # RandomCrop of v2 unpacks its padding as left, right, top and bottom, unlike Pad.
         border = {**border, "right": border["top"], "top": border["right"]}
     return state.step(
         "crop",

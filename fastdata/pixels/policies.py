@@ -41,7 +41,7 @@ _KINDS = {
     "TranslateX": "TRANSLATE_X",
     "TranslateY": "TRANSLATE_Y",
 }
-"""Kinds of records.h, by the names of torchvision's and timm's policies."""
+"""Kinds of records.h, by the names of ops in torchvision's and timm's policies."""
 
 
 def read_policy(transform: Any, state: State) -> Step:
@@ -117,6 +117,8 @@ def _augmentation_space(
 
 def _levels(transform: Any, height: int, width: int) -> Float64s:
     """Return magnitudes (names, bins) for images of a size, 0 where one has none."""
+    # From the user's own object: a subclass may have other magnitudes, and torch's rounding of
+    # them is not repeated here.
     space = _augmentation_space(transform, height, width)
     levels = np.zeros((len(space), _bins_of(transform)))
     for row, (values, _) in zip(levels, space.values(), strict=True):
@@ -143,6 +145,7 @@ def read_timm_policies(transform: Any, state: State) -> Step | State:
 
 def _timm_op(op: Any) -> Step:
     """Read an ``AugmentOp`` of timm's data/auto_augment.py, on PIL images."""
+    # A name's ending tells how its level becomes an argument: LEVEL_TO_ARG there.
     name, ending = re.findall("(.*?)(Increasing|Original|Rel|)$", op.name)[0]
     is_relative = ending == "Rel"
     modes = several(op.kwargs["resample"])

@@ -47,6 +47,8 @@ def recognise(transform: Any, state: State) -> State:
         elif state.kind in ("array", "mask", "video"):
             raise UnknownStepError("gets what is no image to batch ops")
         found = read(transform, state)
+    # Attributes may be missing or of any type: objects of other versions, subclasses, the user's
+    # own changes. Then the object runs as it was written.
     except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as unread:
         raise UnknownStepError(f"has arguments that are not served: {unread}") from unread
     after = state.add(found) if isinstance(found, Step) else found
@@ -92,6 +94,8 @@ def _inner_each(transform: Any, state: State) -> list[Steps]:
 
 def _inner(transforms: Iterable[Any], state: State) -> Steps:
     """Read transforms that only some samples go through, so that they must not change the state."""
+    # Only some samples go through these, but all samples of a batch must be of one kind, dtype and
+    # number of channels.
     before = replace(state.inner(), steps=())
     after = before
     parts_of = joint_transforms if state.is_beside else flatten_transform

@@ -12,6 +12,7 @@ _NOT_SERVED = (
     "sample {{index}}, of shape {{shape}}, cannot be served: {}. Use batch_ops=False, or leave it "
     "out."
 )
+# The texts for crops and borders begin as torchvision's errors do.
 _TEXTS = {
     "crop": (
         "Required crop size ({crop_height}, {crop_width}) is larger than input image size "

@@ -198,7 +198,7 @@ static void grayscale(const Op *op, Image *image) {
     image->channels = channels;
 }
 
-/* Pillow: ImageEnhance.Color; torchvision: adjust_saturation. One channel stays as it is. */
+/* Pillow: ImageEnhance.Color; torchvision: adjust_saturation. One channel does not change. */
 static void saturate(const Op *op, Image *image) {
     const int64_t size = area(image);
     const float ratio = (float)op->value.amount, rest = (float)(1.0 - op->value.amount);
@@ -291,7 +291,7 @@ INLINE void paint(const Wheel *restrict w, uint8_t *restrict r, uint8_t *restric
     }
 }
 
-/* torchvision: adjust_hue. One channel stays as it is. */
+/* torchvision: adjust_hue. One channel does not change. */
 static void shift_hue(const Op *op, Image *image) {
     const int64_t size = area(image);
     Wheel w;
@@ -413,7 +413,7 @@ bool draw_grayscale(Drawing *d, const Step *step) {
     const int32_t wanted = step->grayscale.channels, domain = step->grayscale.domain;
     if (wanted != 0 && wanted != 1 && wanted != 3) return deny(d, step, REFUSED_TABLE);
     if (!is_domain(d, step, domain)) return false;
-    /* v1 leaves tensors of one channel as they are */
+    /* v1 does not change tensors of one channel */
     if (wanted && (domain != V1_DOMAIN || d->channels > 1)) d->channels = wanted;
     if (!d->is_probe && d->channels != 1 && d->channels != 3) return deny(d, step, REFUSED_OP);
     Op *op = add(d, step, OP_GRAYSCALE);

@@ -247,7 +247,7 @@ void apply_table(const Image *image, uint8_t table_C256[MAX_CHANNELS][256]);
 bool write_values(const Output *output, const Image *image, uint8_t *out, Scratch *scratch);
 
 /* Decode a box of a file of height x width: from (top, left) on, of the size of `out`, which is packed or (H, W, C). False
- * if Pillow must open the file, or if there is no memory. */
+ * if Pillow must open the file, or memory is short. */
 bool decode(const Jpeg *jpeg, const uint8_t *file, int64_t size, int32_t height, int32_t width, int32_t top, int32_t left,
             const Image *out, Scratch *scratch);
 void drop_decoder(struct Decoder *decoder); /* NULL: there is none */

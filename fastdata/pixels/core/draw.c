@@ -220,8 +220,9 @@ static bool is_tree(const Table *table) {
 static bool is_between(int32_t value, int32_t low, int32_t high) { return value >= low && value <= high; }
 
 static bool is_sound_cast(const Step *step) {
-    const bool is_known = is_between(step->cast.dtype, UINT8, INT64) && is_between(step->cast.scaling, SCALE_NONE, SCALE_MULTIPLY);
-    if (!is_known || !is_between(step->cast.means, 0, MAX_MEANS)) return false;
+    const bool is_dtype = is_between(step->cast.dtype, UINT8, INT64);
+    const bool is_scaling = is_between(step->cast.scaling, SCALE_NONE, SCALE_MULTIPLY);
+    if (!is_dtype || !is_scaling || !is_between(step->cast.means, 0, MAX_MEANS)) return false;
     for (int32_t c = 0; c < step->cast.means; c++)
         if (!isfinite(step->cast.mean[c]) || !isfinite(step->cast.std[c])) return false;
     return true;

@@ -1,8 +1,8 @@
 /* JPEG files, or boxes of them, decoded by the libjpeg-turbo that Pillow is linked to: its pixels are Pillow's.
  *
  * The structures are those of jpeglib.h (libjpeg-turbo 1.5 to 3), as far as fields are used, for the ABIs 62 and 80:
- * jpeg_CreateDecompress refuses another version or size. All is left to Pillow that is no ordinary JPEG file, and
- * whatever libjpeg complains of, be it a warning: Pillow decides whether that is an error, and words it.
+ * jpeg_CreateDecompress refuses another version or size. Files that are not ordinary JPEG files are left to Pillow, and
+ * so are those that libjpeg warns of: Pillow decides whether that is an error, and words it.
  */
 #include "core.h"
 
@@ -155,8 +155,8 @@ enum { SHORT = 3, LONG, RATIONAL, UNDEFINED = 7 }; /* types of values */
 /* Bytes of one value of each type that Pillow reads; 0: Pillow skips such an entry. */
 static const uint8_t TYPE_BYTES[] = {0, 1, 1, 2, 4, 8, 1, 1, 2, 4, 8, 4, 8, 4, 0, 0, 8};
 
-/* Find entries in the first directory of TIFF data. False where anything in it is unusual: what Pillow makes of that
- * (ImageFileDirectory_v2.load of TiffImagePlugin.py) depends on the order of entries, and Pillow may warn. */
+/* Find entries in the first directory of TIFF data. False if anything in it is unusual: Pillow's result then
+ * (ImageFileDirectory_v2.load of TiffImagePlugin.py) depends on the order of entries, and it may warn. */
 static bool find_entries(const uint8_t *tiff, int64_t size, Entry *wanted, int count, bool *is_big) {
     if (size < 8) return false;
     const bool big = tiff[0] == 'M';
@@ -400,8 +400,8 @@ bool decode(const Jpeg *jpeg, const uint8_t *file, int64_t size, int32_t height,
     unsigned first = 0, count = head->out_width;
     const bool in_parts = has_parts(head);
     if (in_parts && out->width < width) {
-        /* A pixel of colour is made of its neighbours: one more on both sides, 0 of 995 crops then differ, else 121. Where
-         * there are hardly any columns, libjpeg makes it in another way. */
+        /* Colours are interpolated between neighbours. With one more column on both sides 0 of 995 crops differ from those of
+         * the whole image, else 121. libjpeg interpolates very narrow images in another way. */
         const int32_t right = left + out->width < width ? left + out->width + 1 : width;
         const int32_t latest = left ? left - 1 : 0, widest = right > LEAST_COLUMNS ? right - LEAST_COLUMNS : 0;
         first = (unsigned)(latest < widest ? latest : widest), count = (unsigned)right - first;

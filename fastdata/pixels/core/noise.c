@@ -42,7 +42,7 @@ bool draw_erase(Drawing *d, const Step *step) {
 const int64_t ITEM_BYTES[] = {[UINT8] = 1, [FLOAT32] = 4, [FLOAT64] = 8, [FLOAT16] = 2, [BFLOAT16] = 2, [INT32] = 4,
                               [INT64] = 8};
 
-static uint16_t to_bfloat16(float value) { /* to the nearest, halves to even; there are no NaNs here */
+static uint16_t to_bfloat16(float value) { /* to the nearest, halves to even; the value is never NaN */
     uint32_t bits;
     memcpy(&bits, &value, 4);
     return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
@@ -63,7 +63,7 @@ static float from_float16(uint16_t bits) {
 }
 #else
 /* Written out: the compiler's own functions would come with its own sin, cos, exp and log, which are not the system's. */
-static uint16_t to_float16(float value) { /* to the nearest, halves to even; there are no NaNs here */
+static uint16_t to_float16(float value) { /* to the nearest, halves to even; the value is never NaN */
     uint32_t bits;
     memcpy(&bits, &value, 4);
     const uint32_t sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
@@ -190,6 +190,9 @@ int rewrite(const Op *op, const Image *image, const Values *served) {
     return OK;
 }
 
-int run_noise(Sample *sample, Op *op) { return settle(sample) && own(sample) ? rewrite(op, &sample->image, NULL) : REFUSED_MEMORY; }
+int run_noise(Sample *sample, Op *op) {
+    if (!settle(sample) || !own(sample)) return REFUSED_MEMORY;
+    return rewrite(op, &sample->image, NULL);
+}
 
 int run_erase(Sample *sample, Op *op) { return run_noise(sample, op); }

@@ -180,7 +180,8 @@ static int64_t axis_bytes(int64_t from, int64_t to, int filter) {
 static void *weigh(Axis *a, void *memory, int64_t from, int64_t to, const Op *op) {
     const int32_t filter = op->resize.interpolation, domain = op->resize.domain;
     const int64_t reach = reach_of(from, to, filter) + 3; /* even, and four at least */
-    *a = (Axis){.from = from, .to = to, .stride = to, .weight = memory, .wide = domain == PIL_DOMAIN, .single = domain == V1_DOMAIN};
+    *a = (Axis){.from = from, .to = to, .stride = to, .weight = memory};
+    a->wide = domain == PIL_DOMAIN, a->single = domain == V1_DOMAIN;
     a->center = a->weight + reach * to, a->total = a->center + to;
     a->start = (int32_t *)(a->total + to), a->count = a->start + to;
     a->low = (uint32_t *)(a->count + to), a->high = a->low + reach / 2 * to;

@@ -157,7 +157,7 @@ static int deny_shape(const Output *output, const Image *image, bool widens, Ref
 static int serve_image(const Output *output, int64_t row, Drawn *drawn, const Image *source, Scratch *scratch,
                        Refusal *refusal) {
     const Values *values = &output->table->values;
-    Sample sample; /* its table of values stays as it is: to clear that costs a tenth of a small image */
+    Sample sample; /* its table of values is not cleared, which would cost a tenth of a small image */
     sample.image = *source, sample.slot = -1, sample.has_table = false, sample.scratch = scratch;
     Op *op = drawn->ops, *end = op + drawn->count;
     for (; op < end && op->code != OP_CAST; op++) {
@@ -203,7 +203,8 @@ static int draw_sample(const Batch *batch, int64_t b, Drawn *drawn, Refusal *ref
 /* True if a file can be decoded to its place in the batch: nothing is done to it, and its shape and dtype are the batch's. */
 static bool is_served_whole(const Batch *batch, int64_t b, const Drawn *drawn, const Image *image) {
     const Output *output = batch->outputs;
-    const bool is_alike = image->channels == output->channels && image->height == output->height && image->width == output->width;
+    const bool has_size = image->height == output->height && image->width == output->width;
+    const bool is_alike = has_size && image->channels == output->channels;
     const bool is_turned = batch->turns_B && batch->turns_B[b] != 1;
     return is_alike && !is_turned && batch->count == 1 && !drawn->count && output->table->values.dtype == UINT8;
 }

@@ -139,9 +139,10 @@ typedef struct {
 
 static void repeat(const Values *v, int64_t channels, Pattern *pattern) {
     for (int64_t c = 0; c < channels; c++) {
+        const float mean = (float)v->mean[c % v->channels];
         const Divisor std = divisor_of((float)v->std[c % v->channels]);
         for (int64_t k = c; k < PERIOD; k += channels)
-            pattern->mean[k] = (float)v->mean[c % v->channels], pattern->value[k] = std.value, pattern->high[k] = std.high, pattern->low[k] = std.low;
+            pattern->mean[k] = mean, pattern->value[k] = std.value, pattern->high[k] = std.high, pattern->low[k] = std.low;
     }
 }
 
@@ -165,7 +166,12 @@ INLINE void convert_pixels(const Values *v, const Pattern *pattern, const uint8_
     memcpy(out, made, (size_t)count * sizeof *made);
 }
 
-/* Values of whole pixels; of a table where `pattern` is NULL. */
+/* Value i of pixels one after the other, from the table. */
+INLINE double value_of(const Values *v, int64_t channels, int64_t i, uint8_t level) {
+    return v->table_C256[256 * (i % channels % v->channels) + level];
+}
+
+/* Values of whole pixels, by the formula with the constants of `pattern`, or from the table if that is NULL. */
 static void write_pixels(const Values *v, const Pattern *pattern, int64_t channels, const uint8_t *in, int64_t count,
                          uint8_t *out) {
     float floats[CHUNK];
@@ -174,14 +180,15 @@ static void write_pixels(const Values *v, const Pattern *pattern, int64_t channe
         const int64_t part = count - from < step ? count - from : step;
         float *to = is_half(v) ? floats : (float *)out;
         if (v->dtype == FLOAT64)
-            for (int64_t i = 0; i < part; i++) ((double *)out)[i] = v->table_C256[256 * (i % channels % v->channels) + in[i]];
+            for (int64_t i = 0; i < part; i++) ((double *)out)[i] = value_of(v, channels, i, in[i]);
         else if (v->dtype == INT32)
-            for (int64_t i = 0; i < part; i++) ((int32_t *)out)[i] = (int32_t)v->table_C256[256 * (i % channels % v->channels) + in[i]];
+            for (int64_t i = 0; i < part; i++) ((int32_t *)out)[i] = (int32_t)value_of(v, channels, i, in[i]);
         else if (v->dtype == INT64)
-            for (int64_t i = 0; i < part; i++) ((int64_t *)out)[i] = (int64_t)v->table_C256[256 * (i % channels % v->channels) + in[i]];
+            for (int64_t i = 0; i < part; i++) ((int64_t *)out)[i] = (int64_t)value_of(v, channels, i, in[i]);
         else if (!pattern)
-            for (int64_t i = 0; i < part; i++) to[i] = (float)v->table_C256[256 * (i % channels % v->channels) + in[i]];
-        else v->scaling == SCALE_DIVIDE ? convert_pixels(v, pattern, in, part, to, true) : convert_pixels(v, pattern, in, part, to, false);
+            for (int64_t i = 0; i < part; i++) to[i] = (float)value_of(v, channels, i, in[i]);
+        else if (v->scaling == SCALE_DIVIDE) convert_pixels(v, pattern, in, part, to, true);
+        else convert_pixels(v, pattern, in, part, to, false);
         if (is_half(v)) store(v->dtype, floats, part, out + from * ITEM_BYTES[v->dtype]);
     }
 }

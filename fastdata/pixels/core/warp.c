@@ -448,7 +448,7 @@ static bool add_pillow_rotation(Drawing *d, const Step *step, const Warp *warp, 
 
 bool add_rotation(Drawing *d, const Step *step, const Warp *warp, double degrees, bool expands, const double *center) {
     const double none[2] = {0, 0}, angle = remainder_of(degrees, 360);
-    if (expands) d->is_known = false; /* until the size is drawn, as it is for all that a probe knows */
+    if (expands) d->is_known = false; /* a probe draws no angle: no size is known behind it */
     if (warp->domain != PIL_DOMAIN)
         return angle == 0 || add_affine(d, step, warp, -degrees, none, 1, none, center);
     const bool is_half = remainder_of(angle, 180) == 0, is_quarter = remainder_of(angle, 90) == 0;

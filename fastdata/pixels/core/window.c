@@ -76,7 +76,7 @@ bool draw_crop(Drawing *d, const Step *step) {
     return add_window(d, step, border->mode, border->domain, m, top, left, height, width, FIXED);
 }
 
-/* The window in the middle; an image that is too small is padded with 0 first. */
+/* torchvision: center_crop, which pads an image that is too small with 0 first. */
 bool draw_center_crop(Drawing *d, const Step *step) {
     const int64_t height = step->center_crop.height, width = step->center_crop.width;
     const int64_t miss_v = most(height - d->height, 0), miss_h = most(width - d->width, 0);
