@@ -39,10 +39,10 @@ WhereOps = Literal["auto", "device", "cpu"]
 
 
 def resolve_device(device: DeviceLike | None) -> torch.device:
-    """Return the device asked for, with its number; None is the current one, or the CPU.
+    """Return a device with its number; for None the current CUDA device, or the CPU without one.
 
     Raises:
-        DeviceError: torch does not see it.
+        DeviceError: torch does not see the device.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device is None and not count:
@@ -68,6 +68,7 @@ def resolve_device(device: DeviceLike | None) -> torch.device:
     if resolved != torch.device("cuda"):  # it has a number
         return resolved
     current = torch.cuda.current_device()
+    # Each rank has to choose its device. One that forgot would send its batches to that of rank 0.
     rank = int(os.environ.get("LOCAL_RANK") or 0)
     if device is None and not current and 0 < rank < count:
         warn_user(
@@ -79,7 +80,10 @@ def resolve_device(device: DeviceLike | None) -> torch.device:
 
 
 def is_own(loader: Any) -> bool:
-    """Return True if fastdata's own class defines how the loader is iterated."""
+    """Return True if fastdata's own class defines how the loader is iterated.
+
+    A subclass of the user's with its own ``__iter__`` may change batches: it must be called.
+    """
     begins = {"__iter__", "_get_iterator"}
     definer = next((kind for kind in type(loader).__mro__ if begins & vars(kind).keys()), object)
     # ChunkedLoader is imported only where somebody uses it.
@@ -94,7 +98,7 @@ def begin_epoch(loader: Any, ring: BatchRing, held: int, read: Read | None) -> A
 
 
 def ring_slots(loader: Any, held: int) -> int:
-    """Return how many buffers a ring for a loader that ``is_own`` needs."""
+    """Return the number of buffers that a ring for a loader that ``is_own`` needs."""
     if isinstance(loader, DataLoader):
         return loader._fastdata.ring_slots(loader, held)
     slots: int = loader.ring_slots(held)
@@ -102,12 +106,12 @@ def ring_slots(loader: Any, held: int) -> int:
 
 
 class DeviceWork(NamedTuple):
-    """The part of an epoch's batch ops that the device does; nothing of it by default.
+    """The part of an epoch's batch ops that runs on the device; by default none does.
 
     Attributes:
-        read: makes batches as they are sent, instead of the loader.
-        finish: makes batches of what was sent.
-        cut: makes the iterator over an epoch of batches of a store that is on the device.
+        read: makes the batches that are sent, instead of the loader.
+        finish: finishes batches on the device.
+        cut: makes the iterator over batches that are cut from a store on the device.
     """
 
     read: Read | None = None
@@ -119,7 +123,7 @@ class DeviceOps:
     """The batch ops of a loader, epoch after epoch, and copies of its stores on the device.
 
     Attributes:
-        described: where they run in the latest epoch, and why; empty if the loader has none.
+        described: where batch ops run in the latest epoch, and the reason; empty without any.
     """
 
     def __init__(self, loader: Any, asked: WhereOps, device: torch.device) -> None:
@@ -199,7 +203,7 @@ class DeviceOps:
             warn_user(f"storage='device' has no effect: {why}")
 
     def close(self) -> None:
-        """Give back the memory on the device. Idempotent; a later epoch copies again."""
+        """Free the copies on the device. Idempotent; a later epoch copies again."""
         self._copies.clear()
 
 
@@ -234,7 +238,7 @@ def _sent_as_it_is(reader: AnyReader) -> str:
 
 
 def _read(handle: ReaderHandle, batch: IndexBatch, ring: BatchRing) -> list[Any]:
-    """Read the parts of a batch as they are sent."""
+    """Read the parts of a batch, without the conversion to floats."""
     sent, _ = handle().without_cast
     return sent.read_batch(batch, ring.lease, sent.targets.collated)
 
@@ -261,7 +265,7 @@ class ToFloats:
         scale = unit * std
         both = np.stack([scale if self._divides else 1 / scale, -mean / std])
         self._dtype: torch.dtype = getattr(torch, cast.fields["dtype"].lower())
-        # Halves are computed as float32, and rounded once.
+        # Half floats are computed as float32 and rounded once, as on the CPU.
         kind = torch.promote_types(self._dtype, torch.float32)
         self._both_2C11 = torch.tensor(both[:, :, None, None], dtype=kind)
 

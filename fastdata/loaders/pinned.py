@@ -61,8 +61,10 @@ class PinnedMemory:
 
     def allocate(self, size_bytes: int) -> Array:
         """Return uint8 memory for one of the ring's buffers, pinned if all of them may be."""
+        # Called in threads of the loader.
         begin_thread(self._device)
         need_bytes = self.ring_slots * allocated_bytes(size_bytes)
+        # All buffers are pinned or none: the first one asks for the memory of all of them.
         if need_bytes > self.ring_bytes:
             budget = budget_bytes(limits.available_bytes())
             plan = choose_pinning(need_bytes, budget, has_accelerator=True)
@@ -93,7 +95,7 @@ class PinnedMemory:
         return pinned and pinned[0]
 
     def _unless_refused(self, pin: Callable[[], _T]) -> _T | None:
-        if self._refusal:
+        if self._refusal:  # trying again would take as long for each batch
             return None
         try:
             return pin()
@@ -111,7 +113,7 @@ class PinnedMemory:
         self._warnings.setdefault(text, False)
 
     def give_warnings(self) -> None:
-        """Warn once of each text."""
+        """Warn once of each text. Called in the user's thread, so that it names the user's line."""
         for text, is_given in list(self._warnings.items()):
             if not is_given:
                 self._warnings[text] = True
@@ -198,12 +200,12 @@ class Sender:
 def begin_thread(device: torch.device) -> None:
     """Prepare a thread of the prefetcher or its loader for asking CUDA for events and memory.
 
-    A thread begins on device 0, where a context would take memory that nobody may want. And while
-    the training loop captures a graph in torch's default mode ("global"), such calls are forbidden
-    and end the capture, unless their thread has exchanged its mode.
+    A thread begins on device 0, where a context would take memory in vain if another device is
+    used. While the training loop captures a graph in torch's default mode ("global"), calls of
+    other threads that may be unsafe end the capture, unless their thread has exchanged its mode.
     """
     torch.cuda.set_device(device)
-    # Torch loads libcudart with global symbols.
+    # torch has no function for this. It loads libcudart with global symbols.
     symbols = ctypes.CDLL(None) if os.name == "posix" else None
     exchange_mode = getattr(symbols, _EXCHANGE_MODE, None)
     if exchange_mode is None:
@@ -220,7 +222,7 @@ def allocated_bytes(size_bytes: int) -> int:
 
 
 def device_memory(batch: Any) -> list[Any]:
-    """Return what must not be freed while a stream reads a batch, each with ``record_stream``."""
+    """Return the objects of a batch that hold device memory, each with ``record_stream``."""
     return [it for it in memory_of(batch) if not isinstance(it, torch.Tensor) or it.is_cuda]
 
 

@@ -32,22 +32,18 @@ from fastdata.report import log
 from fastdata.stores.store import Store
 
 Tensor = torch.Tensor
-
 Transform = Callable[[Any], Any]
-
 Send = Callable[[Tensor], Tensor]
 
-
 CHUNK_BYTES = 32 << 20
-"""How much of a store is copied at a time."""
-
+"""Size of the pieces in which a store is copied."""
 GROUP_BYTES = 64 << 20
 """Small batches are cut together up to this size, as floats: to launch a kernel for each batch
 takes longer than the kernel does."""
 
 
 class Indices(NamedTuple):
-    """The samples of a batch that is to be cut.
+    """The samples of a batch before it is cut.
 
     Attributes:
         batch: their indices.
@@ -94,7 +90,7 @@ class StoreCut(Iterator[Any]):
         self._convert = convert
         self._send = send
         self._cast = cast
-        self._stream: Any = None  # that batches were cut on
+        self._stream: Any = None  # on which batches were cut
         [program] = handle().without_cast[0].programs
         self._window = Window(program, samples_NCHW)
         read = partial(_read_targets, handle)
@@ -104,10 +100,10 @@ class StoreCut(Iterator[Any]):
         )
         self.progress: Progress = self._indices.progress
         self.marks = [self.progress.mark()]
-        # Batches that were read and are to be cut, then the exception behind them, which may be
-        # the end; and batches that were cut: images, targets and mark.
+        # Batches that were read, and behind them an exception or the end (at most one).
         self._group: deque[Indices] = deque()
         self._ends: list[Exception] = []
+        # Batches that were cut: images, targets and mark.
         self._cuts: deque[tuple[Tensor, Any, Any]] = deque()
 
     def __next__(self) -> Any:
@@ -125,7 +121,7 @@ class StoreCut(Iterator[Any]):
         return batch
 
     def _cut_next(self) -> None:
-        """Cut the next batches together or, if that fails, as for want of memory, the first one."""
+        """Cut the next batches together; only the first one if memory does not suffice."""
         if not (self._group or self._ends):
             self._read_group()
         if not self._group:
@@ -142,7 +138,7 @@ class StoreCut(Iterator[Any]):
         self._cuts += self._cut([first])
 
     def _read_group(self) -> None:
-        """Read batches to be cut together, up to the end, or to one that cannot be had."""
+        """Read batches that will be cut together, up to an exception or the end."""
         room_bytes = GROUP_BYTES
         while not self._group or room_bytes > 0:
             try:

@@ -41,8 +41,8 @@ from fastdata.loaders.iterators import LoopCounts, profiled, sample_count
 from fastdata.loaders.pinned import Sender, begin_thread, device_memory, left_behind
 
 _PATIENCE_S = 10.0
-"""How long the end of an epoch waits for a loader that does not answer; the thread then ends with
-the process."""
+"""Time that the end of an epoch waits for a loader that does not answer. After it the thread is
+left to end with the process."""
 _END = object()
 
 

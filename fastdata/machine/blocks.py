@@ -113,7 +113,7 @@ class Block:
         self._map = None
 
     def reserved_bytes(self) -> int:
-        """Return the size as it is now: other processes may have changed it."""
+        """Return the current size: other processes may have changed it."""
         return os.fstat(self.fd).st_size
 
     # The next two are of memory; ``DiskFile`` has others, of a disk.
@@ -351,7 +351,7 @@ class ArrayBlock(dict[str, np.ndarray]):
 
 
 def is_running(pid: int) -> bool:
-    """Return True if a process of this number exists, whoever owns it."""
+    """Return True if a process of this number exists, of any user."""
     if os.name != "posix":
         import psutil
 

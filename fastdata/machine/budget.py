@@ -136,6 +136,7 @@ def choose_storage(
     kept: Storage = "device" if storage == "device" else "shared"
     if storage != "compressed" and raw_bytes <= budget.bytes:
         return StoragePlan(kept, f"storage={kept!r}: {need} of {free} free")
+    # Raw samples do not fit, or were not asked for.
     if storage != kept:
         usable = fitting(trials, only_lossless=only_lossless)
         fast = fitting(usable, budget.bytes)
@@ -172,7 +173,7 @@ def fitting(
 
 def would_fit(trials: Sequence[CodecTrial], budget: Budget) -> str:
     """Return what the user can do. Only the bound that applies is named: another would not help."""
-    fits = fitting(trials, budget.bytes)
+    fits = fitting(trials, budget.bytes)  # lossy codecs, too: the user chooses
     cures = ["cache_dir= to keep them on disk", "a smaller resize=", "storage='none'"]
     if fits:
         best = max(fits, key=lambda trial: trial.lossless)

@@ -18,7 +18,7 @@ CGROUP_TABLE = Path("/proc/self/cgroup")
 
 
 class Available(NamedTuple):
-    """Memory that can be had now without swapping."""
+    """Memory that can be allocated now without swapping."""
 
     bytes: int
     limited_by: str  # "system memory" or "cgroup limit"
@@ -91,6 +91,7 @@ def tree_pss_bytes(pid: int | None = None) -> int:
     root = psutil.Process(pid)
     total_bytes = 0
     for process in [root, *root.children(recursive=True)]:
+        # A process may end between being listed and being read.
         with contextlib.suppress(psutil.NoSuchProcess):
             try:
                 total_bytes += process.memory_full_info().pss
@@ -109,6 +110,8 @@ def _read_cgroups(*names: str) -> list[str]:
     texts = []
     controller = names[0].partition(".")[0]
     for controllers, path in re.findall(r"^\d+:([^:]*):/*(.*)$", _read(CGROUP_TABLE), re.M):
+        # Version 2 is mounted at the root or, beside version 1, as "unified". Version 1 has a mount
+        # for each controller, often named after several ("cpu,cpuacct").
         mounts = ["", "unified"]
         if controllers:
             mounts = [controllers, controller] if controller in controllers.split(",") else []

@@ -241,10 +241,8 @@ def _meet(path: Path, known: Sequence[Any]) -> Leader | Follower:
 
 
 def _read_handles(path: Path, known: Sequence[Any]) -> Follower | None:
-    """Read what a leader has published; None if it has not, or has ended.
-
-    Unpickling is safe here: the folder is this user's alone.
-    """
+    """Return what a leader has published, unless it did not yet, or has ended."""
+    # Unpickled: the folder belongs to this user, and no other user can write to it.
     with path.open("rb") as file:
         leader = file.readline().split()
         unpickler = pickle.Unpickler(file)

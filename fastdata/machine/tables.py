@@ -70,6 +70,7 @@ class ListView(Sequence[_T]):
         raise TypeError(f"an item cannot be deleted: {_READ_ONLY_LIST}")
 
     def __getattr__(self, name: str) -> Any:
+        # ``append`` and the like: the message says how to change the list.
         if not name.startswith("_") and hasattr(list, name):
             raise AttributeError(f"there is no {name}(): {_READ_ONLY_LIST}")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -261,6 +262,7 @@ def target_columns(
     # Refused by NumPy: numbers beyond int64; tensors of bfloat16, with gradients, on a device.
     with contextlib.suppress(OverflowError, TypeError, RuntimeError):
         if kind == "number":
+            # Python's ints are int64 on all platforms, also where NumPy's default is smaller.
             return {"targets": np.array(targets, np.int64 if only is int else None)}, kind
         if kind != "object":
             rows = list(map(np.asarray, targets))
