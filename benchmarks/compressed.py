@@ -119,7 +119,7 @@ def jpeg(root: Path, rounds: int) -> list[Row]:
 
 def without_libjpeg(measure: Measure) -> float:
     with ExitStack() as left_out:
-        for name in ("fastdata.pixels.decode.open_libjpeg", "fastdata.stores.readers.open_libjpeg"):
+        for name in ("fastdata.pixels.decode.open_libjpeg", "fastdata.stores.store.open_libjpeg"):
             left_out.enter_context(patch(name, lambda: (None, "left out")))
         return measure()
 

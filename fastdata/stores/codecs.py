@@ -11,8 +11,7 @@ import importlib
 import json
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from threading import get_ident
+from functools import cache
 from typing import Any, ClassVar
 
 import numpy as np
@@ -134,21 +133,6 @@ level 3 gives 2.06 and 195 us."""
 _scratch = Scratch()
 
 
-@lru_cache(maxsize=512)
-def _decompressor(thread: int) -> Any:
-    """Return the thread's own decompressor: zstandard's are not safe from several threads."""
-    return _library("zstandard").ZstdDecompressor()
-
-
-@lru_cache(maxsize=512)
-def _compressor(thread: int, level: int | None) -> Any:
-    """Return the thread's own compressor of a level; of None for residuals, see ``_NOISE``."""
-    library = _library("zstandard")
-    if level is not None:
-        return library.ZstdCompressor(level=level)
-    return library.ZstdCompressor(compression_params=library.ZstdCompressionParameters(**_NOISE))
-
-
 @dataclass(frozen=True, kw_only=True)
 class ZstdCodec(Codec):
     """Lossless. It chooses for each sample the prediction that makes it smallest.
@@ -181,13 +165,20 @@ class ZstdCodec(Codec):
     def _frame(self, sample: Array, chosen: int) -> bytes:
         layout = layout_of(sample.shape, sample.dtype)
         filtered = apply_filter(_bytes_of(sample), layout, chosen)
-        compressor = _compressor(get_ident(), None if chosen & LEFT else self.level)
+        # Made for each frame, which takes 8 us: they are not safe from several threads.
+        library = _library("zstandard")
+        if chosen & LEFT:
+            parameters = library.ZstdCompressionParameters(**_NOISE)
+            compressor = library.ZstdCompressor(compression_params=parameters)
+        else:
+            compressor = library.ZstdCompressor(level=self.level)
         frame: bytes = compressor.compress(filtered)
         return frame
 
     def _decode(self, data: memoryview, out: Array) -> None:
         target = out.reshape(-1).view(np.uint8)
         layout = layout_of(out.shape, out.dtype)
+        # All that the data say is checked before it is used: they may come from somebody else.
         length = _HEAD_BYTES + int.from_bytes(data[1:_HEAD_BYTES], "little")
         if length != len(data):
             raise ValueError(f"their head says {length:,}")
@@ -205,11 +196,12 @@ class ZstdCodec(Codec):
 
     def _decompress(self, frame: memoryview, filtered: Bytes) -> None:
         """Fill ``filtered``; the size that a frame claims is checked before it is decompressed."""
-        size = _library("zstandard").frame_content_size(frame)
+        library = _library("zstandard")
+        size = library.frame_content_size(frame)
         written = 0
         # As its size is that of `filtered`, zstd writes there without a buffer of its own.
         if 0 < size == filtered.size:
-            written = _decompressor(get_ident()).stream_reader(frame).readinto(filtered)
+            written = library.ZstdDecompressor().stream_reader(frame).readinto(filtered)
         if not written == size == filtered.size:
             raise ValueError(
                 f"a frame of {size:,} bytes where {filtered.size:,} are due, {written:,} of them "

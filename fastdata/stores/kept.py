@@ -98,6 +98,7 @@ class KeptSamples(Layout):
         target = self.table.target(index)
         if not self.mask_places:
             return target
+        # The table has None in the places of the images.
         values = list(target)
         stores = self.stores[-len(self.mask_places) :]
         for place, store in zip(self.mask_places, stores, strict=True):
@@ -131,6 +132,7 @@ class KeptSamples(Layout):
             cause = damaged.__cause__
             if cause is not None and self.images.codec == SOURCE:  # the file is at fault
                 raise sample_error(path, index, cause) from cause
+            # The store's text begins with the index alone.
             what = str(damaged).partition("cannot be read: ")[2]
             raise SampleError(what, index=index, path=path) from cause
         except ChannelsError as wrong:

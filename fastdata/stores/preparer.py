@@ -148,9 +148,11 @@ def choose_preparer(source: Source, steps: tuple[Transform, ...]) -> Preparer:
         return as_written
     upright, served = split_upright(steps)
     plan = plan_transform(served, form=opening.form, channels=opening.channels, prepared=0)
+    # A step that the core cannot run, or one that makes something else of images.
     if plan.kind != opening.form or plan.per_sample:
         return as_written
     program = Program(plan.batch_ops, SampleSpec(shape=None, dtype="uint8", form="pil"))
+    # Where a loader makes one channel of gray files, their shapes differ from the others'.
     output = None if opening.channels is None else program.output((opening.channels, 1, 1))
     by_core = FilePreparer(program.prepare, opening, upright or opening.is_upright)
     return as_written._replace(by_core=by_core, shape=None if output is None else output[0])
@@ -195,6 +197,8 @@ def open_files(source: FileSource, indices: Sequence[int], *, upright: bool) -> 
     opening = source.opening
     assert opening is not None
 
+    # Called for files that the core does not decode: other formats than JPEG, and damaged ones,
+    # whose error Pillow raises.
     def by_pillow(b: int) -> Array:
         with naming_sample(source, indices[b]):
             return opening.decode_pixels(files[b], upright=upright)
@@ -234,6 +238,8 @@ def _read_together(
     images = open_files(source, indices, upright=by_core.upright)
     form = by_core.opening.form
     first = 0
+    # The core reuses the memory of one run for the next, which is prepared when it is asked for:
+    # new memory would cost more than the kernels that fill it.
     for planes in by_core.prepare(images):
         last = first + len(planes)
         yield SampleRun(indices[first:last], [(planes, form)], [None] * len(planes))

@@ -119,6 +119,7 @@ class Writer:
             "shapes": np.zeros((length, plan.dimensions), np.int32),
             _USED: np.zeros(1, np.int64),
         }
+        # A table can be read without fastdata, by ``np.load``.
         head = np.zeros(0, np.uint8)
         size_bytes = 1  # an empty file cannot be mapped
         if plan.is_table and spec.shape is not None:
@@ -217,6 +218,7 @@ class Writer:
         if not self.plan.is_table:
             self.file.resize(max(used_bytes, 1))
         self.file.seal()
+        # The bytes of samples that were left out stay in the file, and their rows go.
         index = ArrayBlock.of({name: column[rows] for name, column in self.index.items()})
         self.index.close()
         return Store((self.file,), self.plan.spec, index, self.plan.coder)
