@@ -26,6 +26,7 @@ PACKAGE = Path(fastdata.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 WINGS = (
+    "paths",
     "errors",
     "report",
     "machine",
