@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import filterfalse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from filelock import FileLock, Timeout
@@ -133,7 +133,7 @@ def lock_of(home: Path) -> FileLock:
     return FileLock(home.with_name(f".{home.name}.lock"))
 
 
-def locked(home: Path, reason: str) -> AbstractContextManager[Any]:
+def locked(home: Path, reason: str) -> AbstractContextManager[object]:
     """Hold the lock of a cache's writer, which the system frees when its holder dies.
 
     Raises:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, as_completed, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fastdata.machine.workers import attempt, settle
 from fastdata.sources.files import FileSource
@@ -86,7 +86,7 @@ def _ray(writer: ShardWriter) -> Iterator[Callable[[ShardTask], Future[bytes]]]:
     is_connected = ray.is_initialized()
     if not is_connected:
         ray.init(log_to_driver=False, logging_level="error")
-    refs: list[Any] = []  # kept to be cancelled, which futures of Ray do not do
+    refs: list[object] = []  # kept to be cancelled, which futures of Ray do not do
     try:
         with options_travel():
             packed = ray.put(ray.cloudpickle.dumps(writer))  # each node fetches it once

@@ -134,7 +134,7 @@ def refuse_draws(source: Source, options: Options) -> None:
     warn_user(message)
 
 
-def _shown(step: Any) -> str:
+def _shown(step: object) -> str:
     """Return the text of a step in one line, cut off if it is long."""
     text = " ".join(repr(step).split())
     return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
@@ -188,7 +188,7 @@ def _difference(first: Mapping[int, Sequence[str]], source: DatasetSource, index
     return ""
 
 
-def _contents(values: Iterable[Any]) -> list[str]:
+def _contents(values: Iterable[object]) -> list[str]:
     """Return a hash of the content of each value; all values that do not show it have the same."""
     hashes = []
     for value in values:

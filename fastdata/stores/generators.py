@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 import torch
@@ -14,11 +14,12 @@ from fastdata.pixels.draws import is_always_applied, reachable
 
 _MOST_OBJECTS = 20_000
 """Objects that are searched in all."""
-_KINDS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 
-_PYTHON: Any = random.random.__self__  # type: ignore[attr-defined]
+Generator = random.Random | np.random.Generator | np.random.RandomState | torch.Generator
 
-_GLOBAL = {
+_PYTHON: random.Random = random.random.__self__  # type: ignore[attr-defined]
+
+_GLOBAL: dict[str, Generator] = {
     "Python's random generator": _PYTHON,
     "NumPy's global generator": np.random.random.__self__,  # type: ignore[attr-defined]
     "torch's generator": torch.default_generator,
@@ -35,7 +36,7 @@ class FoundGenerator(NamedTuple):
     """
 
     name: str
-    generator: Any
+    generator: Generator
     moves_in_vain: bool
 
 
@@ -53,7 +54,8 @@ def find_generators(dataset: Any, *, moves_torch: bool) -> list[FoundGenerator]:
     # By identity, because generators in the same state need not be the same. A global one that a
     # dataset holds keeps its global name.
     held = [value for value in objects if _has_state(value)]
-    named = {id(each): (f"a {type(each).__name__} that it holds", each) for each in held}
+    named: dict[int, tuple[str, Generator]] = {}
+    named |= {id(each): (f"a {type(each).__name__} that it holds", each) for each in held}
     named |= {id(each): (name, each) for name, each in _GLOBAL.items()}
     return [
         FoundGenerator(name, each, moves_in_vain=key in in_vain)
@@ -78,12 +80,12 @@ def _moved_in_vain(values: Sequence[Any]) -> set[int]:
     return in_vain - for_a_choice
 
 
-def _has_state(value: Any) -> bool:
+def _has_state(value: object) -> TypeGuard[Generator]:
     """Return True for a generator, except one that draws from the system."""
-    return isinstance(value, _KINDS) and not isinstance(value, random.SystemRandom)
+    return isinstance(value, Generator) and not isinstance(value, random.SystemRandom)
 
 
-def state_of(generator: Any) -> Any:
+def state_of(generator: Generator) -> Any:
     """Return the state of a generator, whichever library it is of."""
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
@@ -92,7 +94,7 @@ def state_of(generator: Any) -> Any:
     return generator.get_state()
 
 
-def set_state(generator: Any, state: Any) -> None:
+def set_state(generator: Generator, state: Any) -> None:
     """Set a state that ``state_of`` returned."""
     if isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state

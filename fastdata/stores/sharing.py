@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def share_with_ranks(
-    expected: Forecast, options: Options, table: SampleTable | None, known: Sequence[Any]
+    expected: Forecast, options: Options, table: SampleTable | None, known: Sequence[object]
 ) -> Leader | Follower | None:
     """Meet the other ranks of this machine that make the same dataset.
 
@@ -59,7 +59,7 @@ def _key(expected: Forecast, options: Options, table: SampleTable | None) -> str
     source = preparer.source
     name = options.cache_key
     chosen = [options.storage, options.codec, options.at_once, options.on_error]
-    seen: list[Any] = [*chosen, options.memory_limit, name, expected.count, repr(expected.parts)]
+    seen: list[object] = [*chosen, options.memory_limit, name, expected.count, repr(expected.parts)]
     seen += [preparer.prepare.steps, getattr(source, "loader", None)]
     if isinstance(source, DatasetSource):
         seen += [_describe(source.dataset, name), repr(source.columns)]
