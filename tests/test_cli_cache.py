@@ -66,7 +66,7 @@ def test_inspect_tells_what_is_damaged(
     root = image_folder(size=(13, 11))
     cache = root.parent / "cache"
     assert main(["inspect", str(cache)]) == 2
-    assert "there is no fastdata.npz" in capsys.readouterr().err
+    assert "is not a cache and does not hold one" in capsys.readouterr().err
     main(["build", str(root), str(cache), "--resize", "7"])
     capsys.readouterr()
     assert main(["inspect", str(cache), "--verify"]) == 0

@@ -102,6 +102,7 @@ class FileSource:
 
     def columns_of(self, indices: Indices) -> dict[str, Any]:
         """Return the fields with these samples only, by index, for another process."""
+        # A task of a cluster gets its own samples, and not the list of all of them.
         columns = {"paths": self.paths, "targets": self.targets, "stat": self.stat}
         return {
             name: {index: column[index] for index in indices}

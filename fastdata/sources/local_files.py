@@ -1,6 +1,6 @@
 """Files of this machine, with the methods of fsspec's file systems.
 
-Beside them stand folders that only this user can write to.
+It also makes folders that only this user can write to.
 """
 
 from __future__ import annotations

@@ -84,6 +84,7 @@ def read_manifest(
 ) -> Listed:
     """Read paths and targets from what ``ImageManifest`` takes; see there."""
     labels = [label] if isinstance(label, str) else list(() if label is None else label)
+    # id= may name the column of paths, which is read once.
     names = list(dict.fromkeys(name for name in (file, *labels, id) if name is not None))
     folder = ""
     if isinstance(manifest, str | os.PathLike):
@@ -119,6 +120,7 @@ def read_manifest(
 
 
 def _absolute_path(path: str, folder: str) -> str:
+    # Most of a million paths are relative, so that the cheapest test comes first.
     if ":/" in path and is_url(path):
         return path
     return os.path.join(folder, local_path(path) if path.startswith("file:/") else path)
@@ -140,6 +142,7 @@ def _read_csv(path: AnyPath, names: list[str], storage_options: StorageChoice) -
     else:
         title = os.path.abspath(local_path(path))  # its folder is that of relative paths
         data = with_retries(Path(title).read_bytes)
+    # Spreadsheets begin a file in UTF-8 with a byte order mark.
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as problem:
@@ -157,7 +160,10 @@ def _read_csv(path: AnyPath, names: list[str], storage_options: StorageChoice) -
                 'Put quotes around a value that holds a comma: "a,b.jpg".'
             )
         row += [""] * (len(header) - len(row))  # values at the end of a row may be left out
-    columns = {name: [row[header.index(name)] for row in rows[1:]] for name in names}
+    columns = {}
+    for name in names:
+        position = header.index(name)
+        columns[name] = [row[position] for row in rows[1:]]
     return _Table(title, "line", numbers[1:], columns)
 
 
@@ -167,7 +173,7 @@ def _read_rows(title: str, text: str) -> Iterator[tuple[int, list[str]]]:
     line = 1
     try:
         for row in rows:
-            if row:
+            if row:  # csv yields an empty list for a blank line
                 yield line, row
             line = rows.line_num + 1
     except csv.Error as problem:
@@ -184,6 +190,7 @@ _LIMIT_LOCK = threading.Lock()
 @contextlib.contextmanager
 def _long_values(most_characters: int) -> Iterator[None]:
     """Let the csv module read values of this length in this block; its limit is the process's."""
+    # Two manifests that are read at once would else restore each other's limit too early.
     with _LIMIT_LOCK:
         limit = csv.field_size_limit()
         csv.field_size_limit(max(limit, most_characters))

@@ -37,6 +37,7 @@ class SizeError(OSError):
 
 def true_cause(problem: Exception) -> Exception:
     """Return the cause of a FileNotFoundError, which fsspec's HTTP raises for any answer."""
+    # fsspec raises FileNotFoundError from the error of aiohttp, also for a server that is down.
     cause = problem.__cause__
     is_from_http = type(cause).__module__.partition(".")[0] == "aiohttp"
     if isinstance(problem, FileNotFoundError) and is_from_http:
@@ -56,6 +57,7 @@ def final_error(
         return problem
     said = shown_error(problem, options)
     cure = "Look at the network, and run again"
+    # Clients of clouds raise errors of their own when they find no credentials at all.
     is_refused = isinstance(problem, PermissionError) or "redential" in said
     if is_refused or getattr(problem, "status", None) in _REFUSED:
         cure = (
@@ -71,6 +73,7 @@ def shown_error(problem: Exception, options: Mapping[str, object]) -> str:
     if isinstance(problem, TimeoutError):
         said = said or "no answer in time"
     for text in pytree.tree_leaves(dict(options)):
+        # An endpoint is not a secret, and the message is worth little without it.
         is_text = isinstance(text, str) and len(text) >= _TEXT_BYTES
         if is_text and not text.startswith(("http://", "https://")):
             said = said.replace(text, "***").replace(quote(text, safe=""), "***")

@@ -38,6 +38,7 @@ class ItemKeys:
         if self.kind == "tuple":
             sample, *rest = item
             return sample, rest[0] if len(rest) == 1 else tuple(rest) or 0
+        # One other value is the target itself, so that a batch of labels is one tensor.
         others = {name: item[name] for name in self.names if name != self.image}
         sample = item[self.image]
         return sample, others if len(others) != 1 else others.popitem()[1]

@@ -21,6 +21,7 @@ class StorageOptions(dict[str, Any]):
         return "{...}" if self else "{}"
 
     def __reduce__(self) -> tuple[object, ...]:
+        # A pickle for a process that is being started goes through a pipe, and never to a disk.
         travel = get_spawning_popen() is not None or _OPTIONS_TRAVEL.get()
         return StorageOptions, (dict(self) if travel else {},)
 

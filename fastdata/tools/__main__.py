@@ -74,6 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command: Callable[[argparse.Namespace], int] = options.__dict__.pop("command")
     if isinstance(sys.stdout, io.TextIOWrapper):  # which may not have every name of a file
         sys.stdout.reconfigure(errors="backslashreplace")
+    # A warning is one plain line here: the line of code that it comes from is none of the user's.
     with warnings.catch_warnings():
         if command is not diagnose.run:  # whose warnings are of the user's own script
             warnings.showwarning = lambda message, *_, **__: _say(message)

@@ -58,6 +58,7 @@ def run(options: argparse.Namespace) -> int:
             _say("drawing images")
             write_photos(Path(drawn), count=options.images or 400)
         with ImageFolder(folder, storage="none") as every:
+            # Evenly spread over the folder, so that all classes are there.
             count = min(options.images or 1000, len(every))
             paths = [every.samples[index * len(every) // count][0] for index in range(count)]
         for name, transform in transforms.items():

@@ -20,7 +20,7 @@ def add_build(parser: argparse.ArgumentParser) -> None:
         "--resize",
         type=positive,
         metavar="PX",
-        help="length of the shorter side; default: as it is",
+        help="length of the shorter side; default: unchanged",
     )
     add(
         "--crop",

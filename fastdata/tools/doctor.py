@@ -79,6 +79,7 @@ def _memory() -> Iterator[Check]:
     try:
         with closing(Block.create(1)) as block:
             path = block.path or os.path.realpath(f"/proc/self/fd/{block.fd}")
+        # A file in a temporary folder works, too, but stays behind if the process is killed.
         is_file = hasattr(os, "memfd_create") and "memfd:" not in str(path)
         advice = "allow memfd_create (a container's seccomp profile, sysctl vm.memfd_noexec)"
         yield Check("shared memory", f"works: {path}", advice if is_file else "")
@@ -118,6 +119,7 @@ def _torch() -> Check:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     toolkits = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
     built = [f"{name} {version}" for name, version in toolkits.items() if version]
+    # The reasons from the outside in: the container, the environment, the driver and the build.
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     found = f"{torch.__version__}, built for {' '.join(built) or 'the CPU only'}; sees {count} GPUs"
     if visible is not None:

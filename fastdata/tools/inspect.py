@@ -69,6 +69,7 @@ def _inspect(place: Place, *, verify: bool = False) -> Inspected:
     problems = []
     try:
         cache = Cache.read(place)
+        # A sample that was found damaged took the manifest of its shard with it.
         if cache.lacks_shard_manifests():
             problems.append("a shard is damaged, which the next run writes again")
         for number in range(len(cache.manifest.parts)):

@@ -57,11 +57,13 @@ class Judge:
     probes: list[Probe] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        # Short enough for a whole search, and long enough for a steady rate.
         self.probe_s = min(1.0, max(0.2, (self.deadline - time.perf_counter()) / _PROBES))
         self.sample_s, self.sample_bytes = in_subprocess(self._look, limit_s=None)
 
     def _look(self) -> tuple[float, int]:
         """Return seconds and bytes of a sample; errors of the dataset are raised to the user."""
+        # The first read may open files and fill caches.
         self.dataset[0]
         began = time.perf_counter()
         tensors = leaves_of(self.collate_fn([self.dataset[0]]))
@@ -101,6 +103,7 @@ class Judge:
         try:
             probe = Probe(settings, self._measure(settings, left_s))
         except Exception as error:  # a user's dataset raises anything
+            # With the settings to begin with, an error is the dataset's and not of a setting.
             if len(self.probes) < 2 or isinstance(error, TimeoutError):
                 raise
             failed = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -116,6 +119,7 @@ class Judge:
         if need > budget.bytes:
             raise MemoryBudgetError(f"batches would take {format_bytes(need)}, but {budget}")
         options = dict(settings)
+        # A dataset that reads whole batches is fast, and its rate depends on their size.
         if not hasattr(self.dataset, "__getitems__"):
             most = int(_BATCH_S / max(self.sample_s, 1e-9))
             options["batch_size"] = min(options["batch_size"], max(1, most))

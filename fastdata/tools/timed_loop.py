@@ -50,6 +50,7 @@ class TimedLoop:
                 # Else the GPU's work would count as a wait for the next batch, or not at all.
                 torch.cuda.current_stream().synchronize()
             done_at = time.perf_counter()
+            # The first batch waits for workers to start, which happens once in an epoch.
             if self.batches:
                 self.wait_s += came_at - asked_at
                 self.busy_s += done_at - came_at

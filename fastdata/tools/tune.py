@@ -84,6 +84,7 @@ def tune(
     began = time.perf_counter()
     with progress_bar(math.ceil(max_seconds), "tuning", unit="s", enabled=progress) as bar:
         judge = Judge(_prepared(dataset), collate_fn or collate, began + max_seconds, bar)
+        # When the time is over, the best settings so far are the result.
         best = start
         judge.probe(used_settings(start))  # finds files and caches cold
         is_complete = False
