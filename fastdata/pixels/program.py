@@ -76,7 +76,7 @@ class Program:
 
     @functools.cached_property
     def _table(self) -> Table:
-        return compile_table(self._every, {})
+        return compile_table(self._every)
 
     @functools.cached_property
     def _has_perspectives(self) -> bool:
@@ -224,7 +224,7 @@ class Program:
         levels = dict(known) if len(known) < _MOST_LEVELS else {}
         levels[refused.step, height, width] = step.levels(height, width)
         # Other threads may be in a call with the table before, so a new one takes its place.
-        self._table = compile_table(self._every, levels)
+        self._table = self._table.with_levels(levels)
 
     def as_tensor(self, served: Array) -> torch.Tensor:
         """Return a tensor over the same memory, of ``served_dtype``."""

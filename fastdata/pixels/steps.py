@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from fastdata.pixels.arrays import Array, Float64s
-from fastdata.pixels.core.calls import Levels, Table
+from fastdata.pixels.core.calls import Table
 from fastdata.pixels.core.library import load
 from fastdata.pixels.resize import pillow_chooses_order
 
@@ -83,8 +83,8 @@ def flatten_steps(steps: Steps) -> list[Step]:
     return every
 
 
-def compile_table(every: Sequence[Step], levels: Levels) -> Table:
-    """Make the table of flattened steps, with the magnitudes of policies that are known."""
+def compile_table(every: Sequence[Step]) -> Table:
+    """Make the table of flattened steps, for which no magnitudes are known yet."""
     core = load()
     records = np.zeros(len(every), core.records["STEP"])
     first = 1
@@ -101,7 +101,7 @@ def compile_table(every: Sequence[Step], levels: Levels) -> Table:
     is_torchs = "V1_DOMAIN" in shown or "V2_DOMAIN" in shown
     return Table(
         records,
-        levels,
+        {},
         # Torch's threads are not started for pipelines that do not need them.
         fuses=is_torchs and _torch_fuses(),
         # Torch has no kernel for uint8 elsewhere, and v2 takes float32.

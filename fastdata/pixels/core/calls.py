@@ -69,17 +69,19 @@ class Table:
     """Steps of a transform, and magnitudes for some sizes, as the core reads them.
 
     The facts are this machine's. The arrays are kept here, because the record points to them.
+    Immutable, as other threads may be in a call with it.
     """
 
     def __init__(self, steps: Array, levels: Levels, **facts: bool) -> None:
         core = load()
         self._steps = steps
+        self._facts = facts
         self.levels = levels
         self._sizes = np.zeros(len(levels), core.records["Levels"])
-        for record, (size, values) in zip(self._sizes, levels.items(), strict=True):
-            record["step"], record["height"], record["width"] = size
-            record["count"] = values.size
-            record["levels"] = values.ctypes.data
+        for place, name in enumerate(("step", "height", "width")):
+            self._sizes[name] = [size[place] for size in levels]
+        self._sizes["count"] = [values.size for values in levels.values()]
+        self._sizes["levels"] = [values.ctypes.data for values in levels.values()]
         self.record = np.zeros((), core.records["Table"])
         self.record["steps"] = steps.ctypes.data
         self.record["count"] = len(steps)
@@ -89,6 +91,9 @@ class Table:
             self.record[name] = value
         self.address: int = self.record.ctypes.data
         core.functions.fastdata_values(self.address)
+
+    def with_levels(self, levels: Levels) -> Table:
+        return Table(self._steps, levels, **self._facts)
 
 
 def describe_output(
