@@ -24,6 +24,7 @@ from fastdata.datasets.visits import IndexBatch
 from fastdata.errors import DeviceError, kind_of
 from fastdata.loaders.loader import DataLoader
 from fastdata.loaders.parts import AnyReader, JoinedReader, Parts
+from fastdata.loaders.pinned import PinnedMemory
 from fastdata.loaders.resident import StoreCut, size_bytes, upload
 from fastdata.loaders.window import window_obstacle
 from fastdata.machine.units import format_bytes
@@ -126,15 +127,17 @@ class DeviceOps:
         described: where batch ops run in the latest epoch, and the reason; empty without any.
     """
 
-    def __init__(self, loader: Any, asked: WhereOps, device: torch.device) -> None:
+    def __init__(
+        self, loader: Any, asked: WhereOps, device: torch.device, pinned: PinnedMemory
+    ) -> None:
         self.described = ""
         self._loader = loader
         self._asked = asked
         self._device = device
+        self._pinned = pinned  # gives warnings in the user's thread
         self._parts = Parts.find(getattr(loader, "dataset", None))
         # By store: samples may be prepared again between epochs.
         self._copies: weakref.WeakKeyDictionary[Store, Tensor] = weakref.WeakKeyDictionary()
-        self._has_warned = False
 
     def begin(self) -> DeviceWork:
         """Decide what the device does in an epoch that begins now.
@@ -147,41 +150,42 @@ class DeviceOps:
         reader = self._parts.reader()  # which notices what was changed in place
         if reader is None:
             return DeviceWork()
-        datasets = self._parts.datasets
-        is_for_store = "device" in [it._fastdata.storage_plan.storage for it in datasets]
+        storages = [it._fastdata.storage_plan.storage for it in self._parts.datasets]
+        is_for_store = "device" in storages
         work = DeviceWork()
         why = self._obstacle(reader)
         if not why:
             assert isinstance(reader, Reader)
             if is_for_store:
                 why = _store_obstacle(reader)
-            work = self._work(reader, is_cut=is_for_store and not why)
-        if work.cut is not None:
-            assert isinstance(reader, Reader)
-            size = format_bytes(size_bytes(_store_of(reader)))
-            self.described = f"on {self._device}, from a copy of the store there ({size})"
-            return work
+                if not why:
+                    return self._cut(reader)
+            work = self._convert(reader)
         if is_for_store and self._asked != "cpu":
-            self._warn_of_store(why)
+            self._pinned.add_warning(f"storage='device' has no effect: {why}")
         if work.finish is not None:
             self.described = f"on {self._device}, the conversion only{why and f': {why}'}"
         else:
             self.described = f"on the CPU: {why or _sent_as_it_is(reader)}"
         return work
 
-    def _work(self, reader: Reader, *, is_cut: bool) -> DeviceWork:
+    def _cut(self, reader: Reader) -> DeviceWork:
+        """Cut batches from a copy of the store, which is made in the first epoch."""
+        store = _store_of(reader)
+        if store not in self._copies:
+            self._copies[store] = upload(store, self._device)
+        size = format_bytes(size_bytes(store))
+        self.described = f"on {self._device}, from a copy of the store there ({size})"
         handle = self._parts.datasets[0]._fastdata.handle
-        _, casts = reader.without_cast
-        converts = [None if cast is None else ToFloats(cast) for cast in casts]
-        if is_cut:
-            store = _store_of(reader)
-            if store not in self._copies:
-                self._copies[store] = upload(store, self._device)
-            copy_NCHW = self._copies[store]
-            cut = partial(StoreCut, self._loader, handle, copy_NCHW, converts[0])
-            return DeviceWork(cut=cut)
-        if not any(casts):
+        [convert] = _conversions(reader)
+        return DeviceWork(cut=partial(StoreCut, self._loader, handle, self._copies[store], convert))
+
+    def _convert(self, reader: Reader) -> DeviceWork:
+        """Send uint8, and convert it to floats on the device."""
+        converts = _conversions(reader)
+        if not any(converts):
             return DeviceWork()
+        handle = self._parts.datasets[0]._fastdata.handle
         return DeviceWork(partial(_read, handle), partial(_finish, handle, converts))
 
     def _obstacle(self, reader: AnyReader) -> str:
@@ -196,11 +200,6 @@ class DeviceOps:
                 f"batch_ops='device' is not possible here: {obstacle}. Use batch_ops='auto'."
             )
         return "batch_ops='cpu'" if self._asked == "cpu" else obstacle
-
-    def _warn_of_store(self, why: str) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            warn_user(f"storage='device' has no effect: {why}")
 
     def close(self) -> None:
         """Free the copies on the device. Idempotent; a later epoch copies again."""
@@ -229,6 +228,12 @@ def _store_obstacle(reader: Reader) -> str:
 def _store_of(reader: Reader) -> Store:
     assert reader.kept is not None
     return reader.kept.images
+
+
+def _conversions(reader: Reader) -> list[ToFloats | None]:
+    """Return the final float cast of each column, made for the device; None without one."""
+    _, casts = reader.without_cast
+    return [None if cast is None else ToFloats(cast) for cast in casts]
 
 
 def _sent_as_it_is(reader: AnyReader) -> str:

@@ -170,7 +170,7 @@ class CudaPrefetcher:
         self._stream: Any = None
         if self.device.type == "cuda":
             self._pinned = PinnedMemory(self.device)
-            self._ops = DeviceOps(loader, batch_ops, self.device)
+            self._ops = DeviceOps(loader, batch_ops, self.device, self._pinned)
 
     # What it shows of its loader
 
