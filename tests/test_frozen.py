@@ -224,6 +224,24 @@ def test_a_dataset_that_gives_the_same_items_again_is_kept(read: Any) -> None:
     CachedDataset(Items(read, held=(SHARED, random.Random(0))), prepare_workers=1).close()
 
 
+class Counted:
+    """A target whose code names something that every read changes."""
+
+    reads = 0
+
+    def __init__(self, index: int) -> None:
+        Counted.reads += 1
+        self.index = index
+
+    def __reduce__(self) -> Any:
+        return Counted, (self.index,)
+
+
+def test_what_a_class_counts_is_not_drawn() -> None:
+    """Targets are compared by what they hold, and not by the code of their class."""
+    CachedDataset(Items(lambda index: (PIXELS[index], Counted(index))), prepare_workers=1).close()
+
+
 def seeded(seed: Callable[[int], Any], draw: Callable[[], Any]) -> Items:
     def read(index: int) -> Any:
         seed(index)

@@ -44,8 +44,11 @@ _HEAP_TYPE = 1 << 9
 """The flag of classes that Python code made (Py_TPFLAGS_HEAPTYPE of Python's C code)."""
 
 
-def fingerprint(value: Any, cache_key: str | None = None) -> str:
+def fingerprint(value: Any, cache_key: str | None = None, *, covers_code: bool = True) -> str:
     """Return a hash of what a value does; ``cache_key`` stands for parts that cannot be covered.
+
+    Without ``covers_code`` classes and functions are covered by their names only, so that the hash
+    is of what a value holds.
 
     Raises:
         ValueError: a part cannot be covered, such as one that only C code can read, and there was
@@ -57,7 +60,8 @@ def fingerprint(value: Any, cache_key: str | None = None) -> str:
     """
     digest = hashlib.blake2b(digest_size=12)
     name = getattr(value, "__qualname__", type(value).__qualname__)
-    _Describer(types.SimpleNamespace(write=digest.update), name, cache_key).dump(value)
+    file = types.SimpleNamespace(write=digest.update)
+    _Describer(file, name, cache_key, covers_code=covers_code).dump(value)
     return digest.hexdigest()
 
 
@@ -113,12 +117,13 @@ class _Describer(pickle.Pickler):
     persistent id: a name, or a tuple of its parts, which are pickled in turn.
     """
 
-    def __init__(self, file: Any, name: str, cache_key: str | None) -> None:
+    def __init__(self, file: Any, name: str, cache_key: str | None, *, covers_code: bool) -> None:
         super().__init__(file, protocol=4)
         # The memo would write one object that comes twice otherwise than two equal ones.
         self.fast = True
         self._name = name
         self._cache_key = cache_key
+        self._covers_code = covers_code
         self._met: dict[int, tuple[int, Any]] = {}
 
     def persistent_id(self, value: Any) -> Any:
@@ -129,6 +134,8 @@ class _Describer(pickle.Pickler):
             if is_plain(value):
                 return kind.__name__, repr(value)
             return None
+        if not self._covers_code and isinstance(value, (type, types.FunctionType)):
+            return value.__qualname__
         if id(value) in self._met:
             return self._met[id(value)][0]
         # Objects with attributes may lead back to themselves: the second time, a number stands for
@@ -138,7 +145,10 @@ class _Describer(pickle.Pickler):
         try:
             if kind is set or kind is frozenset:
                 # The order of a set differs from process to process.
-                hashes = [fingerprint(each, self._cache_key) for each in value]
+                hashes = [
+                    fingerprint(each, self._cache_key, covers_code=self._covers_code)
+                    for each in value
+                ]
                 return kind.__name__, sorted(hashes)
             return name_of(value) or (kind, *_parts_of(value))
         except Exception as problem:  # the user's code that pickles a value may raise anything

@@ -193,7 +193,7 @@ def _contents(values: Iterable[object]) -> list[str]:
     hashes = []
     for value in values:
         try:
-            hashes.append(fingerprint(value, cache_key=""))
+            hashes.append(fingerprint(value, cache_key="", covers_code=False))
         except Exception:  # noqa: BLE001  # objects of users raise anything when they are read
             hashes.append("")
     return hashes
