@@ -88,8 +88,8 @@ class BatchRing:
 
     Args:
         slots: number of buffers.
-        allocate: returns a uint8 array of so many bytes, in the thread that leases; ordinary memory
-            by default.
+        allocate: takes a number of bytes and returns a uint8 array, in the thread that leases;
+            ordinary memory by default.
 
     Attributes:
         fresh_count: number of batches that got new memory, because all slots were leased.

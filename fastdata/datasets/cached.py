@@ -102,6 +102,7 @@ class CachedDataset(PreparedDataset):
             tars = open_tars(dataset, chosen.storage_options, only)
             dataset = dataset if tars is None else tars
         source = DatasetSource(dataset, chosen_columns)
+        # Stored samples would show the same draws in every epoch.
         if chosen.storage != "none" and not frozen:
             refuse_random_steps(dataset)
         self._fastdata = DatasetSamples(
@@ -164,6 +165,7 @@ class CachedDataset(PreparedDataset):
         """
         from fastdata.stores.find import find_cache, open_cache
 
+        # Without ``__init__``, which needs a dataset to read from.
         dataset = cls.__new__(cls)
         chosen_transforms = _chosen_transforms(transform, target_transform, transforms)
         home = find_cache(path, storage_options)

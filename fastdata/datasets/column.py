@@ -80,6 +80,8 @@ class Column(NamedTuple):
         samples = list(map(plan.run_unknown, samples))
         if self.last is None:
             return samples
+        # The core serves the rest in one call if all samples are images of one shape. Otherwise the
+        # user's own objects do.
         shapes = set(map(decoded_shape, samples))
         shape = shapes.pop() if len(shapes) == 1 else None
         output = None

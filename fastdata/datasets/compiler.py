@@ -38,7 +38,7 @@ class Compiled(NamedTuple):
 
 
 def compile_reader(stored: Stored, transforms: Transforms, *, own: str) -> Reader:
-    """Compile the user's transforms for samples as they are stored.
+    """Compile the user's transforms for the samples of a dataset.
 
     ``own`` describes the method of a subclass that makes each item; empty if there is none.
 
@@ -95,6 +95,7 @@ def _pair_obstacle(image: Store, mask: Store) -> str | None:
             "only uint8 images with a uint8 tv_tensors.Mask of one channel are served, "
             f"not {image.spec.dtype} {shapes[0]} with {mask.spec.dtype} {shapes[1]}"
         )
+    # Image and mask draw the same numbers, and do the same with them only if their sizes are equal.
     differ = (image.shapes[:, -2:] != mask.shapes[:, -2:]).any(axis=1)
     if differ.any():
         return f"the mask of sample {differ.argmax()} is not as large as its image"

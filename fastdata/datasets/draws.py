@@ -1,4 +1,4 @@
-"""Random draws of collate functions, which are the same whoever makes a batch."""
+"""Random draws of collate functions, which are the same in any process or thread."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ class FileSamples(DatasetSamples):
                 files=table,
                 prepared=replace(self.stored.prepared, kept=None),
             )
-            if self.stored.after is None:
+            if self.stored.after is None:  # the first read prepares the new ones
                 self._compile()
             else:
                 self._prepare_again(before)

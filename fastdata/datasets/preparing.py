@@ -115,8 +115,8 @@ def leave_in_worker(stored: Stored) -> Stored:
 def is_outdated(stored: Stored, transform: Transform | None, *, was_read: bool) -> bool:
     """Return True if samples should be prepared again for another transform.
 
-    This is necessary if they are stored after other steps. It is worth while if nobody has read a
-    sample yet and a better store is possible. timm makes a dataset without a transform and assigns
+    This is necessary if they are stored after other steps. It is worth while if no sample was
+    read yet and a better store is possible. timm makes a dataset without a transform and assigns
     one later; images were stored whole until then.
     """
     after = stored.after

@@ -343,6 +343,7 @@ class Reader:
         is_last = batch.channels_last and self.can_write_channels_last
         outs = allocate_batch(len(batch), self.outputs, allocate, channels_last=is_last)
         self.read_into(outs, batch)
+        # Tensors over the same memory; NumPy has no bfloat16, so that each is viewed as its dtype.
         columns = list(map(torch.Tensor.view, map(torch.from_numpy, outs), self.dtypes))
         if not self.has_target_column:
             columns.append(targets_of(batch))

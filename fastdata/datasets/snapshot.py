@@ -29,7 +29,7 @@ class Snapshot:
     def __init__(self, transforms: Sequence[object], unknown: Iterable[object]) -> None:
         """Copy everything that transforms consist of, at any depth.
 
-        ``unknown`` steps are left out: they run as they are, and may change with each call.
+        ``unknown`` steps are left out: they are called by themselves, and may change with each call.
         """
         self._float = torch.get_default_dtype()  # ToTensor converts to it
         # Containers, attributes included, and shallow copies of them: the objects in them are in this

@@ -172,7 +172,7 @@ class WorkerRing:
             self._filled.lease()
 
     def _end(self) -> None:
-        """Drop the worker's own reference to the slot, which is free once nobody uses it."""
+        """Drop the worker's own reference to the slot, which is free when no view of it lives."""
         if self._filled is not None:
             self._filled.leased = None
             self._filled = None

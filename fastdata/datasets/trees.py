@@ -90,7 +90,7 @@ def _parts_of(value: Any) -> Sequence[Any]:
     """Return the values in a container; no values if it is not one."""
     match value:
         case SampleBatch() if value.is_stacked:
-            return value.parts
+            return value.parts  # its images are one tensor, which the samples are views of
         case list() | tuple():
             return value
         case Mapping():
