@@ -556,7 +556,9 @@ def test_forms_that_batch_ops_do_not_know() -> None:
     assert plan_transform(None, form="array").is_batched
     assert plan_transform(None, form="array").kind == "array"
     assert plan_transform(v2.RandomResizedCrop(3), form="mask").obstacle is not None
-    assert "gets what is no image" in str(plan_transform(v1.RandomHorizontalFlip(), form="mask"))
+    assert "gets samples that batch ops do not serve" in str(
+        plan_transform(v1.RandomHorizontalFlip(), form="mask")
+    )
     assert not plan_transform(None, form="pil").is_batched
 
 

@@ -45,7 +45,7 @@ def recognise(transform: Any, state: State) -> State:
         if state.is_beside and name in READERS:
             read = _read_beside
         elif state.kind in ("array", "mask", "video"):
-            raise UnknownStepError("gets what is no image to batch ops")
+            raise UnknownStepError("gets samples that batch ops do not serve")
         found = read(transform, state)
     # Attributes may be missing or of any type: objects of other versions, subclasses, the user's
     # own changes. Then the object runs as it was written.
