@@ -49,6 +49,7 @@ def run(options: argparse.Namespace) -> int:
     names = options.recipe or ([] if options.transform else RECIPES)
     transforms = {name: make_recipe(name, options.dtype) for name in names}
     if options.transform:
+        import_torchvision()  # with its operators, before the user's module imports it
         transforms[options.transform] = find_transform(options.transform)
     recipes = {}
     with TemporaryDirectory(prefix="fastdata-bench-") as drawn:

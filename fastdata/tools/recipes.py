@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import os
 import pkgutil
 import sys
 from types import ModuleType
+
+import torch
 
 from fastdata.pixels.plan import Transform
 
@@ -51,12 +54,33 @@ def make_recipe(recipe: str, dtype: str) -> Transform:
 
 
 def import_torchvision() -> ModuleType:
+    """Import torchvision, also one that was built for another torch.
+
+    Such a one fails when it registers two operators of its library, which did not load. Its
+    transforms need neither, so once they are declared the rest can be imported.
+
+    Raises:
+        ImportError: torchvision is not installed.
+    """
     try:
         return importlib.import_module("torchvision")
     except ImportError as error:
         raise ImportError(
             "this needs torchvision, which is not installed: pip install 'fastdata[bench]'"
         ) from error
+    except RuntimeError as error:
+        if "torchvision::nms" not in str(error):
+            raise
+    _declare_operators()
+    return importlib.import_module("torchvision")
+
+
+@functools.cache  # the operators exist for as long as the library object does
+def _declare_operators() -> torch.library.Library:
+    library = torch.library.Library("torchvision", "DEF")
+    for name in ("nms", "qnms"):
+        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    return library
 
 
 def find_transform(words: str) -> Transform:
