@@ -66,9 +66,9 @@ MOST_LINES_OF_THE_MEDIAN_ROOM = 270
 FRAGMENT = re.compile(r"(What|Of|Which|Whether|That|Those|Who|By|How|Where|As|It|This|These|Not)\b")
 """How docstrings begin that are no sentence."""
 WALKS = {  # calls, files, moves
-    "root until the first batch": (845, 29, 530),
-    "one steady batch": (27, 7, 14),
-    "dataset[3]": (33, 8, 28),
+    "root until the first batch": (1115, 66, 665),
+    "one steady batch": (30, 9, 20),
+    "dataset[3]": (37, 9, 26),
 }
 
 
