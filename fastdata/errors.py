@@ -33,7 +33,7 @@ _Result = TypeVar("_Result")
 _NAMED = re.compile(
     r"^(?:[\w.]+: )?sample (\d+)(?:, (.+?),)? cannot be read", re.DOTALL | re.MULTILINE
 )
-"""The beginning of a ``SampleError``'s text: index and path. In a traceback the last match counts."""
+"""Begins a ``SampleError``'s text: index and path. In a traceback the last match counts."""
 
 
 def kind_of(value: object) -> str:
@@ -108,7 +108,7 @@ class SampleError(FastDataError, OSError):
 
 
 class IngestError(FastDataError, RuntimeError):
-    """Preparation stopped without the fault of a sample, such as when a worker process is killed."""
+    """Preparation stopped, but not because of a sample: a worker process was killed, say."""
 
 
 class CacheError(FastDataError, OSError):
@@ -354,7 +354,7 @@ _KINDS = {
     rb"\x1f\x8b": "a gzip archive",
     rb"\0{64}|\0+\Z": "only zeros at its start",
 }
-"""Kinds of files by a pattern of their first 64 bytes and their last two; the first match counts."""
+"""Kinds of files by a pattern of their first 64 bytes and last two; the first match counts."""
 _FLAGS = re.DOTALL | re.IGNORECASE
 _PART_BYTES = 1 << 20
 

@@ -11,6 +11,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from html import escape
 from itertools import groupby
 from typing import Any, Literal
 
@@ -80,7 +81,7 @@ def as_text(lines: Iterable[Line]) -> str:
 
 
 class Report(ABC):
-    """A value whose ``repr`` consists of lines of text and tables."""
+    """A value that is shown as lines of text and tables, in a notebook as one table."""
 
     __slots__ = ()
 
@@ -89,6 +90,16 @@ class Report(ABC):
 
     def __repr__(self) -> str:
         return as_text(self._lines())
+
+    def _repr_html_(self) -> str:
+        """Return the lines as the rows of a table, which notebooks show instead of ``repr``."""
+        rows = ""
+        for line in self._lines():
+            if isinstance(line, str):
+                rows += f"<tr><td colspan=9>{escape(line)}</td></tr>"
+            else:
+                rows += f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in line)}</tr>"
+        return f"<table>{rows}</table>"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)

@@ -59,6 +59,9 @@ def test_a_report_reads_well() -> None:
         "held for batches      1.5 MiB  3 batches got new memory, as all was in use",
     ]
     assert repr(report) == str(report)
+    html = report._repr_html_()
+    assert html.startswith("<table><tr><td colspan=9>whole batches, read by 2 threads</td></tr>")
+    assert "<tr><td>batches</td><td>6</td><td>2,300 samples" in html
     figures = report.as_dict()
     assert (figures["batches"], figures["samples_per_s"], figures["wait_share"]) == (6, 1150, 0.25)
     assert "path" not in figures

@@ -2,13 +2,15 @@
 
 The datasets that users make:
 
-- ``folder``, ``image_manifest``: ``ImageFolder`` and ``ImageManifest``; ``image_files`` is their base
+- ``folder``, ``image_manifest``: ``ImageFolder`` and ``ImageManifest``; ``image_files`` is their
+  base
 - ``cached``: ``CachedDataset``
 - ``dataset``: the base of all three, with torch's protocol and torchvision's attributes
 
 The state of a dataset:
 
-- ``samples``: ``DatasetSamples``, which holds everything below; ``files`` is its kind for image files
+- ``samples``: ``DatasetSamples``, which holds everything below; ``files`` is its kind for image
+  files
 - ``stored``: values of how samples were prepared, and the user's transforms
 - ``preparing``: from a source to stored samples
 - ``origin``: the source of samples, and its description for a cache
@@ -17,7 +19,8 @@ The state of a dataset:
 Reading:
 
 - ``compiler``: from stored samples and transforms to a reader
-- ``reader``, ``column``: read batches and items, one column for each view of the images or for masks
+- ``reader``, ``column``: read batches and items, one column for each view of the images or for
+  masks
 - ``visits``: the indices of a batch, and the numbers that its random draws are made from
 - ``draws``: random draws of collate functions
 - ``buffers``: memory for batches, which is reused

@@ -97,8 +97,8 @@ class BatchRing:
 
     def __init__(self, slots: int, allocate: Callable[[int], Array] | None = None) -> None:
         self._allocate = allocate or partial(np.empty, dtype=np.uint8)
-        # A buffer is taken and given back by single operations of a deque, which are atomic, because
-        # an array may die at any moment, also in a thread that is just taking a buffer.
+        # A buffer is taken and given back by single operations of a deque, which are atomic,
+        # because an array may die at any moment, also in a thread that is just taking a buffer.
         self._free: deque[Lease | None] = deque([None] * slots)  # None for a slot without buffer
         self._leases: dict[
             int, Lease
@@ -128,6 +128,6 @@ class BatchRing:
         lease = Lease(leased, self._free.append)
         lease.buffer = buffer
         self._leases[id(lease)] = lease
-        # Arrays over this memory keep ``leased`` alive; arrays made of ``leased`` itself would refer
-        # to its base, the buffer, and let it die too early.
+        # Arrays over this memory keep ``leased`` alive; arrays made of ``leased`` itself would
+        # refer to its base, the buffer, and let it die too early.
         return leased.data

@@ -123,7 +123,8 @@ def _compile_kept(stored: Stored, kept: KeptSamples, transform: Transform | None
     )
     if describe_transforms(plan.prepare, "") != after.key:
         raise ValueError(
-            f"samples are stored after {after.text or 'no step'}, but the transform now begins with "
+            f"samples are stored after {after.text or 'no step'}, but the transform now begins "
+            "with "
             f"{', '.join(map(repr, plan.prepare)) or 'none'}. Give it the same first steps, or "
             "assign another transform to dataset.transform in the process that made the "
             "dataset, which prepares samples again."

@@ -1,7 +1,7 @@
 """The base class of fastdata's datasets: torch's protocol and torchvision's attributes.
 
-It is thin: ``DatasetSamples`` holds all state and does the work. Its subclasses are the datasets that
-users make: ``ImageFolder``, ``ImageManifest`` and ``CachedDataset``.
+It is thin: ``DatasetSamples`` holds all state and does the work. Its subclasses are the datasets
+that users make: ``ImageFolder``, ``ImageManifest`` and ``CachedDataset``.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def _asked_through_wrapper(dataset: PreparedDataset) -> Dataset[Any] | None:
     # torch's fetcher, ``Subset`` and ``StackDataset`` call ``__getitems__`` of the object that they
     # read if it has this attribute. A wrapper that forwards attributes has that of the dataset
     # inside it, and a bound method does not hold the object that it was found through. Only the
-    # calling frame does: torch's code has it in ``dataset`` or ``self.dataset`` (torch 2.0 to 2.13).
+    # calling frame does: torch's code has it in ``dataset`` or ``self.dataset`` (torch 2.0 to
+    # 2.13).
     frame = sys._getframe(2)
     if not frame.f_globals.get("__name__", "").startswith("torch.utils.data."):
         return None
@@ -154,8 +155,9 @@ class PreparedDataset(Dataset[Any]):
         if wrapper is not None:
             return [wrapper[index] for index in indices]
         samples = self._fastdata
-        # A loader's threads read at the same time, in an epoch that has begun with a refresh. A worker
-        # process has its own copy of the dataset, which the user's code there may have changed.
+        # A loader's threads read at the same time, in an epoch that has begun with a refresh. A
+        # worker process has its own copy of the dataset, which the user's code there may have
+        # changed.
         if not isinstance(indices, IndexBatch) or get_worker_info() is not None:
             samples.refresh()
         if samples.own_method != "__getitem__":

@@ -79,7 +79,8 @@ class ImageFolder(ImageFiles):
             place = Place(root, chosen.storage_options)
             folder = place.url
         self.root = folder
-        # Code of the user's may list other files of the same folder, which need caches of their own.
+        # Code of the user's may list other files of the same folder, which need caches of their
+        # own.
         is_usual = (
             is_valid_file is None
             and self.extensions is IMAGE_EXTENSIONS

@@ -47,8 +47,8 @@ class ImageManifest(ImageFiles):
     * ``label=None``: the id; without ``id`` the sample's place in the manifest, from 0; int64 (B,).
     * with ``id`` and ``label``: a tuple (label, id); a list of both.
 
-    Ids are texts as in the CSV file ("007"), or the values of the frame or list; a batch of texts is
-    a tuple. Blanks at the ends of paths, names and ids are part of them.
+    Ids are texts as in the CSV file ("007"), or the values of the frame or list; a batch of texts
+    is a tuple. Blanks at the ends of paths, names and ids are part of them.
 
     Raises:
         ValueError: a value or column is missing or malformed; names line and column.

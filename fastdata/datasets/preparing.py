@@ -58,8 +58,8 @@ def to_prepare(
 def may_wait(stored: Stored, transform: Transform | None) -> bool:
     """Return True if samples are prepared only at their first read, or for the next transform.
 
-    timm makes a dataset of files without a transform and assigns one later. Decoded samples may take
-    ten times as much memory as after its steps.
+    timm makes a dataset of files without a transform and assigns one later. Decoded samples may
+    take ten times as much memory as after its steps.
     """
     options = stored.options
     if transform is not None or stored.files is None or len(stored.samples) == 0:

@@ -199,7 +199,7 @@ class Reader:
 
     @cached_property
     def _are_ragged(self) -> bool:
-        """True if samples may differ in shape: each can be read alone, but they cannot be stacked."""
+        """True if samples may differ in shape: they can be read alone, but not stacked."""
         if self.kept is None:
             return False
         return not (self.outputs and all(store.spec.is_dense for store in self.kept.stores))

@@ -124,8 +124,8 @@ class DatasetSamples:
 
     def _begin(self) -> None:
         """Set the attributes that a copy does not share."""
-        # Held by the thread that changes the samples: of threads that read a lazy dataset first, one
-        # prepares it, and the others wait.
+        # Held by the thread that changes the samples: of threads that read a lazy dataset first,
+        # one prepares it, and the others wait.
         self._lock = threading.RLock()
         # Handles of this reader and of earlier ones, which epochs that have begun still hold.
         self._handles: weakref.WeakSet[ReaderHandle] = weakref.WeakSet()

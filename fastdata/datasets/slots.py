@@ -156,7 +156,7 @@ def _aligned(offset: int) -> int:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return True if a tensor consists of dtype, shape, strides and CPU memory, and nothing else."""
+    """Return True if a tensor has a dtype, shape, strides and CPU memory, and nothing else."""
     return (
         tensor.layout is torch.strided
         and tensor.device.type == "cpu"

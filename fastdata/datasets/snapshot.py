@@ -1,8 +1,8 @@
 """Snapshots of transforms, to find out that one was changed in place.
 
 The next epoch, or the next ``dataset[i]``, follows such a change. Compiling the transform each time
-would do as well, but takes 2.3 ms (RandomCrop, flip, float32 and Normalize, on one core of a busy Xeon),
-and forgets what the core has asked for while it ran. A comparison takes 4 us.
+would do as well, but takes 2.3 ms (RandomCrop, flip, float32 and Normalize, on one core of a busy
+Xeon), and forgets what the core has asked for while it ran. A comparison takes 4 us.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ class Snapshot:
     def __init__(self, transforms: Sequence[object], unknown: Iterable[object]) -> None:
         """Copy everything that transforms consist of, at any depth.
 
-        ``unknown`` steps are left out: they are called by themselves, and may change with each call.
+        ``unknown`` steps are left out: they are called by themselves, and may change with each
+        call.
         """
         self._float = torch.get_default_dtype()  # ToTensor converts to it
-        # Containers, attributes included, and shallow copies of them: the objects in them are in this
-        # list themselves.
+        # Containers, attributes included, and shallow copies of them: the objects in them are in
+        # this list themselves.
         self._parts: list[Container] = []
         self._copies: list[Container] = []
         # Functions that read other contents, the objects that they read, and the contents then.

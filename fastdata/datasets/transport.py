@@ -93,9 +93,9 @@ def _fetch_of_worker_loop() -> FrameType | None:
     then needs the batch itself.
     """
     # torch passes neither this nor the indices to a collate function, so the frames of the callers
-    # are read. In torch 2.4 to 2.13 a worker's loop, a function in ``_utils.worker``, calls a method
-    # of a class in ``_utils.fetch`` with the indices, and this calls the collate function. Names of
-    # functions and arguments differ between versions and are not used.
+    # are read. In torch 2.4 to 2.13 a worker's loop, a function in ``_utils.worker``, calls a
+    # method of a class in ``_utils.fetch`` with the indices, and this calls the collate function.
+    # Names of functions and arguments differ between versions and are not used.
     frame = sys._getframe(2)
     caller = frame.f_back
     if threading.current_thread() is not threading.main_thread():

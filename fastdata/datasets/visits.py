@@ -95,8 +95,8 @@ class OwnItem:
     """The item that a subclass's own ``__getitem__`` is making for a loader.
 
     With a seed, every read of a fastdata dataset in it has a visit of its own. The first read has
-    that of the item if it has the same index. The others follow from it and from the number of reads
-    before, of any dataset: two crops of one image differ, and so do those of two datasets.
+    that of the item if it has the same index. The others follow from it and from the number of
+    reads before, of any dataset: two crops of one image differ, and so do those of two datasets.
 
     Attributes:
         samples: the ``DatasetSamples`` of the dataset that the item belongs to.
@@ -125,9 +125,9 @@ class OwnItem:
         return visit_B
 
 
-# A user's ``__getitem__`` that calls ``super().__getitem__`` has no argument to pass the item in, and
-# it may read other fastdata datasets as well. So the item is in a context variable, which each thread
-# and each call of ``_own_items`` has for itself.
+# A user's ``__getitem__`` that calls ``super().__getitem__`` has no argument to pass the item in,
+# and it may read other fastdata datasets as well. So the item is in a context variable, which each
+# thread and each call of ``_own_items`` has for itself.
 OWN_ITEM: ContextVar[OwnItem | None] = ContextVar("fastdata_item", default=None)
 
 

@@ -41,8 +41,8 @@ _CHUNK_BYTES = 256 << 20
 """Size of a chunk: its pieces are 8 MiB, for which a hard disk reads longer than it seeks."""
 
 _FETCHED_CHUNK_BYTES = 512 << 20
-"""Size of a chunk that comes over a network, in five seconds at 100 MB/s: its pieces are larger than
-the segments in which they are fetched."""
+"""Size of a chunk that comes over a network, in five seconds at 100 MB/s: its pieces are larger
+than the segments in which they are fetched."""
 
 _ORDER_BYTES = 64
 """Memory for each sample of the dataset while an epoch is planned: key, place, and sorting."""
@@ -187,8 +187,8 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
     def _mixed_samples(self, samples: int, chunk_samples: int | None) -> int:
         """Return the number of samples that are mixed with each other, of one rank's ``samples``.
 
-        It follows from arguments and stores alone, and never from the memory that is free: the order
-        of all ranks follows from it, also when it is resumed on another machine.
+        It follows from arguments and stores alone, and never from the memory that is free: the
+        order of all ranks follows from it, also when it is resumed on another machine.
         """
         least = 1
         if chunk_samples is None:

@@ -1,4 +1,4 @@
-"""The choice of what reads the batches of a loader, and of whether they are pinned; with its reasons.
+"""The choice of threads or processes for a loader, and of pinning, with the reasons.
 
 Threads start in microseconds, share the dataset without copying anything, and hand batches over by
 reference. Kernels release the GIL while they copy, so threads run side by side.

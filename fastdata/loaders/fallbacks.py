@@ -73,7 +73,8 @@ def _wrapped_notice(dataset: Any) -> str:
             name = type(inner).__name__
             return (
                 f"{type(dataset).__name__} asks its {name} for each sample. Give the loader the "
-                f"{name} itself, with transform= or target_transform= for changes to its items. Make "
+                f"{name} itself, with transform= or target_transform= for changes to its items. "
+                "Make "
                 "a CachedDataset of any other dataset in the same ConcatDataset."
             )
     return ""

@@ -103,7 +103,8 @@ class LoaderInternals:
                 to it.
             held: batches that the user may hold at a time without costing new memory.
             read: makes a batch of indices instead of the dataset; threads only.
-            inline_reason: why batches are read in the training loop, whatever the number of workers.
+            inline_reason: why batches are read in the training loop, whatever the number of
+                workers.
         """
         parts = self._refresh(loader)
         self.engine = self.choose_engine(loader)

@@ -1,6 +1,7 @@
 """Iterators of one epoch, whose batches are made by threads or in the training loop.
 
-What all iterators have in common is ``CountedIterator``; that of processes is in ``worker_processes``.
+What all iterators have in common is ``CountedIterator``; that of processes is in
+``worker_processes``.
 """
 
 from __future__ import annotations
@@ -91,9 +92,9 @@ class BatchMaker:
                 is_collated = is_whole and self.collate_fn is collate and len(indices) > 0
                 read = partial(reader if is_collated else reader.items, allocate=self.ring.lease)
                 may_draw &= not is_whole or reader.target_transform is not None
-            # Threads share torch's generator: code of the user's draws from the batch's own numbers,
-            # so that a batch is the same whichever thread makes it. Not in the training loop, where
-            # torch's loader draws from the generator too.
+            # Threads share torch's generator: code of the user's draws from the batch's own
+            # numbers, so that a batch is the same whichever thread makes it. Not in the training
+            # loop, where torch's loader draws from the generator too.
             with BatchDraws(draws.for_reading()) if may_draw else nullcontext():
                 batch = read(indices)
             if not is_collated:
@@ -293,7 +294,8 @@ def _stop(threads: ThreadPoolExecutor) -> None:
     """End the threads; batches that are not begun are dropped.
 
     Do not wait in a thread that drops the last reference, which would wait for itself; nor in one
-    that the garbage collector interrupts while it holds the lock of ``threading`` that a join takes.
+    that the garbage collector interrupts while it holds the lock of ``threading`` that a join
+    takes.
     """
     lock = getattr(threading, "_shutdown_locks_lock", None)  # until Python 3.12
     is_locked = lock is not None and lock.locked()

@@ -72,7 +72,7 @@ class JoinedReader:
         return [found[row] for row in range(len(found))]
 
     def _pieces(self, batch: IndexBatch) -> Iterator[tuple[int, Array, IndexBatch]]:
-        """Yield, for each dataset in a batch, its number, the rows of its samples, and their batch."""
+        """Yield for each dataset in a batch: its number, the rows of its samples, their batch."""
         number_B = np.searchsorted(self._starts, batch.positions, side="right") - 1
         for number in np.unique(number_B).tolist():
             row_B = np.flatnonzero(number_B == number)
@@ -130,7 +130,7 @@ class Parts:
 
     @classmethod
     def find(cls, dataset: Any) -> Parts:
-        """Find the datasets in any ``Subset`` and ``ConcatDataset``; none next to other datasets."""
+        """Find the datasets in ``Subset`` and ``ConcatDataset``; none next to other datasets."""
         datasets: list[PreparedDataset] = []
         subset = None
         # Not isinstance: a proxy may give the class of the object inside it as its own.

@@ -109,7 +109,7 @@ class PinnedMemory:
             return None
 
     def add_warning(self, text: str) -> None:
-        """Note a warning of the copy thread, for ``give_warnings`` in the training loop's thread."""
+        """Note a warning of the copy thread for ``give_warnings`` in the loop's thread."""
         self._warnings.setdefault(text, False)
 
     def give_warnings(self) -> None:

@@ -35,8 +35,8 @@ class Progress:
         seen: the mark of the user's latest batch, if a prefetcher reads ahead of the user.
     """
 
-    # Several counts, because batches are drawn ahead of workers, workers read ahead of the loop, and
-    # a prefetcher takes batches ahead of the user: drawn >= handed >= seen.
+    # Several counts, because batches are drawn ahead of workers, workers read ahead of the loop,
+    # and a prefetcher takes batches ahead of the user: drawn >= handed >= seen.
 
     epoch: int = -1
     base_seed: int | None = None

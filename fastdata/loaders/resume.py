@@ -1,7 +1,7 @@
 """The order of a loader's epochs, and states from which an epoch is resumed.
 
-torch's iterators get a ``Resume`` as their sampler. Its iterators update a ``Progress``, from which a
-state is made. Batches are read ahead of the user, and so are indices. A state therefore holds the
+torch's iterators get a ``Resume`` as their sampler. Its iterators update a ``Progress``, from which
+a state is made. Batches are read ahead of the user, and so are indices. A state therefore holds the
 generators that the epoch's order was drawn from, and how many batches were handed over. Resuming
 draws the same order again and skips indices, without reading their samples. A RankSampler can begin
 anywhere: its state is the position in the order of all ranks, so that another number of ranks or
@@ -34,7 +34,8 @@ VERSION = 1
 """The version of states."""
 
 _NO_SIZE = (
-    "the batch size was changed within this epoch, and a state counts batches only: an epoch that is "
+    "the batch size was changed within this epoch, and a state counts batches only: an epoch "
+    "that is "
     "resumed from it may repeat some samples and leave out others. Change the batch size between "
     "epochs, or save a state at the end of the epoch."
 )
@@ -129,8 +130,8 @@ class Resume:
                 batch = list(batch)  # read here, and by other threads and processes
             progress.counted += len(batch) if counts_samples else 1
             if awaits_last_draw and chain.is_spent(progress.counted):
-                # Let the sampler draw its last numbers now: a state that is taken with the last batch
-                # must have the generator of the next epoch's beginning.
+                # Let the sampler draw its last numbers now: a state that is taken with the last
+                # batch must have the generator of the next epoch's beginning.
                 indices = _drawn_ahead(indices)
                 awaits_last_draw = False
             if visits is not None:
@@ -180,8 +181,8 @@ class Resume:
         if chain.ranked is not None:  # another epoch may have been set on it since
             progress.start = progress.start | {"samplers": chain.capture()["samplers"]}
         elif not progress.is_begun and torch.default_generator in chain.generators:
-            # The saved order is drawn below from a generator's copy. torch's global generator moves on
-            # as in a run without interruption: a script that restores it finds the same later
+            # The saved order is drawn below from a generator's copy. torch's global generator moves
+            # on as in a run without interruption: a script that restores it finds the same later
             # epochs.
             next(iter(sampler), None)
         with torch.random.fork_rng(devices=[]):

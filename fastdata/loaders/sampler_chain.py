@@ -1,7 +1,8 @@
 """The samplers of a loader, and their states.
 
 A state has the generators of torch's own samplers, also torch's global one if they draw from it. Of
-any other sampler it has what the sampler keeps itself: its ``state_dict()``, or the epoch that was set.
+any other sampler it has what the sampler keeps itself: its ``state_dict()``, or the epoch that was
+set.
 """
 
 from __future__ import annotations

@@ -40,8 +40,8 @@ class RankSampler(DistributedSampler[int]):
     Args:
         dataset: the dataset, or its length; not needed with an ``order``.
         num_samples: samples of all ranks in an epoch, if not all samples of the order.
-        order: an order by ``weighted(...)``, ``balanced(...)``, ``repeated(...)`` or ``mixed(...)``;
-            by default all samples once.
+        order: an order by ``weighted(...)``, ``balanced(...)``, ``repeated(...)`` or
+            ``mixed(...)``; by default all samples once.
         shuffle: False for the order of the dataset, if there is no ``order``.
         seed: of the order.
         uneven: treatment of samples that cannot be divided evenly. ``"pad"``: the first samples of

@@ -34,8 +34,9 @@ class Window:
 
     Attributes:
         shape: of a sample as it is served, (C, h, w).
-        tensors: what ``cut`` reads: the samples; two tables, of rows and of columns, with a line for
-            each window, which has the stored rows (or columns) that it shows; and the fill colour.
+        tensors: what ``cut`` reads: the samples; two tables, of rows and of columns, with a line
+            for each window, which has the stored rows (or columns) that it shows; and the fill
+            colour.
     """
 
     # The core draws one window for all steps that it fuses (OP_WINDOW of records.h). All but its

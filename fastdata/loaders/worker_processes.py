@@ -1,4 +1,4 @@
-"""An epoch whose batches are made by torch's worker processes, and come through reused shared memory."""
+"""An epoch of batches that worker processes make, and reused shared memory brings."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ class Block:
             raise _refusal(size_bytes, f": {free} is free ({available.limited_by})")
 
     def _explained(self, problem: OSError, size_bytes: int) -> Exception:
-        """Return a MemoryBudgetError if the system has no room for so many bytes, or ``problem``."""
+        """Return a MemoryBudgetError if the system lacks room for the bytes, or ``problem``."""
         if problem.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
             return problem
         return _refusal(size_bytes, f" ({problem.strerror})")

@@ -8,7 +8,7 @@ _UNITS = ("", "K", "M", "G", "T")
 
 
 def parse_bytes(value: int | float | str, *, of: int) -> int:
-    """Return bytes that a user gave as an int, a share of ``of`` as a float, or text with a unit."""
+    """Return bytes that are given as an int, a share of ``of`` as a float, or text with a unit."""
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(I)?)?B\s*", value, re.I | re.A)
         if match is not None:

@@ -87,8 +87,8 @@ class OpenedImages(Samples):
         how: options of ``jpeg_headers``.
     """
 
-    # The core reads addresses and sizes of this object's own arrays, which `leave_to_pillow` changes
-    # between two calls: the batch that met a damaged file goes on from that image.
+    # The core reads addresses and sizes of this object's own arrays, which `leave_to_pillow`
+    # changes between two calls: the batch that met a damaged file goes on from that image.
 
     def __init__(
         self,

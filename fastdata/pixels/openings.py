@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What a loader that fastdata knows makes of image files.
+    """Samples of image files as a known loader makes them.
 
     Args:
         loader: makes a sample from a file's bytes.

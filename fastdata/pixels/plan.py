@@ -19,7 +19,7 @@ _SHOWN_LETTERS = 100
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class TransformPlan:
-    """A transform in three parts, as ``plan_transform`` returns and ``print(dataset.plan)`` shows it.
+    """A transform in three parts; ``plan_transform`` makes it, ``print(dataset.plan)`` shows it.
 
     Attributes:
         prepare: the first of the user's transforms, if they are deterministic. They run once per

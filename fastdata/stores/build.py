@@ -1,9 +1,9 @@
 """Serve from the cache of a dataset, which is written first where it is missing.
 
-A cache is shards and an index that names them, which is renamed into its place last: a build that is
-killed at any moment leaves the cache as it was, and the shards that it has completed. A build writes
-only the shards that are not there: all of a new cache, those with changed files of an old one, the
-rest of one that was stopped. The process that called it makes the index of all shards.
+A cache is shards and an index that names them, which is renamed into its place last: a build that
+is killed at any moment leaves the cache as it was, and the shards that it has completed. A build
+writes only the shards that are not there: all of a new cache, those with changed files of an old
+one, the rest of one that was stopped. The process that called it makes the index of all shards.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def prepare_on_disk(
     }
     if root and not is_url(root):
         root = os.path.abspath(local_path(root))
-    # One cache for each folder and way to prepare it, so that the next build finds the shards of the
-    # files that have not changed. ``content`` tells if all of them are the same.
+    # One cache for each folder and way to prepare it, so that the next build finds the shards of
+    # the files that have not changed. ``content`` tells if all of them are the same.
     stem = re.sub(r"[^A-Za-z0-9._]+", "-", os.path.basename(root)).strip(".-") or "samples"
     basis = json.dumps({**key, "root": root}, sort_keys=True).encode()
     name = f"{stem}-{short_digest(basis)}"
@@ -218,8 +218,8 @@ class _Build:
         if self.place.is_remote:
             with suppress(FileNotFoundError, CacheError):
                 before = Cache.read(self.place).file_names()
-        # The index is replaced last, by renaming: until then the old cache is as it was. Files of the
-        # old index go afterwards; who has mapped them keeps them.
+        # The index is replaced last, by renaming: until then the old cache is as it was. Files of
+        # the old index go afterwards; who has mapped them keeps them.
         needed: Callable[[str], bool] = _is_complete
         try:
             with naming_full_disk(self.home):
@@ -257,7 +257,7 @@ class _Build:
         )
 
     def _choose_codec(self, expected: Forecast) -> CodecTrial:
-        """Return the user's codec; for "auto" raw if the disk has room, else the best lossless one."""
+        """Return the user's codec; for "auto" raw if it fits, else the best lossless one."""
         codec = self.options.codec
         if codec != "auto":
             [trial] = try_codecs(probe_more(self.preparer), codec)

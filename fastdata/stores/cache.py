@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 INDEX = "fastdata.npz"
 
 _MOST_SAMPLE_BYTES = 1 << 36
-"""More than any sample has. An encoded sample may claim any shape, and memory is reserved for it."""
+"""More than any sample has. A sample may claim any shape, and memory is reserved for it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,8 @@
 """Codecs of prepared samples, and the only imports of lz4 and zstandard.
 
-LZ4 is the fastest to decode. Zstandard, behind the reversible prediction of ``prediction.py``, makes
-photographs half as large. JPEG makes them seven to nine times smaller, but not exactly. The codec
-``"source"``, which keeps a file's own bytes, is a ``SourceDecoder`` of ``pixels``.
+LZ4 is the fastest to decode. Zstandard, behind the reversible prediction of ``prediction.py``,
+makes photographs half as large. JPEG makes them seven to nine times smaller, but not exactly. The
+codec ``"source"``, which keeps a file's own bytes, is a ``SourceDecoder`` of ``pixels``.
 """
 
 from __future__ import annotations
@@ -125,9 +125,9 @@ _HEAD_BYTES = 5
 _TRIAL_BYTES = 24 * 1024
 
 _NOISE = {"strategy": 1, "min_match": 7, "hash_log": 6, "window_log": 15}
-"""Parameters for residuals of photographs. They hardly repeat, so what counts is a Huffman table for
-every 32 KiB: ratio 2.18 and 130 us to decode 3 x 256 x 256, where level 1 gives 2.12 and 144 us,
-level 3 gives 2.06 and 195 us."""
+"""Parameters for residuals of photographs. They hardly repeat, so what counts is a Huffman table
+for every 32 KiB: ratio 2.18 and 130 us to decode 3 x 256 x 256, where level 1 gives 2.12 and 144
+us, level 3 gives 2.06 and 195 us."""
 
 
 _scratch = Scratch()

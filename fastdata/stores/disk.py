@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 _GAP_BYTES = 64
-"""Samples with no more than this between them, which alignment may leave, are loaded as one piece."""
+"""Samples with at most this between them, which alignment may leave, are loaded as one piece."""
 
 
 class DiskStore(Store):
@@ -41,8 +41,8 @@ class DiskStore(Store):
         return float(run_bytes.max() / samples)
 
     def ensure(self, index_B: Array) -> None:
-        # Shared by all processes: each sample is checked once, whoever reads it. Two that read it at
-        # the same time both check it, which does no harm.
+        # Shared by all processes: each sample is checked once, whoever reads it. Two that read it
+        # at the same time both check it, which does no harm.
         checked = self.index["checked"]
         for index in index_B[checked[index_B] == 0].tolist():
             self._check(index)

@@ -43,8 +43,8 @@ def run_elsewhere(
             for future in as_completed(running):
                 yield settle(future.result())
         finally:
-            # After an error or Ctrl-C tasks that wait are cancelled; those that run are waited for, so
-            # that their shards stay for the next build and no task writes after this returns.
+            # After an error or Ctrl-C tasks that wait are cancelled; those that run are waited for,
+            # so that their shards stay for the next build and no task writes after this returns.
             wait([future for future in running if not future.cancel()])
 
 

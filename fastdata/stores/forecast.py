@@ -59,7 +59,8 @@ def forecast(preparer: Preparer, *, probes: int = 8) -> Forecast:
     for read in read_samples(preparer, indices):
         if isinstance(read, SampleError):
             errors.append(read)
-        # A sample with more or fewer parts than the first is an error of its own, when it is written.
+        # A sample with more or fewer parts than the first is an error of its own, when it is
+        # written.
         elif not probed or len(read.parts) == len(probed[0].parts):
             probed += read.copies()
     if not probed:

@@ -187,7 +187,8 @@ class MirroredStore(DiskStore):
             missing = [number for number in away if number not in found]
             if missing:
                 found |= self._fetch(missing)
-            # Not those that were mapped before: they would come back if they were evicted meanwhile.
+            # Not those that were mapped before: they would come back if they were evicted
+            # meanwhile.
             known.update(found)
             mapped |= found
         return mapped

@@ -43,7 +43,7 @@ class Options:
     prepare_workers: int | None = None
     batch_ops: bool = True
     frozen: bool = False
-    """True if one draw of each item is kept of a dataset that draws at random (``CachedDataset``)."""
+    """True if one draw of each item is to be kept of a dataset that draws (``CachedDataset``)."""
     at_once: bool = False
     """True if all samples are prepared now, and none when it is first read."""
     cores: Collection[int] = ()
@@ -182,7 +182,8 @@ def with_options(dataset: type[_Dataset]) -> type[_Dataset]:
 def read_options(dataset: type, given: Mapping[str, Any]) -> Options:
     """Return the options that a constructor was given.
 
-    In addition to ``DatasetOptions`` these may be ``engine`` and ``shard_bytes`` of ``build_cache``.
+    In addition to ``DatasetOptions`` these may be ``engine`` and ``shard_bytes`` of
+    ``build_cache``.
 
     Raises:
         TypeError: there is no such option; suggests one with a similar name.

@@ -100,7 +100,8 @@ def prepare_storage(
         return replace(prepared, storage_plan=plan._replace(reason=reason))
     if met is None:
         return _store_in_memory(expected, options, table, old)
-    # The others wait until the leader tells them, or leaves: whatever happens, it does one of these.
+    # The others wait until the leader tells them, or leaves: whatever happens, it does one of
+    # these.
     with ExitStack() as cleanup:
         cleanup.callback(met.close)
         prepared = _store_in_memory(expected, replace(options, cores=cores_of_job()), table, old)

@@ -64,8 +64,8 @@ class SegmentFolder:
 
     path: Path
     limit_bytes: int
-    # Room that this process has made, and not used yet. It does not travel to other processes, which
-    # would use it a second time.
+    # Room that this process has made, and not used yet. It does not travel to other processes,
+    # which would use it a second time.
     _spare_bytes: int = 0
 
     @classmethod

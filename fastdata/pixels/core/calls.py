@@ -1,7 +1,7 @@
 """Calls of the compiled core that draw and serve a batch, with all lengths checked.
 
-serve.c describes how a batch is served, records.h the records. The core itself trusts the lengths of
-the arrays that it gets, so they are checked here.
+serve.c describes how a batch is served, records.h the records. The core itself trusts the lengths
+of the arrays that it gets, so they are checked here.
 
 Shape letters: B batch, S ops of a sample, P perspectives.
 """

@@ -101,7 +101,7 @@ def open_library(folder: Path) -> Core:
 
 
 def _read_layout(library: ctypes.CDLL) -> Core:
-    """Read the text that the preprocessor made of records.h: kind, name and C text of each entry."""
+    """Read the text that the preprocessor made of records.h: kind, name and C text of entries."""
     numbers: dict[str, int] = {}
     records: dict[str, Dtype] = {}
     heads: dict[str, Dtype] = {}
