@@ -316,7 +316,7 @@ def test_a_state_out_of_order_only_counts() -> None:
     loader = DataLoader(Waiting(release), num_workers=2, in_order=False)
     iterator = iter(loader)
     next(iterator)
-    with pytest.warns(FastDataWarning, match="in_order=False .* a state counts them only"):
+    with pytest.warns(FastDataWarning, match="in_order=False .* a state only counts them"):
         state = loader.state_dict()
     release.set()
     del iterator

@@ -232,9 +232,10 @@ class ThreadIter(CountedIterator):
         self._pid = os.getpid()
         if threads:
             self._threads = ThreadPoolExecutor(threads, thread_name_prefix="fastdata-loader")
-            # Not ``__del__``: the finaliser holds the threads alone, and runs at exit too. Nothing
-            # is read before ``next``, because Lightning calls ``set_epoch`` after ``iter``.
+            # Not ``__del__``: the finaliser holds the threads alone, and runs at exit too.
             self.stop = weakref.finalize(self, _stop, self._threads)  # type: ignore[method-assign]
+            if not progress.waits_for_next:
+                self._submit(self._threads)
 
     def _next_data(self) -> Any:
         if self._threads is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterable, Sized
+from types import GenericAlias
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
 import torch
@@ -46,7 +47,6 @@ _NO_STREAM = (
 )
 
 
-# Generic in one variable of our own: torch's loader has one until torch 2.13, and two after it.
 class DataLoader(torch_loader.DataLoader, Generic[_T_co]):  # type: ignore[type-arg]
     """torch's DataLoader, with an engine of threads where the dataset serves whole batches.
 
@@ -181,6 +181,12 @@ class DataLoader(torch_loader.DataLoader, Generic[_T_co]):  # type: ignore[type-
         """Warn of more worker processes than cores, as torch does; threads may be many."""
         if self.num_workers and self._fastdata.choose_engine(self).kind == "process":
             super().check_worker_number_rationality()
+
+    if not TYPE_CHECKING:
+
+        def __class_getitem__(cls, kinds: Any) -> GenericAlias:
+            """Take type arguments as torch's loader does: one until torch 2.13, then two."""
+            return GenericAlias(cls, kinds)
 
     def set_epoch(self, epoch: int) -> None:
         """Make the random draws of coming epochs those of ``epoch``, and its RankSampler's order.

@@ -33,6 +33,8 @@ class Progress:
         is_finished: True once there are no more batches.
         draws: the ``DrawKey`` of the batch that was drawn last.
         seen: the mark of the user's latest batch, if a prefetcher reads ahead of the user.
+        waits_for_next: True if nothing is read before the first ``next``. Else batches are read
+            ahead from ``iter`` on, as by torch's loader.
     """
 
     # Several counts, because batches are drawn ahead of workers, workers read ahead of the loop,
@@ -50,6 +52,7 @@ class Progress:
     is_finished: bool = False
     draws: DrawKey = NO_DRAWS
     seen: Mark | None = None
+    waits_for_next: bool = False
 
     @classmethod
     def resumed(cls, state: StateDict) -> Progress:

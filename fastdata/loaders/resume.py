@@ -101,6 +101,7 @@ class Resume:
         chosen = self.parts.epoch if self._set is None else self._set
         if chosen is not None and not progress.is_begun:
             progress.epoch = chosen
+        progress.waits_for_next = chain.has_set_epoch
         self.progress = progress
         self._chain = chain
         return progress

@@ -50,6 +50,12 @@ class SamplerChain:
         return cls(outer, loader.generator, each, ranked)
 
     @property
+    def has_set_epoch(self) -> bool:
+        """True if a sampler has ``set_epoch``, which Lightning calls between ``iter`` and ``next``."""
+        inner = getattr(self.outer, "sampler", None)
+        return any(hasattr(sampler, "set_epoch") for sampler in (*self.each, inner))
+
+    @property
     def batch_size(self) -> int | None:
         """Samples in each batch of a rank, where they tell a RankSampler's position; else None."""
         if self.ranked is None:

@@ -68,13 +68,13 @@ class ProcessIter(CountedIterator, torch_loader._MultiProcessingDataLoaderIter):
             raise
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
-        # torch asks its workers for the first batches here. Lightning calls ``set_epoch`` between
-        # ``iter`` and ``next``, so that indices must not be drawn before ``next``.
+        # torch asks its workers for the first batches here, as many as the factor says.
         ahead = self._prefetch_factor
-        self._prefetch_factor = 0
+        if self.progress.waits_for_next:
+            self._prefetch_factor = 0
         try:
             super()._reset(loader, first_iter)
-            self._put_later = ahead * self._num_workers
+            self._put_later = (ahead - self._prefetch_factor) * self._num_workers
         finally:  # workers that persist begin again after Ctrl-C
             self._prefetch_factor = ahead
 
