@@ -1,4 +1,4 @@
-"""Lets griffe see what it does not know of: ``Example:``, names that share a line, datasets' options."""
+"""Show ``Example:`` sections, names that share a line, and the options of datasets in the site."""
 
 import inspect
 import re
@@ -27,8 +27,8 @@ class OwnSections(griffe.Extension):
         """Show every option of a dataset on its own page, with its default and meaning."""
         meanings = inspect.cleandoc(DatasetOptions.__doc__ or "").partition("Attributes:\n")[2]
         facts = pkg["stores.options.Options"].members
-        for name in ("CachedDataset", "ImageFolder", "ImageManifest"):
-            dataset: Any = pkg[f"datasets.public.{name}"]
+        for path in ("cached.CachedDataset", "folder.ImageFolder", "image_manifest.ImageManifest"):
+            dataset: Any = pkg[f"datasets.{path}"]
             text = dataset.docstring.value
             dataset.docstring.value = text.replace(
                 "    options: see ``DatasetOptions``.", meanings.rstrip()
