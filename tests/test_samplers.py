@@ -28,8 +28,8 @@ from fastdata import (
     DataLoader,
     FastDataWarning,
 )
-from fastdata.loaders.orders import Order, balanced, mixed, repeated, weighted
-from fastdata.loaders.samplers import RankSampler
+from fastdata.loaders.orders import Order
+from fastdata.loaders.samplers import RankSampler, balanced, mixed, repeated, weighted
 
 AUGMENT = v1.Compose(
     [v1.RandomCrop((4, 3)), v1.RandomHorizontalFlip(), v1.ConvertImageDtype(torch.float32)]

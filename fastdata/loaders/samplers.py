@@ -18,11 +18,23 @@ import numpy as np
 from torch.utils.data import DistributedSampler
 
 from fastdata.datasets.visits import RepeatedIndex, count_earlier
-from fastdata.loaders.orders import shuffled
+from fastdata.loaders.orders import balanced, mixed, repeated, shuffled, weighted
 from fastdata.machine.ranks import find_rank
 
 if TYPE_CHECKING:
     from fastdata.loaders.orders import Int64s, Order
+
+# A script imports RankSampler and its orders from here.
+__all__ = [
+    "RankSampler",
+    "StateDict",
+    "Uneven",
+    "balanced",
+    "mixed",
+    "repeated",
+    "shuffled",
+    "weighted",
+]
 
 StateDict = dict[str, Any]
 """A state of plain values, which JSON can write."""
