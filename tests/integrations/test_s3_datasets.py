@@ -140,11 +140,11 @@ def test_files_are_written_to_s3(s3: MotoS3, tmp_path: Path) -> None:
 
 
 def test_a_missing_bucket(s3: MotoS3, tmp_path: Path) -> None:
-    """What is not there is a missing file, whoever asks."""
+    """A folder or a cache in a bucket that does not exist is a missing file."""
     options = {"storage_options": s3.storage_options}
     with pytest.raises(FileNotFoundError, match=r"s3://none/train"):
         ImageFolder("s3://none/train", **options)
-    with pytest.raises(FileNotFoundError, match=r"s3://none/cache is no cache"):
+    with pytest.raises(FileNotFoundError, match=r"s3://none/cache is not a cache"):
         CachedDataset.from_cache("s3://none/cache", local_cache=tmp_path, **options)
 
 
