@@ -215,7 +215,7 @@ class InlineIter(CountedIterator, torch_loader._SingleProcessDataLoaderIter):
 class ThreadIter(CountedIterator):
     """Batches read ahead by threads, or in the training loop when there are none; always in order.
 
-    An exception is raised in the place of its batch. Threads end with the epoch, or when the
+    An exception is raised when its batch is due. Threads end with the epoch, or when the
     iterator is dropped, as by ``break``. Therefore ``read``, which makes a batch of its indices and
     draws, must not refer to the iterator.
     """
@@ -283,7 +283,7 @@ class ThreadIter(CountedIterator):
                 indices = next(self._sampler_iter)
             except StopIteration:
                 return
-            except Exception as error:  # noqa: BLE001  # raised in the place of its batch
+            except Exception as error:  # noqa: BLE001  # raised when its batch is due
                 future: Future[Any] = Future()
                 future.set_exception(error)
             else:

@@ -213,7 +213,7 @@ class Block:
             os.close(fd)
 
     def close(self) -> None:
-        """Give back the descriptor and the mapping. Idempotent; arrays stay valid."""
+        """Release the descriptor and the mapping. Idempotent; arrays stay valid."""
         self._map = None
         self._close()
 
@@ -345,7 +345,7 @@ class ArrayBlock(dict[str, np.ndarray]):
         return ArrayBlock, (self.block, self._layout)
 
     def close(self) -> None:
-        """Give back the block. Idempotent; arrays stay valid."""
+        """Release the block. Idempotent; arrays stay valid."""
         self.clear()
         self.block.close()
 

@@ -81,7 +81,7 @@ def to_stored(sample: Any, *, is_mask: bool = False) -> tuple[Array, Form]:
                 "can. Convert it before it is stored: prepare=lambda im: im.convert('RGB'), or "
                 "np.array(im) for a mask of labels."
             )
-        # One plane, which NumPy copies as it is.
+        # One plane, which NumPy copies unchanged.
         if is_palette or sample.mode in _WIDE_MODES:
             return np.array(sample)[None], "pil"
         array = np.empty((len(sample.mode), sample.height, sample.width), np.uint8)

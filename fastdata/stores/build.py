@@ -219,7 +219,7 @@ class _Build:
             with suppress(FileNotFoundError, CacheError):
                 before = Cache.read(self.place).file_names()
         # The index is replaced last, by renaming: until then the old cache is as it was. Files of
-        # the old index go afterwards; who has mapped them keeps them.
+        # the old index go afterwards; processes that have mapped them keep them.
         needed: Callable[[str], bool] = _is_complete
         try:
             with naming_full_disk(self.home):

@@ -82,7 +82,7 @@ class KeptSamples(Layout):
         self.images.expect(indices)
 
     def path(self, index: int) -> str | None:
-        """Return the sample's file, for messages; None if samples are no files."""
+        """Return the sample's file, for messages; None if samples are not files."""
         return self.table.path(index) if self.table.has_paths else None
 
     def read(self, index: int) -> tuple[Any, Any]:

@@ -64,7 +64,7 @@ def _pack_targets(targets: Sequence[Any] | Array, columns: Columns) -> Any:
 
 
 def _is_json(value: object) -> bool:
-    """Return True if JSON gives a value back as it is."""
+    """Return True if JSON returns the same value that it was given."""
     # By its text, because 1 == 1.0 == True, and a tuple or an int key would come back as another.
     try:
         return repr(json.loads(json.dumps(value))) == repr(value)
