@@ -21,6 +21,7 @@ Reading:
 - ``compiler``: from stored samples and transforms to a reader
 - ``reader``, ``column``: read batches and items, one column for each view of the images or for
   masks
+- ``reading``: the samples of an epoch, their targets and programs, as one value
 - ``visits``: the indices of a batch, and the numbers that its random draws are made from
 - ``draws``: random draws of collate functions
 - ``buffers``: memory for batches, which is reused
