@@ -80,7 +80,7 @@ class Program:
 
     @functools.cached_property
     def _has_perspectives(self) -> bool:
-        return any(step.name == "perspective" for step in self._every)
+        return "perspective" in [step.name for step in self._every]
 
     def __reduce__(self) -> Any:
         return Program, (self._steps, self._spec)

@@ -77,11 +77,8 @@ class Table:
         self._steps = steps
         self._facts = facts
         self.levels = levels
-        self._sizes = np.zeros(len(levels), core.records["Levels"])
-        for place, name in enumerate(("step", "height", "width")):
-            self._sizes[name] = [size[place] for size in levels]
-        self._sizes["count"] = [values.size for values in levels.values()]
-        self._sizes["levels"] = [values.ctypes.data for values in levels.values()]
+        rows = [(*size, values.size, values.ctypes.data) for size, values in levels.items()]
+        self._sizes = np.array(rows, core.records["Levels"])
         self.record = np.zeros((), core.records["Table"])
         self.record["steps"] = steps.ctypes.data
         self.record["count"] = len(steps)

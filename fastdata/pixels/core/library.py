@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import platform
 import re
 import sys
@@ -24,12 +25,13 @@ import numpy as np
 Dtype = np.dtype[np.void]
 
 ENDING = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
-_KINDS = {
-    "int32_t": np.dtype(np.int32),
-    "int64_t": np.dtype(np.int64),
-    "uint64_t": np.dtype(np.uint64),
-    "float": np.dtype(np.float32),
-    "double": np.dtype(np.float64),
+_TYPES: Mapping[str, Any] = {
+    "int32_t": ctypes.c_int32,
+    "int64_t": ctypes.c_int64,
+    "uint64_t": ctypes.c_uint64,
+    "float": ctypes.c_float,
+    "double": ctypes.c_double,
+    "void": None,
 }
 
 
@@ -113,17 +115,16 @@ def _read_layout(library: ctypes.CDLL) -> Core:
         if kind == "FUNCTION":
             _declare(library, name, body)
         elif kind == "ENUM":
-            numbers |= _numbered(body.split(", "))
+            numbers.update(zip(body.split(", "), itertools.count(), strict=False))
         elif kind == "RECORD":
             records[name] = _record(body, records)
         elif name:
+            numbers[f"{kind}_{name.upper()}"] = len(members[kind])
             members[kind][name] = _record(body, records)
         else:
             heads[kind] = _record(body, records)
     unions = {kind: _union(heads[kind], members[kind]) for kind in members}
     _check_sizes(library, [*unions.values(), *records.values()])
-    for kind, parts in members.items():
-        numbers |= _numbered([f"{kind}_{name.upper()}" for name in parts])
     return Core(
         functions=library,
         numbers=numbers,
@@ -134,24 +135,15 @@ def _read_layout(library: ctypes.CDLL) -> Core:
     )
 
 
-def _numbered(names: Sequence[str]) -> dict[str, int]:
-    return dict(zip(names, range(len(names)), strict=True))
-
-
 def _declare(library: ctypes.CDLL, head: str, arguments: str) -> None:
     """Tell ctypes the types of a function: without them it would pass pointers as 32 bits."""
     result, name = head.split()
     function = getattr(library, name)
-    function.restype = _ctype(result)
-    function.argtypes = [_ctype(argument) for argument in arguments.split(",")]
-
-
-def _ctype(text: str) -> Any:
-    """Return the ctypes type of an argument such as ``int64_t count``; pointers are addresses."""
-    if "*" in text:
-        return ctypes.c_void_p
-    name = text.split()[0].removesuffix("_t")
-    return None if name == "void" else getattr(ctypes, f"c_{name}")
+    function.restype = _TYPES[result]
+    function.argtypes = [
+        ctypes.c_void_p if "*" in argument else _TYPES[argument.split()[0]]
+        for argument in arguments.split(",")
+    ]
 
 
 def _record(text: str, known: Mapping[str, Dtype]) -> Dtype:
@@ -165,19 +157,16 @@ def _record(text: str, known: Mapping[str, Dtype]) -> Dtype:
         kind, names = declaration.split(maxsplit=1)
         for name, length in re.findall(r"(\w+)(?:\[(\d+)\])?", names):
             shape = (int(length),) if length else ()
-            fields.append((name, _KINDS.get(kind) or known[kind], shape))
+            fields.append((name, _TYPES.get(kind) or known[kind], shape))
     return np.dtype(fields, align=True)
 
 
 def _union(head: Dtype, members: Mapping[str, Dtype]) -> Dtype:
     """Put the fields that all members share first, and the members behind these in one place."""
-    fields: Mapping[str, Any] = head.fields or {}
-    names = [*fields, *members]
-    formats = [*(dtype for dtype, *_ in fields.values()), *members.values()]
-    offsets = [offset for _, offset, *_ in fields.values()]
-    offsets += [head.itemsize] * len(members)
-    size = head.itemsize + max(member.itemsize for member in members.values())
-    return np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": size})
+    places: Any = dict(head.fields or {})
+    places |= {name: (dtype, head.itemsize) for name, dtype in members.items()}
+    union: Dtype = np.dtype(places)
+    return union
 
 
 def _structure(dtype: Dtype) -> type[ctypes.Structure]:
