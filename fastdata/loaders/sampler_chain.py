@@ -51,7 +51,7 @@ class SamplerChain:
 
     @property
     def has_set_epoch(self) -> bool:
-        """True if a sampler has ``set_epoch``, which Lightning calls between ``iter`` and ``next``."""
+        """True if a sampler has ``set_epoch``; Lightning calls it between ``iter`` and ``next``."""
         inner = getattr(self.outer, "sampler", None)
         return any(hasattr(sampler, "set_epoch") for sampler in (*self.each, inner))
 

@@ -7,8 +7,6 @@ Shape letters: N stored samples, K windows, B batch, C channels, H W size stored
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 import torch
 
@@ -45,31 +43,18 @@ class Window:
     # for each pixel of a batch would be eight times as large as the batch.
 
     def __init__(self, program: Program, samples_NCHW: Tensor) -> None:
-        stored_shape = channels, height, width = tuple(samples_NCHW.shape[1:])
-        output = program.output(stored_shape)
+        self._program = program
+        self._stored = tuple(samples_NCHW.shape[1:])
+        output = program.output(self._stored)
         assert output is not None
         self.shape, _ = output
         self.tensors = [samples_NCHW]
-        self._draw_ops = partial(_draw, program, stored_shape)
-        [ops] = self._draw_ops(np.zeros(1, np.int64), 0, 0)
-        if not len(ops):
+        ops_S = _draw_one(program, self._stored)
+        if len(ops_S) == 0:
             return  # samples are served as they are stored
-        border = ops[0]["window"]["border"]
-        mode = MODES[border["mode"]]
-        top = int(border["top"])
-        bottom = int(border["bottom"])
-        left = int(border["left"])
-        right = int(border["right"])
-        row_Kh = _line_table(height, (top, bottom), mode, self.shape[1])
-        column_Kw = _line_table(width, (left, right), mode, self.shape[2])
-        tables = [row_Kh[:, None, :, None], column_Kw[:, None, None]]
-        if mode == "constant" and top + bottom + left + right:
-            # A record has room for four channels; more are filled with the value of the last.
-            channel_C = np.arange(channels).clip(max=3)
-            fill_C = ops[0]["fill"].astype(np.uint8)[channel_C]
-            tables.append(fill_C[:, None, None])
-        for table in tables:
-            self.tensors.append(torch.from_numpy(table).to(samples_NCHW.device))
+        for table in _tables(ops_S[0], self._stored, self.shape):
+            on_host = torch.from_numpy(table)
+            self.tensors.append(on_host.to(samples_NCHW.device))
 
     def draw(self, index_B: Int64s, visits_B: int | Int64s, seed: int) -> Tensor | None:
         """Draw the windows of a batch, on the host.
@@ -80,14 +65,18 @@ class Window:
         """
         if len(self.tensors) == 1:
             return None
-        rows = len(self.tensors[1])
-        columns = len(self.tensors[2])
-        windows_B = self._draw_ops(index_B, visits_B, seed)["window"][:, 0]
+        _, rows, columns, *_ = self.tensors
+        shapes_B3 = np.array([self._stored], np.int32).repeat(len(index_B), axis=0)
+        ops_BS = self._program.draw(index_B, visits_B, seed, shapes_B3)
+        windows_B = ops_BS["window"][:, 0]
         box_B = windows_B["box"]
         # The second half of each table has the mirrored windows.
-        row_B = box_B["top"] + windows_B["mirrors_rows"] * (rows // 2)
-        column_B = box_B["left"] + windows_B["mirrors_columns"] * (columns // 2)
-        return torch.from_numpy(np.stack([row_B, column_B]))
+        first_mirrored_row = len(rows) // 2
+        first_mirrored_column = len(columns) // 2
+        row_B = box_B["top"] + windows_B["mirrors_rows"] * first_mirrored_row
+        column_B = box_B["left"] + windows_B["mirrors_columns"] * first_mirrored_column
+        line_2B = np.stack([row_B, column_B])
+        return torch.from_numpy(line_2B)
 
     def cut(self, index_B: Tensor, line_2B: Tensor | None) -> Tensor:
         """Cut samples (B, C, h, w), int64 ``index_B``, to the windows that were drawn for them.
@@ -103,12 +92,40 @@ class Window:
         column_B11w = columns_K11w.index_select(0, line_2B[1])
         # Rows first, then columns of these. The indices are broadcast, not stored: the kernels read
         # a few numbers again and again. A line that is to be filled shows line 0 so far.
-        lines_BChW = torch.take_along_dim(batch_BCHW, row_B1h1.clamp(min=0), dim=2)
-        cut_BChw = torch.take_along_dim(lines_BChW, column_B11w.clamp(min=0), dim=3)
+        shown_B1h1 = row_B1h1.clamp(min=0)
+        shown_B11w = column_B11w.clamp(min=0)
+        lines_BChW = batch_BCHW.take_along_dim(shown_B1h1, dim=2)
+        cut_BChw = lines_BChW.take_along_dim(shown_B11w, dim=3)
         if not fill:
             return cut_BChw
-        is_filled_B1hw = (row_B1h1 < 0) | (column_B11w < 0)
+        fills_row = row_B1h1 < 0
+        fills_column = column_B11w < 0
+        is_filled_B1hw = fills_row | fills_column
         return torch.where(is_filled_B1hw, fill[0], cut_BChw)
+
+
+def _tables(op: Array, stored: Shape, served: Shape) -> list[Array]:
+    """Return the tables of rows and of columns, and the fill colour if a line may be filled.
+
+    Each broadcasts over a batch (B, C, h, w). ``op`` is any record that was drawn.
+    """
+    channels, stored_height, stored_width = stored
+    _, height, width = served
+    border = op["window"]["border"]
+    mode = MODES[border["mode"]]
+    above_below = (int(border["top"]), int(border["bottom"]))
+    left_right = (int(border["left"]), int(border["right"]))
+    row_Kh = _line_table(stored_height, above_below, mode, height)
+    column_Kw = _line_table(stored_width, left_right, mode, width)
+    rows_K1h1 = row_Kh.reshape(-1, 1, height, 1)
+    columns_K11w = column_Kw.reshape(-1, 1, 1, width)
+    tables = [rows_K1h1, columns_K11w]
+    if mode == "constant" and any(above_below + left_right):
+        # A record has room for four channels; more are filled with the value of the last.
+        channel_C = np.arange(channels).clip(max=3)
+        fill_C = op["fill"].astype(np.uint8)[channel_C]
+        tables.append(fill_C.reshape(-1, 1, 1))
+    return tables
 
 
 def _line_table(stored: int, border: tuple[int, int], mode: str, length: int) -> Array:
@@ -121,16 +138,19 @@ def _line_table(stored: int, border: tuple[int, int], mode: str, length: int) ->
         length: number of lines of a window.
     """
     fill = {"constant_values": _FILLED} if mode == "constant" else {}
-    lines = np.pad(np.arange(stored), border, mode, **fill)  # type: ignore[call-overload]
+    lines = np.arange(stored)
+    lines = np.pad(lines, border, mode, **fill)  # type: ignore[call-overload]
     windows: Array = np.lib.stride_tricks.sliding_window_view(lines, length)
-    return np.concatenate([windows, windows[:, ::-1]])
+    mirrored = windows[:, ::-1]
+    return np.concatenate([windows, mirrored])
 
 
-def _draw(
-    program: Program, shape: Shape, index_B: Int64s, visits_B: int | Int64s, seed: int
-) -> Array:
-    """Draw the core's ops for samples of one shape: records ``OP`` (B, S)."""
-    return program.draw(index_B, visits_B, seed, np.full((len(index_B), 3), shape, np.int32))
+def _draw_one(program: Program, shape: Shape) -> Array:
+    """Draw the core's ops for a sample of this shape: records ``OP`` (S,)."""
+    index_1 = np.zeros(1, np.int64)
+    shape_13 = np.array([shape], np.int32)
+    ops_1S = program.draw(index_1, 0, 0, shape_13)
+    return ops_1S[0, :]
 
 
 def window_obstacle(plan: TransformPlan, spec: SampleSpec) -> str:
@@ -143,12 +163,13 @@ def window_obstacle(plan: TransformPlan, spec: SampleSpec) -> str:
     unable = [step for step in steps if not _only_cuts(step)]
     if steps and not unable:
         # Several windows are left if the core cannot fuse them, such as a border of another colour.
-        drawn = _draw(Program(steps, spec), spec.shape, np.zeros(1, np.int64), 0, 0)
-        if drawn.shape[1] > 1:
+        ops_S = _draw_one(Program(steps, spec), spec.shape)
+        if len(ops_S) > 1:
             unable.append(steps[-1])
     if not unable:
         return ""
-    text = plan.batch_texts[place_of(unable[0].at) - len(plan.prepare)]
+    place = place_of(unable[0].at)
+    text = plan.batch_texts[place - len(plan.prepare)]
     return f"{text} runs on the CPU"
 
 
