@@ -84,6 +84,7 @@ class SampleError(FastDataError, OSError):
     Attributes:
         index: position of the sample in its dataset.
         path: file of the sample, or None where the sample has none.
+        reason: the message that the error was made with.
         may_pass: True if the cause may be gone in the next run, such as a missing file. False if
             the bytes are damaged.
     """
@@ -91,6 +92,7 @@ class SampleError(FastDataError, OSError):
     may_pass = False
 
     def __init__(self, message: str, *, index: int | None = None, path: str | None = None) -> None:
+        self.reason = message
         # An error that is copied, unpickled or sent by torch is made from its text alone.
         if index is None:
             named = _NAMED.findall(message)

@@ -132,9 +132,7 @@ class KeptSamples(Layout):
             cause = damaged.__cause__
             if cause is not None and self.images.codec == SOURCE:  # the file is at fault
                 raise sample_error(path, index, cause) from cause
-            # The store's text begins with the index alone.
-            what = str(damaged).partition("cannot be read: ")[2]
-            raise SampleError(what, index=index, path=path) from cause
+            raise SampleError(damaged.reason, index=index, path=path) from cause
         except ChannelsError as wrong:
             path = self.path(wrong.index)
             raise SampleError(wrong.reason, index=wrong.index, path=path) from wrong
