@@ -179,7 +179,7 @@ class PreparedDataset(Dataset[Any]):
 
     @transform.setter
     def transform(self, transform: Transform | None) -> None:
-        if _is_made(self):
+        if is_made(self):
             samples = self._fastdata
             samples.assign(replace(samples.transforms, of_sample=transform))
 
@@ -190,7 +190,7 @@ class PreparedDataset(Dataset[Any]):
 
     @target_transform.setter
     def target_transform(self, target_transform: Transform | None) -> None:
-        if _is_made(self):
+        if is_made(self):
             self._fastdata.assign_target_transform(target_transform)
 
     @property
@@ -203,7 +203,7 @@ class PreparedDataset(Dataset[Any]):
 
     @transforms.setter
     def transforms(self, transforms: PairTransform | None) -> None:
-        if _is_made(self):
+        if is_made(self):
             samples = self._fastdata
             samples.assign(replace(samples.transforms, of_both=transforms))
 
@@ -218,7 +218,7 @@ class PreparedDataset(Dataset[Any]):
 
     @targets.setter
     def targets(self, targets: Sequence[Any]) -> None:
-        if _is_made(self):
+        if is_made(self):
             self._fastdata.relist("targets", targets)
 
     @property
@@ -231,7 +231,7 @@ class PreparedDataset(Dataset[Any]):
 
     @samples.setter
     def samples(self, samples: Sequence[tuple[str, Any]]) -> None:
-        if _is_made(self):
+        if is_made(self):
             self._fastdata.relist("samples", samples)
 
     imgs = samples
@@ -378,7 +378,7 @@ class PreparedDataset(Dataset[Any]):
         return made, vars(source)
 
 
-def _is_made(dataset: PreparedDataset) -> bool:
+def is_made(dataset: PreparedDataset) -> bool:
     """Return False before ``__init__``, which overwrites assigned attributes, as torchvision's."""
     return "_fastdata" in vars(dataset)
 

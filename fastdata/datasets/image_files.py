@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastdata.datasets.dataset import PreparedDataset, own_method
+from fastdata.datasets.dataset import PreparedDataset, is_made, own_method
 from fastdata.datasets.files import FileOrigin, FileSamples, stat_of_files
 from fastdata.datasets.preparing import to_prepare
 from fastdata.datasets.stored import Transforms
@@ -30,7 +30,7 @@ class ImageFiles(PreparedDataset):
 
     @loader.setter
     def loader(self, loader: Loader) -> None:
-        if "_fastdata" in vars(self):  # ``__init__`` overwrites it, as torchvision's does
+        if is_made(self):
             self._fastdata.assign_loader(loader)
 
     def extra_repr(self) -> str:
