@@ -6,10 +6,13 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from data import level_samples
+from fastdata import CachedDataset, DataLoader, FastDataWarning
 from fastdata.pixels.core import library
 
 CORE = Path(library.__file__).parent
@@ -78,16 +81,33 @@ def test_a_library_of_other_sources_is_refused(copy: Path) -> None:
         library.open_library(copy)
 
 
-def test_a_missing_library_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nothing was built, the obstacle names folder, system and machine, and load raises the same words."""
+@pytest.fixture
+def without_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Let this process look for the library in an empty folder."""
     monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
     library.load.cache_clear()
-    try:
-        assert f"{tmp_path} has no core-level" in (library.obstacle() or "")
-        with pytest.raises(OSError, match=f"without its compiled core.*this is {sys.platform}"):
-            library.load()
-    finally:
-        library.load.cache_clear()
+    yield tmp_path
+    library.load.cache_clear()
+
+
+def test_a_missing_library_is_said(without_library: Path) -> None:
+    """Where nothing was built, the obstacle names folder, system and machine, and load raises the same words."""
+    assert f"{without_library} has no core-level" in (library.obstacle() or "")
+    with pytest.raises(OSError, match=f"without its compiled core.*this is {sys.platform}"):
+        library.load()
+
+
+@pytest.mark.usefixtures("without_library")
+def test_a_loader_without_the_library_does_not_advise_on_steps() -> None:
+    """The warning ends with what the obstacle says of the machine, and blames no step of the transform."""
+    flip = pytest.importorskip("torchvision").transforms.RandomHorizontalFlip()
+    samples = level_samples(2, (3, 5, 6))
+    with (
+        CachedDataset(samples, transform=flip) as dataset,
+        pytest.warns(FastDataWarning, match=r"runs as written, because fastdata was .*\w$") as said,
+    ):
+        iter(DataLoader(dataset))
+    assert "prepare=" not in str(said[0].message)
 
 
 def test_a_damaged_library_is_an_obstacle(tmp_path: Path) -> None:

@@ -57,6 +57,8 @@ def _fallback_notice(dataset: PreparedDataset) -> str:
     is_asked_for = not reader.stored.options.batch_ops or reader.pair_transform is not None
     if is_asked_for or kept is None or kept.is_tuple or is_known:
         return ""
+    if reader.stored.obstacle is not None:  # there is no core, which says what to do
+        return f"{plan.obstacle}".removesuffix(".")
     return (
         f"{plan.obstacle}, so that it runs in Python on each sample. Give it as prepare= if it "
         "does the same each time, or as CudaPrefetcher(transform=) if it can take whole batches; "
