@@ -100,9 +100,9 @@ class BatchRing:
         # A buffer is taken and given back by single operations of a deque, which are atomic,
         # because an array may die at any moment, also in a thread that is just taking a buffer.
         self._free: deque[Lease | None] = deque([None] * slots)  # None for a slot without buffer
-        self._leases: dict[
-            int, Lease
-        ] = {}  # by id; keeps the leases alive, so that they are called
+        # By id. Keeps the leases alive: the callback of a weak reference that has died itself is
+        # never called.
+        self._leases: dict[int, Lease] = {}
         self._slots = slots
         self.fresh_count = 0
 
@@ -112,6 +112,7 @@ class BatchRing:
 
     @property
     def bytes_held(self) -> int:
+        # A list is made in one step; other threads lease buffers while they are counted.
         return sum(lease.buffer.nbytes for lease in list(self._leases.values()))
 
     def lease(self, size_bytes: int) -> memoryview:
@@ -124,6 +125,8 @@ class BatchRing:
         buffer = None if lease is None else self._leases.pop(id(lease)).buffer
         if buffer is None or buffer.nbytes < size_bytes:
             buffer = self._allocate(size_bytes)
+        # The lease itself is what comes back to the ring, with its buffer. This frame holds
+        # ``leased``, so the callback cannot run before the lease is complete.
         leased = buffer[:size_bytes]
         lease = Lease(leased, self._free.append)
         lease.buffer = buffer

@@ -74,6 +74,9 @@ class BatchReceiver:
             memory = lease.buffer  # mapped already; a slot that has grown has another address
         else:
             self._drop_ended()
+            # Opened by the worker's descriptor, which must be open until here; the worker closes it
+            # only when the slot is free. Our own is closed at once: the mapping does not need it,
+            # and a process may have few descriptors.
             try:
                 with closing(pickle.loads(address.block)) as opened:
                     memory = opened.array("uint8", (opened.size_bytes,))
@@ -83,6 +86,7 @@ class BatchReceiver:
                 ) from None
         # When ``leased`` dies, which every view of it keeps alive, the lease sets the first byte of
         # the slot to FREE. No line of Python runs then, as it could in any thread at any moment.
+        # The lease before this one has run: a worker fills a slot again only once it is FREE.
         leased = memory[:]
         lease = Lease(leased, _GIVE_BACK)
         lease.buffer = memory

@@ -77,6 +77,9 @@ class Slot:
 
     def lease(self) -> None:
         """Begin to fill the slot from its front."""
+        # A new array object each time. Everything that is made of its memory keeps it alive, so its
+        # death is that of the last view of this batch, and the weak reference notices that without
+        # counting anything.
         self.leased = self.memory[:]
         self._latest = weakref.ref(self.leased)
         self._end = STATE_BYTES
@@ -109,7 +112,9 @@ class Slot:
             spans = self._lay_out(parts)
         except MemoryBudgetError:
             return None
-        # From here on the slot belongs to the training loop, which sets the state to FREE again.
+        # From here on the slot belongs to the training loop, which sets the state to FREE again. It
+        # is set before the address leaves this process: set later, it could undo a FREE that the
+        # loop has written meanwhile, and the slot would be lost.
         self.memory[0] = LEASED
         return self.address, spans, packer.file.getvalue()
 
@@ -143,6 +148,8 @@ class Slot:
         # Batches differ in size: from the second block on, an eighth more than is needed now.
         size_bytes += STATE_BYTES + (size_bytes // 8 if self._block else 0)
         block = Block.create(-(-size_bytes // _PAGE_BYTES) * _PAGE_BYTES)
+        # The loop maps a block only when it receives a batch, but by then it must still be open
+        # here. This slot is free, so every batch in the old block has been received.
         if self._block:
             self._block.close()
         self._block = block
@@ -193,6 +200,8 @@ class _Packer(pickle.Pickler):
         if type(value) is not torch.Tensor or not is_plain(value) or not value.numel():
             return NotImplemented
         storage = value.untyped_storage()
+        # Known by its address, because torch makes a new Python object of a storage at each call.
+        # The arrays in the dict keep the memory, so that no other storage gets the same address.
         octets = self._storages.get(storage.data_ptr())
         if octets is None:
             octets = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()

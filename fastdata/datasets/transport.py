@@ -160,6 +160,8 @@ class WorkerRing:
             packed = None if self._filled is None else self._filled.pack(batch)
             if packed is None:  # no slot is free, or memory is short: the batch travels itself
                 packed = None, [], bytes(ForkingPickler.dumps(batch))
+            # The method pickles as that of the receiver with the same token, which in the training
+            # loop's process is the one that was made with the collate function.
             return SentBatch(self._receiver.receive, *packed)
         finally:
             self._end()

@@ -259,6 +259,7 @@ class ThreadIter(CountedIterator):
         if not self._task_info:
             self.stop()
             raise StopIteration
+        # It stays in the list while it is awaited: after a timeout or Ctrl-C it is still due.
         future = self._task_info[0]
         try:
             # The batch's own TimeoutError is returned.

@@ -89,8 +89,9 @@ class PinnedMemory:
         """
         if not hasattr(type(value), "pin_memory") or device_memory(value):
             return None
+        # In a tuple: a class that pins in place returns None, and so does a refusal.
         pinned = self._unless_refused(lambda: (value.pin_memory(),))
-        if pinned == (None,):  # some classes pin in place
+        if pinned == (None,):
             return value
         return pinned and pinned[0]
 

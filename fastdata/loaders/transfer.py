@@ -221,6 +221,7 @@ class Transfer(LoopEpoch):
         self._thread = thread
 
     def _end_thread(self) -> None:
+        # Wakes a thread that waits for a permit. One that reads the loader sees ``_is_stopped``.
         self._permits.put(None)
         thread = self._thread  # read once: the training loop's thread may drop it
         if thread is not None and thread is not threading.current_thread():
@@ -277,6 +278,7 @@ class Transfer(LoopEpoch):
             if len(self._in_flight) == self.depth:
                 self._release_oldest()
             ready = _event()
+            # Held before the first copy is queued: if one fails, those before it still read there.
             self._in_flight.append((ready, sources))
             try:
                 with profiled("fastdata: copy"):
@@ -284,9 +286,11 @@ class Transfer(LoopEpoch):
                 batch = self.finish(batch)
             finally:
                 del sources  # an exception keeps this frame
+                # Also after an error: whoever releases the sources waits for this event.
                 ready.record(self.stream)
             memory = self._device_memory(batch)
         except BaseException:
+            # No batch uses the permit, and the thread after this one would lack it.
             del batch
             self._permits.put(permit)
             raise

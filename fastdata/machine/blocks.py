@@ -110,6 +110,7 @@ class Block:
         except OSError as problem:
             raise self._explained(problem, more_bytes) from None
         self.size_bytes = size_bytes
+        # The next ``array`` maps all of it. Arrays over the old mapping show the same pages.
         self._map = None
 
     def reserved_bytes(self) -> int:

@@ -178,6 +178,7 @@ class Leader:
         pickler = pickle.Pickler(data, protocol=5)
         pickler.persistent_id = lambda each: places.get(id(each))  # type: ignore[method-assign]
         pickler.dump(value)
+        # All of it is written before the lock is free: the next rank reads what is there.
         with open(self._fd, "wb", closefd=False) as file:
             file.write(f"{os.getpid()} {find_rank().rank}\n".encode())
             file.write(data.getbuffer())
@@ -193,6 +194,7 @@ class Leader:
 
 def _end_meeting(fd: int, path: Path, pid: int) -> None:
     if os.getpid() == pid:
+        # The name first: a rank that gets the lock next finds the file nameless, and meets again.
         path.unlink(missing_ok=True)
         # Closing would not unlock: a forked process may share the descriptor.
         fcntl.flock(fd, fcntl.LOCK_UN)
@@ -235,8 +237,11 @@ def _meet(path: Path, known: Sequence[Any]) -> Leader | Follower:
             found = _read_handles(path, known)
             if found is not None:
                 return found
+            # What is in the file are handles of a leader that has ended.
             file.truncate(0)
             _sweep(path)
+            # A second descriptor of the same description, which the lock belongs to: closing this
+            # file does not unlock it.
             return Leader(os.dup(file.fileno()), path)
 
 

@@ -54,6 +54,7 @@ class DiskFile(Block):
     @classmethod
     def reserve(cls, path: Path, size_bytes: int) -> DiskFile:
         """Create a file of this size, whose room on the disk is reserved, or raise an error."""
+        # O_EXCL: a file that is there may be mapped by another process, and must not change.
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | OPEN_FLAGS
         file = cls(os.open(path, flags, 0o666), path)
         try:

@@ -121,6 +121,7 @@ class MirroredStore(DiskStore):
             super()._check(index)
         except SampleError:
             # The error may be of the way here, or of the local disk: fetch the segment again, once.
+            # Deleted before it is unmapped: another thread could map the same bytes in between.
             self._folder.delete(self._segment(self._file_of[index]))
             self.evict(np.array([index]))
             super()._check(index)
@@ -217,6 +218,8 @@ class MirroredStore(DiskStore):
         fetched: dict[int, Bytes] = {}
         at_once = max(int(FETCH_BYTES // self._segment_bytes[numbers].max()), 1)
         # One thread of a process at a time, so that it fetches no more than FETCH_BYTES at once.
+        # Every fetch takes this lock first and those of its segments second, so that no two wait
+        # for each other.
         with self.index.block.hold(os.getpid()):
             for first in range(0, len(numbers), at_once):
                 some = numbers[first : first + at_once]

@@ -90,6 +90,8 @@ class SegmentFolder:
         try:
             if not stat.S_ISREG(path.lstat().st_mode):  # a link, whose target is not ours
                 return None
+            # Another process may delete it at any moment. Then one of these lines fails, and it is
+            # fetched again; once it is mapped, its bytes stay.
             os.utime(path)
             return _map_file(path, segment.size_bytes)
         # RuntimeError of torch: another process has just deleted it, or a crash cut it short.

@@ -208,6 +208,7 @@ class Writer:
                 )
             if end > self.file.reserved_bytes():
                 self.file.resize(min(end + max(end // 32, _GROWTH_BYTES), limit_bytes))
+            # Last: if the file cannot grow, nothing was taken.
             used[0] = end
         return start
 

@@ -385,6 +385,8 @@ bool decode(const Jpeg *jpeg, const uint8_t *file, int64_t size, int32_t height,
     Places places;
     find_places(places);
     if (!decoder->files) prepare(decoder, jpeg);
+    /* A refusal jumps back to here from inside of libjpeg. Only `decoder` is read then, which does not change: other locals
+     * have no certain value. libjpeg is in the middle of a file, so this decoder is not used for another one. */
     if (setjmp(decoder->refused)) {
         finish(decoder);
         return false;

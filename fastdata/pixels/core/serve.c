@@ -158,6 +158,8 @@ static int serve_image(const Output *output, int64_t row, Drawn *drawn, const Im
                        Refusal *refusal) {
     const Values *values = &output->table->values;
     Sample sample; /* its table of values is not cleared, which would cost a tenth of a small image */
+    /* Slot -1: the pixels are those of the store, which other threads and processes read, or of a file that all outputs are
+     * made of. An op that writes in place copies them first (`own`). */
     sample.image = *source, sample.slot = -1, sample.has_table = false, sample.scratch = scratch;
     Op *op = drawn->ops, *end = op + drawn->count;
     for (; op < end && op->code != OP_CAST; op++) {
