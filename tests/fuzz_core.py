@@ -29,11 +29,13 @@ EXTREME = (np.inf, -np.inf, np.nan, 1e300, -1e300, 1e-300, 2.0**31)
 KNOWN: dict[str, tuple[int, ...]] = {
     "domain": (0, 0, 1, 2),
     "interpolation": (0, 0, 2, 2, 4),
-    "mode": (0, 1, 2, 3),
+    "mode": (0, 1, 2, 3, 4),
+    "position": (0, 1, 4, 5),
+    "quarters": (0, 1, 2, 3),
     "kind": (*range(1, 13), 13, 15, 17),
     "interpolations": (2,),
     "dtype": tuple(range(7)),
-    "scaling": (0, 1, 2),
+    "scaling": (0, 1, 2, 3),
     "means": (0, 1, 3),
     "bins": (4, 9),
     "bin": (0, 1, 3),
@@ -101,7 +103,7 @@ class Fuzz:
         count = 5 if name == "photometric" else int(self.rng.integers(1, 5))
         if name in CHILD_OF:
             return [CHILD_OF[name]] * count * (1 + (name == "policies"))
-        if name in ("choice", "order"):
+        if name in ("choice", "order", "some"):
             return ["sequence"] * count
         if name == "sequence" and depth < DEPTH:
             return [self.pick(*self.names) for _ in range(count)]

@@ -158,6 +158,30 @@ bool draw_order(Drawing *d, const Step *step) {
     return true;
 }
 
+/* albumentations' SomeOf and RandomOrder (core/composition.py): those children whose numbers are the least ones. */
+bool draw_some(Drawing *d, const Step *step) {
+    const Step *children = d->table->steps + step->first;
+    const bool keeps_order = step->some.keeps_order;
+    double last = -1;
+    for (int32_t place = 0; place < (keeps_order ? step->count : step->some.count) && place < step->count; place++) {
+        if (d->is_probe) {
+            if (!probe_each(d, step, false)) return false;
+            continue;
+        }
+        int32_t next = place, before = 0; /* children whose number is less than that of `place` */
+        double least = 2;
+        for (int32_t k = 0; k < step->count; k++) {
+            const double drawn = uniform(d, step->at, k);
+            before += drawn < uniform(d, step->at, place);
+            if (!keeps_order && drawn > last && drawn < least) least = drawn, next = k;
+        }
+        last = least;
+        if (keeps_order && before >= step->some.count) continue;
+        if (!draw_steps(d, d->table, children[next].first, children[next].count)) return false;
+    }
+    return true;
+}
+
 /* v2.RandomPhotometricDistort, whose contrast comes first or fourth. Whether children apply is drawn by the numbers 10 to 13
  * and 22, their order by 20. */
 bool draw_photometric(Drawing *d, const Step *step) {
@@ -221,7 +245,7 @@ static bool is_between(int32_t value, int32_t low, int32_t high) { return value 
 
 static bool is_sound_cast(const Step *step) {
     const bool is_dtype = is_between(step->cast.dtype, UINT8, INT64);
-    const bool is_scaling = is_between(step->cast.scaling, SCALE_NONE, SCALE_MULTIPLY);
+    const bool is_scaling = is_between(step->cast.scaling, SCALE_NONE, SCALE_AFTER);
     if (!is_dtype || !is_scaling || !is_between(step->cast.means, 0, MAX_MEANS)) return false;
     for (int32_t c = 0; c < step->cast.means; c++)
         if (!isfinite(step->cast.mean[c]) || !isfinite(step->cast.std[c])) return false;

@@ -41,9 +41,11 @@
 /* Whose pixels are wanted: those of Pillow, or of torchvision's v1 or v2 functions on uint8 tensors. */
 ENUM(PIL_DOMAIN, V1_DOMAIN, V2_DOMAIN)
 ENUM(NEAREST, BOX, BILINEAR, HAMMING, BICUBIC, LANCZOS, NEAREST_EXACT)
-ENUM(PAD_CONSTANT, PAD_EDGE, PAD_REFLECT, PAD_SYMMETRIC)
+ENUM(PAD_CONSTANT, PAD_EDGE, PAD_REFLECT, PAD_SYMMETRIC, PAD_WRAP)
 ENUM(UINT8, FLOAT32, FLOAT64, FLOAT16, BFLOAT16, INT32, INT64)
-ENUM(SCALE_NONE, SCALE_DIVIDE, SCALE_MULTIPLY) /* how 255 becomes 1 */
+/* How 255 becomes 1. SCALE_AFTER: not at all, but `std` is what the difference from the mean is multiplied by. */
+ENUM(SCALE_NONE, SCALE_DIVIDE, SCALE_MULTIPLY, SCALE_AFTER)
+ENUM(PLACE_CENTER, PLACE_TOP_LEFT, PLACE_TOP_RIGHT, PLACE_BOTTOM_LEFT, PLACE_BOTTOM_RIGHT, PLACE_RANDOM)
 ENUM(FREE_SIZE, MULTIPLIED_SIZE, SHORT_BOUND, LONG_BOUND)
 ENUM(FILLED, NORMAL_PIXELS, NORMAL_CHANNELS) /* what an erased rectangle holds */
 ENUM(MIX_BEGIN, MIX_ADD, MIX_END)
@@ -67,6 +69,8 @@ RECORD(Policy, Warp warp; int32_t bins, has_shares;)
 STEP(SEQUENCE, sequence, double end;)
 STEP(CHOICE, choice, ) /* one of its children, or none */
 STEP(ORDER, order, )   /* its children, in random order */
+/* albumentations: SomeOf, RandomOrder. `count` of its children, none twice, in their own order or in random order. */
+STEP(SOME, some, int32_t count, keeps_order;)
 
 /* torchvision: Pad, RandomCrop, CenterCrop, RandomHorizontalFlip, RandomVerticalFlip; ours: AlternatingFlip. */
 STEP(PAD, pad, Border border;)
@@ -75,6 +79,14 @@ STEP(CROP, crop, Border border; int32_t height, width, pads_if_needed, is_v2;)
 STEP(CENTER_CROP, center_crop, int32_t height, width;)
 /* alternates: mirrors in each second epoch, whatever p is. */
 STEP(FLIP, flip, int32_t is_vertical, alternates; double p;)
+
+/* albumentations: RandomRotate90 and D4 (with FLIP); PadIfNeeded and what its crops add first; CenterCrop and Crop.
+ * To height x width at least, or to a multiple of the divisors if these are not 0. The image is at `position` among what
+ * is added; is_whole_behind: all that is missing is added behind it, and what `position` asks for before it.
+ * is_centered: the box is in the middle, whatever its top and left are. */
+STEP(TURN, turn, int32_t quarters;) /* counterclockwise */
+STEP(PAD_TO, pad_to, int32_t height, width, height_divisor, width_divisor, position, mode, is_whole_behind;)
+STEP(CUT, cut, Box box; int32_t is_centered;)
 
 /* torchvision: Resize, RandomResize, RandomShortestSize, RandomResizedCrop. To height x width; or, if these are 0, the
  * shorter side to the length of one of its children, and the longer one to `longest` at most (0: any).

@@ -34,10 +34,17 @@ INLINE void convert(const Values *v, int32_t c, const uint8_t *restrict in, int6
     for (int64_t i = 0; i < count; i++) out[i] = divide((divides ? divide(in[i], whole) : in[i] * factor) - mean, std);
 }
 
+/* albumentations' Normalize: normalize_lut of albucore's functions.py. */
+static void convert_after(const Values *v, int32_t c, const uint8_t *restrict in, int64_t count, float *restrict out) {
+    const float mean = (float)v->mean[c], std = (float)v->std[c];
+    for (int64_t i = 0; i < count; i++) out[i] = (in[i] - mean) * std;
+}
+
 static void to_floats(const Values *v, int32_t c, const uint8_t *restrict in, int64_t count, float *restrict out) {
     c %= v->channels;
     if (!v->by_formula)
         for (int64_t i = 0; i < count; i++) out[i] = (float)v->table_C256[256 * c + in[i]];
+    else if (v->scaling == SCALE_AFTER) convert_after(v, c, in, count, out);
     else
         v->scaling == SCALE_DIVIDE ? convert(v, c, in, count, out, true) : convert(v, c, in, count, out, false);
 }
@@ -74,9 +81,11 @@ void fastdata_values(Table *table) {
         const double mean = v->normalizes ? cast->cast.mean[c] : 0, std = v->normalizes ? cast->cast.std[c] : 1;
         v->mean[c] = mean, v->std[c] = std;
         for (int x = 0; x < 256; x++) {
+            const bool is_after = v->scaling == SCALE_AFTER;
             const double wide = (divides ? x / factor : x * factor) - mean;
             const float value = (divides ? (float)x / v->factor : (float)x * v->factor) - (float)mean;
-            v->table_C256[256 * c + x] = v->dtype == FLOAT64 ? wide / std : value / (float)std;
+            const float narrow = is_after ? value * (float)std : value / (float)std;
+            v->table_C256[256 * c + x] = v->dtype != FLOAT64 ? narrow : is_after ? wide * std : wide / std;
         }
     }
     v->by_formula = true;
@@ -147,22 +156,23 @@ static void repeat(const Values *v, int64_t channels, Pattern *pattern) {
 }
 
 INLINE void convert_pattern(const Values *v, const Pattern *p, Divisor whole, const uint8_t *restrict in,
-                            float *restrict out, bool divides) {
+                            float *restrict out, int32_t scaling) {
     for (int k = 0; k < PERIOD; k++) {
-        const float scaled = divides ? divide(in[k], whole) : in[k] * v->factor;
-        out[k] = divide(scaled - p->mean[k], (Divisor){p->value[k], p->high[k], p->low[k]});
+        const float scaled = scaling == SCALE_DIVIDE ? divide(in[k], whole) : in[k] * v->factor, from = scaled - p->mean[k];
+        if (scaling == SCALE_AFTER) out[k] = from * p->value[k];
+        else out[k] = divide(from, (Divisor){p->value[k], p->high[k], p->low[k]});
     }
 }
 
 INLINE void convert_pixels(const Values *v, const Pattern *pattern, const uint8_t *in, int64_t count, float *out,
-                           bool divides) {
+                           int32_t scaling) {
     const Divisor whole = divisor_of(v->factor);
     for (; count >= PERIOD; count -= PERIOD, in += PERIOD, out += PERIOD)
-        convert_pattern(v, pattern, whole, in, out, divides);
+        convert_pattern(v, pattern, whole, in, out, scaling);
     uint8_t last[PERIOD] = {0};
     float made[PERIOD];
     memcpy(last, in, (size_t)count);
-    convert_pattern(v, pattern, whole, last, made, divides);
+    convert_pattern(v, pattern, whole, last, made, scaling);
     memcpy(out, made, (size_t)count * sizeof *made);
 }
 
@@ -187,8 +197,9 @@ static void write_pixels(const Values *v, const Pattern *pattern, int64_t channe
             for (int64_t i = 0; i < part; i++) ((int64_t *)out)[i] = (int64_t)value_of(v, channels, i, in[i]);
         else if (!pattern)
             for (int64_t i = 0; i < part; i++) to[i] = (float)value_of(v, channels, i, in[i]);
-        else if (v->scaling == SCALE_DIVIDE) convert_pixels(v, pattern, in, part, to, true);
-        else convert_pixels(v, pattern, in, part, to, false);
+        else if (v->scaling == SCALE_DIVIDE) convert_pixels(v, pattern, in, part, to, SCALE_DIVIDE);
+        else if (v->scaling == SCALE_AFTER) convert_pixels(v, pattern, in, part, to, SCALE_AFTER);
+        else convert_pixels(v, pattern, in, part, to, SCALE_NONE);
         if (is_half(v)) store(v->dtype, floats, part, out + from * ITEM_BYTES[v->dtype]);
     }
 }

@@ -423,6 +423,11 @@ static bool add_turn(Drawing *d, const Step *step, int quarters, bool expands) {
     return !swaps || set_size(d, d->width, d->height, expands ? DRAWN : FOLLOWS);
 }
 
+bool draw_turn(Drawing *d, const Step *step) {
+    const int32_t quarters = step->turn.quarters & 3;
+    return !quarters || add_turn(d, step, quarters, false);
+}
+
 /* Image.rotate of Pillow's Image.py: the matrix, and the size if it expands. */
 static bool add_pillow_rotation(Drawing *d, const Step *step, const Warp *warp, double degrees, bool expands,
                                 const double *center) {

@@ -24,7 +24,7 @@ static int32_t bounded(int64_t length) { return (int32_t)least(length, INT32_MAX
 /* A window of the image with margins around it. Refused are the sizes that torch refuses, for the user to get its error. */
 static bool add_window(Drawing *d, const Step *step, int32_t mode, int32_t domain, Margins m, double top, double left,
                        int64_t height, int64_t width, int how) {
-    if (mode < PAD_CONSTANT || mode > PAD_SYMMETRIC) return deny(d, step, REFUSED_TABLE);
+    if (mode < PAD_CONSTANT || mode > PAD_WRAP) return deny(d, step, REFUSED_TABLE);
     const int64_t bordered_h = d->height + added_height(m), bordered_w = d->width + added_width(m);
     if (!d->is_probe && (bordered_h < height || bordered_w < width)) {
         d->refusal->crop.crop_height = height, d->refusal->crop.crop_width = width;
@@ -87,6 +87,45 @@ bool draw_center_crop(Drawing *d, const Step *step) {
     return add_window(d, step, PAD_CONSTANT, PIL_DOMAIN, m, top, left, height, width, FIXED);
 }
 
+/* How much a side lacks to be long enough, or a multiple of a divisor. */
+static int64_t missing(int64_t length, int64_t least_length, int64_t divisor) {
+    return divisor > 0 ? (divisor - length % divisor) % divisor : most(least_length - length, 0);
+}
+
+/* albumentations: get_padding_params and adjust_padding_by_position of augmentations/geometric/functional.py; and, with
+ * is_whole_behind, Crop._compute_adjusted_padding of augmentations/crops/transforms.py. */
+bool draw_pad_to(Drawing *d, const Step *step) {
+    const int32_t position = step->pad_to.position;
+    const int64_t miss_v = missing(d->height, step->pad_to.height, step->pad_to.height_divisor);
+    const int64_t miss_h = missing(d->width, step->pad_to.width, step->pad_to.width_divisor);
+    int64_t top = miss_v / 2, left = miss_h / 2;
+    if (position == PLACE_TOP_LEFT || position == PLACE_TOP_RIGHT) top = 0;
+    if (position == PLACE_BOTTOM_LEFT || position == PLACE_BOTTOM_RIGHT) top = miss_v;
+    if (position == PLACE_TOP_LEFT || position == PLACE_BOTTOM_LEFT) left = 0;
+    if (position == PLACE_TOP_RIGHT || position == PLACE_BOTTOM_RIGHT) left = miss_h;
+    if (position == PLACE_RANDOM) top = integer(d, step->at, 0, miss_v + 1), left = integer(d, step->at, 1, miss_h + 1);
+    const bool is_whole = step->pad_to.is_whole_behind;
+    const Margins m = {left, top, is_whole ? miss_h : miss_h - left, is_whole ? miss_v : miss_v - top};
+    const int64_t height = d->height + added_height(m), width = d->width + added_width(m);
+    return add_window(d, step, step->pad_to.mode, PIL_DOMAIN, m, 0, 0, height, width, FOLLOWS);
+}
+
+/* albumentations: get_center_crop_coords and crop of augmentations/crops/functional.py. */
+bool draw_cut(Drawing *d, const Step *step) {
+    const Box *box = &step->cut.box;
+    const int64_t height = box->height, width = box->width;
+    int64_t top = box->top, left = box->left;
+    if (step->cut.is_centered) top = (d->height - height) / 2, left = (d->width - width) / 2;
+    const bool fits = top >= 0 && left >= 0 && top + height <= d->height && left + width <= d->width;
+    if (!fits && !d->is_probe) {
+        d->refusal->crop.crop_height = top + height, d->refusal->crop.crop_width = left + width;
+        d->refusal->crop.height = d->height, d->refusal->crop.width = d->width;
+        return deny(d, step, REFUSED_CROP);
+    }
+    const Margins none = {0, 0, 0, 0};
+    return add_window(d, step, PAD_CONSTANT, PIL_DOMAIN, none, (double)top, (double)left, height, width, FIXED);
+}
+
 /* Mirrors the window before it, if there is one; a window of its own even where it does not mirror, so that all samples
  * have the same windows (loaders/device.py). */
 bool draw_flip(Drawing *d, const Step *step) {
@@ -110,6 +149,7 @@ static int64_t source_place(int64_t at, int64_t length, int mode) {
     if (at >= 0 && at < length) return at;
     if (mode == PAD_CONSTANT) return -1;
     if (mode == PAD_EDGE) return at < 0 ? 0 : length - 1;
+    if (mode == PAD_WRAP) return (at % length + length) % length;
     int64_t period = mode == PAD_SYMMETRIC ? 2 * length : length > 1 ? 2 * (length - 1) : 1;
     at = (at % period + period) % period;
     return at < length ? at : (mode == PAD_SYMMETRIC ? 2 * length - 1 : 2 * (length - 1)) - at;
