@@ -27,11 +27,15 @@ Allocate = Callable[[int], memoryview]
 
 
 def allocate_batch(
-    count: int, outputs: list[Output], allocate: Allocate, *, channels_last: bool = False
+    count: int,
+    outputs: list[Output],
+    allocate: Allocate,
+    *,
+    channels_last: Sequence[bool] | None = None,
 ) -> list[Array]:
     """Return an array (count, *shape) for each output, all in one piece of memory.
 
-    With ``channels_last`` arrays (B, C, h, w) are stored as (B, h, w, C).
+    Outputs with ``channels_last`` are stored as (B, h, w, C), and the arrays are (B, C, h, w).
     """
     pieces = []
     end = 0
@@ -41,9 +45,9 @@ def allocate_batch(
         end += -(-length * dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES
     memory = allocate(end)
     arrays = []
-    for shape, dtype, length, start in pieces:
+    for number, (shape, dtype, length, start) in enumerate(pieces):
         values = np.frombuffer(memory, dtype, length, start)
-        if channels_last:
+        if channels_last and channels_last[number]:
             channels, height, width = shape
             arrays.append(values.reshape(count, height, width, channels).transpose(0, 3, 1, 2))
         else:

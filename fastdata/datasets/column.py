@@ -65,7 +65,7 @@ class Column(NamedTuple):
     def show(self, rows: Iterable[Array]) -> list[Any]:
         """Return samples after the batch ops in the form that the next step expects."""
         kind = self.plan.kind
-        if self.program is None or kind in ("pil", "array"):
+        if self.program is None or kind in ("pil", "array", "hwc", "hw", "plane"):
             return [from_stored(row, kind) for row in rows]
         made = tensor_class(kind)
         return [self.program.as_tensor(row).as_subclass(made) for row in rows]

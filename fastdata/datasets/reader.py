@@ -23,7 +23,7 @@ from fastdata.datasets.reading import Reading
 from fastdata.datasets.visits import IndexBatch
 from fastdata.errors import ChannelsError, SampleError, fault_of, sample_error
 from fastdata.pixels.arrays import Array
-from fastdata.pixels.samples import without_exif
+from fastdata.pixels.samples import batch_of_form, without_exif
 from fastdata.pixels.steps import Step
 from fastdata.sources.files import FileSource
 from fastdata.stores.preparer import NO_FAULT_OF_A_SAMPLE, open_files
@@ -151,13 +151,24 @@ class Reader(Reading):
     ) -> list[Any]:
         """Read the columns of a whole batch: images of each view, then the targets."""
         is_last = batch.channels_last and self.can_write_channels_last
-        outs = allocate_batch(len(batch), self.outputs, allocate, channels_last=is_last)
+        outs = self.allocate(len(batch), allocate, channels_last=is_last)
         self.read_into(outs, batch)
-        # Tensors over the same memory; NumPy has no bfloat16, so that each is viewed as its dtype.
-        columns = list(map(torch.Tensor.view, map(torch.from_numpy, outs), self.dtypes))
+        columns = self.as_tensors(outs)
         if not self.has_target_column:
             columns.append(targets_of(batch))
         return columns
+
+    def allocate(self, count: int, allocate: Allocate, *, channels_last: bool) -> list[Array]:
+        """Return an array (count, C, h, w) for each column; see ``allocate_batch``."""
+        # Pixels of arrays (H, W, C) are together, also where the user did not ask for it.
+        lays_last = [channels_last or column.plan.kind == "hwc" for column in self.columns]
+        return allocate_batch(count, self.outputs, allocate, channels_last=lays_last)
+
+    def as_tensors(self, outs: list[Array]) -> list[Any]:
+        """Return tensors over the memory of ``allocate``, shaped like stacked samples."""
+        # NumPy has no bfloat16, so that each is viewed as its dtype.
+        columns = map(torch.Tensor.view, map(torch.from_numpy, outs), self.dtypes)
+        return list(map(batch_of_form, columns, [column.plan.kind for column in self.columns]))
 
     def read_into(self, outs: list[Array], batch: IndexBatch, rows_B: Array | None = None) -> None:
         """Read a batch's images into arrays of ``allocate_batch``.

@@ -19,7 +19,7 @@ from fastdata.machine.tables import SampleTable, collate_targets
 from fastdata.pixels.arrays import Array
 from fastdata.pixels.plan import PairTransform, Transform, TransformPlan
 from fastdata.pixels.program import Program
-from fastdata.pixels.samples import shown_class
+from fastdata.pixels.samples import shown_class, shown_shape
 from fastdata.sources.source import ItemKeys
 from fastdata.stores.kept import KeptSamples
 from fastdata.stores.preparer import Steps
@@ -210,6 +210,8 @@ class Reading:
         """Class, shape and dtype of each image in a whole batch."""
         forms = []
         # ``outputs`` has NumPy's dtypes, which lack bfloat16.
-        for kind, (shape, _), dtype in zip(self._classes, self.outputs, self.dtypes, strict=True):
-            forms.append(f"{kind.__name__}{shape} of {str(dtype)[6:]}")
+        for column, (shape, _), dtype in zip(self.columns, self.outputs, self.dtypes, strict=True):
+            kind = column.plan.end_kind or "tensor"
+            shown = f"{shown_class(kind).__name__}{shown_shape(shape, kind)}"
+            forms.append(f"{shown} of {str(dtype)[6:]}")
         return ", ".join(forms) + (f" in {self.keys}" if self.keys else "")

@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
-from fastdata.datasets.buffers import Allocate, allocate_batch, new_buffer
+from fastdata.datasets.buffers import Allocate, new_buffer
 from fastdata.datasets.dataset import PreparedDataset, index_count
 from fastdata.datasets.reader import Reader
 from fastdata.datasets.samples import ReaderHandle
@@ -48,13 +47,11 @@ class JoinedReader:
         readers = self._readers
         first = readers[0]
         is_last = batch.channels_last and all(each.can_write_channels_last for each in readers)
-        outs = allocate_batch(len(batch), first.outputs, allocate, channels_last=is_last)
+        outs = first.allocate(len(batch), allocate, channels_last=is_last)
         # Each dataset writes its rows of one batch, so that nothing is copied to join them.
         for number, row_B, piece in self._pieces(batch):
             readers[number].read_into(outs, piece, row_B)
-        parts: list[Any] = []
-        for out, dtype in zip(outs, first.dtypes, strict=True):
-            parts.append(torch.from_numpy(out).view(dtype))
+        parts = first.as_tensors(outs)
         if not first.has_target_column:
             of_each = self.in_order(batch, [reader.targets.of_each for reader in readers])
             parts.append(collate_targets(of_each))

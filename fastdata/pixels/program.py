@@ -150,7 +150,8 @@ class Program:
         pairs: list[_Pair] = []
         every: list[_Pair] = [(self, out_BChw), *others]
         for program, out in every:
-            if program._steps or isinstance(source, Samples):
+            # The core lays pixels together where the memory is channels_last.
+            if program._steps or isinstance(source, Samples) or not out.flags.c_contiguous:
                 pairs.append((program, out))
             elif rows_B is None:
                 source.gather_into(index_B, out)

@@ -20,10 +20,15 @@ from fastdata.pixels.arrays import Array, Int64s, Shape
 if TYPE_CHECKING:
     from PIL import Image  # 10 ms, which only functions that make images take
 
-Form = Literal["pil", "tensor", "array", "image", "mask", "video"]
-"""Type of a sample before it was stored, which code that runs per sample gets again. The last three
-are torchvision's ``tv_tensors``. Boxes also have a format and a canvas, so they can be targets but
-not samples."""
+Form = Literal["pil", "tensor", "array", "hwc", "hw", "plane", "image", "mask", "video"]
+"""Type of a sample before it was stored, which code that runs per sample gets again.
+
+``hwc`` and ``hw`` are NumPy arrays of uint8 pixels (H, W, C) and (H, W), as OpenCV and
+albumentations have them, and ``array`` is any other; ``plane`` is a tensor (H, W) that was made of
+an array. The last three are torchvision's ``tv_tensors``. Boxes also have a format and a canvas, so
+they can be targets but not samples."""
+_MOST_CHANNELS = 4
+"""Of an array that is stored as planes."""
 _TV_TENSORS: dict[str, Form] = {"Image": "image", "Mask": "mask", "Video": "video"}
 _WIDE_MODES = {"I;16": (1, "uint16"), "I": (1, "int32"), "F": (1, "float32")}
 _MODES = {"L": (1, "uint8"), "RGB": (3, "uint8"), "RGBA": (4, "uint8"), **_WIDE_MODES}
@@ -38,8 +43,8 @@ class SampleSpec:
     Attributes:
         shape: of every sample, (C, H, W) for images; None if samples differ (ragged).
         dtype: its name in NumPy.
-        form: type before it was stored. PIL images are stored as planes (C, H, W), all others
-            unchanged.
+        form: type before it was stored. PIL images and arrays of pixels are stored as planes
+            (C, H, W), all others unchanged.
     """
 
     shape: Shape | None
@@ -64,7 +69,8 @@ _NUMERIC_KINDS = "biufc"
 def to_stored(sample: Any, *, is_mask: bool = False) -> tuple[Array, Form]:
     """Return the values of a sample, and its form.
 
-    The values of a PIL image (C, H, W) are copied, those of other samples are a view.
+    The values of a PIL image, or of an array (H, W, C), are copied to planes (C, H, W); those of
+    other samples are a view.
 
     Args:
         sample: a PIL image, a tensor or a NumPy array.
@@ -90,6 +96,14 @@ def to_stored(sample: Any, *, is_mask: bool = False) -> tuple[Array, Form]:
     if isinstance(sample, np.ndarray):
         if sample.dtype.kind not in _NUMERIC_KINDS:
             raise TypeError(f"an array of {sample.dtype} cannot be stored; give it a numeric dtype")
+        if sample.dtype == np.uint8 and sample.ndim == 2:
+            return sample[None], "hw"
+        if sample.dtype == np.uint8 and sample.ndim == 3 and 1 <= sample.shape[2] <= _MOST_CHANNELS:
+            planes = np.empty((sample.shape[2], *sample.shape[:2]), np.uint8)
+            # A plane at a time, as in `pack_planes`.
+            for channel, plane in enumerate(planes):
+                plane[...] = sample[..., channel]
+            return planes, "hwc"
         # The core and caches take the byte order of this machine only.
         return sample.astype(sample.dtype.newbyteorder("="), copy=False), "array"
     if not isinstance(sample, torch.Tensor):
@@ -220,12 +234,31 @@ def from_stored(array: Array, form: Form) -> Any:
     """Return a stored array in the form that the sample had."""
     if form == "pil":
         return to_pil(array)
-    return array if form == "array" else torch.from_numpy(array).as_subclass(tensor_class(form))
+    if form == "hwc":
+        return np.ascontiguousarray(array.transpose(1, 2, 0))
+    if form in ("hw", "plane"):
+        array = array[0]
+    is_array = form in ("array", "hw")
+    return array if is_array else torch.from_numpy(array).as_subclass(tensor_class(form))
+
+
+def batch_of_form(batch: torch.Tensor, form: Form) -> torch.Tensor:
+    """Return samples (B, C, H, W) as ``default_collate`` stacks samples of this form."""
+    if form == "hwc":
+        return batch.permute(0, 2, 3, 1)
+    return batch[:, 0] if form in ("hw", "plane") else batch
+
+
+def shown_shape(shape: Shape, form: Form) -> Shape:
+    """Return the shape of a sample of this form that is stored, or served, in planes."""
+    if form == "hwc":
+        return *shape[1:], shape[0]
+    return shape[1:] if form in ("hw", "plane") else shape
 
 
 def shown_class(form: Form) -> type[torch.Tensor] | type[np.ndarray]:
     """Return the class of an image of this form in a list of samples."""
-    return np.ndarray if form == "array" else tensor_class(form)
+    return np.ndarray if form in ("array", "hwc", "hw") else tensor_class(form)
 
 
 def tensor_class(form: Form) -> type[torch.Tensor]:
