@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fastdata.datasets.column import Column
 from fastdata.datasets.reader import Reader
+from fastdata.pixels.albumentations_objects import is_of_albumentations
 from fastdata.pixels.core import library
+from fastdata.pixels.own_transforms import AlbumentationsPair
 from fastdata.pixels.plan import PairTransform, Transform, TransformPlan
 from fastdata.pixels.program import Program
 from fastdata.pixels.samples import SampleSpec
@@ -47,6 +49,8 @@ def compile_reader(stored: Stored, transforms: Transforms, *, own: str) -> Reade
     """
     transform = transforms.of_sample
     pair_transform = transforms.of_both
+    if is_of_albumentations(pair_transform):
+        pair_transform = AlbumentationsPair(pair_transform)
     if pair_transform is not None:
         compiled = _compile_pairs(stored, pair_transform)
     elif stored.kept is not None:
@@ -71,14 +75,16 @@ def _compile_pairs(stored: Stored, transforms: PairTransform) -> Compiled:
     """Compile a transform of image and mask: a column for each, or none if it runs per sample."""
     kept = stored.kept
     if kept is None or not kept.target_is_part:
-        plan = plan_pairs(transforms, obstacle="only images with a tv_tensors.Mask are served")
+        wanted = "a mask" if isinstance(transforms, AlbumentationsPair) else "a tv_tensors.Mask"
+        plan = plan_pairs(transforms, obstacle=f"only images with {wanted} are served")
         return _compiled(stored, plan, [Column(plan)])
     image, mask, *_ = kept.stores
     plan = plan_pairs(
         transforms,
         form=image.spec.form,
         channels=_channels_of(image),
-        obstacle=_pair_obstacle(image, mask) or stored.obstacle,
+        mask_form=mask.spec.form,
+        obstacle=_pair_obstacle(image, mask, transforms) or stored.obstacle,
     )
     columns = [Column(plan)]
     if plan.mask is not None:
@@ -86,13 +92,16 @@ def _compile_pairs(stored: Stored, transforms: PairTransform) -> Compiled:
     return _compiled(stored, plan, columns)
 
 
-def _pair_obstacle(image: Store, mask: Store) -> str | None:
+def _pair_obstacle(image: Store, mask: Store, transforms: PairTransform) -> str | None:
     """Return why stored images and masks cannot be served together; None if they can."""
     shapes = image.shape(0), mask.shape(0)
-    kinds = image.spec.dtype, mask.spec.dtype, mask.spec.form, len(shapes[0])
-    if kinds != ("uint8", "uint8", "mask", 3) or shapes[1][:-2] not in ((), (1,)):
+    kinds = image.spec.dtype, mask.spec.dtype, len(shapes[0])
+    is_array = isinstance(transforms, AlbumentationsPair)
+    is_mask = mask.spec.form in (("pil", "hw") if is_array else ("mask",))
+    if kinds != ("uint8", "uint8", 3) or not is_mask or shapes[1][:-2] not in ((), (1,)):
+        wanted = "mask (H, W)" if is_array else "tv_tensors.Mask of one channel"
         return (
-            "only uint8 images with a uint8 tv_tensors.Mask of one channel are served, "
+            f"only uint8 images with a uint8 {wanted} are served, "
             f"not {image.spec.dtype} {shapes[0]} with {mask.spec.dtype} {shapes[1]}"
         )
     # Image and mask draw the same numbers, and do the same with them only if their sizes are equal.

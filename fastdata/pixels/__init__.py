@@ -5,7 +5,8 @@ Planning a transform:
 * ``split``: cuts the user's transform in what runs once, on whole batches, and per sample.
 * ``plan``: the result, a ``TransformPlan``.
 * ``compose``: the single transforms of a nested one.
-* ``known``: names of torchvision's, timm's and Pillow's transforms.
+* ``known``: names of torchvision's, timm's, albumentations' and Pillow's transforms.
+* ``albumentations_objects``: which objects of albumentations are known.
 * ``callables``, ``published``: the user's own callables that are understood by their code.
 * ``own_transforms``: ``Views``, ``AlternatingFlip``, and wrappers of others' transforms.
 * ``draws``: which transforms and callables draw random numbers.
@@ -16,6 +17,9 @@ Compiling and running it:
 
 * ``readers``: read a known transform as steps, with ``geometry``, ``colours``, ``policies`` and
   ``conversions``.
+* ``albumentations_readers``: the same for albumentations' transforms, with
+  ``albumentations_geometry``, ``albumentations_sizes``, ``albumentations_colours``,
+  ``albumentations_blurs`` and ``albumentations_warps``.
 * ``arguments``, ``state``: what the attributes of a transform mean, and what a sample is before it.
 * ``steps``: the records of steps, and the table that they are compiled to.
 * ``program``: draws and serves batches by that table.

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from fastdata.pixels.albumentations_objects import is_of_albumentations
 from fastdata.pixels.callables import seen_through
 from fastdata.pixels.known import is_changed, is_v2, known_name
-from fastdata.pixels.own_transforms import AlbumentationsTransform
+from fastdata.pixels.own_transforms import AlbumentationsPair, AlbumentationsTransform
 
 
 def flatten_transform(transform: Any) -> tuple[Any, ...]:
@@ -44,18 +45,33 @@ def _parts_of(transform: Any) -> Sequence[Any] | None:
         return tuple(transform.transforms)
     if name == "ImageClassification":
         return _transforms_of_preset(transform, str(vars(transform)))
-    if kind.__module__.startswith("albumentations."):
-        return (AlbumentationsTransform(transform),)
+    if is_of_albumentations(transform):
+        return wrapped_parts(transform)
     if name == "Lambda" and getattr(transform, "types", (object,)) == (object,):
         return seen_through(transform.lambd)
     return None if name or kind is AlbumentationsTransform else seen_through(transform)
 
 
+def wrapped_parts(transform: Any) -> tuple[AlbumentationsTransform, ...]:
+    """Return the transforms that an object of albumentations always calls one after the other.
+
+    A Compose with boxes or key points is left whole.
+    """
+    if known_name(transform) not in ("A.Compose", "A.Sequential") or transform.p < 1:
+        return (AlbumentationsTransform(transform),)
+    if transform.processors:
+        return (AlbumentationsTransform(transform),)
+    return tuple(part for each in transform.transforms for part in wrapped_parts(each))
+
+
 def joint_transforms(transforms: Any) -> tuple[Any, ...]:
     """Return the transforms of v2's nested Compose, which may take an image and its mask.
 
-    Other callables are not seen through: their transforms take one sample at a time.
+    So may those of albumentations' Compose. Other callables are not seen through: their transforms
+    take one sample at a time.
     """
+    if type(transforms) is AlbumentationsPair:
+        return wrapped_parts(transforms.transform)
     if known_name(transforms) != "Compose" or not is_v2(transforms):
         return (transforms,)
     return tuple(each for part in transforms.transforms for each in joint_transforms(part))

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fastdata.pixels.albumentations_objects import varies
 from fastdata.pixels.bytecode import names_in_code, with_inner
 from fastdata.pixels.compose import flatten_transform
 from fastdata.pixels.fingerprint import ATOMS, BY_NAME, closed_over, is_installed, is_plain, name_of
@@ -49,6 +50,8 @@ def is_random(transform: Any) -> bool | None:
     name = known_name(transform)
     if not name:
         return None
+    if name.startswith("A."):
+        return varies(getattr(transform, "transform", transform))
     if name in _RANGES:
         return len(set(getattr(transform, _RANGES[name]))) > 1
     plain = name.removeprefix("timm.")

@@ -1,7 +1,7 @@
-"""Names of the transforms that fastdata knows: torchvision's, timm's and Pillow's.
+"""Names of the transforms that fastdata knows: torchvision's, timm's, albumentations', Pillow's.
 
-Neither torchvision nor timm is imported: a transform counts as theirs if its class is exactly one
-of theirs.
+None of these libraries is imported: a transform counts as theirs if its class is exactly one of
+theirs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ from typing import Any
 
 import torch
 
-LIBRARIES = ("torchvision.transforms", "timm.data")
+from fastdata.pixels.albumentations_objects import PACKAGE, name_in_albumentations, varies
+from fastdata.pixels.own_transforms import AlbumentationsTransform
+
+LIBRARIES = ("torchvision.transforms", "timm.data", PACKAGE)
 
 
 def names_in(text: str) -> frozenset[str]:
@@ -20,16 +23,26 @@ def names_in(text: str) -> frozenset[str]:
 
 PREPARABLE = names_in("Resize CenterCrop Grayscale Pad RGB Identity exif_transpose")
 REFORMING = names_in("ToImage PILToTensor ToPureTensor timm.MaybePILToTensor")
+_PREPARABLE_ARRAYS = names_in(
+    "A.CenterCrop A.Crop A.LongestMaxSize A.NoOp A.Pad A.PadIfNeeded A.Resize A.SmallestMaxSize"
+)
+"""Transforms of albumentations that may run once per sample, if they are always applied alike."""
 
 
 def known_name(transform: Any) -> str:
     """Return the name of a transform that fastdata knows; an empty one for all others.
 
-    It is the name of a class of torchvision's or timm's transforms, timm's after ``"timm."``, or of
-    a function of ``PIL.ImageOps``. An object whose methods were replaced is not known. A class with
-    ``__torchvision_equal__ = "RandomCrop"`` has the attributes and pixels of that class.
+    It is the name of a class of torchvision's, timm's or albumentations' transforms, timm's after
+    ``"timm."`` and albumentations' after ``"A."``, or of a function of ``PIL.ImageOps``. An object
+    whose methods were replaced is not known. A class with ``__torchvision_equal__ = "RandomCrop"``
+    has the attributes and pixels of that class.
     """
     kind = type(transform)
+    if kind is AlbumentationsTransform:
+        return known_name(transform.transform)
+    if kind.__module__.startswith(PACKAGE):
+        name = name_in_albumentations(transform)
+        return name and f"A.{name}"
     if not kind.__module__.startswith(LIBRARIES):
         if getattr(transform, "__module__", None) == "PIL.ImageOps":
             return str(transform.__name__)
@@ -64,7 +77,10 @@ def is_preparable(transform: Any) -> bool:
 
     It does the same each time, and uint8 stays uint8.
     """
-    return known_name(transform) in PREPARABLE or is_reforming(transform)
+    name = known_name(transform)
+    if name in _PREPARABLE_ARRAYS:
+        return not varies(getattr(transform, "transform", transform))
+    return name in PREPARABLE or is_reforming(transform)
 
 
 def is_reforming(transform: Any) -> bool:

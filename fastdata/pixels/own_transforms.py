@@ -108,3 +108,27 @@ class AlbumentationsTransform:
 
     def __repr__(self) -> str:
         return repr(self.transform)
+
+
+@dataclass(frozen=True)
+class AlbumentationsPair:
+    """A transform of albumentations for an image and its target, such as a mask.
+
+    A target that is a dict has the names that albumentations knows, such as ``bboxes``; all that
+    albumentations returns beside the image is the target again.
+    """
+
+    transform: Any
+
+    def __call__(self, image: Any, target: Any) -> tuple[Any, Any]:
+        if isinstance(target, dict):
+            made = self.transform(image=np.asarray(image), **target)
+            return made.pop("image"), made
+        name, given = "mask", target
+        if isinstance(target, (list, tuple)):
+            name, given = "masks", [np.asarray(mask) for mask in target]
+        made = self.transform(image=np.asarray(image), **{name: np.asarray(given)})
+        return made["image"], type(target)(made[name]) if name == "masks" else made[name]
+
+    def __repr__(self) -> str:
+        return repr(self.transform)

@@ -15,6 +15,10 @@ Transform = Callable[[Any], Any]
 PairTransform = Callable[[Any, Any], Any]
 _SHOWN_LETTERS = 100
 """Length of a transform's text in a reason."""
+_SHOWN_MASKS = {
+    "hw": "as albumentations moves masks, served as arrays (H, W)",
+    "plane": "as albumentations moves masks, served as tensors (H, W)",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -113,7 +117,8 @@ class TransformPlan:
             if view.last:
                 lines.append(f"after them, on whole batches:  {', '.join(view.last.batch_texts)}")
         if self.mask:
-            lines.append(f"    masks are moved along:        nearest, served as {self.mask.kind}")
+            how = _SHOWN_MASKS.get(self.mask.kind, f"nearest, served as {self.mask.kind}")
+            lines.append(f"    masks are moved along:        {how}")
         return "\n".join(lines)
 
 

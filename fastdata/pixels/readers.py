@@ -12,16 +12,14 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from fastdata.pixels import colours, conversions, geometry
+from fastdata.pixels import albumentations_readers, colours, conversions, geometry
 from fastdata.pixels.colours import VALUES
 from fastdata.pixels.compose import flatten_transform, joint_transforms
 from fastdata.pixels.known import is_v2, known_name, names_in
-from fastdata.pixels.own_transforms import Views
+from fastdata.pixels.own_transforms import AlbumentationsTransform, Views
 from fastdata.pixels.policies import POLICIES, read_policy, read_timm_policies
-from fastdata.pixels.state import State, UnknownStepError
+from fastdata.pixels.state import Reader, State, UnknownStepError
 from fastdata.pixels.steps import Step, Steps
-
-_Reader = Callable[[Any, State], Step | State]
 
 _MOVING = names_in(
     "CenterCrop ConvertImageDtype Pad RandomAffine RandomApply RandomChoice RandomCrop "
@@ -42,9 +40,11 @@ def recognise(transform: Any, state: State) -> State:
     if type(transform) is Views:
         raise UnknownStepError("gives several views, which only the last step may")
     try:
-        if state.is_beside and name in READERS:
+        if type(transform) is AlbumentationsTransform:
+            read = albumentations_readers.read_wrapped
+        elif state.is_beside and name in READERS:
             read = _read_beside
-        elif state.kind in ("array", "mask", "video"):
+        elif state.kind in ("array", "hwc", "hw", "plane", "mask", "video"):
             raise UnknownStepError("gets samples that batch ops do not serve")
         found = read(transform, state)
     # Attributes may be missing or of any type: objects of other versions, subclasses, the user's
@@ -109,7 +109,7 @@ def _inner(transforms: Iterable[Any], state: State) -> Steps:
     return after.steps
 
 
-def _sometimes(read: Callable[[Any, State], Step]) -> _Reader:
+def _sometimes(read: Callable[[Any, State], Step]) -> Reader:
     """Make a reader of a transform that has a probability ``p``."""
 
     def reader(transform: Any, state: State) -> Step:
@@ -118,7 +118,7 @@ def _sometimes(read: Callable[[Any, State], Step]) -> _Reader:
     return reader
 
 
-READERS: dict[str, _Reader] = {
+READERS: dict[str, Reader] = {
     # Geometry
     "AlternatingFlip": geometry.read_flip,
     "CenterCrop": geometry.read_center_crop,

@@ -83,19 +83,25 @@ def plan_transform(
 
 
 def plan_pairs(
-    transforms: Any, *, form: Form = "pil", channels: int | None = None, obstacle: str | None = None
+    transforms: Any,
+    *,
+    form: Form = "pil",
+    channels: int | None = None,
+    mask_form: Form = "mask",
+    obstacle: str | None = None,
 ) -> TransformPlan:
-    """Plan a transform of v2 that takes an image and its mask: all on whole batches, or none.
+    """Plan a transform that takes an image and its mask: all on whole batches, or none.
 
     Args:
-        transforms: the transform, or any callable that takes both.
+        transforms: the transform, of v2 or albumentations, or any callable that takes both.
         form: of images.
         channels: of images, if all have the same.
+        mask_form: of masks.
         obstacle: why it runs as written in any case.
     """
     singles = joint_transforms(transforms)
     image = _read(singles, State(kind=form, channels=channels))
-    mask = _read(singles, State(kind="mask", channels=1, is_beside=True))
+    mask = _read(singles, State(kind=mask_form, channels=1, is_beside=True))
     # Both are moved by the same draws, so a step that one of them lacks ends both.
     known, _, reason = min(image, mask, key=lambda read: read[0])
     kind = image[1].kind

@@ -12,6 +12,9 @@ from fastdata.pixels.arrays import Float64s
 from fastdata.pixels.samples import Form
 from fastdata.pixels.steps import Fill, Step, Steps, child, sequence
 
+Reader = Callable[[Any, "State"], "Step | State"]
+"""Reads one of the user's objects as a step, or as the state of samples after it."""
+
 
 class UnknownStepError(Exception):
     """A transform must run as the user wrote it; the message gives the reason."""

@@ -1,0 +1,8 @@
+"""Readers of albumentations' transforms that resize, and crops that are resized."""
+
+from __future__ import annotations
+
+from fastdata.pixels.state import Reader
+
+READERS: dict[str, Reader] = {}
+"""A reader for each transform, by its name with ``A.`` before it."""
