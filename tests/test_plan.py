@@ -36,7 +36,7 @@ def names(steps: tuple[Any, ...]) -> list[str]:
 def parts(plan: TransformPlan) -> tuple[list[str], list[str], list[str]]:
     return (
         names(plan.prepare),
-        [text.split("(")[0] for text in plan.batch_texts],
+        names(plan.batched),
         names(plan.per_sample),
     )
 
@@ -119,7 +119,7 @@ def test_known_steps_behind_an_unknown_one_are_batch_ops_again() -> None:
     behind = [v1.RandomCrop(4), v1.ToTensor(), v1.Normalize(*NORM)]
     plan = plan_transform(v1.Compose([v1.Resize(8), MyFlip(), v1.Pad(1), MyFlip(), *behind]))
     assert plan.last is not None
-    assert (len(plan.last.batch_texts), plan.last.kind, len(plan.last.batch_ops)) == (
+    assert (len(plan.last.batched), plan.last.kind, len(plan.last.batch_ops)) == (
         3,
         "tensor",
         2,
@@ -259,8 +259,8 @@ def test_published_wrappers_are_seen_through() -> None:
     ):
         plan = plan_transform(transform)
         assert (len(plan.views), plan.views_type) == (len(expected), kind)
-        crops = [view.batch_texts[0] for view in plan.views]
-        assert crops == [repr(each.transforms.transforms[1]) for each in expected]
+        crops = [view.batched[0] for view in plan.views]
+        assert crops == [each.transforms.transforms[1] for each in expected]
         assert plan.is_batched
 
 
@@ -501,7 +501,7 @@ def test_each_view_is_split_by_itself() -> None:
     assert not plan.is_batched
     assert [len(view.per_sample) for view in plan.views] == [0, 3]
     assert plan.views[1].last is not None
-    assert len(plan.views[1].last.batch_texts) == 2
+    assert len(plan.views[1].last.batched) == 2
     assert (plan.obstacle or "").startswith("in view 1 MyFlip")
     assert "after them, on whole batches:  RandomCrop" in str(plan)
     assert (

@@ -139,7 +139,7 @@ def _compile_kept(stored: Stored, kept: KeptSamples, transform: Transform | None
             "dataset, which prepares samples again."
         )
     # If all views begin with steps of the user's own, samples are read once for all of them.
-    has_batch_ops = any(view.batch_texts for view in plan.each)
+    has_batch_ops = any(view.batched for view in plan.each)
     if kept.is_tuple or (plan.views and not plan.is_batched and not has_batch_ops):
         return _compiled(stored, plan, map(_read_one_by_one, plan.each))
     with kept.naming_damage():

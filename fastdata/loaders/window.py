@@ -12,7 +12,7 @@ import torch
 
 from fastdata.pixels.arguments import MODES
 from fastdata.pixels.arrays import Array, Int64s, Shape
-from fastdata.pixels.plan import TransformPlan
+from fastdata.pixels.plan import TransformPlan, text_of_transform
 from fastdata.pixels.program import Program
 from fastdata.pixels.samples import SampleSpec
 from fastdata.pixels.steps import Step, place_of
@@ -169,8 +169,8 @@ def window_obstacle(plan: TransformPlan, spec: SampleSpec) -> str:
     if not unable:
         return ""
     place = place_of(unable[0].at)
-    text = plan.batch_texts[place - len(plan.prepare)]
-    return f"{text} runs on the CPU"
+    transform = plan.batched[place - len(plan.prepare)]
+    return f"{text_of_transform(transform)} runs on the CPU"
 
 
 def _only_cuts(step: Step) -> bool:

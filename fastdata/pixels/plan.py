@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from textwrap import shorten
 from typing import Any
 
+from fastdata.pixels.draws import is_random
 from fastdata.pixels.own_transforms import run_transforms
 from fastdata.pixels.samples import Form
 from fastdata.pixels.steps import Steps
@@ -31,7 +32,7 @@ class TransformPlan:
         batch_ops: steps that run on whole batches.
         per_sample: the user's transforms that run on each sample, as they are.
         kind: the form of a sample after the batch ops.
-        batch_texts: the transforms that ``batch_ops`` stand for, as text.
+        batched: the user's transforms that ``batch_ops`` stand for.
         reason: why the first of ``per_sample`` is not a batch op; empty if there is none.
         last: the plan of the known transforms at the end of ``per_sample``. They run on whole
             batches if the transforms before them return PIL images.
@@ -40,21 +41,24 @@ class TransformPlan:
         views_type: the type that several views of a sample are returned in, list or tuple.
         mask: the plan of the mask beside an image, if one transform takes both.
         beforehand: the dataset's own ``prepare=`` and ``resize=``, which run before ``prepare``.
-        may_draw: True unless all ``batch_ops`` are known to draw no random numbers.
     """
 
     kind: Form
     prepare: tuple[Transform, ...] = ()
     batch_ops: Steps = ()
     per_sample: tuple[Transform, ...] = ()
-    batch_texts: tuple[str, ...] = ()
+    batched: tuple[Transform, ...] = ()
     reason: str = ""
     last: TransformPlan | None = None
     views: tuple[TransformPlan, ...] = ()
     views_type: type = list
     mask: TransformPlan | None = None
     beforehand: tuple[Transform, ...] = ()
-    may_draw: bool = False
+
+    @property
+    def may_draw(self) -> bool:
+        """True unless all ``batch_ops`` are known to draw no random numbers."""
+        return any(is_random(transform) is not False for transform in self.batched)
 
     @property
     def is_batched(self) -> bool:
@@ -88,8 +92,7 @@ class TransformPlan:
     @property
     def unknown(self) -> tuple[Transform, ...]:
         """The transforms of ``per_sample`` before those of ``last``."""
-        # `last` has a text for each transform that it stands for.
-        known = len(self.last.batch_texts) if self.last else 0
+        known = len(self.last.batched) if self.last else 0
         return self.per_sample[: len(self.per_sample) - known]
 
     def run_unknown(self, sample: Any) -> Any:
@@ -101,25 +104,27 @@ class TransformPlan:
         return run_transforms(self.per_sample[len(self.unknown) :], sample)
 
     def __repr__(self) -> str:
-        prepare = ", ".join(map(text_of_transform, (*self.beforehand, *self.prepare))) or "-"
-        lines = [f"prepare, once per sample:     {prepare}"]
+        lines = [f"prepare, once per sample:     {_texts((*self.beforehand, *self.prepare))}"]
         for number, view in enumerate(self.each):
             first = f"view {number}, on whole batches:     "
             if not self.views:
                 first = "batch ops, on whole batches:  "
-            unknown = ", ".join(map(text_of_transform, view.unknown)) or "-"
-            lines.append(f"{first}{', '.join(view.batch_texts) or '-'}")
-            lines.append(f"per sample, as written:       {unknown}")
+            lines.append(f"{first}{_texts(view.batched)}")
+            lines.append(f"per sample, as written:       {_texts(view.unknown)}")
             if view.per_sample:
                 lines.append(f"    because {view.obstacle}")
             elif view.obstacle:
                 lines.append(f"    served one by one, because {view.obstacle}")
             if view.last:
-                lines.append(f"after them, on whole batches:  {', '.join(view.last.batch_texts)}")
+                lines.append(f"after them, on whole batches:  {_texts(view.last.batched)}")
         if self.mask:
             how = _SHOWN_MASKS.get(self.mask.kind, f"nearest, served as {self.mask.kind}")
             lines.append(f"    masks are moved along:        {how}")
         return "\n".join(lines)
+
+
+def _texts(transforms: tuple[Transform, ...]) -> str:
+    return ", ".join(map(text_of_transform, transforms)) or "-"
 
 
 def text_of_transform(transform: Any) -> str:

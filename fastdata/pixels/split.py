@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import takewhile
@@ -116,9 +116,8 @@ def plan_pairs(
     return TransformPlan(
         batch_ops=image[1].all_steps,
         kind=kind,
-        batch_texts=tuple(map(text_of_transform, singles)),
+        batched=singles,
         mask=TransformPlan(batch_ops=mask[1].all_steps, kind=mask[1].kind),
-        may_draw=_may_draw(singles),
     )
 
 
@@ -164,10 +163,9 @@ def _plan(
         batch_ops=state.all_steps,
         per_sample=rest[known:],
         kind=state.kind,
-        batch_texts=tuple(map(text_of_transform, rest[:known])),
+        batched=rest[:known],
         reason=reason if rest[known:] else "",
         last=last,
-        may_draw=_may_draw(rest[:known]),
     )
 
 
@@ -182,7 +180,7 @@ def _read(transforms: Sequence[Transform], state: State) -> tuple[int, State, st
 
 
 def _read_last(
-    transforms: Sequence[Transform], skipped: int, at: int, before: State
+    transforms: tuple[Transform, ...], skipped: int, at: int, before: State
 ) -> TransformPlan | None:
     """Plan the longest known end of the transforms behind an unknown one.
 
@@ -195,17 +193,8 @@ def _read_last(
         last = transforms[start:]
         _, state, reason = _read(last, State(kind="pil", channels=before.channels, at=at + start))
         if not reason and state.kind != "pil":
-            return TransformPlan(
-                kind=state.kind,
-                batch_ops=state.all_steps,
-                batch_texts=tuple(map(text_of_transform, last)),
-                may_draw=_may_draw(last),
-            )
+            return TransformPlan(kind=state.kind, batch_ops=state.all_steps, batched=last)
     return None
-
-
-def _may_draw(transforms: Iterable[Transform]) -> bool:
-    return any(is_random(transform) is not False for transform in transforms)
 
 
 def _each_view(transforms: tuple[Transform, ...]) -> list[tuple[Transform, ...]]:
