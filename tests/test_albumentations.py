@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from albumentations_cases import Served, albumentations, assert_alike, images, refusal_of, serve
-from fastdata import CachedDataset, DataLoader
+from fastdata import CachedDataset, DataLoader, plan_transform
 
 A = albumentations
 ToTensorV2 = pytest.importorskip("albumentations.pytorch").ToTensorV2
@@ -213,7 +213,7 @@ def test_a_method_of_the_users_own_is_called() -> None:
     """A transform with one runs per sample."""
     flip = A.HorizontalFlip(p=1)
     flip.apply = lambda image, **_: image
-    assert "has a apply of its own" in refusal_of(flip)
+    assert "has a method apply of its own" in refusal_of(flip)
 
 
 @pytest.mark.parametrize("is_pil", [True, False])
@@ -282,3 +282,77 @@ def test_boxes_go_through_albumentations_own_code() -> None:
         assert np.array_equal(image, arrays[1][:, ::-1])
         assert np.allclose(target["bboxes"], [[6, 2, 9, 6]])
         assert target["labels"] == [3]
+
+
+FLIP = A.Compose([A.HorizontalFlip(p=1), A.Normalize()])
+CROP = A.RandomCrop(6, 6)
+
+
+class Called:
+    """A transform in an object of the user's own."""
+
+    def __init__(self, transform: Any) -> None:
+        self.transform = transform
+
+    def __call__(self, image: Any) -> Any:
+        return self.transform(image=np.array(image))["image"]
+
+
+def flip_both(image: Any, mask: Any) -> Any:
+    made = FLIP(image=np.array(image), mask=np.array(mask))
+    return made["image"], made["mask"]
+
+
+def flip_apart(image: Any, mask: Any) -> Any:
+    return CROP(image=image)["image"], CROP(image=mask)["image"]
+
+
+def flip_twice(image: Any, mask: Any) -> Any:
+    first = CROP(image=np.asarray(image), mask=np.asarray(mask))
+    made = CROP(image=np.asarray(image), mask=np.asarray(mask))
+    return first["image"], made["mask"]
+
+
+SEEN = {
+    "function": lambda image: FLIP(image=np.asarray(image))["image"],
+    "object": Called(FLIP),
+    "without np.array": lambda image: FLIP(image=image)["image"],
+}
+
+
+@pytest.mark.parametrize("case", SEEN)
+def test_callables_that_only_call_it_are_seen_through(case: str) -> None:
+    """The forms in which people write a dataset's transform."""
+    arrays = images((6, 8))
+    items = [(array, 0) for array in arrays]
+    if case != "without np.array":
+        items = [(Image.fromarray(array), 0) for array in arrays]
+    with CachedDataset(items, transform=SEEN[case]) as dataset:
+        assert dataset.plan.is_batched, dataset.plan
+        [[batch, _]] = DataLoader(dataset, batch_size=2)
+        assert np.array_equal(batch[1], FLIP(image=arrays[1])["image"])
+
+
+def test_callables_of_image_and_mask_are_seen_through() -> None:
+    """If they call it with both at once; apart, or twice, the draws would differ."""
+    arrays = images((6, 8))
+    items = [(array, array[..., 0].copy()) for array in arrays]
+    with CachedDataset(items, transforms=flip_both) as dataset:
+        assert dataset.plan.is_batched, dataset.plan
+        [[batch, masks]] = DataLoader(dataset, batch_size=2)
+        assert np.array_equal(batch[1], FLIP(image=arrays[1])["image"])
+        assert np.array_equal(masks[1], arrays[1][:, ::-1, 0])
+    for apart in (flip_apart, flip_twice):
+        with CachedDataset(items, transforms=apart) as dataset:
+            assert not dataset.plan.is_batched
+            assert dataset[0][0].shape == (6, 6, 3)
+
+
+def test_a_step_of_pil_images_behind_np_array_is_not_seen_through() -> None:
+    """It would get an array, which it may take in another way."""
+    plan = plan_transform(lambda image: torchvision_flip(np.array(image)))
+    assert plan.per_sample
+
+
+def torchvision_flip(image: Any) -> Any:
+    return image

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from fastdata.datasets.column import Column
 from fastdata.datasets.reader import Reader
 from fastdata.pixels.albumentations_objects import is_of_albumentations
+from fastdata.pixels.compose import joint_transforms
 from fastdata.pixels.core import library
-from fastdata.pixels.own_transforms import AlbumentationsPair
+from fastdata.pixels.own_transforms import AlbumentationsPair, AlbumentationsTransform
 from fastdata.pixels.plan import PairTransform, Transform, TransformPlan
 from fastdata.pixels.program import Program
 from fastdata.pixels.samples import SampleSpec
@@ -75,7 +76,7 @@ def _compile_pairs(stored: Stored, transforms: PairTransform) -> Compiled:
     """Compile a transform of image and mask: a column for each, or none if it runs per sample."""
     kept = stored.kept
     if kept is None or not kept.target_is_part:
-        wanted = "a mask" if isinstance(transforms, AlbumentationsPair) else "a tv_tensors.Mask"
+        wanted = "a mask (H, W)" if _takes_arrays(transforms) else "a tv_tensors.Mask"
         plan = plan_pairs(transforms, obstacle=f"only images with {wanted} are served")
         return _compiled(stored, plan, [Column(plan)])
     image, mask, *_ = kept.stores
@@ -92,11 +93,16 @@ def _compile_pairs(stored: Stored, transforms: PairTransform) -> Compiled:
     return _compiled(stored, plan, columns)
 
 
+def _takes_arrays(transforms: PairTransform) -> bool:
+    """Return True if a transform of image and mask consists of albumentations' transforms."""
+    return all(type(each) is AlbumentationsTransform for each in joint_transforms(transforms))
+
+
 def _pair_obstacle(image: Store, mask: Store, transforms: PairTransform) -> str | None:
     """Return why stored images and masks cannot be served together; None if they can."""
     shapes = image.shape(0), mask.shape(0)
     kinds = image.spec.dtype, mask.spec.dtype, len(shapes[0])
-    is_array = isinstance(transforms, AlbumentationsPair)
+    is_array = _takes_arrays(transforms)
     is_mask = mask.spec.form in (("pil", "hw") if is_array else ("mask",))
     if kinds != ("uint8", "uint8", 3) or not is_mask or shapes[1][:-2] not in ((), (1,)):
         wanted = "mask (H, W)" if is_array else "tv_tensors.Mask of one channel"

@@ -212,8 +212,12 @@ def _obstacle_of(reader: AnyReader) -> str:
         return reader.obstacle
     if isinstance(reader, JoinedReader):
         return "the samples of a ConcatDataset lie in several stores"
+    casts = reader.without_cast[1]
+    for column, cast in zip(reader.columns, casts, strict=True):
+        if cast is not None and column.plan.kind in ("hwc", "hw"):
+            return "images are arrays (H, W, C); end with ToTensorV2()"
     steps = [step for column in reader.columns for step in column.plan.batch_ops]
-    if not any(reader.without_cast[1]) and any(step.name == "cast" for step in steps):
+    if not any(casts) and any(step.name == "cast" for step in steps):
         return "erasing or noise comes after the conversion to floats"
     return ""
 
@@ -222,6 +226,8 @@ def _store_obstacle(reader: Reader) -> str:
     """Return why batches cannot be cut from a reader's store on a device; empty if they can."""
     if len(reader.columns) > 1:
         return "several views of an image, or image and mask, are made on the CPU"
+    if reader.plan.kind in ("hwc", "hw"):
+        return "images are arrays (H, W, C); end with ToTensorV2()"
     return window_obstacle(reader.plan, _store_of(reader).spec)
 
 
@@ -260,13 +266,17 @@ class ToFloats:
 
     def __init__(self, cast: Step) -> None:
         scaling = cast.fields["scaling"]
-        unit = 1.0 if scaling == "SCALE_NONE" else 255.0
+        is_unscaled = scaling in ("SCALE_NONE", "SCALE_AFTER")
+        unit = 1.0 if is_unscaled else 255.0
         normalizes = cast.fields["means"] > 0
         mean = np.array(cast.fields["mean"] if normalizes else [0.0])
         std = np.array(cast.fields["std"] if normalizes else [1.0])
+        if scaling == "SCALE_AFTER":
+            std = 1 / std  # the field holds what is multiplied by
         # By a number of the host CUDA multiplies with its rounded inverse, so that the divisor is a
         # tensor on the device.
-        self._divides = scaling == "SCALE_DIVIDE" and not normalizes
+        self._divides = scaling in ("SCALE_DIVIDE", "SCALE_NONE") and not mean.any()
+        self._divides = self._divides and normalizes == is_unscaled
         scale = unit * std
         both = np.stack([scale if self._divides else 1 / scale, -mean / std])
         self._dtype: torch.dtype = getattr(torch, cast.fields["dtype"].lower())

@@ -7,6 +7,7 @@ user imported; nothing here imports it.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from functools import cache
 from typing import Any
@@ -120,6 +121,7 @@ _STEADY = _names(
     "VerticalFlip"
 )
 """Transforms that do the same each time, if they are always applied."""
+_UNSHOWN = _names("additional_targets is_check_shapes save_applied_params seed strict")
 _CHOOSING = _names("OneOf OneOrOther RandomOrder SomeOf")
 
 
@@ -141,7 +143,7 @@ def albumentations_obstacle(transform: Any) -> str:
     kind: Any = type(transform)
     replaced = sorted(_methods(kind) & held.keys())
     if replaced:
-        return f"has a {replaced[0]} of its own"
+        return f"has a method {replaced[0]} of its own"
     if name not in _ATTRIBUTES or not is_of_albumentations(transform):
         return "is not a known batch op"
     if version == _SERVED:
@@ -180,6 +182,21 @@ def varies(transform: Any) -> bool | None:
 def _version() -> tuple[int, ...]:
     text = str(getattr(sys.modules.get("albumentations"), "__version__", ""))
     return tuple(int(part) for part in text.split(".")[:3] if part.isdigit())
+
+
+def short_text(transform: Any) -> str:
+    """Return the ``repr`` of a transform without the arguments that have their default."""
+    kind = type(transform)
+    shown = []
+    for name, parameter in inspect.signature(kind).parameters.items():
+        value = getattr(transform, name, parameter.default)
+        if name == "transforms":
+            shown.append(f"[{', '.join(map(short_text, value))}]")
+        is_equal = repr(value) == repr(parameter.default)
+        is_equal = is_equal or (isinstance(value, (int, float)) and value == parameter.default)
+        if name != "transforms" and not is_equal and name not in _UNSHOWN:
+            shown.append(f"{name}={value!r}")
+    return f"{kind.__name__}({', '.join(shown)})"
 
 
 @cache

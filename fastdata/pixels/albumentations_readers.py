@@ -64,8 +64,15 @@ def _read(transform: Any, state: State, *, is_forced: bool = False) -> State:
     if p < 1:
         if replace(after, steps=()) != before:
             raise UnknownStepError("changes what only some samples are")
-        after = replace(after, steps=(state.maybe(after.steps, p),) if after.steps else ())
+        after = replace(after, steps=_sometimes(after.steps, p, state))
     return replace(after, steps=(*state.steps, *after.steps), at=state.at)
+
+
+def _sometimes(steps: Steps, p: float, state: State) -> Steps:
+    """Return steps that are applied with a probability."""
+    if [step.name for step in steps] == ["flip"]:  # which has one of its own
+        return (replace(steps[0], fields={**steps[0].fields, "p": p * steps[0].fields["p"]}),)
+    return (state.maybe(steps, p),) if steps else ()
 
 
 def _as_pixels(state: State) -> State:

@@ -15,11 +15,13 @@ from itertools import chain
 from types import CellType, CodeType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
+from fastdata.pixels.albumentations_objects import is_of_albumentations
 from fastdata.pixels.bytecode import read_code
 from fastdata.pixels.known import is_changed
-from fastdata.pixels.own_transforms import Views
+from fastdata.pixels.own_transforms import AlbumentationsTransform, Views
 from fastdata.pixels.resize import TO_RGB
 
 
@@ -36,7 +38,7 @@ def seen_through(call: Any) -> tuple[Any, ...] | None:
         return None
     log: list[Any] = []
     try:
-        made = _run_on_stand_ins(function, names, owner, _Image(log))
+        made = _run_on_stand_ins(function, names, owner, [_Image(log)])
         views = made if type(made) in (list, tuple) else (made,)
         calls = [view._calls for view in views]
     except Exception:  # noqa: BLE001  # it does more with a stand-in than to call it
@@ -53,6 +55,31 @@ def seen_through(call: Any) -> tuple[Any, ...] | None:
     several = Views(*transforms)
     several.type = type(made)
     return (several,)
+
+
+def seen_through_pair(call: Any) -> tuple[Any, ...] | None:
+    """Return the transforms of albumentations that a callable of image and mask calls with both.
+
+    None if it does more, such as ``mask.long()``.
+    """
+    function, owner = code_of_call(call)
+    if not isinstance(function, FunctionType):
+        return None
+    names = _names_read(function.__code__)
+    if names is None:
+        return None
+    pair = [_Image([]), _Image([])]
+    try:
+        image, mask = _run_on_stand_ins(function, names, owner, pair)
+        # Each call must be one of both: two calls would draw for the image and the mask apart.
+        is_joint = image._log == mask._log and all(isinstance(each, _Joint) for each in image._log)
+        is_whole = image._calls == mask._calls == tuple(range(len(image._log)))
+    except Exception:  # noqa: BLE001  # it does more with a stand-in than to call a transform
+        return None
+    are_own = image._log is pair[0]._log and mask._log is pair[1]._log
+    if not (image._log and is_joint and is_whole and are_own):
+        return None
+    return tuple(each.transform for each in image._log)
 
 
 def code_of_call(call: Any) -> tuple[Callable[..., Any] | None, Any]:
@@ -99,7 +126,7 @@ def outside_of(call: Any) -> dict[str, Any]:
 
 
 def _run_on_stand_ins(
-    function: FunctionType, names: frozenset[str], owner: Any, image: _Image
+    function: FunctionType, names: frozenset[str], owner: Any, images: list[_Image]
 ) -> Any:
     """Call a copy of a function that can reach nothing but stand-ins."""
     # The copy has the code of the function, but globals, closures and `self` of its own: whatever
@@ -109,9 +136,9 @@ def _run_on_stand_ins(
     cells = [CellType(_stand_in(cell.cell_contents)) for cell in function.__closure__ or ()]
     run = FunctionType(function.__code__, outside, closure=tuple(cells))
     if owner is None:
-        return run(image)
+        return run(*images)
     held = {**vars(owner), **vars(owner).get("_modules", {})}  # those of an nn.Module
-    return run(SimpleNamespace(**_stand_ins(held, names)), image)
+    return run(SimpleNamespace(**_stand_ins(held, names)), *images)
 
 
 class _Image:
@@ -120,16 +147,48 @@ class _Image:
     def __init__(self, log: list[Any], calls: tuple[int, ...] = ()) -> None:
         self._log = log
         self._calls = calls
+        self._is_array = False
 
     def _through(self, step: Any) -> _Image:
+        if self._is_array and not isinstance(step, (_Joint, AlbumentationsTransform)):
+            raise TypeError("a step of PIL images or tensors gets an array")
         self._log.append(step)
         return _Image(self._log, (*self._calls, len(self._log) - 1))
+
+    def _through_array(self) -> _Image:
+        """Return the image as ``np.array(image)``, which only albumentations may get."""
+        array = _Image(self._log, self._calls)
+        array._is_array = True
+        return array
 
     def convert(self, mode: str) -> _Image:
         # The one method of images that such callables use: to make gray images RGB.
         if mode != "RGB":
             raise ValueError(mode)
         return self._through(TO_RGB)
+
+
+class _Joint:
+    """One call of a transform of albumentations with an image and its mask."""
+
+    def __init__(self, transform: Any) -> None:
+        self.transform = transform
+
+
+def _albumentations_stand_in(transform: Any) -> Callable[..., Any]:
+    """Return a stand-in that is called as albumentations is: ``transform(image=image)["image"]``."""
+
+    def call(*, image: _Image, mask: _Image | None = None) -> dict[str, _Image]:
+        if mask is None:
+            return {"image": image._through(AlbumentationsTransform(transform))}
+        both = _Joint(transform)
+        return {"image": image._through(both), "mask": mask._through(both)}
+
+    return call
+
+
+def _as_array(image: _Image) -> _Image:
+    return image._through_array()
 
 
 def _stand_ins(values: Mapping[str, Any], names: frozenset[str]) -> dict[str, Any]:
@@ -145,4 +204,8 @@ def _stand_in(value: Any) -> Any:
         return tuple(map(_stand_in, value))
     if isinstance(value, int):
         return value
+    if value is np:
+        return SimpleNamespace(array=_as_array, asarray=_as_array)
+    if is_of_albumentations(value):
+        return _albumentations_stand_in(value)
     return lambda image: image._through(value)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fastdata.pixels.albumentations_objects import is_of_albumentations
-from fastdata.pixels.callables import seen_through
+from fastdata.pixels.callables import seen_through, seen_through_pair
 from fastdata.pixels.known import is_changed, is_v2, known_name
 from fastdata.pixels.own_transforms import AlbumentationsPair, AlbumentationsTransform
 
@@ -67,13 +67,16 @@ def wrapped_parts(transform: Any) -> tuple[AlbumentationsTransform, ...]:
 def joint_transforms(transforms: Any) -> tuple[Any, ...]:
     """Return the transforms of v2's nested Compose, which may take an image and its mask.
 
-    So may those of albumentations' Compose. Other callables are not seen through: their transforms
-    take one sample at a time.
+    So may those of albumentations' Compose, alone or in a callable of the user's that calls it with
+    both. Other callables are not seen through: their transforms take one sample at a time.
     """
     if type(transforms) is AlbumentationsPair:
         return wrapped_parts(transforms.transform)
     if known_name(transforms) != "Compose" or not is_v2(transforms):
-        return (transforms,)
+        seen = None if known_name(transforms) else seen_through_pair(transforms)
+        if seen is None:
+            return (transforms,)
+        return tuple(part for each in seen for part in wrapped_parts(each))
     return tuple(each for part in transforms.transforms for each in joint_transforms(part))
 
 

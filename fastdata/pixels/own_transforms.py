@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from fastdata.pixels.albumentations_objects import short_text
+
 if TYPE_CHECKING:
     from fastdata.pixels.plan import Transform
 
@@ -107,7 +109,7 @@ class AlbumentationsTransform:
         return self.transform(image=np.asarray(image))["image"]
 
     def __repr__(self) -> str:
-        return repr(self.transform)
+        return short_text(self.transform)
 
 
 @dataclass(frozen=True)
@@ -131,4 +133,4 @@ class AlbumentationsPair:
         return made["image"], type(target)(made[name]) if name == "masks" else made[name]
 
     def __repr__(self) -> str:
-        return repr(self.transform)
+        return short_text(self.transform)
