@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from data import ArrayStore
 from fastdata.pixels.program import Program
 from fastdata.pixels.samples import Form, from_stored, to_stored
 from fastdata.pixels.split import plan_transform
 from fastdata.pixels.state import State
-from test_transforms import ArrayStore
 
 albumentations = pytest.importorskip("albumentations")
 stats = pytest.importorskip("scipy.stats")

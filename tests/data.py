@@ -5,7 +5,7 @@ A sample tells its index: its values are the index, or its image has a level of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,42 @@ import numpy as np
 import torch
 from PIL import Image
 from torch.utils.data import Dataset, IterableDataset
+
+from fastdata.pixels.samples import SampleSpec
+
+
+class ArrayStore:
+    """Samples in a list of arrays."""
+
+    def __init__(
+        self, samples: Sequence[np.ndarray], form: Any = "pil", *, gives_views: bool = True
+    ) -> None:
+        self.samples = list(samples)
+        self.gives_views = gives_views
+        shapes = {sample.shape for sample in samples}
+        self.spec = SampleSpec(
+            shape=shapes.pop() if len(shapes) == 1 else None, dtype=samples[0].dtype.name, form=form
+        )
+
+    def read(self, index: int) -> np.ndarray:
+        view = self.samples[index].view()
+        view.flags.writeable = False
+        return view
+
+    def addresses(self, index_B: np.ndarray) -> np.ndarray:
+        return np.array([self.samples[i].ctypes.data for i in index_B.tolist()], np.int64)
+
+    def jpeg_files(self, index_B: np.ndarray) -> None:
+        return None
+
+    def shape(self, index: int) -> tuple[int, ...]:
+        return self.samples[index].shape
+
+    def read_into(self, index: int, out: np.ndarray) -> None:
+        out[...] = self.samples[index]
+
+    def gather_into(self, index_B: np.ndarray, out_B: np.ndarray) -> None:
+        np.stack([self.samples[i] for i in index_B.tolist()], out=out_B)
 
 
 def level_samples(

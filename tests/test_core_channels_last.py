@@ -14,11 +14,11 @@ from PIL import Image
 from torch.utils.data import ConcatDataset, Dataset, Subset, default_collate
 from torchvision.transforms import v2
 
-from data import Stream
+from data import ArrayStore, Stream
 from fastdata import CachedDataset, CudaPrefetcher, DataLoader, ImageFolder, RingCollate
 from fastdata.pixels.program import Program
 from fastdata.pixels.split import plan_transform
-from test_transforms import ArrayStore, images
+from test_transforms import images
 
 LAST = torch.channels_last
 DTYPES = [torch.uint8, torch.float32, torch.float16, torch.bfloat16, torch.float64]

@@ -16,6 +16,7 @@ import pytest
 from PIL import Image, ImageFile, ImageOps
 from torchvision import transforms as v1
 
+from data import ArrayStore
 from fastdata.pixels.core.calls import Samples
 from fastdata.pixels.core.jpeg import Jpeg
 from fastdata.pixels.core.library import load
@@ -25,7 +26,6 @@ from fastdata.pixels.samples import SampleSpec, addresses_of
 from fastdata.pixels.split import plan_transform
 from fastdata.pixels.steps import Step
 from test_core_programs import FILTERS, GEOMETRY, SIDES
-from test_transforms import ArrayStore
 
 pytestmark = pytest.mark.skipif(
     open_libjpeg()[0] is None, reason="Pillow is linked to no shared libjpeg-turbo"

@@ -14,11 +14,12 @@ import torch
 from torchvision import transforms as v1
 from torchvision.transforms import v2
 
+from data import ArrayStore
 from fastdata import CachedDataset, DataLoader
 from fastdata.pixels.program import Program
 from fastdata.pixels.split import plan_transform
 from test_steps import LEVELS
-from test_transforms import EPOCH, SEED, ArrayStore, reference, to_form
+from test_transforms import EPOCH, SEED, reference, to_form
 
 SIDES = (1, 2, 3, 5, 8, 15, 16, 17, 33, 63, 64, 65, 100, 131)
 MODES = ("constant", "edge", "reflect", "symmetric")

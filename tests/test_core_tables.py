@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from torchvision import transforms as v1
 
+from data import ArrayStore
 from fastdata.pixels.core.calls import CoreError, Keys, Table, draw
 from fastdata.pixels.core.library import load
 from fastdata.pixels.program import Program
@@ -17,7 +18,7 @@ from fastdata.pixels.samples import SampleSpec
 from fastdata.pixels.split import plan_transform
 from fastdata.pixels.steps import Step, child, sequence
 from fuzz_core import run_once
-from test_transforms import ArrayStore, images
+from test_transforms import images
 
 MACHINE = {"fuses": False, "resizes_fast": True, "chooses_order": False}
 KEYS = sample_keys(7, 2, np.arange(300))

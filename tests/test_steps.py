@@ -23,6 +23,7 @@ from torchvision import transforms as v1
 from torchvision.transforms import v2
 
 from conftest import shown
+from data import ArrayStore
 from fastdata import AlternatingFlip, CachedDataset
 from fastdata.pixels.core.library import load
 from fastdata.pixels.known import known_name
@@ -31,7 +32,7 @@ from fastdata.pixels.random_numbers import draw_integers, draw_uniform, sample_k
 from fastdata.pixels.readers import READERS
 from fastdata.pixels.split import plan_transform
 from fastdata.pixels.steps import child
-from test_transforms import EPOCH, SEED, ArrayStore, images, reference, to_array, to_form
+from test_transforms import EPOCH, SEED, images, reference, to_array, to_form
 
 APIS = {"v1": v1, "v2": v2}
 BILINEAR, BICUBIC, NEAREST = (

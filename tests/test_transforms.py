@@ -18,50 +18,16 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F  # noqa: N812
 
 from conftest import shown
+from data import ArrayStore
 from fastdata import CachedDataset, DataLoader
 from fastdata.errors import SampleError
 from fastdata.pixels.program import Program
 from fastdata.pixels.random_numbers import draw_uniform, sample_keys
-from fastdata.pixels.samples import SampleSpec
 from fastdata.pixels.split import plan_transform
 
 SEED, EPOCH = 11, 3
 NORM = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 ODD, EIGHTS, LARGE = (6, 5), (8, 16), (101, 99)
-
-
-class ArrayStore:
-    """Samples in a list of arrays."""
-
-    def __init__(
-        self, samples: Sequence[np.ndarray], form: Any = "pil", *, gives_views: bool = True
-    ) -> None:
-        self.samples = list(samples)
-        self.gives_views = gives_views
-        shapes = {sample.shape for sample in samples}
-        self.spec = SampleSpec(
-            shape=shapes.pop() if len(shapes) == 1 else None, dtype=samples[0].dtype.name, form=form
-        )
-
-    def read(self, index: int) -> np.ndarray:
-        view = self.samples[index].view()
-        view.flags.writeable = False
-        return view
-
-    def addresses(self, index_B: np.ndarray) -> np.ndarray:
-        return np.array([self.samples[i].ctypes.data for i in index_B.tolist()], np.int64)
-
-    def jpeg_files(self, index_B: np.ndarray) -> None:
-        return None
-
-    def shape(self, index: int) -> tuple[int, ...]:
-        return self.samples[index].shape
-
-    def read_into(self, index: int, out: np.ndarray) -> None:
-        out[...] = self.samples[index]
-
-    def gather_into(self, index_B: np.ndarray, out_B: np.ndarray) -> None:
-        np.stack([self.samples[i] for i in index_B.tolist()], out=out_B)
 
 
 def images(count: int, *sizes: tuple[int, int], channels: int = 3) -> list[np.ndarray]:

@@ -18,6 +18,7 @@ from torchvision import transforms as v1
 from torchvision.transforms import v2
 
 from conftest import shown
+from data import ArrayStore
 from fastdata.loaders.device import ToFloats
 from fastdata.loaders.window import Window, window_obstacle
 from fastdata.pixels.program import Program
@@ -27,7 +28,6 @@ from test_transforms import (
     EPOCH,
     NORM,
     SEED,
-    ArrayStore,
     all_conversions,
     all_forms,
     all_modes,
