@@ -28,7 +28,7 @@ REALS = (0.0, 0.1, 0.5, 0.9, 1.0, 1.5, 3.0, 9.0, -0.5, -90.0, 33.0)
 EXTREME = (np.inf, -np.inf, np.nan, 1e300, -1e300, 1e-300, 2.0**31)
 KNOWN: dict[str, tuple[int, ...]] = {
     "domain": (0, 0, 1, 2),
-    "interpolation": (0, 0, 2, 2, 4),
+    "interpolation": (0, 2, 2, 4, *range(7, 15)),
     "mode": (0, 1, 2, 3, 4),
     "position": (0, 1, 4, 5),
     "quarters": (0, 1, 2, 3),
@@ -48,6 +48,7 @@ KNOWN: dict[str, tuple[int, ...]] = {
 CHILDREN = ("length", "magnitude", "timm_op")
 CHILD_OF = {
     "resize": "length",
+    "max_size": "length",
     "augment": "magnitude",
     "policies": "magnitude",
     "aug_mix": "magnitude",

@@ -226,6 +226,17 @@ int remake(Sample *sample, const Op *op, int32_t height, int32_t width, Kernel *
 Kernel resize; /* `in` is the box; see there */
 double support_of(int filter);
 
+/* cv_resize.c: OpenCV's filters that sum whole numbers, and whether an op is one of these. */
+Kernel resize_whole;
+bool resizes_whole(const Op *op, const Image *in);
+
+/* sizes.c: draw a resize of a box, by a filter that may depend on whether a side gets shorter (albumentations'
+ * area_for_downscale). */
+bool add_resize(Drawing *d, const Step *step, int32_t filter, int32_t domain, Box box, int64_t height, int64_t width, int how);
+INLINE int32_t filter_of(int32_t filter, bool shrinks_by_area, Box box, int64_t height, int64_t width) {
+    return shrinks_by_area && (height < box.height || width < box.width) ? CV_AREA : filter;
+}
+
 /* sizes.c: whether of a resize only what the window behind it cuts out is made; and what of the box is read for that. */
 bool is_cut(const Op *op, const Op *next);
 Box resize_reads(const Op *op, const Box *cut);

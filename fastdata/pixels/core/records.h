@@ -40,7 +40,11 @@
 
 /* Whose pixels are wanted: those of Pillow, or of torchvision's v1 or v2 functions on uint8 tensors. */
 ENUM(PIL_DOMAIN, V1_DOMAIN, V2_DOMAIN)
-ENUM(NEAREST, BOX, BILINEAR, HAMMING, BICUBIC, LANCZOS, NEAREST_EXACT)
+/* Pillow's and torch's, then OpenCV's; CV_IPP_CUBIC: of its builds with Intel's IPP. */
+ENUM(
+    NEAREST, BOX, BILINEAR, HAMMING, BICUBIC, LANCZOS, NEAREST_EXACT,
+    CV_NEAREST, CV_NEAREST_EXACT, CV_LINEAR, CV_LINEAR_EXACT, CV_LANCZOS, CV_CUBIC, CV_IPP_CUBIC,
+    CV_AREA)
 ENUM(PAD_CONSTANT, PAD_EDGE, PAD_REFLECT, PAD_SYMMETRIC, PAD_WRAP)
 ENUM(UINT8, FLOAT32, FLOAT64, FLOAT16, BFLOAT16, INT32, INT64)
 /* How 255 becomes 1. SCALE_AFTER: not at all, but `std` is what the difference from the mean is multiplied by. */
@@ -92,11 +96,21 @@ STEP(CUT, cut, Box box; int32_t is_centered;)
  * shorter side to the length of one of its children, and the longer one to `longest` at most (0: any).
  * bound: MULTIPLIED_SIZE multiplies both sides and cuts, as RandomShortestSize; SHORT_BOUND and LONG_BOUND bound the
  * shorter or the longer side, and enlarge nothing. */
-STEP(RESIZE, resize, int32_t height, width, longest, bound, interpolation, domain;)
+STEP(RESIZE, resize, int32_t height, width, longest, bound, interpolation, domain, shrinks_by_area;)
 CHILD(LENGTH, length, int32_t px;)
 STEP(RESIZED_CROP, resized_crop,
-    int32_t height, width, interpolation, domain;
+    int32_t height, width, interpolation, domain, shrinks_by_area;
     double scale[2], ratio[2], log_ratio[2];)
+
+/* albumentations: SmallestMaxSize and LongestMaxSize (to height and width, 0: any, or a length of one of the children),
+ * RandomScale, RandomSizedCrop, RandomCropFromBorders. shrinks_by_area, here and above: CV_AREA is taken where a side
+ * gets shorter. margin: the most that is cut off at the left, top, right and bottom, as a share of the side. */
+STEP(MAX_SIZE, max_size, int32_t height, width, is_smallest, interpolation, shrinks_by_area;)
+STEP(SCALE, scale, int32_t interpolation, shrinks_by_area; double low, high;)
+STEP(SIZED_CROP, sized_crop,
+    int32_t height, width, least, most, interpolation, shrinks_by_area;
+    double ratio;) /* lengths from least to most become the height of the crop; ratio: of width to height */
+STEP(BORDER_CROP, border_crop, double margin[4];)
 
 /* torchvision: RandomAffine, RandomRotation, RandomPerspective. Angles in degrees; translation: the most, as a share of
  * width and height; shear: ranges along x and along y; distortion: share of half a side that corners move by. */

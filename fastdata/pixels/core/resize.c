@@ -1,4 +1,5 @@
-/* Kernels of OP_RESIZE: boxes of images resized with the pixels of Pillow's Image.resize or of torch's interpolate.
+/* Kernels of OP_RESIZE: boxes of images resized with the pixels of Pillow's Image.resize, of torch's interpolate, or, where
+ * it takes floats, of OpenCV's resize (cv_resize.c has its whole numbers).
  *
  * Both are separable: along an axis each pixel of the result has a first pixel that counts, and weights from there on.
  * Integer weights (Pillow: 22 places; torch, uint8: what an int16 holds) are summed exactly in int32, rounded, shifted
@@ -8,6 +9,7 @@
  * Fused products would move weights off Pillow's: build with -ffp-contract=off.
  */
 #include "core.h"
+#include "lanes.h"
 
 #include <math.h>
 #include <string.h>
@@ -16,65 +18,6 @@
 
 enum { LOW_BITS = 11, LOW_MASK = (1 << LOW_BITS) - 1, PIL_BITS = 22, TORCH_MOST_BITS = 22 };
 enum { BLOCK = 16, PADDING = 64, STRIPE = 8 }; /* columns at a time; alignment of rows; rows at a time */
-
-#if defined(__AVX512BW__)
-#include <immintrin.h>
-#define LANES 4
-#define SPREAD(quad) ((Vec)_mm512_broadcast_i32x4((__m128i)(quad)))
-#define INSERT(v, quad, lane) ((Vec)_mm512_inserti32x4((__m512i)(v), (__m128i)(quad), lane))
-#define X(name, a, b) ((Vec)_mm512_##name((__m512i)(a), (__m512i)(b)))
-#elif defined(__AVX2__)
-#include <immintrin.h>
-#define LANES 2
-#define SPREAD(quad) ((Vec)_mm256_broadcastsi128_si256((__m128i)(quad)))
-#define INSERT(v, quad, lane) ((Vec)_mm256_inserti128_si256((__m256i)(v), (__m128i)(quad), lane))
-#define X(name, a, b) ((Vec)_mm256_##name((__m256i)(a), (__m256i)(b)))
-#elif defined(__SSSE3__)
-#include <tmmintrin.h>
-#define LANES 1
-#define SPREAD(quad) (quad)
-#define X(name, a, b) ((Vec)_mm_##name((__m128i)(a), (__m128i)(b)))
-#elif defined(__aarch64__)
-#include <arm_neon.h>
-#define LANES 1
-#define SPREAD(quad) (quad)
-#define X(name, a, b) ((Vec)name(a, b)) /* x86's operations under their names */
-#define shuffle_epi8(a, b) vqtbl1q_u8((uint8x16_t)(a), (uint8x16_t)(b))
-#define madd_epi16(a, b)                                                                                               \
-    vpaddq_s32(vmull_s16(vget_low_s16((int16x8_t)(a)), vget_low_s16((int16x8_t)(b))),                                  \
-               vmull_high_s16((int16x8_t)(a), (int16x8_t)(b)))
-#define packs_epi32(a, b) vcombine_s16(vqmovn_s32((int32x4_t)(a)), vqmovn_s32((int32x4_t)(b)))
-#define packus_epi16(a, b) vcombine_u8(vqmovun_s16((int16x8_t)(a)), vqmovun_s16((int16x8_t)(b)))
-#define unpacklo_epi8(a, b) vzip1q_u8((uint8x16_t)(a), (uint8x16_t)(b))
-#define unpackhi_epi8(a, b) vzip2q_u8((uint8x16_t)(a), (uint8x16_t)(b))
-#define unpacklo_epi32(a, b) vzip1q_s32((int32x4_t)(a), (int32x4_t)(b))
-#define unpackhi_epi32(a, b) vzip2q_s32((int32x4_t)(a), (int32x4_t)(b))
-#define unpacklo_epi64(a, b) vzip1q_s64((int64x2_t)(a), (int64x2_t)(b))
-#define unpackhi_epi64(a, b) vzip2q_s64((int64x2_t)(a), (int64x2_t)(b))
-#else
-#error "resize.c needs SSSE3 or NEON"
-#endif
-typedef int32_t Quad __attribute__((vector_size(16)));
-typedef int32_t Vec __attribute__((vector_size(16 * LANES)));
-typedef uint32_t Bits __attribute__((vector_size(16 * LANES)));
-typedef float Floats __attribute__((vector_size(16 * LANES)));
-
-#define AT(type, p) (((const struct { type v; } __attribute__((packed, may_alias)) *)(p))->v)
-
-/* From x on, 16 bytes of each row to a lane of their own, and back. */
-INLINE Vec gather(const uint8_t *const *rows, int64_t x) {
-    Vec v = SPREAD(AT(Quad, rows[0] + x));
-#if LANES > 1
-    v = INSERT(v, AT(Quad, rows[1] + x), 1);
-#endif
-#if LANES > 2
-    v = INSERT(v, AT(Quad, rows[2] + x), 2), v = INSERT(v, AT(Quad, rows[3] + x), 3);
-#endif
-    return v;
-}
-INLINE void scatter(Vec v, uint8_t *const *rows, int64_t x) {
-    for (int i = 0; i < LANES; i++) memcpy(rows[i] + x, (char *)&v + 16 * i, 16);
-}
 
 /* One axis: `from` pixels become `to`, which are all that there are or, once cut, some of them. Tables: (to); weight
  * (taps, stride); low and high, of two taps each, (steps, stride). */
@@ -92,7 +35,15 @@ INLINE double cubic(double x, double a) {
     return x < 1 ? ((a + 2) * x - (a + 3)) * x * x + 1 : x < 2 ? ((a * x - 5 * a) * x + 8 * a) * x - 4 * a : 0;
 }
 
-double support_of(int filter) { return filter == BOX ? 0.5 : filter == BICUBIC ? 2 : filter == LANCZOS ? 3 : 1; }
+double support_of(int filter) {
+    switch (filter) {
+    case BOX: return 0.5;
+    case BICUBIC: case CV_CUBIC: case CV_IPP_CUBIC: return 2;
+    case LANCZOS: return 3;
+    case CV_LANCZOS: return 4;
+    default: return 1;
+    }
+}
 
 /* Taps that there may be. */
 static int64_t reach_of(int64_t from, int64_t to, int filter) {
@@ -141,6 +92,49 @@ INLINE void weigh_smooth(Axis *a, int filter, bool single) {
     }
 }
 
+/* Where an axis of OpenCV's resize is: how many pixels of the source go into one of the result. */
+INLINE double cv_scale(int64_t from, int64_t to) { return 1 / ((double)to / (double)from); }
+
+/* computeResizeAreaTab of OpenCV's resize.cpp: shares of the pixels that each pixel of the result covers. */
+static void weigh_areas(Axis *a) {
+    const int64_t n = a->to, reach = reach_of(a->from, a->to, CV_AREA);
+    const double scale = cv_scale(a->from, a->to);
+    memset(a->weight, 0, sizeof(double) * (size_t)(reach * n));
+    a->taps = 0;
+    for (int64_t i = 0; i < n; i++) {
+        const double begin = (double)i * scale, end = begin + scale, length = fmin(scale, (double)a->from - begin);
+        const int64_t last = (int64_t)fmin(floor(end), (double)a->from - 1), first = (int64_t)fmin(ceil(begin), (double)last);
+        int64_t count = 0;
+        double *weight = a->weight + i;
+        const bool has_part = (double)first - begin > 1e-3;
+        a->start[i] = (int32_t)(has_part && first > 0 ? first - 1 : first);
+        if (has_part) weight[n * count++] = (float)(((double)first - begin) / length);
+        for (int64_t k = first; k < last && count < reach; k++) weight[n * count++] = (float)(1 / length);
+        const double rest = end - (double)last;
+        if (rest > 1e-3 && count < reach) weight[n * count++] = (float)(fmin(fmin(rest, 1), length) / length);
+        a->count[i] = (int32_t)count;
+        if (count > a->taps) a->taps = count;
+    }
+}
+
+/* OpenCV's cubic resize as Intel's IPP does it: the four nearest pixels, however much the image shrinks; where the image has
+ * no pixel, the one at its edge counts for it. */
+static void weigh_cubic(Axis *a) {
+    const int64_t n = a->to, taps = a->from < 4 ? a->from : 4;
+    const double scale = cv_scale(a->from, a->to);
+    memset(a->weight, 0, sizeof(double) * 4 * (size_t)n);
+    a->taps = taps;
+    for (int64_t i = 0; i < n; i++) {
+        const double place = ((double)i + 0.5) * scale - 0.5, base = floor(place);
+        const int64_t first = (int64_t)base - 1, most = a->from - taps;
+        a->start[i] = (int32_t)(first < 0 ? 0 : first > most ? most : first), a->count[i] = (int32_t)taps;
+        for (int64_t k = 0; k < 4; k++) {
+            const int64_t at = first + k < 0 ? 0 : first + k >= a->from ? a->from - 1 : first + k;
+            a->weight[(at - a->start[i]) * n + i] += cubic(fabs(place - base + 1 - (double)k), -0.75);
+        }
+    }
+}
+
 INLINE int32_t whole(double weight, int bits) {
     return (int32_t)(weight * (1 << bits) + (weight < 0 ? -0.5 : 0.5));
 }
@@ -185,7 +179,9 @@ static void *weigh(Axis *a, void *memory, int64_t from, int64_t to, const Op *op
     a->center = a->weight + reach * to, a->total = a->center + to;
     a->start = (int32_t *)(a->total + to), a->count = a->start + to;
     a->low = (uint32_t *)(a->count + to), a->high = a->low + reach / 2 * to;
-    a->single ? weigh_smooth(a, filter, true) : weigh_smooth(a, filter, false);
+    if (filter == CV_AREA) weigh_areas(a);
+    else if (filter == CV_IPP_CUBIC) weigh_cubic(a);
+    else a->single ? weigh_smooth(a, filter, true) : weigh_smooth(a, filter, false);
     a->steps = (a->taps + 1) / 2;
     if (a->taps & 1) memset(a->weight + a->taps * to, 0, sizeof(double) * to);
     round_weights(a);
@@ -382,15 +378,19 @@ static void resize_floats(const Axis *rows, const Axis *columns, const Taps *pla
 }
 
 /* ImagingScaleAffine of Pillow's Geometry.c; nearest_idx, HelperInterpNearestExact and, where the result is small,
- * nearest_neighbor_exact_compute_source_index of torch (see _use_vectorized_kernel_cond_2d). */
+ * nearest_neighbor_exact_compute_source_index of torch (see _use_vectorized_kernel_cond_2d); resizeNN and, before OpenCV 5,
+ * resizeNN_bitexact of OpenCV's resize.cpp. OpenCV 5 is exact as Pillow is. */
 static void index_nearest(int32_t *index, int64_t from, int64_t to, int filter, int domain, bool small) {
     const double step = (double)from / to;
     const float scale = (float)step;
+    const int64_t fixed = ((from << 16) + to / 2) / to; /* in units of 1/65536 of a pixel */
     double at = step * 0.5;
     for (int64_t i = 0; i < to; i++, at += step) {
         const float fused = (float)((double)scale * (i + 0.5) - 0.5), exact = (float)((double)scale * (i + 0.5));
         const float central = small ? exact : (float)((fused < 0 ? 0 : fused) + 0.5);
-        const double place = domain == PIL_DOMAIN ? at : filter == NEAREST ? (float)i * scale : central;
+        double place = domain == PIL_DOMAIN ? at : filter == NEAREST ? (float)i * scale : central;
+        if (filter == CV_NEAREST) place = (double)i * cv_scale(from, to);
+        if (filter == CV_NEAREST_EXACT) place = (double)((fixed * i + fixed / 2 - from % 2) >> 16);
         index[i] = place < from - 1 ? (int32_t)place : (int32_t)from - 1;
     }
 }
@@ -426,7 +426,9 @@ bool resize(const Op *op, const Image *in, const Image *out, Scratch *scratch) {
     const int64_t H = in->height, W = in->width, whole_h = op->resize.height, whole_w = op->resize.width;
     const int64_t h = out->height, w = out->width, last = in->channels - 1;
     const int32_t filter = op->resize.interpolation, domain = op->resize.domain;
-    if (filter == NEAREST || filter == NEAREST_EXACT) return resize_nearest(op, in, out, scratch);
+    const bool is_nearest = filter == NEAREST || filter == NEAREST_EXACT || filter == CV_NEAREST || filter == CV_NEAREST_EXACT;
+    if (is_nearest) return resize_nearest(op, in, out, scratch);
+    if (filter >= CV_NEAREST && resizes_whole(op, in)) return resize_whole(op, in, out, scratch);
     const bool single = domain == V1_DOMAIN, alpha = domain == PIL_DOMAIN && last % 2, copied = alpha || W < PADDING;
     const bool chooses = op->resize.chooses_order && domain == PIL_DOMAIN;
     const bool columns_first = chooses && H > whole_h && H - whole_h > 2 * (W - whole_w);

@@ -62,12 +62,14 @@ Box resize_reads(const Op *op, const Box *cut) {
 
 /* Draws */
 
-/* Whose arithmetic resizes: torchvision's v2 takes float32 (v1's way) where torch has no fast kernel for uint8. */
-static bool add_resize(Drawing *d, const Step *step, int32_t filter, int32_t domain, Box box, int64_t height, int64_t width,
-                       int how) {
-    if (filter < NEAREST || filter > NEAREST_EXACT) return deny(d, step, REFUSED_TABLE);
+/* Whose arithmetic resizes: torchvision's v2 takes float32 (v1's way) where torch has no fast kernel for uint8. OpenCV's
+ * filters that need floats are in float32, too. */
+bool add_resize(Drawing *d, const Step *step, int32_t filter, int32_t domain, Box box, int64_t height, int64_t width,
+                int how) {
+    if (filter < NEAREST || filter > CV_AREA) return deny(d, step, REFUSED_TABLE);
     if (!is_domain(d, step, domain)) return false;
     if (domain == V2_DOMAIN && filter == BILINEAR && !d->table->resizes_fast) domain = V1_DOMAIN;
+    if (filter >= CV_NEAREST) domain = V1_DOMAIN;
     Op *op = add(d, step, OP_RESIZE);
     if (!op) return false;
     op->resize.box = box;
@@ -77,7 +79,7 @@ static bool add_resize(Drawing *d, const Step *step, int32_t filter, int32_t dom
     return set_size(d, height, width, how);
 }
 
-/* RandomResizedCrop.get_params, which takes the middle where no box fits. */
+/* RandomResizedCrop.get_params, which takes the middle where no box fits; albumentations' draws the same. */
 bool draw_resized_crop(Drawing *d, const Step *step) {
     const double one = step->resized_crop.ratio[0], other = step->resized_crop.ratio[1];
     const double low = fmin(one, other), high = fmax(one, other);
@@ -88,8 +90,9 @@ bool draw_resized_crop(Drawing *d, const Step *step) {
         const int64_t width = shape > high ? truncated(rint((double)d->height * high)) : d->width;
         box = (Box){(int32_t)((d->height - height) / 2), (int32_t)((d->width - width) / 2), (int32_t)height, (int32_t)width};
     }
-    const int32_t filter = step->resized_crop.interpolation, domain = step->resized_crop.domain;
-    return add_resize(d, step, filter, domain, box, step->resized_crop.height, step->resized_crop.width, FIXED);
+    const int32_t height = step->resized_crop.height, width = step->resized_crop.width;
+    const int32_t filter = filter_of(step->resized_crop.interpolation, step->resized_crop.shrinks_by_area, box, height, width);
+    return add_resize(d, step, filter, step->resized_crop.domain, box, height, width, FIXED);
 }
 
 /* Both sides where the shorter one is to have a length: _compute_resized_output_size of torchvision's
@@ -124,5 +127,6 @@ bool draw_resize(Drawing *d, const Step *step) {
         how = step->count > 1 ? DRAWN : FOLLOWS;
     }
     const Box whole = {0, 0, (int32_t)d->height, (int32_t)d->width};
-    return add_resize(d, step, step->resize.interpolation, step->resize.domain, whole, height, width, how);
+    const int32_t filter = filter_of(step->resize.interpolation, step->resize.shrinks_by_area, whole, height, width);
+    return add_resize(d, step, filter, step->resize.domain, whole, height, width, how);
 }
