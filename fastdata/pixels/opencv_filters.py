@@ -1,0 +1,89 @@
+"""Filters of OpenCV's resize that the core has, as far as the installed OpenCV agrees with them."""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+
+import numpy as np
+
+from fastdata.pixels.arrays import Array, Shape
+from fastdata.pixels.core.calls import Keys, Samples, describe_output, serve
+from fastdata.pixels.state import UnknownStepError
+from fastdata.pixels.steps import Step, compile_table, flatten_steps
+
+_FILTERS = (
+    ("CV_NEAREST",),
+    ("CV_LINEAR",),
+    ("CV_IPP_CUBIC", "CV_CUBIC"),
+    ("CV_AREA",),
+    ("CV_LANCZOS",),
+    ("CV_LINEAR_EXACT",),
+    ("CV_NEAREST_EXACT", "NEAREST"),  # up to OpenCV 4, and as Pillow's from 5 on
+)
+"""Filters of records.h by OpenCV's number of the interpolation (``cv2.INTER_NEAREST`` is 0)."""
+_SIZES = (((8, 30), (20, 10)), ((23, 31), (29, 47)), ((40, 36), (20, 12)), ((41, 34), (19, 40)))
+"""Heights and widths that are tried, before and after."""
+
+
+@functools.cache
+def opencv_filter(interpolation: int) -> str:
+    """Return the filter with the pixels of the installed OpenCV, by the name of its enumerator.
+
+    OpenCV must have been imported, as albumentations does.
+
+    Raises:
+        UnknownStepError: no filter of the core gives its pixels.
+    """
+    found = [name for name in _FILTERS[interpolation] if _agrees(name, interpolation)]
+    if not found:
+        raise UnknownStepError("resizes by an interpolation that differs in this build of OpenCV")
+    return found[0]
+
+
+def _agrees(name: str, interpolation: int) -> bool:
+    """Return True if a filter gives OpenCV's pixels for grey and for coloured images."""
+    cv2 = sys.modules["cv2"]
+    for shape, (height, width) in _SIZES:
+        for channels in (1, 3):
+            image = _pattern((*shape, channels))
+            found = _resize(image, height, width, name)
+            wanted = cv2.resize(image, (width, height), interpolation=interpolation)
+            if not np.array_equal(found, wanted.reshape(found.shape)):
+                return False
+    return True
+
+
+def _pattern(shape: Shape) -> Array:
+    """Return an image whose levels have no period: squares modulo a prime."""
+    count = math.prod(shape)
+    numbers = np.arange(count, dtype=np.int64)
+    levels = (numbers**2 * 37 % 257).astype(np.uint8)
+    return levels.reshape(shape)
+
+
+def _resize(image_HWC: Array, height: int, width: int, name: str) -> Array:
+    """Resize an image by the core, to (height, width, channels)."""
+    image_CHW = np.ascontiguousarray(image_HWC.transpose(2, 0, 1))
+    step = Step(
+        "resize",
+        {
+            "height": height,
+            "width": width,
+            "interpolation": name,
+        },
+    )
+    out_1Chw = np.empty((1, len(image_CHW), height, width), np.uint8)
+    serve(
+        Samples(
+            np.array([image_CHW.ctypes.data]),
+            np.array([image_CHW.shape], np.int32),
+        ),
+        Keys(0, np.zeros(1, np.int64), np.zeros(1, np.int64)),
+        [describe_output(compile_table(flatten_steps((step,))), out_1Chw)],
+        first=0,
+        last=1,
+    )
+    resized: Array = out_1Chw[0].transpose(1, 2, 0)
+    return resized
