@@ -69,6 +69,7 @@ _ATTRIBUTES = {
     "LongestMaxSize": f"{_SIZED} max_size max_size_hw",
     "RandomCropFromBorders": "crop_bottom crop_left crop_right crop_top",
     "RandomResizedCrop": f"{_SIZED} ratio scale size",
+    "RandomScale": f"{_SIZED} scale_limit",
     "RandomSizedCrop": f"{_SIZED} min_max_height size w2h_ratio",
     "Resize": f"{_SIZED} height width",
     "SmallestMaxSize": f"{_SIZED} max_size max_size_hw",
