@@ -255,11 +255,14 @@ CROPPED = v1.Compose([v1.RandomResizedCrop(4), v1.ToTensor()])
     ids=lambda given: given if isinstance(given, str) else type(given).__name__,
 )
 def test_frozen_draws_are_refused(dataset: Any, named: str) -> None:
-    """Random steps of torchvision in a wrapped dataset are named with the cure; where nothing is kept they may stay."""
+    """Random steps of torchvision are named with the cure; where nothing is kept they may stay.
+
+    With a step of the user's own behind it, a transform cannot be taken out of the dataset.
+    """
     with pytest.raises(
         ValueError, match=rf"^{named}.*: random, but .* as transform=, or as transforms="
     ) as refused:
-        cached(dataset)
+        cached(dataset, prepare=turn)
     assert str(refused.value).count(" in ") == 1  # each step once
     with cached(dataset, storage="none") as served:
         assert len(served) == len(dataset)
@@ -315,7 +318,7 @@ def test_a_transform_that_was_replaced_is_looked_at_where_it_is_used() -> None:
     single.transform = pairs.transform = v1.ToTensor()
     cached(single).close()
     with pytest.raises(ValueError, match=r"RandomResizedCrop\(.*\) in Pairs\.transforms: random"):
-        cached(pairs)
+        cached(pairs, prepare=turn)
 
 
 @pytest.mark.parametrize("sizes", [1, 2], ids=["dense", "ragged"])
@@ -831,7 +834,7 @@ def test_dicts_are_kept_in_a_cache(tmp_path: Any) -> None:
 def test_dicts_that_have_no_image_are_refused() -> None:
     """The error says what there is and what to do; leaving out samples would not help."""
     with pytest.raises(
-        SampleError, match=r"dict with no image among label; .* Correct the dataset\.$"
+        SampleError, match=r"dict of label, without an image; .* Correct the dataset\.$"
     ) as refused:
         cached(Dicts("label"))
     assert "on_error" not in str(refused.value)
@@ -934,7 +937,7 @@ def test_wrong_options_are_named() -> None:
         ([1], "item 0 of list is an int, not a"),
         ([(1, 2)], "a sample of type int cannot be stored"),
         (Wrapping([(1, 2, 3)]), "too many values"),
-        ([{1: 2}], "is a dict with no image"),
+        ([{1: 2}], "is a dict of 1, without an image"),
     ],
 )
 def test_items_of_another_kind_are_named(items: Any, named: str) -> None:

@@ -612,9 +612,9 @@ def test_dicts_of_no_image_or_several_are_refused() -> None:
     """There is one image, and the keys are those of all items."""
     image = np.zeros((2, 2))
     items: list[tuple[dict[Any, Any], str]] = [
-        ({"label": 3}, "is a dict with no image among label; one under a name is needed"),
-        ({"image": image, "mask": image}, "is a dict with the images image, mask; one"),
-        ({0: image}, "is a dict with the images 0; one under a name"),
+        ({"label": 3}, "is a dict of label, without an image; one under a name is needed"),
+        ({"left": image, "right": image}, "is a dict of left, right, with the images left, right;"),
+        ({0: image}, "is a dict of 0, with the images 0; one under a name"),
     ]
     for item, found in items:
         with pytest.raises(SampleError, match=f"item 0 of list {found}"):

@@ -13,6 +13,7 @@ The state of a dataset:
   files
 - ``stored``: values of how samples were prepared, and the user's transforms
 - ``preparing``: from a source to stored samples
+- ``lifting``: takes the transform out of a dataset that calls it itself
 - ``origin``: the source of samples, and its description for a cache
 - ``snapshot``: detects transforms that were changed in place
 

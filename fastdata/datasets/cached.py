@@ -8,10 +8,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fastdata.datasets.dataset import PreparedDataset, own_method
+from fastdata.datasets.lifting import lift_transforms
 from fastdata.datasets.origin import ItemOrigin
 from fastdata.datasets.preparing import to_prepare
 from fastdata.datasets.samples import DatasetSamples
 from fastdata.datasets.stored import LeadingSteps, Stored, Transforms
+from fastdata.errors import kind_of
 from fastdata.paths import AnyPath
 from fastdata.pixels.plan import PairTransform, Transform
 from fastdata.sources.items import DatasetSource
@@ -40,7 +42,10 @@ class CachedDataset(PreparedDataset):
             are dicts of the same keys then. Namedtuples stay of their class, where it can be found
             by its module and name. Or the path or URL of WebDataset's tars, a pattern such as
             ``"train-{000..009}.tar"``, or a list of these. For other formats see
-            docs/other-datasets.md.
+            docs/other-datasets.md. Its own ``transform``, if it is called last on what was read, as
+            torchvision's datasets do, is taken over as ``transform=`` is: where it draws at random,
+            or can run on whole batches. Attributes that are not fastdata's, such as ``classes``,
+            are those of this dataset.
         columns: of items that are dicts the names of those that are sample and target, such as
             ``{"sample": "image", "target": "label"}``; items are pairs then, and a list of names
             makes the target a dict.
@@ -101,10 +106,15 @@ class CachedDataset(PreparedDataset):
             only = None if chosen_columns is None else chosen_columns.names
             tars = open_tars(dataset, chosen.storage_options, only)
             dataset = dataset if tars is None else tars
-        source = DatasetSource(dataset, chosen_columns)
-        # Stored samples would show the same draws in every epoch.
         if chosen.storage != "none" and not frozen:
+            own = (transform, target_transform, transforms, prepare, chosen.resize)
+            has_own = any(value is not None for value in own)
+            lifted = None if has_own else lift_transforms(dataset)
+            if lifted is not None:
+                dataset, chosen_transforms = lifted
+            # Stored samples would show the same draws in every epoch.
             refuse_random_steps(dataset)
+        source = DatasetSource(dataset, chosen_columns)
         self._fastdata = DatasetSamples(
             class_name=type(self).__name__,
             own_method=own_method(type(self)),
@@ -112,6 +122,19 @@ class CachedDataset(PreparedDataset):
             stored=to_prepare(source, replace(chosen, frozen=frozen), prepare=prepare),
             transforms=chosen_transforms,
         )
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the dataset inside, such as ``classes`` or ``data``."""
+        # Private names are those by which Python, pickle and torch ask for protocols. The others
+        # are those by which torch and fastdata look into wrappers: this is none.
+        inside = None
+        if not name.startswith("_") and name not in ("dataset", "datasets", "indices"):
+            source = self._fastdata.stored.source
+            inside = source.dataset if isinstance(source, DatasetSource) else None
+        if hasattr(inside, name):
+            return getattr(inside, name)
+        told = "" if inside is None else f", and neither has {kind_of(inside)} inside it"
+        raise AttributeError(f"{kind_of(self)} has no attribute {name}{told}")
 
     @classmethod
     def from_cache(
@@ -124,6 +147,7 @@ class CachedDataset(PreparedDataset):
         as_tensors: bool = False,
         seed: int | None = None,
         batch_ops: bool = True,
+        return_index: bool = False,
         storage_options: StorageChoice = None,
         local_cache: AnyPath | None = None,
     ) -> Self:
@@ -146,6 +170,7 @@ class CachedDataset(PreparedDataset):
             seed: of the random draws of batch ops; see
                 ``fastdata.stores.options.DatasetOptions``.
             batch_ops: False runs known random transforms per sample exactly as written.
+            return_index: add the index of each sample to its item.
             storage_options: for a URL; see ``fastdata.stores.options.DatasetOptions``.
             local_cache: as there.
 
@@ -176,7 +201,7 @@ class CachedDataset(PreparedDataset):
             own_method=own_method(cls),
             origin=ItemOrigin(),
             stored=Stored(
-                options=Options(seed=seed, batch_ops=batch_ops),
+                options=Options(seed=seed, batch_ops=batch_ops, return_index=return_index),
                 prepared=prepared,
                 after=LeadingSteps(),
                 is_upright="PIL.ImageOps.exif_transpose" in manifest.key["prepare"],

@@ -26,6 +26,7 @@ from fastdata.pixels.arrays import Array
 from fastdata.pixels.samples import batch_of_form, without_exif
 from fastdata.pixels.steps import Step
 from fastdata.sources.files import FileSource
+from fastdata.sources.source import with_index
 from fastdata.stores.preparer import NO_FAULT_OF_A_SAMPLE, open_files
 
 if TYPE_CHECKING:
@@ -52,6 +53,12 @@ class Reader(Reading):
 
     def to_batch(self, columns: list[Any]) -> Any:
         """Turn the columns of ``read_batch`` into what ``default_collate`` gives."""
+        if self.has_index:
+            *columns, index_B = columns
+            return with_index(self._to_batch(columns), index_B, list)
+        return self._to_batch(columns)
+
+    def _to_batch(self, columns: list[Any]) -> Any:
         *views, targets = columns
         images = views if self.plan.views else views[0]  # Views of one transform give a list, too
         keys = self.stored.samples.keys
@@ -61,7 +68,8 @@ class Reader(Reading):
         """Return a ``SampleBatch`` if samples are pairs with images of one shape, else a list."""
         columns = self._read_columns(batch, allocate, is_alone=not self.outputs)
         images, *_, targets = columns
-        if self.plan.views or self.keys is not None or not isinstance(images, torch.Tensor):
+        is_pair = self.keys is None and not self.has_index
+        if self.plan.views or not is_pair or not isinstance(images, torch.Tensor):
             return self._to_items(columns)
         if self.has_target_column:
             kind, target_kind = self._classes
@@ -74,6 +82,13 @@ class Reader(Reading):
 
     def _to_items(self, columns: list[Any]) -> list[Any]:
         """Return the items of a batch."""
+        if self.has_index:
+            *columns, index_B = columns
+            indices = torch.as_tensor(index_B).tolist()
+            return list(map(with_index, self._without_index(columns), indices))
+        return self._without_index(columns)
+
+    def _without_index(self, columns: list[Any]) -> list[Any]:
         *views, targets = [
             rows_of(column, kind) if isinstance(column, torch.Tensor) else column
             for column, kind in zip_longest(columns, self._classes)
@@ -116,6 +131,8 @@ class Reader(Reading):
             ]
         if not self.has_target_column:
             columns.append(self.targets.of_each(batch, targets))
+        if self.has_index:
+            columns.append(batch.positions.tolist())
         return columns
 
     def _read_served(self, batch: IndexBatch, *, is_alone: bool) -> list[list[Any]]:
@@ -156,6 +173,8 @@ class Reader(Reading):
         columns = self.as_tensors(outs)
         if not self.has_target_column:
             columns.append(targets_of(batch))
+        if self.has_index:
+            columns.append(torch.tensor(batch.positions))
         return columns
 
     def allocate(self, count: int, allocate: Allocate, *, channels_last: bool) -> list[Array]:

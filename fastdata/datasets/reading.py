@@ -121,6 +121,11 @@ class Reading:
         return getattr(self.stored.samples, "keys", None)  # a closed dataset has no samples
 
     @cached_property
+    def has_index(self) -> bool:
+        """True if items end with their index, which is the last column then."""
+        return self.stored.options.return_index
+
+    @cached_property
     def targets(self) -> Targets:
         """The targets of all samples."""
         is_joint = self.pair_transform is not None
@@ -214,4 +219,5 @@ class Reading:
             kind = column.plan.end_kind or "tensor"
             shown = f"{shown_class(kind).__name__}{shown_shape(shape, kind)}"
             forms.append(f"{shown} of {str(dtype)[6:]}")
-        return ", ".join(forms) + (f" in {self.keys}" if self.keys else "")
+        text = ", ".join(forms) + (f" in {self.keys}" if self.keys else "")
+        return f"{text} with their index" if self.has_index else text

@@ -5,16 +5,20 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from torch.utils.data import Dataset, IterableDataset, RandomSampler, Subset
+from torch.utils.data import Dataset, IterableDataset, RandomSampler, Subset, TensorDataset
 
 from fastdata.datasets.dataset import PreparedDataset
 from fastdata.datasets.samples import DatasetSamples
 from fastdata.loaders.parts import Parts
 from fastdata.machine.ranks import find_rank
+from fastdata.pixels.draws import is_random, may_draw
 from fastdata.report import warn_user
 
 _WARNED: weakref.WeakSet[DatasetSamples] = weakref.WeakSet()
 """Datasets whose obstacle to whole batches was warned of."""
+
+_HINTED: set[type] = {list, tuple, TensorDataset}
+"""Classes of datasets that ``CachedDataset`` was suggested for, or that are in memory."""
 
 
 def warn_of_ranks(sampler: Any) -> None:
@@ -36,8 +40,30 @@ def warn_of_samples(dataset: Dataset[Any], parts: Parts) -> None:
     notice = next(filter(None, map(_fallback_notice, new)), "")
     if not parts.datasets and not isinstance(dataset, IterableDataset):
         notice = _wrapped_notice(dataset)
+        if not notice:
+            _hint_at_caching(dataset)
     if notice:
         warn_user(f"batches are not served whole: {notice}")
+
+
+def _hint_at_caching(dataset: Any) -> None:
+    """Say once for each class of datasets how its items can be read only once."""
+    inner = dataset
+    while type(inner) is Subset:
+        inner = inner.dataset
+    kind = type(inner)
+    if kind in _HINTED:
+        return
+    _HINTED.add(kind)
+    made = f"CachedDataset({kind.__name__}(...))"
+    before = ""
+    if inner is not dataset:
+        before = f" Make it before {type(dataset).__name__} or random_split takes a part of it."
+    warn_user(
+        f"nothing is cached, so this loader reads as fast as torch's. {made} reads each item once, "
+        f"and runs its transform on whole batches.{before} workers='process' says that this is "
+        "meant."
+    )
 
 
 def _fallback_notice(dataset: PreparedDataset) -> str:
@@ -46,7 +72,7 @@ def _fallback_notice(dataset: PreparedDataset) -> str:
     if own:
         return (
             f"{type(dataset).__name__}.{own} is called for each sample. Move its work to "
-            "transform= or target_transform=."
+            "transform= or target_transform=; return_index=True adds the index."
         )
     reader = dataset._fastdata.reader
     plan = reader.plan
@@ -59,11 +85,16 @@ def _fallback_notice(dataset: PreparedDataset) -> str:
         return ""
     if reader.stored.obstacle is not None:  # there is no core, which says what to do
         return f"{plan.obstacle}".removesuffix(".")
-    return (
-        f"{plan.obstacle}, so that it runs in Python on each sample. Give it as prepare= if it "
-        "does the same each time, or as CudaPrefetcher(transform=) if it can take whole batches; "
-        "or replace it by steps that fastdata runs on whole batches: docs/served-steps.md."
-    )
+    [view, *_] = [view for view in plan.each if view.per_sample]
+    unknown = view.per_sample[0]
+    cures = []
+    draws = is_random(unknown)
+    if draws is False or (draws is None and not may_draw(unknown, from_torch=False)):
+        cures.append("Give it as prepare= if it does the same each time.")
+    if view.kind != "pil":
+        cures.append("Give it as CudaPrefetcher(transform=) if it can take whole batches.")
+    cures.append("docs/served-steps.md has the steps that fastdata runs on whole batches.")
+    return f"{plan.obstacle}, so that it runs in Python on each sample. {' '.join(cures)}"
 
 
 def _wrapped_notice(dataset: Any) -> str:
@@ -75,8 +106,8 @@ def _wrapped_notice(dataset: Any) -> str:
             name = type(inner).__name__
             return (
                 f"{type(dataset).__name__} asks its {name} for each sample. Give the loader the "
-                f"{name} itself, with transform= or target_transform= for changes to its items. "
-                "Make "
-                "a CachedDataset of any other dataset in the same ConcatDataset."
+                f"{name} itself, with transform= or target_transform= for changes to its items, and "
+                "return_index=True for their index. Make a CachedDataset of any other dataset in "
+                "the same ConcatDataset."
             )
     return ""

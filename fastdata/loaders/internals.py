@@ -77,6 +77,7 @@ class LoaderInternals:
         self._has_warned = False
         self._pinning = PinningPlan(pin=False)
         self._counts = LoopCounts()
+        self._latest_counts: LoopCounts | None = None  # of an epoch that had batches
 
     def copied(self, loader: DataLoader[Any]) -> LoaderInternals:
         """Return the internals of a copy of the loader, whose epochs go on as its own would."""
@@ -85,6 +86,7 @@ class LoaderInternals:
         other.is_channels_last = self._wants_channels_last(loader)
         other._ring = None
         other._counts = LoopCounts()
+        other._latest_counts = None
         return other
 
     def iterate(
@@ -143,6 +145,8 @@ class LoaderInternals:
         # The rest of an epoch draws nothing from the global generator.
         with torch.random.fork_rng(devices=[], enabled=progress.is_begun):
             iterator = self._iterator(loader, view, progress, maker, held)
+        if self._counts.batches:
+            self._latest_counts = self._counts
         iterator.counts = self._counts = LoopCounts(ring=iterator.ring)
         if iterator.ring:
             iterator.ring.fresh_count = 0
@@ -193,7 +197,10 @@ class LoaderInternals:
     def report(self) -> EpochReport:
         """Return how the latest epoch went."""
         engine = self.engine
-        ring = self._counts.ring
+        counts = self._counts
+        if not counts.batches and self._latest_counts is not None:
+            counts = self._latest_counts  # an epoch has begun, and nobody has asked for a batch yet
+        ring = counts.ring
         return EpochReport(
             path=engine.path,
             engine=engine.kind if engine.workers else "inline",
@@ -202,7 +209,7 @@ class LoaderInternals:
             bytes_held=ring.bytes_held if ring else 0,
             pinning=self._pinning.reason,
             prepared=self.resume.parts.prepared_share,
-            **self._counts.figures(),
+            **counts.figures(),
         )
 
     # For a prefetcher

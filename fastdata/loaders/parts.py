@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from fastdata.datasets.buffers import Allocate, new_buffer
@@ -55,6 +56,9 @@ class JoinedReader:
         if not first.has_target_column:
             of_each = self.in_order(batch, [reader.targets.of_each for reader in readers])
             parts.append(collate_targets(of_each))
+        if first.has_index:
+            indices = self.in_order(batch, [_positions] * len(readers))
+            parts.append(torch.tensor(indices))
         return first.to_batch(parts)
 
     def items(self, batch: IndexBatch, allocate: Allocate = new_buffer) -> list[Any]:
@@ -81,6 +85,11 @@ class JoinedReader:
                 seed = int(sample_keys(seed, number, _PART_SALT_1)[0])
             piece = IndexBatch.of(position_B.tolist(), position_B, batch.visits[row_B], seed)
             yield number, row_B, piece
+
+
+def _positions(batch: IndexBatch) -> list[int]:
+    """Return the index of each sample in its own dataset."""
+    return list(batch.positions.tolist())
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ from fastdata.pixels.albumentations_objects import is_of_albumentations
 from fastdata.pixels.callables import seen_through, seen_through_pair
 from fastdata.pixels.known import is_changed, is_v2, known_name
 from fastdata.pixels.own_transforms import AlbumentationsPair, AlbumentationsTransform
+from fastdata.pixels.published import converts_to_rgb
+from fastdata.pixels.resize import TO_RGB
 
 
 def flatten_transform(transform: Any) -> tuple[Any, ...]:
@@ -48,8 +50,13 @@ def _parts_of(transform: Any) -> Sequence[Any] | None:
     if is_of_albumentations(transform):
         return wrapped_parts(transform)
     if name == "Lambda" and getattr(transform, "types", (object,)) == (object,):
-        return seen_through(transform.lambd)
-    return None if name or kind is AlbumentationsTransform else seen_through(transform)
+        return _called_by(transform.lambd)
+    return None if name or kind is AlbumentationsTransform else _called_by(transform)
+
+
+def _called_by(call: Any) -> Sequence[Any] | None:
+    """Return the transforms that the user's own callable stands for; None if it does more."""
+    return (TO_RGB,) if converts_to_rgb(call) else seen_through(call)
 
 
 def wrapped_parts(transform: Any) -> tuple[AlbumentationsTransform, ...]:

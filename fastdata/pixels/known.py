@@ -43,6 +43,8 @@ def known_name(transform: Any) -> str:
     if kind.__module__.startswith(PACKAGE):
         name = name_in_albumentations(transform)
         return name and f"A.{name}"
+    if kind is torch.nn.Identity:
+        return "" if is_changed(transform) else "Identity"
     if not kind.__module__.startswith(LIBRARIES):
         if getattr(transform, "__module__", None) == "PIL.ImageOps":
             return str(transform.__name__)

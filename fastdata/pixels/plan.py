@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from textwrap import shorten
+from types import FunctionType
 from typing import Any
 
 from fastdata.pixels.draws import is_random
+from fastdata.pixels.known import known_name
 from fastdata.pixels.own_transforms import run_transforms
 from fastdata.pixels.samples import Form
 from fastdata.pixels.steps import Steps
@@ -128,7 +131,13 @@ def _texts(transforms: tuple[Transform, ...]) -> str:
 
 
 def text_of_transform(transform: Any) -> str:
-    """Return the ``repr`` of a transform on one line."""
+    """Return the ``repr`` of a transform on one line; a function's name and where it stands."""
+    if known_name(transform) == "Lambda":
+        return f"Lambda({text_of_transform(transform.lambd)})"
+    if type(transform) is FunctionType:
+        code = transform.__code__
+        place = f"{os.path.basename(code.co_filename)}, line {code.co_firstlineno}"
+        return f"{transform.__qualname__} ({place})"
     try:
         shown = repr(transform)
     except Exception:  # noqa: BLE001  # the repr of a user's own transform may raise anything

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dis
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -50,6 +50,31 @@ def f(self, img):
 """: lambda transform: ("SOLARIZE", 128.0, 128.0, transform.p),
 }
 """Published code of transforms of PIL images -> its op, by the attributes of the transform."""
+_TO_RGB = {
+    # The second takes the mode first: a partial of denoising-diffusion-pytorch gives it.
+    """
+def f(image):
+    if image.mode != "RGB":
+        image = image.convert("RGB")
+    return image
+""": (),
+    """
+def f(mode, image):
+    if image.mode != mode:
+        return image.convert(mode)
+    return image
+""": ("RGB",),
+    """
+def f(image):
+    if image.mode != "RGB":
+        return image.convert("RGB")
+    return image
+""": (),
+    """
+f = lambda image: image.convert("RGB") if image.mode != "RGB" else image
+""": (),
+}
+"""Code that people write to make gray images RGB -> the arguments that a partial gives it first."""
 _IMPORTS = "import random\nimport numpy as np\nfrom PIL import ImageFilter, ImageOps\n"
 
 
@@ -60,6 +85,27 @@ def published(transform: Any) -> PublishedOp | None:
         return None
     read = _templates().get(_body(function.__code__))
     return None if read is None else read(transform)
+
+
+def converts_to_rgb(call: Any) -> bool:
+    """Return True for code that makes images of other modes RGB, and does nothing else."""
+    given: tuple[Any, ...] = ()
+    if type(call) is partial and not call.keywords:
+        call, given = call.func, call.args
+    if not isinstance(call, FunctionType):
+        return False
+    return _rgb_templates().get(_body(call.__code__)) == given
+
+
+@cache
+def _rgb_templates() -> dict[tuple[Any, ...], tuple[str, ...]]:
+    """Return the compiled templates of ``converts_to_rgb``, and their first arguments."""
+    found = {}
+    for source, given in _TO_RGB.items():
+        for code in compile(source, "template", "exec", dont_inherit=True).co_consts:
+            if isinstance(code, CodeType):
+                found[_body(code)] = given
+    return found
 
 
 @cache

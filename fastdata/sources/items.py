@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass
 from functools import partial
 from operator import getitem
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -20,7 +21,7 @@ from fastdata.paths import hide_secrets
 from fastdata.pixels.decode import decode_image, load_image
 from fastdata.pixels.openings import Opening
 from fastdata.pixels.samples import is_image
-from fastdata.sources.source import ItemKeys
+from fastdata.sources.source import ItemKeys, field_names
 from fastdata.sources.tars import TarSamples
 
 if TYPE_CHECKING:
@@ -136,34 +137,29 @@ def _opened(value: Any) -> Any:
 
 _ALONE = "an image alone"
 
+_IMAGE_NAMES = ("image", "images", "img", "pixel_values", "input", "inputs", "x")
+"""Names of the image in a dict or dataclass that holds several arrays, such as image and mask."""
+
 
 def _form_of(item: Any) -> str:
     if isinstance(item, dict):
         return f"a dict of {', '.join(sorted(map(str, item)))}"
     if isinstance(item, tuple | list):
         return f"a tuple of length {len(item)}"
+    if is_dataclass(item):
+        return f"{kind_of(item)} of {', '.join(sorted(field_names(item) or ()))}"
     is_alone = isinstance(item, torch.Tensor | np.ndarray) or is_image(item)
     return _ALONE if is_alone else kind_of(item)
 
 
 def _keys_of(item: Any, form: str, which: str) -> ItemKeys | None:
     """Return how an item of this form is split; None for a pair."""
-    if isinstance(item, dict):
-        images = [name for name, value in item.items() if is_image(value)]
-        if len(images) == 1 and all(isinstance(name, str) for name in item):
-            return ItemKeys(tuple(item), images[0])
-        listed = ", ".join(map(str, images or item))
-        raise TypeError(
-            f"{which} is a dict with {'the images' if images else 'no image among'} {listed}; one "
-            "under a name is needed: a PIL image, array or tensor. Wrap the dataset in one whose "
-            "__getitem__ returns ((image, mask), target), or say which it is: "
-            "columns={'sample': 'image', 'target': 'label'}, or the like."
-        )
+    if isinstance(item, dict) or is_dataclass(item):
+        return _named_keys(item, form, which)
     if isinstance(item, tuple | list):
         # A pair needs no keys, but a namedtuple of two values has names and a class to restore.
         names = getattr(item, "_fields", tuple(map(str, range(len(item)))))
-        kind = type(item)
-        named = f"{kind.__module__}:{kind.__qualname__}" if hasattr(kind, "_fields") else ""
+        named = _class_name(item) if hasattr(item, "_fields") else ""
         return None if names == ("0", "1") else ItemKeys(names, names[0], "tuple", named)
     if form == _ALONE:
         return ItemKeys(("0",), "0", "alone")
@@ -171,3 +167,30 @@ def _keys_of(item: Any, form: str, which: str) -> ItemKeys | None:
         f"{which} is {form}, not a (sample, target) pair, a tuple, a dict with an image "
         "or an image. Wrap the dataset in one whose __getitem__ returns one of these."
     )
+
+
+def _named_keys(item: Any, form: str, which: str) -> ItemKeys:
+    """Return the keys of a dict or dataclass, one of whose values is the sample.
+
+    Raises:
+        TypeError: it is not clear which one.
+    """
+    is_dict = isinstance(item, dict)
+    values = item if is_dict else {name: getattr(item, name) for name in field_names(item) or ()}
+    images = [name for name, value in values.items() if is_image(value)]
+    if len(images) > 1:  # such as image and mask
+        images = [name for name in _IMAGE_NAMES if name in images][:1] or images
+    if len(images) == 1 and all(isinstance(name, str) for name in values):
+        named = "" if is_dict else _class_name(item)
+        return ItemKeys(tuple(values), images[0], "dict" if is_dict else "dataclass", named)
+    found = f"with the images {', '.join(map(str, images))}" if images else "without an image"
+    raise TypeError(
+        f"{which} is {form}, {found}; one under a name is needed: a PIL image, array or tensor. "
+        "Wrap the dataset in one whose __getitem__ returns ((image, mask), target), or say which "
+        "it is: columns={'sample': 'image', 'target': 'label'}, or the like."
+    )
+
+
+def _class_name(item: object) -> str:
+    """Return module and name of an item's class, by which ``ItemKeys`` finds it again."""
+    return f"{type(item).__module__}:{type(item).__qualname__}"

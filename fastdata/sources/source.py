@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,17 +20,17 @@ Pair = tuple[Any, Any]
 class ItemKeys:
     """Keys by which items that are not pairs are split into sample and target, and joined again.
 
-    The sample of a dict is the value of ``image``. The target is the value of the other key, or a
-    dict of several. The sample of a tuple is its first value. The target is the other value, a
-    tuple of several, or 0 if there is none.
+    The sample of a dict or a dataclass is the value of ``image``. The target is the value of the
+    other key, or a dict of several. The sample of a tuple is its first value. The target is the
+    other value, a tuple of several, or 0 if there is none.
 
-    ``named`` is the module and class of a namedtuple, as text, so that a cache can store it. The
-    joined item has this class if the module is imported, else it is a tuple.
+    ``named`` is the module and class of a namedtuple or dataclass, as text, so that a cache can
+    store it. The joined item has this class if the module is imported, else it is a tuple or dict.
     """
 
     names: tuple[str, ...]
     image: str
-    kind: Literal["dict", "tuple", "alone"] = "dict"
+    kind: Literal["dict", "tuple", "alone", "dataclass"] = "dict"
     named: str = ""
 
     def split(self, item: Any) -> Pair:
@@ -38,6 +39,8 @@ class ItemKeys:
         if self.kind == "tuple":
             sample, *rest = item
             return sample, rest[0] if len(rest) == 1 else tuple(rest) or 0
+        if self.kind == "dataclass":
+            item = {name: getattr(item, name) for name in self.names}
         # One other value is the target itself, so that a batch of labels is one tensor.
         others = {name: item[name] for name in self.names if name != self.image}
         sample = item[self.image]
@@ -47,12 +50,13 @@ class ItemKeys:
         """Return an item; or a batch of items, whose tuples are lists as in ``default_collate``."""
         if self.kind == "alone":
             return sample
-        if self.kind == "dict":
+        if self.kind in ("dict", "dataclass"):
             # A batch of texts is a tuple, which is a list in the batches of default_collate.
             target = kind(target) if type(target) is tuple else target
             # With one other key the target is its value, else a dict of the other values.
             others = dict.fromkeys(self.names, target) if len(self.names) == 2 else target
-            return {name: sample if name == self.image else others[name] for name in self.names}
+            item = {name: sample if name == self.image else others[name] for name in self.names}
+            return item if self.kind == "dict" else self._as_dataclass(item)
         values = [sample]
         if len(self.names) == 2:
             values.append(target)
@@ -61,14 +65,41 @@ class ItemKeys:
         named = self._named_class()
         return kind(values) if named is None else named._make(values)
 
+    def _as_dataclass(self, item: dict[str, Any]) -> Any:
+        """Return an item of the dataclass; a dict if its class is not known."""
+        named = self._named_class()
+        if named is None:
+            return item
+        # Without ``__init__``, which may check or change the values of one sample: these may be
+        # those of a batch.
+        made = object.__new__(named)
+        for name, value in item.items():
+            object.__setattr__(made, name, value)
+        return made
+
     def _named_class(self) -> Any:
-        """Return the class of a namedtuple; None if it is not imported or has other fields now."""
+        """Return the class of the items; None if it is not imported or has other fields now."""
         module, _, name = self.named.partition(":")
         # The text may come from a cache on disk, so that nothing is imported for it.
         found: Any = sys.modules.get(module)
         for part in name.split("."):
             found = getattr(found, part, None)
-        return found if getattr(found, "_fields", None) == self.names else None
+        return found if field_names(found) == self.names else None
+
+
+def with_index(item: Any, index: Any, kind: Callable[[Any], Any] = tuple) -> Any:
+    """Return an item with its index behind its values, or a batch with those of its items."""
+    if isinstance(item, dict):
+        return {**item, "index": index}
+    values = item if isinstance(item, (tuple, list)) else (item,)  # an image alone
+    return kind((*values, index))
+
+
+def field_names(kind: Any) -> tuple[str, ...] | None:
+    """Return the fields of a namedtuple or dataclass, or of its class; None for anything else."""
+    if dataclasses.is_dataclass(kind):
+        return tuple(field.name for field in dataclasses.fields(kind))
+    return getattr(kind, "_fields", None)
 
 
 def chosen_keys(columns: Mapping[str, Any]) -> ItemKeys:

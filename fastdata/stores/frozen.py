@@ -158,13 +158,13 @@ def _read_again(source: DatasetSource, generators: Sequence[FoundGenerator]) -> 
     first: dict[int, list[str]] = {}
     begun = time.perf_counter()
     for index in sorted({0, last // 2, last}):
-        first[index] = _contents(source.read(index))
-        states = _contents(state_of(each.generator) for each in generators)
+        first[index] = contents_of(source.read(index))
+        states = contents_of(state_of(each.generator) for each in generators)
         if found := _difference(first, source, index):
             return found
         # Two reads of one item are compared, not the states before and after one: a dataset may
         # seed generators by the index, and then both reads leave the same states.
-        after = _contents(state_of(each.generator) for each in generators)
+        after = contents_of(state_of(each.generator) for each in generators)
         for each, one, other in zip(generators, states, after, strict=True):
             if one != other and not each.moves_in_vain:
                 return f"reading its items moves {each.name}"
@@ -181,14 +181,14 @@ def _read_again(source: DatasetSource, generators: Sequence[FoundGenerator]) -> 
 
 def _difference(first: Mapping[int, Sequence[str]], source: DatasetSource, index: int) -> str:
     """Read an item again, and say what is not as it was when it was first read."""
-    again = _contents(source.read(index))
+    again = contents_of(source.read(index))
     for name, one, other in zip(("sample", "target"), first[index], again, strict=False):
         if one != other:
             return f"item {index} has another {name} each time"
     return ""
 
 
-def _contents(values: Iterable[object]) -> list[str]:
+def contents_of(values: Iterable[object]) -> list[str]:
     """Return a hash of the content of each value; all values that do not show it have the same."""
     hashes = []
     for value in values:

@@ -16,6 +16,7 @@ import numpy as np
 
 from fastdata.errors import IngestError, SampleError
 from fastdata.machine import limits
+from fastdata.machine.units import format_bytes
 from fastdata.machine.workers import run_tasks
 from fastdata.pixels.arrays import Array
 from fastdata.pixels.known import known_name
@@ -155,10 +156,22 @@ def ingest(
                 all_written.errors.update(errors)
                 check_skipped(all_written.errors, len(indices))
                 bar.update(len(targets) + len(errors))
-        kept = np.array(list(all_written.targets), np.int64)
-        stores = [writer.finish(kept) for writer in filler.writers]
+            kept = np.array(list(all_written.targets), np.int64)
+            stores = [writer.finish(kept) for writer in filler.writers]
+            bar.set_description(f"prepared {len(kept):,} images", refresh=False)
+            total_bytes = sum(store.size_bytes for store in stores)
+            kept_in = f"{format_bytes(total_bytes)} in shared memory"
+            bar.set_postfix_str(f"{kept_in}, {sizes_of(plans[0])}", refresh=False)
         cleanup.pop_all()
     return stores, all_written
+
+
+def sizes_of(images: WriterPlan) -> str:
+    """Return at which size images are kept, for the last state of a progress bar."""
+    shape = images.spec.shape
+    if shape is None:
+        return "kept at their own sizes"
+    return f"kept at {'x'.join(map(str, shape[-2:]))}"
 
 
 def run_preparing(

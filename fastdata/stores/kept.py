@@ -11,6 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
+
 from fastdata.errors import ChannelsError, SampleError, sample_error
 from fastdata.machine.ranks import Leader
 from fastdata.machine.tables import SampleTable, collate_targets
@@ -31,13 +34,14 @@ class Layout:
         is_tuple: True if samples are tuples of parts.
         target_is_part: True if the target is an image, which is the last part.
         keys: of items that are dicts or namedtuples.
-        mask_places: places of the images in targets that are tuples; these are the last parts.
+        mask_places: places or names of the images in targets that are tuples or dicts; these are
+            the last parts.
     """
 
     is_tuple: bool = False
     target_is_part: bool = False
     keys: ItemKeys | None = None
-    mask_places: tuple[int, ...] = ()
+    mask_places: tuple[int | str, ...] = ()
 
     def __post_init__(self) -> None:
         keys = self.keys
@@ -99,17 +103,34 @@ class KeptSamples(Layout):
         if not self.mask_places:
             return target
         # The table has None in the places of the images.
-        values = list(target)
-        stores = self.stores[-len(self.mask_places) :]
-        for place, store in zip(self.mask_places, stores, strict=True):
+        is_dict = isinstance(target, dict)
+        values: Any = target if is_dict else list(target)
+        for place, store in self._masks():
             values[place] = self._owned(store, index)
-        return tuple(values)
+        return values if is_dict else tuple(values)
+
+    def _masks(self) -> Iterator[tuple[int | str, Store]]:
+        """Yield the place and the store of each image in targets that are tuples or dicts."""
+        stores = self.stores[len(self.stores) - len(self.mask_places) :]
+        return zip(self.mask_places, stores, strict=True)
 
     def collated_targets(self, index_B: Array) -> Any:
         """Return the targets of a batch as ``default_collate`` makes them."""
-        if self.target_parts:
-            return collate_targets([self.target(index) for index in index_B.tolist()])
-        return self.table.collated_targets(index_B)
+        if not self.target_parts:
+            return self.table.collated_targets(index_B)
+        if self.target_is_part and (masks := self._gathered(self.stores[-1], index_B)) is not None:
+            return masks
+        return collate_targets([self.target(index) for index in index_B.tolist()])
+
+    def _gathered(self, store: Store, index_B: Array) -> torch.Tensor | None:
+        """Return the tensors of one part of a batch; None if they cannot be gathered at once."""
+        spec = store.spec
+        if spec.shape is None or spec.form not in ("tensor", "array"):
+            return None
+        out_B = np.empty((len(index_B), *spec.shape), spec.dtype)
+        with self.naming_damage():
+            store.gather_into(index_B, out_B)
+        return torch.from_numpy(out_B)
 
     def _owned(self, store: Store, index: int) -> Any:
         """Read a part into new memory."""

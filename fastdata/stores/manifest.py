@@ -53,6 +53,8 @@ def from_json(kind: Any, value: Any) -> Any:
     # A builder by type hints would let JSON's 1 be a bool and "yes" be true: types are compared.
     if kind is Any or value in arguments:  # one of a Literal
         return value
+    if origin is types.UnionType and type(value) in arguments:
+        return value
     if types.NoneType in arguments:
         return None if value is None else from_json(arguments[0], value)
     if origin is tuple:

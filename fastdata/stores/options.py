@@ -42,6 +42,7 @@ class Options:
     on_error: OnError = "raise"
     prepare_workers: int | None = None
     batch_ops: bool = True
+    return_index: bool = False
     frozen: bool = False
     """True if one draw of each item is to be kept of a dataset that draws (``CachedDataset``)."""
     at_once: bool = False
@@ -60,8 +61,10 @@ class Options:
             if value not in choices:
                 listed = ", ".join(map(repr, choices))
                 raise ValueError(f"{name}={value!r} is not one of {listed}")
-        if not isinstance(self.batch_ops, bool):
-            raise TypeError(f"batch_ops={self.batch_ops!r} is neither True nor False")
+        for name in ("batch_ops", "return_index"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise TypeError(f"{name}={value!r} is neither True nor False")
         for name in ("prepare_workers", "seed"):
             value = getattr(self, name)
             if not isinstance(value, Integral | None):
@@ -128,6 +131,9 @@ class DatasetOptions(TypedDict, total=False):
             generator.
         batch_ops: run known random transforms on whole batches, with fastdata's own draws; False
             runs them per sample exactly as written. Default: True.
+        return_index: add the index of each sample to its item: (image, label, index), or under
+            ``"index"`` where items are dicts; batches likewise. It is the index in this dataset,
+            also behind a ``Subset``. Default: False.
         on_error: ``"raise"`` (default), or ``"skip"`` to leave out samples that cannot be prepared,
             with one warning. More than 1 % of the samples (and more than 10), or 100 in a row, is
             an error all the same.
@@ -163,6 +169,7 @@ class DatasetOptions(TypedDict, total=False):
     on_error: OnError
     prepare_workers: int | None
     batch_ops: bool
+    return_index: bool
 
 
 def with_options(dataset: type[_Dataset]) -> type[_Dataset]:

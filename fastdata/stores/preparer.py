@@ -257,15 +257,39 @@ def _read_one(preparer: Preparer, index: int) -> SampleRun:
         if isinstance(preparer.source, FileSource):
             target = None  # the table of the files has it
         target_is_part = is_image(target)
-        places: tuple[int, ...] = ()
+        places: tuple[int | str, ...] = ()
         if target_is_part:
             parts.append(to_stored(target, is_mask=True))
             target = None
-        elif type(target) is tuple:
-            places = tuple(k for k, value in enumerate(target) if is_pil(value))
-            parts += [to_stored(target[k], is_mask=True) for k in places]
-            target = tuple(None if is_pil(value) else value for value in target)
+        else:
+            places = _images_in(target, parts[0][0].shape[-2:])
+            parts += [to_stored(target[place], is_mask=True) for place in places]
+            if places:
+                target = _without(target, places)
         layout = Layout(is_tuple=is_tuple, target_is_part=target_is_part, mask_places=places)
         return SampleRun(
             [index], [(values[None], form) for values, form in parts], [target], layout
         )
+
+
+def _images_in(target: Any, size: Shape) -> tuple[int | str, ...]:
+    """Return the places of images in a tuple, or their names in a dict.
+
+    In a dict arrays count too, if they are as large as the sample: boxes are not.
+    """
+    if type(target) is tuple:
+        return tuple(k for k, value in enumerate(target) if is_pil(value))
+    if type(target) is not dict:
+        return ()
+    return tuple(
+        name
+        for name, value in target.items()
+        if is_pil(value) or (is_image(value) and tuple(value.shape[-2:]) == size)
+    )
+
+
+def _without(target: Any, places: tuple[int | str, ...]) -> Any:
+    """Return a tuple or dict with None in these places."""
+    if type(target) is tuple:
+        return tuple(None if k in places else value for k, value in enumerate(target))
+    return {name: None if name in places else value for name, value in target.items()}

@@ -28,7 +28,7 @@ from fastdata.sources.remote import Place
 from fastdata.stores.cache import Cache
 from fastdata.stores.disk import shard_manifest_name
 from fastdata.stores.engines import run_elsewhere
-from fastdata.stores.ingest import Written, ingest, ingest_workers, run_preparing
+from fastdata.stores.ingest import Written, ingest, ingest_workers, run_preparing, sizes_of
 from fastdata.stores.manifest import Manifest
 from fastdata.stores.options import Options
 from fastdata.stores.preparer import Preparer, read_samples
@@ -201,6 +201,8 @@ class ShardWriter:
                 shard = Cache.unpack(self.place, data)
                 complete[shard.shard_names[0]] = shard
                 bar.update(len(shard.columns["kept"]))
+            bar.set_description(f"prepared {count:,} images", refresh=False)
+            bar.set_postfix_str(f"on disk, {sizes_of(self.plans[0])}", refresh=False)
         return [complete[task.name] for task in tasks]
 
     def _complete(self, tasks: Sequence[ShardTask]) -> dict[str, Cache]:

@@ -7,6 +7,7 @@ worker processes end with it.
 
 from __future__ import annotations
 
+import gc
 import math
 import sys
 import time
@@ -18,6 +19,7 @@ from typing import TypeVar, cast
 
 import torch
 from torch.utils.data import RandomSampler
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from fastdata.datasets.dataset import PreparedDataset
 from fastdata.loaders.iterators import sample_count
@@ -84,6 +86,17 @@ def is_kept(dataset: object) -> bool:
     return isinstance(dataset, PreparedDataset) and dataset._fastdata.storage_plan.storage != "none"
 
 
+def _leave_worker_processes() -> None:
+    """Let no iterator in a forked copy end its worker processes: they are the parent's.
+
+    A notebook keeps the iterator of an epoch that failed. torch's code would raise an error for
+    each of its workers, because a process can end its own children only.
+    """
+    for value in gc.get_objects():
+        if issubclass(type(value), _MultiProcessingDataLoaderIter):
+            value._shutdown = True
+
+
 def in_subprocess(work: Callable[[], _T], *, limit_s: float | None) -> _T:
     """Return what ``work`` returns, or raise what it raises, from a forked copy of this process.
 
@@ -99,6 +112,7 @@ def in_subprocess(work: Callable[[], _T], *, limit_s: float | None) -> _T:
 
     def job(_: str) -> _T:
         warnings.simplefilter("ignore")  # the user's own run shows them
+        _leave_worker_processes()
         # Threads of the parent do not exist in the copy. OpenMP's pool would wait for its own for
         # ever, but a new thread gets a new pool.
         return ThreadPoolExecutor(1).submit(work).result()

@@ -80,6 +80,11 @@ def open_library(folder: Path) -> Core:
     """Open the library of the highest level of instruction set that this CPU has."""
     files = {int(file.stem[-1]): file for file in folder.glob(f"core-level?{ENDING}")}
     if not files:
+        if (folder.parents[2] / "pyproject.toml").exists():
+            raise OSError(
+                f"fastdata was imported from its source folder, {folder.parents[2]}, which has no "
+                "compiled core. Install it (pip install .), and start Python in another folder."
+            )
         raise OSError(
             f"fastdata was installed without its compiled core: {folder} has no "
             f"core-level*{ENDING}. pip makes it on x86-64 (Linux, Windows) and arm64 (Linux, "

@@ -1,0 +1,335 @@
+"""A user's own dataset, wrapped in one line: its transform, its attributes, its items."""
+
+from __future__ import annotations
+
+import functools
+import random
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import ConcatDataset, Dataset, Subset, random_split
+from torch.utils.data import DataLoader as TorchLoader
+
+from fastdata import CachedDataset, CudaPrefetcher, DataLoader, FastDataWarning, plan_transform
+from fastdata.loaders import fallbacks
+
+torchvision = pytest.importorskip("torchvision")
+T = torchvision.transforms
+
+LAST = [T.ToTensor(), T.Normalize((0.5,) * 3, (0.25,) * 3)]
+RANDOM = T.Compose([T.RandomCrop(16, 4), T.RandomHorizontalFlip(), *LAST])
+KNOWN = T.Compose([T.CenterCrop(12), *LAST])
+
+
+class Pictures(torchvision.datasets.VisionDataset):  # type: ignore[misc, name-defined]
+    """Images in memory, read as torchvision's CIFAR10 does."""
+
+    def __init__(self, count: int = 20, **transforms: Any) -> None:
+        super().__init__(".", **transforms)
+        self.data = np.random.default_rng(0).integers(0, 256, (count, 16, 16, 3), np.uint8)
+        self.targets = [index % 3 for index in range(count)]
+        self.classes = ["a", "b", "c"]
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Any:
+        image, target = Image.fromarray(self.data[index]), self.targets[index]
+        if self.transform is not None:
+            image = self.transform(image)
+        if self.target_transform is not None:
+            target = self.target_transform(target)
+        return image, target
+
+
+class Joint(Pictures):
+    """The same images, read as torchvision's VOC datasets do."""
+
+    def __getitem__(self, index: int) -> Any:
+        image, target = Image.fromarray(self.data[index]), self.targets[index]
+        return (image, target) if self.transforms is None else self.transforms(image, target)
+
+
+class Scaled(Pictures):
+    def __getitem__(self, index: int) -> Any:
+        image, target = super().__getitem__(index)
+        return image * 2, target
+
+
+class TwoCalls(Pictures):
+    def __getitem__(self, index: int) -> Any:
+        self.transform(Image.fromarray(self.data[index]))
+        return super().__getitem__(index)
+
+
+class Named(Dataset[Any]):
+    """Dicts, with a transform that this dataset calls itself."""
+
+    def __init__(self, transform: Any = None) -> None:
+        self.inside = Pictures()
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.inside)
+
+    def __getitem__(self, index: int) -> Any:
+        image, label = self.inside[index]
+        return {"label": label, "image": self.transform(image) if self.transform else image}
+
+
+@pytest.mark.parametrize("kind", [Pictures, Joint], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("transform", [RANDOM, KNOWN], ids=["random", "known"])
+def test_the_transform_of_a_dataset_runs_on_whole_batches(kind: Any, transform: Any) -> None:
+    inner = kind(transform=transform, target_transform=lambda target: target + 10)
+    with (
+        CachedDataset(inner, seed=1) as dataset,
+        CachedDataset(kind(), transform=transform, seed=1) as by_hand,
+    ):
+        assert dataset.plan.is_batched
+        dataset.set_epoch(0)
+        by_hand.set_epoch(0)
+        assert dataset.transform is transform
+        assert inner.transform is transform  # the user's own object is not changed
+        for ours, theirs in zip(dataset, by_hand, strict=True):
+            assert torch.equal(ours[0], theirs[0])
+            assert ours[1] == theirs[1] + 10
+
+
+def test_the_transform_of_a_dataset_in_a_subset_runs_on_whole_batches() -> None:
+    part, _ = random_split(Pictures(transform=RANDOM), [5, 15])
+    with CachedDataset(part) as dataset:
+        assert dataset.plan.is_batched
+        assert len({dataset[0][0].sum().item() for _ in range(8)}) > 1  # it is drawn again
+
+
+def test_the_transform_of_items_that_are_dicts_runs_on_whole_batches() -> None:
+    with CachedDataset(Named(RANDOM)) as dataset:
+        batch = next(iter(DataLoader(dataset, batch_size=4)))
+        assert dataset.plan.is_batched
+        assert batch["image"].shape == (4, 3, 16, 16)
+
+
+@pytest.mark.parametrize("kind", [Scaled, TwoCalls], ids=lambda kind: kind.__name__)
+def test_a_dataset_that_does_more_keeps_its_transform(kind: Any) -> None:
+    with pytest.raises(ValueError, match=r"RandomCrop\(.*random, but samples are stored"):
+        CachedDataset(kind(transform=RANDOM))
+    with CachedDataset(kind(transform=KNOWN)) as dataset:
+        assert dataset.transform is None
+        assert torch.equal(dataset[2][0], kind(transform=KNOWN)[2][0])
+
+
+def test_an_unknown_transform_runs_once_unless_it_draws() -> None:
+    calls = []
+
+    def brighten(image: Any) -> Any:
+        calls.append(1)
+        return image.point(lambda value: min(value + 1, 255))
+
+    with CachedDataset(Pictures(transform=T.Compose([brighten, *LAST]))) as dataset:
+        assert dataset.transform is None
+        calls.clear()
+        dataset[0]
+        assert not calls
+
+    def draw(image: Any) -> Any:
+        return image.rotate(random.randrange(360))
+
+    state = random.getstate()
+    with CachedDataset(Pictures(transform=T.Compose([draw, *LAST]))) as dataset:
+        assert random.getstate() == state
+        assert dataset.transform is not None
+        assert len({dataset[0][0].sum().item() for _ in range(8)}) > 1
+
+
+class Kaggle(Dataset[Any]):
+    """Arrays, read as notebooks do with albumentations."""
+
+    def __init__(self, transform: Any, *, has_masks: bool = False) -> None:
+        self.transform, self.has_masks = transform, has_masks
+
+    def __len__(self) -> int:
+        return 9
+
+    def __getitem__(self, index: int) -> Any:
+        image = np.random.default_rng(index).integers(0, 256, (16, 16, 3), np.uint8)
+        if self.has_masks:
+            both = self.transform(image=image, mask=image[:, :, 0])
+            return both["image"], both["mask"]
+        return self.transform(image=image)["image"], index
+
+
+def test_albumentations_in_a_dataset_run_on_whole_batches() -> None:
+    albumentations = pytest.importorskip("albumentations")
+    pytorch = pytest.importorskip("albumentations.pytorch")
+    steps = [albumentations.HorizontalFlip(p=0.5), albumentations.Normalize(), pytorch.ToTensorV2()]
+    with CachedDataset(Kaggle(albumentations.Compose(steps))) as dataset:
+        assert dataset.plan.is_batched
+        images, labels = next(iter(DataLoader(dataset, batch_size=4)))
+        assert images.shape == (4, 3, 16, 16)
+        assert labels.tolist() == [0, 1, 2, 3]
+    with CachedDataset(Kaggle(albumentations.Compose(steps), has_masks=True)) as dataset:
+        images, masks = next(iter(DataLoader(dataset, batch_size=4)))
+        assert images.shape == (4, 3, 16, 16)
+        assert masks.shape == (4, 16, 16)
+
+
+def test_attributes_are_those_of_the_dataset_inside() -> None:
+    inner = Pictures(transform=RANDOM)
+    with CachedDataset(inner) as dataset:
+        assert dataset.classes == ["a", "b", "c"]
+        assert dataset.data is inner.data
+        assert list(dataset.targets) == inner.targets
+        assert not hasattr(dataset, "indices")
+        with pytest.raises(
+            AttributeError, match="a CachedDataset has no attribute nope, and neither has a Pict"
+        ):
+            _ = dataset.nope
+    with CachedDataset(Subset(inner, [1, 2])) as dataset:
+        assert not hasattr(dataset, "dataset")
+        assert not hasattr(dataset, "indices")
+
+
+class Masks(Dataset[Any]):
+    """Dicts of an image and a mask, as in Pytorch-UNet."""
+
+    def __init__(self, **others: Any) -> None:
+        self.others = others
+
+    def __len__(self) -> int:
+        return 7
+
+    def __getitem__(self, index: int) -> Any:
+        image = torch.full((3, 6, 5), float(index))
+        return {"image": image, "mask": torch.full((6, 5), index), **self.others}
+
+
+def test_dicts_of_an_image_and_a_mask_come_back(tmp_path: Path) -> None:
+    for others in ({}, {"name": "x", "size": 3}):
+        with CachedDataset(Masks(**others), cache_dir=tmp_path, cache_key=str(others)) as dataset:
+            assert dataset[4].keys() == {"image", "mask", *others}
+            assert torch.equal(dataset[4]["mask"], torch.full((6, 5), 4))
+            loader = DataLoader(dataset, batch_size=4)
+            batch = next(iter(loader))
+            assert loader.report().path.startswith("whole batches")
+            assert batch["mask"].dtype == torch.int64
+            for name, value in next(iter(TorchLoader(Masks(**others), batch_size=4))).items():
+                same = torch.equal if isinstance(value, torch.Tensor) else list.__eq__
+                assert same(batch[name], value)
+
+
+@dataclass(frozen=True)
+class Example:
+    image: torch.Tensor
+    label: int
+    weight: float
+
+    def __post_init__(self) -> None:
+        assert isinstance(self.label, int)  # of one sample: a batch has a tensor
+
+
+def test_dataclasses_come_back() -> None:
+    items = [Example(torch.full((3, 2, 2), k, dtype=torch.uint8), k, k / 2) for k in range(5)]
+    with CachedDataset(items) as dataset:
+        assert dataset[3].label == 3
+        assert torch.equal(dataset[3].image, items[3].image)
+        batch = next(iter(DataLoader(dataset, batch_size=5)))
+        assert type(batch) is Example
+        assert batch.label.tolist() == [0, 1, 2, 3, 4]
+        assert batch.weight.tolist() == [0, 0.5, 1, 1.5, 2]
+        assert batch.image.shape == (5, 3, 2, 2)
+
+
+def test_return_index_adds_the_index() -> None:
+    with CachedDataset(Pictures(), transform=RANDOM, return_index=True) as dataset:
+        assert dataset[3][2] == 3
+        assert type(dataset[3][2]) is int
+        assert [index for *_, index in dataset.__getitems__([5, 2])] == [5, 2]
+        order = torch.Generator().manual_seed(1)
+        for kind in (DataLoader, TorchLoader):
+            order.manual_seed(1)
+            loader = kind(dataset, batch_size=8, shuffle=True, generator=order)
+            images, labels, indices = next(iter(loader))
+            assert images.shape == (8, 3, 16, 16)
+            assert labels.tolist() == [index % 3 for index in indices.tolist()]
+            assert len(set(indices.tolist())) == 8
+        _, _, indices = next(
+            iter(CudaPrefetcher(DataLoader(Subset(dataset, [4, 9]), batch_size=2)))
+        )
+        assert indices.tolist() == [4, 9]
+        both = DataLoader(ConcatDataset([dataset, dataset]), batch_size=40)
+        assert next(iter(both))[2].tolist() == [*range(20), *range(20)]
+    with CachedDataset(Masks(), return_index=True) as dataset:
+        assert dataset[2]["index"] == 2
+        assert next(iter(DataLoader(dataset, batch_size=3)))["index"].tolist() == [0, 1, 2]
+    images = [torch.zeros(3, 2, 2, dtype=torch.uint8)] * 3
+    with CachedDataset(images, return_index=True) as dataset:
+        assert dataset[1][1] == 1
+
+
+def test_return_index_adds_the_index_of_samples_that_are_read_one_by_one() -> None:
+    with CachedDataset(Pictures(), transform=lambda image: image, return_index=True) as dataset:
+        assert dataset[6][2] == 6
+
+
+def convert(mode: str, image: Any) -> Any:
+    if image.mode != mode:
+        return image.convert(mode)
+    return image
+
+
+def to_rgb(picture: Any) -> Any:
+    if picture.mode != "RGB":
+        picture = picture.convert("RGB")
+    return picture
+
+
+def test_conversions_to_rgb_are_known() -> None:
+    steps: list[Any] = [
+        torch.nn.Identity(),
+        T.Lambda(functools.partial(convert, "RGB")),
+        functools.partial(convert, "RGB"),
+        T.Lambda(to_rgb),
+        lambda image: image.convert("RGB") if image.mode != "RGB" else image,
+    ]
+    plan = plan_transform(T.Compose([*steps, T.RandomHorizontalFlip(), T.ToTensor()]))
+    assert plan.is_batched
+    assert len(plan.prepare) == len(steps)
+    gray = plan_transform(T.Compose([functools.partial(convert, "L"), T.ToTensor()]))
+    assert not gray.is_batched
+
+
+def test_a_lambda_is_named_by_its_function() -> None:
+    plan = plan_transform(T.Compose([T.Lambda(lambda image: image.rotate(3)), T.ToTensor()]))
+    assert "<lambda> (test_own_datasets.py, line " in str(plan.obstacle)
+
+
+def test_a_loader_says_once_how_items_are_read_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fallbacks, "_HINTED", {list})
+    with pytest.warns(
+        FastDataWarning, match=r"nothing is cached.* CachedDataset\(Pictures\(...\)\)"
+    ):
+        iter(DataLoader(Pictures(transform=RANDOM)))
+    with pytest.warns(FastDataWarning, match=r"\(Named\(...\)\).* before Subset or random_split"):
+        iter(DataLoader(Subset(Named(RANDOM), [1])))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        iter(DataLoader(Pictures(transform=RANDOM)))
+        iter(DataLoader(Masks(), workers="process"))
+        iter(DataLoader([torch.zeros(2)]))
+
+
+def test_the_report_is_of_the_last_epoch_that_had_batches() -> None:
+    with CachedDataset(Pictures(), transform=KNOWN) as dataset:
+        loader = DataLoader(dataset, batch_size=5)
+        assert loader.report().batches == 0
+        assert len(list(loader)) == 4
+        unread = iter(loader)
+        assert loader.report().batches == 4
+        next(unread)
+        assert loader.report().batches == 1
