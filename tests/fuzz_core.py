@@ -45,10 +45,12 @@ KNOWN: dict[str, tuple[int, ...]] = {
     "channels": (0, 1, 3),
 }
 """Values that fields of these names mostly have."""
-CHILDREN = ("length", "magnitude", "timm_op")
+CHILDREN = ("length", "bucket", "magnitude", "timm_op")
 CHILD_OF = {
     "resize": "length",
     "max_size": "length",
+    "cover_bucket": "bucket",
+    "bucket_crop": "bucket",
     "augment": "magnitude",
     "policies": "magnitude",
     "aug_mix": "magnitude",

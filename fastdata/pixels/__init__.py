@@ -9,6 +9,7 @@ Planning a transform:
 * ``albumentations_objects``: which objects of albumentations are known.
 * ``callables``, ``published``: the user's own callables that are understood by their code.
 * ``own_transforms``: ``Views``, ``AlternatingFlip``, and wrappers of others' transforms.
+* ``buckets``: ``ResizeToBucket``.
 * ``draws``: which transforms and callables draw random numbers.
 * ``fingerprint``, ``transform_keys``: hashes and texts that tell values and transforms apart.
 * ``bytecode``: names and instructions of Python code.

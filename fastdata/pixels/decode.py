@@ -26,6 +26,8 @@ from fastdata.pixels.samples import addresses_of, pack_planes, to_pil
 if TYPE_CHECKING:
     from PIL import Image
 
+_TRANSPOSED = 5
+"""EXIF's orientations from this one on exchange height and width."""
 Loader = Callable[[Any], Any]
 Buffer = bytes | memoryview
 IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
@@ -56,6 +58,21 @@ def load_image(path: AnyPath, *, upright: bool = False) -> Image.Image:
     """
     with open(path, "rb", opener=open_file) as stream:
         return _open(stream, upright)
+
+
+def read_size(path: AnyPath, *, upright: bool = False) -> tuple[int, int]:
+    """Return height and width of an image file, from its header.
+
+    ``upright`` gives those of the image after it is turned by the orientation in its EXIF.
+    """
+    from PIL import Image
+    from PIL.ExifTags import Base
+
+    with open(path, "rb", opener=open_file) as stream:
+        image: Image.Image = Image.open(stream)
+        width, height = image.size
+        is_turned = upright and image.getexif().get(Base.Orientation, 1) >= _TRANSPOSED
+    return (width, height) if is_turned else (height, width)
 
 
 def decode_image(data: Buffer, *, upright: bool = False) -> Image.Image:

@@ -115,6 +115,21 @@ def read_resize(transform: Any, state: State) -> Step:
     )
 
 
+def read_cover_bucket(transform: Any, state: State) -> Step:
+    filters = read_filter(transform, state, transform.interpolation)
+    return state.step("cover_bucket", **filters, children=_bucket_steps(transform))
+
+
+def read_bucket_crop(transform: Any, state: State) -> Step:
+    need_movable(state)
+    is_random = known_name(transform) == "RandomCropToBucket"
+    return state.step("bucket_crop", is_random=is_random, children=_bucket_steps(transform))
+
+
+def _bucket_steps(transform: Any) -> list[Step]:
+    return [Step("bucket", size_fields(size)) for size in transform.sizes]
+
+
 def read_rotation(transform: Any, state: State) -> Step:
     if transform.expand and state.kind != "pil":
         raise UnknownStepError("expands tensors")

@@ -21,7 +21,9 @@ def names_in(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-PREPARABLE = names_in("Resize CenterCrop Grayscale Pad RGB Identity exif_transpose")
+PREPARABLE = names_in(
+    "CenterCrop CoverBucket CropToBucket Grayscale Identity Pad RGB Resize exif_transpose"
+)
 REFORMING = names_in("ToImage PILToTensor ToPureTensor timm.MaybePILToTensor")
 _PREPARABLE_ARRAYS = names_in(
     "A.CenterCrop A.Crop A.LongestMaxSize A.NoOp A.Pad A.PadIfNeeded A.Resize A.SmallestMaxSize"

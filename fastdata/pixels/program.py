@@ -1,6 +1,6 @@
 """A plan's batch ops on the CPU: a batch is drawn and served by the compiled core in one call.
 
-Shape letters: B batch, C channels, H W stored size, h w size served.
+Shape letters: B batch, C channels, H W stored size, h w size served, D dimensions.
 """
 
 from __future__ import annotations
@@ -110,14 +110,25 @@ class Program:
         """
         shape = sample_shape if is_of_all else self._spec.shape
         if self._steps:
-            # A probe draws nothing, and its size may be unknown, which 0 stands for.
-            height, width = (0, 0) if shape is None else shape[-2:]
-            channels = _planes(sample_shape)[0]
-            probe = np.array([(channels, height, width)], np.int32)
-            keys = _keys_of(0, 0, np.zeros(1, np.int64))
-            _, [after] = self._draw(keys, probe, is_probe=True)
-            shape = tuple(after[-len(sample_shape) :].tolist()) if after[1] else None
+            size = (0, 0) if shape is None else shape[-2:]
+            [after] = self.served_shapes(np.array([(*sample_shape[:-2], *size)], np.int32))
+            shape = tuple(after.tolist()) if after[-2] else None
         return None if shape is None else (shape, self._dtype)
+
+    def served_shapes(self, shapes_BD: Int32s) -> Int32s:
+        """Return the shapes of served samples, from the shapes of stored ones.
+
+        A size that is unknown before, or that is drawn at random, is 0.
+        """
+        if not self._steps:
+            return shapes_BD
+        count, dimensions = shapes_BD.shape
+        probe_B3 = np.ones((count, 3), np.int32)
+        probe_B3[:, -dimensions:] = shapes_BD
+        # A probe draws nothing.
+        keys = _keys_of(0, 0, np.arange(count))
+        _, after_B3 = self._draw(keys, probe_B3, is_probe=True)
+        return after_B3[:, -dimensions:]
 
     def can_write_channels_last(self, shape: Shape) -> bool:
         """Return True if samples of this shape can be served into channels_last memory."""
@@ -176,6 +187,20 @@ class Program:
         out_1Chw = np.empty((1, *after.tolist()), self._dtype)
         self.run(store, index_1, visit, seed, out_1Chw)
         served: Array = out_1Chw[0] if len(shape) == 3 else out_1Chw[0, 0]
+        return served
+
+    def run_each(
+        self, images: Samples, index_B: Int64s, visits_B: int | Int64s, seed: int
+    ) -> list[Array]:
+        """Serve each image of a batch in memory of its own, in whatever shape it has."""
+        keys = _keys_of(seed, visits_B, index_B)
+        _, shapes_B3 = self._draw(keys, images.shapes_B3)
+        rows_B = np.zeros(len(index_B), np.int64)
+        served = []
+        for b, shape in enumerate(shapes_B3.tolist()):
+            out_1Chw = np.empty((1, *shape), self._dtype)
+            _serve([(self, out_1Chw)], images, keys, rows_B, [(b, b + 1)])
+            served.append(out_1Chw[0])
         return served
 
     def prepare(self, images: Samples) -> Iterator[Array]:

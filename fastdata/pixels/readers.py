@@ -122,9 +122,12 @@ READERS: dict[str, Reader] = {
     # Geometry
     "AlternatingFlip": geometry.read_flip,
     "CenterCrop": geometry.read_center_crop,
+    "CoverBucket": geometry.read_cover_bucket,
+    "CropToBucket": geometry.read_bucket_crop,
     "Pad": geometry.read_pad,
     "RandomAffine": geometry.read_affine,
     "RandomCrop": geometry.read_random_crop,
+    "RandomCropToBucket": geometry.read_bucket_crop,
     "RandomHorizontalFlip": geometry.read_flip,
     "RandomPerspective": _sometimes(geometry.read_perspective),
     "RandomResize": geometry.read_resize,

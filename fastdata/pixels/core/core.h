@@ -156,6 +156,9 @@ bool draw_box(const Drawing *d, int64_t at, int64_t first, const double scale[2]
 #define STEP(CODE, name, ...) bool draw_##name(Drawing *d, const Step *step);
 #include "records.h"
 
+/* window.c: a window inside the image, as several steps draw it; `how` as for `set_size`. */
+bool add_crop(Drawing *d, const Step *step, double top, double left, int64_t height, int64_t width, int how);
+
 /* Maps that policies take as well, by a number that was drawn. */
 bool add_map(Drawing *d, const Step *step, const Warp *warp, const double matrix[6]);
 bool add_affine(Drawing *d, const Step *step, const Warp *warp, double degrees, const double moved[2], double scale,

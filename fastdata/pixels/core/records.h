@@ -98,6 +98,11 @@ STEP(CUT, cut, Box box; int32_t is_centered;)
  * shorter or the longer side, and enlarge nothing. */
 STEP(RESIZE, resize, int32_t height, width, longest, bound, interpolation, domain, shrinks_by_area;)
 CHILD(LENGTH, length, int32_t px;)
+/* ours: ResizeToBucket. Of its children the bucket of which an image keeps the most; resized, so that one side is the bucket's
+ * and the other one as long or longer; then what is too long is cut off. */
+STEP(COVER_BUCKET, cover_bucket, int32_t interpolation, domain;)
+STEP(BUCKET_CROP, bucket_crop, int32_t is_random;)
+CHILD(BUCKET, bucket, int32_t height, width;)
 STEP(RESIZED_CROP, resized_crop,
     int32_t height, width, interpolation, domain, shrinks_by_area;
     double scale[2], ratio[2], log_ratio[2];)

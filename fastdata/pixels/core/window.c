@@ -48,6 +48,10 @@ static bool add_window(Drawing *d, const Step *step, int32_t mode, int32_t domai
     return set_size(d, height, width, how);
 }
 
+bool add_crop(Drawing *d, const Step *step, double top, double left, int64_t height, int64_t width, int how) {
+    return add_window(d, step, PAD_CONSTANT, PIL_DOMAIN, (Margins){0, 0, 0, 0}, top, left, height, width, how);
+}
+
 static bool add_border(Drawing *d, const Step *step, const Border *border) {
     const Margins m = margins_of(border);
     const int64_t height = d->height + added_height(m), width = d->width + added_width(m);
