@@ -23,6 +23,7 @@ __all__ = [
     "FastDataWarning",
     "IngestError",
     "MemoryBudgetError",
+    "MixedSizesError",
     "RemoteError",
     "SampleError",
     "StoreGoneError",
@@ -72,6 +73,10 @@ class ChannelsError(FastDataError, ValueError):
 
     def __str__(self) -> str:
         return f"sample {self.index} cannot be served: {self.reason}"
+
+
+class MixedSizesError(FastDataError, RuntimeError):
+    """The samples of a batch differ in shape, so that they cannot be stacked."""
 
 
 class DeviceError(FastDataError, RuntimeError):

@@ -100,7 +100,12 @@ def collate(samples: list[Any]) -> Any:
         >>> collate(batch)[0] is images
         True
     """
-    return default_collate(samples)  # calls ``_collate_samples`` for a SampleBatch
+    try:
+        return default_collate(samples)  # calls ``_collate_samples`` for a SampleBatch
+    except RuntimeError as error:
+        from fastdata.datasets.mixed_sizes import named_error  # relies on this room
+
+        raise named_error(error, samples) from None
 
 
 def _collate_samples(samples: list[Any], *, collate_fn_map: Any = None) -> Any:

@@ -27,6 +27,7 @@ from fastdata.stores.kept import KeptSamples
 
 if TYPE_CHECKING:
     from fastdata.datasets.buffers import Allocate, Output
+    from fastdata.stores.store import Store
 
 
 class Column(NamedTuple):
@@ -38,6 +39,8 @@ class Column(NamedTuple):
         part: number of the stored part of samples that the program reads.
         shape: of any sample before the batch ops.
         output: shape and dtype of every sample served; None where they differ.
+        alike: shape and dtype of a sample served that is like the one of ``shape``; None where
+            sizes are drawn at random.
         last: runs the ops behind steps that are not known.
     """
 
@@ -46,14 +49,29 @@ class Column(NamedTuple):
     part: int = 0
     shape: Shape = ()
     output: Output | None = None
+    alike: Output | None = None
     last: Program | None = None
 
     def without_cast(self) -> tuple[Column, Step | None]:
         """Return this column without its final float cast, and that cast (None without one)."""
         assert self.program is not None
         program, cast = self.program.without_cast()
-        output = program.output(self.shape)  # the cast may make three channels of one
-        return self._replace(program=program, output=output), cast
+        return self.read_by(program, self.shape), cast
+
+    def read_by(self, program: Program, shape: Shape) -> Column:
+        """Return this column, read by a program from samples of which one has this shape."""
+        return self._replace(
+            program=program,
+            shape=shape,
+            output=program.output(shape),
+            alike=program.output(shape, is_of_all=True),
+        )
+
+    def shapes_of(self, source: Samples | Store, index_B: Array) -> Array:
+        """Return the shapes in which samples of a source are served, int32 (B, D)."""
+        assert self.program is not None
+        shapes_BD = source.shapes_B3 if isinstance(source, Samples) else source.shapes[index_B]
+        return self.program.served_shapes(shapes_BD)
 
     def read_alone(self, kept: KeptSamples, batch: IndexBatch) -> list[Array]:
         """Read samples one by one, each in whatever shape it has."""

@@ -170,7 +170,7 @@ def _compile_files(stored: Stored, transform: Transform | None) -> Compiled | No
     if not plan.is_batched:
         return None
     columns = tuple(map(_read_by_core, plan.each))
-    if not all(column.output for column in columns):
+    if not all(column.alike for column in columns):
         return None
     return Compiled(plan, columns, is_upright or opening.is_upright)
 
@@ -196,8 +196,7 @@ def _read_by_core(plan: TransformPlan, store: Store | None = None) -> Column:
     """Return a column that the core reads, from a store or from files that it decodes."""
     shape = (3, 1, 1) if store is None else store.shape(0)
     program = Program(plan.batch_ops, _DECODED if store is None else store.spec)
-    output = program.output(shape)
-    return _read_one_by_one(plan)._replace(program=program, shape=shape, output=output)
+    return _read_one_by_one(plan).read_by(program, shape)
 
 
 def _channels_of(images: Store) -> int | None:

@@ -9,6 +9,7 @@ they return. One sample is a batch of one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from itertools import zip_longest
@@ -19,9 +20,16 @@ import torch
 from fastdata.datasets.batch import SampleBatch
 from fastdata.datasets.buffers import allocate_batch, new_buffer, rows_of
 from fastdata.datasets.column import Column
+from fastdata.datasets.mixed_sizes import check_alike
 from fastdata.datasets.reading import Reading
 from fastdata.datasets.visits import IndexBatch
-from fastdata.errors import ChannelsError, SampleError, fault_of, sample_error
+from fastdata.errors import (
+    ChannelsError,
+    MixedSizesError,
+    SampleError,
+    fault_of,
+    sample_error,
+)
 from fastdata.pixels.arrays import Array
 from fastdata.pixels.samples import batch_of_form, without_exif
 from fastdata.pixels.steps import Step
@@ -30,7 +38,7 @@ from fastdata.sources.source import with_index
 from fastdata.stores.preparer import NO_FAULT_OF_A_SAMPLE, open_files
 
 if TYPE_CHECKING:
-    from fastdata.datasets.buffers import Allocate
+    from fastdata.datasets.buffers import Allocate, Output
 
 
 class Reader(Reading):
@@ -66,7 +74,7 @@ class Reader(Reading):
 
     def items(self, batch: IndexBatch, allocate: Allocate = new_buffer) -> list[Any]:
         """Return a ``SampleBatch`` if samples are pairs with images of one shape, else a list."""
-        columns = self._read_columns(batch, allocate, is_alone=not self.outputs)
+        columns = self._read_columns(batch, allocate, is_alone=False)
         images, *_, targets = columns
         is_pair = self.keys is None and not self.has_index
         if self.plan.views or not is_pair or not isinstance(images, torch.Tensor):
@@ -107,11 +115,16 @@ class Reader(Reading):
 
         ``is_alone`` has samples read one by one, because they may differ in shape.
         """
-        if self.obstacle is None and not is_alone:
-            return self.read_batch(batch, allocate, self.targets.of_each)
+        sources = None
+        if self.obstacle_if_alike is None and not is_alone:
+            if not self.outputs:
+                sources = self.open(batch)
+            with suppress(MixedSizesError):
+                return self.read_batch(batch, allocate, self.targets.of_each, sources)
         targets = None
         if self.programs:
-            columns = self._read_served(batch, is_alone=is_alone)
+            is_alone = is_alone or not self.outputs
+            columns = self._read_served(batch, sources, is_alone=is_alone)
         else:
             if self.stored.is_remote:
                 self.expect(batch)
@@ -135,15 +148,21 @@ class Reader(Reading):
             columns.append(batch.positions.tolist())
         return columns
 
-    def _read_served(self, batch: IndexBatch, *, is_alone: bool) -> list[list[Any]]:
+    def _read_served(
+        self, batch: IndexBatch, sources: Sequence[Any] | None, *, is_alone: bool
+    ) -> list[list[Any]]:
         """Return the samples of each column after the batch ops."""
-        if is_alone and self.kept is not None:
-            with self.kept.naming_damage():
-                rows = [column.read_alone(self.kept, batch) for column in self.columns]
-        else:
+        if not is_alone:
             outs = allocate_batch(len(batch), self.outputs, new_buffer)
             self.read_into(outs, batch)
             rows = [[out[b, ...] for b in range(len(out))] for out in outs]
+        elif self.kept is not None:
+            with self.kept.naming_damage():
+                rows = [column.read_alone(self.kept, batch) for column in self.columns]
+        else:
+            [images] = sources or self.open(batch)
+            draws = batch.positions, batch.visits, batch.seed
+            rows = [program.run_each(images, *draws) for program in self.programs]
         return list(map(Column.show, self.columns, rows))
 
     def _read_source(self, index: int) -> tuple[Any, Any]:
@@ -164,12 +183,24 @@ class Reader(Reading):
     # Whole columns
 
     def read_batch(
-        self, batch: IndexBatch, allocate: Allocate, targets_of: Callable[[IndexBatch], Any]
+        self,
+        batch: IndexBatch,
+        allocate: Allocate,
+        targets_of: Callable[[IndexBatch], Any],
+        sources: Sequence[Any] | None = None,
     ) -> list[Any]:
-        """Read the columns of a whole batch: images of each view, then the targets."""
+        """Read the columns of a whole batch: images of each view, then the targets.
+
+        Raises:
+            MixedSizesError: samples are served in several shapes.
+        """
+        outputs = self.outputs
+        if not outputs:  # the shape follows from the samples
+            sources = sources or self.open(batch)
+            outputs = self._outputs_of(batch, sources)
         is_last = batch.channels_last and self.can_write_channels_last
-        outs = self.allocate(len(batch), allocate, channels_last=is_last)
-        self.read_into(outs, batch)
+        outs = self.allocate(len(batch), outputs, allocate, channels_last=is_last)
+        self.read_into(outs, batch, None, sources)
         columns = self.as_tensors(outs)
         if not self.has_target_column:
             columns.append(targets_of(batch))
@@ -177,11 +208,13 @@ class Reader(Reading):
             columns.append(torch.tensor(batch.positions))
         return columns
 
-    def allocate(self, count: int, allocate: Allocate, *, channels_last: bool) -> list[Array]:
+    def allocate(
+        self, count: int, outputs: list[Output], allocate: Allocate, *, channels_last: bool
+    ) -> list[Array]:
         """Return an array (count, C, h, w) for each column; see ``allocate_batch``."""
         # Pixels of arrays (H, W, C) are together, also where the user did not ask for it.
         lays_last = [channels_last or column.plan.kind == "hwc" for column in self.columns]
-        return allocate_batch(count, self.outputs, allocate, channels_last=lays_last)
+        return allocate_batch(count, outputs, allocate, channels_last=lays_last)
 
     def as_tensors(self, outs: list[Array]) -> list[Any]:
         """Return tensors over the memory of ``allocate``, shaped like stacked samples."""
@@ -189,21 +222,51 @@ class Reader(Reading):
         columns = map(torch.Tensor.view, map(torch.from_numpy, outs), self.dtypes)
         return list(map(batch_of_form, columns, [column.plan.kind for column in self.columns]))
 
-    def read_into(self, outs: list[Array], batch: IndexBatch, rows_B: Array | None = None) -> None:
-        """Read a batch's images into arrays of ``allocate_batch``.
-
-        ``rows_B`` are the rows to write to where the arrays are for a larger batch.
-        """
+    def open(self, batch: IndexBatch) -> Sequence[Any]:
+        """Return what the parts of a batch are read from: stores, or files that were opened."""
+        if self.kept is not None:
+            return self.kept.stores
         if self.stored.is_remote:
             self.expect(batch)
+        indices = batch.positions.tolist()
+        return (open_files(self.stored.samples, indices, upright=self.is_upright),)
+
+    def shapes_of(self, batch: IndexBatch, sources: Sequence[Any]) -> list[Array]:
+        """Return the shape of each sample of a batch as it is served, (B, D) of each column."""
+        return [column.shapes_of(sources[column.part], batch.positions) for column in self.columns]
+
+    def _outputs_of(self, batch: IndexBatch, sources: Sequence[Any]) -> list[Output]:
+        """Return shape and dtype of each column of a batch; see ``read_batch``."""
+        shapes = self.shapes_of(batch, sources)
+        for shapes_BD in shapes:
+            check_alike(shapes_BD, lambda b: self.name_of(batch, b))
+        pairs = zip(shapes, self.alike, strict=True)
+        return [(tuple(shapes_BD[0].tolist()), dtype) for shapes_BD, (_, dtype) in pairs]
+
+    def name_of(self, batch: IndexBatch, b: int) -> str:
+        """Return how messages name a sample of a batch: by its index, and its file."""
+        index = int(batch.positions[b])
+        path = self.stored.samples.path(index)
+        return f"sample {index}" if path is None else f"sample {index} ({path})"
+
+    def read_into(
+        self,
+        outs: list[Array],
+        batch: IndexBatch,
+        rows_B: Array | None = None,
+        sources: Sequence[Any] | None = None,
+    ) -> None:
+        """Read a batch's images into arrays of ``allocate_batch``.
+
+        ``rows_B`` are the rows to write to where the arrays are for a larger batch, ``sources``
+        what ``open`` returned.
+        """
         index_B = batch.positions
         kept = self.stored.kept
-        sources: Sequence[Any]
-        if kept is None:
-            opened = open_files(self.stored.samples, index_B.tolist(), upright=self.is_upright)
-            sources = (opened,)
-        else:
-            sources = kept.stores
+        if sources is None:
+            if self.stored.is_remote:
+                self.expect(batch)
+            sources = self.open(batch) if kept is None else kept.stores
         pairs = list(zip(self.programs, outs, strict=True))
         try:
             for part, columns in self._columns_of_parts:

@@ -7,6 +7,7 @@ dataset later does not reach an epoch that has begun, and the memory of the samp
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ import torch
 from fastdata.datasets.column import Column
 from fastdata.datasets.visits import IndexBatch
 from fastdata.machine.tables import SampleTable, collate_targets
-from fastdata.pixels.arrays import Array
+from fastdata.pixels.arrays import Array, Shape
 from fastdata.pixels.plan import PairTransform, Transform, TransformPlan
 from fastdata.pixels.program import Program
 from fastdata.pixels.samples import shown_class, shown_shape
@@ -139,6 +140,16 @@ class Reading:
     @cached_property
     def obstacle(self) -> str | None:
         """Why whole batches need Python work per sample; None if they do not."""
+        if self.obstacle_if_alike is None and not self.outputs:
+            return (
+                "prepared samples differ in shape; a crop or resize to one size would make them "
+                "batches"
+            )
+        return self.obstacle_if_alike
+
+    @cached_property
+    def obstacle_if_alike(self) -> str | None:
+        """The same for batches whose samples all have one shape, as of a ``BucketSampler``."""
         if self.own:
             return self.own
         if self.kept is not None and self.kept.is_tuple:
@@ -149,11 +160,8 @@ class Reading:
             return f"samples have several parts, such as image and mask, and {self.plan.obstacle}"
         if not self.plan.is_batched:
             return f"the transform works per sample: {self.plan.obstacle}"
-        if not self.outputs:
-            return (
-                "prepared samples differ in shape; a crop or resize to one size would make them "
-                "batches"
-            )
+        if not all(column.alike for column in self.columns):
+            return "the transform ends with a size that is drawn at random"
         return None
 
     @cached_property
@@ -161,6 +169,11 @@ class Reading:
         """Shape and dtype of each column; empty if samples of one column differ."""
         outputs = [column.output for column in self.columns if column.output is not None]
         return outputs if len(outputs) == len(self.columns) else []
+
+    @cached_property
+    def alike(self) -> list[Output]:
+        """The outputs of a batch of samples that are like the first one."""
+        return [column.alike for column in self.columns if column.alike is not None]
 
     @cached_property
     def may_draw(self) -> bool:
@@ -200,7 +213,7 @@ class Reading:
 
     @cached_property
     def can_write_channels_last(self) -> bool:
-        pairs = zip(self.programs, self.outputs, strict=False)
+        pairs = zip(self.programs, self.alike, strict=False)
         return all(program.can_write_channels_last(shape) for program, (shape, _) in pairs)
 
     @property
@@ -213,11 +226,19 @@ class Reading:
     @property
     def image_form(self) -> str:
         """Class, shape and dtype of each image in a whole batch."""
+        return self._form_of([column.output and column.output[0] for column in self.columns])
+
+    @property
+    def kinds_of_images(self) -> str:
+        """The same without shapes."""
+        return self._form_of([None] * len(self.columns))
+
+    def _form_of(self, shapes: Sequence[Shape | None]) -> str:
         forms = []
         # ``outputs`` has NumPy's dtypes, which lack bfloat16.
-        for column, (shape, _), dtype in zip(self.columns, self.outputs, self.dtypes, strict=True):
+        for column, shape, dtype in zip(self.columns, shapes, self.dtypes, strict=True):
             kind = column.plan.end_kind or "tensor"
-            shown = f"{shown_class(kind).__name__}{shown_shape(shape, kind)}"
-            forms.append(f"{shown} of {str(dtype)[6:]}")
+            shown = "" if shape is None else shown_shape(shape, kind)
+            forms.append(f"{shown_class(kind).__name__}{shown} of {str(dtype)[6:]}")
         text = ", ".join(forms) + (f" in {self.keys}" if self.keys else "")
         return f"{text} with their index" if self.has_index else text

@@ -208,8 +208,8 @@ class DeviceOps:
 
 def _obstacle_of(reader: AnyReader) -> str:
     """Return why the device cannot finish the batches of a reader; empty if it can."""
-    if reader.obstacle is not None:
-        return reader.obstacle
+    if reader.obstacle_if_alike is not None:
+        return reader.obstacle_if_alike
     if isinstance(reader, JoinedReader):
         return "the samples of a ConcatDataset lie in several stores"
     casts = reader.without_cast[1]

@@ -88,7 +88,7 @@ class BatchMaker:
                 reader = self.handle.reader
                 if reader is None:
                     raise StoreGoneError(self.handle.reason)
-                is_whole = reader.obstacle is None
+                is_whole = reader.obstacle_if_alike is None
                 is_collated = is_whole and self.collate_fn is collate and len(indices) > 0
                 read = partial(reader if is_collated else reader.items, allocate=self.ring.lease)
                 may_draw &= not is_whole or reader.target_transform is not None

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
-from fastdata.datasets.buffers import Allocate, new_buffer
+from fastdata.datasets.buffers import Allocate, Output, new_buffer
 from fastdata.datasets.dataset import PreparedDataset, index_count
+from fastdata.datasets.mixed_sizes import check_alike
 from fastdata.datasets.reader import Reader
 from fastdata.datasets.samples import ReaderHandle
 from fastdata.datasets.visits import IndexBatch, as_numbers
@@ -23,6 +24,9 @@ from fastdata.pixels.random_numbers import sample_keys
 _T = TypeVar("_T")
 
 _J = TypeVar("_J")
+
+_Piece = tuple[int, Array, IndexBatch]
+"""The number of a dataset in a batch, the rows of its samples, and their batch."""
 
 _PART_SALT_1 = np.array([0x70617274])
 """Keeps the seeds of a ``ConcatDataset``'s parts apart from the keys of samples."""
@@ -36,22 +40,28 @@ class JoinedReader:
         self._starts = starts
         self.target_transform = _first(reader.target_transform for reader in readers)
         self.obstacle = _first(reader.obstacle for reader in readers)
+        self.obstacle_if_alike = _first(reader.obstacle_if_alike for reader in readers)
         self.served_bytes: int | None = None
-        if self.obstacle is None:
-            forms = dict.fromkeys(reader.image_form for reader in readers)
-            if len(forms) > 1:
-                self.obstacle = f"the datasets serve images that differ, {' and '.join(forms)}"
-            else:
+        if self.obstacle_if_alike is None:
+            self.obstacle_if_alike = _difference(reader.kinds_of_images for reader in readers)
+            self.obstacle = self.obstacle or _difference(reader.image_form for reader in readers)
+            if self.obstacle is None:
                 self.served_bytes = readers[0].served_bytes
 
     def __call__(self, batch: IndexBatch, allocate: Allocate = new_buffer) -> Any:
         readers = self._readers
         first = readers[0]
         is_last = batch.channels_last and all(each.can_write_channels_last for each in readers)
-        outs = first.allocate(len(batch), allocate, channels_last=is_last)
+        pieces = list(self._pieces(batch))
+        sources: list[Any] = [None] * len(pieces)
+        outputs = first.outputs
+        if self.obstacle is not None:  # the shape follows from the samples
+            sources = [readers[number].open(piece) for number, _, piece in pieces]
+            outputs = self._outputs_of(pieces, sources)
+        outs = first.allocate(len(batch), outputs, allocate, channels_last=is_last)
         # Each dataset writes its rows of one batch, so that nothing is copied to join them.
-        for number, row_B, piece in self._pieces(batch):
-            readers[number].read_into(outs, piece, row_B)
+        for (number, row_B, piece), opened in zip(pieces, sources, strict=True):
+            readers[number].read_into(outs, piece, row_B, opened)
         parts = first.as_tensors(outs)
         if not first.has_target_column:
             of_each = self.in_order(batch, [reader.targets.of_each for reader in readers])
@@ -60,6 +70,27 @@ class JoinedReader:
             indices = self.in_order(batch, [_positions] * len(readers))
             parts.append(torch.tensor(indices))
         return first.to_batch(parts)
+
+    def _outputs_of(self, pieces: Sequence[_Piece], sources: Sequence[Any]) -> list[Output]:
+        """Return shape and dtype of each column of a batch.
+
+        Raises:
+            MixedSizesError: samples are served in several shapes.
+        """
+        names = []
+        shapes = []
+        for (number, _, piece), opened in zip(pieces, sources, strict=True):
+            reader = self._readers[number]
+            shapes.append(reader.shapes_of(piece, opened))
+            where = f" of dataset {number} of {len(self._readers)}"
+            names += [reader.name_of(piece, b) + where for b in range(len(piece))]
+        outputs = []
+        columns = zip(*shapes, strict=True)
+        for (_, dtype), shapes_of_each in zip(self._readers[0].alike, columns, strict=True):
+            shapes_BD = np.concatenate(shapes_of_each)
+            check_alike(shapes_BD, names.__getitem__)
+            outputs.append((tuple(shapes_BD[0].tolist()), dtype))
+        return outputs
 
     def items(self, batch: IndexBatch, allocate: Allocate = new_buffer) -> list[Any]:
         """Return the items of a batch; each dataset allocates memory for its own."""
@@ -72,7 +103,7 @@ class JoinedReader:
             found |= zip(row_B.tolist(), reads[number](piece), strict=True)
         return [found[row] for row in range(len(found))]
 
-    def _pieces(self, batch: IndexBatch) -> Iterator[tuple[int, Array, IndexBatch]]:
+    def _pieces(self, batch: IndexBatch) -> Iterator[_Piece]:
         """Yield for each dataset in a batch: its number, the rows of its samples, their batch."""
         number_B = np.searchsorted(self._starts, batch.positions, side="right") - 1
         for number in np.unique(number_B).tolist():
@@ -216,6 +247,14 @@ class Parts:
         if len(self.datasets) == 1:
             whole.behind = self.datasets[0]
         return whole  # type: ignore[no-any-return]
+
+
+def _difference(forms: Iterable[str]) -> str | None:
+    """Return an obstacle if datasets serve images of several forms."""
+    different = dict.fromkeys(forms)
+    if len(different) < 2:
+        return None
+    return f"the datasets serve images that differ, {' and '.join(different)}"
 
 
 def _first(given: Iterable[_T | None]) -> _T | None:

@@ -1,0 +1,56 @@
+"""The error for a batch whose samples differ in shape: it names two of them, and the cure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from fastdata.datasets.trees import leaves_of
+from fastdata.errors import MixedSizesError
+from fastdata.pixels.arrays import Array
+
+_Named = tuple[str, Sequence[int]]
+"""How a message names a sample, and its shape."""
+
+_UNEQUAL = "stack expects each tensor to be equal size"
+"""Begins torch's error for tensors of several shapes."""
+
+
+def check_alike(shapes_BD: Array, name_of: Callable[[int], str]) -> None:
+    """Check that the samples of a batch have one shape; ``name_of`` names the one at a place.
+
+    Raises:
+        MixedSizesError: they do not.
+    """
+    differs_B = (shapes_BD != shapes_BD[0]).any(axis=1)
+    if differs_B.any():
+        one, other = ((name_of(b), shapes_BD[b].tolist()) for b in (0, int(differs_B.argmax())))
+        raise _error_of(one, other)
+
+
+def named_error(error: RuntimeError, samples: Sequence[Any]) -> RuntimeError:
+    """Return what collating samples raised, with two of them named if it was their shapes."""
+    if _UNEQUAL not in str(error):
+        return error
+    first = _shapes_in(samples[0])
+    for place, sample in enumerate(samples):
+        for one, other in zip(first, _shapes_in(sample), strict=False):
+            if one != other:
+                return _error_of(("sample 0 of the batch", one), (f"sample {place}", other))
+    return error
+
+
+def _shapes_in(sample: Any) -> list[Sequence[int]]:
+    return [it.shape for it in leaves_of(sample) if isinstance(it, (torch.Tensor, np.ndarray))]
+
+
+def _error_of(one: _Named, other: _Named) -> MixedSizesError:
+    named = [f"{name} is {tuple(shape)}" for name, shape in (one, other)]
+    return MixedSizesError(
+        f"{_UNEQUAL}, but {' and '.join(named)}. Give all images one size by the transform, as "
+        "Resize((height, width)) and RandomResizedCrop do; or make batches of one size each with "
+        "fastdata.loaders.buckets.BucketSampler; or pad them in collate_fn=."
+    )
