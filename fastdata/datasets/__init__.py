@@ -23,6 +23,7 @@ Reading:
 - ``reader``, ``column``: read batches and items, one column for each view of the images or for
   masks
 - ``reading``: the samples of an epoch, their targets and programs, as one value
+- ``sizes``: the sizes of all samples, without decoding them
 - ``visits``: the indices of a batch, and the numbers that its random draws are made from
 - ``draws``: random draws of collate functions
 - ``buffers``: memory for batches, which is reused
@@ -30,6 +31,7 @@ Reading:
 Batches:
 
 - ``batch``: a list of samples that remembers its stacked tensors; ``collate``
+- ``mixed_sizes``: the error for a batch whose samples differ in shape
 - ``trees``: the tensors in any nesting of containers, replaced or listed
 - ``held_tensors``: tensors in objects of any class
 

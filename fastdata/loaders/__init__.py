@@ -15,6 +15,7 @@ Its order:
 - ``progress``: the position in an epoch
 - ``sampler_chain``: the samplers of a loader, and their states
 - ``samplers``, ``orders``: ``RankSampler``, and the orders that it divides among ranks
+- ``buckets``: ``BucketSampler``, batches of one size each; ``find_buckets``
 
 Data larger than memory:
 

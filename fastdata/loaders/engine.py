@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset, default_collate
 
 from fastdata.datasets.batch import collate
 from fastdata.errors import counted
+from fastdata.loaders.buckets import BucketSampler
 from fastdata.loaders.parts import AnyReader, Parts
 from fastdata.machine import limits
 from fastdata.machine.budget import PinningPlan, budget_bytes, choose_pinning
@@ -36,9 +37,10 @@ def choose_engine(loader: DataLoader[Any], parts: Parts, workers: str) -> Engine
             path = f"{count} worker process{'es' * (count > 1)} over a shared ring"
         return Engine("process", f"{path}: {obstacle}", count)
     path = "whole batches"
-    is_whole = reader is not None and reader.obstacle is None
+    why = reader and _reading_obstacle(loader, reader)
+    is_whole = reader is not None and why is None
     if not is_whole:
-        path = "samples one by one" + (f" ({reader.obstacle})" if reader else "")
+        path = "samples one by one" + (f" ({why})" if reader else "")
     elif getattr(reader, "kept", True) is None and jpeg_obstacle():
         path += f" of files that Pillow decodes whole ({jpeg_obstacle()})"
     if count == 0:
@@ -65,8 +67,9 @@ def _thread_obstacle(
         return f"{type(loader.dataset).__name__} is not a fastdata dataset"
     if any(may_draw(dataset.target_transform) for dataset in parts.datasets):
         return "target_transform= may draw random numbers"
+    why = _reading_obstacle(loader, reader)
     if loader.collate_fn in (collate, default_collate):
-        return reader.obstacle
+        return why
     # A collate_fn of the user's own may need what worker_init_fn prepares.
     init = getattr(loader.worker_init_fn, "func", loader.worker_init_fn)
     is_lightnings = getattr(init, "__name__", "") == "pl_worker_init_function"  # only seeds
@@ -74,6 +77,16 @@ def _thread_obstacle(
         return "worker_init_fn is for worker processes"
     if may_draw(loader.collate_fn, from_torch=False):
         return "collate_fn= may draw from Python's or NumPy's generators"
+    return why
+
+
+def _reading_obstacle(loader: DataLoader[Any], reader: AnyReader) -> str | None:
+    """Return why a loader's batches need Python work per sample; None if they do not."""
+    # Samples that differ in shape are collated only where the batch is of one shape. A collate_fn
+    # of the user's own may pad them, in Python.
+    stacks = loader.collate_fn in (collate, default_collate)
+    if stacks or isinstance(loader.batch_sampler, BucketSampler):
+        return reader.obstacle_if_alike
     return reader.obstacle
 
 

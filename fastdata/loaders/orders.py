@@ -120,7 +120,7 @@ def weighted(weights: Any) -> Order:
         length=len(given),
         num_samples=len(given),
         most=math.inf,
-        identity={"order": "weighted", "weights": _checksum(given)},
+        identity={"order": "weighted", "weights": checksum(given)},
     )
 
 
@@ -165,7 +165,7 @@ def balanced(targets: Any, replacement: bool = False) -> Order:
         identity={
             "order": "balanced",
             "replacement": replacement,
-            "targets": _checksum(classes),
+            "targets": checksum(classes),
         },
     )
 
@@ -310,7 +310,7 @@ def _takes(lengths: list[int], shares: list[Fraction], count: int) -> list[int]:
     return takes
 
 
-def _checksum(values: npt.NDArray[Any]) -> str:
+def checksum(values: npt.NDArray[Any]) -> str:
     return f"{zlib.crc32(np.ascontiguousarray(values).data):08x} of {len(values)}"
 
 

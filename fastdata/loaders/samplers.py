@@ -138,6 +138,17 @@ class RankSampler(DistributedSampler[int]):
         return self._order.draw(self.seed, epoch, self.order_length)
 
     def __iter__(self) -> Iterator[int]:
+        order, own = self._begin_epoch()
+        # Python's numbers one by one: a list of them takes four times the memory.
+        indices = iter(order[own].data)
+        if len(order) and np.bincount(order).max() > 1:
+            # Mark samples that come again, counted over all ranks: no two copies draw the same.
+            earlier = count_earlier(np.zeros(self._order.length, np.uint32), order)
+            indices = map(RepeatedIndex.mark, indices, earlier[own].data)
+        yield from self._when_loaded(indices, order[own])
+
+    def _begin_epoch(self) -> tuple[Int64s, slice]:
+        """Begin an epoch: return its order, padded if asked for, and the places of this rank."""
         if self.has_begun:
             self.epoch += not self.is_set
             self.position = 0
@@ -147,14 +158,7 @@ class RankSampler(DistributedSampler[int]):
         count = self._share_of(len(order) - self.position, self.rank)
         end = self.position + count * self.num_replicas
         order = np.resize(order, max(end, len(order)))  # padded by its first samples
-        own = slice(self.position + self.rank, end, self.num_replicas)
-        # Python's numbers one by one: a list of them takes four times the memory.
-        indices = iter(order[own].data)
-        if count and np.bincount(order).max() > 1:
-            # Mark samples that come again, counted over all ranks: no two copies draw the same.
-            earlier = count_earlier(np.zeros(self._order.length, np.uint32), order)
-            indices = map(RepeatedIndex.mark, indices, earlier[own].data)
-        yield from self._when_loaded(indices, order[own])
+        return order, slice(self.position + self.rank, end, self.num_replicas)
 
     def _when_loaded(self, indices: Iterator[int], samples: Int64s) -> Iterator[int]:
         """Return the indices of this rank's ``samples``; a subclass may wait before each."""
