@@ -22,6 +22,7 @@ from fastdata.datasets.reader import Reader
 from fastdata.datasets.samples import ReaderHandle
 from fastdata.datasets.visits import IndexBatch
 from fastdata.errors import DeviceError, kind_of
+from fastdata.loaders.iterators import CountedIterator
 from fastdata.loaders.loader import DataLoader
 from fastdata.loaders.parts import AnyReader, JoinedReader, Parts
 from fastdata.loaders.pinned import PinnedMemory
@@ -91,11 +92,12 @@ def is_own(loader: Any) -> bool:
     return definer is DataLoader or definer.__module__ == "fastdata.loaders.chunked"
 
 
-def begin_epoch(loader: Any, ring: BatchRing, held: int, read: Read | None) -> Any:
+def begin_epoch(loader: Any, ring: BatchRing, held: int, read: Read | None) -> CountedIterator:
     """Begin an epoch of a loader that ``is_own``, in a prefetcher's ring."""
     if isinstance(loader, DataLoader):
         return loader._fastdata.iterate(loader, ring, held, read)
-    return loader.iterate(ring, held, read)
+    iterator: CountedIterator = loader.iterate(ring, held, read)
+    return iterator
 
 
 def ring_slots(loader: Any, held: int) -> int:

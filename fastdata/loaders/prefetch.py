@@ -167,7 +167,7 @@ class CudaPrefetcher:
         # The latest epoch; an empty one before the first.
         self._epoch = LoopEpoch(iterator=iter(()), device=self.device, finish=self._finish)
         self._pinned: PinnedMemory | None = None
-        self._stream: Any = None
+        self._stream: torch.cuda.Stream | None = None
         if self.device.type == "cuda":
             self._pinned = PinnedMemory(self.device)
             self._ops = DeviceOps(loader, batch_ops, self.device, self._pinned)

@@ -60,7 +60,7 @@ class Arrival(NamedTuple):
     batch: Any
     samples: int
     mark: Any
-    ready: Any = None
+    ready: torch.cuda.Event | None = None
     memory: Sequence[Any] = ()
 
 
@@ -161,14 +161,14 @@ class Transfer(LoopEpoch):
     """
 
     sender: Sender
-    stream: Any
+    stream: torch.cuda.Stream
     depth: int
 
     def __post_init__(self) -> None:
         super().__post_init__()
         # What copies read on the host, until the events behind them.
-        self._in_flight: deque[tuple[Any, list[Any]]] = deque()
-        self._permits: SimpleQueue[Any] = SimpleQueue()
+        self._in_flight: deque[tuple[torch.cuda.Event, list[Any]]] = deque()
+        self._permits: SimpleQueue[torch.cuda.Event | None] = SimpleQueue()
         for _ in range(self.depth):
             self._permits.put(_event())
         self._arrivals: SimpleQueue[Outcome] = SimpleQueue()
@@ -197,6 +197,7 @@ class Transfer(LoopEpoch):
             # Recorded before the wait: the permit is for what the loop did to batches before.
             left = _event()
             left.record(user_stream)
+            assert outcome.ready is not None  # it is of every batch that was copied
             user_stream.wait_event(outcome.ready)
             for owner in outcome.memory:
                 owner.record_stream(user_stream)
@@ -328,7 +329,7 @@ class Transfer(LoopEpoch):
         return memory
 
 
-def _event() -> Any:
+def _event() -> torch.cuda.Event:
     return torch.cuda.Event(blocking=True)  # a waiting thread must not spin
 
 
