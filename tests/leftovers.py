@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -103,12 +104,22 @@ def _kept_by_multiprocessing() -> _Kept:
 
 
 def _children() -> list[psutil.Process]:
-    """All descendants. psutil reads every process of the machine for them: that is done only if there may be some."""
-    try:
-        lists = [path.read_text() for path in Path("/proc/self/task").glob("*/children")]
-    except OSError:  # a thread has ended since
-        lists = []
-    return psutil.Process().children(recursive=True) if any(lists) or not lists else []
+    """All descendants, as the kernel lists them. psutil reads every process of the machine for them, at each test."""
+    found = []
+    waiting = ["self"]
+    while waiting:
+        lists = list(Path("/proc", waiting.pop(), "task").glob("*/children"))
+        if not lists and not found:  # a system without such lists
+            return psutil.Process().children(recursive=True)
+        pids: list[str] = []
+        for path in lists:
+            with contextlib.suppress(OSError):  # a thread has ended since
+                pids += path.read_text().split()
+        waiting += pids
+        for pid in pids:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found.append(psutil.Process(int(pid)))
+    return found
 
 
 def open_descriptors() -> list[tuple[int, str]]:
