@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import gc
+import multiprocessing
 import os
 import re
 import signal
@@ -88,6 +89,12 @@ def collections_leave_imports_alone() -> None:
     """Let the garbage collector look only at what tests make: over all of torch it takes 0.2 s, for many tests."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def others_have_torch() -> None:
+    """Let the server that forks processes import torch once: each spawned one would take 3 s of a core for it."""
+    multiprocessing.set_forkserver_preload(["children", "fastdata.tools.__main__"])
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -910,10 +910,10 @@ def test_a_cache_that_is_cut_while_in_use_is_not_opened(image_folder: Folder) ->
 
 
 def test_it_opens_in_another_process(tmp_path: Path) -> None:
-    """A spawned process maps the same files."""
+    """A process that was not forked from this one maps the same files."""
     data = level_samples(4, (2, 3))
     with CachedDataset(data, cache_dir=tmp_path, cache_key="k") as dataset:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
         ours, theirs = context.Pipe()
         child = context.Process(target=send_sample, args=(dataset, 2, theirs))
         child.start()

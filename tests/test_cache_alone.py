@@ -591,11 +591,11 @@ def test_a_damaged_sample_is_an_error_that_names_it(image_folder: Folder) -> Non
 
 
 def test_it_travels_to_other_processes(image_folder: Folder) -> None:
-    """A spawned process reads the pickled dataset, which is small; a copy keeps when its transform runs."""
+    """Another process reads the pickled dataset, which is small; a copy keeps when its transform runs."""
     root = image_folder(size=(13, 11))
     with CachedDataset.from_cache(build(root, codec="zstd"), as_tensors=True) as dataset:
         assert len(pickle.dumps(dataset)) < 4000
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
         ours, theirs = context.Pipe()
         child = context.Process(target=send_sample, args=(dataset, 4, theirs))
         child.start()

@@ -9,10 +9,10 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from children import Done, run_elsewhere
 from fastdata import DataLoader, ImageFolder
 from fastdata.tools.__main__ import main
 
@@ -118,18 +118,24 @@ def test_bad_option_exits_with_2(
     assert message in capsys.readouterr().err
 
 
-def diagnose(folder: Path, script: str, *words: str, options: tuple[str, ...] = ()) -> Any:
+def diagnose(folder: Path, script: str) -> Done:
     """Run the command in a process of its own, as scripts do not expect another's ``__main__``."""
     (folder / "train.py").write_text(script)
-    command = [sys.executable, "-m", "fastdata.tools", "diagnose", *options, "train.py", *words]
-    return subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=55, check=False
-    )
+    return run_elsewhere(folder, main, ["diagnose", "train.py"])
 
 
 def test_diagnose_stops_a_script_and_says_its_limit(tmp_path: Path) -> None:
     """Words after the script's name are its own, options before it are the command's."""
-    done = diagnose(tmp_path, SCRIPT, "--json", "own.json", options=("--batches", "20"))
+    (tmp_path / "train.py").write_text(SCRIPT)
+    words = ["diagnose", "--batches", "20", "train.py", "--json", "own.json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "fastdata.tools", *words],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=55,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("The loop waits ")
     assert "a step, mean of 19\n" in done.stdout

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import pickle
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import pytest
 import zstandard
 from PIL import ImageFile
 
+from children import run_elsewhere
 from conftest import shown
 from fastdata.errors import CodecError, FastDataError
 from fastdata.stores.codecs import (
@@ -277,7 +276,7 @@ def check_in_child(codec: Codec, data: bytes, wanted: np.ndarray) -> None:
         raise SystemExit(3)
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_codecs_work_in_other_processes(method: str) -> None:
     """A codec that was used before the fork, or is pickled to a new process, decodes there."""
     codec = ZstdCodec()
@@ -489,7 +488,7 @@ def test_users_objects_are_asked() -> None:
 
 @pytest.mark.parametrize(("name", "library"), [("lz4", "lz4"), ("zstd", "zstandard")])
 def test_a_missing_library_is_an_obstacle_that_says_what_to_install(
-    name: str, library: str
+    name: str, library: str, tmp_path: Path
 ) -> None:
     """Where lz4 or zstandard cannot be had, their codec is refused with a cure, and all others work."""
     code = f"""
@@ -497,7 +496,7 @@ import sys
 sys.modules[{library!r}] = sys.modules[{library + ".block"!r}] = None
 import numpy as np
 from fastdata import CachedDataset
-samples = [(np.zeros((3, 4, 4), np.uint8), 0)] * 3
+samples = [(np.zeros((4, 4, 3), np.uint8), 0)] * 3
 with CachedDataset(samples, storage="shared") as dataset:
     trials = dataset.storage_report().trials
 print([trial.codec for trial in trials if trial.obstacle is None])
@@ -506,7 +505,7 @@ try:
 except ValueError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = run_elsewhere(tmp_path, exec, code, {})
     others, error = done.stdout.splitlines()
     assert others == str([other for other in KNOWN_CODECS if other != name])
     cure = f"the codec needs the package {library}: pip install {library}, or use another codec"

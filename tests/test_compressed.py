@@ -398,7 +398,7 @@ def test_boxes_keep_format_and_canvas_as_targets(tmp_path: Path) -> None:
 
 def test_another_process_imports_what_samples_are() -> None:
     """A mask is one in a process that has only unpickled the dataset."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     with CachedDataset(_Segmentation(tv_tensors.Image)) as dataset:
         connection, theirs = context.Pipe()
         process = context.Process(target=send_class_of_target, args=(pickle.dumps(dataset), theirs))

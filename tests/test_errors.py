@@ -413,8 +413,8 @@ def test_a_damaged_file_is_named_by_worker_processes(
 
 
 @pytest.mark.parametrize("make_loader", [TorchLoader, DataLoader])
-def test_a_store_that_is_gone_is_told_by_a_spawned_worker(tmp_path: Path, make_loader: Any) -> None:
-    """A spawned worker that finds the cache cut short lets the loop raise StoreGoneError, as a pickled dataset does."""
+def test_a_store_that_is_gone_is_told_by_a_worker(tmp_path: Path, make_loader: Any) -> None:
+    """A worker that finds the cache cut short lets the loop raise StoreGoneError, as a pickled dataset does."""
     data = level_samples(4, (2, 3))
     with CachedDataset(data, cache_dir=tmp_path / "cache", cache_key="k") as dataset:
         (file,) = (tmp_path / "cache").glob("*/part0-*")
@@ -423,7 +423,7 @@ def test_a_store_that_is_gone_is_told_by_a_spawned_worker(tmp_path: Path, make_l
             pickle.loads(pickle.dumps(dataset))
         options: Any = {} if make_loader is TorchLoader else {"workers": "process"}
         loader = make_loader(
-            dataset, batch_size=2, num_workers=1, multiprocessing_context="spawn", **options
+            dataset, batch_size=2, num_workers=1, multiprocessing_context="forkserver", **options
         )
         with pytest.raises(StoreGoneError, match="was deleted or changed while it was in use"):
             list(loader)

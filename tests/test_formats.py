@@ -5,8 +5,6 @@ from __future__ import annotations
 import gzip
 import io
 import pickle
-import subprocess
-import sys
 import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +17,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from PIL import Image, ImageOps
 from torch.utils.data import IterableDataset
 
+from children import run_elsewhere
 from conftest import shown
 from data import test_image
 from fastdata import CachedDataset, DataLoader
@@ -304,10 +303,9 @@ def test_readers_pickle(tars: Path) -> None:
 
 
 REMOTE = """
-import pathlib, sys
 import fsspec
 from fastdata import CachedDataset
-folder, memory = pathlib.Path(sys.argv[1]), fsspec.filesystem("memory")
+memory = fsspec.filesystem("memory")
 for path in folder.glob("*.tar"):
     memory.pipe_file(f"/tars/{path.name}", path.read_bytes())
 for given in ("memory://tars/t-*.tar", "memory://tars", "memory://tars/t-{00..01}.tar"):
@@ -318,9 +316,7 @@ for given in ("memory://tars/t-*.tar", "memory://tars", "memory://tars/t-{00..01
 
 def test_tars_behind_a_url_are_read_by_ranges(tars: Path) -> None:
     """A pattern and a folder of a remote file system give what local ones give."""
-    done = subprocess.run(
-        [sys.executable, "-c", REMOTE, str(tars)], capture_output=True, text=True, check=True
-    )
+    done = run_elsewhere(tars, exec, REMOTE, {"folder": tars})
     assert done.stdout.splitlines() == [f"[0, 10, 20] {pixels(2).sum()}"] * 3
 
 

@@ -156,13 +156,12 @@ def test_workers_share_what_each_has_prepared(image_folder: Folder, workers: Any
                     Path(path).unlink(missing_ok=True)
 
 
-def test_a_spawned_process_fills_the_same_store(image_folder: Folder) -> None:
+def test_another_process_fills_the_same_store(image_folder: Folder) -> None:
     """Workers that got the dataset as a pickle write where this process reads."""
     steps = Compose([Resize((6, 6)), PILToTensor()])
     with ImageFolder(image_folder(per_class=6), steps, seed=0) as dataset:
-        loader = DataLoader(
-            dataset, batch_size=4, num_workers=2, multiprocessing_context="spawn", workers="process"
-        )
+        options = {"multiprocessing_context": "forkserver", "workers": "process"}
+        loader = DataLoader(dataset, batch_size=4, num_workers=2, **options)
         first = [images for images, _ in loader]
         assert dataset.filled_share() == 1
         loader.set_epoch(0)

@@ -303,12 +303,12 @@ def _collate_samples(samples: list[Any]) -> Any:
     return default_collate([(image, target) for image, target in samples])
 
 
-def test_joined_datasets_go_to_spawned_processes() -> None:
+def test_joined_datasets_go_to_other_processes() -> None:
     """A process that is not forked opens each of them."""
     options: dict[str, Any] = {
         "num_workers": 1,
         "workers": "process",
-        "multiprocessing_context": "spawn",
+        "multiprocessing_context": "forkserver",
     }
     assert _labels(DataLoader(JOINED["no step"]({}), batch_size=11, **options)) == [
         [*range(11)],

@@ -98,7 +98,7 @@ def let_go(root: Path) -> None:
         ("fork", "lz4"),
         ("fork", "zstd"),
         ("fork", "source"),
-        ("spawn", "source"),
+        ("forkserver", "source"),
     ],
 )
 def test_shards_do_not_depend_on_who_writes_them(
