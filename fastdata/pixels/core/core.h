@@ -166,7 +166,7 @@ bool add_affine(Drawing *d, const Step *step, const Warp *warp, double degrees, 
 bool add_rotation(Drawing *d, const Step *step, const Warp *warp, double degrees, bool expands, const double *center);
 
 /* Memory that one call holds at a time, and that grows to its largest need. */
-enum { SLOT_A, SLOT_B, SLOT_WORK, SLOT_WORK_2, SLOT_KEPT, SLOT_MIX, SLOT_DECODED, SLOT_DRAWN, SLOT_COUNT };
+enum { SLOT_A, SLOT_B, SLOT_WORK, SLOT_WORK_2, SLOT_KEPT, SLOT_MIX, SLOT_DECODED, SLOT_DRAWN, SLOT_TABLES, SLOT_COUNT };
 typedef struct {
     void *data[SLOT_COUNT];
     int64_t bytes[SLOT_COUNT];
@@ -247,6 +247,9 @@ Box resize_reads(const Op *op, const Box *cut);
 /* noise.c */
 extern const int64_t ITEM_BYTES[];
 enum { CHUNK = 512 }; /* values between two passes */
+uint64_t noise_key(const Drawing *d, int64_t at); /* that a step's numbers are made from */
+/* Standard normal numbers, from number `first` on; of CHUNK at most, whole vectors. */
+void draw_normal(uint64_t key, int64_t first, int64_t count, float out[CHUNK]);
 void store(int32_t dtype, const float *restrict in, int64_t count, uint8_t *out); /* floats to values of a batch */
 /* OP_ERASE and OP_NOISE on a packed image of the floats served, of uint8 if that is NULL; gives OK, or why not. */
 int rewrite(const Op *op, const Image *image, const Values *served);
@@ -254,8 +257,21 @@ int rewrite(const Op *op, const Image *image, const Values *served);
 /* blur.c: for values, too */
 Kernel blur_box;
 
-/* colour.c: apply a table to a packed image. */
+/* colour.c: look values up in a table; apply tables to a packed image; compose tables with those that are pending. */
+void look_up(uint8_t *values, int64_t size, const uint8_t table[256]);
 void apply_table(const Image *image, uint8_t table_C256[MAX_CHANNELS][256]);
+void compose_table(Sample *sample, uint8_t table_C256[MAX_CHANNELS][256]);
+
+/* cv_values.c: a histogram */
+void count_values(const uint8_t *plane, int64_t size, uint32_t count[256]);
+
+/* cv_colour.c: OpenCV's grey of three planes; a packed image to luma and two chromas (Y Cr Cb), and back. */
+void grey_row(const uint8_t *red, const uint8_t *green, const uint8_t *blue, int64_t size, uint8_t *out);
+void to_ycc(Image *image);
+void from_ycc(Image *image);
+
+/* cv_clahe.c: a packed image to OpenCV's L*a*b*; false: no memory. */
+bool to_lab(Image *image, Scratch *scratch);
 
 /* values.c: write an image as an output has it; false: no memory. */
 bool write_values(const Output *output, const Image *image, uint8_t *out, Scratch *scratch);

@@ -6,15 +6,14 @@
 
 /* Draws */
 
-/* The key that a step's normal numbers are made from. */
-static uint64_t key_of(const Drawing *d, int64_t at) { return d->key ^ sample_key((uint64_t)at, 0, 0); }
+uint64_t noise_key(const Drawing *d, int64_t at) { return d->key ^ sample_key((uint64_t)at, 0, 0); }
 
 bool draw_noise(Drawing *d, const Step *step) {
     Op *op = add(d, step, OP_NOISE);
     if (!op) return false;
     op->noise.clips = step->noise.clips;
     op->noise.mean = step->noise.mean, op->noise.sigma = step->noise.sigma;
-    op->noise.key = key_of(d, step->at);
+    op->noise.key = noise_key(d, step->at);
     return true;
 }
 
@@ -32,7 +31,7 @@ bool draw_erase(Drawing *d, const Step *step) {
         if (!op) return false;
         op->erase.box = box;
         op->erase.mode = step->erase.mode, op->erase.is_normalized = step->erase.is_normalized;
-        if (step->erase.mode != FILLED) op->erase.key = key_of(d, child(step->at, number));
+        if (step->erase.mode != FILLED) op->erase.key = noise_key(d, child(step->at, number));
     }
     return true;
 }
@@ -130,8 +129,7 @@ static float normal(uint32_t bits) {
     return bits >> 31 ? z : -z;
 }
 
-/* Standard normal numbers that follow from a key, from number `first` on; of CHUNK at most, whole vectors. */
-static void draw_normal(uint64_t key, int64_t first, int64_t count, float out[CHUNK]) {
+void draw_normal(uint64_t key, int64_t first, int64_t count, float out[CHUNK]) {
     uint32_t bits[CHUNK];
     count = (count + 15) / 16 * 16;
     for (int64_t i = 0; i < count; i++) bits[i] = (uint32_t)(scramble(key + (uint64_t)(first + i + 1) * GAMMA) >> 32);

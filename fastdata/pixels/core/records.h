@@ -53,6 +53,12 @@ ENUM(PLACE_CENTER, PLACE_TOP_LEFT, PLACE_TOP_RIGHT, PLACE_BOTTOM_LEFT, PLACE_BOT
 ENUM(FREE_SIZE, MULTIPLIED_SIZE, SHORT_BOUND, LONG_BOUND)
 ENUM(FILLED, NORMAL_PIXELS, NORMAL_CHANNELS) /* what an erased rectangle holds */
 ENUM(MIX_BEGIN, MIX_ADD, MIX_END)
+/* albumentations: what is added to an image that was multiplied by alpha; what happens to each channel; how grey is made;
+ * which table a histogram gives. */
+ENUM(SHARE_OF_255, SHARE_OF_MEAN, GREY_THAT_STAYS)
+ENUM(CHANNEL_ADD, CHANNEL_MULTIPLY, CHANNEL_POSTERIZE, CHANNEL_GAMMA)
+ENUM(GREY_WEIGHTED, GREY_DESATURATION, GREY_AVERAGE, GREY_LARGEST, GREY_LIGHTNESS)
+ENUM(EQUALIZE_CV, EQUALIZE_PIL, STRETCH_CDF, STRETCH_PIL)
 
 /* What a value step does, or one of a policy's. Up to EQUALIZE it becomes a table of 256 entries for each channel, once the
  * image is known; from SHEAR_X on it moves pixels, and is for policies only. */
@@ -134,6 +140,22 @@ STEP(BLUR, blur, int32_t width, height; double low, high;) /* torchvision: Gauss
 STEP(PERMUTE, permute, )
 STEP(PHOTOMETRIC, photometric, double p;) /* torchvision: RandomPhotometricDistort; p for each of its five children */
 
+/* albumentations: RandomBrightnessContrast, ColorJitter. x becomes x * alpha + beta; is_safe: without leaving [0, 255]. */
+STEP(CV_LINEAR, cv_linear, int32_t added, is_safe; double alpha[2], beta[2];)
+/* RGBShift, MultiplicativeNoise, Posterize, RandomGamma: a number for each channel, or one for all. Bits are whole numbers,
+ * gamma is in hundredths. */
+STEP(CV_CHANNELS, cv_channels, int32_t kind, is_shared; double low[4], high[4];)
+STEP(CV_DROP, cv_drop, int32_t fewest, most;)                            /* ChannelDropout; filled with `fill` */
+STEP(CV_HISTOGRAM, cv_histogram, int32_t kind, is_of_luma; double cutoff;) /* Equalize, AutoContrast; cutoff in percent */
+STEP(CV_GREY, cv_grey, int32_t method, channels;)                        /* ToGray */
+/* HueSaturationValue: shifts in OpenCV's units, hue in half degrees. OpenCV rounds down in whole vectors of a row, and to the
+ * nearest in what is left of it; fuses: it rounds a product and its difference once. */
+STEP(CV_HSV, cv_hsv, int32_t vector, fuses; double hue[2], saturation[2], value[2];)
+STEP(CV_SATURATION, cv_saturation, int32_t fuses; double factor[2];)     /* ColorJitter */
+STEP(CV_CLAHE, cv_clahe, int32_t columns, rows; double limit[2];)        /* CLAHE; of tiles */
+/* GaussNoise, and MultiplicativeNoise of each element: normal or uniform, for each value or each pixel. */
+STEP(CV_NOISE, cv_noise, int32_t multiplies, is_shared; double mean[2], sigma[2], range[2];)
+
 /* torchvision: GaussianNoise, RandomErasing; timm: RandomErasing, whose rectangles share the area. */
 STEP(NOISE, noise, int32_t clips; double mean, sigma;) /* in units of [0, 1] */
 STEP(ERASE, erase, int32_t fewest, most, mode, is_normalized; double p, scale[2], log_ratio[2];)
@@ -178,6 +200,15 @@ OP(VALUE, value, int32_t kind, domain, whole; double amount;)
 OP(GRAYSCALE, grayscale, int32_t channels, domain;)
 OP(BLUR, blur, int32_t width, height; double sigma;)
 OP(PERMUTE, permute, int32_t from[4];) /* the channel that each channel comes from */
+OP(CV_LINEAR, cv_linear, int32_t added, is_safe; double alpha, beta;)
+OP(CV_CHANNELS, cv_channels, int32_t kind; double amount[4];)
+OP(CV_DROP, cv_drop, int32_t is_dropped[4];)
+OP(CV_HISTOGRAM, cv_histogram, int32_t kind, is_of_luma; double cutoff;)
+OP(CV_GREY, cv_grey, int32_t method, channels;)
+OP(CV_HSV, cv_hsv, int32_t vector, fuses; double hue, saturation, value;)
+OP(CV_SATURATION, cv_saturation, int32_t fuses; double factor;)
+OP(CV_CLAHE, cv_clahe, int32_t columns, rows; double limit;)
+OP(CV_NOISE, cv_noise, int32_t multiplies, is_shared; double mean, sigma, range[2]; uint64_t key;)
 OP(NOISE, noise, int32_t clips; double mean, sigma; uint64_t key;)
 OP(ERASE, erase, Box box; int32_t mode, is_normalized; uint64_t key;)
 /* AugMix keeps the image with a weight, adds the current image with one, which then is the kept one again, and makes the
