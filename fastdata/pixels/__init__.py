@@ -22,6 +22,7 @@ Compiling and running it:
   ``albumentations_geometry``, ``albumentations_sizes``, ``albumentations_colours``,
   ``albumentations_blurs`` and ``albumentations_warps``.
 * ``opencv_filters``: the filters by which the installed OpenCV resizes.
+* ``opencv_variants``: which arithmetic the installed OpenCV uses.
 * ``arguments``, ``state``: what the attributes of a transform mean, and what a sample is before it.
 * ``steps``: the records of steps, and the table that they are compiled to.
 * ``program``: draws and serves batches by that table.
