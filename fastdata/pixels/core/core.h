@@ -199,6 +199,11 @@ INLINE bool is_inside(const Box *box, int32_t height, int32_t width) {
            box->top + (int64_t)box->height <= height && box->left + (int64_t)box->width <= width;
 }
 
+/* Neighbours in a row of the image are in different rows of its memory. */
+INLINE bool is_turned(const Image *image) {
+    return (image->row == 1 || image->row == -1) && image->pixel != 1 && image->pixel != -1;
+}
+
 /* Here, as rows of small images are so short that a call for each costs a tenth of a batch. */
 static inline void copy_row(const uint8_t *restrict in, int64_t pixel, int64_t count, uint8_t *restrict out) {
     if (pixel == 1)

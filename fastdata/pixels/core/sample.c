@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+enum { TILE = 16 };
 enum { POOLED = 32, POOLED_BYTES = 8 << 20 }; /* scratches, and the most that one of them holds */
 
 void *take(Scratch *scratch, int slot, int64_t bytes) {
@@ -68,10 +69,39 @@ void become(Sample *sample, const Image *image) {
     sample->slot = sample->slot == SLOT_A ? SLOT_B : SLOT_A;
 }
 
+/* Transpose a tile: rows of `from` are columns of `to`; its columns may be mirrored, of which `step` is -1 then. */
+INLINE void copy_tile(const uint8_t *restrict from, int64_t pixel, int64_t step, uint8_t *restrict to, int64_t row) {
+    uint8_t tile[TILE][TILE];
+    for (int x = 0; x < TILE; x++)
+        for (int y = 0; y < TILE; y++) tile[x][y] = from[x * pixel + y * step];
+    for (int y = 0; y < TILE; y++)
+        for (int x = 0; x < TILE; x++) to[y * row + x] = tile[x][y];
+}
+
+/* Rows of a turned plane are columns in memory: a tile at a time, as the cache may have no room for as many lines as there
+ * are rows. */
+static void copy_turned(const Image *in, const uint8_t *from, const Image *out, uint8_t *to) {
+    for (int64_t y = 0; y < in->height; y += TILE)
+        for (int64_t x = 0; x < in->width; x += TILE) {
+            const uint8_t *first = from + x * in->pixel + y * in->row;
+            uint8_t *place = to + y * out->row + x;
+            const int64_t rows = in->height - y < TILE ? in->height - y : TILE;
+            const int64_t columns = in->width - x < TILE ? in->width - x : TILE;
+            if (rows < TILE || columns < TILE)
+                for (int64_t k = 0; k < rows; k++) copy_row(first + k * in->row, in->pixel, columns, place + k * out->row);
+            else if (in->row == 1) copy_tile(first, in->pixel, 1, place, out->row);
+            else copy_tile(first, in->pixel, -1, place, out->row);
+        }
+}
+
 void copy_image(const Image *in, const Image *out) {
     for (int32_t c = 0; c < in->channels; c++) {
         const uint8_t *from = in->data + c * in->plane;
         uint8_t *to = out->data + c * out->plane;
+        if (is_turned(in)) {
+            copy_turned(in, from, out, to);
+            continue;
+        }
         if (in->pixel == 1 && in->row == in->width) {
             memcpy(to, from, (int64_t)in->height * in->width);
             continue;

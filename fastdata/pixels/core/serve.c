@@ -171,6 +171,7 @@ static int serve_image(const Output *output, int64_t row, Drawn *drawn, const Im
     if (image->height != output->height || image->width != output->width || !fits)
         return deny_shape(output, image, widens, refusal);
     const Image served = place_of(output, row);
+    if (is_turned(image) && !own(&sample)) return REFUSED_MEMORY;
     if (!settle(&sample) || !write_values(output, image, served.data, scratch)) return REFUSED_MEMORY;
     for (; op < end; op++) {
         const int problem = op->code == OP_CAST ? OK : rewrite(op, &served, values);
