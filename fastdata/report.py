@@ -123,6 +123,7 @@ class EpochReport(Report):
         bytes_held: memory that the loader keeps to reuse it, with that of batches in use.
         pinning: whether batches are in pinned memory, and why; empty if pinning was not requested.
         prepared: share of the samples that are prepared; less than 1 until each was read once.
+        epochs: seconds that each of the latest epochs waited and was busy, oldest first.
     """
 
     path: str
@@ -136,6 +137,7 @@ class EpochReport(Report):
     bytes_held: int = 0
     pinning: str = ""
     prepared: float = 1.0
+    epochs: tuple[tuple[float, float], ...] = ()
 
     @property
     def samples_per_s(self) -> float:
@@ -146,6 +148,16 @@ class EpochReport(Report):
     def wait_share(self) -> float:
         """Share of the loop's time that it waited for data, from 0 to 1."""
         return self.wait_s / (self.wait_s + self.busy_s or math.inf)
+
+    def plot(self) -> Any:
+        """Return a figure of how long each epoch waited and was busy; it needs matplotlib."""
+        from fastdata.pictures import show_bars
+
+        names = [f"epoch {number}" for number, _ in enumerate(self.epochs, 1)]
+        waited = [wait_s for wait_s, _ in self.epochs]
+        busy = [busy_s for _, busy_s in self.epochs]
+        parts = {"waited for data": waited, "in the training loop": busy}
+        return show_bars(names, parts, "seconds")
 
     def as_dict(self) -> dict[str, float]:
         """Return the figures for a logger: ``wandb.log(loader.report().as_dict())``."""

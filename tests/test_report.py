@@ -35,7 +35,7 @@ def test_the_fields_are_stable() -> None:
             "fresh_batches",
             "bytes_held",
         ),
-        *("pinning", "prepared"),
+        *("pinning", "prepared", "epochs"),
     ]
 
 

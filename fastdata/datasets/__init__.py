@@ -33,6 +33,7 @@ Batches:
 - ``batch``: a list of samples that remembers its stacked tensors; ``collate``
 - ``mixed_sizes``: the error for a batch whose samples differ in shape
 - ``trees``: the tensors in any nesting of containers, replaced or listed
+- ``showing``: images with their labels, and tables in notebooks
 - ``held_tensors``: tensors in objects of any class
 
 Batches from worker processes:

@@ -275,6 +275,21 @@ class PreparedDataset(Dataset[Any]):
 
     # fastdata's additions
 
+    def show(self, n: int = 8) -> Any:
+        """Return a figure of ``n`` augmented images with their labels; it needs matplotlib.
+
+        Items are spread over the dataset. Colours are shown as before ``Normalize``. A notebook
+        displays the figure; ``dataset.show().savefig("images.png")`` writes it.
+        """
+        from fastdata.datasets.showing import show_dataset
+
+        return show_dataset(self, n)
+
+    def _repr_html_(self) -> str:
+        from fastdata.datasets.showing import html_of  # notebooks only
+
+        return html_of(self)
+
     def reader(self) -> Reader:
         """Return the reader of an epoch that begins now; it holds the memory of the samples.
 

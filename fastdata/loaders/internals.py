@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -43,6 +44,9 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "memory_format": (torch.contiguous_format, torch.channels_last),
 }
 
+_MOST_EPOCHS = 100
+"""Epochs whose times are kept for ``report().plot()``."""
+
 
 class LoaderInternals:
     """Everything that fastdata adds to a loader, in one object that is called ``_fastdata`` there.
@@ -78,6 +82,7 @@ class LoaderInternals:
         self._pinning = PinningPlan(pin=False)
         self._counts = LoopCounts()
         self._latest_counts: LoopCounts | None = None  # of an epoch that had batches
+        self._epochs: deque[tuple[float, float]] = deque(maxlen=_MOST_EPOCHS)
 
     def copied(self, loader: DataLoader[Any]) -> LoaderInternals:
         """Return the internals of a copy of the loader, whose epochs go on as its own would."""
@@ -87,6 +92,7 @@ class LoaderInternals:
         other._ring = None
         other._counts = LoopCounts()
         other._latest_counts = None
+        other._epochs = deque(maxlen=_MOST_EPOCHS)
         return other
 
     def iterate(
@@ -147,6 +153,7 @@ class LoaderInternals:
             iterator = self._iterator(loader, view, progress, maker, held)
         if self._counts.batches:
             self._latest_counts = self._counts
+            self._epochs.append(self._counts.times())
         iterator.counts = self._counts = LoopCounts(ring=iterator.ring)
         if iterator.ring:
             iterator.ring.fresh_count = 0
@@ -209,6 +216,7 @@ class LoaderInternals:
             bytes_held=ring.bytes_held if ring else 0,
             pinning=self._pinning.reason,
             prepared=self.resume.parts.prepared_share,
+            epochs=(*self._epochs, *([self._counts.times()] if self._counts.batches else [])),
             **counts.figures(),
         )
 

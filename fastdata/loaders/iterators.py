@@ -128,13 +128,18 @@ class LoopCounts:
         self.wait_s += self.left_at - asked_at
         self.begun_at = self.begun_at or asked_at
 
+    def times(self) -> tuple[float, float]:
+        """Return the seconds that the loop waited, and those that it was busy."""
+        return self.wait_s, self.left_at - self.begun_at - self.wait_s
+
     def figures(self) -> dict[str, Any]:
         """Return the fields of an ``EpochReport``."""
+        wait_s, busy_s = self.times()
         return {
             "batches": self.batches,
             "samples": self.samples,
-            "wait_s": self.wait_s,
-            "busy_s": self.left_at - self.begun_at - self.wait_s,
+            "wait_s": wait_s,
+            "busy_s": busy_s,
         }
 
 

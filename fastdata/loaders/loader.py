@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterable, Sized
+from html import escape
 from types import GenericAlias
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
@@ -198,6 +199,28 @@ class DataLoader(torch_loader.DataLoader, Generic[_T_co]):  # type: ignore[type-
     def report(self) -> EpochReport:
         """Return how the latest epoch went; ``.path`` tells how batches are read, and why."""
         return self._fastdata.report()
+
+    def show(self, n: int = 8) -> Any:
+        """Return a figure of the first ``n`` images of a batch; see ``show`` of datasets.
+
+        The batch is one of a copy of this loader, whose epochs and generators are left alone.
+        """
+        from fastdata.datasets.showing import show_batch
+
+        generators = {self.generator, getattr(self.sampler, "generator", None)} - {None}
+        states = {generator: generator.get_state() for generator in generators}
+        with torch.random.fork_rng(devices=[]):
+            other = copy.copy(self)
+            other.num_workers = 0
+            batch = next(iter(other))
+        for generator, state in states.items():
+            generator.set_state(state)
+        return show_batch(batch, self._fastdata.resume.parts.datasets or [self.dataset], n)
+
+    def _repr_html_(self) -> str:
+        shown = escape(repr(self)).replace("\n", "<br>")
+        tables = [dataset._repr_html_() for dataset in self._fastdata.resume.parts.datasets]
+        return "<br>".join([shown, *tables])
 
     def __repr__(self) -> str:
         return (

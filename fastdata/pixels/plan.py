@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from html import escape
 from textwrap import shorten
 from types import FunctionType
 from typing import Any
@@ -124,6 +125,19 @@ class TransformPlan:
             how = _SHOWN_MASKS.get(self.mask.kind, f"nearest, served as {self.mask.kind}")
             lines.append(f"    masks are moved along:        {how}")
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """Return a table for notebooks: a column for each of the three parts."""
+        titles = ["once per image", "on whole batches", "per sample, in Python"]
+        rows = [titles]
+        for view in self.each:
+            batched = (*view.batched, *(view.last.batched if view.last else ()))
+            unknown = _texts(view.unknown)
+            if view.obstacle:
+                unknown = f"{unknown} (because {view.obstacle})"
+            rows.append([_texts((*self.beforehand, *self.prepare)), _texts(batched), unknown])
+        cells = ["".join(f"<td>{escape(text)}</td>" for text in row) for row in rows]
+        return f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
 
 
 def _texts(transforms: tuple[Transform, ...]) -> str:

@@ -35,6 +35,7 @@ from fastdata.machine.units import format_bytes
 from fastdata.pixels.compose import flatten_transform
 from fastdata.tools.arguments import positive
 from fastdata.tools.diagnosis import Diagnosis, Part
+from fastdata.tools.figures import to_write
 from fastdata.tools.measure import in_subprocess, is_kept, measure_rate, shuffled
 from fastdata.tools.timed_loop import EnoughError, TimedLoop, in_prefetcher, run_script
 
@@ -260,6 +261,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="batches to measure; default: %(default)s",
     )
+    add(
+        "--html",
+        type=to_write,
+        metavar="FILE",
+        help="write a page with the same figures, which can be sent to somebody",
+    )
     add("script", type=Path, metavar="SCRIPT", help="the script that trains")
     add("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's arguments")
 
@@ -278,5 +285,9 @@ def run(options: argparse.Namespace) -> int:
     loop = max(loops, key=lambda loop: loop.wait_s + loop.busy_s, default=None)
     if loop is None or loop.batches < 2:
         raise ValueError(f"{script} has no loop over a torch DataLoader of two batches or more")
-    print(_examine(loop))
+    diagnosis = _examine(loop)
+    print(diagnosis)
+    if options.html:
+        options.html.write_text(diagnosis.as_page(), "utf-8")
+        print(f"page: {options.html}")
     return 0

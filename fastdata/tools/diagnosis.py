@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from html import escape
+from typing import Any
 
 from fastdata.errors import counted
 from fastdata.report import Line, Report
@@ -23,6 +25,24 @@ LIMITS = {
     "loader": ("the loader", "it is not a torch DataLoader over samples, so its parts are unknown"),
 }
 """Name and cure of each thing that can limit a loop."""
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>fastdata diagnose</title>
+<style>
+body {{ font: 16px/1.5 sans-serif; max-width: 50em; margin: 2em auto; padding: 0 1em }}
+.bar {{ display: flex; height: 2.5em; color: white; margin: 1em 0; overflow: hidden }}
+.bar div {{ padding: .5em; white-space: nowrap; box-sizing: border-box; overflow: hidden }}
+td {{ padding: .1em 1em .1em 0 }}
+</style>
+<h1>Where the time of a step goes</h1>
+<p>{line}</p>
+<div class="bar"><div style="background: #c44e52; width: {waited:.1f}%">{wait}</div>
+<div style="background: #4c72b0; width: {stepped:.1f}%">{step}</div></div>
+{table}
+</html>
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +150,24 @@ class Diagnosis(Report):
         if self.limit != "model" and self.kept_per_s is not None:
             cures.append(f"samples in memory: {self.kept_per_s:,.0f} samples/s, tried; {self.kept}")
         return tuple(cures)
+
+    def plot(self) -> Any:
+        """Return a figure of where the time of a step goes, as one bar; it needs matplotlib."""
+        from fastdata.pictures import show_bars
+
+        parts = {"wait for data": [1000 * self.wait_s], "step": [1000 * self.step_s]}
+        return show_bars(["a step"], parts, "ms")
+
+    def as_page(self) -> str:
+        """Return a page of HTML that needs no other file: the bar, the figures and the advice."""
+        return _PAGE.format(
+            line=escape(self.line),
+            waited=100 * self.waited,
+            stepped=100 * (1 - self.waited),
+            wait=escape(f"wait {_ms(self.wait_s)}"),
+            step=escape(f"step {_ms(self.step_s)}"),
+            table=self._repr_html_(),
+        )
 
     def _lines(self) -> Iterator[Line]:
         yield from (self.line, "")

@@ -16,11 +16,11 @@ from fastdata.machine.limits import cpu_model, usable_cores
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--json", type=_to_write, metavar="FILE", help="write all figures, with versions"
+        "--json", type=to_write, metavar="FILE", help="write all figures, with versions"
     )
 
 
-def _to_write(text: str) -> Path:
+def to_write(text: str) -> Path:
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text} is not a file in a folder that exists")
