@@ -234,6 +234,9 @@ int remake(Sample *sample, const Op *op, int32_t height, int32_t width, Kernel *
 Kernel resize; /* `in` is the box; see there */
 double support_of(int filter);
 
+/* How many pixels one of OpenCV's resize stands for, as it calculates that. */
+INLINE double cv_scale(int64_t from, int64_t to) { return 1 / ((double)to / (double)from); }
+
 /* cv_resize.c: OpenCV's filters that sum whole numbers, and whether an op is one of these. */
 Kernel resize_whole;
 bool resizes_whole(const Op *op, const Image *in);

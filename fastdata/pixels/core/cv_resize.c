@@ -11,8 +11,8 @@
 #include <string.h>
 
 enum { COEF_BITS = 11, EXACT_BITS = 8, CUBIC_TAPS = 4, LANCZOS_TAPS = 8 };
-enum { WINDOW = 16 };                     /* pixels that a shuffle chooses from */
-enum { COLUMNS = 8, RING = 8, ALIGN = 32 }; /* columns at a time; rows that are kept, and what their length is a multiple of */
+enum { WINDOW = 16, COLUMNS = 8 }; /* pixels that a shuffle chooses from; columns at a time */
+enum { RING = 8, ALIGN = 32 };     /* rows that are kept; what their length is a multiple of */
 
 /* One axis: pixel i of the `to` that are made is the sum of pixels place[i * taps + k], times weight[i * taps + k]. */
 typedef struct {
@@ -30,12 +30,11 @@ typedef struct {
 
 INLINE int64_t clipped(int64_t at, int64_t length) { return at < 0 ? 0 : at < length ? at : length - 1; }
 
-INLINE double scale_of(int64_t from, int64_t to) { return 1 / ((double)to / (double)from); }
-
 /* interpolateLanczos4 */
 static void weigh_lanczos(float x, float weight[LANCZOS_TAPS]) {
     static const double half = 0.70710678118654752440, pi = 3.14159265358979323846;
-    static const double turns[][2] = {{1, 0}, {-half, -half}, {0, 1}, {half, -half}, {-1, 0}, {half, half}, {0, -1}, {-half, half}};
+    static const double turns[][2] = {{1, 0},  {-half, -half}, {0, 1},  {half, -half},
+                                      {-1, 0}, {half, half},   {0, -1}, {-half, half}};
     memset(weight, 0, sizeof(float) * LANCZOS_TAPS);
     if (x < FLT_EPSILON) {
         weight[3] = 1;
@@ -75,7 +74,7 @@ static void weigh_place(const Axis *a, int64_t i, int64_t base, float share) {
 /* hal::resize. For the linear filter the places of columns end at those of the image, while rows outside of it are those at
  * its edge. `is_area`: as INTER_AREA enlarges. */
 static void weigh(const Axis *a, int64_t wanted, int64_t first, bool is_area, bool is_columns) {
-    const double scale = scale_of(a->from, wanted), inverse = (double)wanted / (double)a->from;
+    const double scale = cv_scale(a->from, wanted), inverse = (double)wanted / (double)a->from;
     for (int64_t i = 0; i < a->to; i++) {
         const double at = (double)(first + i);
         float place = (float)((at + 0.5) * scale - 0.5);
@@ -107,8 +106,8 @@ static void weigh_exactly(const Axis *a, int64_t wanted, int64_t first) {
 
 /* Linear: sums along rows are shifted to 15 bits, products along columns to 16 (HResizeLinear, VResizeLinear) */
 
-/* Four columns after the other, up to a whole number of COLUMNS, of which the last one is repeated. False where the pixels of
- * four lie too far apart. */
+/* Four columns after the other, up to a whole number of COLUMNS, of which the last one is repeated. False where the pixels
+ * of four lie too far apart. */
 static bool plan_quartets(const Axis *a, Quartet *quartet) {
     int64_t base = INT32_MIN;
     if (a->from < WINDOW) return false;
@@ -215,9 +214,10 @@ INLINE void sum_taps(const Axis *a, int64_t taps, const uint8_t *restrict from, 
     }
 }
 
-/* Rows of sums become a row of pixels, rounded once: vlineResize of the exact linear filter, VResizeCubic, VResizeLanczos4. */
-static void mix_sums(const int32_t *const *from, const int16_t *weight, int64_t taps, int bits, int64_t begin, int64_t width,
-                     uint8_t *restrict to) {
+/* Rows of sums become a row of pixels, rounded once: vlineResize of the exact linear filter, VResizeCubic and
+ * VResizeLanczos4. */
+static void mix_sums(const int32_t *const *from, const int16_t *weight, int64_t taps, int bits, int64_t begin,
+                     int64_t width, uint8_t *restrict to) {
     for (int64_t x = begin; x < width; x++) {
         int32_t total = 1 << (bits - 1);
         for (int64_t k = 0; k < taps; k++) total += from[k][x] * weight[k];
@@ -229,7 +229,8 @@ static void mix_sums(const int32_t *const *from, const int16_t *weight, int64_t 
 static void mix_floats(const int32_t *const *from, const int16_t *weight, int64_t width, uint8_t *restrict to) {
     const float part = 1.0f / (1 << 2 * COEF_BITS);
     const float a = weight[0] * part, b = weight[1] * part, c = weight[2] * part, d = weight[3] * part;
-    const int32_t *restrict first = from[0], *restrict second = from[1], *restrict third = from[2], *restrict last = from[3];
+    const int32_t *restrict first = from[0], *restrict second = from[1];
+    const int32_t *restrict third = from[2], *restrict last = from[3];
     for (int64_t x = 0; x < width; x++) {
         const float sum = (float)first[x] * a + ((float)second[x] * b + ((float)third[x] * c + (float)last[x] * d));
         to[x] = (uint8_t)clipped((int64_t)rintf(sum), 256);
@@ -256,7 +257,8 @@ static bool resize_exactly(const Op *op, const Axis *rows, const Axis *columns, 
             const uint8_t *from = plane + y * in->row;
             int32_t *sums = narrow + y * w;
             if (taps == 2) sum_taps(columns, 2, from, sums);
-            else taps == CUBIC_TAPS ? sum_taps(columns, CUBIC_TAPS, from, sums) : sum_taps(columns, LANCZOS_TAPS, from, sums);
+            else if (taps == CUBIC_TAPS) sum_taps(columns, CUBIC_TAPS, from, sums);
+            else sum_taps(columns, LANCZOS_TAPS, from, sums);
         }
         const int64_t floats = taps == CUBIC_TAPS ? grouped(op, in, c, w) : 0;
         for (int64_t y = 0; y < rows->to; y++, to += w) {
@@ -274,7 +276,7 @@ static bool resize_exactly(const Op *op, const Axis *rows, const Axis *columns, 
 
 /* By how much an axis shrinks, if that is a whole number; else 0. */
 static int64_t whole_scale(int64_t from, int64_t to) {
-    const double scale = scale_of(from, to), whole = rint(scale);
+    const double scale = cv_scale(from, to), whole = rint(scale);
     return fabs(scale - whole) < DBL_EPSILON && from % to == 0 ? (int64_t)whole : 0;
 }
 
@@ -327,7 +329,8 @@ bool resize_whole(const Op *op, const Image *in, const Image *out, Scratch *scra
     const bool is_linear = filter == CV_LINEAR || filter == CV_AREA, is_exact = filter == CV_LINEAR_EXACT;
     const bool is_cubic = filter == CV_CUBIC || filter == CV_IPP_CUBIC;
     if (is_linear && has_blocks(op, in)) return average_blocks(op, in, out, scratch);
-    const int64_t taps = filter == CV_LANCZOS ? LANCZOS_TAPS : is_cubic ? CUBIC_TAPS : 2, made = taps * (out->height + (int64_t)out->width);
+    const int64_t taps = filter == CV_LANCZOS ? LANCZOS_TAPS : is_cubic ? CUBIC_TAPS : 2;
+    const int64_t made = taps * ((int64_t)out->height + out->width);
     int32_t *memory = take(scratch, SLOT_WORK, made * (int64_t)(sizeof(int32_t) + sizeof(int16_t)));
     if (!memory) return false;
     int16_t *weights = (int16_t *)(memory + made);

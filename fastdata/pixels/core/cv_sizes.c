@@ -10,7 +10,8 @@ static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
 /* The whole image to height x width; `how` as of set_size. */
-static bool resize_all(Drawing *d, const Step *step, int32_t filter, bool shrinks_by_area, double height, double width, int how) {
+static bool resize_all(Drawing *d, const Step *step, int32_t filter, bool shrinks_by_area, double height, double width,
+                       int how) {
     const Box whole = {0, 0, (int32_t)d->height, (int32_t)d->width};
     const int64_t h = truncated(height), w = truncated(width);
     return add_resize(d, step, filter_of(filter, shrinks_by_area, whole, h, w), V1_DOMAIN, whole, h, w, how);
@@ -49,7 +50,8 @@ bool draw_sized_crop(Drawing *d, const Step *step) {
     if (lengths < 1) return deny(d, step, REFUSED_TABLE);
     const int64_t length = step->sized_crop.least + integer(d, step->at, 0, lengths);
     const int64_t h = least(length, d->height), w = least(truncated((double)length * step->sized_crop.ratio), d->width);
-    const int64_t top = begin_of(d->height, h, uniform(d, step->at, 1)), left = begin_of(d->width, w, uniform(d, step->at, 2));
+    const int64_t top = begin_of(d->height, h, uniform(d, step->at, 1));
+    const int64_t left = begin_of(d->width, w, uniform(d, step->at, 2));
     const Box box = {(int32_t)top, (int32_t)left, (int32_t)h, (int32_t)w};
     const int32_t height = step->sized_crop.height, width = step->sized_crop.width;
     const int32_t filter = filter_of(step->sized_crop.interpolation, step->sized_crop.shrinks_by_area, box, height, width);
@@ -68,7 +70,8 @@ bool draw_border_crop(Drawing *d, const Step *step) {
     const int64_t top = whole_number(d, step->at, 2, 0, truncated(margin[1] * height));
     const int64_t bottom = whole_number(d, step->at, 3, most(top + 1, truncated((1 - margin[3]) * height)), d->height);
     const Box box = {(int32_t)top, (int32_t)left, (int32_t)(bottom - top), (int32_t)(right - left)};
-    if (!is_inside(&box, (int32_t)d->height, (int32_t)d->width)) return d->is_probe ? set_size(d, 1, 1, DRAWN) : deny(d, step, REFUSED_OUTSIDE);
+    if (!is_inside(&box, (int32_t)d->height, (int32_t)d->width))
+        return d->is_probe ? set_size(d, 1, 1, DRAWN) : deny(d, step, REFUSED_OUTSIDE);
     Op *op = add(d, step, OP_WINDOW);
     if (!op) return false;
     op->window.box = box;

@@ -92,9 +92,6 @@ INLINE void weigh_smooth(Axis *a, int filter, bool single) {
     }
 }
 
-/* Where an axis of OpenCV's resize is: how many pixels of the source go into one of the result. */
-INLINE double cv_scale(int64_t from, int64_t to) { return 1 / ((double)to / (double)from); }
-
 /* computeResizeAreaTab of OpenCV's resize.cpp: shares of the pixels that each pixel of the result covers. */
 static void weigh_areas(Axis *a) {
     const int64_t n = a->to, reach = reach_of(a->from, a->to, CV_AREA);
@@ -103,7 +100,8 @@ static void weigh_areas(Axis *a) {
     a->taps = 0;
     for (int64_t i = 0; i < n; i++) {
         const double begin = (double)i * scale, end = begin + scale, length = fmin(scale, (double)a->from - begin);
-        const int64_t last = (int64_t)fmin(floor(end), (double)a->from - 1), first = (int64_t)fmin(ceil(begin), (double)last);
+        const int64_t last = (int64_t)fmin(floor(end), (double)a->from - 1);
+        const int64_t first = (int64_t)fmin(ceil(begin), (double)last);
         int64_t count = 0;
         double *weight = a->weight + i;
         const bool has_part = (double)first - begin > 1e-3;
@@ -117,9 +115,9 @@ static void weigh_areas(Axis *a) {
     }
 }
 
-/* OpenCV's cubic resize as Intel's IPP does it: the four nearest pixels, however much the image shrinks; where the image has
- * no pixel, the one at its edge counts for it. */
-static void weigh_cubic(Axis *a) {
+/* OpenCV's cubic resize as Intel's IPP does it: the four nearest pixels, however much the image shrinks; where the image
+ * has no pixel, the one at its edge counts for it. */
+static void weigh_ipp_cubic(Axis *a) {
     const int64_t n = a->to, taps = a->from < 4 ? a->from : 4;
     const double scale = cv_scale(a->from, a->to);
     memset(a->weight, 0, sizeof(double) * 4 * (size_t)n);
@@ -180,7 +178,7 @@ static void *weigh(Axis *a, void *memory, int64_t from, int64_t to, const Op *op
     a->start = (int32_t *)(a->total + to), a->count = a->start + to;
     a->low = (uint32_t *)(a->count + to), a->high = a->low + reach / 2 * to;
     if (filter == CV_AREA) weigh_areas(a);
-    else if (filter == CV_IPP_CUBIC) weigh_cubic(a);
+    else if (filter == CV_IPP_CUBIC) weigh_ipp_cubic(a);
     else a->single ? weigh_smooth(a, filter, true) : weigh_smooth(a, filter, false);
     a->steps = (a->taps + 1) / 2;
     if (a->taps & 1) memset(a->weight + a->taps * to, 0, sizeof(double) * to);
@@ -426,8 +424,8 @@ bool resize(const Op *op, const Image *in, const Image *out, Scratch *scratch) {
     const int64_t H = in->height, W = in->width, whole_h = op->resize.height, whole_w = op->resize.width;
     const int64_t h = out->height, w = out->width, last = in->channels - 1;
     const int32_t filter = op->resize.interpolation, domain = op->resize.domain;
-    const bool is_nearest = filter == NEAREST || filter == NEAREST_EXACT || filter == CV_NEAREST || filter == CV_NEAREST_EXACT;
-    if (is_nearest) return resize_nearest(op, in, out, scratch);
+    const bool is_nearest = filter == NEAREST || filter == NEAREST_EXACT;
+    if (is_nearest || filter == CV_NEAREST || filter == CV_NEAREST_EXACT) return resize_nearest(op, in, out, scratch);
     if (filter >= CV_NEAREST && resizes_whole(op, in)) return resize_whole(op, in, out, scratch);
     const bool single = domain == V1_DOMAIN, alpha = domain == PIL_DOMAIN && last % 2, copied = alpha || W < PADDING;
     const bool chooses = op->resize.chooses_order && domain == PIL_DOMAIN;
