@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from PIL import Image
 
 from albumentations_cases import (
     Served,
@@ -18,7 +21,7 @@ from albumentations_cases import (
     refusal_of,
     serve,
 )
-from fastdata import CachedDataset, DataLoader
+from fastdata import CachedDataset, DataLoader, ImageFolder
 from fastdata.pixels.opencv_filters import opencv_filter
 
 A = albumentations
@@ -57,10 +60,12 @@ def assert_steady(transform: Any, arrays: list[np.ndarray]) -> None:
 @pytest.mark.parametrize("channels", [3, 1])
 @pytest.mark.parametrize("interpolation", FILTERS)
 def test_each_interpolation_has_the_pixels_of_opencv(interpolation: int, channels: int) -> None:
-    """Bit for bit, for images that grow and images that shrink."""
+    """Bit for bit, for images that grow and images that shrink, and for parts of the result."""
     arrays = images(*SIZES, channels=channels)
     for height, width in RESULTS:
-        assert_steady(A.Resize(height, width, interpolation=interpolation), arrays)
+        resize = A.Resize(height, width, interpolation=interpolation)
+        assert_steady(resize, arrays)
+        assert_steady(A.Compose([resize, A.Crop(5, 3, 12, 5)]), arrays)
 
 
 @pytest.mark.parametrize("has_ipp", [True, False])
@@ -213,6 +218,23 @@ def test_masks_are_not_mixed_by_default() -> None:
         [[batch, masks]] = DataLoader(dataset, batch_size=2)
         assert set(masks.unique().tolist()) == {0, 255}
         assert len(batch.unique()) > 200
+
+
+@pytest.mark.parametrize("interpolation", [NEAREST, LINEAR, CUBIC, AREA, LANCZOS])
+def test_of_files_only_what_is_cropped_is_decoded(interpolation: int, tmp_path: Path) -> None:
+    """Their samples are those of whole images."""
+    for number, array in enumerate(images((90, 130), (140, 80))):
+        (tmp_path / str(number)).mkdir()
+        Image.fromarray(array).save(tmp_path / str(number) / "0.jpg")
+    crop = A.RandomResizedCrop((50, 60), scale=(0.2, 0.9), interpolation=interpolation)
+    found = []
+    for storage in ("none", "shared"):
+        transform = A.Compose([crop, A.RandomCrop(20, 30)])
+        with ImageFolder(tmp_path, transform=transform, storage=storage, seed=5) as dataset:
+            assert dataset.plan.is_batched, dataset.plan.obstacle
+            [[batch, _]] = DataLoader(dataset, batch_size=4)
+            found.append(batch)
+    assert torch.equal(*found)
 
 
 REFUSED = {
