@@ -5,6 +5,7 @@ Images are arrays (H, W, C) or (H, W) of uint8, as albumentations has them.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from fastdata.pixels.samples import Form, from_stored, to_stored
 from fastdata.pixels.split import plan_transform
 from fastdata.pixels.state import State
 
+os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # else the import asks the network
 albumentations = pytest.importorskip("albumentations")
 stats = pytest.importorskip("scipy.stats")
 
