@@ -98,6 +98,13 @@ typedef struct {
     float hue, saturation, value;
 } Shift;
 
+/* 1 less what a channel lacks of the saturation: nothing of it in two sextants, all in the opposite ones, and a growing or
+ * falling share between them. These shares are OpenCV's to the last bit: of each only one difference is rounded. */
+INLINE float lacking(float saturation, float share, bool fuses) {
+    share = smaller_of(larger_of(share, 0.0f), 1.0f);
+    return fuses ? fused(-saturation, share, 1.0f) : 1.0f - saturation * share;
+}
+
 /* OpenCV: RGB2HSV_b; albumentations: shift_hsv; OpenCV: HSV2RGB_simd, and HSV2RGB_native, which rounds. OpenCV divides by
  * tables of whole numbers, which are the quotients here; all sums and products but those of the way back are exact in floats.
  * The tests compare all colours. */
@@ -118,14 +125,9 @@ INLINE void shift_pixels(uint8_t *restrict red, uint8_t *restrict green, uint8_t
         saturation *= 1.0f / 255;
         const float value = within(top + shift.value) * (1.0f / 255);
 
-        const float sextant = (float)(int32_t)hue, part = hue - sextant, rest = 1.0f - part;
-        const bool is_odd = sextant == 1 || sextant == 3 || sextant == 5;
-        const float share = is_odd ? part : rest; /* of what the middle channel lacks */
-        const float left = fuses ? fused(-saturation, share, 1.0f) : 1.0f - saturation * share;
-        const float high = value * 255.0f, low = value * (1.0f - saturation) * 255.0f, mid = value * left * 255.0f;
-        const float to_r = sextant < 1 || sextant > 4 ? high : sextant == 1 || sextant == 4 ? mid : low;
-        const float to_g = sextant == 1 || sextant == 2 ? high : sextant < 1 || sextant == 3 ? mid : low;
-        const float to_b = sextant == 3 || sextant == 4 ? high : sextant == 2 || sextant > 4 ? mid : low;
+        const float to_r = value * lacking(saturation, smaller_of(hue - 1, 5 - hue), fuses) * 255.0f;
+        const float to_g = value * lacking(saturation, larger_of(1 - hue, hue - 3), fuses) * 255.0f;
+        const float to_b = value * lacking(saturation, larger_of(3 - hue, hue - 5), fuses) * 255.0f;
         red[i] = (uint8_t)(int32_t)(rounds ? nearest(to_r) : to_r);
         green[i] = (uint8_t)(int32_t)(rounds ? nearest(to_g) : to_g);
         blue[i] = (uint8_t)(int32_t)(rounds ? nearest(to_b) : to_b);
