@@ -97,7 +97,7 @@ class SampleError(FastDataError, OSError):
     may_pass = False
 
     def __init__(self, message: str, *, index: int | None = None, path: str | None = None) -> None:
-        self.reason = message
+        self.reason = hide_secrets(message)
         # An error that is copied, unpickled or sent by torch is made from its text alone.
         if index is None:
             named = _NAMED.findall(message)
