@@ -356,3 +356,32 @@ def test_a_step_of_pil_images_behind_np_array_is_not_seen_through() -> None:
 
 def torchvision_flip(image: Any) -> Any:
     return image
+
+
+class Brighter(A.ImageOnlyTransform):
+    """A transform of the user's own; of some samples it drops a channel, if it is asked to."""
+
+    def __init__(self, channels: int = 3) -> None:
+        super().__init__(p=1)
+        self.channels = channels
+
+    def apply(self, img: np.ndarray, **_: Any) -> np.ndarray:
+        return np.maximum(img, 100)[..., : self.channels]
+
+
+@pytest.mark.parametrize("channels", [3, 2])
+@pytest.mark.parametrize("before", [[], [A.VerticalFlip(p=1)]], ids=["first", "later"])
+def test_what_follows_an_unknown_step_is_served_on_whole_batches(
+    before: list[Any], channels: int
+) -> None:
+    """If it gives arrays of as many channels as before; else by albumentations itself."""
+    arrays = images((9, 12))
+    norm = A.Normalize(0.2, 0.7)
+    for tail in ([], [ToTensorV2()]):
+        transform = A.Compose([*before, Brighter(channels), A.HorizontalFlip(p=1), norm, *tail])
+        with CachedDataset([(array, 0) for array in arrays], transform=transform) as dataset:
+            assert "after them, on whole batches:  HorizontalFlip" in str(dataset.plan)
+            [[batch, _]] = DataLoader(dataset, batch_size=2)
+            wanted = [torch.as_tensor(transform(image=array)["image"]) for array in arrays]
+            assert torch.equal(batch, torch.stack(wanted))
+            assert np.array_equal(dataset[1][0], wanted[1])

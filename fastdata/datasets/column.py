@@ -13,10 +13,12 @@ from fastdata.datasets.visits import IndexBatch
 from fastdata.errors import ChannelsError
 from fastdata.pixels.arrays import Array, Shape
 from fastdata.pixels.core.calls import Samples
+from fastdata.pixels.own_transforms import AlbumentationsTransform
 from fastdata.pixels.plan import TransformPlan
 from fastdata.pixels.program import Program
 from fastdata.pixels.samples import (
     addresses_of,
+    batch_of_form,
     decoded_shape,
     from_stored,
     tensor_class,
@@ -100,8 +102,12 @@ class Column(NamedTuple):
             return samples
         # The core serves the rest in one call if all samples are images of one shape. Otherwise the
         # user's own objects do.
-        shapes = set(map(decoded_shape, samples))
+        assert plan.last is not None
+        takes_arrays = type(plan.last.batched[0]) is AlbumentationsTransform
+        shapes = {decoded_shape(sample, is_array=takes_arrays) for sample in samples}
         shape = shapes.pop() if len(shapes) == 1 else None
+        if takes_arrays and shape is not None and shape[0] != self.shape[0]:
+            shape = None  # these steps were read for another number of channels
         output = None
         try:
             if shape is not None:
@@ -114,6 +120,7 @@ class Column(NamedTuple):
         decoded = [to_stored(image)[0] for image in samples]
         shapes_B3 = np.array([shape] * len(decoded), np.int32)
         images = Samples(addresses_of(decoded), shapes_B3)
-        [out] = allocate_batch(len(samples), [output], allocate)
+        kind = plan.last.kind
+        [out] = allocate_batch(len(samples), [output], allocate, channels_last=[kind == "hwc"])
         self.last.run(images, batch.positions, batch.visits, batch.seed, out)
-        return self.last.as_tensor(out)
+        return batch_of_form(self.last.as_tensor(out), kind)

@@ -91,7 +91,7 @@ def _fallback_notice(dataset: PreparedDataset) -> str:
     draws = is_random(unknown)
     if draws is False or (draws is None and not may_draw(unknown, from_torch=False)):
         cures.append("Give it as prepare= if it does the same each time.")
-    if view.kind != "pil":
+    if view.kind not in ("pil", "hwc", "hw"):
         cures.append("Give it as CudaPrefetcher(transform=) if it can take whole batches.")
     cures.append("docs/served-steps.md has the steps that fastdata runs on whole batches.")
     return f"{plan.obstacle}, so that it runs in Python on each sample. {' '.join(cures)}"

@@ -136,10 +136,16 @@ def is_pil(value: Any) -> TypeGuard[Image.Image]:
     return isinstance(value, getattr(sys.modules.get("PIL.Image"), "Image", ()))
 
 
-def decoded_shape(sample: Any) -> tuple[int, int, int] | None:
-    """Return the shape (C, H, W) of a PIL image with 1 or 3 channels of uint8, else None."""
+def decoded_shape(sample: Any, *, is_array: bool = False) -> tuple[int, int, int] | None:
+    """Return the shape (C, H, W) of a PIL image with 1 or 3 channels of uint8, else None.
+
+    With ``is_array`` also that of arrays (H, W, C) and (H, W).
+    """
     if is_pil(sample) and sample.mode in ("L", "RGB"):
         return _MODES[sample.mode][0], sample.height, sample.width
+    if is_array and isinstance(sample, np.ndarray) and sample.dtype == np.uint8:
+        height, width, *channels = sample.shape
+        return (*(channels or [1]), height, width)
     return None
 
 

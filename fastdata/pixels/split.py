@@ -184,14 +184,16 @@ def _read_last(
 ) -> TransformPlan | None:
     """Plan the longest known end of the transforms behind an unknown one.
 
-    It is for PIL images, which an unknown transform of PIL images probably returns.
+    It is for samples of the form before it, which an unknown transform probably returns: PIL images,
+    or arrays for albumentations.
     """
-    if before.kind != "pil":
+    if before.kind not in ("pil", "hwc", "hw"):
         return None
     # The number of the first draw is that of the transform, wherever the last part begins.
     for start in range(skipped, len(transforms)):
         last = transforms[start:]
-        _, state, reason = _read(last, State(kind="pil", channels=before.channels, at=at + start))
+        begin = State(kind=before.kind, channels=before.channels, at=at + start)
+        _, state, reason = _read(last, begin)
         if not reason and state.kind != "pil":
             return TransformPlan(kind=state.kind, batch_ops=state.all_steps, batched=last)
     return None
