@@ -28,7 +28,10 @@ REALS = (0.0, 0.1, 0.5, 0.9, 1.0, 1.5, 3.0, 9.0, -0.5, -90.0, 33.0)
 EXTREME = (np.inf, -np.inf, np.nan, 1e300, -1e300, 1e-300, 2.0**31)
 KNOWN: dict[str, tuple[int, ...]] = {
     "domain": (0, 0, 1, 2),
-    "interpolation": (0, 2, 2, 4, *range(7, 15)),
+    "interpolation": (0, 0, 2, 2, 4, *range(7, 15)),
+    "border": (0, 1, 2, 3, 4),
+    "lanes": (0, 8, 16),
+    "frame": (0, 1, 2, 3),
     "mode": (0, 1, 2, 3, 4),
     "position": (0, 1, 4, 5),
     "quarters": (0, 1, 2, 3),
@@ -190,6 +193,8 @@ def _pixels(op: Any) -> int:
         size = op["resize"]
     elif op["code"] == numbers["OP_WARP"]:
         size = op["warp"]
+    elif op["code"] == numbers["OP_CV_WARP"]:
+        size = op["cv_warp"]
     else:
         return 0
     return int(size["height"]) * int(size["width"])

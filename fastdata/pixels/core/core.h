@@ -148,6 +148,7 @@ Op *add(Drawing *d, const Step *step, int32_t code); /* an op whose record is 0;
 bool set_size(Drawing *d, int64_t height, int64_t width, int how);
 bool leaves_pixels(Drawing *d, const Step *step); /* and not too many to be counted; else false: refused */
 int64_t truncated(double value); /* towards 0, and the nearest int32 for larger numbers */
+double remainder_of(double value, double by); /* with the sign of `by`, as Python's */
 /* A box as torchvision's RandomResizedCrop and RandomErasing draw them, in ten tries; false where none fits. */
 bool draw_box(const Drawing *d, int64_t at, int64_t first, const double scale[2], const double log_ratio[2], double share,
               bool is_crop, Box *box);

@@ -59,6 +59,9 @@ ENUM(SHARE_OF_255, SHARE_OF_MEAN, GREY_THAT_STAYS)
 ENUM(CHANNEL_ADD, CHANNEL_MULTIPLY, CHANNEL_POSTERIZE, CHANNEL_GAMMA)
 ENUM(GREY_WEIGHTED, GREY_DESATURATION, GREY_AVERAGE, GREY_LARGEST, GREY_LIGHTNESS)
 ENUM(EQUALIZE_CV, EQUALIZE_PIL, STRETCH_CDF, STRETCH_PIL)
+ENUM(CV_CONSTANT, CV_REPLICATE, CV_REFLECT, CV_WRAP, CV_REFLECT_101) /* OpenCV's borders, as it numbers them */
+/* What becomes of the frame when an image is turned: nothing, it grows, what is not image is cut off, or the image shrinks. */
+ENUM(KEEPS_FRAME, EXPANDS_FRAME, CROPS_BORDER, SHRINKS_IMAGE)
 
 /* What a value step does, or one of a policy's. Up to EQUALIZE it becomes a table of 256 entries for each channel, once the
  * image is known; from SHEAR_X on it moves pixels, and is for policies only. */
@@ -74,6 +77,10 @@ RECORD(Border, int32_t left, top, right, bottom, mode, domain;)
 RECORD(Warp, int32_t interpolation, domain, is_v2, has_fill;)
 /* What all policies of torchvision have. Solarize's thresholds are shares of 255 in v2. */
 RECORD(Policy, Warp warp; int32_t bins, has_shares;)
+
+/* How OpenCV takes pixels at places. lanes: 0 for its older program, else how many floats the newer one computes at a time;
+ * fuses: with products that are not rounded; fills_first: the border is 0 in all channels but the first. */
+RECORD(CvWarp, int32_t interpolation, border, lanes, fuses, fills_first;)
 
 /* Steps of a transform. `end` of a sequence: where in [0, 1) its share among the children of a choice ends. */
 STEP(SEQUENCE, sequence, double end;)
@@ -131,6 +138,14 @@ STEP(AFFINE, affine,
     double center[2], degrees[2], translation[2], scale[2], shear_x[2], shear_y[2];)
 STEP(ROTATION, rotation, Warp warp; int32_t expands, has_center; double center[2], degrees[2];)
 STEP(PERSPECTIVE, perspective, Warp warp; double distortion;)
+
+/* albumentations: Affine, ShiftScaleRotate, Rotate, SafeRotate; Perspective. Angles in degrees; moves in whole pixels, or
+ * shares of the side if is_relative; scale: deviation of the corners, as a share of the side. */
+STEP(CV_AFFINE, cv_affine,
+    CvWarp warp;
+    int32_t frame, is_relative, keeps_ratio, is_balanced;
+    double degrees[2], scale_x[2], scale_y[2], move_x[2], move_y[2], shear_x[2], shear_y[2];)
+STEP(CV_PERSPECTIVE, cv_perspective, CvWarp warp; int32_t keeps_size, expands; double scale[2];)
 
 /* One number for each sample, uniform in its range. torchvision: ColorJitter, RandomInvert, RandomPosterize, ...; Pillow:
  * ImageFilter.GaussianBlur, with a radius (BOX_BLUR). */
@@ -194,6 +209,10 @@ OP(RESIZE, resize,
 OP(WARP, warp,
     int32_t is_perspective, height, width, interpolation, domain, has_fill, fuses;
     double map[8];)
+/* map: from output to input, as OpenCV inverts what it is given. */
+OP(CV_WARP, cv_warp,
+    int32_t is_perspective, height, width, interpolation, border, lanes, fuses, fills_first;
+    double map[9];)
 OP(TURN, turn, int32_t quarters;) /* counterclockwise */
 /* amount: factor, threshold, radius or hue; whole: bits kept (POSTERIZE), or what is added (SOLARIZE_ADD). */
 OP(VALUE, value, int32_t kind, domain, whole; double amount;)

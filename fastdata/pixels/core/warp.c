@@ -400,8 +400,7 @@ bool draw_affine(Drawing *d, const Step *step) {
     return add_affine(d, step, &step->affine.warp, degrees, moved, scale, shear, center);
 }
 
-/* A remainder with the sign of what is divided by, as Python's. */
-static double remainder_of(double value, double by) {
+double remainder_of(double value, double by) {
     const double rest = fmod(value, by);
     return rest != 0 && (rest < 0) != (by < 0) ? rest + by : rest;
 }
