@@ -23,6 +23,8 @@ Compiling and running it:
   ``albumentations_blurs`` and ``albumentations_warps``.
 * ``opencv_filters``: the filters by which the installed OpenCV resizes.
 * ``opencv_variants``: which arithmetic the installed OpenCV uses.
+* ``opencv_warps``: the program by which the installed OpenCV warps.
+* ``opencv_trials``: one step of the core on one image, to compare with OpenCV.
 * ``arguments``, ``state``: what the attributes of a transform mean, and what a sample is before it.
 * ``steps``: the records of steps, and the table that they are compiled to.
 * ``program``: draws and serves batches by that table.

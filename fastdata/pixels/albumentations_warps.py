@@ -2,7 +2,98 @@
 
 from __future__ import annotations
 
-from fastdata.pixels.state import Reader
+from typing import Any
 
-READERS: dict[str, Reader] = {}
+from fastdata.pixels.albumentations_geometry import border_fill
+from fastdata.pixels.known import known_name
+from fastdata.pixels.opencv_warps import opencv_program
+from fastdata.pixels.state import Reader, State, UnknownStepError, need_uint8
+from fastdata.pixels.steps import Fields, Fill, Step
+
+_INTERPOLATIONS = {0: "NEAREST", 1: "BILINEAR", 3: "BILINEAR"}
+"""By OpenCV's numbers: nearest, linear, and area, which warps take as linear."""
+_BORDERS = ("CV_CONSTANT", "CV_REPLICATE", "CV_REFLECT", "CV_WRAP", "CV_REFLECT_101")
+
+
+def _read_warp(transform: Any, state: State) -> tuple[Fields, Fill]:
+    """Read the fields of a ``CvWarp``, and the fill."""
+    need_uint8(state)
+    if state.channels not in (1, 3):
+        raise UnknownStepError("gets images of other than 1 or 3 channels")
+    given = transform.mask_interpolation if state.is_beside else transform.interpolation
+    if given not in _INTERPOLATIONS:
+        raise UnknownStepError("has an interpolation that is not served")
+    fields = {
+        "interpolation": _INTERPOLATIONS[given],
+        "border": _BORDERS[transform.border_mode],
+        **opencv_program(),
+    }
+    return fields, border_fill(transform, state)
+
+
+def _read_affine(transform: Any, state: State) -> Step:
+    """Read Affine and ShiftScaleRotate."""
+    warp, fill = _read_warp(transform, state)
+    moves = transform.translate_px or transform.translate_percent or {"x": (0, 0), "y": (0, 0)}
+    is_relative = transform.translate_px is None
+    if not is_relative and any(int(low) > int(high) for low, high in moves.values()):
+        raise UnknownStepError("has a range of translations that is empty")
+    return state.step(
+        "cv_affine",
+        fill=fill,
+        warp=warp,
+        frame="EXPANDS_FRAME" if transform.fit_output else "KEEPS_FRAME",
+        is_relative=is_relative,
+        keeps_ratio=transform.keep_ratio,
+        is_balanced=transform.balanced_scale,
+        degrees=transform.rotate,
+        scale_x=transform.scale["x"],
+        scale_y=transform.scale["y"],
+        move_x=moves["x"],
+        move_y=moves["y"],
+        shear_x=transform.shear["x"],
+        shear_y=transform.shear["y"],
+    )
+
+
+def _read_rotate(transform: Any, state: State) -> Step:
+    """Read Rotate and SafeRotate."""
+    warp, fill = _read_warp(transform, state)
+    frame = "KEEPS_FRAME"
+    if known_name(transform) == "A.SafeRotate":
+        frame = "SHRINKS_IMAGE"
+    elif transform.crop_border:
+        frame = "CROPS_BORDER"
+    return state.step(
+        "cv_affine",
+        fill=fill,
+        warp=warp,
+        frame=frame,
+        degrees=transform.limit,
+        scale_x=(1, 1),
+        scale_y=(1, 1),
+    )
+
+
+def _read_perspective(transform: Any, state: State) -> Step:
+    warp, fill = _read_warp(transform, state)
+    # Without albumentations' own code in between, OpenCV takes a number for the first channel.
+    fills_first = isinstance(transform.fill_mask if state.is_beside else transform.fill, float)
+    return state.step(
+        "cv_perspective",
+        fill=fill,
+        warp={**warp, "fills_first": fills_first},
+        keeps_size=transform.keep_size,
+        expands=transform.fit_output,
+        scale=transform.scale,
+    )
+
+
+READERS: dict[str, Reader] = {
+    "A.Affine": _read_affine,
+    "A.Perspective": _read_perspective,
+    "A.Rotate": _read_rotate,
+    "A.SafeRotate": _read_rotate,
+    "A.ShiftScaleRotate": _read_affine,
+}
 """A reader for each transform, by its name with ``A.`` before it."""

@@ -9,9 +9,9 @@ import sys
 import numpy as np
 
 from fastdata.pixels.arrays import Array, Shape
-from fastdata.pixels.core.calls import Keys, Samples, describe_output, serve
+from fastdata.pixels.opencv_trials import try_step
 from fastdata.pixels.state import UnknownStepError
-from fastdata.pixels.steps import Step, compile_table, flatten_steps
+from fastdata.pixels.steps import Step
 
 _FILTERS = (
     ("CV_NEAREST",),
@@ -48,7 +48,8 @@ def _agrees(name: str, interpolation: int) -> bool:
     for shape, (height, width) in _SIZES:
         for channels in (1, 3):
             image = _pattern((*shape, channels))
-            found = _resize(image, height, width, name)
+            fields = {"height": height, "width": width, "interpolation": name}
+            found, _ = try_step(Step("resize", fields), image)
             wanted = cv2.resize(image, (width, height), interpolation=interpolation)
             if not np.array_equal(found, wanted.reshape(found.shape)):
                 return False
@@ -61,29 +62,3 @@ def _pattern(shape: Shape) -> Array:
     numbers = np.arange(count, dtype=np.int64)
     levels = (numbers**2 * 37 % 257).astype(np.uint8)
     return levels.reshape(shape)
-
-
-def _resize(image_HWC: Array, height: int, width: int, name: str) -> Array:
-    """Resize an image by the core, to (height, width, channels)."""
-    image_CHW = np.ascontiguousarray(image_HWC.transpose(2, 0, 1))
-    step = Step(
-        "resize",
-        {
-            "height": height,
-            "width": width,
-            "interpolation": name,
-        },
-    )
-    out_1Chw = np.empty((1, len(image_CHW), height, width), np.uint8)
-    serve(
-        Samples(
-            np.array([image_CHW.ctypes.data]),
-            np.array([image_CHW.shape], np.int32),
-        ),
-        Keys(0, np.zeros(1, np.int64), np.zeros(1, np.int64)),
-        [describe_output(compile_table(flatten_steps((step,))), out_1Chw)],
-        first=0,
-        last=1,
-    )
-    resized: Array = out_1Chw[0].transpose(1, 2, 0)
-    return resized

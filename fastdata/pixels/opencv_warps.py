@@ -1,0 +1,71 @@
+"""The program by which the installed OpenCV warps images, of those that the core has.
+
+OpenCV up to 4 rounds places to 1/32 of a pixel; OpenCV 5 computes them in floats, in vectors whose
+length, and whether their products are rounded, depends on the processor.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+
+import numpy as np
+
+from fastdata.pixels.arrays import Shape
+from fastdata.pixels.opencv_trials import try_step
+from fastdata.pixels.state import UnknownStepError
+from fastdata.pixels.steps import Fields, Step
+
+_PROGRAMS: tuple[Fields, ...] = (
+    {"lanes": 0, "fuses": False},
+    {"lanes": 16, "fuses": True},
+    {"lanes": 8, "fuses": True},
+    {"lanes": 8, "fuses": False},
+)
+"""Fields of a ``CvWarp``. Vectors of 16 and 8 floats: AVX2; NEON, or SSE4 without fused products."""
+
+# Far from the image places are rounded to large steps, which makes the programs differ in many
+# pixels. Rows end 14 pixels behind a multiple of 16, so that vectors of 8 and of 16 floats end at
+# different columns.
+_FAR: Fields = {"degrees": (1, 1), "scale_x": (1 / 900, 1 / 900), "scale_y": (0.9, 0.9)}
+_TRIALS: tuple[tuple[str, Fields, Shape], ...] = (
+    *(("cv_affine", {**_FAR, "move_x": (move, move)}, (40, 62)) for move in range(8)),
+    ("cv_perspective", {"keeps_size": True, "scale": (0.1, 0.1)}, (9, 2990)),
+)
+"""Steps without their ``warp``, and heights and widths of the images that they are tried on."""
+
+
+@functools.cache
+def opencv_program() -> Fields:
+    """Return the fields of a ``CvWarp`` that give the pixels of the installed OpenCV.
+
+    OpenCV must have been imported, as albumentations does.
+
+    Raises:
+        UnknownStepError: no program of the core gives its pixels.
+    """
+    for program in _PROGRAMS:
+        if all(_agrees(program, channels, *trial) for trial in _TRIALS for channels in (3, 1)):
+            return program
+    raise UnknownStepError("moves pixels by a warp that differs in this build of OpenCV")
+
+
+def _agrees(program: Fields, channels: int, name: str, fields: Fields, shape: Shape) -> bool:
+    """Return True if a program gives the first row that OpenCV makes of an image."""
+    cv2 = sys.modules["cv2"]
+    warp, rows = (cv2.warpAffine, 2) if name == "cv_affine" else (cv2.warpPerspective, 3)
+    image = np.random.default_rng(0).integers(0, 256, (*shape, channels), np.uint8)
+    for interpolation, number in (("NEAREST", cv2.INTER_NEAREST), ("BILINEAR", cv2.INTER_LINEAR)):
+        how = {**program, "interpolation": interpolation, "border": "CV_REFLECT_101"}
+        made, ops = try_step(Step(name, {**fields, "warp": how}), image)
+        # OpenCV 5 starts its threads for two rows, which a process that may fork should not have.
+        wanted = warp(
+            image,
+            ops[0]["cv_warp"]["map"].reshape(3, 3)[:rows],
+            (shape[1], 1),
+            flags=number | cv2.WARP_INVERSE_MAP,
+            borderMode=cv2.BORDER_REFLECT_101,
+        )
+        if not np.array_equal(made[:1], wanted.reshape(1, -1, channels)):
+            return False
+    return True
