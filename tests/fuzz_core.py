@@ -35,6 +35,7 @@ KNOWN: dict[str, tuple[int, ...]] = {
     "mode": (0, 1, 2, 3, 4),
     "position": (0, 1, 4, 5),
     "quarters": (0, 1, 2, 3),
+    "statistic": (0, 0, 1, 2, 3, 4),
     "kind": (*range(1, 13), 13, 15, 17),
     "interpolations": (2,),
     "dtype": tuple(range(7)),

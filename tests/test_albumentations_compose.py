@@ -49,6 +49,12 @@ STEADY = {
     "Normalize": lambda: A.Normalize(),
     "Normalize, one number": lambda: A.Normalize(mean=0.3, std=0.7),
     "Normalize, other numbers": lambda: A.Normalize((0.1, 0.9, 0.3), (0.2, 1.7, 0.01), 171.0),
+    "Normalize, of the image": lambda: A.Normalize(normalization="image"),
+    "Normalize, of channels": lambda: A.Normalize(normalization="image_per_channel"),
+    "Normalize, range of the image": lambda: A.Normalize(normalization="min_max"),
+    "Normalize, range of channels": lambda: A.Compose(
+        [A.Transpose(p=1), A.Normalize(normalization="min_max_per_channel"), ToTensorV2()]
+    ),
     "ToFloat": lambda: A.ToFloat(),
     "ToFloat, of another range": lambda: A.ToFloat(max_value=77),
     "FromFloat": lambda: A.Compose([A.ToFloat(), A.FromFloat()]),
@@ -176,9 +182,6 @@ REFUSED = {
     "draws transforms with replacement": lambda: A.SomeOf([A.NoOp()], n=2, replace=True),
     "has a fill that is not a level of uint8": lambda: A.Pad(1, fill=0.5),
     "has a fill for another number of channels": lambda: A.Pad(1, fill=(1.0, 2.0)),
-    "takes mean and deviation, or range, from each image": lambda: A.Normalize(
-        normalization="min_max"
-    ),
     "comes after the conversion to floats": lambda: A.Compose([A.Normalize(), A.Normalize()]),
     "pads with a constant after the conversion": lambda: A.Compose([A.ToFloat(), A.Pad(1)]),
     "gets samples that are not those of ToFloat": lambda: A.FromFloat(),

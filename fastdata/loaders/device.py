@@ -218,6 +218,8 @@ def _obstacle_of(reader: AnyReader) -> str:
     for column, cast in zip(reader.columns, casts, strict=True):
         if cast is not None and column.plan.kind in ("hwc", "hw"):
             return "images are arrays (H, W, C); end with ToTensorV2()"
+        if cast is not None and cast.fields.get("statistic"):
+            return "Normalize takes its numbers from each image"
     steps = [step for column in reader.columns for step in column.plan.batch_ops]
     if not any(casts) and any(step.name == "cast" for step in steps):
         return "erasing or noise comes after the conversion to floats"

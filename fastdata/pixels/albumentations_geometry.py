@@ -27,6 +27,14 @@ _TURNED: tuple[tuple[int, bool, bool], ...] = (
 """The symmetries of a square in albumentations' order (e, r90, r180, r270, v, hvt, h, t), each as
 quarters counterclockwise, then mirrored top to bottom or left to right."""
 _TRANSPOSED = _TURNED[-1]
+_STATISTICS = {
+    "image": "OF_IMAGE",
+    "image_per_channel": "OF_CHANNELS",
+    "min_max": "RANGE_OF_IMAGE",
+    "min_max_per_channel": "RANGE_OF_CHANNELS",
+}
+"""Modes of Normalize that take their numbers from each image."""
+_FIRST_NUMPY = int(np.__version__.partition(".")[0])
 
 
 def _turned(state: State, symmetry: tuple[int, bool, bool]) -> list[Step]:
@@ -162,10 +170,14 @@ def _read_crop(transform: Any, state: State) -> State:
 
 
 def _read_normalize(transform: Any, state: State) -> Step:
-    """Read the mode that takes the same numbers for all images."""
     need_uint8(state)
     if transform.normalization != "standard":
-        raise UnknownStepError("takes mean and deviation, or range, from each image")
+        if _FIRST_NUMPY < 2:  # NumPy 1 makes float32 of these
+            raise UnknownStepError("takes its numbers from each image, which needs NumPy 2")
+        statistic = _STATISTICS[transform.normalization]
+        return state.step(
+            "cast", dtype="FLOAT64", scaling="SCALE_NONE", means=0, statistic=statistic
+        )
     assert state.channels is not None
     # The difference from the mean is multiplied, both in float32 (albucore's normalize_lut).
     mean = _for_channels(transform.mean_np, state.channels)

@@ -48,7 +48,8 @@ class State:
 
     @property
     def is_normalized(self) -> bool:
-        return bool(self.floats and self.floats[0].fields["means"])
+        fields = self.floats[0].fields if self.floats else {}
+        return bool(fields.get("means") or fields.get("statistic"))
 
     def add(self, step: Step) -> State:
         is_of_floats = self.floats and step.name in ("erase", "noise")

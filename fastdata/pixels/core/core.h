@@ -282,6 +282,9 @@ void from_ycc(Image *image);
 /* cv_clahe.c: a packed image to OpenCV's L*a*b*; false: no memory. */
 bool to_lab(Image *image, Scratch *scratch);
 
+/* measure.c: fill the table of values that depend on their image; false: no memory. */
+bool measure(Values *v, const Image *image, Scratch *scratch);
+
 /* values.c: write an image as an output has it; false: no memory. */
 bool write_values(const Output *output, const Image *image, uint8_t *out, Scratch *scratch);
 

@@ -246,6 +246,7 @@ static bool is_between(int32_t value, int32_t low, int32_t high) { return value 
 static bool is_sound_cast(const Step *step) {
     const bool is_dtype = is_between(step->cast.dtype, UINT8, INT64);
     const bool is_scaling = is_between(step->cast.scaling, SCALE_NONE, SCALE_AFTER);
+    if (!is_between(step->cast.statistic, NO_STATISTIC, RANGE_OF_CHANNELS)) return false;
     if (!is_dtype || !is_scaling || !is_between(step->cast.means, 0, MAX_MEANS)) return false;
     for (int32_t c = 0; c < step->cast.means; c++)
         if (!isfinite(step->cast.mean[c]) || !isfinite(step->cast.std[c])) return false;

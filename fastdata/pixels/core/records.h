@@ -50,6 +50,8 @@ ENUM(UINT8, FLOAT32, FLOAT64, FLOAT16, BFLOAT16, INT32, INT64)
 /* How 255 becomes 1. SCALE_AFTER: not at all, but `std` is what the difference from the mean is multiplied by. */
 ENUM(SCALE_NONE, SCALE_DIVIDE, SCALE_MULTIPLY, SCALE_AFTER)
 ENUM(PLACE_CENTER, PLACE_TOP_LEFT, PLACE_TOP_RIGHT, PLACE_BOTTOM_LEFT, PLACE_BOTTOM_RIGHT, PLACE_RANDOM)
+/* What values of floats follow from: nothing of the image, or its mean and deviation, or its range. */
+ENUM(NO_STATISTIC, OF_IMAGE, OF_CHANNELS, RANGE_OF_IMAGE, RANGE_OF_CHANNELS)
 ENUM(FREE_SIZE, MULTIPLIED_SIZE, SHORT_BOUND, LONG_BOUND)
 ENUM(FILLED, NORMAL_PIXELS, NORMAL_CHANNELS) /* what an erased rectangle holds */
 ENUM(MIX_BEGIN, MIX_ADD, MIX_END)
@@ -177,7 +179,7 @@ STEP(ERASE, erase, int32_t fewest, most, mode, is_normalized; double p, scale[2]
 
 /* torchvision: ToTensor, ToDtype, ConvertImageDtype, then Normalize (means 0: none). widens: one channel becomes as many as
  * there are means. */
-STEP(CAST, cast, int32_t dtype, scaling, means, widens; double mean[6], std[6];)
+STEP(CAST, cast, int32_t dtype, scaling, means, widens, statistic; double mean[6], std[6];)
 
 /* torchvision: RandAugment and TrivialAugmentWide (bin -1: drawn), AutoAugment (children are pairs), AugMix (depth 0:
  * drawn). Children are what they choose from. */
@@ -253,7 +255,7 @@ RECORD(Levels, int32_t step, height, width, count; const double *levels;)
 /* How uint8 becomes what is served: made of the CAST step by fastdata_values. Channel c is that of c % channels. Floats are
  * (x / factor - mean) / std, or with x * factor, where that gives the very values of the table; else these. */
 RECORD(Values,
-    int32_t dtype, scaling, normalizes, widens, channels, by_formula;
+    int32_t dtype, scaling, normalizes, widens, channels, by_formula, statistic;
     float factor;
     double mean[6], std[6], table_C256[1536];)
 /* A transform: its steps, of which the first is the parent of all others, and facts of this machine: torch fuses products,

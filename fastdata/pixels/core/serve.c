@@ -153,6 +153,15 @@ static int deny_shape(const Output *output, const Image *image, bool widens, Ref
     return REFUSED_SHAPE;
 }
 
+/* Write an image, by values of its own if they depend on it. */
+static bool write_image(const Output *output, const Image *image, uint8_t *out, Scratch *scratch) {
+    if (!output->table->values.statistic) return write_values(output, image, out, scratch);
+    Table table = *output->table;
+    Output own = *output;
+    own.table = &table;
+    return measure(&table.values, image, scratch) && write_values(&own, image, out, scratch);
+}
+
 /* Run the ops of a sample and write what comes out. */
 static int serve_image(const Output *output, int64_t row, Drawn *drawn, const Image *source, Scratch *scratch,
                        Refusal *refusal) {
@@ -172,7 +181,7 @@ static int serve_image(const Output *output, int64_t row, Drawn *drawn, const Im
         return deny_shape(output, image, widens, refusal);
     const Image served = place_of(output, row);
     if (is_turned(image) && !own(&sample)) return REFUSED_MEMORY;
-    if (!settle(&sample) || !write_values(output, image, served.data, scratch)) return REFUSED_MEMORY;
+    if (!settle(&sample) || !write_image(output, image, served.data, scratch)) return REFUSED_MEMORY;
     for (; op < end; op++) {
         const int problem = op->code == OP_CAST ? OK : rewrite(op, &served, values);
         if (problem) return problem;

@@ -72,7 +72,7 @@ void fastdata_values(Table *table) {
     while (cast < table->steps + table->count && cast->code != STEP_CAST) cast++;
     if (cast == table->steps + table->count) return;
     v->dtype = cast->cast.dtype, v->scaling = cast->cast.scaling;
-    v->normalizes = cast->cast.means > 0, v->widens = cast->cast.widens;
+    v->normalizes = cast->cast.means > 0, v->widens = cast->cast.widens, v->statistic = cast->cast.statistic;
     v->channels = v->normalizes ? cast->cast.means : 1;
     const bool divides = v->scaling == SCALE_DIVIDE;
     const double factor = divides ? 255 : v->scaling == SCALE_MULTIPLY ? 1 / 255.0 : 1;
