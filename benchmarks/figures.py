@@ -183,7 +183,38 @@ def train_table() -> str:
     return "\n".join(lines)
 
 
+def bucket_table() -> str:
+    """Bucketed batches, beside a bucket sampler by hand."""
+    by_hand = "by hand: torchvision + torch"
+    lines = [
+        f'| images/s | {by_hand} | fastdata, in memory | | fastdata, `storage="none"` | |',
+        "|---|---|---|---|---|---|",
+    ]
+    for name, rows in medians("buckets.json").items():
+        hand = rows[by_hand]
+        memory = rows["fastdata, in memory"]
+        unkept = rows["fastdata, storage='none'"]
+        lines.append(
+            f"| {name} | {hand:,.0f} | **{memory:,.0f}** | {memory / hand:.0f}x "
+            f"| {unkept:,.0f} | {unkept / hand:.1f}x |"
+        )
+    return "\n".join(lines)
+
+
+def array_table() -> str:
+    """Arrays that are no images, beside TensorDataset."""
+    theirs = "TensorDataset, torch's loader"
+    ours = "CachedDataset, fastdata's loader"
+    lines = [f"| samples/s | {theirs} | {ours} | |", "|---|---|---|---|"]
+    for name, rows in medians("arrays.json").items():
+        ratio = rows[ours] / rows[theirs]
+        lines.append(f"| {name} | {rows[theirs]:,.0f} | **{rows[ours]:,.0f}** | {ratio:.1f}x |")
+    return "\n".join(lines)
+
+
 TABLES = {
+    "arrays": array_table,
+    "buckets": bucket_table,
     "recipes": recipe_table,
     "limits": limit_table,
     "decode": decode_table,

@@ -145,8 +145,12 @@ ELSEWHERE = {
     ),
     *("GaussianNoise", "RandomPhotometricDistort", "RandomChannelPermutation"),
     "AlternatingFlip",
+    "ResizeToBucket",
 }
-"""Steps that have a test of their own below."""
+"""Steps that have a test of their own, below or in tests/test_buckets.py."""
+
+BUCKETS = {"CoverBucket", "CropToBucket", "RandomCropToBucket"}
+"""The steps that a ``ResizeToBucket`` consists of."""
 
 
 def step_of(case: str) -> str:
@@ -156,7 +160,7 @@ def step_of(case: str) -> str:
 def test_the_docs_name_every_step_that_is_served() -> None:
     """Each step of torchvision and timm that is recognised has its rows, and each row a test."""
     named = {("timm." if api == "timm" else "") + step.split(":")[0] for step, api, _ in LEVELS}
-    assert named == {*READERS} - {"timm.ToNumpy"}
+    assert named == {*READERS, "ResizeToBucket"} - {"timm.ToNumpy"} - BUCKETS
     tested = {step_of(case) for case in CASES} | ELSEWHERE
     assert tested == {step for step, api, _ in LEVELS if api != "timm"}
 
