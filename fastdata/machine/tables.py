@@ -127,7 +127,8 @@ class SampleTable:
     """Targets, paths and class names of all samples; pickles as a handle.
 
     Targets that are numbers, or arrays, scalars or tensors of one shape and dtype, become one
-    array; all others are pickled.
+    array. Tuples of one length and dicts of the same keys become a column for each place. All
+    others are pickled.
 
     Args:
         targets: of the samples.
@@ -138,7 +139,8 @@ class SampleTable:
 
     Attributes:
         columns: all of these, as arrays in one block.
-        target_kind: says how ``target`` reads the targets: see ``target_columns``.
+        target_kind: says how ``target`` reads the targets: see ``target_columns``; or ``"tuple"``
+            or ``"dict"``, of which each place has a kind of its own.
         has_paths: True if the samples are files.
     """
 
@@ -152,6 +154,18 @@ class SampleTable:
         stat: Sequence[tuple[int, int]] | np.ndarray | None = None,
     ) -> None:
         columns, self.target_kind = target_columns(targets)
+        self._places: dict[Any, str] = {}  # the kind of each place of a tuple or dict
+        if self.target_kind == "object":
+            found = {name: target_columns(it) for name, it in _places_of(targets).items()}
+            # If all are pickled anyway, one pickle is read in less time than several.
+            if {kind for _, kind in found.values()} - {"object"}:
+                self.target_kind = type(targets[0]).__name__
+                self._places = {name: kind for name, (_, kind) in found.items()}
+                columns = {
+                    f"{column} of {name}": values
+                    for name, (each, _) in found.items()
+                    for column, values in each.items()
+                }
         self.has_paths = paths is not None
         self._length = len(targets)
         self._prefix = prefix
@@ -189,15 +203,23 @@ class SampleTable:
         return ListView(self._length, self.pair)
 
     def target(self, index: int) -> Any:
-        kind = self.target_kind
+        if not self._places:
+            return self._value(self.target_kind, index)
+        values = {name: self._value(it, index, f" of {name}") for name, it in self._places.items()}
+        return values if self.target_kind == "dict" else tuple(values.values())
+
+    def _value(self, kind: str, index: int, place: str = "") -> Any:
+        """Return a target, or the value at a place of it."""
         if kind == "number":
-            return self.columns["targets"][index].item()
+            return self.columns[f"targets{place}"][index].item()
         if kind == "object":
             # Pickled by this process or its parent, into a block that is sealed since.
-            return pickle.loads(Packed(self.columns["object"], self.columns["object_ends"])[index])
+            packed = Packed(self.columns[f"object{place}"], self.columns[f"object_ends{place}"])
+            return pickle.loads(packed[index])
         if kind == "scalar":
-            return self.columns["targets"][index]
-        row = np.array(self.columns["targets"][index])  # a copy, which may have no dimensions
+            return self.columns[f"targets{place}"][index]
+        # A copy, which may have no dimensions.
+        row = np.array(self.columns[f"targets{place}"][index])
         return torch.from_numpy(row) if kind == "tensor" else row
 
     def path(self, index: int) -> str:
@@ -213,10 +235,17 @@ class SampleTable:
 
     def collated_targets(self, index_B: np.ndarray) -> Any:
         """Return the targets of a batch as ``default_collate`` stacks them."""
-        array = self.columns.get("targets")
-        if array is not None:
-            return torch.from_numpy(array[index_B])
-        return collate_targets([self.target(index) for index in index_B.tolist()])
+        if not self._places:
+            return self._collated(self.target_kind, index_B)
+        places = self._places.items()
+        found = {name: self._collated(kind, index_B, f" of {name}") for name, kind in places}
+        return found if self.target_kind == "dict" else list(found.values())
+
+    def _collated(self, kind: str, index_B: np.ndarray, place: str = "") -> Any:
+        """Return the targets of a batch, or the values at a place of them, stacked."""
+        if kind == "object":
+            return collate_targets([self._value(kind, it, place) for it in index_B.tolist()])
+        return torch.from_numpy(self.columns[f"targets{place}"][index_B])
 
     def reduced_to(self, kept: Sequence[int]) -> SampleTable:
         """Return the table of some of the samples."""
@@ -241,7 +270,21 @@ _KINDS = {
     float: "number",
     torch.Tensor: "tensor",
     np.ndarray: "array",
+    np.memmap: "array",
 }
+
+
+def _places_of(targets: Any) -> dict[Any, Sequence[Any]]:
+    """Return the values at each place of tuples, or under each key of dicts, if they are alike."""
+    types = {*map(type, targets)}
+    if types == {tuple} and len({*map(len, targets)}) == 1:
+        return dict(enumerate(zip(*targets, strict=True)))
+    if types == {dict}:
+        names = targets[0].keys()
+        are_texts = all(isinstance(name, str) for name in names)
+        if are_texts and all(target.keys() == names for target in targets):
+            return {name: [target[name] for target in targets] for name in names}
+    return {}
 
 
 def target_columns(
