@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastdata.pixels.albumentations_objects import is_of_albumentations, settings_of
+from fastdata.pixels.albumentations_objects import PACKAGE, settings_of
 from fastdata.pixels.callables import outside_of
 from fastdata.pixels.known import LIBRARIES
 
@@ -56,7 +56,7 @@ class Snapshot:
             elif isinstance(value, (torch.Tensor, np.ndarray)):
                 self._others.append((_octets, value, _octets(value)))
             else:
-                if is_of_albumentations(value):
+                if type(value).__module__.startswith(PACKAGE):
                     # Calls of steps that run per sample change the other attributes.
                     self._others.append((settings_of, value, settings_of(value)))
                     waiting += settings_of(value).values()
