@@ -316,6 +316,14 @@ def flip_twice(image: Any, mask: Any) -> Any:
     return first["image"], made["mask"]
 
 
+TENSORS = A.Compose([A.HorizontalFlip(p=1), ToTensorV2()])
+
+
+def flip_to_labels(image: Any, mask: Any) -> Any:
+    made = TENSORS(image=np.array(image), mask=np.array(mask))
+    return made["image"], made["mask"].long()
+
+
 SEEN = {
     "function": lambda image: FLIP(image=np.asarray(image))["image"],
     "object": Called(FLIP),
@@ -345,6 +353,12 @@ def test_callables_of_image_and_mask_are_seen_through() -> None:
         [[batch, masks]] = DataLoader(dataset, batch_size=2)
         assert np.array_equal(batch[1], FLIP(image=arrays[1])["image"])
         assert np.array_equal(masks[1], arrays[1][:, ::-1, 0])
+    with CachedDataset(items, transforms=flip_to_labels) as dataset:
+        assert dataset.plan.is_batched, dataset.plan
+        [[_, masks]] = DataLoader(dataset, batch_size=2)
+        assert masks.dtype == torch.int64
+        assert np.array_equal(masks[0], arrays[0][:, ::-1, 0])
+        assert torch.equal(dataset[0][1], masks[0])
     for apart in (flip_apart, flip_twice):
         with CachedDataset(items, transforms=apart) as dataset:
             assert not dataset.plan.is_batched
@@ -355,6 +369,12 @@ def test_a_step_of_pil_images_behind_np_array_is_not_seen_through() -> None:
     """It would get an array, which it may take in another way."""
     plan = plan_transform(lambda image: torchvision_flip(np.array(image)))
     assert plan.per_sample
+
+
+def test_images_that_become_int64_are_not_seen_through() -> None:
+    """Only masks are labels."""
+    plan = plan_transform(lambda image: TENSORS(image=np.array(image))["image"].long())
+    assert "<lambda>" in str(plan.per_sample)
 
 
 def torchvision_flip(image: Any) -> Any:

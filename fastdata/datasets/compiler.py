@@ -16,7 +16,7 @@ from fastdata.datasets.reader import Reader
 from fastdata.pixels.albumentations_objects import is_of_albumentations
 from fastdata.pixels.compose import joint_transforms
 from fastdata.pixels.core import library
-from fastdata.pixels.own_transforms import AlbumentationsPair, AlbumentationsTransform
+from fastdata.pixels.own_transforms import AlbumentationsPair, AlbumentationsTransform, LongMask
 from fastdata.pixels.plan import PairTransform, Transform, TransformPlan
 from fastdata.pixels.program import Program
 from fastdata.pixels.samples import SampleSpec
@@ -95,7 +95,8 @@ def _compile_pairs(stored: Stored, transforms: PairTransform) -> Compiled:
 
 def _takes_arrays(transforms: PairTransform) -> bool:
     """Return True if a transform of image and mask consists of albumentations' transforms."""
-    return all(type(each) is AlbumentationsTransform for each in joint_transforms(transforms))
+    kinds = (AlbumentationsTransform, LongMask)
+    return all(type(each) in kinds for each in joint_transforms(transforms))
 
 
 def _pair_obstacle(image: Store, mask: Store, transforms: PairTransform) -> str | None:

@@ -21,7 +21,7 @@ import torch
 from fastdata.pixels.albumentations_objects import is_of_albumentations
 from fastdata.pixels.bytecode import read_code
 from fastdata.pixels.known import is_changed
-from fastdata.pixels.own_transforms import AlbumentationsTransform, Views
+from fastdata.pixels.own_transforms import LONG_MASK, AlbumentationsTransform, Views
 from fastdata.pixels.resize import TO_RGB
 
 
@@ -47,6 +47,8 @@ def seen_through(call: Any) -> tuple[Any, ...] | None:
     # calls stand for the calls, because one transform may be called several times.
     # Each call must count for exactly one result. A call for no result could still draw random
     # numbers, and two views of one call would share what it draws.
+    if LONG_MASK in log:  # only masks become labels
+        return None
     if not log or () in calls or sorted(chain(*calls)) != list(range(len(log))):
         return None
     transforms = [tuple(log[k] for k in numbers) for numbers in calls]
@@ -60,7 +62,8 @@ def seen_through(call: Any) -> tuple[Any, ...] | None:
 def seen_through_pair(call: Any) -> tuple[Any, ...] | None:
     """Return the transforms of albumentations that a callable of image and mask calls with both.
 
-    None if it does more, such as ``mask.long()``.
+    Behind them ``LONG_MASK`` stands for ``mask.long()``, which labels of losses need. None if the
+    callable does more.
     """
     function, owner = code_of_call(call)
     if not isinstance(function, FunctionType):
@@ -72,14 +75,16 @@ def seen_through_pair(call: Any) -> tuple[Any, ...] | None:
     try:
         image, mask = _run_on_stand_ins(function, names, owner, pair)
         # Each call must be one of both: two calls would draw for the image and the mask apart.
-        is_joint = image._log == mask._log and all(isinstance(each, _Joint) for each in image._log)
-        is_whole = image._calls == mask._calls == tuple(range(len(image._log)))
+        calls = image._log
+        is_joint = mask._log in (calls, [*calls, LONG_MASK])
+        is_joint = is_joint and all(isinstance(each, _Joint) for each in calls)
+        is_whole = all(each._calls == tuple(range(len(each._log))) for each in (image, mask))
     except Exception:  # noqa: BLE001  # it does more with a stand-in than to call a transform
         return None
     are_own = image._log is pair[0]._log and mask._log is pair[1]._log
     if not (image._log and is_joint and is_whole and are_own):
         return None
-    return tuple(each.transform for each in image._log)
+    return tuple(each.transform if each is not LONG_MASK else each for each in mask._log)
 
 
 def code_of_call(call: Any) -> tuple[Callable[..., Any] | None, Any]:
@@ -160,6 +165,10 @@ class _Image:
         array = _Image(self._log, self._calls)
         array._is_array = True
         return array
+
+    def long(self) -> _Image:
+        self._log.append(LONG_MASK)
+        return _Image(self._log, (*self._calls, len(self._log) - 1))
 
     def convert(self, mode: str) -> _Image:
         # The one method of images that such callables use: to make gray images RGB.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,7 +13,11 @@ import torch
 from fastdata.pixels.albumentations_objects import PACKAGE
 from fastdata.pixels.callables import seen_through, seen_through_pair
 from fastdata.pixels.known import is_changed, is_v2, known_name
-from fastdata.pixels.own_transforms import AlbumentationsPair, AlbumentationsTransform
+from fastdata.pixels.own_transforms import (
+    LONG_MASK,
+    AlbumentationsPair,
+    AlbumentationsTransform,
+)
 from fastdata.pixels.published import converts_to_rgb
 from fastdata.pixels.resize import TO_RGB
 
@@ -83,7 +88,8 @@ def joint_transforms(transforms: Any) -> tuple[Any, ...]:
         seen = None if known_name(transforms) else seen_through_pair(transforms)
         if seen is None:
             return (transforms,)
-        return tuple(part for each in seen for part in wrapped_parts(each))
+        parts = ((each,) if each is LONG_MASK else wrapped_parts(each) for each in seen)
+        return tuple(chain.from_iterable(parts))
     return tuple(each for part in transforms.transforms for each in joint_transforms(part))
 
 

@@ -64,6 +64,15 @@ def read_dtype(transform: Any, state: State) -> Step | State:
     return _cast(state, dtype, "SCALE_MULTIPLY" if is_v2(transform) else "SCALE_DIVIDE")
 
 
+def read_long_mask(transform: Any, state: State) -> Step | State:
+    """Read ``mask.long()``, which leaves images alone."""
+    if not state.is_beside:
+        return state
+    if state.kind != "plane":
+        raise UnknownStepError("is for tensors; put ToTensorV2() before it")
+    return _cast(state, torch.int64, "SCALE_NONE")
+
+
 def _cast(state: State, dtype: torch.dtype, scaling: str) -> Step:
     name = str(dtype).removeprefix("torch.").upper()
     return state.step("cast", dtype=name, scaling=scaling, means=0)

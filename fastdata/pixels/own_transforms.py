@@ -112,6 +112,16 @@ class AlbumentationsTransform:
         return short_text(self.transform)
 
 
+class LongMask:
+    """The ``mask.long()`` of a callable of image and mask, which is seen through."""
+
+    def __repr__(self) -> str:
+        return "mask.long()"
+
+
+LONG_MASK = LongMask()
+
+
 @dataclass(frozen=True)
 class AlbumentationsPair:
     """A transform of albumentations for an image and its target, such as a mask.

@@ -16,7 +16,7 @@ from fastdata.pixels import albumentations_readers, colours, conversions, geomet
 from fastdata.pixels.colours import VALUES
 from fastdata.pixels.compose import flatten_transform, joint_transforms
 from fastdata.pixels.known import is_v2, known_name, names_in
-from fastdata.pixels.own_transforms import AlbumentationsTransform, Views
+from fastdata.pixels.own_transforms import LONG_MASK, AlbumentationsTransform, Views
 from fastdata.pixels.policies import POLICIES, read_policy, read_timm_policies
 from fastdata.pixels.state import Reader, State, UnknownStepError
 from fastdata.pixels.steps import Step, Steps
@@ -42,6 +42,8 @@ def recognise(transform: Any, state: State) -> State:
     try:
         if type(transform) is AlbumentationsTransform:
             read = albumentations_readers.read_wrapped
+        elif transform is LONG_MASK:
+            read = conversions.read_long_mask
         elif state.is_beside and name in READERS:
             read = _read_beside
         elif state.kind in ("array", "hwc", "hw", "plane", "mask", "video"):
