@@ -53,6 +53,12 @@ def _coders_by_name(codec: Any, expected: Forecast) -> dict[str, Coders]:
     return {"+".join(dict.fromkeys(coder.name for coder in coders)): coders}
 
 
+_LABELS = (
+    "codec 'jpeg' would change the labels or depths that arrays (H, W) may hold. Use codec='zstd' "
+    "or 'lz4', which keep them exactly, or return gray images as (H, W, 1)"
+)
+
+
 def _try(name: str, coders: Coders, expected: Forecast) -> CodecTrial:
     """Measure the size and the decoding time of the probed samples; or say why that fails."""
     lossless = all(coder is None or coder.lossless for coder in coders)
@@ -63,6 +69,8 @@ def _try(name: str, coders: Coders, expected: Forecast) -> CodecTrial:
     for number, coder in enumerate(coders):
         samples = [read.parts[number][0] for read in expected.probed]
         try:
+            if expected.parts[number].spec.form == "hw" and coder and coder.name == "jpeg":
+                raise ValueError(_LABELS)
             encoded = _encode(coder, samples, expected)
         except (ImportError, ValueError) as obstacle:
             return trial._replace(obstacle=str(obstacle))
