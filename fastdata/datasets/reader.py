@@ -61,16 +61,14 @@ class Reader(Reading):
 
     def to_batch(self, columns: list[Any]) -> Any:
         """Turn the columns of ``read_batch`` into what ``default_collate`` gives."""
+        index_B = None
         if self.has_index:
             *columns, index_B = columns
-            return with_index(self._to_batch(columns), index_B, list)
-        return self._to_batch(columns)
-
-    def _to_batch(self, columns: list[Any]) -> Any:
         *views, targets = columns
         images = views if self.plan.views else views[0]  # Views of one transform give a list, too
         keys = self.stored.samples.keys
-        return [images, targets] if keys is None else keys.join(images, targets, list)
+        batch = [images, targets] if keys is None else keys.join(images, targets, list)
+        return batch if index_B is None else with_index(batch, index_B, list)
 
     def items(self, batch: IndexBatch, allocate: Allocate = new_buffer) -> list[Any]:
         """Return a ``SampleBatch`` if samples are pairs with images of one shape, else a list."""
@@ -213,14 +211,14 @@ class Reader(Reading):
     ) -> list[Array]:
         """Return an array (count, C, h, w) for each column; see ``allocate_batch``."""
         # Pixels of arrays (H, W, C) are together, also where the user did not ask for it.
-        lays_last = [channels_last or column.plan.kind == "hwc" for column in self.columns]
+        lays_last = [True] * len(self.columns) if channels_last else self.are_hwc
         return allocate_batch(count, outputs, allocate, channels_last=lays_last)
 
     def as_tensors(self, outs: list[Array]) -> list[Any]:
         """Return tensors over the memory of ``allocate``, shaped like stacked samples."""
         # NumPy has no bfloat16, so that each is viewed as its dtype.
-        columns = map(torch.Tensor.view, map(torch.from_numpy, outs), self.dtypes)
-        return list(map(batch_of_form, columns, [column.plan.kind for column in self.columns]))
+        columns = list(map(torch.Tensor.view, map(torch.from_numpy, outs), self.dtypes))
+        return list(map(batch_of_form, columns, self.kinds)) if self.has_arrays else columns
 
     def open(self, batch: IndexBatch) -> Sequence[Any]:
         """Return what the parts of a batch are read from: stores, or files that were opened."""

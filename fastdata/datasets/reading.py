@@ -20,7 +20,7 @@ from fastdata.machine.tables import SampleTable, collate_targets
 from fastdata.pixels.arrays import Array, Shape
 from fastdata.pixels.plan import PairTransform, Transform, TransformPlan
 from fastdata.pixels.program import Program
-from fastdata.pixels.samples import shown_class, shown_shape
+from fastdata.pixels.samples import Form, shown_class, shown_shape
 from fastdata.sources.source import ItemKeys
 from fastdata.stores.kept import KeptSamples
 from fastdata.stores.preparer import Steps
@@ -169,6 +169,21 @@ class Reading:
         """Shape and dtype of each column; empty if samples of one column differ."""
         outputs = [column.output for column in self.columns if column.output is not None]
         return outputs if len(outputs) == len(self.columns) else []
+
+    @cached_property
+    def kinds(self) -> list[Form]:
+        """The form of the samples of each column after the batch ops."""
+        return [column.plan.kind for column in self.columns]
+
+    @cached_property
+    def are_hwc(self) -> list[bool]:
+        """True for each column whose samples are arrays (H, W, C)."""
+        return [kind == "hwc" for kind in self.kinds]
+
+    @cached_property
+    def has_arrays(self) -> bool:
+        """True if a column's samples have other axes than (C, H, W)."""
+        return not {"hwc", "hw", "plane"}.isdisjoint(self.kinds)
 
     @cached_property
     def alike(self) -> list[Output]:

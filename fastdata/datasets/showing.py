@@ -1,4 +1,4 @@
-"""How datasets and loaders show themselves: images with their labels, and tables in notebooks."""
+"""Pictures and tables of datasets and loaders: images with their labels, plans in notebooks."""
 
 from __future__ import annotations
 
