@@ -9,6 +9,7 @@ refused; whether memory was touched that is not its own, AddressSanitizer says, 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import time
 from collections import Counter
@@ -16,7 +17,16 @@ from typing import Any
 
 import numpy as np
 
-from fastdata.pixels.core.calls import CoreError, Keys, Samples, Table, describe_output, draw, serve
+from fastdata.pixels.core.calls import (
+    Blending,
+    CoreError,
+    Keys,
+    Samples,
+    Table,
+    describe_output,
+    draw,
+    serve,
+)
 from fastdata.pixels.core.library import load
 
 __all__ = ["run_once"]
@@ -182,7 +192,26 @@ def _serve(fuzz: Fuzz, table: Table, image: np.ndarray) -> str:
         out = np.empty((1, height, width, channels), out.dtype).transpose(0, 3, 1, 2)
     source = np.array([image.ctypes.data], np.int64)
     serve(Samples(source, shape), keys, [describe_output(table, out)], first=0, last=1)
+    _blend(fuzz, table, out)
     return "served"
+
+
+def _blend(fuzz: Fuzz, table: Table, out: np.ndarray) -> None:
+    """Rows that are mixed of two samples of noise, by any shares, in any box, to any row."""
+    converts = fuzz.pick(False, True)
+    size = out[0].size * (1 if converts else out.itemsize)
+    samples = fuzz.rng.integers(0, 256, (2, size), np.uint8)
+    rows = np.zeros(3, load().records["Blended"])
+    rows["own"], rows["partner"] = samples.ctypes.data, samples.ctypes.data + size
+    for record in rows:
+        record["row"] = fuzz.pick(0, 0, 0, -1, 1, *HUGE)
+        record["after"] = fuzz.pick(0, 1, *HUGE)
+        for name in ("share", "partner_share"):
+            record[name] = fuzz.pick(*REALS, *EXTREME)
+        for name in ("top", "left", "height", "width"):
+            record["box"][name] = fuzz.pick(0, 0, 1, 2, 7, *(HUGE if fuzz.wild else (3,)))
+    with contextlib.suppress(CoreError, ValueError):
+        Blending(rows, describe_output(table, out), converts=converts).write()
 
 
 def _pixels(op: Any) -> int:

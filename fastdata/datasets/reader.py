@@ -31,6 +31,7 @@ from fastdata.errors import (
     sample_error,
 )
 from fastdata.pixels.arrays import Array
+from fastdata.pixels.core.calls import Blending
 from fastdata.pixels.samples import batch_of_form, without_exif
 from fastdata.pixels.steps import Step
 from fastdata.sources.files import FileSource
@@ -253,11 +254,12 @@ class Reader(Reading):
         batch: IndexBatch,
         rows_B: Array | None = None,
         sources: Sequence[Any] | None = None,
+        blending: Blending | None = None,
     ) -> None:
         """Read a batch's images into arrays of ``allocate_batch``.
 
-        ``rows_B`` are the rows to write to where the arrays are for a larger batch, ``sources``
-        what ``open`` returned.
+        ``rows_B`` are the rows to write to where the arrays have others, ``sources`` what ``open``
+        returned. Rows of ``blending`` are written as soon as their samples are there.
         """
         index_B = batch.positions
         kept = self.stored.kept
@@ -271,7 +273,8 @@ class Reader(Reading):
                 # One call for all views, so that no sample is decoded twice.
                 (program, out), *others = pairs[columns]
                 source = sources[part]
-                program.run(source, index_B, batch.visits, batch.seed, out, rows_B, others)
+                visits_B = batch.visits
+                program.run(source, index_B, visits_B, batch.seed, out, rows_B, others, blending)
         except (SampleError, ChannelsError):
             # Only now, because a context manager around each batch would take three calls.
             if kept is None:

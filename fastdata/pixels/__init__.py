@@ -28,6 +28,7 @@ Compiling and running it:
 * ``arguments``, ``state``: what the attributes of a transform mean, and what a sample is before it.
 * ``steps``: the records of steps, and the table that they are compiled to.
 * ``program``: draws and serves batches by that table.
+* ``blend``: rows of a batch that are mixed with each other.
 * ``readable``: the interface of a store that it reads.
 * ``refusals``: errors for samples that the core refuses.
 * ``random_numbers``: random numbers from (seed, epoch, index).

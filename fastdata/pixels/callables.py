@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from itertools import chain
-from types import CellType, CodeType, FunctionType, MethodType, SimpleNamespace
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,7 @@ def seen_through(call: Any) -> tuple[Any, ...] | None:
         return None
     log: list[Any] = []
     try:
-        made = _run_on_stand_ins(function, names, owner, [_Image(log)])
+        made = _run_copy(function, names, owner, _stand_in)(_Image(log))
         views = made if type(made) in (list, tuple) else (made,)
         calls = [view._calls for view in views]
     except Exception:  # noqa: BLE001  # it does more with a stand-in than to call it
@@ -73,7 +73,7 @@ def seen_through_pair(call: Any) -> tuple[Any, ...] | None:
         return None
     pair = [_Image([]), _Image([])]
     try:
-        image, mask = _run_on_stand_ins(function, names, owner, pair)
+        image, mask = _run_copy(function, names, owner, _stand_in)(*pair)
         # Each call must be one of both: two calls would draw for the image and the mask apart.
         calls = image._log
         is_joint = mask._log in (calls, [*calls, LONG_MASK])
@@ -130,20 +130,53 @@ def outside_of(call: Any) -> dict[str, Any]:
     return found
 
 
-def _run_on_stand_ins(
-    function: FunctionType, names: frozenset[str], owner: Any, images: list[_Image]
-) -> Any:
-    """Call a copy of a function that can reach nothing but stand-ins."""
+def copy_on_stand_ins(call: Any, stand_in: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Return a copy of a callable, or of what a ``partial`` calls, that can reach only stand-ins.
+
+    ``stand_in`` makes one of each value from outside that its code reads; of a module, of the
+    values in it.
+
+    Raises:
+        TypeError: the code does more than calling, or is not Python's.
+    """
+    if type(call) is partial:
+        keywords = {name: stand_in(value) for name, value in call.keywords.items()}
+        return partial(
+            copy_on_stand_ins(call.func, stand_in), *map(stand_in, call.args), **keywords
+        )
+    function, owner = code_of_call(call)
+    names = _names_read(function.__code__) if isinstance(function, FunctionType) else None
+    if not isinstance(function, FunctionType) or names is None:
+        raise TypeError(f"the code of {call!r} does more than calling")
+
+    def of_any(value: Any, names: frozenset[str] = names) -> Any:
+        if not isinstance(value, ModuleType):
+            return stand_in(value)
+        inner = {name: vars(value)[name] for name in names & vars(value).keys()}
+        return SimpleNamespace(**{name: of_any(inner[name], names - {name}) for name in inner})
+
+    run = _run_copy(function, names, owner, of_any)
+    plain = run.__func__ if isinstance(run, MethodType) else run
+    plain.__defaults__ = tuple(map(of_any, function.__defaults__ or ()))
+    named = function.__kwdefaults__ or {}
+    plain.__kwdefaults__ = {name: of_any(named[name]) for name in named}
+    return run
+
+
+def _run_copy(
+    function: FunctionType, names: frozenset[str], owner: Any, stand_in: Callable[[Any], Any]
+) -> FunctionType | MethodType:
+    """Return a copy of a function that can reach nothing but stand-ins."""
     # The copy has the code of the function, but globals, closures and `self` of its own: whatever
     # it does, the user's objects are not touched.
-    outside = _stand_ins(function.__globals__, names)
+    outside = _stand_ins(function.__globals__, names, stand_in)
     outside["__builtins__"] = {"range": range}  # the only builtin that such callables use
-    cells = [CellType(_stand_in(cell.cell_contents)) for cell in function.__closure__ or ()]
+    cells = [CellType(stand_in(cell.cell_contents)) for cell in function.__closure__ or ()]
     run = FunctionType(function.__code__, outside, closure=tuple(cells))
     if owner is None:
-        return run(*images)
+        return run
     held = {**vars(owner), **vars(owner).get("_modules", {})}  # those of an nn.Module
-    return run(SimpleNamespace(**_stand_ins(held, names)), *images)
+    return MethodType(run, SimpleNamespace(**_stand_ins(held, names, stand_in)))
 
 
 class _Image:
@@ -200,8 +233,10 @@ def _as_array(image: _Image) -> _Image:
     return image._through_array()
 
 
-def _stand_ins(values: Mapping[str, Any], names: frozenset[str]) -> dict[str, Any]:
-    return {name: _stand_in(values[name]) for name in names & values.keys()}
+def _stand_ins(
+    values: Mapping[str, Any], names: frozenset[str], stand_in: Callable[[Any], Any]
+) -> dict[str, Any]:
+    return {name: stand_in(values[name]) for name in names & values.keys()}
 
 
 def _stand_in(value: Any) -> Any:

@@ -17,6 +17,7 @@ import torch
 
 from fastdata.pixels.arrays import Array, Int32s, Int64s, Shape
 from fastdata.pixels.core.calls import (
+    Blending,
     CoreError,
     Keys,
     Samples,
@@ -134,6 +135,11 @@ class Program:
         """Return True if samples of this shape can be served into channels_last memory."""
         return bool(self._steps) and len(shape) == 3 and shape[0] <= _MOST_CHANNELS
 
+    @property
+    def can_blend(self) -> bool:
+        """Return True if rows can be blended of samples while these are served."""
+        return bool(self._steps) or self._spec.dtype == "uint8"
+
     def run(
         self,
         source: Readable | Samples,
@@ -143,6 +149,7 @@ class Program:
         out_BChw: Array,
         rows_B: Int64s | None = None,
         others: Sequence[_Pair] = (),
+        blending: Blending | None = None,
     ) -> None:
         """Serve a batch into the caller's memory, of ``output``'s shape and dtype.
 
@@ -151,7 +158,8 @@ class Program:
         ``can_write_channels_last`` as torch's channels_last. Draws are made from the seed and
         ``visits_B``, as of an ``IndexBatch``: one for all samples, or one for each. With ``rows_B``
         samples are written to these rows of memory for more, and no others. ``others`` serve the
-        same samples into memory of their own, and none is decoded again for them.
+        same samples into memory of their own, and none is decoded again for them. Rows of
+        ``blending`` are written as soon as their samples are there, which must be images.
 
         Raises:
             ValueError: an image is smaller than its crop, or not of the shape that ``out`` has room
@@ -161,8 +169,9 @@ class Program:
         pairs: list[_Pair] = []
         every: list[_Pair] = [(self, out_BChw), *others]
         for program, out in every:
-            # The core lays pixels together where the memory is channels_last.
-            if program._steps or isinstance(source, Samples) or not out.flags.c_contiguous:
+            # The core lays pixels together where the memory is channels_last, and blends rows.
+            is_laid = blending is not None or not out.flags.c_contiguous
+            if program._steps or isinstance(source, Samples) or is_laid:
                 pairs.append((program, out))
             elif rows_B is None:
                 source.gather_into(index_B, out)
@@ -172,9 +181,9 @@ class Program:
         if pairs and len(index_B):
             keys = _keys_of(seed, visits_B, index_B)
             if isinstance(source, Samples):
-                _serve(pairs, source, keys, rows_B)
+                _serve(pairs, source, keys, rows_B, blending=blending)
             else:
-                self._serve_store(pairs, source, keys, rows_B)
+                self._serve_store(pairs, source, keys, rows_B, blending)
 
     def run_one(self, store: Readable, index: int, visit: int | Int64s, seed: int) -> Array:
         """Serve one sample in fresh memory: its pixels in a batch, in whatever shape it has."""
@@ -257,7 +266,12 @@ class Program:
         return torch.from_numpy(served).view(self.served_dtype)
 
     def _serve_store(
-        self, pairs: list[_Pair], store: Readable, keys: Keys, rows_B: Int64s | None
+        self,
+        pairs: list[_Pair],
+        store: Readable,
+        keys: Keys,
+        rows_B: Int64s | None,
+        blending: Blending | None,
     ) -> None:
         """Serve samples of a store: from its memory, from its JPEG files, or decoded by it."""
         index_B = keys.indices
@@ -268,15 +282,17 @@ class Program:
             # A fifth of what np.full takes.
             shapes_B3 = np.array([self._stored], np.int32).repeat(len(indices), 0)
         if store.gives_views:
-            _serve(pairs, Samples(store.addresses(index_B), shapes_B3), keys, rows_B)
+            views = Samples(store.addresses(index_B), shapes_B3)
+            _serve(pairs, views, keys, rows_B, blending=blending)
             return
         files = store.jpeg_files(index_B)
         if files is not None:
             images = OpenedImages(*files, lambda b: store.read(indices[b]), shapes_B3)
-            _serve(pairs, images, keys, rows_B)
+            _serve(pairs, images, keys, rows_B, blending=blending)
             return
         samples = Samples(np.empty(len(indices), np.int64), shapes_B3)
-        _serve(pairs, samples, keys, rows_B, self._decode(store, indices, samples))
+        spans = self._decode(store, indices, samples)
+        _serve(pairs, samples, keys, rows_B, spans, blending=blending)
 
     def _decode(
         self, store: Readable, indices: list[int], samples: Samples
@@ -305,6 +321,8 @@ def _serve(
     keys: Keys,
     rows_B: Int64s | None = None,
     spans: Iterable[tuple[int, int]] | None = None,
+    *,
+    blending: Blending | None = None,
 ) -> None:
     """Serve samples by several programs, those [first, last) of each span in one call of the core.
 
@@ -316,7 +334,15 @@ def _serve(
         first = begin
         while True:
             try:
-                serve(samples, keys, outputs, rows=rows_B, first=first, last=last)
+                serve(
+                    samples,
+                    keys,
+                    outputs,
+                    rows=rows_B,
+                    first=first,
+                    last=last,
+                    blending=blending,
+                )
                 break
             except CoreError as refused:
                 first = refused.place

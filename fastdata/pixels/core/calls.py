@@ -198,11 +198,12 @@ def serve(
     rows: Int64s | None = None,
     first: int,
     last: int,
+    blending: Blending | None = None,
 ) -> None:
     """Serve samples [first, last) of a batch, each as all ``outputs``.
 
     Sample b is written to row b of an output's memory, or to ``rows[b]``. Its row is filled
-    completely, and no other memory is written.
+    completely, and no other memory is written, except by ``blending`` of what was served.
 
     Raises:
         CoreError: a sample does not come out in that shape, a step is not for it, or its file is
@@ -240,10 +241,45 @@ def serve(
         len(outputs),
         first,
         last,
+        None if blending is None else blending.address,
         refusal,
     )
     if place >= 0:
         raise _error_of(CoreError(place, refusal), count)
+
+
+class Blending:
+    """Rows of a batch, each made of two samples that lie in memory as a row of the output does.
+
+    Args:
+        rows: records ``Blended``, in the order of ``after``. The core trusts their addresses.
+        output: the batch, as ``describe_output`` returns it.
+        converts: True if samples are uint8 that the output's table converts; otherwise they are
+            values of its dtype.
+    """
+
+    def __init__(self, rows: Array, output: ctypes.Structure, *, converts: bool) -> None:
+        self.count = len(rows)
+        self._record = np.zeros((), load().records["Blending"])
+        self._record["output"] = ctypes.addressof(output)
+        self._record["rows"] = rows.ctypes.data
+        self._record["count"] = len(rows)
+        self._record["converts"] = converts
+        self._kept = rows, output  # the record points to them
+        self.address: int = self._record.ctypes.data
+
+    def write(self) -> None:
+        """Write all rows.
+
+        Raises:
+            MemoryError: there is no memory for an image.
+            ValueError: there is no memory for a row.
+            CoreError: a box is not in the image.
+        """
+        refusal = load().refusal()
+        place = load().functions.fastdata_blend(self.address, refusal)
+        if place >= 0:
+            raise _error_of(CoreError(place, refusal), self.count)
 
 
 def _error_of(refused: CoreError, count: int) -> Exception:

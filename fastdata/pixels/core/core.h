@@ -259,7 +259,9 @@ enum { CHUNK = 512 }; /* values between two passes */
 uint64_t noise_key(const Drawing *d, int64_t at); /* that a step's numbers are made from */
 /* Standard normal numbers, from number `first` on; of CHUNK at most, whole vectors. */
 void draw_normal(uint64_t key, int64_t first, int64_t count, float out[CHUNK]);
-void store(int32_t dtype, const float *restrict in, int64_t count, uint8_t *out); /* floats to values of a batch */
+/* Floats to values of an image or of a batch, and back. */
+void store(int32_t dtype, const float *restrict in, int64_t count, uint8_t *out);
+void load(int32_t dtype, const uint8_t *in, int64_t count, float *restrict out);
 /* OP_ERASE and OP_NOISE on a packed image of the floats served, of uint8 if that is NULL; gives OK, or why not. */
 int rewrite(const Op *op, const Image *image, const Values *served);
 
@@ -287,6 +289,20 @@ bool measure(Values *v, const Image *image, Scratch *scratch);
 
 /* values.c: write an image as an output has it; false: no memory. */
 bool write_values(const Output *output, const Image *image, uint8_t *out, Scratch *scratch);
+/* Floats, or numbers of several bytes, from uint8 in the order of the output's memory: of plane c, or of whole pixels. */
+void write_run(const Output *output, int32_t c, const uint8_t *in, int64_t count, uint8_t *out);
+/* Such runs of two samples, mixed, in one pass; false where that is not faster, and nothing is written. */
+bool blend_run(const Output *output, int32_t c, const uint8_t *own, const uint8_t *other, int64_t count, float share,
+               float other_share, float *out);
+
+INLINE int64_t row_bytes(const Output *output) {
+    return (int64_t)output->channels * output->height * output->width * ITEM_BYTES[output->table->values.dtype];
+}
+
+/* blend.c. False: the table is not in order. */
+bool can_blend(const Blending *blending);
+/* Write the rows from *next on that can be made once a sample is served; gives OK, or why not. */
+int blend_after(const Blending *blending, int64_t sample, int64_t *next, Scratch *scratch, Refusal *refusal);
 
 /* Decode a box of a file of height x width: from (top, left) on, of the size of `out`, which is packed or (H, W, C). False
  * if Pillow must open the file, or memory is short. */

@@ -85,7 +85,6 @@ static float from_float16(uint16_t half) {
 }
 #endif
 
-/* Floats to values of an image or of a batch, and back. */
 void store(int32_t dtype, const float *restrict in, int64_t count, uint8_t *out) {
     for (int64_t i = 0; i < count && dtype == UINT8; i++) {
         const float bounded = in[i] > -1e9f ? in[i] : -1e9f;
@@ -97,7 +96,7 @@ void store(int32_t dtype, const float *restrict in, int64_t count, uint8_t *out)
     for (int64_t i = 0; i < count && dtype == BFLOAT16; i++) ((uint16_t *)out)[i] = to_bfloat16(in[i]);
 }
 
-static void load(int32_t dtype, const uint8_t *in, int64_t count, float *restrict out) {
+void load(int32_t dtype, const uint8_t *in, int64_t count, float *restrict out) {
     for (int64_t i = 0; i < count && dtype == UINT8; i++) out[i] = in[i];
     for (int64_t i = 0; i < count && dtype == FLOAT32; i++) out[i] = ((const float *)in)[i];
     for (int64_t i = 0; i < count && dtype == FLOAT64; i++) out[i] = (float)((const double *)in)[i];

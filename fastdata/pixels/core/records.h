@@ -275,6 +275,22 @@ RECORD(Output,
     const double *solved_BS8;
     int64_t solved;)
 
+/* A row of a batch that is made of two samples, once sample `after` of the call is served: the shares of both, or the box of
+ * the partner's in the own one. */
+RECORD(Blended,
+    const uint8_t *own;
+    const uint8_t *partner;
+    int64_t row, after;
+    double share, partner_share;
+    Box box;)
+/* What rows are written to, in the order of `after`, from samples that lie in memory as a row of the output does: uint8 that
+ * its table converts, or values as it has them. */
+RECORD(Blending,
+    Output *output;
+    const Blended *rows;
+    int64_t count;
+    int32_t converts;)
+
 /* Functions of libjpeg-turbo by their names without jpeg_, and the version of its ABI. */
 RECORD(Jpeg,
     void (*CreateDecompress)(void *, int version, size_t struct_bytes);
@@ -295,7 +311,9 @@ FUNCTION(int64_t, fastdata_draw, const Table *table, uint64_t seed, const int64_
 FUNCTION(void, fastdata_equations, const Op *ops_P, int64_t count, double *out_P89)
 FUNCTION(int64_t, fastdata_serve, const uint8_t *const *sources_B, const int32_t *shapes_B3, const Jpeg *jpeg,
     const int64_t *sizes_B, const int32_t *turns_B, uint64_t seed, const int64_t *visits_B, const int64_t *indices_B,
-    const int64_t *rows_B, Output *outputs, int64_t count, int64_t first, int64_t last, Refusal *refusal)
+    const int64_t *rows_B, Output *outputs, int64_t count, int64_t first, int64_t last, const Blending *blending,
+    Refusal *refusal)
+FUNCTION(int64_t, fastdata_blend, const Blending *blending, Refusal *refusal)
 FUNCTION(int32_t, fastdata_jpeg_version, const Jpeg *jpeg)
 FUNCTION(void, fastdata_jpeg_headers, const uint8_t *const *files_B, const int64_t *sizes_B, int64_t count, int32_t upright,
     int32_t channels, double most_pixels, int32_t *shapes_B3, int32_t *turns_B)

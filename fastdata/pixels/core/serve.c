@@ -133,10 +133,6 @@ static void fetch(const Batch *batch, int64_t b) {
 
 static int64_t row_of(const Batch *batch, int64_t b) { return batch->rows_B ? batch->rows_B[b] : b; }
 
-static int64_t row_bytes(const Output *output) {
-    return (int64_t)output->channels * output->height * output->width * ITEM_BYTES[output->table->values.dtype];
-}
-
 /* Where a sample is served. */
 static Image place_of(const Output *output, int64_t row) {
     Image out = {.channels = output->channels, .height = output->height, .width = output->width};
@@ -247,11 +243,11 @@ static int serve_one(const Batch *batch, int64_t b, Scratch *scratch, Refusal *r
     return problem;
 }
 
-/* Serve samples [first, last) of a batch as all of its outputs. Returns -1, or the sample that was refused. */
+/* Serve samples [first, last) of a batch as all of its outputs, and write the rows that are blended of them. Returns -1, or the sample that was refused. */
 int64_t fastdata_serve(const uint8_t *const *sources_B, const int32_t *shapes_B3, const Jpeg *jpeg, const int64_t *sizes_B,
                        const int32_t *turns_B, uint64_t seed, const int64_t *visits_B, const int64_t *indices_B,
                        const int64_t *rows_B, Output *outputs, int64_t count, int64_t first, int64_t last,
-                       Refusal *refusal) {
+                       const Blending *blending, Refusal *refusal) {
     const Batch batch = {
         .sources_B = sources_B, .shapes_B3 = shapes_B3, .jpeg = jpeg, .sizes_B = sizes_B, .turns_B = turns_B,
         .seed = seed, .visits_B = visits_B, .indices_B = indices_B, .rows_B = rows_B, .outputs = outputs, .count = count,
@@ -262,13 +258,17 @@ int64_t fastdata_serve(const uint8_t *const *sources_B, const int32_t *shapes_B3
         if (!is_sound(output->table)) return first;
         output->rows = row_bytes(output) > 0 ? output->out_bytes / row_bytes(output) : 0;
     }
+    refusal->reason = REFUSED_TABLE;
+    if (blending && !can_blend(blending)) return first;
     Scratch *scratch = borrow();
     refusal->reason = REFUSED_MEMORY;
     if (!scratch) return first;
-    int64_t refused = -1;
+    int64_t refused = -1, next = 0;
+    while (blending && next < blending->count && blending->rows[next].after < first) next++; /* by an earlier call */
     for (int64_t b = first; b < last && refused < 0; b++) {
         if (b + 1 < last) fetch(&batch, b + 1);
         refusal->reason = serve_one(&batch, b, scratch, refusal);
+        if (blending && refusal->reason == OK) refusal->reason = blend_after(blending, b, &next, scratch, refusal);
         if (refusal->reason != OK) refused = b;
     }
     give_back(scratch);

@@ -231,6 +231,40 @@ static void write_channels_last(const Output *output, const Image *image, uint8_
     if (waiting) write_pixels(v, by_formula ? &pattern : NULL, channels, buffer, waiting, out);
 }
 
+void write_run(const Output *output, int32_t c, const uint8_t *in, int64_t count, uint8_t *out) {
+    const Values *v = &output->table->values;
+    const bool by_formula = v->by_formula && PERIOD % output->channels == 0;
+    Pattern pattern;
+    if (!output->channels_last) {
+        write_row(v, c, in, count, out);
+        return;
+    }
+    if (by_formula) repeat(v, output->channels, &pattern);
+    write_pixels(v, by_formula ? &pattern : NULL, output->channels, in, count, out);
+}
+
+/* Two samples, each converted and multiplied by its share, and their sum. */
+INLINE void convert_both(const Values *v, int32_t c, const uint8_t *restrict own, const uint8_t *restrict other,
+                         int64_t count, float share, float other_share, float *restrict out, bool divides) {
+    const float factor = v->factor, mean = (float)v->mean[c];
+    const Divisor whole = divisor_of(factor), std = divisor_of((float)v->std[c]);
+    for (int64_t i = 0; i < count; i++) {
+        const float a = (divides ? divide(own[i], whole) : own[i] * factor) - mean;
+        const float b = (divides ? divide(other[i], whole) : other[i] * factor) - mean;
+        out[i] = divide(a, std) * share + divide(b, std) * other_share;
+    }
+}
+
+bool blend_run(const Output *output, int32_t c, const uint8_t *own, const uint8_t *other, int64_t count, float share,
+               float other_share, float *out) {
+    const Values *v = &output->table->values;
+    if (v->dtype != FLOAT32 || !v->by_formula || output->channels_last) return false;
+    c %= v->channels;
+    if (v->scaling == SCALE_DIVIDE) convert_both(v, c, own, other, count, share, other_share, out, true);
+    else convert_both(v, c, own, other, count, share, other_share, out, false);
+    return true;
+}
+
 bool write_values(const Output *output, const Image *image, uint8_t *out, Scratch *scratch) {
     uint8_t *buffer = take(scratch, SLOT_WORK, image->width + BUFFER);
     if (!buffer) return false;
