@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.utils.data import default_collate
 from torchvision import transforms
+from torchvision.transforms import v2
 
 from fastdata import CachedDataset, CudaPrefetcher, DataLoader, collate
 from fastdata.loaders import pinned, resident
@@ -211,14 +213,25 @@ def dataset_of(storage: str, steps: str) -> CachedDataset:
     return CachedDataset(samples, transform=transform, storage=storage, seed=0)  # type: ignore[arg-type]
 
 
-@functools.cache
-def expected_of(steps: str) -> list[Any]:
-    return [(images.clone(), labels.clone()) for images, labels in loader_of("shared", steps, 0)]
+MIX = v2.RandomChoice([v2.MixUp(num_classes=16), v2.CutMix(num_classes=16)])
+
+
+def mixed(batch: Any) -> Any:
+    return MIX(*default_collate(batch))
 
 
 @functools.cache
-def loader_of(storage: str, steps: str, workers: int) -> DataLoader:
-    loader = DataLoader(dataset_of(storage, steps), 4, num_workers=workers)
+def expected_of(steps: str, mix: Any = None) -> list[Any]:
+    """What the CPU makes; a mix is called on each batch."""
+    collate_fn = None if mix is None else lambda batch: mix(batch)
+    loader = DataLoader(dataset_of("shared", steps), 4, collate_fn=collate_fn)
+    loader.set_epoch(2)
+    return [(images.clone(), labels.clone()) for images, labels in loader]
+
+
+@functools.cache
+def loader_of(storage: str, steps: str, workers: int, mix: Any = None) -> DataLoader:
+    loader = DataLoader(dataset_of(storage, steps), 4, num_workers=workers, collate_fn=mix)
     loader.set_epoch(2)
     return loader
 
@@ -227,6 +240,7 @@ def prepare() -> None:
     """Make what all schedules share, outside of a simulation."""
     for steps in STEPS:
         expected_of(steps)
+    expected_of("crop", mixed)
     dataset_of("device", "crop")
 
 
@@ -238,9 +252,9 @@ def forget() -> None:
         made.cache_clear()
 
 
-def ours(sim: Sim, storage: str, steps: str, where: Any, epochs: int = 1) -> None:
+def ours(sim: Sim, storage: str, steps: str, where: Any, epochs: int = 1, mix: Any = None) -> None:
     workers = 0 if sim.order.is_on else rng(sim).choice((0, 0, 2))
-    loader, right = loader_of(storage, steps, workers), expected_of(steps)
+    loader, right = loader_of(storage, steps, workers, mix), expected_of(steps, mix)
     loader.set_epoch(2)
     with prefetcher(sim, loader, batch_ops=where) as batches:
         for _ in range(epochs):
@@ -274,6 +288,15 @@ def gathered_anew(sim: Sim) -> None:
 def ops_on_the_device(sim: Sim) -> None:
     """Crop, flip and Normalize in the prefetcher's thread."""
     ours(sim, "shared", "crop", "device")
+
+
+@scenario
+def mixed_on_the_device(sim: Sim) -> None:
+    """uint8 crosses the bus, and is converted and mixed in the prefetcher's thread, by what the host has drawn."""
+    ours(sim, "shared", "crop", "device", epochs=2, mix=mixed)
+    images_bytes, numbers_bytes = 2 * 16 * 3 * 7 * 5, 2 * 16 * 8
+    if sum(sim.sent) > images_bytes + numbers_bytes + 8 * 64 + 24:  # and draws of each batch
+        sim.violation(f"{sum(sim.sent)} bytes were sent")
 
 
 @scenario

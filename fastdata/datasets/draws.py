@@ -34,6 +34,11 @@ class DrawKey(NamedTuple):
         """Return the key for draws of the user's code while the batch is read."""
         return self._replace(seed=self.seed ^ _READ_SALT)
 
+    def generator(self) -> torch.Generator:
+        """Return a generator of the batch."""
+        start = sample_keys(self.seed, self.epoch, np.array([self.number]))
+        return torch.Generator().manual_seed(int(start[0]))
+
     def collate(self, collate_fn: Collate, samples: Any) -> Any:
         """Call a ``collate_fn``, whose draws are made from this key."""
         inner = collate_fn.collate_fn if isinstance(collate_fn, ChannelsLast) else collate_fn
@@ -51,8 +56,7 @@ class BatchDraws(TorchDispatchMode):
 
     def __init__(self, key: DrawKey) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        start = sample_keys(key.seed, key.epoch, np.array([key.number]))
-        self._generator = torch.Generator().manual_seed(int(start[0]))
+        self._generator = key.generator()
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None

@@ -89,6 +89,11 @@ class IndexBatch(list[int]):
         batch.seed = seed
         return batch
 
+    def rows(self, row_R: Array) -> IndexBatch:
+        """Return the batch of some rows, whose samples have the same draws."""
+        position_R = self.positions[row_R]
+        return IndexBatch.of(position_R.tolist(), position_R, self.visits[row_R], self.seed)
+
 
 @dataclasses.dataclass
 class OwnItem:

@@ -8,6 +8,7 @@ A loader:
 - ``fallbacks``: warnings of loaders whose samples are read one by one
 - ``parts``: the datasets behind ``Subset`` and ``ConcatDataset``, read as one
 - ``iterators``, ``worker_processes``: one epoch, by threads and by processes
+- ``mixing``, ``mixers``: MixUp and CutMix of a ``collate_fn``, in whole batches, and their draws
 
 Its order:
 

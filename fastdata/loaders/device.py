@@ -24,6 +24,7 @@ from fastdata.datasets.visits import IndexBatch
 from fastdata.errors import DeviceError, kind_of
 from fastdata.loaders.iterators import CountedIterator
 from fastdata.loaders.loader import DataLoader
+from fastdata.loaders.mixing import Mixing, mix_parts, read_parts, served_mixing
 from fastdata.loaders.parts import AnyReader, JoinedReader, Parts
 from fastdata.loaders.pinned import PinnedMemory
 from fastdata.loaders.resident import StoreCut, size_bytes, upload
@@ -159,14 +160,15 @@ class DeviceOps:
         if not why:
             assert isinstance(reader, Reader)
             if is_for_store:
-                why = _store_obstacle(reader)
+                why = _store_obstacle(reader) or self._mix_obstacle(reader)
                 if not why:
                     return self._cut(reader)
             work = self._convert(reader)
         if is_for_store and self._asked != "cpu":
             self._pinned.add_warning(f"storage='device' has no effect: {why}")
         if work.finish is not None:
-            self.described = f"on {self._device}, the conversion only{why and f': {why}'}"
+            mixes = " and the mix" if self._mixing(reader) else ""
+            self.described = f"on {self._device}, the conversion{mixes} only{why and f': {why}'}"
         else:
             self.described = f"on the CPU: {why or _sent_as_it_is(reader)}"
         return work
@@ -188,7 +190,23 @@ class DeviceOps:
         if not any(converts):
             return DeviceWork()
         handle = self._parts.datasets[0]._fastdata.handle
+        mixing = self._mixing(reader)
+        if mixing is not None:
+            [convert] = converts
+            return DeviceWork(
+                partial(read_parts, mixing, handle), partial(mix_parts, mixing, convert)
+            )
         return DeviceWork(partial(_read, handle), partial(_finish, handle, converts))
+
+    def _mixing(self, reader: AnyReader) -> Mixing | None:
+        """Return how batches are mixed, if they are."""
+        found = served_mixing(self._loader.collate_fn, reader)
+        return found if isinstance(found, Mixing) else None
+
+    def _mix_obstacle(self, reader: AnyReader) -> str:
+        """Return why batches are sent, and not cut on the device, if they are mixed there."""
+        mixing = self._mixing(reader)
+        return f"{mixing.mixer.name} of collate_fn= mixes batches" if mixing else ""
 
     def _obstacle(self, reader: AnyReader) -> str:
         """Return why batch ops run on the CPU; empty if the device may finish them."""

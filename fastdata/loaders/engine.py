@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset, default_collate
 from fastdata.datasets.batch import collate
 from fastdata.errors import counted
 from fastdata.loaders.buckets import BucketSampler
+from fastdata.loaders.mixing import Mixing, served_mixing
 from fastdata.loaders.parts import AnyReader, Parts
 from fastdata.machine import limits
 from fastdata.machine.budget import PinningPlan, budget_bytes, choose_pinning
@@ -39,18 +40,21 @@ def choose_engine(loader: DataLoader[Any], parts: Parts, workers: str) -> Engine
     path = "whole batches"
     why = reader and _reading_obstacle(loader, reader)
     is_whole = reader is not None and why is None
+    mixing = served_mixing(loader.collate_fn, reader) if is_whole else ""
+    note = mixing if isinstance(mixing, str) else f"mixed by {mixing.mixer.name} of collate_fn="
+    note = note and f"; {note}"
     if not is_whole:
         path = "samples one by one" + (f" ({why})" if reader else "")
     elif getattr(reader, "kept", True) is None and jpeg_obstacle():
         path += f" of files that Pillow decodes whole ({jpeg_obstacle()})"
     if count == 0:
-        return Engine("thread", f"{path}, read in the training loop: num_workers=0", 0)
+        return Engine("thread", f"{path}, read in the training loop: num_workers=0{note}", 0)
     if not threading.main_thread().is_alive():
-        return Engine("thread", f"{path}, read at exit, when no thread can be started", 0)
+        return Engine("thread", f"{path}, read at exit, when no thread can be started{note}", 0)
     # Samples one by one by more threads than cores, which read ahead where reading waits for a
     # disk or a network.
     threads = min(count, limits.usable_cores()) if is_whole else count
-    return Engine("thread", f"{path}, read by {counted(threads, 'thread')}", threads)
+    return Engine("thread", f"{path}, read by {counted(threads, 'thread')}{note}", threads)
 
 
 def _thread_obstacle(
@@ -70,6 +74,8 @@ def _thread_obstacle(
     why = _reading_obstacle(loader, reader)
     if loader.collate_fn in (collate, default_collate):
         return why
+    if isinstance(served_mixing(loader.collate_fn, reader), Mixing):
+        return None
     # A collate_fn of the user's own may need what worker_init_fn prepares.
     init = getattr(loader.worker_init_fn, "func", loader.worker_init_fn)
     is_lightnings = getattr(init, "__name__", "") == "pl_worker_init_function"  # only seeds

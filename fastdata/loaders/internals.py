@@ -25,6 +25,7 @@ from fastdata.loaders.iterators import (
     MakeBatch,
     ThreadIter,
 )
+from fastdata.loaders.mixing import MixedBatches, Mixing, served_mixing
 from fastdata.loaders.parts import Parts
 from fastdata.loaders.progress import Progress
 from fastdata.loaders.resume import Resume
@@ -126,8 +127,13 @@ class LoaderInternals:
             pins = False
         progress = self.resume.begin(SamplerChain.of(loader))
         is_channels_last = self._wants_channels_last(loader)
+        handle = parts.handle()
+        mixing = self._mixing(loader)
         # A collate_fn of the user's own gets samples in the usual layout.
-        self.resume.channels_last = is_channels_last and loader.collate_fn is collate
+        is_ours = loader.collate_fn is collate or mixing is not None
+        self.resume.channels_last = is_channels_last and is_ours
+        if read is None and mixing is not None and handle is not None:
+            read = MixedBatches(mixing, handle)
         view = EpochLoader(
             loader,
             dataset=parts.fetched(loader.dataset),
@@ -136,7 +142,6 @@ class LoaderInternals:
             collate_fn=_channels_last(loader.collate_fn) if is_channels_last else loader.collate_fn,
             draws_seed=progress.base_seed is None,
         )
-        handle = parts.handle()
         has_own_method = any(dataset._fastdata.own_method for dataset in parts.datasets)
         maker = BatchMaker(
             fetch=_MapDatasetFetcher(view.dataset, True, _as_they_are, False).fetch,
@@ -231,9 +236,19 @@ class LoaderInternals:
         self.engine = self.choose_engine(loader)
         if self.engine.kind == "process":
             return f"batches come from {self.engine.path}"
-        return None if loader.collate_fn is collate else "collate_fn= is your own"
+        if loader.collate_fn is collate:
+            return None
+        found = served_mixing(loader.collate_fn, self.resume.parts.latest())
+        if isinstance(found, Mixing):
+            return None
+        return found or "collate_fn= is your own"
 
     # Decisions
+
+    def _mixing(self, loader: DataLoader[Any]) -> Mixing | None:
+        """Return how threads mix batches instead of the ``collate_fn``, if they can."""
+        found = served_mixing(loader.collate_fn, self.resume.parts.latest())
+        return found if isinstance(found, Mixing) and self.engine.kind == "thread" else None
 
     def _workers_of(self, loader: DataLoader[Any]) -> str:
         """Return ``workers``: the attribute, unless a subclass uses its name for something else."""

@@ -62,9 +62,10 @@ class DataLoader(torch_loader.DataLoader, Generic[_T_co]):  # type: ignore[type-
     - ``collate_fn``: the default is ``fastdata.collate``, which takes whole batches as they are.
       Draws of another one from torch's global generator, as by MixUp and CutMix, follow from the
       base seed, or the ``seed`` of a fastdata dataset, and the batch's number among those of all
-      ranks: any number of threads or processes gives the same batches. A ``collate_fn`` whose code
-      names Python's or NumPy's generators is called in worker processes, which are seeded as
-      torch's.
+      ranks: any number of threads or processes gives the same batches. One that only stacks and
+      mixes, by MixUp and CutMix of torchvision or timm, is served in whole batches instead. A
+      ``collate_fn`` whose code names Python's or NumPy's generators is called in worker processes,
+      which are seeded as torch's.
     - ``pin_memory``: ``"auto"`` pins if there is a CUDA or XPU device, batches are large enough to
       gain from it, and all that are under way are a small part of the free memory; ``report()``
       returns the decision and its reason. A ``CudaPrefetcher`` pins by itself.

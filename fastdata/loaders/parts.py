@@ -36,7 +36,7 @@ class JoinedReader:
     """Reads a batch from several datasets, with the interface of ``Reader``."""
 
     def __init__(self, readers: Sequence[Reader], starts: Array) -> None:
-        self._readers = readers
+        self.readers = readers
         self._starts = starts
         self.target_transform = _first(reader.target_transform for reader in readers)
         self.obstacle = _first(reader.obstacle for reader in readers)
@@ -49,9 +49,9 @@ class JoinedReader:
                 self.served_bytes = readers[0].served_bytes
 
     def __call__(self, batch: IndexBatch, allocate: Allocate = new_buffer) -> Any:
-        readers = self._readers
+        readers = self.readers
         first = readers[0]
-        is_last = batch.channels_last and all(each.can_write_channels_last for each in readers)
+        is_last = batch.channels_last and self.can_write_channels_last
         pieces = list(self._pieces(batch))
         sources: list[Any] = [None] * len(pieces)
         outputs = first.outputs
@@ -64,8 +64,7 @@ class JoinedReader:
             readers[number].read_into(outs, piece, row_B, opened)
         parts = first.as_tensors(outs)
         if not first.has_target_column:
-            of_each = self.in_order(batch, [reader.targets.of_each for reader in readers])
-            parts.append(collate_targets(of_each))
+            parts.append(self.collated_targets(batch))
         if first.has_index:
             indices = self.in_order(batch, [_positions] * len(readers))
             parts.append(torch.tensor(indices))
@@ -80,21 +79,39 @@ class JoinedReader:
         names = []
         shapes = []
         for (number, _, piece), opened in zip(pieces, sources, strict=True):
-            reader = self._readers[number]
+            reader = self.readers[number]
             shapes.append(reader.shapes_of(piece, opened))
-            where = f" of dataset {number} of {len(self._readers)}"
+            where = f" of dataset {number} of {len(self.readers)}"
             names += [reader.name_of(piece, b) + where for b in range(len(piece))]
         outputs = []
         columns = zip(*shapes, strict=True)
-        for (_, dtype), shapes_of_each in zip(self._readers[0].alike, columns, strict=True):
+        for (_, dtype), shapes_of_each in zip(self.readers[0].alike, columns, strict=True):
             shapes_BD = np.concatenate(shapes_of_each)
             check_alike(shapes_BD, names.__getitem__)
             outputs.append((tuple(shapes_BD[0].tolist()), dtype))
         return outputs
 
+    @property
+    def outputs(self) -> list[Output]:
+        """Shape and dtype of each column; only without obstacle."""
+        return self.readers[0].outputs
+
+    @property
+    def can_write_channels_last(self) -> bool:
+        return all(each.can_write_channels_last for each in self.readers)
+
+    def read_into(self, outs: list[Array], batch: IndexBatch) -> None:
+        """Read a batch's images into arrays, as ``Reader.read_into`` does."""
+        for number, row_B, piece in self._pieces(batch):
+            self.readers[number].read_into(outs, piece, row_B)
+
+    def collated_targets(self, batch: IndexBatch) -> Any:
+        """Return the targets of a batch as ``default_collate`` returns them."""
+        return collate_targets(self.in_order(batch, [it.targets.of_each for it in self.readers]))
+
     def items(self, batch: IndexBatch, allocate: Allocate = new_buffer) -> list[Any]:
         """Return the items of a batch; each dataset allocates memory for its own."""
-        return self.in_order(batch, [reader.items for reader in self._readers])
+        return self.in_order(batch, [reader.items for reader in self.readers])
 
     def in_order(self, batch: IndexBatch, reads: Sequence[Callable[..., list[Any]]]) -> list[Any]:
         """Return what each dataset's function in ``reads`` returns, in the order of the batch."""
@@ -109,7 +126,7 @@ class JoinedReader:
         for number in np.unique(number_B).tolist():
             row_B = np.flatnonzero(number_B == number)
             position_B = batch.positions[row_B] - self._starts[number]
-            seed = self._readers[number].stored.options.seed
+            seed = self.readers[number].stored.options.seed
             if seed is None:
                 seed = batch.seed
             if number:  # so that the same index in two datasets has independent draws
