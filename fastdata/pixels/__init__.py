@@ -20,7 +20,7 @@ Compiling and running it:
   ``conversions``.
 * ``albumentations_readers``: the same for albumentations' transforms, with
   ``albumentations_geometry``, ``albumentations_sizes``, ``albumentations_colours``,
-  ``albumentations_blurs`` and ``albumentations_warps``.
+  ``albumentations_blurs``, ``albumentations_dropouts`` and ``albumentations_warps``.
 * ``opencv_filters``: the filters by which the installed OpenCV resizes.
 * ``opencv_variants``: which arithmetic the installed OpenCV uses.
 * ``opencv_warps``: the program by which the installed OpenCV warps.

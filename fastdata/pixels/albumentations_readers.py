@@ -13,6 +13,7 @@ from typing import Any
 from fastdata.pixels import (
     albumentations_blurs,
     albumentations_colours,
+    albumentations_dropouts,
     albumentations_geometry,
     albumentations_sizes,
     albumentations_warps,
@@ -27,6 +28,7 @@ READERS: dict[str, Reader] = {
     **albumentations_sizes.READERS,
     **albumentations_colours.READERS,
     **albumentations_blurs.READERS,
+    **albumentations_dropouts.READERS,
     **albumentations_warps.READERS,
 }
 """A reader of each transform, by its name with ``A.`` before it."""
@@ -62,14 +64,21 @@ def _read(transform: Any, state: State, *, is_forced: bool = False) -> State:
     if is_forced and (p > 0 or name in _COMPOSITIONS):
         p = 1
     if p < 1:
-        if replace(after, steps=()) != before:
-            raise UnknownStepError("changes what only some samples are")
-        after = replace(after, steps=_sometimes(after.steps, p, state))
+        after = _sometimes(before, after, state, p)
     return replace(after, steps=(*state.steps, *after.steps), at=state.at)
 
 
-def _sometimes(steps: Steps, p: float, state: State) -> Steps:
-    """Return steps that are applied with a probability."""
+def _sometimes(before: State, after: State, state: State, p: float) -> State:
+    """Return the state after steps that a sample goes through with a probability."""
+    made = len(before.floats)
+    is_same = replace(after, steps=(), floats=before.floats) == before
+    if not is_same or after.floats[:made] != before.floats or (after.floats and not made):
+        raise UnknownStepError("changes what only some samples are")
+    floats = (*before.floats, *_maybe(after.floats[made:], p, state))  # holes among floats
+    return replace(after, steps=_maybe(after.steps, p, state), floats=floats)
+
+
+def _maybe(steps: Steps, p: float, state: State) -> Steps:
     if [step.name for step in steps] == ["flip"]:  # which has one of its own
         return (replace(steps[0], fields={**steps[0].fields, "p": p * steps[0].fields["p"]}),)
     return (state.maybe(steps, p),) if steps else ()

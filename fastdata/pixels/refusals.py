@@ -28,6 +28,10 @@ _TEXTS = {
         "GaussianBlur with kernel_size={kernel} needs larger images than sample {index}, which has "
         "{height} x {width} px. Use a smaller kernel or a larger resize."
     ),
+    "hole": (
+        "the holes of a dropout are larger than sample {index}, which has {height} x {width} px. "
+        "Use smaller holes or a larger resize."
+    ),
     "shape": (
         "sample {index} comes out as ({channels}, {height}, {width}), but the batch has room for "
         "({room_channels}, {room_height}, {room_width}) each. Crop or resize to one size, and give "

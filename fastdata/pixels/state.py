@@ -16,6 +16,10 @@ Reader = Callable[[Any, "State"], "Step | State"]
 """Reads one of the user's objects as a step, or as the state of samples after it."""
 
 
+_OF_FLOATS = ("erase", "noise", "coarse_dropout", "grid_dropout")
+"""Steps that are made on floats, where they come after the conversion."""
+
+
 class UnknownStepError(Exception):
     """A transform must run as the user wrote it; the message gives the reason."""
 
@@ -52,7 +56,7 @@ class State:
         return bool(fields.get("means") or fields.get("statistic"))
 
     def add(self, step: Step) -> State:
-        is_of_floats = self.floats and step.name in ("erase", "noise")
+        is_of_floats = self.floats and step.name in _OF_FLOATS
         if step.name == "cast" or is_of_floats:
             return replace(self, floats=(*self.floats, step))
         # All others move or change uint8. Behind a conversion only those are read that move pixels

@@ -6,8 +6,6 @@
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-enum { LANE = 32 };
-
 /* Half of a Gaussian kernel; returns its radius without taps that together weigh less than a thousandth of a level. */
 static int64_t gaussian(double sigma, int64_t radius, float *half) {
     double sum = 1.0;

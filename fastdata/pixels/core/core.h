@@ -262,8 +262,31 @@ void draw_normal(uint64_t key, int64_t first, int64_t count, float out[CHUNK]);
 /* Floats to values of an image or of a batch, and back. */
 void store(int32_t dtype, const float *restrict in, int64_t count, uint8_t *out);
 void load(int32_t dtype, const uint8_t *in, int64_t count, float *restrict out);
-/* OP_ERASE and OP_NOISE on a packed image of the floats served, of uint8 if that is NULL; gives OK, or why not. */
+/* OP_ERASE, OP_NOISE and OP_GRID on a packed image of the floats served, of uint8 if that is NULL; gives OK, or why not. */
 int rewrite(const Op *op, const Image *image, const Values *served);
+
+/* cv_dropout.c: OP_GRID, as `rewrite` */
+int rewrite_grid(const Op *op, const Image *image, const Values *served);
+
+/* cv_filter.c: sums in the order of OpenCV. A tap adds weight * (one[x] + other[x]), or, if that is NULL, of one alone;
+ * whole LANEs are read. */
+enum { LANE = 32, MOST_TAPS = 256 };
+typedef struct {
+    const float *one, *other;
+    float weight;
+} Tap;
+int64_t mirror(int64_t at, int64_t length);
+int64_t whole_lanes(int64_t width);
+void widen_row(const uint8_t *restrict row, int64_t width, int64_t radius, float *restrict out);
+void widen_floats(float *line, int64_t width, int64_t radius);
+int64_t row_taps(const float *line, const float *half, int64_t radius, bool is_symmetric, Tap *taps);
+int64_t column_taps(const float *plane, int64_t wide, int64_t y, int64_t height, const float *half, int64_t radius,
+                    Tap *taps);
+int64_t fused_columns(int64_t width, int64_t channels, int64_t channel, int64_t block);
+void add_taps(const Tap *taps, int64_t count, int64_t width, int64_t fused_until, float *restrict out);
+void round_levels(const float *restrict in, int64_t width, uint8_t *restrict out);
+bool filter_image(const Image *in, const Image *out, const float *kernel, int64_t radius, Scratch *scratch);
+void cv_gaussian(int64_t radius, double sigma, double *half);
 
 /* blur.c: for values, too */
 Kernel blur_box;

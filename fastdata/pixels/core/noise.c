@@ -135,33 +135,50 @@ void draw_normal(uint64_t key, int64_t first, int64_t count, float out[CHUNK]) {
     for (int64_t i = 0; i < count; i++) out[i] = normal(bits[i]);
 }
 
+/* The same of numbers uniform in [0, 1), multiples of 2^-24. */
+static void draw_uniform(uint64_t key, int64_t first, int64_t count, float out[CHUNK]) {
+    for (int64_t i = 0; i < count; i++)
+        out[i] = (float)(int32_t)(scramble(key + (uint64_t)(first + i + 1) * GAMMA) >> 40) * 0x1p-24f;
+}
+
+static bool is_uniform(int32_t mode) { return mode == UNIFORM_PIXELS || mode == UNIFORM_CHANNELS; }
+
+static void draw_numbers(int32_t mode, uint64_t key, int64_t first, int64_t count, float out[CHUNK]) {
+    if (is_uniform(mode)) draw_uniform(key, first, count, out);
+    else draw_normal(key, first, count, out);
+}
+
 /* Values of `bytes` each, from places that lie `from` values apart to those that lie `to` apart. */
 static void move_values(const uint8_t *in, int64_t from, int64_t count, int64_t bytes, uint8_t *out, int64_t to) {
     for (int64_t i = 0; i < count; i++) memcpy(out + i * to * bytes, in + i * from * bytes, (size_t)bytes);
 }
 
 /* OP_ERASE and OP_NOISE on a packed image of uint8 or, behind the conversion, on the floats served, normalised
- * or not: torchvision's RandomErasing and gaussian_noise_image (v2/functional/_misc.py), timm's RandomErasing. */
+ * or not: torchvision's RandomErasing and gaussian_noise_image (v2/functional/_misc.py), timm's RandomErasing; and
+ * albumentations' holes. */
 int rewrite(const Op *op, const Image *image, const Values *served) {
+    if (op->code == OP_GRID) return rewrite_grid(op, image, served);
     const bool erases = op->code == OP_ERASE;
     if (!erases && op->code != OP_NOISE) return REFUSED_OP;
     const int32_t dtype = served ? served->dtype : UINT8;
     const Box whole = {0, 0, image->height, image->width}, box = erases ? op->erase.box : whole;
     const int32_t mode = erases ? op->erase.mode : NORMAL_PIXELS;
+    const bool is_each = mode == NORMAL_PIXELS || mode == UNIFORM_PIXELS; /* pixels have numbers of their own */
+    const bool is_level = dtype == UINT8 && is_uniform(mode);
     const uint64_t key = erases ? op->erase.key : op->noise.key;
     const int64_t width = box.width, ahead = width < 1 || width > CHUNK ? 1 : CHUNK / width; /* rows drawn at a time */
     float values[CHUNK], drawn[CHUNK] = {0};
     uint8_t together[CHUNK * sizeof(double)];
-    if (erases && (!is_inside(&box, image->height, image->width) || (dtype == UINT8 && mode))) return REFUSED_OUTSIDE;
+    if (erases && (!is_inside(&box, image->height, image->width) || (dtype == UINT8 && mode && !is_level))) return REFUSED_OUTSIDE;
     for (int64_t k = 0; k < (int64_t)image->channels * box.height; k++) {
         const int64_t c = k / box.height, y = box.top + k % box.height, channel = c < 4 ? c : 3;
-        double unit = served ? 1 : 255, zero = 0, filled = op->fill[channel];
+        double unit = is_level ? 256 : served ? 1 : 255, zero = 0, filled = op->fill[channel];
         if (served && served->normalizes && !(erases && op->erase.is_normalized)) {
             const double mean = served->mean[c % served->channels], std = served->std[c % served->channels];
             unit /= std, zero = (zero - mean) / std, filled = (filled - mean) / std;
         }
         const float scale = (float)unit, low = (float)zero, high = low + scale;
-        if (mode == NORMAL_CHANNELS) draw_normal(key, c, 1, drawn);
+        if (mode && !is_each) draw_numbers(mode, key, c, 1, drawn);
         const float fill = mode ? drawn[0] * scale + low : (float)filled;
         for (int64_t x = 0; x < width; x += CHUNK) {
             const int64_t count = width - x < CHUNK ? width - x : CHUNK;
@@ -169,9 +186,9 @@ int rewrite(const Op *op, const Image *image, const Values *served) {
             uint8_t *at = image->data + (c * image->plane + y * image->row + place) * bytes;
             uint8_t *packed = pixel == 1 ? at : together;
             float *out = drawn + k % ahead * width;
-            if (mode != NORMAL_PIXELS) for (int64_t i = 0; i < count; i++) out[i] = fill;
-            else if (out == drawn) draw_normal(key, k * width + x, ahead > 1 ? ahead * width : count, drawn);
-            for (int64_t i = 0; i < count && erases && mode == NORMAL_PIXELS; i++) out[i] = out[i] * scale + low;
+            if (!is_each) for (int64_t i = 0; i < count; i++) out[i] = fill;
+            else if (out == drawn) draw_numbers(mode, key, k * width + x, ahead > 1 ? ahead * width : count, drawn);
+            for (int64_t i = 0; i < count && erases && is_each; i++) out[i] = out[i] * scale + low;
             if (!erases) {
                 if (pixel != 1) move_values(at, pixel, count, bytes, packed, 1);
                 load(dtype, packed, count, values);

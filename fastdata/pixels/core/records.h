@@ -53,7 +53,7 @@ ENUM(PLACE_CENTER, PLACE_TOP_LEFT, PLACE_TOP_RIGHT, PLACE_BOTTOM_LEFT, PLACE_BOT
 /* What values of floats follow from: nothing of the image, or its mean and deviation, or its range. */
 ENUM(NO_STATISTIC, OF_IMAGE, OF_CHANNELS, RANGE_OF_IMAGE, RANGE_OF_CHANNELS)
 ENUM(FREE_SIZE, MULTIPLIED_SIZE, SHORT_BOUND, LONG_BOUND)
-ENUM(FILLED, NORMAL_PIXELS, NORMAL_CHANNELS) /* what an erased rectangle holds */
+ENUM(FILLED, NORMAL_PIXELS, NORMAL_CHANNELS, UNIFORM_PIXELS, UNIFORM_CHANNELS) /* what an erased rectangle holds */
 ENUM(MIX_BEGIN, MIX_ADD, MIX_END)
 /* albumentations: what is added to an image that was multiplied by alpha; what happens to each channel; how grey is made;
  * which table a histogram gives. */
@@ -177,6 +177,24 @@ STEP(CV_NOISE, cv_noise, int32_t multiplies, is_shared; double mean[2], sigma[2]
 STEP(NOISE, noise, int32_t clips; double mean, sigma;) /* in units of [0, 1] */
 STEP(ERASE, erase, int32_t fewest, most, mode, is_normalized; double p, scale[2], log_ratio[2];)
 
+/* albumentations: Blur and MedianBlur, GaussianBlur, MotionBlur, whose kernels have an odd side of `smallest` to `largest`
+ * pixels; Gaussians any, and one of 0 follows from sigma. Angles in degrees. */
+STEP(CV_BLUR, cv_blur, int32_t is_median, smallest, largest;)
+STEP(GAUSSIAN, gaussian, int32_t smallest, largest; double sigma[2];)
+STEP(MOTION, motion, int32_t smallest, largest, shifts; double angle[2], direction[2];)
+/* albumentations: Sharpen, whose size is 0 for the method "kernel"; UnsharpMask; Downscale by the nearest pixels. */
+STEP(SHARPEN, sharpen, int32_t size; double sigma, alpha[2], lightness[2];)
+STEP(UNSHARP_MASK, unsharp_mask, int32_t smallest, largest, threshold; double sigma[2], alpha[2];)
+STEP(DOWNSCALE, downscale, double scale[2];)
+STEP(COMPRESS, compress, int32_t lowest, highest;) /* albumentations: ImageCompression as JPEG, of these qualities */
+
+/* albumentations: CoarseDropout, whose ranges are in pixels or shares of the sides; GridDropout: a number of rows and
+ * columns, or cells with a side in [smallest, end), or, if that is 0, of a tenth of the image's sides. */
+STEP(COARSE_DROPOUT, coarse_dropout, int32_t fewest, most, in_px, mode, is_normalized; double height[2], width[2];)
+STEP(GRID_DROPOUT, grid_dropout,
+    int32_t rows, columns, smallest, end, is_random, shift_x, shift_y, mode, is_normalized;
+    double ratio;)
+
 /* torchvision: ToTensor, ToDtype, ConvertImageDtype, then Normalize (means 0: none). widens: one channel becomes as many as
  * there are means. */
 STEP(CAST, cast, int32_t dtype, scaling, means, widens, statistic; double mean[6], std[6];)
@@ -220,6 +238,13 @@ OP(TURN, turn, int32_t quarters;) /* counterclockwise */
 OP(VALUE, value, int32_t kind, domain, whole; double amount;)
 OP(GRAYSCALE, grayscale, int32_t channels, domain;)
 OP(BLUR, blur, int32_t width, height; double sigma;)
+OP(CV_BLUR, cv_blur, int32_t is_median, size;)
+OP(GAUSSIAN, gaussian, int32_t size; double sigma;)
+OP(MOTION, motion, int32_t size; double angle, direction, shift_x, shift_y;)
+OP(SHARPEN, sharpen, int32_t size; double sigma, alpha, lightness;)
+OP(UNSHARP_MASK, unsharp_mask, int32_t size, threshold; double sigma, alpha;)
+OP(DOWNSCALE, downscale, double scale;)
+OP(COMPRESS, compress, int32_t quality;)
 OP(PERMUTE, permute, int32_t from[4];) /* the channel that each channel comes from */
 OP(CV_LINEAR, cv_linear, int32_t added, is_safe; double alpha, beta;)
 OP(CV_CHANNELS, cv_channels, int32_t kind; double amount[4];)
@@ -232,6 +257,10 @@ OP(CV_CLAHE, cv_clahe, int32_t columns, rows; double limit;)
 OP(CV_NOISE, cv_noise, int32_t multiplies, is_shared; double mean, sigma, range[2]; uint64_t key;)
 OP(NOISE, noise, int32_t clips; double mean, sigma; uint64_t key;)
 OP(ERASE, erase, Box box; int32_t mode, is_normalized; uint64_t key;)
+OP(GRID, grid, /* a hole in each cell */
+    int32_t rows, columns, is_random, shift_x, shift_y, mode, is_normalized;
+    double ratio;
+    uint64_t key;)
 /* AugMix keeps the image with a weight, adds the current image with one, which then is the kept one again, and makes the
  * sum, truncated, the current one. */
 OP(MIX, mix, int32_t part; double weight;)
@@ -247,6 +276,7 @@ REFUSAL(CHANNELS, channels, int64_t channels;)
 REFUSAL(CROP, crop, int64_t crop_height, crop_width, height, width;)
 REFUSAL(BORDER, border, int64_t left, top, right, bottom, height, width;)
 REFUSAL(BLUR, blur, int64_t height, width;)
+REFUSAL(HOLE, hole, int64_t height, width;) /* of albumentations' dropouts, none fits */
 REFUSAL(LEVELS, levels, int64_t height, width;) /* there are none for this size yet */
 REFUSAL(ROW, row, int64_t row, rows;)           /* the output has fewer rows */
 
