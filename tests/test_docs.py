@@ -53,7 +53,7 @@ def step(batch):
 CHECKED: set[tuple[str, ...]] = set()
 """Commands that several pages have are run once."""
 SMALL = {
-    "bench": ["--images", "8", "--batch-size", "4", "--num-workers", "1"],
+    "bench": ["--images", "8", "--batch-size", "4", "--num-workers", "1", "--recipe", "crop"],
     "tune": ["--seconds", "2"],
 }
 TRAIN = f"""{GIVEN["train_transform"]}
