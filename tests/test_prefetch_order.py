@@ -14,7 +14,7 @@ import torch
 import mutants
 import scenarios
 
-SCHEDULES = int(os.environ.get("FASTDATA_SCHEDULES", "8"))  # CI has 200
+SCHEDULES = int(os.environ.get("FASTDATA_SCHEDULES", "8"))  # CI has 100
 
 
 @pytest.fixture(autouse=True, scope="module")
