@@ -43,12 +43,12 @@ def seen_through(call: Any) -> tuple[Any, ...] | None:
         calls = [view._calls for view in views]
     except Exception:  # noqa: BLE001  # it does more with a stand-in than to call it
         return None
+    if LONG_MASK in log:  # only masks become labels
+        return None
     # `made` is an image, or a list or tuple of them; anything else has failed above. Numbers of
     # calls stand for the calls, because one transform may be called several times.
     # Each call must count for exactly one result. A call for no result could still draw random
     # numbers, and two views of one call would share what it draws.
-    if LONG_MASK in log:  # only masks become labels
-        return None
     if not log or () in calls or sorted(chain(*calls)) != list(range(len(log))):
         return None
     transforms = [tuple(log[k] for k in numbers) for numbers in calls]
