@@ -534,7 +534,7 @@ def test_a_sample_larger_than_memory_is_refused(tmp_path: Path) -> None:
     samples = [(np.zeros((2, 3 + index), np.uint8), 0) for index in range(4)]
     home = Path(find_cache(build_of(samples, tmp_path, codec="zstd")))
     shapes = columns_of(home)["part0.shapes"].copy()
-    shapes[1] = 1 << 21, 1 << 22
+    shapes[1] = 1, 1 << 21, 1 << 22
     rewrite(home, {"part0.shapes": shapes})
     with pytest.raises(
         CacheError, match="sample 1 of part0 has an impossible offset, size or shape"

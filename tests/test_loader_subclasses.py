@@ -45,9 +45,9 @@ def _own_names() -> list[str]:
 def test_our_loader_adds_few_names_to_torchs() -> None:
     """Those that are documented, and one for everything else."""
     documented = {"workers", "distributed", "memory_format"}
-    documented |= {"report", "state_dict", "load_state_dict", "set_epoch"}
+    documented |= {"report", "state_dict", "load_state_dict", "set_epoch", "show"}
     added = {*dir(DataLoader(Numbers()))} - {*dir(TorchLoader(Numbers()))}
-    assert added - {"__setstate__"} == documented | {"_fastdata"}
+    assert added - {"__setstate__", "_repr_html_"} == documented | {"_fastdata"}
 
 
 OWN_VALUES: list[Any] = [

@@ -182,7 +182,9 @@ def test_samples_of_many_shapes_are_kept(tmp_path: Path, odd: int) -> None:
 def test_a_sample_of_other_dimensions_is_an_error(tmp_path: Path) -> None:
     """As without shards: nothing is left of them."""
     items = [(np.zeros((4, 5, 1) if k == 4 else (4, 5), np.uint8), k) for k in range(24)]
-    with pytest.raises(FastDataError, match=r"has shape .* dimensions"):
+    with pytest.raises(
+        FastDataError, match=r"an array \(H, W, C\) of uint8, the others are an array \(H, W\)"
+    ):
         CachedDataset.build_cache(items, cache_key="x", cache_dir=tmp_path, shard_bytes=100)
     assert not list(tmp_path.glob(f"*/{INDEX}"))
 
@@ -252,7 +254,10 @@ def test_a_build_that_was_stopped_goes_on(image_folder: Folder, engine: str, how
     assert how == "kill" or "sample 9, " in said
     assert not [path for path in root.parent.glob("cache/*/*") if "-" not in path.name]
     done = {path.stem.partition("-")[2] for path in root.parent.glob("cache/*/shard-*")}
-    inodes = {path.name: path.stat().st_ino for path in root.parent.glob("cache/*/part*")}
+    parts = root.parent.glob("cache/*/part*")
+    # A worker that is killed may leave parts of a shard whose manifest was not written yet.
+    whole_parts = [path for path in parts if path.stem.partition("-")[2] in done]
+    inodes = {path.name: path.stat().st_ino for path in whole_parts}
     with engine_of(engine) as chosen, cached(root, engine=chosen, prepare_workers=2) as ours:
         if engine != "local":  # which reads what one shard has in this process
             assert len(noted(root)) == 12 - 4 * len(done)

@@ -343,7 +343,9 @@ def test_sizes_that_differ_are_named_by_worker_processes() -> None:
     samples = [(torch.zeros(3, 4, 4 + i), i) for i in range(2)]
     with CachedDataset(samples) as dataset:
         loader = DataLoader(dataset, batch_size=2, num_workers=1, workers="process")
-        with pytest.raises(RuntimeError, match=r"equal size, but got \[3, 4, 4\]"):
+        with pytest.raises(
+            RuntimeError, match=r"equal size, but sample 0 of the batch is \(3, 4, 4\)"
+        ):
             next(iter(loader))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from torch.utils.data import Dataset, IterableDataset, RandomSampler, Subset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, RandomSampler, Subset
 
 from fastdata.datasets.dataset import PreparedDataset
 from fastdata.datasets.samples import DatasetSamples
@@ -17,8 +17,8 @@ from fastdata.report import warn_user
 _WARNED: weakref.WeakSet[DatasetSamples] = weakref.WeakSet()
 """Datasets whose obstacle to whole batches was warned of."""
 
-_HINTED: set[type] = {list, tuple, TensorDataset}
-"""Classes of datasets that ``CachedDataset`` was suggested for, or that are in memory."""
+_HINTED: set[type] = set()
+"""Classes of datasets that ``CachedDataset`` was suggested for."""
 
 
 def warn_of_ranks(sampler: Any) -> None:
@@ -52,7 +52,9 @@ def _hint_at_caching(dataset: Any) -> None:
     while type(inner) is Subset:
         inner = inner.dataset
     kind = type(inner)
-    if kind in _HINTED:
+    # Of other datasets nothing tells that images are decoded: they may hold numbers or texts.
+    has_transform = hasattr(inner, "transform") or hasattr(inner, "transforms")
+    if kind in _HINTED or not has_transform:
         return
     _HINTED.add(kind)
     made = f"CachedDataset({kind.__name__}(...))"

@@ -163,8 +163,9 @@ class Writer:
             shape = samples.shape[1:]
             if samples.dtype != spec.dtype or form != spec.form:
                 raise TypeError(
-                    f"it is of {samples.dtype} {form}, the others are of {spec.dtype} {spec.form}; "
-                    "give all samples one type in prepare="
+                    f"it is {_shown_form(form)} of {samples.dtype}, the others are "
+                    f"{_shown_form(spec.form)} of {spec.dtype}; give all samples one type in "
+                    "prepare="
                 )
             if plan.coder is not None:
                 encoded = plan.coder.encode(data[0, ...])  # an array, if it has no axes, too
@@ -252,3 +253,15 @@ def open_all(opening: Iterable[_Opened]) -> list[_Opened]:
             opened.append(each)
         cleanup.pop_all()
     return opened
+
+
+_SHOWN_FORMS: dict[str, str] = {
+    "hwc": "an array (H, W, C)",
+    "hw": "an array (H, W)",
+    "pil": "a PIL image",
+    "array": "an array",
+}
+
+
+def _shown_form(form: Form) -> str:
+    return _SHOWN_FORMS.get(form, f"a {form}")
