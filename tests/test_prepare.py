@@ -173,7 +173,7 @@ def test_samples_of_another_type_are_bad_samples() -> None:
     samples = dense(40)
     samples[9] = (np.zeros((2, 3), np.float32), 0)
     with pytest.raises(
-        SampleError, match=r"sample 9 .*it is of float32 array, the others are of int16 array"
+        SampleError, match=r"sample 9 .*it is an array of float32, the others are an array of int16"
     ):
         cached(samples)
     samples = ragged(40)
