@@ -158,7 +158,7 @@ def test_bench_needs_torchvision(
     monkeypatch.setitem(sys.modules, "torchvision", None)
     assert main(TINY) == 2
     said = capsys.readouterr().err
-    assert "torchvision, which is not installed: pip install 'fastdata[bench]'" in said
+    assert "torchvision, which is not installed: pip install torchvision" in said
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -407,7 +407,7 @@ def test_ray_is_named_where_it_is_missing(
 ) -> None:
     """With what to install."""
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ImportError, match=r"engine='ray' needs Ray.*pip install 'fastdata\[ray\]'"):
+    with pytest.raises(ImportError, match=r"engine='ray' needs Ray.*pip install ray"):
         cached(image_folder(), engine="ray")
 
 

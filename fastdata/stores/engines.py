@@ -81,7 +81,7 @@ def _ray(writer: ShardWriter) -> Iterator[Callable[[ShardTask], Future[bytes]]]:
         import ray
     except ImportError as missing:
         raise ImportError(
-            "engine='ray' needs Ray, which is not installed: pip install 'fastdata[ray]'"
+            "engine='ray' needs Ray, which is not installed: pip install ray"
         ) from missing
     is_connected = ray.is_initialized()
     if not is_connected:

@@ -66,7 +66,7 @@ def import_torchvision() -> ModuleType:
         return importlib.import_module("torchvision")
     except ImportError as error:
         raise ImportError(
-            "this needs torchvision, which is not installed: pip install 'fastdata[bench]'"
+            "this needs torchvision, which is not installed: pip install torchvision"
         ) from error
     except RuntimeError as error:
         if "torchvision::nms" not in str(error):
