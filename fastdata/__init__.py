@@ -52,7 +52,7 @@ else:
     }
 
     def __getattr__(name: str) -> Any:
-        """Import what most scripts do without when it is asked for (PEP 562)."""
+        """Import a name that few scripts need when it is first used (PEP 562)."""
         if name in _LATER:
             from importlib import import_module
 

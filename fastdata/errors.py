@@ -34,7 +34,8 @@ _Result = TypeVar("_Result")
 _NAMED = re.compile(
     r"^(?:[\w.]+: )?sample (\d+)(?:, (.+?),)? cannot be read", re.DOTALL | re.MULTILINE
 )
-"""Begins a ``SampleError``'s text: index and path. In a traceback the last match counts."""
+"""The beginning of a ``SampleError``'s text: index and path. In a traceback the last match
+counts."""
 
 
 def kind_of(value: object) -> str:
@@ -56,15 +57,15 @@ class FastDataError(Exception):
 
 
 class FastDataWarning(UserWarning):
-    """Training goes on, but slower or with less data than was asked for."""
+    """A warning that training continues, but slower or with less data than requested."""
 
 
 class MemoryBudgetError(FastDataError, MemoryError):
-    """Prepared samples need more memory than there is; raised before anything is allocated."""
+    """Prepared samples need more memory than is free. Raised before anything is allocated."""
 
 
 class ChannelsError(FastDataError, ValueError):
-    """A step is for another number of channels than a sample has."""
+    """A step of the transform does not work for a sample's number of channels."""
 
     def __init__(self, reason: str, index: int = 0) -> None:
         super().__init__(reason, index)
@@ -76,11 +77,11 @@ class ChannelsError(FastDataError, ValueError):
 
 
 class MixedSizesError(FastDataError, RuntimeError):
-    """The samples of a batch differ in shape, so that they cannot be stacked."""
+    """The samples of a batch differ in shape, so they cannot be stacked."""
 
 
 class DeviceError(FastDataError, RuntimeError):
-    """A device was asked for that torch does not see on this machine."""
+    """The requested device is one that torch does not see on this machine."""
 
 
 class SampleError(FastDataError, OSError):
@@ -115,11 +116,11 @@ class SampleError(FastDataError, OSError):
 
 
 class IngestError(FastDataError, RuntimeError):
-    """Preparation stopped, but not because of a sample: a worker process was killed, say."""
+    """Preparation stopped for another reason than a bad sample, such as a killed worker process."""
 
 
 class CacheError(FastDataError, OSError):
-    """A cache on disk cannot be written, or what it holds cannot be used."""
+    """A cache on disk cannot be written, or its contents cannot be used."""
 
 
 class RemoteError(FastDataError, OSError):
@@ -231,9 +232,8 @@ def _status_of(problem: BaseException) -> int | None:
 def _code_of(problem: BaseException) -> int | None:
     """Return the operating system's error number, if an error has one."""
     code = None
-    if (
-        isinstance(problem, OSError) and type(problem).__module__ != "ssl"
-    ):  # ssl has its own numbers
+    # Errors of ssl are OSErrors too, but their numbers are OpenSSL's.
+    if isinstance(problem, OSError) and type(problem).__module__ != "ssl":
         code = problem.errno
         if getattr(problem, "winerror", None) == _WINDOWS_INVALID_NAME:
             return errno.ENOENT
@@ -251,7 +251,7 @@ def _code_of(problem: BaseException) -> int | None:
 
 
 def with_retries(call: Callable[..., _Result], *arguments: Any) -> _Result:
-    """Call a function, and again up to three times if the machine is at fault for its error.
+    """Call a function, and repeat the call up to three times if the machine caused its error.
 
     The last error is raised unchanged.
     """
@@ -273,9 +273,9 @@ def sample_error(
 ) -> FastDataError:
     """Return the error that explains why a sample cannot be read or prepared.
 
-    A SampleError means that the sample is at fault. An IngestError for a limit of this machine and
-    a RemoteError for a disk, mount or network that fails do not: leaving the sample out would be
-    wrong.
+    A SampleError means that the sample is at fault. The others mean that it is not, so that leaving
+    it out would be wrong: an IngestError for a limit of this machine, and a RemoteError for a disk,
+    mount or network that fails.
 
     Args:
         path: the sample's file, which is read again to describe it; None if it has none.
@@ -284,14 +284,14 @@ def sample_error(
         is_read: True if the sample was read, and preparing it raised the error.
     """
     where = f"sample {index}" if path is None else f"sample {index}, {path},"
-    # Pillow shows the stream that it was given, which the user does not know.
+    # Pillow's messages show the stream object that it reads, which means nothing to the user.
     text = re.sub(r" <_io\..*>", "", str(cause), flags=re.DOTALL).rstrip(".")
     said = f"{type(cause).__name__}: {text}"
     fault, code = _diagnose(cause)
     if fault == "limit":
         return IngestError(
-            f"{where} cannot be read now: {said}. The sample is not at fault, but this machine or "
-            f"a limit on it. {_CURES_OF_LIMITS[code or errno.ENOMEM]}."
+            f"{where} cannot be read now: {said}. The sample is not at fault: this machine has "
+            f"reached a limit. {_CURES_OF_LIMITS[code or errno.ENOMEM]}."
         )
     if fault == "machine":
         error = RemoteError(
@@ -323,7 +323,7 @@ def _cure_of(cause: BaseException, fault: Fault, path: str | None, *, is_read: b
     """Return what the user can do about a sample that cannot be read."""
     code = "the dataset"
     if path is not None:
-        code = "what opens or prepares it (loader=, prepare=, the transform's first steps)"
+        code = "the code that opens or prepares it (loader=, prepare=, the transform's first steps)"
     # Only code raises these, whatever the sample contains: on_error='skip' would skip all samples.
     if isinstance(cause, (TypeError, AttributeError, NameError, ImportError)):
         return f"Correct {code}"
@@ -331,13 +331,13 @@ def _cure_of(cause: BaseException, fault: Fault, path: str | None, *, is_read: b
     if is_read and not isinstance(cause, OSError):
         cure = f"Correct {code}"
     elif fault == "missing":
-        cure = "Bring the file back, or correct its path"
+        cure = "Restore the file, or correct its path"
     elif fault == "permission":
-        cure = "Give the user that runs this permission to read the file"
+        cure = "Give the user who runs this process permission to read the file"
     elif type(cause).__name__ == "DecompressionBombError":
         cure = (
-            "The file may well be sound: if you trust it, set PIL.Image.MAX_IMAGE_PIXELS higher, "
-            "or to None, in every process that reads"
+            "The file may be intact: if you trust it, set PIL.Image.MAX_IMAGE_PIXELS higher, "
+            "or to None, in every process that reads images"
         )
     elif path is None:
         cure = f"Correct {code}"
@@ -369,8 +369,8 @@ _PART_BYTES = 1 << 20
 def _describe_file(path: str) -> str:
     """Describe a file by its size and its first and last bytes.
 
-    The file is read to its end: a disk that fails in the middle raises an error of its own here,
-    which decoders in C report as damage.
+    The whole file is read. If the disk fails in the middle of it, this raises the disk's error;
+    decoders in C report the same failure as damage.
     """
     with open(path, "rb", opener=open_file) as stream:
         start = stream.read(64)

@@ -1,7 +1,7 @@
 """Paths of this machine, URLs, and the secrets that URLs may hold.
 
-fastdata shows paths in messages and writes them to caches, so no part of it may take a URL with a
-password, a token or a signature. ``hide_secrets`` alone decides what is one.
+fastdata shows paths in messages and writes them to caches, so it refuses URLs with a password, a
+token or a signature. Only ``hide_secrets`` decides what a secret is.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from urllib.parse import unquote
 AnyPath = str | os.PathLike[str]
 
 _URL = re.compile(r"(?!file:)[A-Za-z][\w+.-]+:[:/]")
-"""The beginning of a URL. One slash is enough, because ``Path`` leaves one of two. A scheme has two
-letters or more, because a drive of Windows has one. Two colons begin a chain of fsspec, such as
-``simplecache::s3://bucket``."""
+"""The beginning of a URL. One slash is enough, because ``Path`` turns two slashes into one. A scheme
+has at least two letters, because a drive of Windows has one. Two colons begin a chain of fsspec,
+such as ``simplecache::s3://bucket``."""
 _CHAIN = re.compile(r"[A-Za-z][\w+.-]*::|.*::(?:[A-Za-z][\w+.-]+:)?/", re.DOTALL)
 
 
@@ -33,8 +33,8 @@ _NAMES_OF_USERS = {
     *("abfs", "abfss", "az", "ftp", "ftps", "hdfs", "hf", "oci", "scp", "sftp", "smb"),
     *("ssh", "wasb", "wasbs", "webhdfs"),
 }
-"""Schemes with the name of a user, container or repository before the @, which is not secret.
-Others have a token there, such as https://TOKEN@host of GitHub and Hugging Face."""
+"""Schemes that have the name of a user, container or repository before the @, which is not secret.
+Other schemes may have a token there, such as https://TOKEN@host for GitHub and Hugging Face."""
 _WITHOUT_SECRETS = {"file", "local", "github"}
 """fsspec's github scheme is github://organisation:repository@branch/path."""
 _CHAIN_LINK = re.compile(r"::(?=(?:[a-z][\w+.-]+:)?/)", re.IGNORECASE)
@@ -43,9 +43,9 @@ _SCHEME = re.compile(r"(?<![\w+.-])([\w+.-]{2,}):/{1,3}")
 _SCHEME_OR_MARK = re.compile(rf"{_SCHEME.pattern}|[?#]")
 _HOST = re.compile(r"[^/?#]*")
 _PASSWORD = re.compile(r"(?:\[[\da-fA-F:.]+\]|(?!\[[\da-fA-F:.]+\]))[^/?#@:]*:(?!\d*(?:[/?#]|$))")
-"""A user and a colon that is not followed by a port. Brackets hold an address of IPv6."""
+"""A user and a colon that is not followed by a port. Brackets enclose an IPv6 address."""
 _SENDS_QUERIES = re.compile(r"(?:https?|(?:web)?davs?(?:\+https?)?)\Z", re.IGNORECASE)
-"""Schemes whose queries are sent to the server, so that one without a = may be a token, too."""
+"""Schemes whose queries are sent to the server, so that even a query without = may be a token."""
 _PUBLIC_QUERY = re.compile(r"versionId=[\w.-]+", re.IGNORECASE)
 """The version of an object, which s3fs reads."""
 _END_OF_NAME = re.compile(r"\.\w{1,8}$")
@@ -141,7 +141,7 @@ def holds_secret(url: str) -> bool:
 
 
 def refuse_secrets(url: str, where: str = "") -> None:
-    """Raise ``ValueError`` for a URL that may hold a secret; ``where`` names the list it is in."""
+    """Raise ``ValueError`` for a URL that may hold a secret; ``where`` names the list with it."""
     if holds_secret(url):
         place = f"{where}: " if where else ""
         hidden = hide_secrets(re.sub(r"\s", "%20", url))
@@ -154,7 +154,7 @@ def refuse_secrets(url: str, where: str = "") -> None:
 
 
 def refuse_chain(url: str, where: str = "") -> None:
-    """Raise ``ValueError`` for a chained URL of fsspec; ``where`` names the list it is in."""
+    """Raise ``ValueError`` for a chained URL of fsspec; ``where`` names the list with it."""
     if _CHAIN.match(url):
         place = f"{where}: " if where else ""
         raise ValueError(
@@ -182,7 +182,7 @@ def local_path(path: AnyPath) -> str:
 
 
 READ_FLAGS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-"""Flags of ``os.open``. Without O_NONBLOCK it would wait for the writer of a pipe."""
+"""Flags for ``os.open``. Without O_NONBLOCK, opening a pipe would wait for its writer."""
 NO_FILE = errno.EINVAL, "not a file, but a folder, a pipe or a device"
 
 
@@ -190,9 +190,9 @@ def open_file(path: AnyPath, flags: int = 0) -> int:
     """Open a file to read it, as ``os.open`` does.
 
     Raises:
-        OSError: it is a folder, a pipe or a device, which may have no end.
+        OSError: the path leads to a folder, or to a pipe or device, which may never end.
     """
-    # After opening: another file may get the name between a look at it and its opening.
+    # Checked after opening: between a check and the opening, the name could go to another file.
     fd = os.open(path, flags | READ_FLAGS)
     if stat.S_ISREG(os.fstat(fd).st_mode):
         return fd
@@ -201,10 +201,10 @@ def open_file(path: AnyPath, flags: int = 0) -> int:
 
 
 def read_whole(paths: Iterable[AnyPath]) -> list[bytes]:
-    """Read files of this machine from start to end."""
+    """Return the whole contents of files of this machine."""
     contents = []
     for path in paths:
-        # open_file refuses pipes and devices, which would be waited for without an end.
+        # open_file refuses pipes and devices: reading one to its end could take forever.
         with io.FileIO(path, opener=open_file) as file:
             contents.append(file.readall())
     return contents
@@ -214,7 +214,7 @@ def refuse_remote(path: AnyPath) -> None:
     """Raise ``ValueError`` for a URL where a folder or a file of this machine is needed."""
     if is_url(path):
         raise ValueError(
-            f"{hide_secrets(os.fsdecode(path))} is a URL, and this needs a folder of this machine. "
+            f"{hide_secrets(os.fsdecode(path))} is a URL, but a folder of this machine is needed. "
             "Copy the files to a local disk, or mount them with mountpoint-s3 or gcsfuse, and give "
             "the path of the folder."
         )

@@ -1,7 +1,7 @@
-"""Figures of matplotlib for notebooks, and bars of times.
+"""Matplotlib figures for notebooks, and bar charts of times.
 
-A figure is made without pyplot, so that no setting of the user's is touched and no window opens. It
-displays by itself in a notebook, and ``savefig`` writes it.
+A figure is made without pyplot, so that the user's settings stay unchanged and no window opens. A
+notebook displays it, and its method ``savefig`` writes it to a file.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _COLOURS = ("#c44e52", "#4c72b0")
 
 
 def new_figure(width: float, height: float) -> Any:
-    """Return an empty figure of this size in inches, which a notebook displays.
+    """Return an empty figure, which a notebook displays; ``width`` and ``height`` are in inches.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -27,7 +27,7 @@ def new_figure(width: float, height: float) -> Any:
         ) from None
 
     class Picture(Figure):
-        """A figure that shows itself in a notebook, also without pyplot."""
+        """A figure that a notebook displays without pyplot."""
 
         def _repr_png_(self) -> bytes:
             stream = io.BytesIO()
@@ -41,9 +41,9 @@ def show_bars(names: Sequence[str], shares: Mapping[str, Sequence[float]], unit:
     """Return a figure of horizontal bars, each made of several parts.
 
     Args:
-        names: of the bars.
-        shares: the length of each part in every bar, by the part's name.
-        unit: of the lengths.
+        names: name of each bar.
+        shares: length of a part in each bar, by the name of the part.
+        unit: unit of the lengths, written below the axis.
     """
     figure = new_figure(7, 1 + 0.3 * len(names))
     axis = figure.subplots()

@@ -35,8 +35,15 @@ class _Bar(tqdm):  # type: ignore[type-arg]  # generic in the stubs only
 def progress_bar(
     total: int, description: str, *, unit: str = "img", enabled: bool = True
 ) -> tqdm[Any]:
-    """Return a progress bar, which shows nothing outside of terminals and notebooks."""
-    options: dict[str, Any] = {}  # in a terminal TQDM_DISABLE decides
+    """Return a progress bar, which shows nothing outside of terminals and notebooks.
+
+    Args:
+        total: number of items.
+        description: text in front of the bar.
+        unit: name of one item.
+        enabled: False shows nothing.
+    """
+    options: dict[str, Any] = {}  # in a terminal the variable TQDM_DISABLE decides
     if not enabled:
         options["disable"] = True
     elif not sys.stderr.isatty():
@@ -47,8 +54,8 @@ def progress_bar(
 
 
 def warn_user(message: str) -> None:
-    """Warn at the line of the user's code that called fastdata."""
-    # `skip_file_prefixes` of warnings.warn does this from Python 3.12 on.
+    """Warn, and name the line of the user's code that called fastdata."""
+    # From Python 3.12 on, `skip_file_prefixes` of warnings.warn would do this.
     frame = inspect.currentframe()
     depth = 1
     while frame and frame.f_globals.get("__name__", "").startswith("fastdata."):
@@ -64,9 +71,9 @@ Line = str | tuple[str, ...]
 def as_text(lines: Iterable[Line]) -> str:
     """Return lines as text, with the columns of tables aligned.
 
-    A row has a name, figures, which are aligned to the right, and words at its end.
+    A row has a name, then figures, which are aligned to the right, and text at its end.
     """
-    # Rows that follow each other are one table.
+    # Consecutive rows are one table.
     texts: list[Any] = []
     for kind, found in groupby(lines, type):
         rows: list[Any] = list(found)
@@ -81,7 +88,7 @@ def as_text(lines: Iterable[Line]) -> str:
 
 
 class Report(ABC):
-    """A value that is shown as lines of text and tables, in a notebook as one table."""
+    """A value that is shown as lines of text and tables; a notebook shows one table."""
 
     __slots__ = ()
 
@@ -106,24 +113,26 @@ class Report(ABC):
 class EpochReport(Report):
     """Speed and memory of the latest epoch of a loader, complete or not.
 
-    If the loop waits for data more than a few percent of the time, the loader limits training, and
-    ``path`` shows how it reads and why. If it hardly waits, a faster loader would not help.
+    If the training loop waits for data more than a few percent of the time, the loader limits
+    training, and ``path`` shows how it reads and why. If the loop hardly waits, a faster loader
+    would not help.
 
     Args:
         path: how batches are read and why, in one line; its wording may change.
         engine: where batches were read: in a ``"thread"``, a ``"process"`` or in the training loop
             (``"inline"``).
         workers: number of threads or processes; 0 for ``"inline"``.
-        batches: batches that the loop received, after a resume since then.
-        samples: samples in these batches, by the length of a batch's first tensor; one for each
-            batch if ``batch_size=None``.
+        batches: number of batches that the loop received, since the resume if there was one.
+        samples: number of samples in these batches, by the length of a batch's first tensor; one
+            for each batch if ``batch_size=None``.
         wait_s: seconds the training loop waited for a batch.
         busy_s: seconds the training loop spent between batches, in the user's code.
-        fresh_batches: batches in new memory, because the user still held every reusable buffer.
-        bytes_held: memory that the loader keeps to reuse it, with that of batches in use.
-        pinning: whether batches are in pinned memory, and why; empty if pinning was not requested.
-        prepared: share of the samples that are prepared; less than 1 until each was read once.
-        epochs: seconds that each of the latest epochs waited and was busy, oldest first.
+        fresh_batches: number of batches in new memory, because the user still held all buffers.
+        bytes_held: bytes that the loader keeps for reuse, including those of batches in use.
+        pinning: line that says if batches are in pinned memory, and why; empty if pinning was not
+            requested.
+        prepared: share of the samples that are prepared; below 1 until each was read once.
+        epochs: (seconds waited, seconds busy) of each of the latest epochs, oldest first.
     """
 
     path: str
@@ -141,16 +150,16 @@ class EpochReport(Report):
 
     @property
     def samples_per_s(self) -> float:
-        """Samples per second of the whole loop: waiting and user code together."""
+        """Samples per second of the whole loop, with waiting and the user's code."""
         return self.samples / (self.wait_s + self.busy_s or math.inf)
 
     @property
     def wait_share(self) -> float:
-        """Share of the loop's time that it waited for data, from 0 to 1."""
+        """Share of the loop's time in which it waited for data, from 0 to 1."""
         return self.wait_s / (self.wait_s + self.busy_s or math.inf)
 
     def plot(self) -> Any:
-        """Return a figure of how long each epoch waited and was busy; it needs matplotlib."""
+        """Return a figure of the seconds that each epoch waited and was busy. Needs matplotlib."""
         from fastdata.pictures import show_bars
 
         names = [f"epoch {number}" for number, _ in enumerate(self.epochs, 1)]
@@ -166,7 +175,7 @@ class EpochReport(Report):
         return figures | {"samples_per_s": self.samples_per_s, "wait_share": self.wait_share}
 
     def _lines(self) -> Iterator[Line]:
-        fresh = f"{self.fresh_batches} batches got new memory, as all was in use"
+        fresh = f"{self.fresh_batches} batches got new memory, because all buffers were in use"
         rate = f"{self.samples:,} samples, {self.samples_per_s:,.0f} samples/s"
         yield self.path
         yield "batches", f"{self.batches:,}", rate

@@ -101,7 +101,7 @@ def test_urls_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) 
     """A remote folder where one of this machine is needed exits with 2 and one line that says what to do."""
     assert main(words) == 2
     said = capsys.readouterr().err
-    assert "is a URL, and this needs a folder of this machine. Copy the files" in said
+    assert "is a URL, but a folder of this machine is needed. Copy the files" in said
     assert said.count("\n") == 1
 
 

@@ -74,7 +74,7 @@ def test_a_transform_of_ones_own_is_tuned(
     [
         (["tune", "nowhere"], "nowhere is not a folder: give the root of class folders"),
         (["build", "nowhere", "caches"], "nowhere is not a folder: give the root of class folders"),
-        (["tune", "s3://b/x"], "is a URL, and this needs a folder of this machine"),
+        (["tune", "s3://b/x"], "is a URL, but a folder of this machine is needed"),
         (["tune", "."], "Couldn't find any class folder in ."),
         (["tune", ".", "--transform", "steps"], "--transform steps is not module:name"),
         (["diagnose", "nowhere.py"], "nowhere.py is not a file: give the script that trains"),

@@ -908,7 +908,7 @@ def test_wrong_options_are_named() -> None:
         match="storage='ram' is not one of 'auto', 'device', 'shared', 'compressed', 'disk', 'none'",
     ):
         cached([(torch.zeros(1), 0)], storage="ram")
-    with pytest.raises(TypeError, match="has no __getitem__ and __len__"):
+    with pytest.raises(TypeError, match="has no __getitem__ or no __len__"):
         cached(iter([1]))
     for kind, wrong, meant in (
         (CachedDataset, "storge", "Did you mean storage="),
@@ -1012,7 +1012,8 @@ def test_items_of_any_form_come_in_whole_batches(form: str, tmp_path: Path) -> N
 def test_items_of_several_forms_are_refused(items: Any) -> None:
     """The first that is not as those before it is named."""
     with pytest.raises(
-        SampleError, match=r"item 1 of list .*others are .*\. Give all items one form"
+        SampleError,
+        match=r"item 1 of list .*but items before it are .*\. All items must have the same form",
     ):
         cached(items)
 

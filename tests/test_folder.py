@@ -297,16 +297,16 @@ def test_a_loader_that_gives_no_image_is_what_to_correct(image_folder: Folder, g
         ).prepare()
     message = str(raised.value)
     assert f"a sample of type {type(given).__name__} cannot be stored" in message
-    assert "Correct what opens or prepares it (loader=" in message
+    assert "Correct the code that opens or prepares it (loader=" in message
     assert "Delete" not in message
 
 
 @pytest.mark.parametrize(
     ("cause", "cure"),
     [
-        (Image.DecompressionBombError, "may well be sound: .* set PIL.Image.MAX_IMAGE_PIXELS"),
-        (PermissionError, "Give the user that runs this permission to read the file"),
-        (FileNotFoundError, "Bring the file back, or correct its path"),
+        (Image.DecompressionBombError, "may be intact: .* set PIL.Image.MAX_IMAGE_PIXELS"),
+        (PermissionError, "Give the user who runs this process permission to read the file"),
+        (FileNotFoundError, "Restore the file, or correct its path"),
     ],
 )
 def test_a_sound_file_is_not_called_damaged(
@@ -804,7 +804,7 @@ def test_what_is_no_manifest_is_named(given: Any) -> None:
     """What came, and what a manifest may be."""
     with pytest.raises(
         TypeError,
-        match=r"the path of a CSV file, a frame, or a list of samples, not (an int|a dict)",
+        match=r"the path of a CSV file, a frame or a list of samples, not (an int|a dict)",
     ):
         ImageManifest(given)
 
@@ -870,7 +870,9 @@ def test_items_of_lists_are_not_assigned(image_folder: Folder) -> None:
                 view[0] = view[1]
             with pytest.raises(TypeError, match=r"item cannot be deleted.*dataset\.samples = "):
                 del view[0]
-            with pytest.raises(AttributeError, match=r"no append\(\).*dataset\.samples = "):
+            with pytest.raises(
+                AttributeError, match=r"append\(\) is not available.*dataset\.samples = "
+            ):
                 view.append(view[0])
             assert not hasattr(view, "anything")
         samples = list(dataset.samples)

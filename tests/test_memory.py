@@ -255,7 +255,7 @@ def test_bytes_are_read_as_users_write_them(value: float | str, count: int) -> N
 def test_amounts_that_could_mean_two_things_are_refused(value: object) -> None:
     """No guess is made about "8G", 1.5 or True; the error shows the value and the forms that work."""
     with pytest.raises(
-        ValueError, match=r"is not understood. Give bytes as an int, .* such as '8GiB'"
+        ValueError, match=r"is not an amount of memory. Give bytes as an int, .* such as '8GiB'"
     ) as caught:
         parse_bytes(value, of=1000)  # type: ignore[arg-type]
     assert repr(value) in str(caught.value)
@@ -305,7 +305,12 @@ BIG = Budget(bytes=16 * GIB, reserve_bytes=GIB, limited_by="system memory")
     [
         (True, 76 << 20, True, "pinned: 76.0 MiB of 16.0 GiB free"),
         (True, 2 * GIB, True, "pinned: 2.0 GiB"),
-        (True, 2 * GIB + 1, False, "not pinned: 2.0 GiB needed, at most 12.5% of 16.0 GiB free"),
+        (
+            True,
+            2 * GIB + 1,
+            False,
+            "not pinned: 2.0 GiB needed, but at most 12.5% of 16.0 GiB free",
+        ),
         (True, None, False, "not known before one is read"),
         (False, 76 << 20, False, "no CUDA or XPU device"),
     ],

@@ -163,7 +163,7 @@ def test_a_ring_that_may_not_be_pinned_whole_is_copied(
         assert (report.in_place_bytes, report.pageable_bytes) == (in_place_bytes, 0)
         assert report.fresh_batches == 0
     assert re.match(
-        r"ring not pinned: \S+ KiB needed, at most 12\.5% .*; copies pinned$", report.pinning
+        r"ring not pinned: \S+ KiB needed, but at most 12\.5% .*; copies pinned$", report.pinning
     )
 
 

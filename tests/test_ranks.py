@@ -559,7 +559,9 @@ def test_where_ranks_cannot_meet_is_said(tmp_path: Path, meeting: Path, kind: st
 
         if kind == "no locks":
             ranks.fcntl.flock = refuse  # of this forked process
-        with pytest.warns(FastDataWarning, match="cannot meet"):
+        with pytest.warns(
+            FastDataWarning, match="cannot share samples .* each prepares and holds its own copy"
+        ):
             dataset = CachedDataset(Numbered(40, tmp_path / f"log{rank}"))
         with dataset:
             return made(dataset)

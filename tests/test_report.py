@@ -57,7 +57,7 @@ def test_a_report_reads_well() -> None:
         "batches                     6  2,300 samples, 1,150 samples/s",
         "waited for data        0.50 s  25 %",
         "in the training loop   1.50 s",
-        "held for batches      1.5 MiB  3 batches got new memory, as all was in use",
+        "held for batches      1.5 MiB  3 batches got new memory, because all buffers were in use",
     ]
     assert repr(report) == str(report)
     html = report._repr_html_()

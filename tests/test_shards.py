@@ -391,7 +391,7 @@ def test_a_dataset_pickles_without_its_executor(image_folder: Folder) -> None:
             {"shard_bytes": "1 GiB", "cache_dir": None},
             "writes a cache; name its folder with cache_dir=",
         ),
-        ({"shard_bytes": "many"}, "'many' is not understood"),
+        ({"shard_bytes": "many"}, "'many' is not an amount of memory"),
     ],
 )
 def test_what_makes_no_sense_is_refused(
@@ -448,7 +448,7 @@ def test_the_command_writes_shards(
     )
     assert len(shards_of(root.parent / "cache")) == 3
     assert main(["build", str(root), str(root.parent / "cache"), "--shard-size", "none"]) == 2
-    assert "memory of 'none' is not understood" in capsys.readouterr().err
+    assert "'none' is not an amount of memory" in capsys.readouterr().err
 
 
 REMOTE = """

@@ -193,7 +193,7 @@ def test_a_handle_of_a_recycled_process_number_is_refused() -> None:
     """A descriptor that now leads to another file is not taken for the block."""
     with closing(Block.create(4)) as block:
         function, (path, pid, fd, inode, *rest) = block.__reduce__()
-        with pytest.raises(StoreGoneError, match="number was given to another"):
+        with pytest.raises(StoreGoneError, match="number now belongs to another process"):
             function(path, pid, fd, inode + 1, *rest)
 
 

@@ -260,7 +260,8 @@ def test_manifest_from_a_frame_is_that_of_its_csv(tmp_path: Path) -> None:
     for missing in (None, float("nan"), pandas.NA, pandas.NaT, " "):
         frame["kind"] = pandas.Series(["dog", missing], index=frame.index, dtype=object)
         with pytest.raises(
-            ValueError, match="the DataFrame, row 1, column 'kind': the value is missing"
+            ValueError,
+            match=r"the DataFrame, row 1, column 'kind': the value is missing\. Write it, or remove the row",
         ):
             read_manifest(frame, label="kind")
     with pytest.raises(
@@ -335,7 +336,7 @@ def test_manifest_understands_bom_quotes_crlf_and_blank_lines(tmp_path: Path) ->
     [
         (
             "file,kind\na,1\n",
-            r"has no column 'label'; its columns are: 'file', 'kind'. Choose with file= and label=.",
+            r"has no column 'label'; its columns are: 'file', 'kind'. Name the columns with file= and label=.",
         ),
         ("file,label,label\na,1,2\n", "has several columns 'label'"),
         ("", "its columns are: none, the file is empty"),
@@ -381,7 +382,7 @@ def test_manifest_errors_say_where_and_what(
             {"id": "id"},
             r"has no column 'id'; its columns are: 'file', 'label'",
         ),
-        ("file\na\n", {}, r"has no column 'label'; .* or label=None if there are no labels"),
+        ("file\na\n", {}, r"has no column 'label'; .* use label=None if it has no labels"),
         (
             "file,label\na,1.5\nb,nan\n",
             {},
@@ -598,12 +599,12 @@ def test_samples_of_subsets_are_named_by_their_files() -> None:
 def test_what_has_no_index_or_no_image_is_refused() -> None:
     """An iterable dataset and items that are no images are named, with what to do."""
     with pytest.raises(
-        TypeError, match=r"generator has no __getitem__ and __len__.* Give a map-style dataset"
+        TypeError, match=r"generator has no __getitem__ or no __len__.* Give a map-style dataset"
     ):
         CachedDataset(item for item in ())
     with pytest.raises(
         SampleError,
-        match=r"item 0 of list is an int, not a \(sample, target\) pair, a tuple, a dict",
+        match=r"item 0 of list is an int, but a \(sample, target\) pair, a tuple, a dict",
     ):
         CachedDataset([1])
 
@@ -612,9 +613,15 @@ def test_dicts_of_no_image_or_several_are_refused() -> None:
     """There is one image, and the keys are those of all items."""
     image = np.zeros((2, 2))
     items: list[tuple[dict[Any, Any], str]] = [
-        ({"label": 3}, "is a dict of label, without an image; one under a name is needed"),
-        ({"left": image, "right": image}, "is a dict of left, right, with the images left, right;"),
-        ({0: image}, "is a dict of 0, with the images 0; one under a name"),
+        (
+            {"label": 3},
+            "is a dict of label, without an image, but one image under a name is needed",
+        ),
+        (
+            {"left": image, "right": image},
+            "is a dict of left, right, with the images left, right, but one image",
+        ),
+        ({0: image}, "is a dict of 0, with the images 0, but one image under a name is needed"),
     ]
     for item, found in items:
         with pytest.raises(SampleError, match=f"item 0 of list {found}"):
@@ -638,7 +645,7 @@ def test_items_of_another_form_are_refused() -> None:
         for index, found in ((1, "a dict of image, label"), (2, "a tuple of length 2")):
             with pytest.raises(
                 TypeError,
-                match=f"item {index} of list is {found}, others are a dict of image",
+                match=f"item {index} of list is {found}, but items before it are a dict of image",
             ):
                 dataset[index]
 
@@ -647,6 +654,6 @@ def test_a_path_is_no_dataset(tmp_path: Path) -> None:
     """A path has an index and a length too: it is named, with what to give instead."""
     for path in (str(tmp_path), tmp_path):
         with pytest.raises(
-            TypeError, match=r"is a path, not a dataset. Give fastdata.ImageFolder the folder"
+            TypeError, match=r"is a path, but a dataset is needed. Open a folder of class folders"
         ):
             CachedDataset(path)

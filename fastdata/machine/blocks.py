@@ -1,13 +1,13 @@
 """Blocks of memory that processes share, and locks on their bytes.
 
-On Linux a block is a ``memfd``: it has no name, so the kernel frees it with its last user whatever
-happens (kill -9 included), and the size of ``/dev/shm`` does not matter. If that is refused, it is
-a temporary file that has lost its name; without ``/proc`` it is a named one, removed by its creator
-or, if that dies first, by the next process that creates a block.
+On Linux a block is a ``memfd``. It has no name, so the kernel frees it when its last user ends,
+even after ``kill -9``, and the size of ``/dev/shm`` does not matter. If the system refuses a
+``memfd``, the block is a temporary file whose name is removed at once. Without ``/proc`` other
+processes could not open such a file, so it keeps its name. Its creator removes it or, if the
+creator dies first, the next process that creates a block does.
 
-A forked process inherits a block. Pickling one (spawn, forkserver, other ranks of the machine)
-sends a handle of about a hundred bytes; unpickling opens the creator's descriptor and copies
-nothing.
+A forked process inherits a block. A pickled block (spawn, forkserver, other ranks of the machine)
+is a handle of about a hundred bytes; unpickling opens the creator's descriptor and copies nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ if sys.platform != "win32":
 
 _ALIGN_BYTES = 64
 _CHECKED_BYTES = 1 << 20
-"""Smaller reservations are not compared with the free memory: that takes longer than to reserve."""
+"""Smaller reservations are not compared with the free memory, because the comparison takes longer
+than the reservation."""
 _FILE_PREFIX = "fastdata-block-"
 _THREADS = threading.RLock()
 _READ_ONLY = {"access": mmap.ACCESS_READ}
@@ -56,15 +57,15 @@ class Block:
     """A range of memory shared between processes.
 
     Lifecycle: ``create``, write by ``write`` or through ``array()``, ``seal``, read through
-    ``array()``. Once it is sealed, no process can write to the memory. Arrays that were returned
-    before must be gone by then.
+    ``array()``. After ``seal`` no process can write to the memory. Arrays that were returned
+    earlier must be gone by then.
 
-    Arrays keep the memory alive by themselves. ``close`` gives back the descriptor and this
-    object's mapping.
+    An array keeps the memory alive, even after ``close``, which releases the descriptor and this
+    object's reference to the mapping.
 
     Args:
         fd: descriptor of the memory, which the block owns from now on.
-        path: of the file, if it has a name.
+        path: path of the file; None if the memory has no name.
         is_sealed: True if the memory is read-only.
         is_owner: True if the file is removed with the block.
     """
@@ -78,13 +79,17 @@ class Block:
         self.is_sealed = is_sealed
         self._map: mmap.mmap | None = None
         self._close = weakref.finalize(self, _release, fd, path if is_owner else None, os.getpid())
-        # At exit only a file needs to be removed. The user's own exit handlers run later, and may
-        # still read from a memfd, which the kernel frees.
+        # At exit only a file with a name needs to be removed. The kernel frees a memfd, and the
+        # user's exit handlers, which run later, may still read from it.
         self._close.atexit = path is not None
 
     @classmethod
     def create(cls, size_bytes: int, *, portable: bool = False) -> Block:
-        """Reserve memory, which reads as zeros: without a name unless ``portable``."""
+        """Reserve ``size_bytes`` of zeros, in a file with a name if ``portable``.
+
+        Raises:
+            MemoryBudgetError: the machine has less free memory.
+        """
         block = cls(*(_open_temporary() if portable else _open_memory()), is_owner=True)
         try:
             block.resize(size_bytes, at_once=True)
@@ -94,11 +99,14 @@ class Block:
         return block
 
     def resize(self, size_bytes: int, *, at_once: bool = False) -> None:
-        """Reserve ``size_bytes`` in total, or change nothing; arrays keep their range.
+        """Change the size to ``size_bytes``, or change nothing; arrays keep their range.
 
-        With ``at_once`` the kernel sets the memory aside now, so that want of memory is an error
-        here instead of a bus error later. Otherwise it does so as ``write`` needs it, and no writer
-        waits for all of it.
+        With ``at_once`` the kernel sets the memory aside now, so that a lack of memory is an error
+        here instead of a bus error later. Otherwise the kernel sets pages aside as ``write`` fills
+        them, so that no writer waits for all of them.
+
+        Raises:
+            MemoryBudgetError: the machine has less free memory.
         """
         more_bytes = size_bytes - self.reserved_bytes()
         self._check_free(more_bytes)
@@ -114,16 +122,16 @@ class Block:
         self._map = None
 
     def reserved_bytes(self) -> int:
-        """Return the current size: other processes may have changed it."""
+        """Return the current size in bytes, which other processes may have changed."""
         return os.fstat(self.fd).st_size
 
-    # The next two are of memory; ``DiskFile`` has others, of a disk.
+    # The next two methods are about memory. ``DiskFile`` overrides them with those about a disk.
 
     def _check_free(self, size_bytes: int) -> None:
-        """Refuse to reserve more than the machine has.
+        """Raise a MemoryBudgetError if the machine has less than ``size_bytes`` of free memory.
 
-        A memfd has no limit of its own: asked for more than there is, the kernel would fill the
-        machine and then kill.
+        A memfd has no limit of its own. Without this check the kernel would first fill the memory
+        of the machine, and then kill processes.
         """
         if size_bytes < _CHECKED_BYTES:
             return
@@ -133,7 +141,7 @@ class Block:
             raise _refusal(size_bytes, f": {free} is free ({available.limited_by})")
 
     def _explained(self, problem: OSError, size_bytes: int) -> Exception:
-        """Return a MemoryBudgetError if the system lacks room for the bytes, or ``problem``."""
+        """Return a MemoryBudgetError if the system lacks room for the bytes, else ``problem``."""
         if problem.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
             return problem
         return _refusal(size_bytes, f" ({problem.strerror})")
@@ -172,42 +180,45 @@ class Block:
         return np.frombuffer(self._map, dtype, math.prod(shape), offset).reshape(shape)
 
     def seal(self) -> None:
-        """Make the block read-only for everybody; on Linux the kernel enforces it."""
+        """Make the block read-only for all processes; on Linux the kernel enforces it."""
         self._map = None
         self.is_sealed = True
         if self.path is None and sys.platform != "win32":
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
-            # The kernel refuses while any process maps it for writing. Then only our own views are
-            # read-only.
+            # The kernel refuses to seal while any process maps the memory for writing. In that case
+            # only the arrays of this object are read-only.
             with contextlib.suppress(OSError):
                 fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
 
     @contextlib.contextmanager
     def hold(self, *places: int) -> Iterator[None]:
-        """Wait for the locks of these bytes, and hold them; not twice in one thread.
+        """Wait for the locks of these bytes, and hold them.
 
-        One thread of one process holds a byte at a time. The bytes are only names: none is written.
-        The kernel drops the lock of a process that dies. If it has no such locks (macOS, gVisor),
-        the whole block is locked; on Windows only the threads of this process lock each other out.
+        One thread of one process holds a byte at a time. A thread that already holds one of the
+        bytes would wait forever. The bytes are only names of locks: none is read or written. The
+        kernel releases the locks of a process that dies. Without such locks (macOS, gVisor) the
+        whole block is locked. On Windows only the threads of this process exclude each other.
         """
         if sys.platform == "win32":
             with _THREADS:
                 yield
             return
-        # A lock belongs to an open file description. A new one is opened for each ``hold``, which
-        # therefore excludes other threads and forked processes too, and is not dropped when a copy
-        # of the block is closed. (POSIX locks belong to the process and would do neither.)
+        # These locks belong to an open file description. Each ``hold`` opens a new one, so that it
+        # excludes other threads and forked processes too, and closing a copy of the block does not
+        # release it. (POSIX locks belong to the process: they would not exclude threads, and any
+        # close of the file would release them.)
         fd = os.open(self.path or f"/proc/self/fd/{self.fd}", os.O_RDWR | OPEN_FLAGS)
         try:
             try:
-                # All processes lock in one order: two could otherwise wait for each other.
+                # All processes lock in the same order. Otherwise two could wait for each other.
                 for place in sorted(places):
                     _change_lock(fd, fcntl.F_WRLCK, place, 1)
             except (AttributeError, OSError):
                 fcntl.flock(fd, fcntl.LOCK_EX)
             yield
         finally:
-            # Closing is not enough: a process that was forked meanwhile shares the description.
+            # Closing alone would not unlock: a process that was forked in the meantime shares the
+            # description, and with it the lock.
             fcntl.flock(fd, fcntl.LOCK_UN)
             with contextlib.suppress(AttributeError, OSError):
                 _change_lock(fd, fcntl.F_UNLCK, 0, 0)
@@ -233,8 +244,11 @@ class Block:
     ) -> Block:
         """Open another process's block: ``/proc/PID/fd/FD``, or ``path`` if it has a name.
 
-        A process number may have been given to another process since. So a descriptor is refused
-        if it leads to another inode, or to fewer bytes.
+        By now the process number may belong to another process. So a descriptor is refused if it
+        leads to another inode, or to fewer bytes.
+
+        Raises:
+            StoreGoneError: the block cannot be opened.
         """
         flags = (os.O_RDONLY if is_sealed else os.O_RDWR) | OPEN_FLAGS
         try:
@@ -255,7 +269,7 @@ def _why_gone(pid: int, error: OSError | None = None) -> str:
     elif error is None or isinstance(error, FileNotFoundError):
         why = (
             f"process {pid} has closed the dataset, or the process that held the prepared samples "
-            "has ended and its number was given to another"
+            "has ended and its number now belongs to another process"
         )
     else:
         why = (
@@ -264,15 +278,15 @@ def _why_gone(pid: int, error: OSError | None = None) -> str:
         )
     return (
         f"{why}. A pickled dataset is a handle: it opens only on the same machine, and only while "
-        "the dataset that it was made from is open. Keep that open, or keep the samples on disk by "
-        "cache_dir=."
+        "the dataset that it was made from is open. Keep that dataset open, or keep the samples on "
+        "disk with cache_dir=."
     )
 
 
 def _open_memory() -> tuple[int, Path | None]:
-    """Open a memfd, or a file that loses its name at once.
+    """Open a memfd, or a temporary file without a name.
 
-    Without ``/proc`` other processes could open neither: then the file keeps its name.
+    Without ``/proc`` other processes could open neither, so the file has a name.
     """
     if not os.path.exists("/proc/self/fd"):
         return _open_temporary()
@@ -303,8 +317,8 @@ def _refusal(size_bytes: int, why: str) -> MemoryBudgetError:
 
 
 def _release(fd: int, path: Path | None, creator_pid: int) -> None:
-    # A forked process inherits the finaliser. It closes its descriptor, but the file is its
-    # parent's to remove.
+    # A forked process inherits the finaliser. It closes its own descriptor, but only the creator
+    # may remove the file.
     with contextlib.suppress(OSError):
         os.close(fd)
         if path is not None and os.getpid() == creator_pid:
@@ -312,12 +326,13 @@ def _release(fd: int, path: Path | None, creator_pid: int) -> None:
 
 
 def _change_lock(fd: int, kind: int, start: int, size: int) -> None:
-    """Lock bytes for an open file description once they are free, or unlock them; see fcntl(2)."""
+    """Wait until bytes are free, and lock them for an open file description; or unlock them."""
+    # A `struct flock` of 64-bit Linux: type, whence, start, length, process (0 for such locks).
     fcntl.fcntl(fd, fcntl.F_OFD_SETLKW, struct.pack("hhqqi4x", kind, os.SEEK_SET, start, size, 0))
 
 
 class ArrayBlock(dict[str, np.ndarray]):
-    """Named arrays in one block; pickles as a handle."""
+    """Named arrays in one block. Pickles as a handle, without the arrays."""
 
     def __init__(self, block: Block, layout: list[_Field]) -> None:
         super().__init__()
@@ -329,7 +344,7 @@ class ArrayBlock(dict[str, np.ndarray]):
 
     @classmethod
     def of(cls, arrays: Mapping[str, np.ndarray], *, seal: bool = True) -> ArrayBlock:
-        """Copy arrays to a new block."""
+        """Copy arrays to a new block, which is read-only if ``seal``."""
         layout = []
         end = 0
         for name, array in arrays.items():
@@ -352,13 +367,13 @@ class ArrayBlock(dict[str, np.ndarray]):
 
 
 def is_running(pid: int) -> bool:
-    """Return True if a process of this number exists, of any user."""
+    """Return True if there is a process with this number, of any user."""
     if os.name != "posix":
         import psutil
 
         return psutil.pid_exists(pid)
-    # Nothing is imported: a process that was forked while another thread imported has half of that
-    # module.
+    # Nothing is imported here. If this process was forked while another thread imported a module,
+    # it has only half of that module.
     try:
         os.kill(pid, 0)
     except OSError as error:

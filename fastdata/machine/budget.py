@@ -41,7 +41,14 @@ class Budget(NamedTuple):
 def budget_bytes(
     available: Available, memory_limit: int | float | str | None = None, *, ranks: int = 1
 ) -> Budget:
-    """Return what samples may take. The user's ``memory_limit`` can only lower it."""
+    """Return the memory that prepared samples may take.
+
+    Args:
+        available: memory that can be allocated now.
+        memory_limit: the user's limit, which can only lower the budget: bytes, a share of what is
+            available, or text with a unit. It is for one rank.
+        ranks: number of ranks on this machine that share the memory.
+    """
     # Batches, workers and the page cache need memory, too.
     reserve = min(int(available.bytes * RESERVE_SHARE), RESERVE_CEILING_BYTES)
     free = max(0, available.bytes - reserve) // ranks
@@ -59,12 +66,12 @@ class CodecTrial(NamedTuple):
     """The measured size and speed of a codec on some of the user's samples."""
 
     codec: str  # its name, or one name for each part of a sample, joined by "+"
-    part_bytes: tuple[int, ...] = ()  # of each part of all samples, encoded; an estimate
+    part_bytes: tuple[int, ...] = ()  # estimate of each part's encoded bytes, over all samples
     ratio: float = 0.0  # raw bytes over encoded bytes
     decode_per_s: float = 0.0  # samples that one core decodes in a second
     lossless: bool = True
     obstacle: str | None = None  # why the codec cannot be used here; the figures are 0 then
-    coders: tuple[Any, ...] = ()  # of each part
+    coders: tuple[Any, ...] = ()  # codec object of each part
 
     @property
     def need_bytes(self) -> int:
@@ -115,16 +122,20 @@ def choose_storage(
     *,
     only_lossless: bool = True,
 ) -> StoragePlan:
-    """Choose the storage of prepared samples, for all of ``storage=`` but "disk" and "none".
+    """Choose the storage of prepared samples, for each ``storage=`` except "disk" and "none".
 
-    ``"auto"`` stores them raw if they fit, else by the lossless codec that decodes fastest among
-    those that fit, else not at all. A lossy codec is used only if the user names it. ``trials``
-    are needed only if samples are to be compressed or do not fit raw.
+    ``"auto"`` stores raw samples if they fit. If not, it uses the lossless codec that decodes
+    fastest among those that fit, and stores nothing if none fits. A lossy codec is used only if the
+    user names it. ``trials`` are needed only to compress samples, or if they do not fit raw.
 
-    ``"device"`` stores them as ``"shared"`` does; a prefetcher copies them to its device, and
-    compares their size with the memory that is free there. ``"auto"`` never chooses it: to ask a
-    device for its free memory opens it in this process, from which worker processes could then not
-    be forked safely, and the needs of the model are not known yet.
+    ``"device"`` stores samples as ``"shared"`` does. A prefetcher copies them to its device, and
+    compares their size with the memory that is free there. ``"auto"`` never chooses it: reading the
+    free memory of a device initialises the device in this process, and then worker processes can no
+    longer be forked safely. The memory that the model needs is not known yet either.
+
+    Raises:
+        MemoryBudgetError: the samples do not fit in the requested storage.
+        ValueError: ``storage="compressed"``, but no codec can be used.
 
     Example:
         >>> budget = Budget(bytes=20 << 30, reserve_bytes=1 << 30, limited_by="system memory")
@@ -136,7 +147,7 @@ def choose_storage(
     kept: Storage = "device" if storage == "device" else "shared"
     if storage != "compressed" and raw_bytes <= budget.bytes:
         return StoragePlan(kept, f"storage={kept!r}: {need} of {free} free")
-    # Raw samples do not fit, or were not asked for.
+    # Raw samples do not fit, or the user wants compressed ones.
     if storage != kept:
         usable = fitting(trials, only_lossless=only_lossless)
         fast = fitting(usable, budget.bytes)
@@ -161,7 +172,7 @@ def choose_storage(
 def fitting(
     trials: Sequence[CodecTrial], free_bytes: float = math.inf, *, only_lossless: bool = False
 ) -> list[CodecTrial]:
-    """Return the codecs that can be used and fit, the one that decodes fastest first."""
+    """Return the trials of codecs that can be used and fit, the fastest to decode first."""
     found = [
         trial
         for trial in trials
@@ -172,8 +183,8 @@ def fitting(
 
 
 def would_fit(trials: Sequence[CodecTrial], budget: Budget) -> str:
-    """Return what the user can do. Only the bound that applies is named: another would not help."""
-    fits = fitting(trials, budget.bytes)  # lossy codecs, too: the user chooses
+    """Return what the user can do. Only the limit that applies is named, as others would not help."""
+    fits = fitting(trials, budget.bytes)  # with lossy codecs, because the user chooses
     cures = ["cache_dir= to keep them on disk", "a smaller resize=", "storage='none'"]
     if fits:
         best = max(fits, key=lambda trial: trial.lossless)
@@ -188,7 +199,7 @@ def would_fit(trials: Sequence[CodecTrial], budget: Budget) -> str:
 
 
 DEVICE_SHARE = 1 / 2
-"""Part of a device's free memory for samples: the rest is for the model and its activations."""
+"""Share of a device's free memory that samples may take. The rest is for the model."""
 
 
 def check_device_room(need_bytes: int, free_bytes: int, device: str) -> None:
@@ -203,7 +214,7 @@ def check_device_room(need_bytes: int, free_bytes: int, device: str) -> None:
 
 
 PINNING_SHARE = 1 / 8
-"""Part of the free memory that may be pinned: the system cannot swap or drop pinned pages."""
+"""Share of the free memory that may be pinned. The system cannot swap or drop pinned pages."""
 
 
 class PinningPlan(NamedTuple):
@@ -216,22 +227,22 @@ class PinningPlan(NamedTuple):
 def choose_pinning(
     pinned_bytes: int | None, budget: Budget, *, has_accelerator: bool
 ) -> PinningPlan:
-    """Decide whether memory for batches is pinned.
+    """Decide if memory for batches is pinned.
 
     Args:
-        pinned_bytes: of all batches; None if that is not known before one is read.
-        budget: includes what is pinned already.
-        has_accelerator: True if there is a device that copies from pinned memory by itself.
+        pinned_bytes: bytes of all batches together; None if unknown before one is read.
+        budget: free memory of this machine.
+        has_accelerator: True if a device can copy from pinned memory on its own.
     """
     free = format_bytes(budget.bytes)
     if not has_accelerator:
         refusal = "there is no CUDA or XPU device"
     elif pinned_bytes is None:
-        refusal = "how large batches are is not known before one is read"
+        refusal = "the size of a batch is not known before one is read"
     elif pinned_bytes > budget.bytes * PINNING_SHARE:
         refusal = (
-            f"{format_bytes(pinned_bytes)} needed, at most {PINNING_SHARE:.1%} of {free} free "
-            f"({budget.limited_by}) is locked"
+            f"{format_bytes(pinned_bytes)} needed, but at most {PINNING_SHARE:.1%} of {free} free "
+            f"({budget.limited_by}) may be pinned"
         )
     else:
         return PinningPlan(True, f"pinned: {format_bytes(pinned_bytes)} of {free} free")

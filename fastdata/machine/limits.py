@@ -25,10 +25,12 @@ class Available(NamedTuple):
 
 
 def usable_cores(cores: int | None = None) -> int:
-    """Return the least of the CPU affinity and the cgroups' quotas; 1.5 cores count as 2.
+    """Return the number of cores that this process may use.
+
+    It is the least of the CPU affinity and the quotas of its cgroups. 1.5 cores count as 2.
 
     Args:
-        cores: to be used instead of the affinity of this process.
+        cores: number of cores to use instead of the CPU affinity.
     """
     if cores is None:
         has_affinity = hasattr(os, "sched_getaffinity")
@@ -54,15 +56,15 @@ _MEMORY_FILES = (
     "memory.limit_in_bytes",
     "memory.stat",
 )
-"""Files of cgroups of both versions: first the usage, then limits, then the parts of the usage."""
+"""Files of cgroups of both versions: first the usage, then limits, then details of the usage."""
 
 
 def available_bytes() -> Available:
-    """Return the memory that can still be allocated: the least over the system and all cgroups.
+    """Return the memory that can still be allocated: the least of the system's and each cgroup's.
 
-    ``memory.high`` of version 2 counts as a limit: beyond it the kernel slows the process down
-    instead of killing it. Page cache that was not used lately (``inactive_file``) counts as free:
-    the kernel drops it before an allocation fails.
+    ``memory.high`` of cgroup version 2 counts as a limit: beyond it the kernel slows the process
+    down instead of killing it. Page cache that was not used lately (``inactive_file``) counts as
+    free, because the kernel drops it before an allocation fails.
     """
     import psutil  # not at the top: it takes 7 ms
 
@@ -82,9 +84,9 @@ def tree_pss_bytes(pid: int | None = None) -> int:
     """Sum the proportional set size (PSS) of a process, by default this one, and its descendants.
 
     PSS counts a page that n processes share as 1/n in each, so that the sum counts it once. Shared
-    memory (memfd) counts where it is mapped and touched. If the system has no PSS, or denies it,
-    resident memory (RSS) is summed, which counts shared pages once per process. A descendant that
-    ends meanwhile is left out.
+    memory (memfd) counts in the processes that map and touch it. If the system has no PSS, or
+    denies it, resident memory (RSS) is summed, which counts a shared page once per process. A
+    descendant that ends in the meantime is left out.
     """
     import psutil
 
@@ -104,14 +106,14 @@ def _read_cgroups(*names: str) -> list[str]:
     """Return the text of these files for each cgroup that binds this process, innermost first.
 
     The table has lines of ``id:controllers:path``, where no controllers means version 2. In a
-    container the path may be the host's, which is not there. The root of the mount, which comes
-    last, is the container's own group then.
+    container the path may be one of the host, which does not exist there. Then the root of the
+    mount, which comes last, is the container's own group.
     """
     texts = []
     controller = names[0].partition(".")[0]
     for controllers, path in re.findall(r"^\d+:([^:]*):/*(.*)$", _read(CGROUP_TABLE), re.M):
-        # Version 2 is mounted at the root or, beside version 1, as "unified". Version 1 has a mount
-        # for each controller, often named after several ("cpu,cpuacct").
+        # Version 2 is mounted at the root or, if version 1 is in use too, as "unified". Version 1
+        # has a mount for each controller, often named after several ("cpu,cpuacct").
         mounts = ["", "unified"]
         if controllers:
             mounts = [controllers, controller] if controller in controllers.split(",") else []
@@ -123,7 +125,7 @@ def _read_cgroups(*names: str) -> list[str]:
 
 
 def _read(*paths: Path) -> str:
-    """Return the text of those files that can be read, each from a new line on."""
+    """Return the text of those files that can be read, each starting on a new line."""
     text = ""
     for path in paths:
         with contextlib.suppress(OSError):

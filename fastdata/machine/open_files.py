@@ -1,9 +1,9 @@
 """Open files of a process, and their positions in processes that are forked from it.
 
-A file that is open has one position, which the kernel advances with each read. A forked process
-gets the same open file, so that the position is shared: if two processes seek and read at the same
-time, each reads where the other one has put the position. ``take_own_positions`` opens the files of
-a forked process again, so that each has a position of its own.
+An open file has one position, which the kernel advances with each read. A forked process gets the
+same open file, so that both processes share the position: if they seek and read at the same time,
+one reads where the other has moved the position. ``take_own_positions`` opens the files of a forked
+process again, so that each process has its own position.
 """
 
 from __future__ import annotations
@@ -19,23 +19,27 @@ if sys.platform != "win32":
 
 _DESCRIPTORS = "/proc/self/fd"
 _OWN_MEMORY = "/memfd:fastdata"
-"""Blocks of shared memory, which are read and written at given offsets."""
+"""Name of fastdata's own blocks of shared memory. They are accessed at offsets, without a
+position."""
 
 
 def take_own_positions() -> None:
     """Open each file that is open for reading again, at the same descriptor and position.
 
-    For a forked process, before it reads anything. Objects of Python and of C libraries go on
-    reading as if nothing had happened, each from its own position. Files that are only written,
-    such as logs, and standard input and output keep the position that processes share.
+    Call this in a forked process before it reads anything. File objects of Python and of C
+    libraries then continue to read, each from its own position. Files that are only written, such
+    as logs, and standard input and output keep the shared position.
 
     Raises:
         OSError: a file cannot be opened again.
     """
     for fd, access in _files_with_a_position().items():
         position = os.lseek(fd, 0, os.SEEK_CUR)
+        # `dup` would share the position. Opening the link in /proc does not, and it works for a
+        # file that has been renamed or deleted.
         again = os.open(_link(fd), access)
         try:
+            # The number stays the same, because file objects hold only that.
             os.lseek(again, position, os.SEEK_SET)
             os.dup2(again, fd, inheritable=os.get_inheritable(fd))
         finally:
@@ -43,14 +47,14 @@ def take_own_positions() -> None:
 
 
 def obstacle_to_forks() -> str:
-    """Return which open file a forked process could not use; empty if there is none.
+    """Return a message about an open file that a forked process could not use, or "".
 
-    A file cannot be opened again if another user opened it, or if its permissions were changed
-    afterwards. LMDB notes its readers in a lock file, by process: an environment with locks must
-    not be used after a fork.
+    A file cannot be opened again if another user opened it, or if its permissions have changed
+    since. LMDB records its readers in a lock file, by process: an environment with locks must not
+    be used after a fork.
 
-    Nothing is opened to find out: closing a file drops the POSIX locks that this process has on it,
-    such as those of a database.
+    The check opens no file: closing it again would release the POSIX locks that this process has on
+    the file, such as those of a database.
     """
     try:
         files = _files_with_a_position()
@@ -79,7 +83,7 @@ def obstacle_to_forks() -> str:
 
 
 def _is_lmdb_lock(path: str, opened: Collection[str]) -> bool:
-    """Return True for the lock file of an LMDB environment, of a folder or of a file ``NAME``."""
+    """Return True for the lock file of an LMDB environment, which is a folder or a single file."""
     is_of_file = path.endswith("-lock") and path.removesuffix("-lock") in opened
     return is_of_file or path.endswith("/lock.mdb")
 
@@ -92,11 +96,11 @@ def _files_with_a_position() -> dict[int, int]:
             streams.append(os.fstat(fd))
     files = {}
     for fd in map(int, os.listdir(_DESCRIPTORS)):
-        with contextlib.suppress(OSError):  # closed since, such as what listed the folder
+        with contextlib.suppress(OSError):  # closed by now, as the descriptor of listdir is
             flags = fcntl.fcntl(fd, fcntl.F_GETFL)
             access = flags & os.O_ACCMODE
             status = os.fstat(fd)
-            # Logs are opened for appending: all processes go on writing at their end.
+            # Logs are opened for appending: every process writes at their end.
             is_read = access != os.O_WRONLY and not flags & (os.O_APPEND | os.O_PATH)
             is_stream = any(os.path.samestat(status, stream) for stream in streams)
             is_memory = os.readlink(_link(fd)).startswith(_OWN_MEMORY)

@@ -1,12 +1,13 @@
-"""Ranks of a distributed run: which one this process is, and how those of a machine share samples.
+"""Ranks of a distributed run: the rank of this process, and sharing of samples on one machine.
 
-``torch.distributed`` tells the rank if a process group is up, else the launcher's environment
-variables do.
+The rank comes from ``torch.distributed`` if a process group exists, else from the launcher's
+environment variables.
 
-Ranks meet at a file in a folder of their user. The first to lock it is the leader: it prepares, on
-all cores of the job, writes handles of its memory into the file, and unlocks it. The others wait
-for the lock, read the handles and attach through /proc/PID/fd. The kernel drops the lock of a
-process that dies, and handles of a dead leader lead nowhere: then the next one leads.
+Ranks meet at a file in a folder of their user. The first to lock the file is the leader. It
+prepares the samples on all cores of the job, writes handles of its memory into the file, and
+unlocks it. The others wait for the lock, read the handles and attach through /proc/PID/fd. If the
+leader dies, the kernel releases its lock and its handles can no longer be opened: then the next
+rank becomes the leader.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ _LAUNCHERS = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     # MPICH, Intel MPI
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
-    # srun; a batch script is in no step
+    # srun; a batch script, which is not a rank, has no variables of a step
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"),
 )
-"""Variables of rank, number of ranks, and number of ranks on this machine."""
+"""Environment variables with the rank, the number of ranks, and that of ranks on this machine."""
 
 _RUN_VARIABLES = (
     "MASTER_ADDR",
@@ -59,22 +60,24 @@ _RUN_VARIABLES = (
     "SLURM_STEP_ID",
     "SLURM_RESTART_COUNT",
 )
-"""Equal on all ranks of a run, and different in another run or attempt."""
+"""Environment variables that are equal on all ranks of a run, and differ between runs and restarts.
+"""
 
 _SELF_LAUNCHED = ("lightning", "pytorch_lightning", "lightning_fabric")
+"""Packages by which a process may start the other ranks as its children."""
 
 
 class Rank(NamedTuple):
-    """The number of this process among all of its run, from 0 on."""
+    """The number of this process among the ``world_size`` processes of its run, from 0 on."""
 
     rank: int
     world_size: int
 
 
 def find_rank(rank: int | None = None, world_size: int | None = None) -> Rank:
-    """Return the rank of this process: as given, from ``torch.distributed`` or the launcher.
+    """Return the rank of this process: the given one, torch.distributed's, or the launcher's.
 
-    Without any of these it is 0 of 1.
+    Without any of these it is rank 0 of 1.
 
     Raises:
         ValueError: the rank is not below the world size.
@@ -109,7 +112,7 @@ def local_ranks() -> int:
 
 
 def find_run() -> str | None:
-    """Return a name that only the ranks of this run share; None if there are no other ranks."""
+    """Return a name that only the ranks of this run share; None if this process meets none."""
     rank = _known_rank()
     # Lightning starts its ranks without the variable RANK.
     is_lightnings = {"LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys()
@@ -121,10 +124,10 @@ def find_run() -> str | None:
 
 
 def future_run() -> str | None:
-    """Return a name for a run of which this process may become rank 0; None if that cannot be.
+    """Return a name for a run in which this process may become rank 0; None if it cannot.
 
-    Lightning makes the datasets first, and then starts the other ranks as its children. They find
-    this name by the number of their parent.
+    Under Lightning a process makes the datasets first, and then starts the other ranks as its
+    children. They find this name by the process number of their parent.
     """
     is_worker = multiprocessing.parent_process() is not None or get_worker_info() is not None
     if is_worker or sys.modules.keys().isdisjoint(_SELF_LAUNCHED):
@@ -139,7 +142,7 @@ def _process_name(pid: int) -> str:
 def cores_of_job() -> set[int]:
     """Return the cores that all ranks of this run may use together.
 
-    A launcher may bind each rank to a few cores. Together they may use those of their parent.
+    A launcher may bind each rank to a few cores. Together the ranks may use those of their parent.
     """
     cores = os.sched_getaffinity(0)
     with contextlib.suppress(OSError):
@@ -148,7 +151,7 @@ def cores_of_job() -> set[int]:
 
 
 class Follower(NamedTuple):
-    """A rank that attaches to what the leader has prepared."""
+    """A rank that attaches to the samples that the leader has prepared."""
 
     value: Any
     leader: str  # such as "rank 0 (process 123)"
@@ -157,8 +160,8 @@ class Follower(NamedTuple):
 class Leader:
     """The rank that prepares for all ranks of a machine. Pickles as None.
 
-    It holds the lock of the file until it publishes. From then on the file has handles of its
-    memory, which others read until ``close``.
+    It holds the lock of the file until it publishes. From then on the file holds handles of its
+    memory, which others may read until ``close``.
     """
 
     def __init__(self, fd: int, path: Path) -> None:
@@ -169,16 +172,17 @@ class Leader:
         """Give a value to all ranks that wait, and to those that come before ``close``.
 
         Args:
-            value: what was prepared.
-            known: objects that each rank has itself, such as the user's dataset. Only their places
-                in this sequence are pickled.
+            value: the prepared samples.
+            known: objects that every rank has, such as the user's dataset. Instead of such an
+                object, only its place in this sequence is pickled.
         """
         places = {id(each): place for place, each in enumerate(known) if each is not None}
         data = io.BytesIO()
         pickler = pickle.Pickler(data, protocol=5)
         pickler.persistent_id = lambda each: places.get(id(each))  # type: ignore[method-assign]
         pickler.dump(value)
-        # All of it is written before the lock is free: the next rank reads what is there.
+        # Everything is written before the lock is released, because the next rank to get the lock
+        # reads the file at once.
         with open(self._fd, "wb", closefd=False) as file:
             file.write(f"{os.getpid()} {find_rank().rank}\n".encode())
             file.write(data.getbuffer())
@@ -194,23 +198,24 @@ class Leader:
 
 def _end_meeting(fd: int, path: Path, pid: int) -> None:
     if os.getpid() == pid:
-        # The name first: a rank that gets the lock next finds the file nameless, and meets again.
+        # The name is removed first: a rank that gets the lock next sees that the file has no name,
+        # and opens another.
         path.unlink(missing_ok=True)
-        # Closing would not unlock: a forked process may share the descriptor.
+        # Closing alone would not unlock: a forked process may share the open file.
         fcntl.flock(fd, fcntl.LOCK_UN)
     os.close(fd)
 
 
 def lead_or_follow(run: str, key: str, known: Sequence[Any]) -> Leader | Follower | None:
-    """Become the leader of the ranks that make the same dataset, or wait for what it prepares.
+    """Become the leader of the ranks that make the same dataset, or wait for the leader's samples.
 
     Args:
         run: name of the run.
-        key: of the dataset.
-        known: as for ``Leader.publish``.
+        key: key of the dataset.
+        known: objects that every rank has, as for ``Leader.publish``.
 
     Returns:
-        None, with a warning, if ranks cannot meet here.
+        None, with a warning, if the ranks of this machine cannot meet.
     """
     try:
         folder = _meeting_folder()
@@ -218,10 +223,10 @@ def lead_or_follow(run: str, key: str, known: Sequence[Any]) -> Leader | Followe
         parent = folder / _meeting_name(_process_name(os.getppid()), key)
         found = _read_handles(parent, known) if parent.exists() else None
         return found or _meet(folder / _meeting_name(run, key), known)
-    except OSError as obstacle:  # no /proc, no locks, or a folder of somebody else's
+    except OSError as obstacle:  # no /proc, no locks, or a folder that others can write to
         warn_user(
-            f"the ranks of this machine cannot meet ({obstacle}), so that each prepares and holds "
-            "samples of its own. cache_dir= holds one copy on disk."
+            f"the ranks of this machine cannot share samples ({obstacle}): each prepares and holds "
+            "its own copy. Use cache_dir= to share one copy on disk."
         )
         return None
 
@@ -237,17 +242,17 @@ def _meet(path: Path, known: Sequence[Any]) -> Leader | Follower:
             found = _read_handles(path, known)
             if found is not None:
                 return found
-            # What is in the file are handles of a leader that has ended.
+            # The file is empty, or holds the handles of a leader that has ended.
             file.truncate(0)
             _sweep(path)
-            # A second descriptor of the same description, which the lock belongs to: closing this
-            # file does not unlock it.
+            # The lock belongs to the open file, which the second descriptor keeps open: leaving
+            # this block does not unlock it.
             return Leader(os.dup(file.fileno()), path)
 
 
 def _read_handles(path: Path, known: Sequence[Any]) -> Follower | None:
-    """Return what a leader has published, unless it did not yet, or has ended."""
-    # Unpickled: the folder belongs to this user, and no other user can write to it.
+    """Return what a leader has published; None if there is nothing yet, or the leader has ended."""
+    # Unpickling is safe: the folder belongs to this user, and no other user can write to it.
     with path.open("rb") as file:
         leader = file.readline().split()
         unpickler = pickle.Unpickler(file)
@@ -261,24 +266,26 @@ def _read_handles(path: Path, known: Sequence[Any]) -> Follower | None:
 
 
 def _meeting_folder() -> Path:
-    """Return the folder for files of ranks, which no other user may read or write.
+    """Return the folder for the files of ranks, which only this user may read or write.
 
     Raises:
-        PermissionError: another user may.
+        PermissionError: another user may read or write it.
     """
     folder = Path(tempfile.gettempdir(), f"fastdata-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise PermissionError(f"{folder} is not this user's alone")
+        raise PermissionError(
+            f"{folder} must be a folder that only this user may read and write: remove it"
+        )
     return folder
 
 
 def _meeting_name(run: str, key: str) -> str:
     """Return the name of a file for the ranks of a run that make the same dataset.
 
-    It also depends on when the machine was started, and on the process namespace: process numbers
-    are valid only there.
+    It also depends on the machine's start and on the process namespace, because process numbers are
+    valid only until the next start and only in that namespace.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()
     text = f"{boot}\n{os.stat('/proc/self/ns/pid').st_ino}\n{run}\n{key}"
@@ -289,6 +296,7 @@ def _sweep(own: Path) -> None:
     """Remove the files of leaders that were killed."""
     for path in own.parent.iterdir():
         with contextlib.suppress(OSError), path.open("rb") as file:
+            # Fails for a file whose leader prepares right now, so that its file stays.
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             pid = file.readline().partition(b" ")[0]
             if path != own and not (pid and is_running(int(pid))):

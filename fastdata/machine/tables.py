@@ -1,7 +1,7 @@
 """Paths, targets and class names of samples, packed in a block that processes share.
 
-Lists of a million Python strings are copied into every worker by touching their reference counts;
-arrays are not.
+Reading a list of a million Python strings changes their reference counts, so that every forked
+worker would get its own copy of the memory pages. Arrays stay shared.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from fastdata.machine.blocks import ArrayBlock
 
 _T = TypeVar("_T")
 _READ_ONLY_LIST = (
-    "this is a read-only view of what the dataset holds. Change a copy and assign that before a "
-    "sample is read: samples = list(dataset.samples); ...; dataset.samples = samples. It is the "
-    "same with targets."
+    "this is a read-only view of what the dataset holds. Change a copy, and assign it before a "
+    "sample is read: samples = list(dataset.samples); ...; dataset.samples = samples. The same "
+    "works for targets."
 )
 
 
 class ListView(Sequence[_T]):
     """A read-only list whose items are made when they are read.
 
-    Slices, sums and copies are real lists. The view itself is not a ``list``: C code reads a list's
-    memory without calling its methods, and would find no items there. So write
+    Slices, sums and copies are real lists. The view itself is not a ``list``, because C code reads
+    the memory of a list without calling its methods, and would find no items. For JSON, use
     ``json.dumps(view, default=list)``.
 
     Args:
         length: number of items.
-        item: returns an item by its index: a method of the object that has the items, so that a
-            view can be pickled with it.
+        item: function from an index to its item. It is a method of the object that holds the items,
+            so that a view can be pickled together with that object.
     """
 
     def __init__(self, length: int, item: Callable[[int], _T]) -> None:
@@ -56,7 +56,7 @@ class ListView(Sequence[_T]):
         return map(self._item, range(self._length))
 
     def chosen(self, indices: Iterable[int]) -> list[_T]:
-        """Return the items of these indices in [0, length), in half the time of indexing."""
+        """Return the items at these indices in [0, length), twice as fast as by indexing."""
         return list(map(self._item, indices))
 
     @property
@@ -70,9 +70,9 @@ class ListView(Sequence[_T]):
         raise TypeError(f"an item cannot be deleted: {_READ_ONLY_LIST}")
 
     def __getattr__(self, name: str) -> Any:
-        # ``append`` and the like: the message says how to change the list.
+        # For ``append`` and the like, the message shows how to change the list.
         if not name.startswith("_") and hasattr(list, name):
-            raise AttributeError(f"there is no {name}(): {_READ_ONLY_LIST}")
+            raise AttributeError(f"{name}() is not available: {_READ_ONLY_LIST}")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __eq__(self, other: object) -> bool:
@@ -95,9 +95,9 @@ class ListView(Sequence[_T]):
 
 @dataclass(slots=True)
 class Packed:
-    """Byte strings end to end: string i is ``blob[ends[i - 1] : ends[i]]``.
+    """Byte strings stored end to end: string i is ``blob[ends[i - 1] : ends[i]]``.
 
-    A million file names are checked and copied without creating a Python string.
+    A million file names are checked and copied without creating Python strings.
     """
 
     blob: np.ndarray
@@ -124,23 +124,23 @@ class Packed:
 
 
 class SampleTable:
-    """Targets, paths and class names of all samples; pickles as a handle.
+    """Targets, paths and class names of all samples. Pickles as a handle.
 
     Targets that are numbers, or arrays, scalars or tensors of one shape and dtype, become one
-    array. Tuples of one length and dicts of the same keys become a column for each place. All
-    others are pickled.
+    array. Tuples of one length and dicts with the same keys become one column per place or key. All
+    other targets are pickled.
 
     Args:
-        targets: of the samples.
-        paths: of the samples, if they are files, without ``prefix``.
-        prefix: with which all paths begin.
-        class_to_idx: class names, with their targets.
-        stat: size and tag of each remote file, (N, 2); -1 if unknown.
+        targets: target of each sample.
+        paths: path of each sample without ``prefix``; None if the samples are not files.
+        prefix: beginning of every path.
+        class_to_idx: target of each class, by the name of the class.
+        stat: size and tag of each remote file, int64 (N, 2); -1 if unknown.
 
     Attributes:
         columns: all of these, as arrays in one block.
-        target_kind: says how ``target`` reads the targets: see ``target_columns``; or ``"tuple"``
-            or ``"dict"``, of which each place has a kind of its own.
+        target_kind: kind of the targets: one of ``target_columns``, or ``"tuple"`` or ``"dict"``,
+            where each place has its own kind.
         has_paths: True if the samples are files.
     """
 
@@ -157,7 +157,7 @@ class SampleTable:
         self._places: dict[Any, str] = {}  # the kind of each place of a tuple or dict
         if self.target_kind == "object":
             found = {name: target_columns(it) for name, it in _places_of(targets).items()}
-            # If all are pickled anyway, one pickle is read in less time than several.
+            # If every place would be pickled, one pickle is read faster than several.
             if {kind for _, kind in found.values()} - {"object"}:
                 self.target_kind = type(targets[0]).__name__
                 self._places = {name: kind for name, (_, kind) in found.items()}
@@ -213,12 +213,13 @@ class SampleTable:
         if kind == "number":
             return self.columns[f"targets{place}"][index].item()
         if kind == "object":
-            # Pickled by this process or its parent, into a block that is sealed since.
+            # Unpickling is safe: this process or its parent wrote the pickle, and the block has
+            # been sealed since.
             packed = Packed(self.columns[f"object{place}"], self.columns[f"object_ends{place}"])
             return pickle.loads(packed[index])
         if kind == "scalar":
             return self.columns[f"targets{place}"][index]
-        # A copy, which may have no dimensions.
+        # A copy, because the block is read-only. It may have no dimensions.
         row = np.array(self.columns[f"targets{place}"][index])
         return torch.from_numpy(row) if kind == "tensor" else row
 
@@ -242,13 +243,13 @@ class SampleTable:
         return found if self.target_kind == "dict" else list(found.values())
 
     def _collated(self, kind: str, index_B: np.ndarray, place: str = "") -> Any:
-        """Return the targets of a batch, or the values at a place of them, stacked."""
+        """Return the targets of a batch, or their values at one place, stacked."""
         if kind == "object":
             return collate_targets([self._value(kind, it, place) for it in index_B.tolist()])
         return torch.from_numpy(self.columns[f"targets{place}"][index_B])
 
     def reduced_to(self, kept: Sequence[int]) -> SampleTable:
-        """Return the table of some of the samples."""
+        """Return a table of the samples with the indices ``kept`` only."""
         return SampleTable(
             list(map(self.target, kept)),
             paths=list(map(self.path, kept)),
@@ -275,7 +276,10 @@ _KINDS = {
 
 
 def _places_of(targets: Any) -> dict[Any, Sequence[Any]]:
-    """Return the values at each place of tuples, or under each key of dicts, if they are alike."""
+    """Return the values at each place of tuples, or under each key of dicts.
+
+    The result is empty if the tuples differ in length, or the dicts in their keys.
+    """
     types = {*map(type, targets)}
     if types == {tuple} and len({*map(len, targets)}) == 1:
         return dict(enumerate(zip(*targets, strict=True)))
@@ -302,10 +306,11 @@ def target_columns(
     types = {*map(type, targets)} or {int}
     only = types.pop() if len(types) == 1 else object
     kind = "scalar" if issubclass(only, np.generic) else _KINDS.get(only, "object")
-    # Refused by NumPy: numbers beyond int64; tensors of bfloat16, with gradients, on a device.
+    # NumPy refuses numbers beyond int64, and tensors of bfloat16, with gradients or on a device.
+    # These are pickled.
     with contextlib.suppress(OverflowError, TypeError, RuntimeError):
         if kind == "number":
-            # Python's ints are int64 on all platforms, also where NumPy's default is smaller.
+            # Python's ints become int64 on every platform, although NumPy's default may be smaller.
             return {"targets": np.array(targets, np.int64 if only is int else None)}, kind
         if kind != "object":
             rows = list(map(np.asarray, targets))

@@ -1,4 +1,4 @@
-"""Amounts of memory in text: read from users' arguments, and written to messages."""
+"""Amounts of memory as text: read from users' arguments, and written to messages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ _UNITS = ("", "K", "M", "G", "T")
 
 
 def parse_bytes(value: int | float | str, *, of: int) -> int:
-    """Return bytes that are given as an int, a share of ``of`` as a float, or text with a unit."""
+    """Return a number of bytes, given as an int, as a float share of ``of``, or as text.
+
+    Raises:
+        ValueError: ``value`` is something else, or a share outside of (0, 1].
+    """
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(I)?)?B\s*", value, re.I | re.A)
         if match is not None:
@@ -20,7 +24,7 @@ def parse_bytes(value: int | float | str, *, of: int) -> int:
     elif type(value) is int and value >= 0:  # no bool
         return value
     raise ValueError(
-        f"memory of {value!r} is not understood. "
+        f"{value!r} is not an amount of memory. "
         "Give bytes as an int, a share of the free memory as a float in (0, 1], or text such as "
         "'8GiB' or '500MB'."
     )

@@ -1,11 +1,11 @@
-"""Jobs that run over tasks in threads or forked processes.
+"""Jobs that run over tasks in threads or in forked processes.
 
-A job runs in threads if it holds no GIL, else in processes that are forked. These share all memory
-of the parent as it was, so that a job needs no pickling, only its tasks and results. Files that are
-open in the parent are opened again, so that each process reads from a position of its own.
-Processes are killed when a run ends, whatever the reason, and end by themselves within a second of
-the parent. If none can be forked, the job runs in threads, or in the calling thread if several
-threads may not run it at once.
+A job that releases the GIL runs in threads, any other in forked processes. A forked process has the
+parent's memory as it was at the fork, so that only tasks and results are pickled, not the job.
+Files that are open in the parent are opened again, so that each process reads from its own
+position. The processes are killed when a run ends for any reason, and end within a second if the
+parent dies. If processes cannot be forked, the job runs in threads, or in the calling thread if it
+is not thread-safe.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ def run_tasks(
     """Yield the result of the job for each task, in order. Close the generator to end the workers.
 
     Args:
-        job: called with one task. What it raises is raised here.
-        tasks: can be pickled; their text is shown in errors.
+        job: function of one task. Its errors are raised here.
+        tasks: arguments of the job, which can be pickled. Their text is shown in errors.
         workers: number of threads or processes; below 2 the job runs in the calling thread.
-        forks: run the job in forked processes if that is possible, because it holds the GIL.
+        forks: True for a job that holds the GIL: it runs in forked processes if possible.
         is_thread_safe: True if several threads may run the job at once. If not, and if it cannot
             run in forked processes, it runs in the calling thread, one task after the other.
-        cores: that workers may use, if this process is bound to fewer.
+        cores: cores that workers may use, if this process is bound to fewer.
 
     Raises:
         IngestError: a worker died.
@@ -131,8 +131,8 @@ def _tell_slower(obstacle: str, *, is_thread_safe: bool) -> None:
 
 
 def _loss(children: Sequence[BaseProcess], tasks: Sequence[Any]) -> IngestError:
-    """Return the error for a worker that died while about these tasks were done."""
-    ended = -signal.SIGTERM  # the pool ends the other workers so
+    """Return the error for a worker that died while it did one of ``tasks``."""
+    ended = -signal.SIGTERM  # the pool ends the other workers with this signal
     code = next((it.exitcode for it in children if it.exitcode not in (0, None, ended)), ended)
     how = f"ended with exit code {code}"
     if code < 0:
@@ -149,21 +149,22 @@ def _loss(children: Sequence[BaseProcess], tasks: Sequence[Any]) -> IngestError:
 def forked(
     job: Job, workers: int = 1, cores: Collection[int] = (), *, threads: int | None = None
 ) -> Iterator[tuple[ProcessPoolExecutor, Sequence[BaseProcess]]]:
-    """Fork processes in which ``attempt_job`` runs the job.
+    """Fork ``workers`` processes in which ``attempt_job`` runs the job; yield their pool and them.
 
-    They, and the processes that they start, are killed in the end. Each has ``threads`` threads for
-    torch's operations.
+    They and the processes that they start are killed when the block ends. Each uses ``threads``
+    threads for torch's operations, or the parent's number if that is None.
     """
     creator = os.getpid()
     context = multiprocessing.get_context("fork")
     pool = ProcessPoolExecutor(workers, context, _begin, (job, creator, cores, threads))
     children: list[BaseProcess] = []
     try:
-        # Ctrl-C is blocked for the fork: Python drops exceptions in the hooks that run around it.
+        # Ctrl-C is blocked during the fork: Python would drop a KeyboardInterrupt that is raised in
+        # one of the hooks that run around a fork.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            # Python warns of forks with threads. A child runs only our loop, and takes no lock that
-            # another thread may hold.
+            # Python warns about forks of a process with threads, because a child may need a lock
+            # that another thread held. These children run only our loop, which takes no such lock.
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)
                 pool.submit(os.getpid)  # forks all of them
@@ -173,7 +174,7 @@ def forked(
         yield pool, children
     finally:
         if os.getpid() == creator:
-            # Killed at once: they hold nothing that needs an orderly end.
+            # They are killed at once, because they hold nothing that needs an orderly end.
             for child in children:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(cast("int", child.pid), signal.SIGKILL)
@@ -187,38 +188,40 @@ _job: Job
 
 
 def _begin(job: Job, parent_pid: int, cores: Collection[int], threads: int | None) -> None:
-    """Prepare a forked process for its job."""
+    """Set up a forked process for its job."""
     global _job
     try:
         take_own_positions()
         _job = job
     except OSError as problem:
+        # An error raised here would only break the pool, without a reason. The first task raises it.
         _job = functools.partial(_refuse, str(problem))
-    os.setpgid(0, 0)  # processes that it starts are killed with its group
+    os.setpgid(0, 0)  # its own group, so that the processes that it starts are killed with it
     _use_cores(cores)
     multiprocessing.current_process().name = "fastdata-ingest"
-    # Ctrl-C reaches the parent, too, which then ends this process.
+    # A terminal sends Ctrl-C to the parent, which then kills this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    # Garbage of the parent must not be finalised here, too: it may close what the parent uses.
+    # Garbage of the parent must not be finalised here: that could close what the parent still uses.
     gc.freeze()
     if threads:
-        # In this process only. OpenMP's threads are not forked: an operation would wait for them.
+        # For this process only. OpenMP's threads are not forked: an operation would wait for them
+        # forever.
         torch.set_num_threads(threads)
     threading.Thread(target=_end_with_parent, args=(parent_pid,), daemon=True).start()
 
 
 def _refuse(problem: str, _: Any) -> None:
     raise IngestError(
-        "a worker process must open the files that are open in this process again, to read each "
-        f"from a position of its own, but that fails: {problem}. Use prepare_workers=1, or a "
-        "dataset that opens its files in __getitem__ and closes them again."
+        "a worker process must reopen the files that this process has open, to read each from its "
+        f"own position, but that fails: {problem}. Use prepare_workers=1, or a dataset that opens "
+        "its files in __getitem__ and closes them again."
     )
 
 
 def _use_cores(cores: Collection[int]) -> None:
     if cores:
-        with contextlib.suppress(OSError):  # not permitted: the cores stay as they were
+        with contextlib.suppress(OSError):  # not permitted: the cores stay the same
             os.sched_setaffinity(0, cores)  # of the calling thread
 
 
@@ -231,8 +234,8 @@ def _end_with_parent(parent_pid: int) -> None:
 def attempt_job(task: Any, seed: int | None = None) -> bytes:
     """Run the job of a forked worker. With a seed, the global generators are seeded first.
 
-    Workers inherit the state of the global generators. Without seeds, all of them would draw the
-    same numbers. torch seeds its workers in the same way.
+    Workers inherit the state of the global generators. Without seeds, all would draw the same
+    numbers. torch seeds its workers in the same way.
     """
     if seed is not None:
         random.seed(seed)
@@ -244,7 +247,7 @@ def attempt_job(task: Any, seed: int | None = None) -> bytes:
 def attempt(job: Job, task: Any) -> bytes:
     """Run a job, and pickle its result, or its error and traceback, for ``settle``.
 
-    An error that cannot be pickled is sent as text, and so is an exit.
+    An error that cannot be pickled is sent as text, and so is a ``SystemExit``.
     """
     try:
         return pickle.dumps((job(task), None, ""), protocol=5)

@@ -1,7 +1,7 @@
 """Image files as a source, on this machine or behind a URL.
 
-Lists of paths and targets may have millions of rows in shared memory: they are read by index, never
-copied as a whole.
+Lists of paths and targets may have millions of rows in shared memory, so they are read by index and
+never copied as a whole.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class FileSource:
     """One file per sample, on this machine or behind a URL.
 
     Args:
-        paths: path or URL of each sample. Read by index only, as ``targets`` and ``stat`` are.
+        paths: path or URL of each sample. Like ``targets`` and ``stat``, it is read by index only.
         targets: target of each sample.
-        loader: opens a file by its path. If it is the user's own, it gets the path of a temporary
-            copy of a remote file. None: samples are the bytes of the files.
+        loader: function that opens a file by its path. For a remote file, a user's own loader gets
+            the path of a temporary copy. If it is None, samples are the bytes of the files.
         place: folder of all or most remote files; None for files of this machine. Expected files
             are fetched together, in the background.
-        stat: size and tag of each remote file, int64 (N, 2); -1 if unknown. A file that comes in
-            another size was changed since it was listed, which is an error.
+        stat: size and tag of each remote file, int64 (N, 2); -1 if unknown. It is an error if a
+            file has another size when it is read, because it was changed after it was listed.
     """
 
     paths: Sequence[str]
@@ -73,7 +73,7 @@ class FileSource:
             return np.frombuffer(data, np.uint8), target
         if self.opening is not None:
             return self.opening.decode(data), target
-        # A loader of the user's own opens paths only.
+        # A user's own loader needs a path.
         with fleeting_folder() as folder:
             copied = folder / f"sample{os.path.splitext(path)[1]}"
             copied.write_bytes(data)
@@ -94,15 +94,15 @@ class FileSource:
 
     def _submit(self, index: int) -> Future[bytes]:
         assert self.place is not None
-        # Most files are below one place; a manifest may list others, too.
+        # Most files are in one folder, but a manifest may list others too.
         place, name = self.place.locate(self.paths[index])
         assert self.stat is not None
         size = int(self.stat[index][0])
         return place.submit(name, size_bytes=None if size < 0 else size)
 
     def columns_of(self, indices: Indices) -> dict[str, Any]:
-        """Return the fields with these samples only, by index, for another process."""
-        # A task of a cluster gets its own samples, and not the list of all of them.
+        """Return the fields, reduced to dicts of these samples by index, for another process."""
+        # A task of a cluster gets the rows of its own samples instead of the whole lists.
         columns = {"paths": self.paths, "targets": self.targets, "stat": self.stat}
         return {
             name: {index: column[index] for index in indices}
@@ -111,11 +111,11 @@ class FileSource:
         }
 
     def listing(self) -> np.ndarray | None:
-        """Return sizes and tags of remote files, int64 (2, N); None for files of this machine."""
+        """Return the sizes and tags of remote files, int64 (2, N); None for local files."""
         if self.place is None:
             return None
         stat: np.ndarray = np.array(self.stat).T
-        # Paths that a dataset of the user's own has added were not seen in any listing.
+        # Paths that a user's own dataset class has added are in no listing.
         unlisted = np.flatnonzero(stat[0] < 0).tolist()
         if unlisted:
             files = map(self.place.locate, chosen(self.paths, unlisted))
@@ -124,7 +124,7 @@ class FileSource:
 
 
 def chosen(column: Sequence[_T], indices: Indices) -> list[_T]:
-    """Return the values of these samples."""
+    """Return the values of a column at these indices."""
     if isinstance(column, ListView):  # takes half the time of single indices
         return column.chosen(indices)
     return [column[index] for index in indices]

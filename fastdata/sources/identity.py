@@ -1,4 +1,4 @@
-"""Text that tells one dataset from another, for the keys of caches."""
+"""Texts that identify datasets, for the keys of caches."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _CHANGES = ["transform", "target_transform", "transforms", "loader"]
 def describe_dataset(dataset: Any, cache_key: str | None = None) -> str:
     """Return the class of a dataset and a hash of everything in it.
 
-    With a ``cache_key`` the hash covers only the lists of its samples, what changes them, and the
-    key.
+    With a ``cache_key`` the hash covers only the key, the lists of its samples, and the attributes
+    that change the samples, such as ``transform``.
     """
     *subsets, inner = unwrapped(dataset)
     kind = name_of(type(inner)) or type(inner).__qualname__
@@ -38,7 +38,7 @@ def is_listed(dataset: Any) -> bool:
 
 
 def unwrapped(dataset: Any) -> Iterator[Any]:
-    """Yield a dataset and, if it is a subset, the dataset that it is a subset of, and so on."""
+    """Yield a dataset and, if it is a subset, the dataset inside it, and so on."""
     yield dataset
     while hasattr(dataset, "indices") and hasattr(dataset, "dataset"):
         dataset = dataset.dataset

@@ -1,7 +1,7 @@
 """Items of any map-style dataset as a source.
 
-Items are pairs, or the first item read decides how all are split; one of another form is an error,
-because its values would be stored in the wrong columns.
+Items are (sample, target) pairs, or the first item that is read decides how all are split. A later
+item of another form is an error, because its values would be stored in the wrong columns.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ class DatasetSource:
     """Items of any map-style dataset; its own transform runs in ``read``.
 
     Args:
-        dataset: has ``__getitem__`` and ``__len__``.
+        dataset: any object with ``__getitem__`` and ``__len__``.
         columns: keys of sample and target, if the items are dicts.
 
-    ``is_format`` is True for tars, which draw nothing at random.
+    Attributes:
+        is_format: True for tars, which never change an item at random.
     """
 
     opening: ClassVar[Opening | None] = None
@@ -44,16 +45,17 @@ class DatasetSource:
         # A str can be read by index and has a length, too.
         if isinstance(dataset, str | bytes | os.PathLike):
             raise TypeError(
-                f"{hide_secrets(repr(dataset))} is a path, not a dataset. Give "
-                "fastdata.ImageFolder the folder of class folders, fastdata.ImageManifest the CSV "
-                "file, CachedDataset.from_cache the cache, or CachedDataset the dataset that reads "
-                "these files, as datasets.load_dataset or litdata.StreamingDataset does."
+                f"{hide_secrets(repr(dataset))} is a path, but a dataset is needed. Open a folder "
+                "of class folders with fastdata.ImageFolder, a CSV file with "
+                "fastdata.ImageManifest, and a cache with CachedDataset.from_cache. For other "
+                "files, give CachedDataset a dataset that reads them, such as "
+                "datasets.load_dataset(...) or litdata.StreamingDataset(...)."
             )
         if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
             raise TypeError(
-                f"{type(dataset).__name__} has no __getitem__ and __len__, so its samples cannot "
-                "be read by index. Give a map-style dataset; an iterable one can be collected "
-                "first: list(dataset)."
+                f"{type(dataset).__name__} has no __getitem__ or no __len__, so its samples cannot "
+                "be read by index. Give a map-style dataset, or collect an iterable one first: "
+                "list(dataset)."
             )
         self.dataset = dataset
         self.columns = columns
@@ -67,7 +69,7 @@ class DatasetSource:
 
     def read(self, index: int) -> Pair:
         item: Any = with_retries(getitem, self.dataset, index)
-        # First, because an image that was left as bytes counts as an image below.
+        # Images that are left as bytes are decoded first, so that they count as images below.
         if isinstance(item, Mapping):
             item = {name: _opened(value) for name, value in item.items()}
         which = f"item {index} of {type(self.dataset).__name__}"
@@ -75,11 +77,14 @@ class DatasetSource:
             return _split_by_columns(item, self.columns, which)
         form = _form_of(item)
         if not self._form:
-            # The keys come first: another thread that finds the form relies on them.
+            # The keys are set before the form: another thread that sees the form needs the keys.
             self.keys = _keys_of(item, form, which)
             self._form = form
         if form != self._form:
-            raise TypeError(f"{which} is {form}, others are {self._form}. Give all items one form.")
+            raise TypeError(
+                f"{which} is {form}, but items before it are {self._form}. "
+                "All items must have the same form."
+            )
         return tuple(item) if self.keys is None else self.keys.split(item)
 
     def expect(self, indices: Indices) -> None:
@@ -87,13 +92,13 @@ class DatasetSource:
             self.dataset.expect(indices)
 
     def path(self, index: int) -> str | None:
-        """Return the sample's file if the dataset lists its files in ``samples``, as torchvision's.
+        """Return the sample's file if the dataset has a list ``samples`` of its files.
 
-        Subsets of subsets are looked through.
+        Datasets of torchvision have one. For a subset, the dataset inside it is used.
         """
         dataset = self.dataset
         while getattr(dataset, "indices", None) is not None and hasattr(dataset, "dataset"):
-            # Indices of a subset are those of the dataset that it is of.
+            # The indices of a subset are positions in the dataset inside it.
             index = int(dataset.indices[index])
             dataset = dataset.dataset
         samples = getattr(dataset, "samples", None)
@@ -109,24 +114,24 @@ def _split_by_columns(item: Any, columns: ItemKeys, which: str) -> Pair:
     """Split an item by ``columns=``.
 
     Raises:
-        TypeError: it is not a dict.
-        ValueError: it lacks a column; names those that it has.
+        TypeError: the item is not a dict.
+        ValueError: the item lacks a column. The message names the columns that it has.
     """
     if not isinstance(item, Mapping):
         raise TypeError(f"{which} is {_form_of(item)}, but columns= needs items that are dicts")
     missing = [name for name in columns.names if name not in item]
     if missing:
         raise ValueError(
-            f"{which} has no {', '.join(map(repr, missing))}, but columns= asks for it. It has "
+            f"{which} has no {', '.join(map(repr, missing))}, but columns= names it. It has "
             f"{', '.join(map(repr, item)) or 'nothing'}."
         )
     return columns.split(item)
 
 
 def _opened(value: Any) -> Any:
-    """Open the image of Hugging Face's ``Image(decode=False)``, turned as its EXIF says.
+    """Open the image of Hugging Face's ``Image(decode=False)``, rotated as its EXIF requires.
 
-    ``datasets`` turns the images that it decodes, too. Other values are returned unchanged.
+    ``datasets`` also rotates the images that it decodes. Other values are returned unchanged.
     """
     if not isinstance(value, Mapping) or value.keys() != {"bytes", "path"}:
         return value
@@ -164,16 +169,16 @@ def _keys_of(item: Any, form: str, which: str) -> ItemKeys | None:
     if form == _ALONE:
         return ItemKeys(("0",), "0", "alone")
     raise TypeError(
-        f"{which} is {form}, not a (sample, target) pair, a tuple, a dict with an image "
-        "or an image. Wrap the dataset in one whose __getitem__ returns one of these."
+        f"{which} is {form}, but a (sample, target) pair, a tuple, a dict with an image or an "
+        "image is needed. Wrap the dataset in one whose __getitem__ returns one of these."
     )
 
 
 def _named_keys(item: Any, form: str, which: str) -> ItemKeys:
-    """Return the keys of a dict or dataclass, one of whose values is the sample.
+    """Return the keys of a dict or dataclass, in which one value is the sample.
 
     Raises:
-        TypeError: it is not clear which one.
+        TypeError: it is not clear which value that is.
     """
     is_dict = isinstance(item, dict)
     values = item if is_dict else {name: getattr(item, name) for name in field_names(item) or ()}
@@ -185,12 +190,12 @@ def _named_keys(item: Any, form: str, which: str) -> ItemKeys:
         return ItemKeys(tuple(values), images[0], "dict" if is_dict else "dataclass", named)
     found = f"with the images {', '.join(map(str, images))}" if images else "without an image"
     raise TypeError(
-        f"{which} is {form}, {found}; one under a name is needed: a PIL image, array or tensor. "
-        "Wrap the dataset in one whose __getitem__ returns ((image, mask), target), or say which "
-        "it is: columns={'sample': 'image', 'target': 'label'}, or the like."
+        f"{which} is {form}, {found}, but one image under a name is needed: a PIL image, array "
+        "or tensor. Wrap the dataset in one whose __getitem__ returns ((image, mask), "
+        "target), or name the image, such as columns={'sample': 'image', 'target': 'label'}."
     )
 
 
 def _class_name(item: object) -> str:
-    """Return module and name of an item's class, by which ``ItemKeys`` finds it again."""
+    """Return the module and name of an item's class, by which ``ItemKeys`` finds the class again."""
     return f"{type(item).__module__}:{type(item).__qualname__}"

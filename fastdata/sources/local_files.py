@@ -1,7 +1,4 @@
-"""Files of this machine, with the methods of fsspec's file systems.
-
-It also makes folders that only this user can write to.
-"""
+"""Files of this machine with the methods of fsspec's file systems, and folders for one user."""
 
 from __future__ import annotations
 
@@ -22,11 +19,12 @@ from fastdata.paths import open_file
 _FLEETING = "fastdata-remote-"
 
 _FLEETING_S = 60.0
+"""Age from which a folder without a lock is taken for one of a process that was killed."""
 
 
 @contextlib.contextmanager
 def fleeting_folder() -> Iterator[Path]:
-    """Make a folder for files on their way to or from a URL; remove what killed processes left."""
+    """Make a folder for files on their way to or from a URL. Remove those of killed processes."""
     from filelock import FileLock  # takes 20 ms, which other uses of this module need not wait
 
     _sweep(tempfile.gettempdir())
@@ -80,11 +78,11 @@ class LocalFiles:
     def pipe_file(path: str, data: bytes) -> None:
         folder = os.path.dirname(path)
         os.makedirs(folder, exist_ok=True)
-        # A reader finds the old file or the new one, also after a crash: the bytes are on the disk
-        # before the name is.
+        # A reader finds either the old file or the new one, even after a crash, because the bytes
+        # are on the disk before the name is.
         fresh = os.path.join(folder, f".{uuid.uuid4().hex}.new")
         try:
-            with open(fresh, "xb") as stream:  # with the user's umask, as any file
+            with open(fresh, "xb") as stream:  # not tempfile, which would ignore the user's umask
                 stream.write(data)
                 stream.flush()
                 os.fsync(stream.fileno())
@@ -97,16 +95,16 @@ class LocalFiles:
 
 
 def made_by_this_user(path: Path) -> bool:
-    """Return True if a file, or a link itself, belongs to this user. Always True on Windows."""
+    """Return True if a file or link belongs to this user. Always True on Windows."""
     return not hasattr(os, "getuid") or path.lstat().st_uid == os.getuid()
 
 
 def private_folder(path: Path) -> Path:
-    """Make a folder that only this user can write to; return it.
+    """Make a folder that only this user can write to, unless it exists; return it.
 
     Raises:
         PermissionError: a link, or a folder that others can write to, has this name.
-        OSError: it cannot be made.
+        OSError: the folder cannot be made.
     """
     path.mkdir(mode=0o700, exist_ok=True)
     found = path.lstat()
@@ -114,8 +112,8 @@ def private_folder(path: Path) -> Path:
     if is_open or not stat.S_ISDIR(found.st_mode) or not made_by_this_user(path):
         raise PermissionError(
             errno.EPERM,
-            "a link, or a folder of another user or that others can write to, is in the place of "
-            "a folder of this user: remove it, or give another local_cache=",
+            "a folder that only this user can write to is needed, but this is a link, belongs to "
+            "another user, or can be written by others: remove it, or give another local_cache=",
             str(path),
         )
     return path

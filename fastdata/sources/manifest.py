@@ -1,7 +1,7 @@
 """Image files and labels that are listed in a CSV file, a frame or a list.
 
-All three become a table of columns first, so that labels are read, and errors name line and column,
-in one way.
+Each of them becomes a table of columns first, so that labels are read in one way and every error
+names the line and the column.
 """
 
 from __future__ import annotations
@@ -30,9 +30,7 @@ if TYPE_CHECKING:
     from fastdata.sources.source import Indices
 
 
-# Manifests: CSV files, frames, lists
-
-# float() also reads "nan", "inf", "1_000" and digits of other scripts, which may be classes.
+# float() also reads "nan", "inf", "1_000" and digits of other scripts, which may be class names.
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d{1,9})?", re.ASCII | re.IGNORECASE)
 
 _WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
@@ -40,11 +38,11 @@ _WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
 _FLAGS = {"False": "0", "True": "1"}
 
 _MISSING = ("None", "nan", "NaT", "<NA>")
-"""Texts of the values by which a frame marks that there is none. A text that reads so is a name."""
+"""Texts of the values that mark a missing value in a frame. A string with such a text is a name."""
 
 
 class Listed(NamedTuple):
-    """Samples that a user lists; ``class_to_idx`` is None if labels are not names."""
+    """Samples that a user has listed. ``class_to_idx`` is None if the labels are not names."""
 
     paths: list[str]
     targets: Any
@@ -52,7 +50,7 @@ class Listed(NamedTuple):
 
 
 class _Table(NamedTuple):
-    """Columns by name. Messages call it ``title``, and a row ``row`` and its number: ``line 3``."""
+    """Columns by name. Messages show ``title``, and ``row`` with a number, such as ``line 3``."""
 
     title: str
     row: str
@@ -69,7 +67,10 @@ class _Table(NamedTuple):
             text = str(_plain(value))
             is_none = text in _MISSING and not isinstance(value, str)
             if is_none or not text.strip():
-                raise ValueError(f"{self.where(index, column)}: the value is missing")
+                raise ValueError(
+                    f"{self.where(index, column)}: the value is missing. Write it, or remove the "
+                    f"{self.row}."
+                )
             texts.append(text)
         return texts
 
@@ -82,7 +83,7 @@ def read_manifest(
     id: str | None = None,
     storage_options: StorageChoice = None,
 ) -> Listed:
-    """Read paths and targets from what ``ImageManifest`` takes; see there."""
+    """Read paths and targets from a manifest; ``ImageManifest`` describes the arguments."""
     labels = [label] if isinstance(label, str) else list(() if label is None else label)
     # id= may name the column of paths, which is read once.
     names = list(dict.fromkeys(name for name in (file, *labels, id) if name is not None))
@@ -95,7 +96,7 @@ def read_manifest(
     else:
         table = _read_list(manifest, names)
     if not table.numbers:
-        raise ValueError(f"{table.title} lists no samples")
+        raise ValueError(f"{table.title} lists no samples, but at least one is needed")
     # Relative paths start from the CSV file's own folder, unless root= names another.
     if root is not None:
         folder = Place(root).url if is_url(root) else local_path(root)
@@ -105,7 +106,7 @@ def read_manifest(
             _check_path(path)
         except ValueError as problem:
             raise ValueError(f"{table.where(index, file)}: {problem}") from None
-    # Without labels and ids, targets are the places in the list.
+    # Without labels and ids, the targets are the positions in the list.
     targets: Any = range(len(paths))
     class_to_idx = None
     if isinstance(label, str):
@@ -120,7 +121,7 @@ def read_manifest(
 
 
 def _absolute_path(path: str, folder: str) -> str:
-    # Most of a million paths are relative, so that the cheapest test comes first.
+    # Most of a million paths are relative, so the cheapest test comes first.
     if ":/" in path and is_url(path):
         return path
     return os.path.join(folder, local_path(path) if path.startswith("file:/") else path)
@@ -128,7 +129,7 @@ def _absolute_path(path: str, folder: str) -> str:
 
 def _check_path(path: str) -> None:
     if "\0" in path:
-        raise ValueError(f"{path!r} has a NUL, as no path can")
+        raise ValueError(f"{path!r} contains a NUL character, which a path cannot have. Remove it.")
     refuse_secrets(path)
     if "::" in path and is_url(path):
         refuse_chain(path)
@@ -140,14 +141,14 @@ def _read_csv(path: AnyPath, names: list[str], storage_options: StorageChoice) -
         title = place.url
         data = place.read("")
     else:
-        title = os.path.abspath(local_path(path))  # its folder is that of relative paths
+        title = os.path.abspath(local_path(path))  # relative paths start from its folder
         data = with_retries(Path(title).read_bytes)
-    # Spreadsheets begin a file in UTF-8 with a byte order mark.
+    # Spreadsheet programs begin a UTF-8 file with a byte order mark.
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as problem:
         raise ValueError(f"{title} is not UTF-8 text ({problem}). Save it as UTF-8.") from problem
-    # Run lengths of masks have hundreds of thousands of characters; csv's own limit is 131,072.
+    # Masks as run lengths may have hundreds of thousands of characters; csv's limit is 131,072.
     with _long_values(len(text)):
         numbered = list(_read_rows(title, text))
     numbers, rows = zip(*numbered, strict=True) if numbered else ((0,), ([],))
@@ -168,7 +169,7 @@ def _read_csv(path: AnyPath, names: list[str], storage_options: StorageChoice) -
 
 
 def _read_rows(title: str, text: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield each row that is not empty, with the line that it begins in."""
+    """Yield the number of its first line and the values of each row that is not empty."""
     rows = csv.reader(io.StringIO(text, newline=""), strict=True)
     line = 1
     try:
@@ -178,8 +179,8 @@ def _read_rows(title: str, text: str) -> Iterator[tuple[int, list[str]]]:
             line = rows.line_num + 1
     except csv.Error as problem:
         raise ValueError(
-            f"{title}, line {line}: the row that begins here is not CSV ({problem}). Close "
-            "the quote that opens a value, and write a quote inside of such a value twice: "
+            f"{title}, line {line}: the row that begins here is not valid CSV ({problem}). Close "
+            "each quote that opens a value, and double each quote inside of such a value: "
             '"a ""b"".jpg".'
         ) from problem
 
@@ -189,8 +190,12 @@ _LIMIT_LOCK = threading.Lock()
 
 @contextlib.contextmanager
 def _long_values(most_characters: int) -> Iterator[None]:
-    """Let the csv module read values of this length in this block; its limit is the process's."""
-    # Two manifests that are read at once would else restore each other's limit too early.
+    """Let the csv module read values of this length inside the block.
+
+    The csv module has one limit for the whole process.
+    """
+    # Without the lock, two manifests that are read at once would restore each other's limit too
+    # early.
     with _LIMIT_LOCK:
         limit = csv.field_size_limit()
         csv.field_size_limit(max(limit, most_characters))
@@ -206,8 +211,8 @@ def _check_columns(title: str, there: list[str], names: list[str]) -> None:
             listed = ", ".join(map(repr, there)) or "none, the file is empty"
             problem = "several columns" if name in there else "no column"
             raise ValueError(
-                f"{title} has {problem} {name!r}; its columns are: {listed}. Choose with file= and "
-                "label=, or label=None if there are no labels."
+                f"{title} has {problem} {name!r}; its columns are: {listed}. Name the columns with "
+                "file= and label=, and use label=None if it has no labels."
             )
 
 
@@ -222,7 +227,7 @@ def _read_frame(frame: Any, names: list[str]) -> _Table:
 def _read_list(samples: Iterable[Any], names: list[str]) -> _Table:
     if isinstance(samples, Mapping) or not isinstance(samples, Iterable):
         raise TypeError(
-            "a manifest is the path of a CSV file, a frame, or a list of samples, not "
+            "a manifest must be the path of a CSV file, a frame or a list of samples, not "
             f"{kind_of(samples)}"
         )
     rows = [(row,) if isinstance(row, str | os.PathLike) else row for row in samples]
@@ -239,7 +244,7 @@ def _read_list(samples: Iterable[Any], names: list[str]) -> _Table:
 
 def _read_labels(table: _Table, label: str) -> tuple[Any, dict[str, int] | None]:
     """Return targets, and the numbers of classes if labels are names."""
-    # The kind of a column follows from all its values, so that a batch has one dtype.
+    # The kind of a column depends on all its values, so that every batch has the same dtype.
     if any(map(_is_vector, table.columns[label])):
         return _stack_vectors(table, label), None
     texts = table.texts(label)
@@ -277,7 +282,7 @@ def _plain(value: Any) -> Any:
 
 
 def _stack_vectors(table: _Table, label: str) -> torch.Tensor:
-    """Stack the vectors of a column, which must have one length."""
+    """Stack the vectors of a column, which must all have the same length."""
     vectors: list[torch.Tensor] = []
     for index, value in enumerate(table.columns[label]):
         try:
@@ -285,8 +290,8 @@ def _stack_vectors(table: _Table, label: str) -> torch.Tensor:
             torch.stack([vectors[0], vectors[-1]])  # raises if their lengths differ
         except (TypeError, ValueError, RuntimeError) as problem:
             raise ValueError(
-                f"{table.where(index, label)}: {value!r} is not a vector of numbers as long as "
-                f"those before it: {problem}"
+                f"{table.where(index, label)}: {value!r} is not a vector of numbers with the "
+                f"length of those before it ({problem}). Give all samples vectors of one length."
             ) from problem
     stacked = torch.stack(vectors)
     return stacked.long() if stacked.dtype == torch.bool else stacked
@@ -300,8 +305,9 @@ def _read_vectors(table: _Table, names: Sequence[str]) -> torch.Tensor:
         index = _find_name(texts)
         if index is not None:
             raise ValueError(
-                f"{table.where(index, name)}: {texts[index]!r} is not a number, but several labels "
-                "are a vector of numbers. Write numbers, or name one column of class names."
+                f"{table.where(index, name)}: {texts[index]!r} is not a number, but several label "
+                "columns become a vector of numbers. Write numbers, or name one column of class "
+                "names."
             )
         columns.append(_parse_numbers(table, name, texts))
     values = torch.from_numpy(np.stack(columns, axis=1))
@@ -309,15 +315,16 @@ def _read_vectors(table: _Table, names: Sequence[str]) -> torch.Tensor:
 
 
 def _parse_numbers(table: _Table, column: str, texts: list[str]) -> np.ndarray:
-    """Return int64 if all are whole, else float64."""
+    """Return the numbers as int64 if all are whole, else as float64."""
     is_whole = all(_WHOLE.fullmatch(text.strip()) for text in texts)
-    # Python refuses to parse thousands of digits, and a float beyond its range would be infinite.
+    # int() refuses to parse thousands of digits, and float() makes too large numbers infinite.
+    # Decimal does neither.
     limit = 1 << 63 if is_whole else sys.float_info.max
     for index, text in enumerate(texts):
         if not -limit <= Decimal(text) < limit:
             raise ValueError(
                 f"{table.where(index, column)}: {text[:50]!r} does not fit into 64 bits. Give "
-                "such a column as id=, or write names, such as 'class_7'."
+                "this column as id=, or write names, such as 'class_7'."
             )
     if is_whole:
         return np.array(list(map(int, texts)), np.int64)

@@ -1,7 +1,7 @@
 """Files behind a URL, with the interface of a folder. The only module that imports fsspec.
 
 Requests run on fsspec's own event loop, many at once. Each is tried twice, and its answer must have
-the length that is needed. A client belongs to the process that made it: a forked one makes its own.
+the expected length. A client belongs to the process that made it; a forked process makes its own.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 
 ATTEMPT_S = 60.0
-"""A request that has not ended by then is made again, once. Clients themselves repeat requests
-that servers refuse for a moment."""
+"""Seconds after which an unanswered request is made again, once. The clients also repeat requests
+that a server refuses for a moment."""
 
 _PAUSE_S = 0.5
 
-_OTHER_SERVER = "Copy the file to a local disk, or give it by a server that does."
+_OTHER_SERVER = "Copy the file to a local disk, or use a server that can."
 
 MISSING = (-1, -1)
 """Size and tag of a file that does not exist. A file that exists always has a tag."""
@@ -55,37 +55,37 @@ _TAGS = (
 """Metadata keys that identify the version of a remote object."""
 
 _S3_DEFAULTS = {"max_pool_connections": 64, "connect_timeout": 5, "read_timeout": 5}
-"""Options of botocore. Its usual 10 connections fetch 200 small objects a second at 50 ms each.
-Timeouts are seconds of silence."""
+"""Options of botocore. Its default of 10 connections fetches only 200 small objects per second if
+each takes 50 ms. Timeouts are seconds without a byte."""
 
 _READ_AHEAD_BYTES = 8 << 20
 """Bytes read at once from a file that is read to its end; they come in two round trips."""
 
 
 _CLIENTS: dict[tuple[int, str, str], AbstractFileSystem] = {}
-"""Clients by process, protocol and options. A forked process leaves those of its parent alone:
-their connections and threads are the parent's."""
+"""Clients by process number, protocol and options. A forked process does not use those of its
+parent, because their connections and threads belong to the parent."""
 
 FileStat = tuple[int, int]
-"""Size of a file, -1 if unknown, and a number that changes with its content."""
+"""Size of a file in bytes, -1 if unknown, and a tag: a number that changes with its content."""
 
 
 class Place:
     """A folder of this machine or behind a URL, with its files by relative names.
 
-    Safe to use from several threads. Pickles without ``storage_options``, which may be secret,
-    unless for a process that is being started. A copy without them takes credentials from the
-    environment.
+    Safe to use from several threads. A pickle has no ``storage_options``, which may be secret,
+    except for a process that is being started. An unpickled place without them takes credentials
+    from the environment.
 
     Attributes:
         listed: size and tag of files that were just listed, by URL.
 
     Raises:
         ValueError: the URL holds a password, a token or a query; see ``refuse_secrets``.
-        ImportError: the file system of the URL is not installed; says which.
-        FileNotFoundError: there is no such file.
-        RemoteError: a file cannot be read or written, tried twice.
-        OSError: an answer is not as long as it must be.
+        ImportError: the file system of the URL is not installed. The message names the package.
+        FileNotFoundError: the file does not exist.
+        RemoteError: a file cannot be read or written, even the second time.
+        OSError: an answer does not have the expected length.
     """
 
     def __init__(self, url: AnyPath, storage_options: StorageChoice = None) -> None:
@@ -104,14 +104,14 @@ class Place:
         self.url = f"{scheme}://{rest}"
 
     def at(self, name: str = "") -> str:
-        """Return the path or URL of a file, or with "" of the place itself."""
+        """Return the path or URL of a file; with "" that of the folder itself."""
         return f"{self.url}/{name}" if name else self.url
 
     def below(self, name: str) -> Place:
         return Place(self.at(name), self._options)
 
     def locate(self, url: str) -> tuple[Place, str]:
-        """Return the folder of a file, which is this one for most files, and the file's name."""
+        """Return the folder of a file, which is ``self`` for most files, and the file's name."""
         name = url.removeprefix(f"{self.url}/")
         if name != url:
             return self, name
@@ -133,31 +133,32 @@ class Place:
     ) -> Future[bytes]:
         """Read a file, or its bytes from ``start`` to ``stop``, in the background.
 
-        Any number of requests may run at once. A file of another size than ``size_bytes`` is an
-        error.
+        Any number of requests may run at once. It is an error if the file has another size than
+        ``size_bytes``.
         """
         wanted_bytes = size_bytes if stop is None else stop - start
-        # One byte more shows that a file has grown. s3fs asks for the size of a whole file unless
-        # it is given an end, and takes twice as much CPU if it is given no start.
+        # One byte more than expected is requested, to notice a file that has grown. Without an end,
+        # s3fs would request the size of the file first. Without a start, it takes twice the CPU.
         end = size_bytes + 1 if size_bytes else stop
 
         def check(data: bytes) -> bytes:
             if stop is not None and len(data) > stop - start:
                 raise RemoteError(
-                    f"{self.at(name)}: {len(data):,} bytes came where {stop - start:,} were asked "
-                    f"for: its server gives no parts of files (it ignores Range). {_OTHER_SERVER}"
+                    f"{self.at(name)}: {stop - start:,} bytes were requested, but {len(data):,} "
+                    "came: its server cannot send parts of files (it ignores Range). "
+                    f"{_OTHER_SERVER}"
                 )
             if wanted_bytes not in (None, len(data)):
                 raise SizeError(
-                    f"{self.at(name)}: {len(data):,} bytes came where {wanted_bytes:,} are needed: "
-                    "it was changed since it was listed, or is cut short"
+                    f"{self.at(name)}: {wanted_bytes:,} bytes were expected, but {len(data):,} "
+                    "came: the file was changed after it was listed, or it is cut off"
                 )
             return data
 
         return self._submit("cat_file", name, start=start, end=end, then=check)
 
     def open(self, name: str) -> IO[bytes]:
-        """Open a stream of a file's bytes that can seek."""
+        """Open a file as a stream of bytes that can seek."""
         if not self.is_remote:
             return open(self.at(name), "rb", opener=open_file)
         client = self._client()
@@ -174,16 +175,17 @@ class Place:
                 return stream
             stream.close()
             failure = RemoteError(
-                f"{url} can only be read from its start to its end: its server does not tell how "
-                "large it is (Content-Length), or gives no parts of files (Accept-Ranges: none). "
+                f"{url} can only be read from its start to its end: its server cannot send the "
+                "file's size (Content-Length) or parts of files (Accept-Ranges: none). "
                 f"{_OTHER_SERVER}"
             )
         raise failure  # without the client's error, which may show credentials
 
     def find(self, below: str = "", **options: Any) -> Future[dict[str, FileStat]]:
-        """Find all files below a folder, by name; none if there is no such folder.
+        """Find the size and tag of all files below a folder, by name.
 
-        Behind a URL, ``maxdepth=`` limits how many levels are listed.
+        If the folder does not exist, the result is empty. Behind a URL, ``maxdepth=`` limits how
+        many levels are listed.
         """
 
         def stat_by_name(files: Mapping[str, Mapping[str, Any]]) -> dict[str, FileStat]:
@@ -196,7 +198,7 @@ class Place:
         """Return the names of the folders in this one, sorted.
 
         Raises:
-            FileNotFoundError: there is no such folder.
+            FileNotFoundError: this folder does not exist.
         """
         if not self.is_remote:
             with os.scandir(self.url) as entries:
@@ -206,7 +208,7 @@ class Place:
         return sorted(self.unescaped(posixpath.basename(path)) for path in paths)
 
     def unescaped(self, name: str) -> str:
-        """Return a name without escapes: over HTTP, files are listed by their escaped URLs."""
+        """Return a name without escapes. Over HTTP, files are listed by their escaped URLs."""
         return unquote(name) if self._is_http else name
 
     def _escaped(self, name: str) -> str:
@@ -223,7 +225,7 @@ class Place:
         self._submit("pipe_file", name, data).result()
 
     def upload(self, name: str, path: Path) -> None:
-        """Copy a file of this machine to a file behind a URL."""
+        """Copy a file of this machine to a file of this folder behind a URL."""
         self._submit("put_file", name, source=(str(path),)).result()
 
     def remove(self, name: str) -> None:
@@ -239,10 +241,10 @@ class Place:
 
         protocol = self.url.partition("://")[0]
         kind = fsspec.get_filesystem_class(protocol)
-        # URLs hold more than a path: host, port and user of SFTP, organisation of GitHub.
+        # A URL holds more than a path, such as host, port and user for SFTP.
         options = {**kind._get_kwargs_from_urls(self.url), **self._options}
-        # fsspec's own cache of clients is not used: it would be shared with the user's clients,
-        # and a forked process would find connections of its parent there.
+        # fsspec's own cache of clients is not used. The user's clients are in it, and in a forked
+        # process it holds connections of the parent.
         key = os.getpid(), protocol, fsspec.utils.tokenize(options)
         if key not in _CLIENTS:
             if kind.__module__.partition(".")[0] == "s3fs":
@@ -258,10 +260,10 @@ class Place:
             return kind(skip_instance_cache=True, **options)
         except ImportError as problem:  # a package that the file system needs is not installed
             failure = problem
-        except Exception as problem:  # noqa: BLE001  # gcsfs calls a token a missing file
+        except Exception as problem:  # noqa: BLE001  # gcsfs: a bad token is a FileNotFoundError
             failure = RemoteError(
-                f"{self.url} cannot be opened: {shown_error(problem, self._options)}. Look at "
-                "storage_options=, and at the credentials in the environment."
+                f"{self.url} cannot be opened: {shown_error(problem, self._options)}. Check "
+                "storage_options= and the credentials in the environment."
             )
         raise failure  # without the client's error, which may show credentials
 
@@ -278,9 +280,10 @@ class Place:
         then: Callable[[Any], Any] = lambda result: result,
         **options: object,
     ) -> Future[Any]:
-        """Call a method of the client with the path of a file, and ``then`` with the result.
+        """Call a method of the client with the path of a file, and ``then`` with its result.
 
-        A local call ends before this returns. A remote one runs on fsspec's event loop.
+        For a local file the call has ended when this returns. A remote request runs on fsspec's
+        event loop.
         """
         client = self._client()
         arguments = (*source, self._path(client, name), *arguments)
@@ -290,12 +293,12 @@ class Place:
             failure: Exception = RemoteError(url)
             for again in ("", " (tried twice)"):
                 if again:
-                    log.info("asked for again after: %s", failure)
+                    log.info("requested again after: %s", failure)
                     await asyncio.sleep(_PAUSE_S)
                 try:
                     if method in ("find", "ls", "info"):
-                        client.invalidate_cache()  # listings of another request may be old
-                    # Clients without coroutines run in a thread, so that the loop never waits.
+                        client.invalidate_cache()  # the client's earlier listings may be outdated
+                    # Clients without coroutines run in a thread, so that the loop never blocks.
                     if client.async_impl:
                         answer = getattr(client, f"_{method}")(*arguments, **options)
                     else:
@@ -306,7 +309,7 @@ class Place:
                     failure = final_error(url, cause, self._options, again)
                     if isinstance(cause, FINAL):
                         break
-            # Raised outside of the except block, so that it has neither cause nor context: the text
+            # Raised outside of the except block, so that it has neither cause nor context. The text
             # and the traceback of a client's error may show credentials.
             raise failure
 
@@ -318,14 +321,14 @@ class Place:
         try:
             future.set_result(then(getattr(client, method)(*arguments, **options)))
         except Exception as problem:  # noqa: BLE001  # raised when the result is read
-            # A traceback would hold this frame, which holds the future: a circle that keeps the
-            # callers' memory until the garbage collector runs.
+            # The traceback would refer to this frame, and the frame to the future. This cycle would
+            # keep the callers' memory until the garbage collector runs.
             future.set_exception(problem.with_traceback(None))
         return future
 
 
 def stat_files(files: Iterable[tuple[Place, str]]) -> list[FileStat]:
-    """Return size and tag of files, all requested at once; ``MISSING`` if one does not exist."""
+    """Return the size and tag of files, all requested at once; ``MISSING`` for a missing file."""
     asked = [place._submit("info", name, then=_stat) for place, name in files]
     found = []
     for future in asked:

@@ -1,4 +1,4 @@
-"""Errors of remote file systems, told without their secrets and with what to do."""
+"""Errors of remote file systems, with the secrets removed and a cure added."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ FINAL = (
 """Errors that a second request would raise again."""
 
 _GONE = (404, 410)
+"""HTTP statuses of a file that does not exist."""
 
 _REFUSED = (401, 403)
-"""Answers of HTTP servers."""
+"""HTTP statuses of a request that needs other credentials."""
 
 _TEXT_BYTES = 4
-"""Shortest secret that is looked for in messages; a shorter one could be part of any word."""
+"""Length of the shortest secret that is removed from messages: less could be part of any word."""
 
 
 class SizeError(OSError):
@@ -36,8 +37,9 @@ class SizeError(OSError):
 
 
 def true_cause(problem: Exception) -> Exception:
-    """Return the cause of a FileNotFoundError, which fsspec's HTTP raises for any answer."""
-    # fsspec raises FileNotFoundError from the error of aiohttp, also for a server that is down.
+    """Return the cause of a FileNotFoundError that does not mean a missing file, else the error."""
+    # Over HTTP, fsspec raises FileNotFoundError from any error of aiohttp, even if the server is
+    # down.
     cause = problem.__cause__
     is_from_http = type(cause).__module__.partition(".")[0] == "aiohttp"
     if isinstance(problem, FileNotFoundError) and is_from_http:
@@ -50,20 +52,17 @@ def true_cause(problem: Exception) -> Exception:
 def final_error(
     url: str, problem: Exception, options: Mapping[str, object], again: str = ""
 ) -> Exception:
-    """Return the error to raise instead of a client's, with the URL and what to do."""
+    """Return the error to raise instead of a client's error, with the URL and what to do."""
     if isinstance(problem, FileNotFoundError):
-        return FileNotFoundError(f"{url} is not there")
+        return FileNotFoundError(f"{url} does not exist")
     if isinstance(problem, ImportError | RemoteError | SizeError):
         return problem
     said = shown_error(problem, options)
-    cure = "Look at the network, and run again"
-    # Clients of clouds raise errors of their own when they find no credentials at all.
+    cure = "Check the network, and run again"
+    # Without any credentials, cloud clients raise their own errors, and all name "credentials".
     is_refused = isinstance(problem, PermissionError) or "redential" in said
     if is_refused or getattr(problem, "status", None) in _REFUSED:
-        cure = (
-            "Give credentials that are valid and allow it, in the environment or as "
-            "storage_options="
-        )
+        cure = "Give valid credentials that allow this, in the environment or as storage_options="
     return RemoteError(f"{url}: {said}{again}. {cure}.")
 
 
@@ -73,7 +72,7 @@ def shown_error(problem: Exception, options: Mapping[str, object]) -> str:
     if isinstance(problem, TimeoutError):
         said = said or "no answer in time"
     for text in pytree.tree_leaves(dict(options)):
-        # An endpoint is not a secret, and the message is worth little without it.
+        # An endpoint is not a secret, and the message needs it.
         is_text = isinstance(text, str) and len(text) >= _TEXT_BYTES
         if is_text and not text.startswith(("http://", "https://")):
             said = said.replace(text, "***").replace(quote(text, safe=""), "***")

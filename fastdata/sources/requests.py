@@ -1,4 +1,4 @@
-"""Samples that were requested ahead of the reader."""
+"""Samples that are requested before they are read."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 _MOST_EXPECTED = 1024
+"""Number of requests that are kept for readers, unless one call expects more."""
 
 
 Submit = Callable[[int], Future[bytes]]
-"""Requests the file of a sample, or the sample's part of a file."""
+"""Function that requests the file of a sample, or the sample's part of a file."""
 
 
 class Requests(dict[tuple[int, int], Future[bytes]]):
-    """Samples that were requested and not read yet, by process and index.
+    """Requests for samples that are not read yet, by process number and index.
 
-    A forked process makes its own requests: the answers to those of its parent never reach it.
+    A forked process makes its own requests, because it never gets the answers to its parent's.
     """
 
     def take(self, index: int, submit: Submit) -> Future[bytes]:
@@ -24,12 +25,12 @@ class Requests(dict[tuple[int, int], Future[bytes]]):
         return self.pop((os.getpid(), index), None) or submit(index)
 
     def expect(self, indices: Sequence[int], submit: Submit) -> None:
-        # Keys hold the process: a fork copies this dict, but not the threads that answer.
+        # The process is part of the key: a fork copies this dict, but not the threads that answer.
         pid = os.getpid()
         for index in indices:
             if (pid, index) not in self:
                 self[pid, index] = submit(index)
-        # Readers that stopped early left requests that nothing will take.
+        # A reader that stopped early leaves requests that are never taken.
         own = [key for key in list(self) if key[0] == pid]
         for key in own[: -max(_MOST_EXPECTED, len(indices))]:
             self.pop(key, Future()).cancel()

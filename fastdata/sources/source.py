@@ -1,4 +1,4 @@
-"""The interface by which samples are read, and how items that are not pairs are split."""
+"""The interface of all sources, and the keys by which items that are not pairs are split."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class ItemKeys:
         return sample, others if len(others) != 1 else others.popitem()[1]
 
     def join(self, sample: Any, target: Any, kind: Callable[[Any], Any] = tuple) -> Any:
-        """Return an item; or a batch of items, whose tuples are lists as in ``default_collate``."""
+        """Return an item, or a batch of items if ``kind`` is list, as in ``default_collate``."""
         if self.kind == "alone":
             return sample
         if self.kind in ("dict", "dataclass"):
-            # A batch of texts is a tuple, which is a list in the batches of default_collate.
+            # A batch of strings is a tuple here, but a list in the batches of default_collate.
             target = kind(target) if type(target) is tuple else target
             # With one other key the target is its value, else a dict of the other values.
             others = dict.fromkeys(self.names, target) if len(self.names) == 2 else target
@@ -66,12 +66,12 @@ class ItemKeys:
         return kind(values) if named is None else named._make(values)
 
     def _as_dataclass(self, item: dict[str, Any]) -> Any:
-        """Return an item of the dataclass; a dict if its class is not known."""
+        """Return an item of the dataclass; a dict if its class is not found."""
         named = self._named_class()
         if named is None:
             return item
-        # Without ``__init__``, which may check or change the values of one sample: these may be
-        # those of a batch.
+        # ``__init__`` is not called: it may check or change the values of a single sample, but
+        # these may be the values of a batch.
         made = object.__new__(named)
         for name, value in item.items():
             object.__setattr__(made, name, value)
@@ -80,7 +80,7 @@ class ItemKeys:
     def _named_class(self) -> Any:
         """Return the class of the items; None if it is not imported or has other fields now."""
         module, _, name = self.named.partition(":")
-        # The text may come from a cache on disk, so that nothing is imported for it.
+        # The name may come from a cache on disk. So nothing is imported: that would run code.
         found: Any = sys.modules.get(module)
         for part in name.split("."):
             found = getattr(found, part, None)
@@ -88,7 +88,7 @@ class ItemKeys:
 
 
 def with_index(item: Any, index: Any, kind: Callable[[Any], Any] = tuple) -> Any:
-    """Return an item with its index behind its values, or a batch with those of its items."""
+    """Return an item with its index after its values, or a batch with the indices of its items."""
     if isinstance(item, dict):
         return {**item, "index": index}
     values = item if isinstance(item, (tuple, list)) else (item,)  # an image alone
@@ -106,7 +106,7 @@ def chosen_keys(columns: Mapping[str, Any]) -> ItemKeys:
     """Return the keys that ``columns=`` names as sample and target.
 
     Raises:
-        ValueError: ``columns`` has other keys than ``sample`` and ``target``, or no names.
+        ValueError: ``columns`` has other keys than ``sample`` and ``target``, or no names as values.
     """
     target: Any = columns.get("target")
     names: list[Any] = [columns.get("sample")]
@@ -117,23 +117,23 @@ def chosen_keys(columns: Mapping[str, Any]) -> ItemKeys:
     are_texts = all(isinstance(name, str) for name in names)
     if len(columns) != 2 or len(names) < 2 or not are_texts:
         raise ValueError(
-            f"columns={columns!r} does not say which are sample and target. Give their names, or a "
-            "list of several for the target: columns={'sample': 'image', 'target': 'label'}."
+            f"columns={columns!r} does not name sample and target. Give a name for each, or a list "
+            "of names for the target: columns={'sample': 'image', 'target': 'label'}."
         )
     return ItemKeys(tuple(names), names[0])
 
 
 class Source(Protocol):
-    """Samples by index in [0, len), each read again whenever it is needed.
+    """Samples by index in [0, len). Each is read again whenever it is needed.
 
     Attributes:
-        keys: how items that are not pairs are split; known once one item was read.
-        opening: how files are opened, if fastdata can open them itself.
+        keys: keys by which items that are not pairs are split; known once one item was read.
+        opening: the way fastdata opens the files itself; None if it cannot.
         is_remote: True if reading waits for a network, so that ``expect`` makes it faster.
 
-    ``read`` returns (sample, target), from several threads at once if the loader or the dataset
-    allows it. ``expect`` announces the indices that this process reads next. ``path`` returns the
-    sample's file, for messages.
+    ``read`` returns (sample, target). Several threads may call it at once if the user's loader or
+    dataset allows that. ``expect`` announces the indices that this process reads next. ``path``
+    returns the sample's file, for messages.
     """
 
     @property

@@ -15,7 +15,7 @@ StorageChoice = Mapping[str, Any] | None
 
 
 class StorageOptions(dict[str, Any]):
-    """Options of a file system, such as credentials: never shown, and pickled empty by default."""
+    """Options of a file system, such as credentials. Never shown, and pickled empty by default."""
 
     def __repr__(self) -> str:
         return "{...}" if self else "{}"
@@ -29,15 +29,15 @@ class StorageOptions(dict[str, Any]):
         return StorageOptions(self)
 
     def __deepcopy__(self, memo: dict[int, object]) -> StorageOptions:
-        """Keep all: a copy stays in this process. Options such as sessions cannot be copied."""
+        """Return a shallow copy, because options such as sessions cannot be copied."""
         return StorageOptions(self)
 
 
 @contextlib.contextmanager
 def options_travel() -> Iterator[None]:
-    """Let pickles made in this block carry storage_options: tasks for workers, never files.
+    """Let pickles made in this block carry storage_options. For tasks of workers, never for files.
 
-    A context variable, because pickle passes no arguments to ``__reduce__``.
+    It sets a context variable, because pickle passes no arguments to ``__reduce__``.
     """
     token = _OPTIONS_TRAVEL.set(True)
     try:

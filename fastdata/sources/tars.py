@@ -1,7 +1,7 @@
 """WebDataset's tars as a map-style dataset.
 
-Each tar is read once from start to end to find where its samples are. From then on, only the bytes
-of the sample that is asked for are read. Nothing is ever unpickled.
+Each tar is read once from start to end to find where its samples are. After that, reading a sample
+reads only the bytes of that sample. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _DECODERS: dict[str, Callable[[bytes], Any]] = {
     "json": json.loads,
     "npy": lambda data: np.lib.format.read_array(io.BytesIO(data), allow_pickle=False),
 }
-"""Decoders by the last ending of a file name. Files with other endings stay bytes."""
+"""Decoders by the last ending of a file name. Files with other endings are returned as bytes."""
 
 _TARGETS = ("cls", "json", "txt")
 
 
 class Tar(NamedTuple):
-    """A tar file, its size, and a number that tells its content."""
+    """A tar file, its size, and a tag: a number that changes with its content."""
 
     place: Place
     name: str
@@ -62,13 +62,13 @@ def open_tars(
     storage_options: StorageChoice = None,
     columns: Sequence[str] | None = None,
 ) -> TarSamples | None:
-    """Open the tars at paths as a dataset; None if there are no tars.
+    """Open the tars at paths as one dataset; return None if no path leads to a tar.
 
     Args:
         paths: a path or URL of a folder or a tar, or a list of these. ``{000..009}`` stands for
             several names, as do ``*`` and ``?`` in the name of a file.
-        storage_options: for the file system of URLs.
-        columns: endings of the files that items shall have.
+        storage_options: options for the file system of URLs.
+        columns: endings of the files that an item consists of; None for an image and its target.
 
     Raises:
         FileNotFoundError: a tar does not exist, or nothing matches a pattern.
@@ -83,15 +83,16 @@ def open_tars(
     tars = [Tar(*place, *stat) for place, stat in zip(there, stat_files(there), strict=True)]
     for tar in tars:
         if (tar.size_bytes, tar.tag) == MISSING:
-            raise FileNotFoundError(f"{tar} is not there")
+            raise FileNotFoundError(f"{tar} does not exist")
     return TarSamples(tars, columns) if tars else None
 
 
 class TarSamples:
-    """Samples of tars, in their order: files of one key, up to the first dot of their base name.
+    """Samples of tars, in order. A sample has the files of one key: their path up to the first dot.
 
-    Items are dicts by ending with ``columns``, and else pairs: the one image, and the first of
-    ``cls``, ``json`` and ``txt`` that exists. Several threads may read at once. Pickles.
+    With ``columns`` an item is a dict from endings to contents. Without, it is a pair: the only
+    image, and the first of ``cls``, ``json`` and ``txt`` that exists. Several threads may read at
+    once. Can be pickled.
     """
 
     def __init__(self, tars: Sequence[Tar], columns: Sequence[str] | None) -> None:
@@ -101,9 +102,9 @@ class TarSamples:
         self.is_remote = tars[0].place.is_remote
         stats = repr(sorted({tar[1:] for tar in tars}))
         digest = hashlib.blake2b(stats.encode(), digest_size=8).hexdigest()
-        # The same in every run until a file changes, so that a cache is found by it.
+        # The same in every run until a file changes: the cache of the samples is found by it.
         self._fastdata_identity = f"{len(tars)} files {digest}"
-        # Headers are between the samples, so that this reads all of a tar behind a URL.
+        # The headers are between the samples, so a tar behind a URL is read completely.
         with ThreadPoolExecutor(_LISTING_THREADS) as pool:
             listed = list(pool.map(_list_samples, tars))
         self._starts = np.cumsum([0, *map(len, listed)])
@@ -133,10 +134,10 @@ class TarSamples:
         return tar.place.submit(tar.name, *self._spans[index].tolist())
 
     def _decode(self, data: bytes) -> Any:
-        """Make an item of a sample's part of its tar."""
+        """Make an item from the bytes of a sample, which are a part of its tar."""
         with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:
             members = list(_members(tar))
-        # Sizes come from headers in the sample's own bytes: a slice is never larger than these.
+        # A header may state any size, but a slice is never larger than ``data``.
         contents = {}
         for _, ending, info in members:
             contents[ending] = data[info.offset_data : info.offset_data + info.size]
@@ -149,7 +150,7 @@ class TarSamples:
                 continue
             if name not in contents:
                 raise ValueError(
-                    f"sample {key!r} has no {name!r}, but columns= asks for it. It has "
+                    f"sample {key!r} has no {name!r}, but columns= names it. It has "
                     f"{', '.join(map(repr, contents))}. The files of a sample must follow each "
                     "other in the tar (tar --sort=name)"
                 )
@@ -171,26 +172,28 @@ def _find_samples(tar: Tar) -> list[tuple[int, int]]:
             for _, members in groupby(_members(headers), itemgetter(0)):
                 starts: dict[str, int] = {}
                 for _, ending, info in members:
-                    # A pax header may name any size: memory is only taken for what the file holds.
+                    # A damaged header may state any size, for which memory would be reserved later.
                     if info.issparse() or info.offset_data + info.size > tar.size_bytes:
-                        raise ValueError(f"its file {info.name} does not lie within it")
+                        raise ValueError(f"its file {info.name} extends beyond the end of the tar")
                     if ending in starts:
                         raise ValueError(f"it holds {info.name} twice")
                     starts[ending] = info.offset
-                    end = headers.offset  # groupby reads one header more when members end
-                # From its first header to its last byte a sample is a tar without an end.
+                    end = headers.offset  # read here, as groupby reads the next header afterwards
+                # The bytes from its first header to its last byte are a tar without an end mark.
                 spans.append((min(starts.values()), end))
             stream.seek(headers.offset)
-        # tarfile takes a damaged header for the end, but a whole tar ends with zeros.
+        # tarfile treats a damaged header as the end, but a complete tar ends with zeros.
         if stream.read(512) != bytes(512):
-            raise ValueError("it is cut off, or damaged: it does not end as a tar does")
+            raise ValueError(
+                "it is cut off or damaged: a tar ends with 512 zeros, but this does not"
+            )
     return spans
 
 
 def _members(tar: tarfile.TarFile) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
-    """Yield key, ending and header of each file of a sample; none of ``__meta__``."""
+    """Yield the key, ending and header of each file of a sample, but not of files like __meta__."""
     for info in tar:
-        tar.members = []  # type: ignore[attr-defined]  # which would grow
+        tar.members = []  # type: ignore[attr-defined]  # else tarfile would keep all headers
         name = re.fullmatch(r"(?!(?:.*/)?__[^/]*__[/.])((?:.*/)?[^./]+)\.([^/]+)", info.name)
         if info.isreg() and name is not None:
             yield name[1], name[2].lower(), info
@@ -202,30 +205,26 @@ def _image_and_target(names: Iterable[str]) -> list[str]:
         if target in names and len(images) == 1:
             return [*images, target]
     raise ValueError(
-        f"it has the files {', '.join(names)}, and not one image with one of "
-        f"{', '.join(_TARGETS)}. Say which are meant: columns={{'sample': 'jpg', 'target': "
-        "'npy'}, or the like"
+        f"it has the files {', '.join(names)}, but exactly one image and one of "
+        f"{', '.join(_TARGETS)} are needed. Name the files to read, such as columns={'sample': 'jpg', 'target': 'npy'}"
     )
 
 
 @contextmanager
 def _naming(what: str) -> Iterator[None]:
-    """Raise errors as one that names the file, or the sample in it."""
+    """Raise each error as a ValueError that names the file, or the sample in it."""
     try:
         yield
     except (RemoteError, FileNotFoundError):
         raise
-    except Exception as problem:  # noqa: BLE001  # what decodes raises anything
+    except Exception as problem:  # noqa: BLE001  # decoders raise anything
         said = hide_secrets(f"{what}: {type(problem).__name__}: {problem}")
         # The text and the traceback of a client's error may show credentials.
         raise ValueError(said) from (None if "://" in what else problem)
 
 
-# The tars at a path
-
-
 def _expand_braces(text: str) -> Iterator[str]:
-    """Yield all texts that a pattern with ``{000..009}`` or ``{a,b}`` stands for, as bash has them.
+    """Yield all texts that a pattern with ``{000..009}`` or ``{a,b}`` stands for, as in bash.
 
     Braces in the name of a file or folder that exists are part of the name.
     """
@@ -263,14 +262,14 @@ def _find_tars(text: str, storage_options: StorageChoice) -> list[tuple[Place, s
 def _is_tar(name: str) -> bool:
     if re.search(r"\.(tgz|tar\.(gz|bz2|xz|zst|lz4))$", name):
         raise ValueError(
-            f"{name} is compressed as a whole, so that no sample in it can be read alone. "
-            "Decompress it to a .tar; images and the like hardly grow."
+            f"{name} is compressed as a whole, so no sample in it can be read on its own. "
+            "Decompress it to a .tar file, which is hardly larger if it holds JPEGs."
         )
     return name.endswith(".tar")
 
 
 def _match(place: Place, pattern: str) -> list[str]:
-    """Return the tars in a folder whose names match; hidden ones only if the pattern is hidden."""
+    """Return the tars in a folder that match; hidden ones only if the pattern begins with a dot."""
     there = place.find(maxdepth=1).result() if place.is_remote else os.listdir(place.url)
     names = []
     for name in sorted(there):
@@ -279,12 +278,12 @@ def _match(place: Place, pattern: str) -> list[str]:
         if fnmatchcase(name, pattern) and not is_hidden and _is_tar(name):
             names.append(name)
     if not names:
-        raise FileNotFoundError(f"no .tar file is like {place.at(pattern)}")
+        raise FileNotFoundError(f"no .tar file matches {place.at(pattern)}")
     return names
 
 
 def _list_folder(place: Place) -> list[str]:
-    """Return the tars in a folder and below; those in hidden folders, or hidden, are left out."""
+    """Return the tars in a folder and below it, without hidden files and folders."""
     there = place.find().result()
     names = [name for name in there if not re.search(r"(?:^|[/\\])\.", name)]
     tars = [name for name in names if name.endswith(".tar")]
@@ -294,7 +293,7 @@ def _list_folder(place: Place) -> list[str]:
     splits = sorted({match[1] for name in tars for match in _SPLIT.finditer(name)})
     if len(splits) > 1:
         raise ValueError(
-            f"{place} holds the splits {', '.join(splits)}; give the files of one by a pattern, "
-            f"such as {place}/{splits[0]}-*"
+            f"{place} holds the splits {', '.join(splits)}, but a dataset is one split. Give its "
+            f"files by a pattern, such as {place}/{splits[0]}-*"
         )
     return tars

@@ -119,7 +119,8 @@ def test_litdatas_dataset_is_prepared(tmp_path: Path) -> None:
     )
     assert done.stdout.splitlines() == [f"{list(range(COUNT))} {pixels(COUNT - 1).sum()}"] * 2
     with pytest.raises(
-        TypeError, match=r"is a path, not a dataset.* as .* litdata\.StreamingDataset does"
+        TypeError,
+        match=r"is a path, but a dataset is needed.* such as .* litdata\.StreamingDataset",
     ):
         CachedDataset(tmp_path)
 

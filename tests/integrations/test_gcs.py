@@ -71,6 +71,6 @@ def test_folder_manifest_and_cache(options: dict[str, Any], tmp_path: Path) -> N
     with ImageFolder("gs://bucket/train", tensor_of, storage="none", **there) as dataset:
         files.rm(f"bucket/train/{'/'.join(Path(dataset.samples[5][0]).parts[-2:])}")
         with pytest.raises(
-            SampleError, match=r"sample 5, gs://bucket/train/class1/04.png, .* is not there"
+            SampleError, match=r"sample 5, gs://bucket/train/class1/04.png, .* does not exist"
         ):
             dataset[5]

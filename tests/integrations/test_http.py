@@ -114,7 +114,7 @@ def test_what_a_server_lacks_is_said(server: Any) -> None:
     ):
         dataset[1]
     server.lacks = {"sizes"}
-    with pytest.raises(RemoteError, match="does not tell how large it is"):
+    with pytest.raises(RemoteError, match="cannot send the file's size"):
         CachedDataset(tar, columns=columns)
 
 
@@ -125,5 +125,5 @@ def test_a_refusal_is_not_called_a_missing_file(server: Any, status: int, cure: 
     with pytest.raises(RemoteError, match=rf"{status}.*{cure}"):
         CachedDataset(f"{server.url}/x.tar")
     server.refusal = 0
-    with pytest.raises(FileNotFoundError, match=r"y\.tar is not there"):
+    with pytest.raises(FileNotFoundError, match=r"y\.tar does not exist"):
         CachedDataset(f"{server.url}/y.tar")
