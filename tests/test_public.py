@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -87,6 +89,8 @@ def test_public_names_are_documented() -> None:
 def test_the_version_is_the_installed_one() -> None:
     """``fastdata.__version__`` is what pip installed; other names that do not exist are an error as of any module."""
     assert fastdata.__version__ == importlib.metadata.version("fastdata")
+    changes = Path(__file__).parents[1].joinpath("CHANGELOG.md").read_text("utf-8")
+    assert re.findall(r"^## \[?(\d[\d.]*)", changes, re.MULTILINE)[:1] == [fastdata.__version__]
     with pytest.raises(AttributeError, match="module 'fastdata' has no attribute 'ImageFolders'"):
         fastdata.ImageFolders  # noqa: B018
 
