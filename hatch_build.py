@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -73,28 +74,28 @@ class CoreHook(BuildHookInterface[Any]):
 def compile_core(
     core: Path, work: Path, target: str, ending: str, cpus: dict[int, str]
 ) -> list[Path]:
-    """Make the libraries in ``work``, where the compiler's cache lies too."""
+    """Compile the libraries into ``work``, which also holds the compiler's cache while it runs.
+
+    Each source is one call of the compiler, which makes one object of several sources. As many
+    calls as there are cores run at once, but at most 8: each takes up to 200 MB.
+    """
     files = sorted(core.glob("*.[ch]"))
     checksum = zlib.crc32(b"".join(file.read_bytes() for file in files))
     zig = [sys.executable, "-m", "ziglang", "cc", "-target", target]
-    cache = {
-        "ZIG_LOCAL_CACHE_DIR": str(work / "cache"),
-        "ZIG_GLOBAL_CACHE_DIR": str(work / "cache"),
-    }
-    run = functools.partial(subprocess.run, env=os.environ | cache, check=True)
-    libraries = {work / f"core-level{level}{ending}": cpu for level, cpu in cpus.items()}
-    for library, cpu in libraries.items():
-        compiler = [*zig, *f"-mcpu={cpu}".split(), *FLAGS, f"-DFASTDATA_SOURCES={checksum}u", "-c"]
-        objects = {
-            str(work / f"{library.stem}.{file.stem}.o"): str(file)
-            for file in files
-            if file.suffix == ".c"
-        }
-        for (
-            compiled,
-            source,
-        ) in objects.items():  # one by one: zig makes one object of several sources
-            run([*compiler, source, "-o", compiled])
-        # Without the CPU, so that zig's own part of a library (minutes for Windows) is compiled for the first one only.
-        run([*zig, "-O3", "-shared", "-s", "-Wl,-z,defs", *objects, "-lm", "-o", str(library)])
-    return list(libraries)
+    compiler = [*zig, *FLAGS, f"-DFASTDATA_SOURCES={checksum}u", "-c"]
+    cache = str(work / "cache")
+    caches = {"ZIG_LOCAL_CACHE_DIR": cache, "ZIG_GLOBAL_CACHE_DIR": cache}
+    run = functools.partial(subprocess.run, env=os.environ | caches, check=True)
+    commands = []
+    objects: dict[Path, list[str]] = {work / f"core-level{level}{ending}": [] for level in cpus}
+    for (library, compiled), cpu in zip(objects.items(), cpus.values(), strict=True):
+        for source in (file for file in files if file.suffix == ".c"):
+            compiled.append(str(work / f"{library.stem}.{source.stem}.o"))
+            commands.append([*compiler, *f"-mcpu={cpu}".split(), str(source), "-o", compiled[-1]])
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
+        list(pool.map(run, commands))
+    for library, compiled in objects.items():
+        # Without the CPU, so that zig's own part of a library (minutes for Windows) is compiled
+        # for the first library only.
+        run([*zig, "-O3", "-shared", "-s", "-Wl,-z,defs", *compiled, "-lm", "-o", str(library)])
+    return list(objects)
