@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -262,7 +263,7 @@ def save_rows(rows: list[Row], path: Path | None, **settings: Any) -> None:
     ]
     document = {
         "figures": figures,
-        "settings": settings,
+        "settings": {"date": date.today().isoformat()} | settings,
         "versions": versions(),
         "machine": machine_facts() | {"processor": processor_facts()},
     }

@@ -5,26 +5,22 @@ A page has a table between ``<!-- figures: NAME -->`` and ``<!-- end of figures 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 
+from _tables import FORMS, MEMORY, TABLES, VANILLA, medians, peer_figures
+
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 CHARTS = ROOT / "docs" / "charts"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TABLE = re.compile(
     r"(?<=<!-- figures: )(?P<name>[\w-]+)(?P<open> -->\n).*?(?=<!-- end of figures -->)", re.DOTALL
 )
 COLOURS = ("#9aa5b1", "#2f7ed8", "#7cb5ec", "#e8b04b", "#d9673a")
-FORMS = (
-    "torchvision + torch, from files",
-    "fastdata, 256x256 in memory",
-    "fastdata, storage='none'",
-)
 ROW_PX, LABEL_PX, BARS_PX, FIGURE_PX = 15, 260, 380, 60
+TALL_PX = 24
 
 Group = tuple[str, list[tuple[str, float]]]  # its name; (what a bar is, its length)
 
@@ -59,12 +55,44 @@ def bars(title: str, unit: str, groups: Iterable[Group]) -> str:
     )
 
 
-def medians(file: str) -> dict[str, dict[str, float]]:
-    """Median of each row of each section."""
-    sections: dict[str, dict[str, float]] = {}
-    for row in json.loads((RESULTS / file).read_text("utf-8"))["figures"]:
-        sections.setdefault(row["section"], {})[row["name"]] = row["median"]
-    return sections
+def ranking(title: str, rows: list[tuple[str, float]]) -> str:
+    """An SVG of one bar for each row; the last one, which is ours, in colour."""
+    longest = max(length for _, length in rows)
+    marks = [f'<text x="0" y="16" font-weight="bold">{escape(title)}</text>']
+    y = 32
+    for name, length in rows:
+        is_ours = (name, length) == rows[-1]
+        width = max(2, round(BARS_PX * length / longest))
+        colour = COLOURS[1] if is_ours else COLOURS[0]
+        middle = y + TALL_PX / 2 + 4
+        marks.append(f'<text x="0" y="{middle:g}">{escape(name)}</text>')
+        marks.append(
+            f'<rect x="{LABEL_PX}" y="{y}" width="{width}" height="{TALL_PX - 6}" fill="{colour}"/>'
+        )
+        weight = ' font-weight="bold"' if is_ours else ""
+        marks.append(
+            f'<text x="{LABEL_PX + width + 6}" y="{middle:g}"{weight}>{length:.2g}x</text>'
+        )
+        y += TALL_PX
+    size = f'width="{LABEL_PX + BARS_PX + FIGURE_PX}" height="{y}"'
+    style = 'font-family="sans-serif" font-size="13" fill="#808890"'
+    return "\n".join(
+        [f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>', *marks, "</svg>", ""]
+    )
+
+
+def peers() -> str:
+    _, found = peer_figures()
+    shown = {
+        VANILLA: "torchvision + torch",
+        "DALI, 256x256 in memory": "DALI, on the CPU",
+        "FFCV, 256x256 mapped, area filter": "FFCV",
+        "TurboLoader, 256x256, no antialias": "TurboLoader",
+        MEMORY: "fastdata",
+    }
+    title = "RandomResizedCrop, flip, float32: times as fast as torchvision + torch"
+    rows = sorted(((label, found[name]) for name, label in shown.items()), key=lambda row: row[1])
+    return ranking(title, [(label, value / found[VANILLA]) for label, value in rows])
 
 
 def recipes() -> str:
@@ -104,121 +132,10 @@ def ranks() -> str:
 
 
 CHARTS_BY_NAME = {
+    "peers.svg": peers,
     "recipes.svg": recipes,
     "larger-than-ram.svg": larger_than_ram,
     "ranks.svg": ranks,
-}
-
-
-def recipe_table() -> str:
-    lines = [
-        "| images/s | torchvision + torch, from files | fastdata, 256x256 in memory | | "
-        'fastdata, `storage="none"` | |',
-        "|---|---|---|---|---|---|",
-    ]
-    for name, rows in medians("recipes.json").items():
-        if set(FORMS) <= set(rows):
-            vanilla, memory, unkept = (rows[form] for form in FORMS)
-            lines.append(
-                f"| {name} | {vanilla:,.0f} | **{memory:,.0f}** | {memory / vanilla:.0f}x "
-                f"| {unkept:,.0f} | {unkept / vanilla:.1f}x |"
-            )
-    return "\n".join(lines)
-
-
-def limit_table() -> str:
-    """Recipes without decoding, beside the least that they can cost."""
-    lines = [
-        "| images/s | a bare copy or conversion, 1 thread | fastdata, 1 thread | | 2 threads |",
-        "|---|---|---|---|---|",
-    ]
-    for name, rows in medians("recipes.json").items():
-        if "fastdata, 2 threads" in rows:
-            bare = rows["the bare copy or conversion, 1 thread"]
-            one = rows["fastdata, 1 thread"]
-            two = rows["fastdata, 2 threads"]
-            lines.append(f"| {name} | {bare:,.0f} | {one:,.0f} | {one / bare:.2f} | {two:,.0f} |")
-    return "\n".join(lines)
-
-
-def decode_table() -> str:
-    """What decodes, beside torchvision and torch, and beside the bare decoder."""
-    bare_row = "bare simplejpeg, whole images"
-    lines = [
-        "| images/s | torchvision + torch | fastdata | | bare simplejpeg, whole images | |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name, rows in medians("decode.json").items():
-        vanilla = next((rate for row, rate in rows.items() if row.startswith("vanilla")), None)
-        if "now" in rows and vanilla is not None:
-            ours = rows["now"]
-            bare = rows[bare_row]
-            lines.append(
-                f"| {name} | {vanilla:,.0f} | **{ours:,.0f}** | {ours / vanilla:.1f}x "
-                f"| {bare:,.0f} | {ours / bare:.2f} |"
-            )
-    return "\n".join(lines)
-
-
-def train_table() -> str:
-    """Models alone, and fed by fastdata; the rest of a loop that is fed by torch is in docs/gpus.md."""
-    sections = medians("gpu-train.json")
-    lines = [
-        "| images/s | the model alone | fed by fastdata | | its GPU waits | |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name, rows in sections.items():
-        model, _, what = name.partition(": ")
-        if what == "images trained on":
-            alone = rows["the model alone, on one batch"]
-            ours = rows["fastdata"]
-            waits = sections[
-                f"{model}: a step's time in which the GPU's stream waits for its batch"
-            ]
-            used = sections[f"{model}: utilisation by the driver"]
-            lines.append(
-                f"| {model} | {alone:,.0f} | **{ours:,.0f}** | {ours / alone:.2f} "
-                f"| {waits['fastdata']:.2f} % of a step | {used['fastdata']:.1f} % utilised |"
-            )
-    return "\n".join(lines)
-
-
-def bucket_table() -> str:
-    """Bucketed batches, beside a bucket sampler by hand."""
-    by_hand = "by hand: torchvision + torch"
-    lines = [
-        f'| images/s | {by_hand} | fastdata, in memory | | fastdata, `storage="none"` | |',
-        "|---|---|---|---|---|---|",
-    ]
-    for name, rows in medians("buckets.json").items():
-        hand = rows[by_hand]
-        memory = rows["fastdata, in memory"]
-        unkept = rows["fastdata, storage='none'"]
-        lines.append(
-            f"| {name} | {hand:,.0f} | **{memory:,.0f}** | {memory / hand:.0f}x "
-            f"| {unkept:,.0f} | {unkept / hand:.1f}x |"
-        )
-    return "\n".join(lines)
-
-
-def array_table() -> str:
-    """Arrays that are no images, beside TensorDataset."""
-    theirs = "TensorDataset, torch's loader"
-    ours = "CachedDataset, fastdata's loader"
-    lines = [f"| samples/s | {theirs} | {ours} | |", "|---|---|---|---|"]
-    for name, rows in medians("arrays.json").items():
-        ratio = rows[ours] / rows[theirs]
-        lines.append(f"| {name} | {rows[theirs]:,.0f} | **{rows[ours]:,.0f}** | {ratio:.1f}x |")
-    return "\n".join(lines)
-
-
-TABLES = {
-    "arrays": array_table,
-    "buckets": bucket_table,
-    "recipes": recipe_table,
-    "limits": limit_table,
-    "decode": decode_table,
-    "train": train_table,
 }
 
 

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -85,8 +84,9 @@ def timm_default() -> list[Any] | None:
     return list(create_transform(SIDE_PX, is_training=True).transforms)
 
 
+CROP = "RandomResizedCrop, flip"
 RECIPES: dict[str, Callable[[], list[Any] | None]] = {
-    "RandomResizedCrop, flip": lambda: [*crop_and_flip(), *last_steps()],
+    CROP: lambda: [*crop_and_flip(), *last_steps()],
     "+ TrivialAugmentWide, RandomErasing": lambda: [
         *crop_and_flip(),
         transforms.TrivialAugmentWide(),
@@ -126,28 +126,33 @@ def vanilla(root: Path, steps: list[Any]) -> Any:
 
 
 def recipe_rows(root: Path, name: str, target: int, rounds: int) -> list[Row]:
-    """A recipe from memory and from files, against vanilla."""
+    """A recipe from memory and from files, against vanilla; the crop recipe against other projects' loaders, too."""
     steps = RECIPES[name]()
     if steps is None:
         return []
     prepared, loader = ours(root, steps, storage="shared", resize=(256, 256))
     unkept, unkept_loader = ours(root, steps, storage="none")
-    with prepared, unkept:
+    with prepared, unkept, TemporaryDirectory(prefix="fastdata-peers-") as work:
         print(f"{name}: {loader.report().path}; {unkept_loader.report().path}")
-        rates = in_turns(
-            {
-                VANILLA: epoch_rate(vanilla(root, steps), ROUND_S),
-                MEMORY: epoch_rate(loader, ROUND_S),
-                UNKEPT: epoch_rate(unkept_loader, ROUND_S),
-            },
-            rounds,
-        )
+        loaders = {VANILLA: vanilla(root, steps), MEMORY: loader, UNKEPT: unkept_loader}
+        if name == CROP:
+            originals = datasets.ImageFolder(str(root), transforms.Resize((256, 256)))
+            loaders |= peer_loaders(originals, Path(work))
+        measures = {which: epoch_rate(loader, ROUND_S) for which, loader in loaders.items()}
+        rates = in_turns(measures, rounds)
     times = 4.0 if "SimCLR" in name else 1.8
-    row = partial(Row, section=name, unit="images/s")
+    targets = {MEMORY: f"{target:,}, 10 x", UNKEPT: f"{times} x"}
+    against = {which: VANILLA for which in rates if which != VANILLA}
     return [
-        row(name=VANILLA, rounds=rates[VANILLA]),
-        row(name=MEMORY, rounds=rates[MEMORY], against=VANILLA, target=f"{target:,}, 10 x"),
-        row(name=UNKEPT, rounds=rates[UNKEPT], against=VANILLA, target=f"{times} x"),
+        Row(
+            section=name,
+            name=which,
+            unit="images/s",
+            rounds=rounds_of,
+            against=against.get(which, ""),
+            target=targets.get(which, ""),
+        )
+        for which, rounds_of in rates.items()
     ]
 
 
@@ -381,35 +386,6 @@ print(1000 * (time.perf_counter() - start))
     return float(subprocess.check_output([sys.executable, "-c", code], cwd=Path(__file__).parent))
 
 
-def peer_rows(root: Path, rounds: int) -> list[Row]:
-    """The crop recipe as float32 by the loaders of other projects, as far as they are installed, beside fastdata's."""
-    steps = [*crop_and_flip(), *last_steps()]
-    with TemporaryDirectory(prefix="fastdata-peers-") as work, ExitStack() as opened:
-        peers = peer_loaders(
-            datasets.ImageFolder(str(root), transforms.Resize((256, 256))), Path(work)
-        )
-        if not peers:
-            return []
-        prepared, loader = ours(root, steps, storage="shared", resize=(256, 256))
-        unkept, unkept_loader = ours(root, steps, storage="none")
-        for dataset in (prepared, unkept):
-            opened.enter_context(dataset)
-        loaders = {VANILLA: vanilla(root, steps), MEMORY: loader, UNKEPT: unkept_loader, **peers}
-        figures = in_turns(
-            {name: epoch_rate(loader, ROUND_S) for name, loader in loaders.items()}, rounds
-        )
-    row = partial(Row, section="RandomResizedCrop, flip: peers", unit="images/s")
-    against = {VANILLA: "", MEMORY: VANILLA, UNKEPT: VANILLA}
-    return [
-        row(
-            name=name,
-            rounds=rates,
-            against=against.get(name, MEMORY if "256x256" in name else UNKEPT),
-        )
-        for name, rates in figures.items()
-    ]
-
-
 def peer_loaders(originals: Any, work: Path) -> dict[str, Any]:
     """Loaders by what they read; a name says so where pixels differ from those of torchvision's antialiased filter."""
     found: dict[str, Any] = {}
@@ -553,7 +529,7 @@ def main() -> None:
     options = parser(__doc__ or "")
     options.add_argument("--count", type=int, default=2000, help="files, copied as often as needed")
     options.add_argument(
-        "--sections", nargs="+", default=["start", "memory", "forms", "first", "recipes", "peers"]
+        "--sections", nargs="+", default=["start", "memory", "forms", "first", "recipes"]
     )
     args = options.parse_args()
     rows: list[Row] = []
@@ -569,8 +545,6 @@ def main() -> None:
         if "recipes" in args.sections:
             for name, target in zip(RECIPES, TARGETS, strict=True):
                 rows += recipe_rows(root, name, target, args.rounds)
-        if "peers" in args.sections:
-            rows += peer_rows(root, args.rounds)
     print_rows(rows)
     peers = {
         found.name: found.version

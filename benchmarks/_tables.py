@@ -1,0 +1,390 @@
+"""Tables of Markdown made of benchmarks/results/; ``figures.py`` writes them into the pages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results"
+VANILLA, MEMORY, UNKEPT = FORMS = (
+    "torchvision + torch, from files",
+    "fastdata, 256x256 in memory",
+    "fastdata, storage='none'",
+)
+CROP = "RandomResizedCrop, flip"
+
+
+def medians(file: str) -> dict[str, dict[str, float]]:
+    """Median of each row of each section."""
+    sections: dict[str, dict[str, float]] = {}
+    for row in json.loads((RESULTS / file).read_text("utf-8"))["figures"]:
+        sections.setdefault(row["section"], {})[row["name"]] = row["median"]
+    return sections
+
+
+def peer_figures() -> tuple[str, dict[str, float]]:
+    """The file and the figures of the run that measured the crop recipe by all loaders."""
+    found = medians("recipes.json")[CROP]
+    if set(found) > set(FORMS):
+        return "recipes.json", found
+    return "recipes_peers.json", medians("recipes_peers.json")[f"{CROP}: peers"]
+
+
+def table(header: Iterable[str], rows: Iterable[Iterable[str]], file: str) -> str:
+    """A table of Markdown, and the line that names the file, the date and the processor of its figures."""
+    header = list(header)
+    lines = [header, ["---"] * len(header), *map(list, rows)]
+    shown = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return f"{shown}\n\n{source(file)}"
+
+
+def source(file: str) -> str:
+    """The file that figures are from, with the date and the machine of the measurement."""
+    document = json.loads((RESULTS / file).read_text("utf-8"))
+    facts = document["settings"]
+    machine = document["machine"]
+    cores = f"{machine['usable_cores']} cores of {machine['cpu_model'].replace('(R)', '')}"
+    gpu = f"{facts['gpu']}, " if "gpu" in facts else ""
+    return f"Measured on {facts['date']}: {gpu}{cores} (`benchmarks/results/{file}`)."
+
+
+def rate(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def times(value: float) -> str:
+    """How many times faster, as 51x or 3.2x."""
+    return f"{value:.0f}x" if value >= 20 else f"{value:.1f}x"
+
+
+def recipe_table() -> str:
+    header = [
+        "recipe",
+        "torchvision + torch",
+        "fastdata, images kept at 256x256",
+        "speedup",
+        "fastdata, nothing kept",
+        "speedup of that",
+    ]
+    rows = []
+    for name, found in medians("recipes.json").items():
+        if set(FORMS) <= set(found):
+            vanilla, memory, unkept = (found[form] for form in FORMS)
+            rows.append(
+                [
+                    name,
+                    rate(vanilla),
+                    f"**{rate(memory)}**",
+                    times(memory / vanilla),
+                    rate(unkept),
+                    times(unkept / vanilla),
+                ]
+            )
+    return table(header, rows, "recipes.json")
+
+
+def peer_table() -> str:
+    """The crop recipe by all loaders, against torchvision and torch in the same run."""
+    file, found = peer_figures()
+    rows = [
+        [name, times(value / found[VANILLA])]
+        for name, value in sorted(found.items(), key=lambda row: -row[1])
+    ]
+    return table(["loader", "times as fast as torchvision + torch"], rows, file)
+
+
+def limit_table() -> str:
+    """Recipes without decoding, next to the least that they can cost."""
+    header = [
+        "recipe",
+        "a bare copy or conversion, 1 thread",
+        "fastdata, 1 thread",
+        "share of the bare one",
+        "fastdata, 2 threads",
+    ]
+    rows = []
+    for name, found in medians("limits.json").items():
+        bare = found.get("the bare copy or conversion, 1 thread")
+        if bare is None:
+            continue
+        one = found["fastdata, 1 thread"]
+        rows.append(
+            [name, rate(bare), rate(one), f"{one / bare:.2f}", rate(found["fastdata, 2 threads"])]
+        )
+    return table(header, rows, "limits.json")
+
+
+def decode_table() -> str:
+    """First epochs, next to torchvision and torch, and next to the bare decoder."""
+    header = [
+        "what",
+        "torchvision + torch",
+        "fastdata",
+        "speedup",
+        "simplejpeg alone, whole images",
+        "share of that",
+    ]
+    rows = []
+    for name, found in medians("decode.json").items():
+        if name.startswith("first epoch"):
+            vanilla = next(value for row, value in found.items() if row.startswith("vanilla"))
+            ours = found["now"]
+            bare = found["bare simplejpeg, whole images"]
+            rows.append(
+                [
+                    name,
+                    rate(vanilla),
+                    f"**{rate(ours)}**",
+                    times(ours / vanilla),
+                    rate(bare),
+                    f"{ours / bare:.2f}",
+                ]
+            )
+    return table(header, rows, "decode.json")
+
+
+def versus_table(file: str, what: str, base: str, ours: str, more: str = "") -> str:
+    """A table of sections: a base, ours and how many times that is; and perhaps one more of ours."""
+    header = [what, base, ours, "speedup", *([more, "speedup of that"] if more else [])]
+    rows = []
+    for name, found in medians(file).items():
+        if base in found and ours in found:
+            cells = [name, rate(found[base]), f"**{rate(found[ours])}**"]
+            cells.append(times(found[ours] / found[base]))
+            if more:
+                cells += [rate(found[more]), times(found[more] / found[base])]
+            rows.append(cells)
+    return table(header, rows, file)
+
+
+def bucket_table() -> str:
+    return versus_table(
+        "buckets.json",
+        "recipe, images/s",
+        "by hand: torchvision + torch",
+        "fastdata, in memory",
+        "fastdata, storage='none'",
+    )
+
+
+def array_table() -> str:
+    theirs, ours = "TensorDataset, torch's loader", "CachedDataset, fastdata's loader"
+    return versus_table("arrays.json", "arrays, samples/s", theirs, ours)
+
+
+def albumentations_table() -> str:
+    theirs = "albumentations + torch, from files"
+    return versus_table(
+        "albumentations_recipes.json", "recipe, images/s", theirs, "fastdata, albumentations"
+    )
+
+
+def mixing_table() -> str:
+    """MixUp and CutMix in collate_fn, run by fastdata with the batch, and as a call of the function."""
+    rows = []
+    for section, found in medians("mixing.json").items():
+        plain = found["without mixing"]
+        for name, value in found.items():
+            if f"{name}, called" in found:
+                called = found[f"{name}, called"]
+                rows.append(
+                    [
+                        f"{section}: {name}",
+                        rate(plain),
+                        f"**{rate(value)}**",
+                        rate(called),
+                        times(value / called),
+                    ]
+                )
+    header = ["images per CPU second", "without mixing", "mixed by fastdata"]
+    return table([*header, "collate_fn called", "speedup"], rows, "mixing.json")
+
+
+def codec_table() -> str:
+    found = medians("codecs.json")["photographs, 500 of 3 x 256 x 256 uint8"]
+    rows = [
+        [f'`"{codec}"`', f"{found[f'{codec}: ratio']:.1f}", rate(found[f"{codec}: decode"])]
+        for codec in ("lz4", "zstd", "jpeg")
+    ]
+    header = ["codec", "times smaller than raw", "images/s, decoded by one core"]
+    return table(header, rows, "codecs.json")
+
+
+def rank_table() -> str:
+    """Memory of all processes by ranks."""
+    sections = {
+        name.rpartition(", ")[2].split()[0]: found
+        for name, found in medians("ranks.json").items()
+        if name.startswith("PSS of the tree")
+    }
+    shown = {
+        "bare processes": "torch alone, no data",
+        "fastdata": "fastdata",
+        "fastdata, share='off'": "a copy for each rank",
+        "a list of arrays, forked workers": "a list of arrays, forked workers",
+        "a list of arrays, forkserver": "a list of arrays, forkserver workers",
+    }
+    rows = [
+        [ranks, *(rate(found[name]) if name in found else "out of memory" for name in shown)]
+        for ranks, found in sections.items()
+    ]
+    return table(["ranks, MB", *shown.values()], rows, "ranks.json")
+
+
+def chunked_table() -> str:
+    """Rates and peaks of memory of data larger than the limit."""
+    sections = medians("chunked.json")
+    shown = {
+        "chunked": "ChunkedLoader",
+        "from disk, no limit": "all mapped, no limit",
+        "in memory, a quarter of them": "a quarter of the images, in memory",
+        "chunked, page cache emptied": "ChunkedLoader",
+        "chunked, decoded by 2 processes": "ChunkedLoader",
+        "torch and torchvision, 2 workers": "torchvision + torch",
+    }
+    what = {
+        "raw images, 4 GiB against 1 GiB": "raw, in the system's cache",
+        "raw images, 4 GiB against 1 GiB, read from the disk each epoch": "raw, read from the disk",
+        "JPEGs of a folder, decoded each epoch, against 1 GiB, batch 64": "JPEGs, decoded",
+    }
+    rows = [
+        [shown_section, label, rate(sections[name][row]), rate(peaks[row])]
+        for name, shown_section in what.items()
+        for peaks in [sections[f"{name}: peak PSS of the process tree"]]
+        for row, label in shown.items()
+        if row in sections[name]
+    ]
+    header = ["files", "read by", "images/s", "peak memory, MiB"]
+    return table(header, rows, "chunked.json")
+
+
+def tune_table() -> str:
+    rows = []
+    sections = medians("tune.json")
+    for name, found in sections.items():
+        best = next((row for row in found if row.startswith("best of all")), None)
+        if best is not None:
+            chosen = [
+                value for row, value in found.items() if row.startswith(("tune:", "tune again"))
+            ]
+            other = next(value for row, value in found.items() if row.startswith("loadtune:"))
+            seconds = sections[f"{name}: seconds to choose"]
+            search = seconds["all 31 settings"]
+            rows.append(
+                [
+                    name,
+                    f"{best.partition(': ')[2]}: {rate(found[best])}",
+                    " and ".join(f"{value / found[best]:.2f}" for value in chosen),
+                    f"{seconds['tune, twice'] / search:.2f}",
+                    f"{other / found[best]:.2f}",
+                    f"{seconds['loadtune'] / search:.2f}",
+                ]
+            )
+    header = [
+        "dataset",
+        "best of 31 settings, samples/s",
+        "tune's two choices, share of the best",
+        "tune's time, share of the search's",
+        "loadtune's choice",
+        "loadtune's time",
+    ]
+    return table(header, rows, "tune.json")
+
+
+def train_table() -> str:
+    """Models alone, and fed by fastdata, in two runs."""
+    first, again = medians("gpu-train.json"), medians("gpu-train_again.json")
+    alone, ours = "the model alone, on one batch", "fastdata"
+    rows = []
+    for name, found in first.items():
+        model, _, what = name.partition(": ")
+        if what == "images trained on":
+            waits = first[f"{model}: a step's time in which the GPU's stream waits for its batch"]
+            used = first[f"{model}: utilisation by the driver"]
+            second = again.get(name)
+            rows.append(
+                [
+                    model,
+                    rate(found[alone]),
+                    f"**{rate(found[ours])}**",
+                    f"{found[ours] / found[alone]:.2f}",
+                    "" if second is None else f"{second[ours] / second[alone]:.2f}",
+                    f"{waits[ours]:.2f} %",
+                    f"{used[ours]:.1f} %",
+                ]
+            )
+    header = [
+        "model, images/s",
+        "alone, on one batch",
+        "fed by fastdata",
+        "share",
+        "share in a second run",
+        "share of a step that the GPU waits",
+        "GPU in use",
+    ]
+    return table(header, rows, "gpu-train.json")
+
+
+def feed_table() -> str:
+    """What each way of loading can feed, without a model."""
+    shown = {
+        "torchvision and torch": "torchvision + torch, 16 workers",
+        "the same, floats made on the GPU": "the same, floats made on the GPU",
+        "the same, decoded on the GPU": "the same, JPEG files decoded on the GPU",
+        "fastdata": "fastdata",
+    }
+    found = medians("gpu-train.json")["loaders alone, batches on the GPU"]
+    rows = [[label, rate(found[name])] for name, label in shown.items()]
+    return table(["way of loading, no model", "images/s"], rows, "gpu-train.json")
+
+
+def transfer_table() -> str:
+    """Steps that wait for a batch of 38 MiB, by how it comes to the GPU."""
+    sections = medians("gpu-transfer.json")
+    busy, launching = "busy", "launch-bound"
+    shown = {
+        "on the GPU already": "on the GPU already",
+        "prefetcher, gathered by threads": "`CudaPrefetcher`, fastdata's threads",
+        "prefetcher, pinned batches": "`CudaPrefetcher`, pinned batches",
+        "prefetcher, pageable batches": "`CudaPrefetcher`, ordinary memory",
+        "to(device, non_blocking), pinned": "`.to(device, non_blocking=True)`, pinned",
+        "to(device), pageable": "`.to(device)`, ordinary memory",
+    }
+    rows = [
+        [
+            label,
+            f"{sections[f'the wait of a {busy} step for its batch of 38 MiB'][name]:.3f}",
+            *(
+                f"{sections[f'the length of a {kind} step'][name]:.1f}"
+                for kind in (busy, launching)
+            ),
+        ]
+        for name, label in shown.items()
+    ]
+    header = [
+        "how the batch comes, ms",
+        "a busy step waits",
+        "length of a busy step",
+        "length of a step of 400 tiny kernels",
+    ]
+    return table(header, rows, "gpu-transfer.json")
+
+
+TABLES = {
+    "albumentations": albumentations_table,
+    "arrays": array_table,
+    "buckets": bucket_table,
+    "chunked": chunked_table,
+    "codecs": codec_table,
+    "decode": decode_table,
+    "feed": feed_table,
+    "limits": limit_table,
+    "mixing": mixing_table,
+    "peers": peer_table,
+    "ranks": rank_table,
+    "recipes": recipe_table,
+    "train": train_table,
+    "transfer": transfer_table,
+    "tune": tune_table,
+}
