@@ -179,6 +179,36 @@ def test_albumentations_in_a_dataset_run_on_whole_batches() -> None:
         assert masks.shape == (4, 16, 16)
 
 
+class LabelFirst(Pictures):
+    """Items are (label, image), as in pytorch-cifar100; the images have several modes."""
+
+    modes = ("RGB", "L", "P", "CMYK", "RGBA")
+
+    def __getitem__(self, index: int) -> Any:
+        image, target = Image.fromarray(self.data[index]), self.targets[index]
+        image = image.convert(self.modes[index % len(self.modes)])
+        return target, self.transform(image)
+
+
+def test_the_image_of_an_item_may_be_its_second_value() -> None:
+    with CachedDataset(LabelFirst(transform=T.Compose([to_rgb, *RANDOM.transforms]))) as dataset:
+        assert dataset.plan.is_batched
+        assert dataset[4][0] == 1
+        labels, images = next(iter(DataLoader(dataset, batch_size=20)))
+        assert labels.tolist() == [index % 3 for index in range(20)]
+        assert images.shape == (20, 3, 16, 16)
+
+
+def test_images_become_rgb_before_a_random_crop() -> None:
+    """A batch has room for one number of channels, and not all modes can be stored."""
+    steps = [T.RandomCrop(12), T.RandomHorizontalFlip(), to_rgb, T.ToTensor()]
+    with CachedDataset(LabelFirst(transform=T.Compose(steps))) as dataset:
+        assert dataset.plan.is_batched
+        _, images = next(iter(DataLoader(dataset, batch_size=20)))
+    gray = images[1::5]  # of mode L
+    assert torch.equal(gray[:, 0], gray[:, 2])
+
+
 def test_attributes_are_those_of_the_dataset_inside() -> None:
     inner = Pictures(transform=RANDOM)
     with CachedDataset(inner) as dataset:

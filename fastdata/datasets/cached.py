@@ -16,6 +16,7 @@ from fastdata.datasets.stored import LeadingSteps, Stored, Transforms
 from fastdata.errors import kind_of
 from fastdata.paths import AnyPath
 from fastdata.pixels.plan import PairTransform, Transform
+from fastdata.pixels.split import find_late_rgb
 from fastdata.sources.items import DatasetSource
 from fastdata.sources.source import chosen_keys
 from fastdata.sources.storage_options import StorageChoice
@@ -36,16 +37,16 @@ class CachedDataset(PreparedDataset):
             Each item is read once, in forked worker processes, so that what it draws at random
             would stay the same: a dataset that draws is refused, see ``frozen``. The sample may be
             a tuple of these, and the target an image or array too, such as a mask: all of them are
-            stored. Of an item of three or more values the first is the sample; an image or tensor
-            alone has no target. Of an item that is a dict the one value that is an image is the
-            sample, and the target that of the other key, or a dict of several; items and batches
-            are dicts of the same keys then. Namedtuples stay of their class, where it can be found
-            by its module and name. Or the path or URL of WebDataset's tars, a pattern such as
-            ``"train-{000..009}.tar"``, or a list of these. For other formats see
-            docs/other-datasets.md. Its own ``transform``, if it is called last on what was read, as
-            torchvision's datasets do, is taken over as ``transform=`` is: where it draws at random,
-            or can run on whole batches. Attributes that are not fastdata's, such as ``classes``,
-            are those of this dataset.
+            stored. Of an item of three or more values the first is the sample, and of (label,
+            image) the image; an image or tensor alone has no target. Of an item that is a dict the
+            one value that is an image is the sample, and the target that of the other key, or a
+            dict of several; items and batches are dicts of the same keys then. Namedtuples stay of
+            their class, where it can be found by its module and name. Or the path or URL of
+            WebDataset's tars, a pattern such as ``"train-{000..009}.tar"``, or a list of these. For
+            other formats see docs/other-datasets.md. Its own ``transform``, if it is called last on
+            what was read, as torchvision's datasets do, is taken over as ``transform=`` is: where
+            it draws at random, or can run on whole batches. Attributes that are not fastdata's,
+            such as ``classes``, are those of this dataset.
         columns: of items that are dicts the names of those that are sample and target, such as
             ``{"sample": "image", "target": "label"}``; items are pairs then, and a list of names
             makes the target a dict.
@@ -114,6 +115,8 @@ class CachedDataset(PreparedDataset):
                 dataset, chosen_transforms = lifted
             # Stored samples would show the same draws in every epoch.
             refuse_random_steps(dataset)
+        if prepare is None and chosen.storage != "none":
+            prepare = find_late_rgb(chosen_transforms.of_sample)
         source = DatasetSource(dataset, chosen_columns)
         self._fastdata = DatasetSamples(
             class_name=type(self).__name__,

@@ -171,3 +171,9 @@ READERS: dict[str, Reader] = {
     "timm.MaybeToTensor": conversions.read_to_tensor,
     "timm.ToNumpy": conversions.read_to_tensor,
 }
+
+
+def moves_pixels(transform: Any) -> bool:
+    """Return True for a known transform that moves pixels, each channel alike."""
+    read = READERS.get(known_name(transform))
+    return read is not None and vars(geometry).get(read.__name__) is read

@@ -14,7 +14,7 @@ from fastdata.pixels.fingerprint import fingerprint
 from fastdata.pixels.known import is_preparable, is_reforming, known_name
 from fastdata.pixels.own_transforms import Views
 from fastdata.pixels.plan import TransformPlan, text_of_transform
-from fastdata.pixels.readers import recognise
+from fastdata.pixels.readers import moves_pixels, recognise
 from fastdata.pixels.samples import Form
 from fastdata.pixels.state import State, UnknownStepError
 
@@ -127,6 +127,20 @@ def leading_transforms(transform: Any, prepared: int | None = None) -> tuple[Tra
     ``prepared`` is their number; by default they are all that may run once.
     """
     return _leading(_each_view(flatten_transform(transform)), prepared)
+
+
+def find_late_rgb(transform: Any) -> Transform | None:
+    """Return the step that makes images RGB behind a random crop or the like, if there is one.
+
+    It gives the same pixels before such steps, where it runs once per sample. Images of one batch
+    then have equally many channels, and any mode can be stored.
+    """
+    transforms = flatten_transform(transform)
+    moving = list(takewhile(moves_pixels, transforms))
+    if all(map(is_preparable, moving)) or len(moving) == len(transforms):
+        return None
+    following = transforms[len(moving)]
+    return following if known_name(following) == "RGB" else None
 
 
 def split_upright(transform: Any) -> tuple[bool, tuple[Transform, ...]]:

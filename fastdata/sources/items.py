@@ -165,13 +165,26 @@ def _keys_of(item: Any, form: str, which: str) -> ItemKeys | None:
         # A pair needs no keys, but a namedtuple of two values has names and a class to restore.
         names = getattr(item, "_fields", tuple(map(str, range(len(item)))))
         named = _class_name(item) if hasattr(item, "_fields") else ""
-        return None if names == ("0", "1") else ItemKeys(names, names[0], "tuple", named)
+        place = _sample_place(item)
+        is_pair = names == ("0", "1") and place == 0
+        return None if is_pair else ItemKeys(names, names[place], "tuple", named)
     if form == _ALONE:
         return ItemKeys(("0",), "0", "alone")
     raise TypeError(
         f"{which} is {form}, but a (sample, target) pair, a tuple, a dict with an image or an "
         "image is needed. Wrap the dataset in one whose __getitem__ returns one of these."
     )
+
+
+def _sample_place(item: Sequence[Any]) -> int:
+    """Return the place of the sample in a tuple: the first, or that of the only image behind it.
+
+    Some datasets give (label, image).
+    """
+    images = [place for place, value in enumerate(item) if is_image(value)]
+    if len(images) != 1 or isinstance(item[0], torch.Tensor | np.ndarray | tuple | list):
+        return 0
+    return images[0]
 
 
 def _named_keys(item: Any, form: str, which: str) -> ItemKeys:

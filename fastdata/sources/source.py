@@ -20,9 +20,9 @@ Pair = tuple[Any, Any]
 class ItemKeys:
     """Keys by which items that are not pairs are split into sample and target, and joined again.
 
-    The sample of a dict or a dataclass is the value of ``image``. The target is the value of the
-    other key, or a dict of several. The sample of a tuple is its first value. The target is the
-    other value, a tuple of several, or 0 if there is none.
+    The sample is the value of ``image``, whose name in a tuple is its place, such as "0". The
+    target is the value of the other key, or a dict of several; of a tuple the other value, a tuple
+    of several, or 0 if there is none.
 
     ``named`` is the module and class of a namedtuple or dataclass, as text, so that a cache can
     store it. The joined item has this class if the module is imported, else it is a tuple or dict.
@@ -37,7 +37,8 @@ class ItemKeys:
         if self.kind == "alone":
             return item, 0
         if self.kind == "tuple":
-            sample, *rest = item
+            rest = list(item)
+            sample = rest.pop(self._place())
             return sample, rest[0] if len(rest) == 1 else tuple(rest) or 0
         if self.kind == "dataclass":
             item = {name: getattr(item, name) for name in self.names}
@@ -57,13 +58,18 @@ class ItemKeys:
             others = dict.fromkeys(self.names, target) if len(self.names) == 2 else target
             item = {name: sample if name == self.image else others[name] for name in self.names}
             return item if self.kind == "dict" else self._as_dataclass(item)
-        values = [sample]
+        values: list[Any] = []
         if len(self.names) == 2:
             values.append(target)
         elif len(self.names) > 2:
             values += target
+        values.insert(self._place(), sample)
         named = self._named_class()
         return kind(values) if named is None else named._make(values)
+
+    def _place(self) -> int:
+        """Return the place of the sample in a tuple."""
+        return self.names.index(self.image)
 
     def _as_dataclass(self, item: dict[str, Any]) -> Any:
         """Return an item of the dataclass; a dict if its class is not found."""
