@@ -6,6 +6,9 @@ The datasets that users make:
   base
 - ``cached``: ``CachedDataset``
 - ``dataset``: the base of all three, with torch's protocol and torchvision's attributes
+- ``added_property``: properties that fastdata adds to these attributes
+- ``descriptions``: texts of datasets, and tables for notebooks
+- ``showing``: figures of images with their labels
 
 The state of a dataset:
 
@@ -33,7 +36,6 @@ Batches:
 - ``batch``: a list of samples that remembers its stacked tensors; ``collate``
 - ``mixed_sizes``: the error for a batch whose samples differ in shape
 - ``trees``: the tensors in any nesting of containers, replaced or listed
-- ``showing``: images with their labels, and tables in notebooks
 - ``held_tensors``: tensors in objects of any class
 
 Batches from worker processes:

@@ -7,7 +7,7 @@ that users make: ``ImageFolder``, ``ImageManifest`` and ``CachedDataset``.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextvars import copy_context
 from dataclasses import replace
 from functools import cached_property
@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch.utils.data import Dataset, get_worker_info
 
+from fastdata.datasets.added_property import added_property
 from fastdata.datasets.buffers import new_buffer
+from fastdata.datasets.descriptions import html_of, text_of
 from fastdata.datasets.reader import Reader
 from fastdata.datasets.samples import DatasetSamples
 from fastdata.datasets.transport import ring_of
 from fastdata.datasets.visits import OWN_ITEM, IndexBatch, OwnItem, number_visits
-from fastdata.errors import SampleError, kind_of
+from fastdata.errors import SampleError
 from fastdata.machine.budget import StoragePlan, StorageReport
 from fastdata.machine.tables import ListView
 from fastdata.pixels.own_transforms import StandardTransform
@@ -34,38 +36,6 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
 
     from typing_extensions import Self
-
-
-class _Shown:
-    """A property that fastdata adds to datasets.
-
-    A subclass may set an attribute of the same name, because fastdata does not read the property.
-    """
-
-    def __init__(self, read: Callable[[DatasetSamples], Any]) -> None:
-        self._read = read
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, dataset: Any, owner: type | None = None) -> Any:
-        if dataset is None:
-            return self
-        own = vars(dataset)
-        return own[self._name] if self._name in own else self._read(dataset._fastdata)
-
-    def __set__(self, dataset: Any, value: Any) -> None:
-        if type(dataset).__module__.startswith("fastdata."):
-            raise AttributeError(
-                f"{self._name} of {kind_of(dataset)} cannot be assigned: it says how samples are "
-                "served. Give the options when the dataset is made; transform may be assigned."
-            )
-        vars(dataset)[self._name] = value
-
-
-def _shown(read: Callable[[DatasetSamples], Any]) -> Any:
-    """Return a ``_Shown`` that type checkers accept for the declared type of the attribute."""
-    return _Shown(read)
 
 
 def _asked_through_wrapper(dataset: PreparedDataset) -> Dataset[Any] | None:
@@ -93,13 +63,15 @@ class PreparedDataset(Dataset[Any]):
 
     _fastdata: DatasetSamples
 
-    plan: TransformPlan = _shown(lambda samples: samples.reader.plan)
+    plan: TransformPlan = added_property(lambda samples: samples.reader.plan)
     """The transform in three parts: run once per sample, on whole batches, and on each sample."""
-    storage: str = _shown(lambda samples: samples.storage_plan.storage)
+    storage: str = added_property(lambda samples: samples.storage_plan.storage)
     """The storage of the samples, such as ``"shared"``."""
-    storage_plan: StoragePlan = _shown(lambda samples: samples.storage_plan)
+    storage_plan: StoragePlan = added_property(lambda samples: samples.storage_plan)
     """The storage of the samples, and the reason for it."""
-    skipped: list[SampleError] = _shown(lambda samples: list(samples.stored.prepared.skipped))
+    skipped: list[SampleError] = added_property(
+        lambda samples: list(samples.stored.prepared.skipped)
+    )
     """The errors of samples that were left out because of ``on_error="skip"``."""
 
     @classmethod
@@ -254,24 +226,10 @@ class PreparedDataset(Dataset[Any]):
         return ""
 
     def __repr__(self) -> str:
-        samples = self._fastdata
-        kept = samples.storage_plan.reason.replace("; ", "\n")
-        share = samples.stored.filled_share()
-        if samples.stored.kept is not None and share < 1:
-            kept += f"\n{share:.0%} prepared so far, the rest on first read"
-        shown = {
-            "Storage": "closed" if samples.handle.reader is None else kept,
-            "Transform": samples.transforms.of_sample,
-            "Target transform": samples.transforms.of_target,
-            "Transforms": samples.transforms.of_both,
-        }
-        lines = [f"Dataset {type(self).__name__}", f"Number of datapoints: {len(self)}"]
-        lines += self.extra_repr().splitlines()
-        for title, value in shown.items():
-            if value is not None:
-                indent = " " * len(f"    {title}: ")
-                lines.append(f"{title}: {value}".replace("\n", f"\n{indent}"))
-        return "\n    ".join(lines)
+        return text_of(self)
+
+    def _repr_html_(self) -> str:
+        return html_of(self)
 
     # fastdata's additions
 
@@ -284,11 +242,6 @@ class PreparedDataset(Dataset[Any]):
         from fastdata.datasets.showing import show_dataset
 
         return show_dataset(self, n)
-
-    def _repr_html_(self) -> str:
-        from fastdata.datasets.showing import html_of  # notebooks only
-
-        return html_of(self)
 
     def reader(self) -> Reader:
         """Return the reader of an epoch that begins now; it holds the memory of the samples.

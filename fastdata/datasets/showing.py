@@ -1,14 +1,15 @@
-"""Pictures and tables of datasets and loaders: images with their labels, plans in notebooks."""
+"""Figures of datasets and loaders: images with their labels."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from html import escape
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from fastdata.datasets.trees import leaves_of
 from fastdata.pictures import new_figure
 from fastdata.pixels.arrays import Array
 from fastdata.pixels.compose import flatten_transform, joint_transforms
@@ -20,36 +21,34 @@ if TYPE_CHECKING:
     from fastdata.datasets.dataset import PreparedDataset
 
 _IMAGE_INCHES = 1.6
+_TITLE_INCHES = 0.3
 
+_IMAGES_PER_ROW = 8
 _MOST_LETTERS = 24
 """Length of a label above an image."""
+
+Undo = Callable[[Array], Array]
 
 
 def show_dataset(dataset: PreparedDataset, count: int) -> Any:
     """Return a figure of ``count`` items, spread over the dataset."""
-    last = len(dataset) - 1
-    indices = np.linspace(0, last, min(count, last + 1)).round().astype(int).tolist()
+    length = len(dataset)
+    places = np.linspace(0, length - 1, min(count, length))
+    indices = places.round().astype(int)
     with torch.random.fork_rng(devices=[]):  # items draw from torch's generator
-        items = [dataset[index] for index in indices]
+        items = [dataset[index] for index in indices.tolist()]
     return show_items(items, dataset)
 
 
 def show_batch(batch: Any, datasets: Sequence[Any], count: int) -> Any:
     """Return a figure of the first ``count`` items of a batch that was made of datasets."""
-    tensors = [part for part in _parts(batch) if isinstance(part, torch.Tensor) and part.ndim]
-    if not tensors:
+    leaves = leaves_of(batch)
+    lengths = [len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim]
+    if not lengths:
         raise ValueError("there is no image to show: the batch has no tensors")
-    length = min(len(tensor) for tensor in tensors)
-    return show_items([_item_of(batch, k) for k in range(min(count, length))], datasets[0])
-
-
-def _parts(batch: Any) -> list[Any]:
-    """Return the values of a batch, and those of its lists and dicts."""
-    if isinstance(batch, Mapping):
-        batch = list(batch.values())
-    if not isinstance(batch, (list, tuple)):
-        return [batch]
-    return [part for value in batch for part in _parts(value)]
+    shown = min(count, *lengths)
+    items = [_item_of(batch, number) for number in range(shown)]
+    return show_items(items, datasets[0])
 
 
 def _item_of(batch: Any, number: int) -> Any:
@@ -65,112 +64,145 @@ def _item_of(batch: Any, number: int) -> Any:
     return [_item_of(value, number) for value in batch]
 
 
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    """The pictures of an item, which are shown side by side, and the text above them."""
+
+    pictures: list[Array]
+    text: str
+
+
 def show_items(items: Sequence[Any], dataset: Any) -> Any:
     """Return a figure of items, each with its images and its label.
 
     Args:
         items: pairs, tuples or dicts; their images may be tensors (C, H, W), arrays (H, W, C) or
-            PIL images, and lists of these for several views. Masks are shown beside their image.
+            PIL images, and lists of these for several views. Masks are shown next to their image.
         dataset: the one that they come from. If its transform has a Normalize, colours are shown
             as before it. Its ``classes`` are shown in place of their numbers.
     """
-    transform = getattr(dataset, "transform", None) or getattr(dataset, "transforms", None)
+    of_both = getattr(dataset, "transforms", None)
+    transform = getattr(dataset, "transform", None) or of_both
     undo = _undo_normalize(transform)
     classes = getattr(dataset, "classes", ())
     cells = [_cell(item, undo, classes) for item in items]
-    images = max((len(pictures) for pictures, _ in cells), default=0)
+    images = max((len(cell.pictures) for cell in cells), default=0)
     if not images:
         raise ValueError("there is no image to show: give a dataset or loader of images")
-    per_row = max(1, min(8 // images, len(cells)))
-    rows = -(-len(cells) // per_row)
-    columns = per_row * images
-    figure = new_figure(columns * _IMAGE_INCHES, rows * (_IMAGE_INCHES + 0.3))
+    cells_per_row = max(1, _IMAGES_PER_ROW // images)
+    return _draw_grid(cells, images, min(cells_per_row, len(cells)))
+
+
+def _draw_grid(cells: Sequence[_Cell], images: int, cells_per_row: int) -> Any:
+    """Return a figure of cells in rows, each as wide as ``images`` pictures."""
+    rows = -(-len(cells) // cells_per_row)
+    columns = cells_per_row * images
+    height_inches = rows * (_IMAGE_INCHES + _TITLE_INCHES)
+    figure = new_figure(columns * _IMAGE_INCHES, height_inches)
     axes = figure.subplots(rows, columns, squeeze=False)
     for axis in axes.flat:
         axis.set_axis_off()
-    for number, (pictures, text) in enumerate(cells):
-        row, place = divmod(number, per_row)
-        for column, picture in enumerate(pictures, place * images):
-            is_gray = picture.ndim == 2
-            axes[row, column].imshow(picture, cmap="gray" if is_gray else None)
-        axes[row, place * images].set_title(text, fontsize=8)
+    for number, cell in enumerate(cells):
+        row, place = divmod(number, cells_per_row)
+        first = place * images
+        axes[row, first].set_title(cell.text, fontsize=8)
+        for column, picture in enumerate(cell.pictures, first):
+            # matplotlib ignores the colour map of a picture in colours.
+            axes[row, column].imshow(picture, cmap="gray")
     return figure
 
 
-Undo = Callable[[Array], Array]
-
-
-def _cell(item: Any, undo: Undo, classes: Sequence[str]) -> tuple[list[Array], str]:
+def _cell(item: Any, undo: Undo, classes: Sequence[str]) -> _Cell:
     """Return the pictures of an item, and the text of all else."""
-    values = list(item.values()) if isinstance(item, Mapping) else item
     pictures: list[Array] = []
     texts: list[str] = []
-    for value in values if isinstance(values, (list, tuple)) else [values]:
+    for value in _values_of(item):
         views = value if isinstance(value, (list, tuple)) else [value]
         if views and all(map(is_image, views)):
             pictures += [_to_picture(view, undo) for view in views]
         else:
             texts.append(_label(value, classes))
     text = ", ".join(texts)
-    return pictures, text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}..."
+    if len(text) > _MOST_LETTERS:
+        text = f"{text[:_MOST_LETTERS]}..."
+    return _Cell(pictures, text)
+
+
+def _values_of(item: Any) -> Sequence[Any]:
+    if isinstance(item, Mapping):
+        return list(item.values())
+    if isinstance(item, (list, tuple)):
+        return item
+    return [item]
 
 
 def _label(value: Any, classes: Sequence[str]) -> str:
     """Return the text of a label: the name of its class, or those of a mix of two."""
     if isinstance(value, torch.Tensor) and value.ndim == 1 and value.is_floating_point():
-        if len(value) < 2:
-            return str(value.tolist())
-        shares, numbers = value.topk(2)
-        parts = zip(shares.tolist(), numbers.tolist(), strict=True)
-        return ", ".join(f"{_name(k, classes)} {share:.2f}" for share, k in parts if share > 0)
+        return _soft_label(value, classes)
     if isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
-        value = value.tolist()
+        return _name(value.tolist(), classes)
     return _name(value, classes)
+
+
+def _soft_label(shares: torch.Tensor, classes: Sequence[str]) -> str:
+    """Return the two classes with the largest shares; of a single number, the number."""
+    if len(shares) < 2:
+        return str(shares.tolist())
+    largest, numbers = shares.topk(2)
+    texts = []
+    for share, number in zip(largest.tolist(), numbers.tolist(), strict=True):
+        if share > 0:
+            name = _name(number, classes)
+            texts.append(f"{name} {share:.2f}")
+    return ", ".join(texts)
 
 
 def _name(value: Any, classes: Sequence[str]) -> str:
     is_number = isinstance(value, int) and not isinstance(value, bool)
-    return str(classes[value] if is_number and 0 <= value < len(classes) else value)
+    if is_number and 0 <= value < len(classes):
+        return str(classes[value])
+    return str(value)
 
 
 def _to_picture(image: Any, undo: Undo) -> Array:
     """Return an image as uint8 or floats in [0, 1], (H, W, 3), or (H, W) for grays and masks."""
     if is_pil(image):
         return np.asarray(image.convert("RGB"))
-    values = image.detach().cpu() if isinstance(image, torch.Tensor) else image
-    if isinstance(values, torch.Tensor):
-        values = (values.float() if values.is_floating_point() else values).numpy()
+    values: Array = image
+    if isinstance(image, torch.Tensor):
+        values = _array_of(image)
     if values.ndim == 2:
         return values
-    if isinstance(image, torch.Tensor) and values.shape[0] in (1, 3, 4):
-        values = values.transpose(1, 2, 0)
     if values.dtype.kind == "f":
-        values = undo(values).clip(0, 1)
-    return values[..., 0] if values.shape[-1] == 1 else values[..., :3]
+        values = undo(values)
+        values = values.clip(0, 1)
+    if values.shape[-1] == 1:
+        return values[..., 0]
+    return values[..., :3]
+
+
+def _array_of(image: torch.Tensor) -> Array:
+    """Return the values of a tensor (H, W), (C, H, W) or (H, W, C), with channels last."""
+    tensor = image.detach().cpu()
+    if tensor.is_floating_point():
+        tensor = tensor.float()
+    if tensor.ndim > 2 and len(tensor) in (1, 3, 4):
+        tensor = tensor.permute(1, 2, 0)
+    values: Array = tensor.numpy()
+    return values
 
 
 def _undo_normalize(transform: Any) -> Undo:
     """Return what gives images the colours that they had before the last Normalize."""
-    singles = [each for part in joint_transforms(transform) for each in flatten_transform(part)]
+    singles = flatten_transform(joint_transforms(transform))
     if singles and isinstance(singles[-1], Views):
-        singles = list(flatten_transform(singles[-1].transforms[0]))
+        first_view = singles[-1].transforms[0]
+        singles = flatten_transform(first_view)
     for step in reversed(singles):
-        name = known_name(step)
-        if name in ("Normalize", "A.Normalize"):
-            step = getattr(step, "transform", step)
-            mean, std = np.asarray(step.mean, np.float32), np.asarray(step.std, np.float32)
+        if known_name(step) in ("Normalize", "A.Normalize"):
+            normalize = getattr(step, "transform", step)
+            mean = np.asarray(normalize.mean, np.float32)
+            std = np.asarray(normalize.std, np.float32)
             return lambda image: image * std + mean
     return lambda image: image
-
-
-# Tables in notebooks
-
-
-def html_of(dataset: PreparedDataset) -> str:
-    """Return a dataset's size, storage and plan as HTML."""
-    name, *lines = repr(dataset).splitlines()
-    told = [line.strip() for line in lines]
-    # The transform is in the plan's table.
-    shown = [line for line in told if line.startswith(("Number", "Storage", "Root"))]
-    rows = "<br>".join(map(escape, shown))
-    return f"<b>{escape(name)}</b><br>{rows}{dataset.plan._repr_html_()}"
