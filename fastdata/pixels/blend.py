@@ -1,6 +1,6 @@
 """Rows of a batch mixed with each other, as MixUp and CutMix do: values, and how they are applied.
 
-Shape letters: B batch, S staged samples, C channels, h w size served.
+Shape letters: B batch, S staged samples, C channels, K classes, h w size served.
 """
 
 from __future__ import annotations
@@ -46,58 +46,75 @@ class Blend:
 
     def partners_of(self, rows_B: Tensor) -> Tensor:
         """Return the partner's value for each row of a tensor."""
-        return rows_B.flip(0) if self.is_mirrored else rows_B.roll(1, 0)
+        if self.is_mirrored:
+            return rows_B.flip(0)
+        return rows_B.roll(1, 0)
+
+    def partners_of_array(self, rows_B: Array) -> Array:
+        """Return the partner's value for each row of an array."""
+        if self.is_mirrored:
+            return rows_B[::-1]
+        return np.roll(rows_B, 1)
 
     def images(self, images_BChw: Tensor) -> Tensor:
         """Return mixed images, on their device. Half floats are rounded once, at the end."""
         partners_BChw = self.partners_of(images_BChw)
-        mixed = images_BChw
+        mixed_BChw = images_BChw
         if self.shares is not None:
             wide = torch.promote_types(images_BChw.dtype, torch.float32)
-            own, other = self.shares.to(wide)[:, :, None, None, None].unbind(1)
-            mixed = (partners_BChw * other + images_BChw * own).to(images_BChw.dtype)
+            shares_B2111 = self.shares.to(wide).reshape(-1, 2, 1, 1, 1)
+            own_share, partner_share = shares_B2111.unbind(1)
+            sum_BChw = partners_BChw * partner_share + images_BChw * own_share
+            mixed_BChw = sum_BChw.to(images_BChw.dtype)
         if self.boxes is not None:
-            mixed = torch.where(self._is_partners(images_BChw), partners_BChw, mixed)
-        return mixed
-
-    def _is_partners(self, images_BChw: Tensor) -> Tensor:
-        """Return a mask (B, 1, h, w) of the pixels in the boxes."""
-        assert self.boxes is not None
-        height, width = images_BChw.shape[-2:]
-        top, left, bottom, right = self.boxes[:, :, None].unbind(1)
-        y_h = torch.arange(height, device=images_BChw.device)
-        x_w = torch.arange(width, device=images_BChw.device)
-        is_row = (y_h >= top) & (y_h < bottom)
-        is_column = (x_w >= left) & (x_w < right)
-        return is_row[:, None, :, None] & is_column[:, None, None, :]
+            is_partners_B1hw = _is_inside(self.boxes, images_BChw)
+            mixed_BChw = torch.where(is_partners_B1hw, partners_BChw, mixed_BChw)
+        return mixed_BChw
 
     def labels(self, labels_B: Tensor, classes: int, off: float, on: float) -> Tensor:
         """Return float32 (B, classes): labels as ``on`` among ``off``, mixed, on their device."""
         if labels_B.device.type == "cpu":
-            return torch.from_numpy(self._labels_on_cpu(labels_B.numpy(), classes, off, on))
-        options = {"dtype": torch.float32, "device": labels_B.device}
-        each = torch.full((len(labels_B), classes), off, **options)  # type: ignore[call-overload]
-        each.scatter_(1, labels_B[:, None], on)
-        own, other = self.label_shares[:, :, None].unbind(1)
-        mixed: Tensor = self.partners_of(each) * other + each * own
-        return mixed
+            mixed = self._labels_on_cpu(labels_B.numpy(), classes, off, on)
+            return torch.from_numpy(mixed)
+        shape = (len(labels_B), classes)
+        own_BK = torch.full(shape, off, dtype=torch.float32, device=labels_B.device)
+        own_BK.scatter_(1, labels_B[:, None], on)
+        partners_BK = self.partners_of(own_BK)
+        own_share_B1, partner_share_B1 = self.label_shares[:, :, None].unbind(1)
+        return partners_BK * partner_share_B1 + own_BK * own_share_B1
 
     def _labels_on_cpu(self, label_B: Array, classes: int, off: float, on: float) -> Array:
         # One to three values of a row differ. torch would make four passes over all of them, by
         # threads that a loader's own threads take the cores of.
-        values = np.array([off, on], np.float32)
-        own_B1, other_B1 = self.label_shares.expand(len(label_B), 2).numpy().T[:, :, None]
+        count = len(label_B)
+        values_2 = np.array([off, on], np.float32)
+        shares_B2 = self.label_shares.expand(count, 2).numpy()
+        own_B2 = shares_B2[:, :1] * values_2
+        partner_B2 = shares_B2[:, 1:] * values_2
         # Of a class, by whether it is the partner's and whether it is the row's own.
-        value_B22 = (values[:, None] * other_B1[:, None]) + (values * own_B1)[:, None]
-        partner_B = label_B[::-1] if self.is_mirrored else np.roll(label_B, 1)
-        is_same_B = (partner_B == label_B).astype(np.int64)
-        row_B = np.arange(len(label_B))
-        made = np.zeros((len(label_B), classes), np.float32)
+        value_B22 = partner_B2[:, :, None] + own_B2[:, None, :]
+        partner_label_B = self.partners_of_array(label_B)
+        is_same_B = (partner_label_B == label_B).astype(np.int64)
+        row_B = np.arange(count)
+        mixed_BK = np.zeros((count, classes), np.float32)
         if off:
-            made += value_B22[:, 0, :1]
-        made[row_B, partner_B] = value_B22[row_B, 1, is_same_B]
-        made[row_B, label_B] = value_B22[row_B, is_same_B, 1]
-        return made
+            mixed_BK += value_B22[:, 0, :1]
+        mixed_BK[row_B, partner_label_B] = value_B22[row_B, 1, is_same_B]
+        mixed_BK[row_B, label_B] = value_B22[row_B, is_same_B, 1]
+        return mixed_BK
+
+
+def _is_inside(boxes_B4: Tensor, images_BChw: Tensor) -> Tensor:
+    """Return a mask (B, 1, h, w) of the pixels of images that are in their boxes."""
+    height, width = images_BChw.shape[-2:]
+    boxes_B411 = boxes_B4[:, :, None, None]
+    top_B11, left_B11, bottom_B11, right_B11 = boxes_B411.unbind(1)
+    y_h1 = torch.arange(height, device=images_BChw.device)[:, None]
+    x_w = torch.arange(width, device=images_BChw.device)
+    is_row_Bh1 = (y_h1 >= top_B11) & (y_h1 < bottom_B11)
+    is_column_B1w = (x_w >= left_B11) & (x_w < right_B11)
+    is_inside_Bhw = is_row_Bh1 & is_column_B1w
+    return is_inside_Bhw[:, None]
 
 
 class RowBlender:
@@ -122,13 +139,15 @@ class RowBlender:
         once its own sample and its partner's are there.
         """
         row_B = np.arange(len(order_B))
-        partner_B = row_B[::-1] if blend.is_mirrored else np.roll(row_B, 1)
+        partner_B = blend.partners_of_array(row_B)
         number_B = np.empty_like(row_B)
         number_B[order_B] = row_B
-        after_B = np.maximum(number_B, number_B[partner_B])
-        rows = np.zeros(len(row_B), load().records["Blended"])
+        partner_number_B = number_B[partner_B]
+        after_B = np.maximum(number_B, partner_number_B)
         address: int = staged_SChw.ctypes.data
-        own_B = address + places_B * staged_SChw[0].nbytes
+        sample_bytes = staged_SChw[0].nbytes
+        own_B = address + places_B * sample_bytes
+        rows = np.zeros(len(row_B), load().records["Blended"])
         rows["row"] = row_B
         rows["after"] = after_B
         rows["own"] = own_B
@@ -137,14 +156,19 @@ class RowBlender:
         if blend.shares is not None:
             rows["share"], rows["partner_share"] = blend.shares.numpy().T
         if blend.boxes is not None:
-            top, left, bottom, right = blend.boxes.numpy().T
-            box = rows["box"]
-            box["top"] = top
-            box["left"] = left
-            box["height"] = bottom - top
-            box["width"] = right - left
-        rows = rows[after_B.argsort(kind="stable")]
-        return Blending(rows, describe_output(self._table, out), converts=self._converts)
+            _write_boxes(blend.boxes.numpy(), rows["box"])
+        serving = after_B.argsort(kind="stable")
+        output = describe_output(self._table, out)
+        return Blending(rows[serving], output, converts=self._converts)
+
+
+def _write_boxes(boxes_B4: Array, records_B: Array) -> None:
+    """Write boxes to records ``Box`` of the core."""
+    top, left, bottom, right = boxes_B4.T
+    records_B["top"] = top
+    records_B["left"] = left
+    records_B["height"] = bottom - top
+    records_B["width"] = right - left
 
 
 def serving_order(count: int, *, is_mirrored: bool) -> tuple[Int64s, Int64s]:
@@ -156,7 +180,11 @@ def serving_order(count: int, *, is_mirrored: bool) -> tuple[Int64s, Int64s]:
     row_B = np.arange(count)
     if is_mirrored:
         # From both ends of the batch.
-        order_B = np.stack([row_B, row_B[::-1]], 1).ravel()[:count]
-        return order_B, (2 * row_B >= count).astype(np.int64)
+        ends_B2 = np.stack([row_B, row_B[::-1]], axis=1)
+        order_B = ends_B2.ravel()[:count]
+        is_second_half_B = 2 * row_B >= count
+        return order_B, is_second_half_B.astype(np.int64)
     # Two places in turns; row 0, which is made of the first and the last sample, waits for that.
-    return row_B, np.where(row_B, 1 + row_B % 2, 0)
+    places_B = 1 + row_B % 2
+    places_B[:1] = 0
+    return row_B, places_B
