@@ -206,7 +206,8 @@ def _image_and_target(names: Iterable[str]) -> list[str]:
             return [*images, target]
     raise ValueError(
         f"it has the files {', '.join(names)}, but exactly one image and one of "
-        f"{', '.join(_TARGETS)} are needed. Name the files to read, such as columns={'sample': 'jpg', 'target': 'npy'}"
+        f"{', '.join(_TARGETS)} are needed. Name the files to read, such as "
+        "columns={'sample': 'jpg', 'target': 'npy'}"
     )
 
 
