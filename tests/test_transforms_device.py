@@ -19,7 +19,7 @@ from torchvision.transforms import v2
 
 from conftest import shown
 from data import ArrayStore
-from fastdata.loaders.device import ToFloats
+from fastdata.loaders.device import Form, ToFloats
 from fastdata.loaders.window import Window, window_obstacle
 from fastdata.pixels.program import Program
 from fastdata.pixels.samples import SampleSpec
@@ -265,6 +265,58 @@ def test_half_floats_are_rounded_once(device: torch.device, dtype: torch.dtype) 
     )
     assert torch.equal(half, whole.to(dtype))
     assert half.stride() == whole.stride()
+
+
+def conversion(dtype: torch.dtype, form: Form, mean: Sequence[float] = NORM[0]) -> ToFloats:
+    """The last step of a dataset that serves normalised floats of a dtype, for a prefetcher."""
+    steps = [v2.ToImage(), v2.ToDtype(dtype, scale=True), v2.Normalize(mean, NORM[1])]
+    plan = plan_transform(v2.Compose(steps), form="pil", channels=3)
+    return ToFloats(plan.batch_ops[-1], form)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("mean", [NORM[0], (0.0, 0.0, 0.0)], ids=["multiplied", "without mean"])
+def test_floats_are_made_in_one_pass_in_the_form_that_is_served(
+    device: torch.device, dtype: torch.dtype, mean: Sequence[float]
+) -> None:
+    """Each value is the float32 value, rounded once: within half a unit of the exact one, and float32's error."""
+    pixels = torch.arange(256, dtype=torch.uint8).repeat(3, 1).reshape(1, 3, 16, 16).to(device)
+    convert = conversion(torch.float32, Form(dtype, channels_last=True), mean)
+    convert(pixels)  # which sends the constants
+    with OnDevice() as ops:
+        made = convert(pixels)
+    assert made.dtype is dtype
+    assert made.is_contiguous(memory_format=torch.channels_last)
+    whole = [tensor for name, tensor in ops.made if tensor.numel() >= pixels.numel()]
+    assert all(tensor.dtype is dtype for tensor in whole)  # no float32 copy
+    assert [name for name, _ in ops.made if "empty" not in name] == ["addcmul"]
+    assert torch.equal(made, conversion(torch.float32, Form(), mean)(pixels).to(dtype))
+    channels = torch.tensor([mean, NORM[1]], dtype=torch.float64)[:, :, None, None]
+    exact = (pixels.cpu().double() / 255 - channels[0]) / channels[1]
+    half_unit = torch.finfo(dtype).eps / 2
+    room = half_unit * exact.abs().clamp(min=torch.finfo(dtype).smallest_normal) + 1e-6
+    assert (made.cpu().double() - exact).abs().le(room).all()
+
+
+def test_floats_that_would_be_rounded_twice_are_cast_afterwards() -> None:
+    """A dataset's float16 values are float16 values, whatever a prefetcher serves; layouts are made at once."""
+    pixels = torch.arange(192, dtype=torch.uint8).reshape(2, 3, 8, 4)
+    own = conversion(torch.float16, Form())(pixels)
+    made = conversion(torch.float16, Form(torch.float32, channels_last=True))(pixels)
+    assert made.dtype is torch.float16
+    assert torch.equal(made, own)
+    assert made.is_contiguous(memory_format=torch.channels_last)
+    whole = conversion(torch.float32, Form(torch.int64))(pixels)
+    assert whole.dtype is torch.float32
+
+
+def test_scaled_values_are_divided_into_the_form_that_is_served(device: torch.device) -> None:
+    """Without ``Normalize`` the division is the one pass, and bit-equal."""
+    pixels = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16).to(device)
+    [cast] = plan_transform(v1.Compose([v1.ToTensor()]), form="pil", channels=1).batch_ops
+    made = ToFloats(cast, Form(torch.bfloat16))(pixels)
+    assert torch.equal(made, ToFloats(cast)(pixels).bfloat16())
+    assert torch.equal(made.cpu(), (pixels.cpu() / 255).bfloat16())
 
 
 # Steps that the device has no form of

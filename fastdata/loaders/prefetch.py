@@ -22,6 +22,7 @@ from fastdata.datasets.trees import map_batch
 from fastdata.loaders.device import (
     DeviceLike,
     DeviceOps,
+    Form,
     Transform,
     WhereOps,
     begin_epoch,
@@ -161,7 +162,8 @@ class CudaPrefetcher:
         self.device = resolve_device(device)
         self.depth = depth
         is_channels_last = getattr(loader, "memory_format", None) is torch.channels_last
-        self._finish = Finish(transform, dtype, channels_last or is_channels_last)
+        form = Form(dtype, channels_last or is_channels_last)
+        self._finish = Finish(transform, form)
         self._ring: BatchRing | None = None
         self._live: weakref.WeakSet[PrefetchIterator] = weakref.WeakSet()
         # The latest epoch; an empty one before the first.
@@ -170,7 +172,7 @@ class CudaPrefetcher:
         self._stream: torch.cuda.Stream | None = None
         if self.device.type == "cuda":
             self._pinned = PinnedMemory(self.device)
-            self._ops = DeviceOps(loader, batch_ops, self.device, self._pinned)
+            self._ops = DeviceOps(loader, batch_ops, self.device, self._pinned, form)
 
     # What it shows of its loader
 
@@ -306,14 +308,13 @@ class Finish:
     """Work on each batch on the current stream: batch ops, casts, then the user's transform."""
 
     transform: Transform | None
-    dtype: torch.dtype | None
-    channels_last: bool
+    form: Form
     ops: Transform | None = None
 
     def __call__(self, batch: Any) -> Any:
         if self.ops is not None:
             batch = self.ops(batch)
-        if self.dtype is not None or self.channels_last:
+        if self.form != Form():
             batch = map_batch(self.cast, batch)
         if self.transform is None:
             return batch
@@ -324,12 +325,15 @@ class Finish:
             raise RuntimeError("transform= raised StopIteration") from error
 
     def cast(self, tensor: Any) -> Any:
-        """Give a tensor the dtype and memory format that were asked for."""
+        """Give a tensor the dtype and memory format that were asked for.
+
+        It is returned itself if it has them, as what ``ToFloats`` makes does.
+        """
         if not isinstance(tensor, torch.Tensor):
             return tensor
         is_image = tensor.dtype is torch.uint8 and tensor.ndim >= 4
-        is_laid_out = self.channels_last and tensor.ndim == 4
+        is_laid_out = self.form.channels_last and tensor.ndim == 4
         return tensor.to(
-            dtype=self.dtype if tensor.is_floating_point() or is_image else None,
+            dtype=self.form.dtype if tensor.is_floating_point() or is_image else None,
             memory_format=torch.channels_last if is_laid_out else torch.preserve_format,
         )
