@@ -328,7 +328,7 @@ def test_a_limit_that_is_too_low_says_what_is_needed(monkeypatch: pytest.MonkeyP
         MemoryBudgetError, match=r"memory_limit=1\.0 MiB .* at least .* Raise memory_limit"
     ) as caught:
         ChunkedLoader(Squares(10), 4, memory_limit=MIB, num_workers=1)
-    found = re.search(r"at least ([\d,]+) MiB is needed", str(caught.value))
+    found = re.search(r"need at least ([\d,]+) MiB", str(caught.value))
     assert found is not None
     limit = f"{found[1].replace(',', '')}MiB"
     with ChunkedLoader(Squares(10), 4, memory_limit=limit, num_workers=1) as loader:
@@ -526,7 +526,7 @@ def test_a_second_iterator_ends_the_first() -> None:
         first = iter(loader)
         next(first)
         assert len(labels(loader)) == 10
-        with pytest.raises(RuntimeError, match="another one of the same loader was begun"):
+        with pytest.raises(RuntimeError, match="another iterator of the same loader was begun"):
             list(first)
 
 

@@ -101,7 +101,7 @@ def test_one_channel_becomes_three() -> None:
     check(lambda **given: DataLoader(dataset, 8, **given))
 
 
-@pytest.mark.filterwarnings("ignore:batches are not served whole")
+@pytest.mark.filterwarnings("ignore:samples are read one by one")
 @pytest.mark.parametrize("engine", ENGINES, ids=str)
 def test_what_is_not_served_whole_is_converted(engine: dict[str, Any]) -> None:
     """Steps of one's own, a collate_fn, samples as they are stored, other datasets, streams."""

@@ -1024,7 +1024,7 @@ def test_what_asks_for_sample_after_sample_is_told_the_way_back(make: Any) -> No
     with cached(Images(4), transform=CROP) as dataset:
         loader = DataLoader(make(dataset), batch_size=2)
         with pytest.warns(
-            FastDataWarning, match=r"Wrapping asks its .* Give the loader .*transform="
+            FastDataWarning, match=r"Wrapping reads each sample from its .* Pass the .*transform="
         ) as warned:
             assert [len(batch) for batch in loader] == [len(batch) for batch in loader]
         assert len(warned) == 1
@@ -1038,7 +1038,7 @@ def test_a_concat_with_a_dataset_of_others_is_told_the_way_back() -> None:
         mixed = DataLoader(ConcatDataset([dataset, theirs]), batch_size=2)
         with pytest.warns(
             FastDataWarning,
-            match=r"ConcatDataset asks its CachedDataset .* Make a CachedDataset of any other",
+            match=r"ConcatDataset reads each sample from its CachedDataset .* wrap these in CachedDataset",
         ) as warned:
             assert len(list(mixed)) == len(list(mixed))
         assert len(warned) == 1

@@ -360,7 +360,7 @@ def test_joined_datasets_warn_once() -> None:
     """What keeps one of them from being served whole is said by the first loader, not by each."""
     joined = ConcatDataset([_half(0), _half(11, lambda pixels: pixels.float())])
     with pytest.warns(
-        FastDataWarning, match="batches are not served whole: .*runs in Python on each sample"
+        FastDataWarning, match="samples are read one by one, .*runs in Python on each sample"
     ):
         iter(DataLoader(joined))
     iter(DataLoader(joined))  # a warning would be an error
@@ -641,9 +641,9 @@ def test_a_lost_fast_path_is_said_once() -> None:
     """The warning names the step and the way back, at the line that began the epoch."""
     steps = [v1.RandomCrop(4), v1.Lambda(lambda image: +image), v1.ConvertImageDtype(torch.float32)]
     with _images(v1.Compose(steps)) as dataset:
-        text = r"whole: Lambda\(.*test_loader.py, line \d+\)\) is not a known batch op, so that it runs in "
+        text = r"whole batches: Lambda\(.*test_loader.py, line \d+\)\) is not a known batch op, so it runs in "
         with pytest.warns(
-            FastDataWarning, match=rf"{text}Python on each sample\. Give it as pre"
+            FastDataWarning, match=rf"{text}Python on each sample\. Pass it as pre"
         ) as said:
             list(DataLoader(dataset, batch_size=4))
         assert said[0].filename == __file__
@@ -670,14 +670,14 @@ LAST = [v1.RandomCrop(4), v1.ConvertImageDtype(torch.float32)]
 @pytest.mark.parametrize(
     ("transform", "cure"),
     [
-        (v1.Compose([Solarization(), *LAST]), r"Give it as prepare= if it"),
+        (v1.Compose([Solarization(), *LAST]), r"Pass it as prepare= if it"),
         (
             v1.Compose([v1.RandomApply([Solarization()]), *LAST]),
-            r"sample\. Give it as CudaPrefetcher",
+            r"sample\. Pass it to CudaPrefetcher",
         ),
         (
             Views(v1.Compose([v1.Lambda(lambda image: +image), *LAST])),
-            r"docs/served-steps.md has the steps that fastdata runs",
+            r"docs/served-steps.md lists the steps that fastdata runs",
         ),
     ],
 )

@@ -466,7 +466,7 @@ def test_a_stream_has_an_empty_state() -> None:
 def test_a_state_of_another_loader_is_refused(other: dict[str, Any], message: str) -> None:
     """The error names what differs, with both values."""
     state = DataLoader(range(10), batch_size=2).state_dict()  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="the state is of another loader") as caught:
+    with pytest.raises(ValueError, match="the state comes from another loader") as caught:
         DataLoader(**{"dataset": range(10), "batch_size": 2, **other}).load_state_dict(state)
     assert message in str(caught.value)
 

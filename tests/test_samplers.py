@@ -715,7 +715,9 @@ def test_a_state_of_another_order_is_refused() -> None:
         RankSampler(COUNT, seed=1, rank=0, world_size=1).load_state_dict(state)
     saved = DataLoader(Numbers(COUNT), **_ranked(RANKED["weighted"], 2, 0, 1)).state_dict()
     other = RankSampler(order=weighted(WEIGHTS + 1), num_samples=31, rank=0, world_size=1)
-    with pytest.raises(ValueError, match=r"the state is of another loader: order is .*'weights'"):
+    with pytest.raises(
+        ValueError, match=r"the state comes from another loader: order is .*'weights'"
+    ):
         DataLoader(Numbers(COUNT), sampler=other).load_state_dict(saved)
 
 
@@ -859,20 +861,23 @@ def test_a_sampler_of_nothing_says_what_it_needs() -> None:
         ),
         (
             lambda: weighted([1, -2]),
-            r"weight 1 is -2\.0; weights must be finite, not negative, and one",
+            r"weight 1 is -2\.0, but weights must be finite and not negative",
         ),
         (lambda: weighted([1, float("nan")]), "weight 1 is nan"),
-        (lambda: weighted([0, 0]), r"weight 0 is 0\.0; .* and one above zero"),
+        (lambda: weighted([0, 0]), r"weight 0 is 0\.0, .* at least one of them above zero"),
         (
             lambda: RankSampler(num_samples=3, order=balanced([0, 0, 7])),
             "num_samples=3, but .* at most 2 samples",
         ),
-        (lambda: balanced(Numbers(COUNT)), "Numbers has no targets; give the class of each sample"),
+        (
+            lambda: balanced(Numbers(COUNT)),
+            "Numbers has no attribute targets. Pass the class of each sample",
+        ),
         (
             lambda: mixed([5, 6], [1]),
-            r"weights=\[1.0\] of datasets of \[5, 6\] samples: one for each",
+            r"weights=\[1.0\] for datasets of \[5, 6\] samples: each dataset needs one",
         ),
-        (lambda: mixed([5, 6], [1, 0]), r"weights=\[1.0, 0.0\] of datasets of \[5, 6\] samples"),
+        (lambda: mixed([5, 6], [1, 0]), r"weights=\[1.0, 0.0\] for datasets of \[5, 6\] samples"),
         (lambda: mixed([5, 0]), "no dataset may be empty"),
         (
             lambda: RankSampler(num_samples=11, order=repeated(5, 2)),
@@ -884,7 +889,7 @@ def test_a_sampler_of_nothing_says_what_it_needs() -> None:
         ),
         (
             lambda: DataLoader(Numbers(COUNT), 2, distributed="exact", drop_last=True),
-            "distributed='exact' gives every sample once, and drop_last=True",
+            "distributed='exact' gives every sample once, but drop_last=True",
         ),
     ],
 )

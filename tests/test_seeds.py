@@ -271,7 +271,7 @@ def test_a_read_takes_one_number_if_something_is_random(read: str) -> None:
 
 @pytest.mark.parametrize("loader_class", [TorchLoader, DataLoader])
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.filterwarnings("ignore:batches are not served whole")
+@pytest.mark.filterwarnings("ignore:samples are read one by one")
 def test_images_and_masks_stay_aligned_by_seeds(loader_class: Any, workers: int) -> None:
     """Seeding alike before each read keeps two datasets aligned, whatever was read of one before."""
     with _images() as images, _images() as masks:
@@ -313,7 +313,7 @@ class Fixed(CachedDataset):
 
 
 @pytest.mark.parametrize("engine", [name for name in ENGINES if "threads" not in name])
-@pytest.mark.filterwarnings("ignore:batches are not served whole")
+@pytest.mark.filterwarnings("ignore:samples are read one by one")
 def test_an_own_method_may_seed_by_the_index(engine: str) -> None:
     """Without seed=, an own __getitem__ that calls manual_seed(index) gives the same crop in all epochs."""
     with _images(Fixed) as dataset:
@@ -322,7 +322,7 @@ def test_an_own_method_may_seed_by_the_index(engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", OURS)
-@pytest.mark.filterwarnings("ignore:batches are not served whole")
+@pytest.mark.filterwarnings("ignore:samples are read one by one")
 def test_an_own_method_with_a_seed_follows_it(engine: str) -> None:
     """With seed=, a call of manual_seed changes nothing; epochs differ, and every engine draws alike."""
     with _images(Fixed, seed=5) as dataset, _images(seed=5) as plain:
@@ -345,7 +345,7 @@ class Mixed(CachedDataset):
         return crop, label
 
 
-@pytest.mark.filterwarnings("ignore:batches are not served whole")
+@pytest.mark.filterwarnings("ignore:samples are read one by one")
 def test_an_own_method_may_read_batches_of_another_dataset() -> None:
     """Also empty ones. Their draws are not those of the item itself, and follow the seed."""
     with _images(seed=5) as other:
@@ -393,7 +393,7 @@ TOGETHER: dict[str, Callable[[Any, Any], Any]] = {
 @pytest.mark.parametrize("together", TOGETHER)
 @pytest.mark.parametrize("seed", [None, 5])
 @pytest.mark.parametrize("engine", ["inline", "threads", "torch, processes"])
-@pytest.mark.filterwarnings("ignore:batches are not served whole")
+@pytest.mark.filterwarnings("ignore:samples are read one by one")
 def test_two_datasets_draw_independently(together: str, engine: str, seed: int | None) -> None:
     """Sample i of two datasets is cropped at two places, the same ones for the same seeds."""
     crop = v1.RandomCrop((2, 2))
@@ -572,7 +572,7 @@ SLOWLY: dict[str, Any] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:batches are not served whole")
+@pytest.mark.filterwarnings("ignore:samples are read one by one")
 @pytest.mark.parametrize("name", SLOWLY)
 def test_a_collate_fn_draws_alike_however_samples_are_read(name: str) -> None:
     """Samples that are prepared or changed one by one are mixed as by any number of workers, by none too."""
@@ -607,7 +607,7 @@ def test_a_resumed_collate_fn_draws_what_it_would_have_drawn(
     assert _plain(again) == rest
 
 
-@pytest.mark.filterwarnings("ignore:batches are not served whole")
+@pytest.mark.filterwarnings("ignore:samples are read one by one")
 @pytest.mark.parametrize("transform", [CROP, Halved()])
 def test_a_collate_fn_leaves_the_users_generator_alone(transform: Any) -> None:
     """A loop that draws while batches are mixed draws what it does beside torch's own workers."""

@@ -1,14 +1,14 @@
-"""Indices to batches to the device.
+"""The way from indices to batches on the device.
 
 A loader:
 
 - ``loader``: ``DataLoader``, its arguments and methods
-- ``internals``: the state that fastdata adds to a loader, and how an epoch begins
+- ``internals``: the state that fastdata adds to a loader, and the begin of an epoch
 - ``engine``: the choice between threads and processes, and of pinning, with its reasons
-- ``fallbacks``: warnings of loaders whose samples are read one by one
-- ``parts``: the datasets behind ``Subset`` and ``ConcatDataset``, read as one
-- ``iterators``, ``worker_processes``: one epoch, by threads and by processes
-- ``mixing``, ``mixers``: MixUp and CutMix of a ``collate_fn``, in whole batches, and their draws
+- ``fallbacks``: warnings for loaders that read samples one by one
+- ``parts``: the datasets inside ``Subset`` and ``ConcatDataset``, read as one
+- ``iterators``, ``worker_processes``: the batches of one epoch, from threads and from processes
+- ``mixing``, ``mixers``: MixUp and CutMix of a ``collate_fn``, on whole batches, and their draws
 
 Its order:
 
@@ -16,12 +16,12 @@ Its order:
 - ``progress``: the position in an epoch
 - ``sampler_chain``: the samplers of a loader, and their states
 - ``samplers``, ``orders``: ``RankSampler``, and the orders that it divides among ranks
-- ``buckets``: ``BucketSampler``, batches of one size each; ``find_buckets``
+- ``buckets``: ``BucketSampler``, whose batches hold images of one size each; ``find_buckets``
 
 Data larger than memory:
 
 - ``chunked``: ``ChunkedLoader``
-- ``chunk_plan``, ``chunk_order``, ``chunk_reader``: its memory, its order, and reading ahead
+- ``chunk_plan``, ``chunk_order``, ``chunk_reader``: its memory, its order, and its reading ahead
 
 The device:
 
@@ -29,5 +29,5 @@ The device:
 - ``transfer``: the thread that copies batches of one epoch
 - ``pinned``: pinned host memory for batches
 - ``device``: devices, and batch ops that end on one
-- ``resident``, ``window``: a store on the device, and the crops that are cut of it
+- ``resident``, ``window``: a store on the device, and the crops that are cut from it
 """

@@ -1,4 +1,4 @@
-"""The order of a ``ChunkedLoader``: chunks of neighbouring samples, in which samples are mixed."""
+"""The order of a ``ChunkedLoader``: chunks made of neighbouring samples, mixed within each chunk."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def chunked(
     drop_last: bool = False,
     world_size: int = 1,
 ) -> Order:
-    """Return an order of chunks of neighbouring samples; each rank has as many of its own.
+    """Return an order of chunks; all ranks get equally many samples, in chunks of their own.
 
-    If shuffled, the samples are cut into pieces of neighbours, the pieces are put in random order,
-    each rank takes a stretch of them, and within each chunk of the stretch samples are mixed. With
-    pieces of one sample that is a random permutation of all.
+    To shuffle, the dataset is cut into pieces of neighbouring samples, and the pieces are put in
+    random order. Each rank takes an equal stretch of them and cuts it into chunks; the samples of a
+    chunk are mixed. With pieces of one sample this is a random permutation of all samples.
 
     Args:
-        length: of the dataset.
-        shuffle: False for the order of the dataset.
-        piece_samples: neighbours that stay together until they are mixed within their chunk.
-        chunk_samples: number of samples among which pieces are mixed.
-        drop_last: whether ranks drop samples that cannot be divided evenly; else the first samples
-            are repeated.
+        length: number of samples in the dataset.
+        shuffle: False keeps the order of the dataset.
+        piece_samples: number of neighbouring samples in a piece.
+        chunk_samples: number of samples in a chunk.
+        drop_last: True if samples that cannot be divided evenly among ranks are left out; False if
+            the first samples are repeated.
         world_size: number of ranks.
 
     Example:
@@ -70,18 +70,19 @@ def _draw_chunked(
     length: int, piece: int, chunk: int, world_size: int, seed: int, epoch: int, count: int
 ) -> Int64s:
     seed ^= _CHUNK_SALT
-    # Pieces of neighbours in random order, then all their samples in a row.
+    # Shuffle the pieces, then list their samples in a row.
     stream = sort_by_keys(np.arange(-(-length // piece)), seed, epoch)
     stream = (stream[:, None] * piece + np.arange(piece)).ravel()
     stream = stream[stream < length]  # the last piece may be shorter
-    # A stretch of the pieces for each rank, so that its chunks are of neighbours; padded or cut.
+    # Each rank takes one stretch, so that its chunks consist of neighbours. np.resize repeats the
+    # first samples, or leaves out the last ones.
     by_rank = np.resize(stream, (world_size, count // world_size))
     if piece > 1:
         for row in by_rank:
             for start in range(0, len(row), chunk):
                 some = slice(start, start + chunk)
-                # The keys of samples begin where those of pieces have ended.
+                # Keys from `length` on: those below it were used for the pieces.
                 row[some] = sort_by_keys(row[some], seed, epoch, length)
-    # A RankSampler of rank r takes the places r, r + W, ...
+    # Transposed, because the RankSampler of rank r takes the places r, r + W, r + 2 W, ...
     order: Int64s = by_rank.T.ravel()
     return order

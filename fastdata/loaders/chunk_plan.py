@@ -1,6 +1,6 @@
-"""The plan of a ``ChunkedLoader``: how large chunks are, and how many workers make batches.
+"""The memory plan of a ``ChunkedLoader``: the size of its chunks and the number of its workers.
 
-Pure functions of numbers.
+All functions are pure functions of numbers.
 """
 
 from __future__ import annotations
@@ -12,25 +12,27 @@ from fastdata.errors import MemoryBudgetError
 from fastdata.machine.units import format_bytes
 
 CHUNKS_HELD = 2
-"""Chunks in memory: one is served while the next one is read."""
+"""Number of chunks in memory: one gives batches while the next one is read."""
 
 PROCESS_BYTES = 48 << 20
-"""Allowance for a process that decodes: it took 8 to 13 MiB of its own with ImageNet photographs,
-and 12 megapixels take 36."""
+"""Memory planned for a process that decodes. It took 8 to 13 MiB of its own with ImageNet
+photographs, and a photograph of 12 megapixels takes 36 MiB."""
 
 _RESERVE_BYTES = 64 << 20
+"""Least memory that stays unused, for the growth of the training loop and all else that is not
+planned."""
 
 _RESERVE_SHARE = 0.05
-"""Reserve for the growth of the training loop, and all else that is not planned."""
+"""Share of the limit that stays unused, if that is more than ``_RESERVE_BYTES``."""
 
 _FIGURE_BYTES = 16 << 20
 """Unit to which an error rounds up the need, because memory in use differs from run to run."""
 
 _BATCHES_SHARE = 0.25
-"""Share of the free memory for batches: more of them help less than larger chunks."""
+"""Most of the free memory that batches may take: more batches help less than larger chunks."""
 
 ENOUGH_BATCHES = 4
-"""Batches in a chunk; if they do not fit, there are fewer workers."""
+"""Number of batches that a chunk should have; if they do not fit, there are fewer workers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,12 +41,13 @@ class ChunkPlan:
 
     Args:
         limit_bytes: ``memory_limit``, for this process and its children.
-        in_use_bytes: memory of these when the loader was made.
-        reserve_bytes: memory that is not used.
-        batches_bytes: memory of batches, worker processes, the epoch's order and the like.
+        in_use_bytes: memory that these used when the loader was made.
+        reserve_bytes: memory that stays unused.
+        batches_bytes: memory for batches, worker processes, the epoch's order and the like.
         workers: number of threads or processes that make batches.
-        chunk_samples: samples in one chunk, whole batches; 0 if no samples are on disk.
-        chunk_bytes: memory of one chunk; two are in memory.
+        chunk_samples: samples in one chunk, a multiple of the batch size; 0 if no samples are on
+            disk.
+        chunk_bytes: memory of one chunk; two chunks are in memory.
     """
 
     limit_bytes: int
@@ -68,9 +71,9 @@ class ChunkPlan:
                 f"{format_bytes(self.chunk_bytes)} each"
             )
         return (
-            f"{chunks}; with {format_bytes(self.batches_bytes)} of batches and the "
-            f"{format_bytes(self.in_use_bytes)} in use before, {format_bytes(self.peak_bytes)} "
-            f"of memory_limit={format_bytes(self.limit_bytes)}"
+            f"{chunks}; with {format_bytes(self.batches_bytes)} for batches and "
+            f"{format_bytes(self.in_use_bytes)} that were in use before, this needs "
+            f"{format_bytes(self.peak_bytes)} of memory_limit={format_bytes(self.limit_bytes)}"
         )
 
 
@@ -88,20 +91,20 @@ def plan_chunks(
     most_samples: int = 0,
     chunk_samples: int | None = None,
 ) -> ChunkPlan:
-    """Decide how large chunks are and how many workers make batches.
+    """Decide the number of samples in a chunk, and the number of workers that make batches.
 
     Args:
-        limit_bytes: limit for the whole process tree.
+        limit_bytes: memory limit for this process and its children.
         in_use_bytes: memory in use before anything is loaded.
-        fixed_bytes: memory of the epoch's order, the batches that the loop holds, and chunks next
-            to their samples.
-        batch_bytes: memory of one batch; each worker has two ahead.
+        fixed_bytes: memory that does not depend on the result: the epoch's order, the batches that
+            the loop holds, and what chunks need in addition to their samples.
+        batch_bytes: memory of one batch; each worker has two.
         batch_size: samples in a batch.
-        samples: samples of an epoch.
-        worker_bytes: memory of each worker next to its batches.
-        most_workers: maximum of workers.
-        sample_bytes: memory of a sample in a chunk; 0 if none are on disk.
-        most_samples: maximum of samples in a chunk; more would not help.
+        samples: samples of this rank in an epoch.
+        worker_bytes: memory of each worker in addition to its batches.
+        most_workers: maximum number of workers.
+        sample_bytes: memory of a sample in a chunk; 0 if no samples are on disk.
+        most_samples: maximum number of samples in a chunk; more would not help.
         chunk_samples: the user's choice, rounded down to whole batches; None for as many as fit.
 
     Raises:
@@ -114,7 +117,8 @@ def plan_chunks(
     batches: float = min(ENOUGH_BATCHES, most)
     if chunk_samples is not None:
         batches = min(max(chunk_samples // batch_size, 1), most)
-    # Workers first, next to the smallest useful chunks; then chunks of what is left.
+    # First choose the workers that fit together with the smallest useful chunks; then let the
+    # chunks take the memory that is left.
     each_bytes = 2 * batch_bytes + worker_bytes
     fitting = (free_bytes - fixed_bytes - batches * held_bytes) // each_bytes
     ahead = free_bytes * _BATCHES_SHARE // (2 * batch_bytes)
@@ -139,7 +143,7 @@ def plan_chunks(
 
 
 def _too_little(plan: ChunkPlan) -> str:
-    """Return the message for a limit that is too low, with a need that is enough."""
+    """Return the error message for a limit that is too low, with a limit that would be enough."""
     need_bytes = max(plan.peak_bytes + _RESERVE_BYTES, plan.peak_bytes / (1 - _RESERVE_SHARE))
     need_mib = (math.ceil(need_bytes / _FIGURE_BYTES) + 1) * _FIGURE_BYTES >> 20
     chunks = ""
@@ -149,18 +153,18 @@ def _too_little(plan: ChunkPlan) -> str:
             f"{format_bytes(CHUNKS_HELD * plan.chunk_bytes)}, "
         )
     return (
-        f"memory_limit={format_bytes(plan.limit_bytes)} is for the whole process tree, and at "
-        f"least {need_mib:,} MiB is needed: {format_bytes(plan.in_use_bytes)} is in use already, "
-        f"{chunks}batches {format_bytes(plan.batches_bytes)}, and the rest stays in reserve. Raise "
+        f"memory_limit={format_bytes(plan.limit_bytes)} is too low: this process and its children "
+        f"need at least {need_mib:,} MiB. {format_bytes(plan.in_use_bytes)} are in use already, "
+        f"{chunks}batches take {format_bytes(plan.batches_bytes)}, and the rest is a reserve. Raise "
         "memory_limit, or use a smaller batch_size, chunk_samples or resize=."
     )
 
 
 def empties_cache(disk_bytes: int, free_bytes: int, plan: ChunkPlan) -> bool:
-    """Decide whether to remove files' pages from the system's page cache once they are served.
+    """Decide whether to remove samples from the system's page cache after their last batch.
 
-    If they stay, the next epoch reads memory instead of the disk: 30,364 against 5,695 images/s
-    in ``benchmarks/chunked.py``. If not all fit next to the loader, most are gone before they are
-    read again, and other pages with them.
+    If all samples on disk fit into the page cache, they stay there, and the next epoch reads memory
+    instead of the disk: 30,364 against 5,695 images/s in ``benchmarks/chunked.py``. If they do not
+    fit, most of them would be gone before they are read again, and would push out other files.
     """
     return disk_bytes > free_bytes - (plan.peak_bytes - plan.in_use_bytes) - plan.reserve_bytes

@@ -1,4 +1,4 @@
-"""Chunks of samples that are read from disk ahead of their batches, and released after them."""
+"""Reading chunks of samples from disk before their batches, and releasing them afterwards."""
 
 from __future__ import annotations
 
@@ -23,33 +23,35 @@ from fastdata.stores.disk import DiskStore
 from fastdata.stores.mirror import MirroredStore
 
 _ENTRY_BYTES = 256
-"""Memory for each sample of a chunk next to its bytes: its position, and a flag."""
+"""Memory for each sample of a chunk in addition to its pixels: its position, and a flag."""
 
 _NEIGHBOURS = 256
-"""Number of neighbours whose mean size is hardly below that of a chunk, for the heaviest."""
+"""Number of neighbouring samples whose mean size is taken as that of a chunk's samples. The
+largest such mean is hardly below that of any chunk."""
 
 _LOADED_AT_ONCE = 128
-"""Samples that are read between two checks for the end of the epoch."""
+"""Number of samples that are read before checking again whether the epoch has ended."""
 
 
 Located = Iterable[tuple[DiskStore, Int64s]]
+"""Stores with the positions of samples in them."""
 
 
 class ChunkReader:
-    """Reads the chunks of an epoch ahead of their batches, and releases each after its last batch.
+    """Reads the chunks of an epoch before their batches, and releases each after its last batch.
 
-    Only hints are given: a sample that is not in memory is read when it is needed, and one that was
-    released is read again.
+    All of this is only hints to the stores. A sample that is not in memory is read when its batch
+    needs it, and a sample that was released is read again, so batches are right in any case.
 
     Args:
-        samples: samples of the epoch, in its order.
-        locate: returns the stores that hold samples, and their positions there.
-        chunk_samples: samples in each chunk but the last.
-        batch_size: samples in a batch.
-        is_remote: True if samples come over a network: batch by batch, and each batch is waited for
-            when it is read. A chunk on a disk is read in the order of its files, and waited for as
-            a whole.
-        from_cache: True to remove samples from the system's page cache, too.
+        samples: samples of the epoch, in its order: int64.
+        locate: function of samples that returns the stores that hold them, with their positions.
+        chunk_samples: number of samples in each chunk except the last.
+        batch_size: number of samples in a batch.
+        is_remote: True if samples come over a network. They are then fetched batch by batch, and
+            each batch waits for its own samples. A chunk on a disk is read in the order of its
+            files, and its first batch waits for the whole chunk.
+        from_cache: True if samples are also removed from the system's page cache.
     """
 
     def __init__(
@@ -73,27 +75,30 @@ class ChunkReader:
         self._pid = os.getpid()
         self._coming: list[Future[None]] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="fastdata-chunks")
-        for _ in range(CHUNKS_HELD):  # one is served while the thread reads the next one
+        for _ in range(CHUNKS_HELD):  # one gives batches while the thread reads the next one
             self._begin()
 
     def when_loaded(self, indices: Iterator[int]) -> Iterator[int]:
-        """Yield indices once their chunk is read: in sequence, which is faster than by batches."""
+        """Yield the indices of each chunk once it is in memory.
+
+        A disk reads a whole chunk in the order of its files faster than batch by batch.
+        """
         for number, chunk in enumerate(self._chunks):
             if number < len(self._coming) and not self._is_remote:
                 self._coming[number].result()
             yield from itertools.islice(indices, len(chunk))
 
     def count_batch(self) -> None:
-        """Note that one more batch was handed over; the last one of a chunk makes room."""
+        """Count a batch that was returned; after a chunk's last batch, begin to read another."""
         self._handed += 1
-        # Nothing is held if the loop asks again after the last batch.
+        # No chunk is held any more if the loop calls next again after the last batch.
         is_held = self._released < len(self._coming)
         if is_held and self._handed % self._chunk_batches == 0:
             self._release()
             self._begin()
 
     def __reduce__(self) -> Any:
-        """Pickle and copy as None: chunks belong to one epoch in one process."""
+        """Pickle and copy as None, because chunks belong to one epoch in one process."""
         return type(None), ()
 
     def close(self) -> None:
@@ -113,15 +118,16 @@ class ChunkReader:
         """Yield the samples of a chunk in the groups in which they are read and released."""
         for run in _cut(self._chunks[chunk], self._run_samples):
             for store, positions in self._locate(np.sort(run)):
-                # Groups are the same both times: the store counts the pages of a group once.
+                # Reading and releasing must use equal groups: the store counts how often each page
+                # is held, and a group counts once.
                 for group in _cut(positions, _LOADED_AT_ONCE):
                     yield store, group
 
     def _load(self, chunk: int) -> None:
         for store, positions in self._groups(chunk):
             if chunk < self._released:
-                return  # the epoch was left
-            # The error is raised again when the batch of the sample is read.
+                return  # the epoch has ended early
+            # The same error is raised where the batch of the sample is read.
             with contextlib.suppress(FastDataError, OSError):
                 store.load(positions)
 
@@ -129,26 +135,27 @@ class ChunkReader:
         chunk = self._released
         self._released += 1
         future = self._coming[chunk]
-        # A chunk must not be evicted while the thread still loads it: that would stay in memory.
+        # Wait for the thread before evicting a chunk: what it loads later would stay in memory.
         if not future.cancel():
             future.result()
-        elif not self._is_remote:  # batches may have fetched a remote chunk themselves
+        elif not self._is_remote:  # batches may have fetched samples of a remote chunk themselves
             return
         for store, positions in self._groups(chunk):
             store.evict(positions, from_cache=self._from_cache)
 
 
 def _cut(samples: Int64s, size: int) -> list[Int64s]:
-    """Split samples into pieces of a size, the last of which may be shorter."""
+    """Split samples into pieces of ``size``; the last one may be shorter."""
     return np.split(samples, range(size, len(samples), size))
 
 
 class ChunkSampler(RankSampler):
-    """A rank's samples in an order of chunks; gives the samples of a chunk once they are read.
+    """A rank's samples in an order of chunks; yields the samples of a chunk once it is in memory.
 
     Args:
-        make: returns an order of chunks for a ``world_size``.
-        begin_reading: begins to read the chunks of an epoch's samples; None if none are on disk.
+        make: function of ``world_size=`` that returns an order of chunks.
+        begin_reading: function of an epoch's samples that begins to read their chunks; None if no
+            samples are on disk.
         options: arguments of ``RankSampler``.
     """
 
@@ -185,9 +192,10 @@ class DiskSamples:
 
     Attributes:
         stores: the stores of all datasets of the loader.
-        mirrors: the stores that fetch their samples over a network.
-        sample_bytes: bytes of a sample in a chunk: the mean of the heaviest neighbours.
-        edges_bytes: bytes of the pages at both ends of neighbours, which others' samples share.
+        mirrors: those of the stores that fetch their samples over a network.
+        sample_bytes: memory of a sample in a chunk: the mean over the largest neighbours.
+        edges_bytes: memory of the two pages at the ends of a run of neighbours, which also hold
+            other samples.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -206,7 +214,8 @@ class DiskSamples:
     def most_in_chunk(self, samples: int) -> int:
         """Return the most samples of a chunk, not more than ``samples``."""
         for mirror in self.mirrors:
-            # Of what the mirror may take, one share is what others' blocks waste.
+            # Divide the mirror's space among the chunks of all ranks, and leave the space of one
+            # more: blocks also hold samples of other chunks.
             share_bytes = mirror.limit_bytes // (local_ranks() * (CHUNKS_HELD + 1))
             samples = min(samples, int(share_bytes // self.sample_bytes))
         return samples
@@ -215,7 +224,7 @@ class DiskSamples:
         """Yield each store that holds some of the samples, and their positions in it."""
         parts = self._parts
         if parts.subset is not None:
-            # -1 is the last one.
+            # The modulo turns negative indices, which count from the end, into positions.
             samples = np.sort(parts.subset[samples] % parts.index_count)
         pieces = np.split(samples, np.searchsorted(samples, parts.starts[1:]))
         for part, start, piece in zip(parts.datasets, parts.starts, pieces, strict=True):

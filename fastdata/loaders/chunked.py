@@ -1,4 +1,4 @@
-"""The loader for data larger than memory: a DataLoader in an order of chunks."""
+"""The loader for data larger than memory: a ``DataLoader`` that reads samples in chunks."""
 
 from __future__ import annotations
 
@@ -38,70 +38,73 @@ from fastdata.stores.mirror import FETCH_BYTES
 _PIECES_PER_CHUNK = 32
 
 _CHUNK_BYTES = 256 << 20
-"""Size of a chunk: its pieces are 8 MiB, for which a hard disk reads longer than it seeks."""
+"""Size of a chunk. Its 32 pieces are 8 MiB each: a hard disk then reads longer than it seeks."""
 
 _FETCHED_CHUNK_BYTES = 512 << 20
-"""Size of a chunk that comes over a network, in five seconds at 100 MB/s: its pieces are larger
-than the segments in which they are fetched."""
+"""Size of a chunk that comes over a network: five seconds at 100 MB/s. Its pieces are larger than
+the segments in which they are fetched."""
 
 _ORDER_BYTES = 64
-"""Memory for each sample of the dataset while an epoch is planned: key, place, and sorting."""
+"""Memory for each sample of the dataset while the order is drawn: its key, place, and sorting."""
 
 _SAMPLE_BYTES = 4 * 3 * 224 * 224
-"""Assumed size of a sample in a batch if only running the transform would tell."""
+"""Size that a sample of a batch is assumed to have if only running the transform would show it."""
 
 
 class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
-    """A ``DataLoader`` for data larger than memory: in an order of chunks, under a memory limit.
+    """A ``DataLoader`` for data larger than memory: it reads chunks and keeps a memory limit.
 
-    Chunk k + 1 is read from disk while chunk k is served, and released after it. Samples that are
-    not stored are prepared again each epoch, in a global shuffle. Every sample comes exactly once
-    an epoch, with the pixels that a ``DataLoader`` over the same dataset in memory serves in the
-    epoch of the same number. It is not a subclass of torch's loader, which Accelerate and Lightning
-    would rebuild over the dataset alone, but has ``__iter__`` and ``__len__``, ``dataset``,
-    ``batch_size`` and ``drop_last``. It pickles as torch's loader does, with its plan.
+    While the batches of one chunk are made, the next chunk is read from disk; after its last batch
+    a chunk is released. Every sample comes exactly once in an epoch, with the pixels that a
+    ``DataLoader`` over the same dataset in memory gives in the epoch of the same number. Samples
+    that are not stored on disk are prepared again in each epoch, and shuffled globally.
+
+    It is not a subclass of torch's loader, because Accelerate and Lightning would rebuild that from
+    the dataset alone. It has ``__iter__``, ``__len__``, ``dataset``, ``batch_size`` and
+    ``drop_last``, and pickles as torch's loader does, including its plan.
 
     Args:
         dataset: a fastdata dataset with ``cache_dir=``, whose samples are read from disk; or any
-            other map-style dataset, which is read as a ``DataLoader`` reads it. Open a cache alone,
-            also one at a URL, by ``CachedDataset.from_cache``; the local cache of a remote one must
-            have room for two chunks of every rank of the machine.
-        batch_size: samples in a batch.
-        memory_limit: limit for all memory of this process and its children, Python and torch
-            included (the sum of their proportional set sizes): bytes, ``"1GiB"``, or a fraction of
-            the free memory. Memory in use now, batches and workers are subtracted, chunks get the
-            rest, so make the loader after the model. See ``plan``. Each rank has a limit of its
-            own, which changes how much it reads ahead, but never the order.
-        shuffle: False for the order of the dataset.
-        drop_last: True to drop the last batch if it is not full. With several ranks, samples that
-            cannot be divided evenly are dropped too; else the first ones are repeated, as by
-            torch's ``DistributedSampler``.
-        chunk_samples: samples in a chunk, rounded down to whole batches. By default 256 MiB of
-            samples are mixed with each other, and 512 MiB if they come over a network; if two such
-            chunks do not fit into the limit, smaller parts of them are read ahead. The order
-            follows from this number and ``mix_chunks``, which all ranks must share.
-        mix_chunks: number of pieces of neighbouring samples, from all over the dataset, that a
-            chunk consists of; within the chunk they are mixed. Reading is sequential then, and the
-            shuffle not quite global. The default is 32 if samples are stored on disk; else the
-            shuffle is global.
-        num_workers: the most threads or processes that make batches; by default the usable cores.
-            There are fewer if memory is short.
-        collate_fn: as torch's; the default is ``fastdata.collate``.
-        seed: of the order, which all ranks must share. Random draws of transforms follow the
-            dataset's own seed; without one, a base seed that is drawn for each epoch from torch's
-            generator, as by torch's loader.
-        rank: number of the share of each epoch to serve; by default that of ``torch.distributed``,
-            or of the environment that torchrun sets.
-        world_size: number of shares.
+            other map-style dataset, which is read as by ``DataLoader``. To open a cache without its
+            images, also one at a URL, use ``CachedDataset.from_cache``. The local cache of a remote
+            one needs room for two chunks of every rank of the machine.
+        batch_size: number of samples in a batch.
+        memory_limit: limit for all memory of this process and its children, including Python and
+            torch (the sum of their proportional set sizes): bytes, a string such as ``"1GiB"``, or
+            a fraction of the free memory. Chunks get what is left after the memory in use now,
+            batches and workers, so make the loader after the model; see ``plan``. Each rank has its
+            own limit, which changes how far it reads ahead, but never the order.
+        shuffle: False keeps the order of the dataset.
+        drop_last: True drops the last batch if it is not full. With several ranks it also drops
+            samples that cannot be divided evenly; False repeats the first samples instead, as
+            torch's ``DistributedSampler`` does.
+        chunk_samples: number of samples in a chunk, rounded down to whole batches. By default a
+            chunk has 256 MiB of samples, or 512 MiB if they come over a network. If two such chunks
+            do not fit into the limit, smaller parts of them are read ahead. The order depends on
+            this number and on ``mix_chunks``, so all ranks must use the same.
+        mix_chunks: number of pieces in a chunk. A piece is a run of neighbouring samples from
+            anywhere in the dataset; the samples of all pieces of a chunk are mixed. Each piece is
+            read in sequence, but the shuffle is not quite global. The default is 32 if samples are
+            stored on disk; otherwise the shuffle is global.
+        num_workers: maximum number of threads or processes that make batches; by default the number
+            of usable cores. There are fewer if memory is short.
+        collate_fn: as in torch; the default is ``fastdata.collate``.
+        seed: seed of the order; all ranks must use the same. Random draws of transforms depend on
+            the dataset's own seed; if it has none, on a base seed that each epoch draws from
+            torch's generator, as in torch's loader.
+        rank: number of this rank, which decides its share of each epoch; by default that of
+            ``torch.distributed``, or of torchrun's environment variables.
+        world_size: number of ranks, with the same default.
 
     Attributes:
-        plan: the memory that is in use at once, a ``ChunkPlan``.
+        plan: the planned memory, a ``ChunkPlan``; print it.
 
     Raises:
-        MemoryBudgetError: ``memory_limit`` is too small for batches and two chunks of one batch.
+        MemoryBudgetError: ``memory_limit`` is too small for the batches and two chunks of one batch
+            each.
 
-    A damaged sample raises ``SampleError`` in the place of its batch, and the next batch can be
-    asked for. One iterator is open at a time: the next one ends it.
+    A damaged sample raises ``SampleError`` when its batch is due; the next batch can still be read.
+    Only one iterator is open at a time: a new one ends the one before.
 
     Example:
         >>> squares = [(torch.full((1, 2, 2), i), i * i) for i in range(10)]
@@ -132,7 +135,7 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
         self.shuffle = shuffle
         self._live = weakref.WeakSet[CountedIterator]()  # the latest iterator, if it is in use
         _check_map_style(dataset)
-        BatchSampler([], batch_size, drop_last)  # raises torch's error for a wrong size
+        BatchSampler([], batch_size, drop_last)  # raises torch's error for a wrong batch size
         self.dataset = dataset
         self._parts = Parts.find(dataset)
         self._disk = DiskSamples(self._parts)
@@ -146,7 +149,7 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
             chunked, len(dataset), shuffle=shuffle, drop_last=drop_last, world_size=ranks
         )
         samples = make().num_samples // ranks
-        # The order is fixed before memory is measured: ranks with other limits must share it.
+        # The order is decided before memory is measured: ranks with different limits must share it.
         mixed_samples = self._mixed_samples(samples, chunk_samples)
         self.plan = self._plan(
             memory_limit, samples, ranks, chunk_samples, mixed_samples, pieces, num_workers
@@ -178,17 +181,17 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
             num_workers=self.plan.workers,
             collate_fn=collate_fn,
             drop_last=drop_last,
-            # With a seed nothing is drawn from the user's generator.
+            # If the dataset has a seed, nothing may be drawn from torch's global generator.
             generator=torch.Generator() if self._parts.seed is not None else None,
             workers="thread" if stores else "auto",
         )
         self.collate_fn = self._loader.collate_fn
 
     def _mixed_samples(self, samples: int, chunk_samples: int | None) -> int:
-        """Return the number of samples that are mixed with each other, of one rank's ``samples``.
+        """Return how many of one rank's ``samples`` are mixed with each other.
 
-        It follows from arguments and stores alone, and never from the memory that is free: the
-        order of all ranks follows from it, also when it is resumed on another machine.
+        It depends only on arguments and stores, never on the free memory: it decides the order,
+        which must be equal on all ranks, and when an epoch is resumed on another machine.
         """
         least = 1
         if chunk_samples is None:
@@ -211,19 +214,19 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
         """Plan the memory of batches, and of the chunks that are read ahead.
 
         Args:
-            memory_limit: the user's.
-            samples: samples of an epoch of this rank.
+            memory_limit: the user's argument.
+            samples: number of samples of this rank in an epoch.
             ranks: number of ranks that share the order.
-            chunk_samples: the user's.
-            mixed_samples: samples that the order mixes; a chunk has at most as many.
-            pieces: number of pieces that they consist of.
-            num_workers: the user's.
+            chunk_samples: the user's argument.
+            mixed_samples: number of samples that the order mixes; a chunk has at most as many.
+            pieces: number of pieces that these samples consist of.
+            num_workers: the user's argument.
         """
         disk = self._disk
         for store in disk.stores:
-            store.evict_all()  # this memory is for the chunks
-        # All that is not chunks comes first: workers with two batches ahead each, the order, and
-        # the batches that the loop holds. Chunks get the rest.
+            store.evict_all()  # what other loaders left in memory would count as in use
+        # Plan everything except chunks first: workers with two batches each, the order, and the
+        # batches that the loop holds. Chunks get the rest.
         reader = self._parts.reader()
         served_bytes = None if reader is None else reader.served_bytes
         batch_bytes = (served_bytes or _SAMPLE_BYTES) * self.batch_size
@@ -232,8 +235,8 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
         most_workers = num_workers or limits.usable_cores()
         worker_bytes = 0
         if served_bytes is None:
-            # Samples come one by one: from a mapping by one thread, as Python holds the others up,
-            # else by worker processes.
+            # Samples are read one by one. From memory-mapped files one thread does that, because
+            # others would wait for the GIL; all other samples come from worker processes.
             if disk.stores:
                 most_workers = 1
             else:
@@ -255,22 +258,23 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
         )
         if not disk.stores:
             return plan(sample_bytes=0)
-        # A sample that is read without its neighbours maps the pages around it as well: no two
-        # samples of a chunk are neighbours if the loader skips some, or other ranks have them.
+        # A sample that is read without its neighbours also takes the pages at its two ends. No two
+        # samples of a chunk are neighbours if the loader skips some, or if other ranks have them.
         alone_bytes = disk.sample_bytes + disk.edges_bytes
         if disk.has_gaps or (ranks > 1 and not self.shuffle):
             return plan(sample_bytes=alone_bytes)
         found = plan(sample_bytes=disk.sample_bytes)
-        # A chunk that is smaller than what the order mixes has only some samples of each piece.
+        # A chunk smaller than what the order mixes has only some samples of each piece, which are
+        # not neighbours either.
         if self.shuffle and found.chunk_samples < mixed_samples:
             return plan(sample_bytes=alone_bytes)
         return found
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_live": ()}  # epochs stay here
+        return vars(self) | {"_live": ()}  # iterators belong to this process
 
     def __copy__(self) -> ChunkedLoader:
-        """Return a loader over the same samples, with the same plan, whose epochs are its own."""
+        """Return a loader over the same samples, with the same plan and with epochs of its own."""
         shared = (
             self.dataset,
             self._parts,
@@ -289,12 +293,18 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
     def iterate(
         self, ring: BatchRing | None = None, held: int = HELD_BY_USER, read: None = None
     ) -> CountedIterator:
-        """Begin an epoch, as ``iter`` does; for a prefetcher as that of a DataLoader."""
-        # Two epochs would hold twice the memory of the plan.
-        self._end("another one of the same loader was begun")
+        """Begin an epoch, as ``iter`` does.
+
+        Args:
+            ring: memory of a prefetcher for the batches; None for the loader's own.
+            held: number of batches that the user may hold at a time before new memory is needed.
+            read: not used; a prefetcher passes it to every loader.
+        """
+        # Two open epochs would need twice the planned memory.
+        self._end("another iterator of the same loader was begun")
         iterator = self._loader._fastdata.iterate(self._loader, ring, held)
         if self._disk.stores:
-            # An iterator that is dropped releases its chunks, once its threads have ended.
+            # A dropped iterator releases its chunks, after its threads have ended.
             iterator.after_batch = self._sampler.count_batch
             end = weakref.finalize(iterator, _close_chunks, self._sampler, iterator.stop)
             iterator.stop = end  # type: ignore[method-assign]
@@ -302,42 +312,42 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
         return iterator
 
     def _end(self, reason: str) -> None:
-        """End the latest iterator; ``reason`` is the error of its next batch."""
+        """End the latest iterator; its ``next`` raises an error with the ``reason`` from then on."""
         for iterator in self._live:
             iterator.ended = reason
             iterator.stop()
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the order and the draws of the coming epochs those of ``epoch``, until set again."""
+        """Set the epoch that order and random draws depend on, until it is set again."""
         self._loader.set_epoch(epoch)
 
     def report(self) -> EpochReport:
-        """Return how the latest epoch went; ``.path`` tells how batches are read, and why."""
+        """Return figures of the latest epoch; ``.path`` describes how batches are read, and why."""
         report = self._loader.report()
         if not self.plan.chunk_samples:
             return report
-        cache = ", the system's page cache emptied behind them" if self._empties_cache else ""
+        cache = ", removed from the system's page cache afterwards" if self._empties_cache else ""
         chunks = f"chunks of {self.plan.chunk_samples} samples, read ahead by a thread"
         return replace(report, path=f"{chunks}{cache}; {report.path}")
 
     def ring_slots(self, held: int) -> int:
-        """Return the number of buffers for threads, and for a user with ``held`` batches."""
+        """Return the number of buffers that threads, and a user who holds ``held`` batches, need."""
         return self._loader._fastdata.ring_slots(self._loader, held)
 
     def state_dict(self) -> StateDict:
-        """Return the position in the latest epoch, as ``DataLoader.state_dict``."""
+        """Return the position in the latest epoch, as ``DataLoader.state_dict`` does."""
         return self._loader.state_dict()
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Let the next epoch be the one of ``state``; only the rest of it is read.
+        """Continue the epoch of ``state`` with the next iterator; only its rest is read.
 
         Raises:
-            ValueError: the state is of a loader over another dataset, or with another order.
+            ValueError: the state comes from a loader over another dataset, or with another order.
         """
         self._loader.load_state_dict(state)
 
     def close(self) -> None:
-        """End what runs and give the memory back; batches handed over stay valid. Idempotent."""
+        """End the epoch and release its memory. Batches that you hold stay valid. Idempotent."""
         self._end("the loader was closed")
 
     def __exit__(self, *_: object) -> None:
@@ -348,14 +358,14 @@ def _check_map_style(dataset: object) -> None:
     has_no_index = isinstance(dataset, (str, bytes, os.PathLike, IterableDataset))
     if has_no_index or not hasattr(dataset, "__getitem__"):
         raise TypeError(
-            "ChunkedLoader needs a map-style dataset, which is read by index, but got "
-            f"{type(dataset).__name__}. Give it fastdata.ImageFolder(root, cache_dir=...), or "
-            "CachedDataset.from_cache(path) of a cache."
+            "ChunkedLoader needs a map-style dataset (one with __getitem__), but got "
+            f"{type(dataset).__name__}. Pass fastdata.ImageFolder(root, cache_dir=...), or "
+            "CachedDataset.from_cache(path) to open a cache."
         )
 
 
 def _close_chunks(sampler: ChunkSampler, stop: Callable[[], Any]) -> None:
-    """End what reads the samples, then release their memory, which reading would map again."""
+    """End the threads that read samples, then release the samples: a thread would load them again."""
     stop()
     chunks = sampler.chunks
     sampler.chunks = None

@@ -1,7 +1,8 @@
 """The choice of threads or processes for a loader, and of pinning, with the reasons.
 
-Threads start in microseconds, share the dataset without copying anything, and hand batches over by
-reference. Kernels release the GIL while they copy, so threads run side by side.
+Threads start in microseconds, share the dataset without copying it, and return batches by
+reference. The compiled core runs without the GIL, so threads run in parallel. Processes are needed
+where Python code runs for each sample.
 """
 
 from __future__ import annotations
@@ -28,8 +29,14 @@ if TYPE_CHECKING:
 
 
 def choose_engine(loader: DataLoader[Any], parts: Parts, workers: str) -> Engine:
-    """Choose what reads the batches of a loader whose option ``workers`` is given."""
-    count = index(loader.num_workers)  # which may be NumPy's
+    """Choose threads or processes for the next epoch of a loader.
+
+    Args:
+        loader: the loader, for its arguments.
+        parts: the fastdata datasets that it reads.
+        workers: ``"auto"``, ``"thread"`` or ``"process"``.
+    """
+    count = index(loader.num_workers)  # it may be a NumPy integer
     reader = parts.latest()
     obstacle = _thread_obstacle(loader, parts, reader, workers)
     if obstacle is not None and (count or reader is None):
@@ -51,8 +58,8 @@ def choose_engine(loader: DataLoader[Any], parts: Parts, workers: str) -> Engine
         return Engine("thread", f"{path}, read in the training loop: num_workers=0{note}", 0)
     if not threading.main_thread().is_alive():
         return Engine("thread", f"{path}, read at exit, when no thread can be started{note}", 0)
-    # Samples one by one by more threads than cores, which read ahead where reading waits for a
-    # disk or a network.
+    # Whole batches keep every core busy, so more threads than cores would only take memory. Samples
+    # that are read one by one may wait for a disk or a network, where more threads help.
     threads = min(count, limits.usable_cores()) if is_whole else count
     return Engine("thread", f"{path}, read by {counted(threads, 'thread')}{note}", threads)
 
@@ -60,7 +67,7 @@ def choose_engine(loader: DataLoader[Any], parts: Parts, workers: str) -> Engine
 def _thread_obstacle(
     loader: DataLoader[Any], parts: Parts, reader: AnyReader | None, workers: str
 ) -> str | None:
-    """Return why torch's engine is needed instead of threads, or None."""
+    """Return the reason to use torch's engine instead of threads; None if threads can be used."""
     if isinstance(loader.dataset, IterableDataset):
         return "an IterableDataset is read in order"
     if loader.batch_sampler is None:
@@ -76,7 +83,7 @@ def _thread_obstacle(
         return why
     if isinstance(served_mixing(loader.collate_fn, reader), Mixing):
         return None
-    # A collate_fn of the user's own may need what worker_init_fn prepares.
+    # The user's own collate_fn may need what worker_init_fn prepares.
     init = getattr(loader.worker_init_fn, "func", loader.worker_init_fn)
     is_lightnings = getattr(init, "__name__", "") == "pl_worker_init_function"  # only seeds
     if init is not None and not is_lightnings:
@@ -87,9 +94,9 @@ def _thread_obstacle(
 
 
 def _reading_obstacle(loader: DataLoader[Any], reader: AnyReader) -> str | None:
-    """Return why a loader's batches need Python work per sample; None if they do not."""
-    # Samples that differ in shape are collated only where the batch is of one shape. A collate_fn
-    # of the user's own may pad them, in Python.
+    """Return why a loader's batches need Python code per sample; None if they do not."""
+    # Samples of different shapes can only be stacked if each batch has one shape. The user's own
+    # collate_fn may pad them, which is Python code per sample.
     stacks = loader.collate_fn in (collate, default_collate)
     if stacks or isinstance(loader.batch_sampler, BucketSampler):
         return reader.obstacle_if_alike
@@ -97,7 +104,7 @@ def _reading_obstacle(loader: DataLoader[Any], reader: AnyReader) -> str | None:
 
 
 def plan_pinning(loader: DataLoader[Any], reader: AnyReader | None) -> PinningPlan:
-    """Decide ``pin_memory="auto"``."""
+    """Decide whether ``pin_memory="auto"`` pins the batches of a loader, and give the reason."""
     pinned_bytes = None
     sample_bytes = None if reader is None else reader.served_bytes
     if sample_bytes and loader.batch_size:
@@ -109,7 +116,13 @@ def plan_pinning(loader: DataLoader[Any], reader: AnyReader | None) -> PinningPl
 
 
 class Engine(NamedTuple):
-    """Threads or processes that read batches, their number (0: the training loop), and why."""
+    """The choice of threads or processes for an epoch.
+
+    Attributes:
+        kind: threads, or torch's engine.
+        path: how batches are read, and why: a line of ``report()``.
+        workers: number of threads or processes; 0 reads in the training loop.
+    """
 
     kind: Literal["thread", "process"]
     path: str

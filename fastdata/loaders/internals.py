@@ -1,4 +1,4 @@
-"""The state that fastdata adds to a loader, and how an epoch of it begins."""
+"""The state that fastdata adds to a loader, and the begin of an epoch."""
 
 from __future__ import annotations
 
@@ -50,15 +50,16 @@ _MOST_EPOCHS = 100
 
 
 class LoaderInternals:
-    """Everything that fastdata adds to a loader, in one object that is called ``_fastdata`` there.
+    """Everything that fastdata adds to a loader, in one object: its attribute ``_fastdata``.
 
-    All other names of a loader are torch's, or belong to the user's subclass. Methods are given the
-    loader and do not keep it: in a cycle a dropped loader and its workers would live on.
+    All other attributes of a loader are torch's, or belong to the user's subclass. Methods take the
+    loader as an argument and do not keep it: the loader holds this object, and a cycle would keep a
+    dropped loader and its workers alive.
 
     Attributes:
-        resume: epochs of the loader, and the datasets behind it.
-        engine: engine of the latest epoch, or before it of the first one.
-        is_channels_last: memory format that the loader was made or copied with.
+        resume: the loader's epochs, and the fastdata datasets that it reads.
+        engine: engine of the latest epoch; before the first epoch, the engine it would have.
+        is_channels_last: True if the loader was made or copied with this memory format.
         has_own_sampler: True if ``distributed=`` made the loader's sampler.
     """
 
@@ -86,7 +87,7 @@ class LoaderInternals:
         self._epochs: deque[tuple[float, float]] = deque(maxlen=_MOST_EPOCHS)
 
     def copied(self, loader: DataLoader[Any]) -> LoaderInternals:
-        """Return the internals of a copy of the loader, whose epochs go on as its own would."""
+        """Return the internals of a copy of the loader, which continues with the same next epoch."""
         other = copy.copy(self)
         other.resume = self.resume.copied()
         other.is_channels_last = self._wants_channels_last(loader)
@@ -107,13 +108,13 @@ class LoaderInternals:
         """Begin an epoch, as ``iter`` does.
 
         Args:
-            loader: the one with these internals.
-            ring: a prefetcher's, where threads gather batches; ``pin_memory="auto"`` leaves pinning
-                to it.
-            held: batches that the user may hold at a time without costing new memory.
-            read: makes a batch of indices instead of the dataset; threads only.
-            inline_reason: why batches are read in the training loop, whatever the number of
-                workers.
+            loader: the loader that has these internals.
+            ring: a prefetcher's ring, which threads write batches to. ``pin_memory="auto"`` then
+                leaves pinning to the prefetcher.
+            held: number of batches that the user may hold at a time before new memory is needed.
+            read: makes a batch from indices instead of the dataset; for threads only.
+            inline_reason: reason to read batches in the training loop, whatever the number of
+                workers; empty to use them.
         """
         parts = self._refresh(loader)
         self.engine = self.choose_engine(loader)
@@ -121,7 +122,7 @@ class LoaderInternals:
             self.engine = Engine("thread", inline_reason, 0)
         pins = loader.pin_memory and not inline_reason
         if ring is None:
-            # One ring for all epochs, so that a new one reuses the buffers of the last.
+            # One ring for all epochs, so that each epoch reuses the buffers of the one before.
             ring = self._ring = self._ring or BatchRing(self.ring_slots(loader, held))
         elif self._pinning.reason:  # "auto": the prefetcher pins
             pins = False
@@ -129,7 +130,7 @@ class LoaderInternals:
         is_channels_last = self._wants_channels_last(loader)
         handle = parts.handle()
         mixing = self._mixing(loader)
-        # A collate_fn of the user's own gets samples in the usual layout.
+        # The user's own collate_fn gets samples in the usual memory format.
         is_ours = loader.collate_fn is collate or mixing is not None
         self.resume.channels_last = is_channels_last and is_ours
         if read is None and mixing is not None and handle is not None:
@@ -145,7 +146,7 @@ class LoaderInternals:
         has_own_method = any(dataset._fastdata.own_method for dataset in parts.datasets)
         maker = BatchMaker(
             fetch=_MapDatasetFetcher(view.dataset, True, _as_they_are, False).fetch,
-            # A subclass's own methods must be called for its items.
+            # A subclass of the user may override methods that return items: they must be called.
             handle=None if has_own_method else handle,
             ring=ring,
             collate_fn=loader.collate_fn,
@@ -153,7 +154,8 @@ class LoaderInternals:
             channels_last=is_channels_last,
             read=read,
         )
-        # The rest of an epoch draws nothing from the global generator.
+        # torch's iterators draw a base seed. The rest of a resumed epoch already has one, so the
+        # global generator must not advance.
         with torch.random.fork_rng(devices=[], enabled=progress.is_begun):
             iterator = self._iterator(loader, view, progress, maker, held)
         if self._counts.batches:
@@ -173,9 +175,9 @@ class LoaderInternals:
         maker: BatchMaker,
         held: int,
     ) -> CountedIterator:
-        """Return the iterator of the chosen engine; it may have worker processes that persist."""
-        # They are forgotten until the epoch has begun: after Ctrl-C in between it is unknown what
-        # they send next.
+        """Return the iterator of the chosen engine, with the persistent workers if there are any."""
+        # The loader drops its persistent workers until the epoch has begun. If Ctrl-C comes in
+        # between, they are not used again: they might still send batches of the aborted epoch.
         idle: Any = loader._iterator
         loader._iterator = None
         if self.engine.kind == "thread":
@@ -194,11 +196,11 @@ class LoaderInternals:
         return iterator
 
     def _refresh(self, loader: DataLoader[Any]) -> Parts:
-        """Return the datasets of an epoch that begins now, with all changes made in place."""
+        """Return the datasets of an epoch that begins now, with all changes the user made to them."""
         parts = self.resume.parts
-        if parts.subset is not None:  # which may have other indices now
+        if parts.subset is not None:  # its indices may have been replaced
             parts = self.resume.parts = Parts.find(loader.dataset)
-        parts.reader()  # which notices what was changed in place
+        parts.reader()  # compiles the datasets again if the user changed them in place
         if not self._has_warned:
             self._has_warned = True
             warn_of_ranks(loader.sampler)
@@ -211,7 +213,7 @@ class LoaderInternals:
         engine = self.engine
         counts = self._counts
         if not counts.batches and self._latest_counts is not None:
-            counts = self._latest_counts  # an epoch has begun, and nobody has asked for a batch yet
+            counts = self._latest_counts  # the epoch that has begun has no batch yet
         ring = counts.ring
         return EpochReport(
             path=engine.path,
@@ -228,7 +230,7 @@ class LoaderInternals:
     # For a prefetcher
 
     def ring_slots(self, loader: DataLoader[Any], held: int) -> int:
-        """Return the number of buffers for threads, and for a user with ``held`` batches."""
+        """Return the number of buffers that threads, and a user who holds ``held`` batches, need."""
         return self.engine.workers * (loader.prefetch_factor or 0) + 1 + held
 
     def device_obstacle(self, loader: DataLoader[Any]) -> str | None:
@@ -246,7 +248,7 @@ class LoaderInternals:
     # Decisions
 
     def _mixing(self, loader: DataLoader[Any]) -> Mixing | None:
-        """Return how threads mix batches instead of the ``collate_fn``, if they can."""
+        """Return the mixing that threads run instead of the ``collate_fn``; None if they call it."""
         found = served_mixing(loader.collate_fn, self.resume.parts.latest())
         return found if isinstance(found, Mixing) and self.engine.kind == "thread" else None
 
@@ -263,11 +265,11 @@ class LoaderInternals:
         return given is torch.channels_last if is_ours else self.is_channels_last
 
     def choose_engine(self, loader: DataLoader[Any]) -> Engine:
-        """Return the engine that an epoch would have now."""
+        """Return the engine of an epoch that would begin now."""
         return choose_engine(loader, self.resume.parts, self._workers_of(loader))
 
     def choose_pinning(self, loader: DataLoader[Any], asked: bool | Literal["auto"]) -> bool:
-        """Return whether to pin batches, for ``pin_memory=``; ``report`` has the reason."""
+        """Decide for ``pin_memory=`` whether to pin batches; ``report`` gives the reason."""
         self.engine = self.choose_engine(loader)
         if asked == "auto":
             self._pinning = plan_pinning(loader, self.resume.parts.latest())
@@ -281,10 +283,10 @@ def _as_they_are(samples: Any) -> Any:
 
 
 class EpochLoader:
-    """A loader as torch's iterators read it, with attributes of its own for one epoch.
+    """A view of a loader for torch's iterators, in which some attributes are replaced for one epoch.
 
-    torch's iterators take all of a loader's settings from its attributes. Changing those of the
-    user's loader would be seen by the user, and by other iterators.
+    torch's iterators take all settings from the loader's attributes. If the attributes of the
+    loader itself were changed, the user and other iterators would see the change.
     """
 
     def __init__(
@@ -306,15 +308,16 @@ class EpochLoader:
         self.multiprocessing_context = loader.multiprocessing_context
         is_stream = isinstance(loader.dataset, IterableDataset)  # datapipes draw another seed
         if loader.persistent_workers and not draws_seed and not is_stream:
-            # Every iterator of torch's draws a base seed: leave the loader's generator alone.
+            # Each of torch's iterators draws a base seed, but persistent workers have theirs
+            # already. The draw comes from a new generator, so that the loader's does not advance.
             self.generator = torch.Generator()
 
-    def __getattr__(self, name: str) -> Any:  # all other settings of a loader
+    def __getattr__(self, name: str) -> Any:  # all other settings come from the loader
         return getattr(self._loader, name)
 
 
 def _channels_last(collate_fn: Collate) -> Collate:
-    """Return a ``collate_fn`` whose batches have this memory format; in the ring if it was."""
+    """Return a ``collate_fn`` whose batches are channels last; a ``RingCollate`` keeps its slots."""
     if isinstance(collate_fn, RingCollate):
         return RingCollate(ChannelsLast(collate_fn.collate), slots=collate_fn.slots)
     return ChannelsLast(collate_fn)

@@ -1,6 +1,6 @@
-"""Iterators of one epoch, whose batches are made by threads or in the training loop.
+"""Iterators over one epoch, whose batches are made by threads or in the training loop.
 
-What all iterators have in common is ``CountedIterator``; that of processes is in
+``CountedIterator`` is the base class of all iterators; the one with processes is in
 ``worker_processes``.
 """
 
@@ -39,32 +39,40 @@ if TYPE_CHECKING:
 
 
 Slots = BatchRing | BatchReceiver
-"""Reused memory of batches: of threads, or of worker processes."""
+"""Memory that batches reuse: for threads, or for worker processes."""
 
 MakeBatch = Callable[[IndexBatch, BatchRing], Any]
 
 HELD_BY_USER = 2
-"""Batches that the training loop may hold without new memory: the current one and the next."""
+"""Batches that the training loop may hold before new memory is needed: the current one and the
+next."""
 
 
 def profiled(name: str) -> AbstractContextManager[Any]:
-    """Name a span for a profiler; without one it takes 0.3 us, where torch's takes 4 us."""
+    """Name a span of time for torch's profiler.
+
+    If no profiler runs, this takes 0.3 us; torch's ``record_function`` takes 4 us.
+    """
     return profiler.record_function(name) if profiler._is_profiler_enabled else nullcontext()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchMaker:
-    """Reads and collates a batch, in any thread; holds neither loader nor iterator.
+    """Reads and collates a batch, in any thread.
+
+    It holds neither the loader nor the iterator: a reference from a thread would keep a dropped
+    iterator, and its threads, alive.
 
     Attributes:
-        fetch: reads samples if there is no handle.
-        handle: handle of the reader of the fastdata dataset; None if a method of the user's own
+        fetch: reads the samples if there is no handle.
+        handle: handle of the fastdata dataset's reader; None if a method of the user's own class
             must be called for each index.
         ring: memory for batches.
-        collate_fn: the user's.
-        in_thread: True outside the training loop, which may draw from torch's generator too.
-        channels_last: True if batches are to have this memory format.
-        read: makes a batch of indices instead of all this.
+        collate_fn: the loader's ``collate_fn``.
+        in_thread: True in a thread, False in the training loop, where the user's code may draw
+            from torch's global generator.
+        channels_last: True if batches must have this memory format.
+        read: makes a batch from indices, and replaces all other attributes; None for the usual way.
     """
 
     fetch: Callable[[Any], Any]
@@ -79,12 +87,12 @@ class BatchMaker:
         with profiled("fastdata: read"):
             read = self.fetch
             is_collated = False
-            may_draw = self.in_thread  # the user's own code
+            may_draw = self.in_thread  # True if the user's own code runs in a thread
             if self.handle is not None and isinstance(indices, IndexBatch):
-                # Collating an empty batch raises torch's error.
+                # An empty batch takes the usual way, where collating it raises torch's error.
                 if self.read is not None and indices:
                     return self.read(indices, self.ring)
-                # Not by a call: this is on the way of each batch.
+                # Inlined, not `reader_of(handle)`: every batch runs this line.
                 reader = self.handle.reader
                 if reader is None:
                     raise StoreGoneError(self.handle.reason)
@@ -92,9 +100,9 @@ class BatchMaker:
                 is_collated = is_whole and self.collate_fn is collate and len(indices) > 0
                 read = partial(reader if is_collated else reader.items, allocate=self.ring.lease)
                 may_draw &= not is_whole or reader.target_transform is not None
-            # Threads share torch's generator: code of the user's draws from the batch's own
-            # numbers, so that a batch is the same whichever thread makes it. Not in the training
-            # loop, where torch's loader draws from the generator too.
+            # Threads share torch's global generator. The user's code gets a generator of the batch
+            # instead, so that a batch is the same in whichever thread it is made. In the training
+            # loop it draws from the global generator, as with torch's loader.
             with BatchDraws(draws.for_reading()) if may_draw else nullcontext():
                 batch = read(indices)
             if not is_collated:
@@ -104,15 +112,15 @@ class BatchMaker:
 
 @dataclass(slots=True)
 class LoopCounts:
-    """Batches and samples that the training loop got, and its time.
+    """Counts of the batches and samples that the training loop got, and of its time.
 
     Attributes:
-        ring: memory that batches come through.
+        ring: memory that the batches use.
         batches: number of batches.
-        samples: number of samples in them.
-        wait_s: seconds that the loop waited.
-        begun_at: time of its first request.
-        left_at: time of the last answer; between these it waited or was busy.
+        samples: number of samples in these batches.
+        wait_s: seconds that the loop waited for batches.
+        begun_at: time of the loop's first request, by ``time.perf_counter``.
+        left_at: time of the latest answer. Between these two the loop waited or was busy.
     """
 
     ring: Slots | None = None
@@ -123,17 +131,17 @@ class LoopCounts:
     left_at: float = 0.0
 
     def answer(self, asked_at: float) -> None:
-        """Count the time since a request, and end its waiting."""
+        """Add the time since a request, made at ``asked_at``, to the time waited."""
         self.left_at = time.perf_counter()
         self.wait_s += self.left_at - asked_at
         self.begun_at = self.begun_at or asked_at
 
     def times(self) -> tuple[float, float]:
-        """Return the seconds that the loop waited, and those that it was busy."""
+        """Return the seconds that the loop waited, and the seconds that it was busy."""
         return self.wait_s, self.left_at - self.begun_at - self.wait_s
 
     def figures(self) -> dict[str, Any]:
-        """Return the fields of an ``EpochReport``."""
+        """Return the counts as fields of an ``EpochReport``."""
         wait_s, busy_s = self.times()
         return {
             "batches": self.batches,
@@ -144,7 +152,7 @@ class LoopCounts:
 
 
 def sample_count(batch: Any) -> int:
-    """Return the length of the first tensor in a batch; 0 if it has none, or no length."""
+    """Return the length of the first tensor in a batch; 0 without tensors, or for a scalar."""
     if type(batch) is list and batch and type(batch[0]) is torch.Tensor and batch[0].ndim:
         return batch[0].size(0)  # the usual batch, without a search
     try:
@@ -154,23 +162,25 @@ def sample_count(batch: Any) -> int:
 
 
 class CountedIterator(torch_loader._BaseDataLoaderIter):
-    """An iterator that counts what it hands over and how long it kept the user waiting."""
+    """An iterator that counts its batches, and the time that the training loop waits for them."""
 
-    # These and ``progress`` are replaced for each epoch of persistent workers.
+    # Persistent workers keep their iterator: these attributes and ``progress`` are then replaced
+    # for each epoch.
     counts: LoopCounts
-    ring: Slots | None = None  # memory that batches come through
-    handle: AnyHandle | None = None  # once the dataset is closed it ends the epoch
+    ring: Slots | None = None  # memory that batches use
+    handle: AnyHandle | None = None  # has no reader once the dataset is closed: the epoch ends
 
-    ended = ""  # the reason if no more batches come, although there are some
+    ended = ""  # why the epoch ended early; empty if it did not
     after_batch: Callable[[], Any] | None = None
-    _task_info: Any = ()  # batches that were drawn, but not handed over; torch's own name
+    _task_info: Any = ()  # batches whose indices were drawn, not yet returned; torch's own name
 
     def __init__(self, view: EpochLoader, progress: Progress) -> None:
         self.progress = progress
         super().__init__(view)  # type: ignore[arg-type]  # it has a loader's attributes
 
-    # torch's ``__init__`` draws a base seed and assigns it. The draw must take place, so that the
-    # user's generator moves as with torch; a resumed epoch keeps the seed of its state.
+    # torch's ``__init__`` draws a base seed and assigns it. The draw must happen, so that the user's
+    # generator advances as with torch. A resumed epoch then ignores it, and keeps the base seed of
+    # its state.
 
     @property
     def _base_seed(self) -> Any:
@@ -182,7 +192,7 @@ class CountedIterator(torch_loader._BaseDataLoaderIter):
             self.progress.base_seed = int(drawn)
 
     def stop(self) -> None:
-        """End the threads of the iterator, if it has some."""
+        """End the iterator's threads, if there are any."""
 
     def __next__(self) -> Any:
         if self.ended:
@@ -193,8 +203,8 @@ class CountedIterator(torch_loader._BaseDataLoaderIter):
         try:
             if self.handle is not None and self.handle.reader is None:
                 raise StoreGoneError(self.handle.reason)
-            # torch's ``__next__`` takes 10 us for a profiler's entry, and does nothing else for
-            # datasets that have a length.
+            # For datasets with a length, torch's ``__next__`` adds only an entry for the profiler,
+            # which takes 10 us. It is skipped if no profiler runs.
             is_stream = self._dataset_kind == torch_loader._DatasetKind.Iterable
             is_plain = not is_stream and not profiler._is_profiler_enabled
             batch = self._next_data() if is_plain else super().__next__()
@@ -205,8 +215,8 @@ class CountedIterator(torch_loader._BaseDataLoaderIter):
             progress.is_finished = True
             raise
         finally:
-            # Also after an error: a batch that failed counts as handed over, or a resumed epoch
-            # would fail again.
+            # Also after an error: a batch that failed counts as returned. Otherwise a resumed epoch
+            # would stop at the same batch again.
             progress.handed = progress.drawn - len(self._task_info)
             counts.answer(asked_at)
             if self.after_batch is not None:
@@ -214,15 +224,21 @@ class CountedIterator(torch_loader._BaseDataLoaderIter):
 
 
 class InlineIter(CountedIterator, torch_loader._SingleProcessDataLoaderIter):
-    """torch's engine in the training loop, counted."""
+    """torch's engine in the training loop, with counts."""
 
 
 class ThreadIter(CountedIterator):
-    """Batches read ahead by threads, or in the training loop when there are none; always in order.
+    """Batches in order: read ahead by threads, or read in the training loop if there are none.
 
-    An exception is raised when its batch is due. Threads end with the epoch, or when the
-    iterator is dropped, as by ``break``. Therefore ``read``, which makes a batch of its indices and
-    draws, must not refer to the iterator.
+    An exception is raised when its batch is due. The threads end with the epoch, or when the
+    iterator is dropped, for example after ``break``.
+
+    Args:
+        view: the loader, with its settings for this epoch.
+        progress: position in the epoch.
+        read: makes a batch. It must not refer to the iterator: threads hold ``read``, so that a
+            dropped iterator would never be freed.
+        threads: number of threads; 0 reads in the training loop.
     """
 
     def __init__(
@@ -237,7 +253,8 @@ class ThreadIter(CountedIterator):
         self._pid = os.getpid()
         if threads:
             self._threads = ThreadPoolExecutor(threads, thread_name_prefix="fastdata-loader")
-            # Not ``__del__``: the finaliser holds the threads alone, and runs at exit too.
+            # A finaliser, not ``__del__``: it does not refer to the iterator, and also runs when
+            # Python exits.
             self.stop = weakref.finalize(self, _stop, self._threads)  # type: ignore[method-assign]
             if not progress.waits_for_next:
                 self._submit(self._threads)
@@ -251,27 +268,28 @@ class ThreadIter(CountedIterator):
         return copy_to_pinned(batch) if self._pin_memory else batch
 
     def _receive(self, threads: ThreadPoolExecutor) -> Any:
-        """Return the next batch, or raise its exception, and ask for a later one."""
+        """Return the next batch, or raise its exception, and submit a later one."""
         if os.getpid() != self._pid:
             raise RuntimeError(
-                f"this iterator of a DataLoader was begun in process {self._pid}, whose threads "
-                f"read its batches. Process {os.getpid()} was forked from it and does not have "
-                "them. Call iter() on the DataLoader in the process that reads the batches, or use "
-                "num_workers=0."
+                f"this iterator of a DataLoader belongs to process {self._pid}, whose threads read "
+                f"its batches. Process {os.getpid()} was forked from it, and a fork does not copy "
+                "threads. Call iter() on the DataLoader in the process that reads the batches, or "
+                "use num_workers=0."
             )
         if not self._task_info:
             self._submit(threads)
         if not self._task_info:
             self.stop()
             raise StopIteration
-        # It stays in the list while it is awaited: after a timeout or Ctrl-C it is still due.
+        # The batch stays first in the queue while the loop waits: it is still due if a timeout or
+        # Ctrl-C interrupts the wait.
         future = self._task_info[0]
         try:
-            # The batch's own TimeoutError is returned.
+            # A TimeoutError that the batch itself raised is returned here, not raised.
             error = future.exception(float(self._timeout) or None)
         except FutureTimeoutError:
             raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds") from None
-        if isinstance(error, (IngestError, MemoryBudgetError)):  # no batch comes after it
+        if isinstance(error, (IngestError, MemoryBudgetError)):  # all later batches would fail too
             self.ended = f"the epoch ended with {type(error).__name__}: {error}"
             self.stop()
         else:
@@ -279,11 +297,13 @@ class ThreadIter(CountedIterator):
         try:
             return future.result()
         finally:
-            del future, error  # an exception would keep them, and they the exception
+            # The traceback of an exception holds this frame, and this frame would hold the
+            # exception: a cycle that keeps the batch's memory until the next garbage collection.
+            del future, error
             self._submit(threads)
 
     def _submit(self, threads: ThreadPoolExecutor) -> None:
-        """Ask the threads for batches until enough are read ahead."""
+        """Submit batches to the threads until enough are read ahead."""
         while not self.ended and len(self._task_info) < self._ahead:
             try:
                 indices = next(self._sampler_iter)
@@ -298,13 +318,13 @@ class ThreadIter(CountedIterator):
 
 
 def _stop(threads: ThreadPoolExecutor) -> None:
-    """End the threads; batches that are not begun are dropped.
+    """End the threads, and drop the batches that were not begun.
 
-    Do not wait in a thread that drops the last reference, which would wait for itself; nor in one
-    that the garbage collector interrupts while it holds the lock of ``threading`` that a join
-    takes.
+    Two cases must not wait for the threads to end. If one of them dropped the last reference to the
+    iterator, it would wait for itself. If the garbage collector called this while the same thread
+    holds a lock of ``threading`` that joining takes, it would wait for that lock.
     """
-    lock = getattr(threading, "_shutdown_locks_lock", None)  # until Python 3.12
+    lock = getattr(threading, "_shutdown_locks_lock", None)  # up to Python 3.12
     is_locked = lock is not None and lock.locked()
     is_own = threading.get_ident() in {thread.ident for thread in threads._threads}
     threads.shutdown(wait=not is_own and not is_locked, cancel_futures=True)

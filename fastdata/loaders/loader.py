@@ -1,7 +1,4 @@
-"""The DataLoader: torch's, with an engine of threads where datasets serve whole batches.
-
-Its arguments and methods; what an epoch does with them is in ``internals``.
-"""
+"""The arguments and methods of ``DataLoader``; ``internals`` runs its epochs."""
 
 from __future__ import annotations
 
@@ -37,55 +34,56 @@ Distributed = Literal["off", "auto", "exact"]
 _HAS_IN_ORDER = "in_order" in inspect.signature(torch_loader.DataLoader).parameters  # torch 2.6
 
 _NO_ORDER = (
-    "with in_order=False batches overtake each other, and a state only counts them: an epoch that "
-    "is resumed from it may repeat some samples and leave out others. Use in_order=True."
+    "with in_order=False batches can overtake each other, but a state only counts them: an epoch "
+    "that is resumed from it may repeat some samples and leave out others. Use in_order=True."
 )
 
 _NO_STREAM = (
-    "a DataLoader cannot resume an IterableDataset, because only the dataset itself can return to "
-    "a position: its epochs begin again. Save the dataset's own state next to the loader's, or use "
-    "a map-style dataset."
+    "a DataLoader cannot resume an IterableDataset: only the dataset itself can return to a "
+    "position, so the epoch would start from its beginning. Save the dataset's own state next to "
+    "the loader's, or use a map-style dataset."
 )
 
 
 class DataLoader(torch_loader.DataLoader, Generic[_T_co]):  # type: ignore[type-arg]
-    """torch's DataLoader, with an engine of threads where the dataset serves whole batches.
+    """torch's DataLoader, which reads with threads where the dataset reads whole batches.
 
     The arguments up to ``in_order`` are torch's. These differ or are new:
 
-    - ``dataset``: any. Whole batches are served by fastdata's datasets, and by ``Subset`` and
-      ``ConcatDataset`` of them, when no step of the transform needs Python per sample.
-    - ``num_workers``: threads or processes; 0 reads in the training loop. ``"auto"`` takes the
-      usable cores (affinity, container quota) shared among the ranks of this machine
-      (``LOCAL_WORLD_SIZE``), less one for the training loop: 0 on a single core, but 1 where
-      another argument asks for workers. ``fastdata.tune(dataset)`` measures a better number.
-    - ``collate_fn``: the default is ``fastdata.collate``, which takes whole batches as they are.
-      Draws of another one from torch's global generator, as by MixUp and CutMix, follow from the
-      base seed, or the ``seed`` of a fastdata dataset, and the batch's number among those of all
-      ranks: any number of threads or processes gives the same batches. One that only stacks and
-      mixes, by MixUp and CutMix of torchvision or timm, is served in whole batches instead. A
-      ``collate_fn`` whose code names Python's or NumPy's generators is called in worker processes,
-      which are seeded as torch's.
-    - ``pin_memory``: ``"auto"`` pins if there is a CUDA or XPU device, batches are large enough to
-      gain from it, and all that are under way are a small part of the free memory; ``report()``
-      returns the decision and its reason. A ``CudaPrefetcher`` pins by itself.
-    - ``worker_init_fn``: called in worker processes only. With a ``collate_fn`` of your own, which
-      may need it, worker processes are used.
-    - ``persistent_workers``: with threads it only means that the base seed is drawn once, as torch
-      then does.
+    - ``dataset``: any dataset. fastdata's datasets, and ``Subset`` and ``ConcatDataset`` of them,
+      are read in whole batches when no step of the transform needs Python per sample.
+    - ``num_workers``: number of threads or processes; 0 reads in the training loop. ``"auto"``
+      divides the usable cores (affinity, container quota) among the ranks of this machine
+      (``LOCAL_WORLD_SIZE``) and leaves one for the training loop. That is 0 on a single core, or 1
+      if another argument needs workers. ``fastdata.tune(dataset)`` measures a better number.
+    - ``collate_fn``: by default ``fastdata.collate``, which returns whole batches unchanged. If
+      your own draws from torch's global generator, as MixUp and CutMix do, the draws depend only
+      on the base seed (or the ``seed`` of a fastdata dataset) and on the batch's number among the
+      batches of all ranks. Any number of threads or processes then gives the same batches. A
+      ``collate_fn`` that only stacks samples and mixes them with MixUp or CutMix of torchvision or
+      timm is replaced by an equal step on whole batches. One whose code uses Python's or NumPy's
+      random generators is called in worker processes, which are seeded as torch seeds them.
+    - ``pin_memory``: ``"auto"`` pins batches if there is a CUDA or XPU device, batches are large
+      enough to gain from it, and all batches in flight need only a small part of the free memory.
+      ``report()`` returns the decision and its reason. A ``CudaPrefetcher`` pins by itself.
+    - ``worker_init_fn``: called in worker processes only. If you also pass a ``collate_fn``, which
+      may depend on it, the loader uses worker processes.
+    - ``persistent_workers``: with threads it has one effect: the base seed is drawn only once, as
+      in torch.
     - ``in_order``: threads always keep the order.
-    - ``workers``: ``"thread"``, ``"process"``, or ``"auto"`` for threads where whole batches are
-      served and the code of ``target_transform`` names no random generator: worker processes are
-      seeded as torch's.
-    - ``distributed``: ``"auto"`` shares each epoch among the ranks of ``torch.distributed``, or of
-      the launcher's variables, by a ``fastdata.loaders.samplers.RankSampler``, which is the
-      loader's ``sampler``: equally many batches for all, a few samples repeated, or with
-      ``drop_last`` left out. ``"exact"`` gives each sample once, so that some ranks may have a
-      batch more: for evaluation. The order follows from the dataset's ``seed`` (None: 0) and the
-      epoch, which is counted; a state can be resumed with another number of ranks, workers, or
-      another ``batch_size``. A ``sampler`` or ``batch_sampler`` of your own is used unchanged.
-    - ``memory_format``: with ``torch.channels_last`` tensors of four dimensions have this memory
-      format. Whole batches are written so at once; others are converted.
+    - ``workers``: ``"thread"``, ``"process"`` or ``"auto"``. ``"auto"`` uses threads if the dataset
+      reads whole batches and the code of ``target_transform`` uses no random generator; else it
+      uses worker processes, which are seeded as torch seeds them.
+    - ``distributed``: ``"auto"`` divides each epoch among the ranks of ``torch.distributed``, or
+      those of the launcher's environment variables. The loader's ``sampler`` is then a
+      ``fastdata.loaders.samplers.RankSampler``. All ranks get equally many batches: a few samples
+      are repeated, or with ``drop_last`` left out. ``"exact"`` is for evaluation: it gives each
+      sample once, so that some ranks may get one batch more. The order depends on the dataset's
+      ``seed`` (None: 0) and on the epoch, which the loader counts. A state can be resumed with
+      another number of ranks or workers, or another ``batch_size``. A ``sampler`` or
+      ``batch_sampler`` of your own is used unchanged.
+    - ``memory_format``: ``torch.channels_last`` gives tensors of four dimensions this memory
+      format. Whole batches are written in it directly; others are converted.
 
     ``print(loader.report())`` shows how batches are read and why, and how the latest epoch went.
 
@@ -180,31 +178,34 @@ class DataLoader(torch_loader.DataLoader, Generic[_T_co]):  # type: ignore[type-
         return self._fastdata.iterate(self)
 
     def check_worker_number_rationality(self) -> None:
-        """Warn of more worker processes than cores, as torch does; threads may be many."""
+        """Warn if there are more worker processes than cores, as torch does; threads may be many.
+
+        torch's constructor calls it.
+        """
         if self.num_workers and self._fastdata.choose_engine(self).kind == "process":
             super().check_worker_number_rationality()
 
     if not TYPE_CHECKING:
 
         def __class_getitem__(cls, kinds: Any) -> GenericAlias:
-            """Take type arguments as torch's loader does: one until torch 2.13, then two."""
+            """Accept any number of type arguments: torch's loader takes one until 2.13, then two."""
             return GenericAlias(cls, kinds)
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the random draws of coming epochs those of ``epoch``, and its RankSampler's order.
+        """Set the epoch that random draws and the order of a ``RankSampler`` depend on from now on.
 
-        Draws also follow from the base seed, if the dataset has no ``seed``.
+        If the dataset has no ``seed``, the draws also depend on the base seed.
         """
         self._fastdata.resume.set_epoch(epoch, SamplerChain.of(self))
 
     def report(self) -> EpochReport:
-        """Return how the latest epoch went; ``.path`` tells how batches are read, and why."""
+        """Return figures of the latest epoch; ``.path`` describes how batches are read, and why."""
         return self._fastdata.report()
 
     def show(self, n: int = 8) -> Any:
         """Return a figure of the first ``n`` images of a batch; see ``show`` of datasets.
 
-        The batch is one of a copy of this loader, whose epochs and generators are left alone.
+        The batch is read by a copy of this loader: its own epochs and generators do not change.
         """
         from fastdata.datasets.showing import show_batch
 
@@ -233,17 +234,20 @@ class DataLoader(torch_loader.DataLoader, Generic[_T_co]):  # type: ignore[type-
     def state_dict(self) -> StateDict:
         """Return the position in the latest epoch, as a small dict of plain values.
 
-        Batches count once they are handed to the user, not when they are read ahead. Before the
-        first batch, and once the last one is handed over, the state is the beginning of the next
-        epoch: Lightning goes on there. The order is found again for torch's samplers, for a
-        ``RankSampler``, and for a sampler with a ``state_dict``, whose state is included. Of any
-        other sampler batches are counted: it must give the same indices again. With a
-        ``RankSampler`` the state is the position in the order of all ranks: the one of rank 0 can
-        be resumed on any number of ranks, and with another batch size. With ``in_order=False`` and
-        worker processes a state is not exact; for an ``IterableDataset`` it is empty, because only
-        the dataset itself can return to a position. A warning is given in both cases.
+        A batch counts when the training loop gets it, not when it is read ahead. Before the first
+        batch and after the last one, the state is the beginning of the next epoch, as Lightning
+        expects.
+
+        - torch's samplers, a ``RankSampler``, and samplers with a ``state_dict`` return to their
+          order: their states are included. Any other sampler must give the same indices again,
+          because the state only counts its batches.
+        - With a ``RankSampler`` the state is the position in the order of all ranks. The state of
+          rank 0 can be resumed on any number of ranks, and with another batch size.
+        - With ``in_order=False`` and worker processes the state is not exact, and for an
+          ``IterableDataset`` it is empty, because only the dataset itself can return to a
+          position. Both cases give a warning.
         """
-        # No errors: Lightning asks every loader, resumed or not.
+        # Warnings, not errors: Lightning calls this for every loader, also if nothing is resumed.
         if isinstance(self.dataset, IterableDataset):
             warn_user(_NO_STREAM)
             return {}
@@ -252,29 +256,31 @@ class DataLoader(torch_loader.DataLoader, Generic[_T_co]):  # type: ignore[type-
         return self._fastdata.resume.state(_identity_of(self), SamplerChain.of(self))
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Let the next epoch be the one of ``state``, without the batches handed over before.
+        """Continue the epoch of ``state`` with the next iterator, after the batches it counts.
 
-        The state holds until a batch is handed over: Lightning may drop a first iterator without
-        asking it for one. Samples of earlier batches are not read again. ``generator`` is put back
-        to where it was; the global random generators are not changed, and decide later epochs. The
-        order and fastdata's own draws are resumed; draws of a transform in worker processes from
-        global generators begin again.
+        Earlier batches are skipped without reading their samples. The order and fastdata's own
+        random draws continue as they would have. Draws that a transform makes from a global
+        generator in a worker process begin again. ``generator`` returns to its saved state; the
+        global generators do not change, and decide later epochs.
+
+        The state is kept until the first batch is returned: Lightning may drop a first iterator
+        without reading a batch from it.
 
         Args:
-            state: as ``state_dict`` returned it, here or in another process; an empty dict forgets
-                a loaded state.
+            state: the dict that ``state_dict`` returned, in this process or another one; an empty
+                dict forgets a loaded state.
 
         Raises:
-            ValueError: the state is of a loader over another dataset, or with other batches.
+            ValueError: the state comes from a loader over another dataset, or with other batches.
         """
         if state and isinstance(self.dataset, IterableDataset):
             raise ValueError(_NO_STREAM)
         self._fastdata.resume.load(state, _identity_of(self), SamplerChain.of(self))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes of a copy, or of a pickle; its epochs and workers are its own."""
+        """Return the attributes for a copy or a pickle, which gets its own epochs and workers."""
         state = vars(self) | {"_fastdata": self._fastdata.copied(self), "_iterator": None}
-        if self._fastdata.has_own_sampler:  # both together: one refers to the other
+        if self._fastdata.has_own_sampler:  # copied in one call, because one refers to the other
             samplers = {name: state[name] for name in ("sampler", "batch_sampler")}
             state |= copy.deepcopy(samplers)
         if isinstance(state.get("memory_format"), torch.memory_format):
@@ -284,7 +290,7 @@ class DataLoader(torch_loader.DataLoader, Generic[_T_co]):  # type: ignore[type-
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        if not hasattr(self, "memory_format"):
+        if not hasattr(self, "memory_format"):  # left out of the pickle
             self.memory_format = CHOICES["memory_format"][self._fastdata.is_channels_last]
 
 
@@ -306,14 +312,14 @@ def _worker_count(num_workers: int | str, least: int) -> int:
 
 
 def _share(dataset: Sized, shuffle: bool, drop_last: bool, distributed: Distributed) -> RankSampler:
-    """Return the sampler of ``distributed=``."""
+    """Return the sampler for ``distributed="auto"`` or ``"exact"``."""
     uneven: Uneven = "drop" if drop_last else "pad"
     if distributed == "exact":
         uneven = "keep"
         if drop_last:
             raise ValueError(
-                "distributed='exact' gives every sample once, and drop_last=True would drop some: "
-                "choose one"
+                "distributed='exact' gives every sample once, but drop_last=True would leave some "
+                "out. Use only one of them."
             )
     seed = Parts.find(dataset).seed  # torch's generators may differ between ranks
     return RankSampler(dataset, shuffle=shuffle, seed=seed or 0, uneven=uneven)

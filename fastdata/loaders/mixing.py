@@ -1,8 +1,9 @@
-"""A ``collate_fn`` that mixes batches by MixUp or CutMix, as the last step of whole batches.
+"""A ``collate_fn`` that mixes batches by MixUp or CutMix, run on whole batches by the core.
 
-A ``collate_fn`` that stacks samples and hands them to a transform that mixes is found by its code,
-which is run on stand-ins. Then a batch is drawn by the mixer, and its rows are mixed while the core
-writes them, or by a prefetcher on its device.
+If a ``collate_fn`` only stacks samples and calls a transform that mixes them, it need not be called.
+To find that out, its code is run once on stand-ins instead of samples. After that a ``Mixer`` makes
+the random draws, and the rows of a batch are mixed while the core writes them, or by a prefetcher
+on its device.
 
 Shape letters: B batch.
 """
@@ -39,18 +40,18 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Mixing:
-    """A ``collate_fn`` that does nothing but stack samples and mix them.
+    """A ``collate_fn`` that only stacks samples and mixes them.
 
     Attributes:
-        mixer: draws what its transform would draw.
-        form: what it returns, with a ``_Part`` for images and one for labels.
+        mixer: makes the random draws of its transform.
+        form: the value that it returns, with ``_Part`` in the places of images and labels.
     """
 
     mixer: Mixer
     form: Any
 
     def obstacle(self, reader: AnyReader) -> str:
-        """Return why the batches of a reader cannot be mixed here; empty if they can."""
+        """Return why the core cannot mix the batches of a reader; empty if it can."""
         if reader.obstacle is not None:
             return reader.obstacle
         readers = reader.readers if isinstance(reader, JoinedReader) else [reader]
@@ -67,13 +68,13 @@ class Mixing:
         return ""
 
     def draw(self, batch: IndexBatch, reader: AnyReader) -> Blend | None:
-        """Draw how a batch is mixed."""
+        """Draw how a batch is mixed; None if it stays unchanged."""
         assert batch.draws is not None
         [(shape, _)] = reader.outputs
         return self.mixer.draw(batch.draws, (len(batch), *shape), _dtype_of(reader))
 
     def to_batch(self, images: Tensor, labels: Tensor, blend: Blend | None) -> Any:
-        """Return what the ``collate_fn`` returns, with images that are mixed already."""
+        """Return the value of the ``collate_fn`` for images that are mixed already; mix the labels."""
         if blend is not None:
             labels = blend.labels(labels, self.mixer.classes, *self.mixer.label_values)
         made = (images, labels)
@@ -83,7 +84,7 @@ class Mixing:
         """Return the class numbers of a batch.
 
         Raises:
-            RuntimeError: torch's, of a number that is no class.
+            RuntimeError: a number is not a class; the error is torch's.
         """
         if isinstance(reader, JoinedReader):
             labels: Tensor = reader.collated_targets(batch)
@@ -96,12 +97,12 @@ class Mixing:
 
 
 def find_mixing(collate_fn: Collate) -> Mixing | str:
-    """Return the mixing of a ``collate_fn``, or why it is called as it is."""
+    """Return the mixing of a ``collate_fn``, or the reason why it must be called."""
     finding = _Finding()
     try:
         call = finding.stand_in(collate_fn) or copy_on_stand_ins(collate_fn, finding.stand_in)
         form = call(finding.samples)
-    except Exception:  # noqa: BLE001  # it does more with a stand-in than to mix
+    except Exception:  # noqa: BLE001  # its code does more than stack and mix, which stand-ins refuse
         return finding.reason
     if len(finding.mixers) != 1 or not _is_mixed(form):
         return finding.reason
@@ -109,7 +110,10 @@ def find_mixing(collate_fn: Collate) -> Mixing | str:
 
 
 def served_mixing(collate_fn: Collate, reader: AnyReader | None) -> Mixing | str:
-    """Return the mixing of a ``collate_fn`` for a reader's batches, or why it is called."""
+    """Return the mixing of a ``collate_fn`` for a reader's batches, or why it must be called.
+
+    The reason is empty if ``collate_fn`` does not mix at all, or if there is no reader.
+    """
     if collate_fn in (collate, default_collate) or reader is None:
         return ""
     mixing = find_mixing(collate_fn)
@@ -132,7 +136,7 @@ def _is_part(value: Any) -> bool:
 
 
 def _is_mixed(form: Any) -> bool:
-    """Return True if images and labels are in a form, mixed, and nothing else."""
+    """Return True if a form holds mixed images and mixed labels, and nothing else."""
     if _is_part(form):
         return bool(form.is_mixed)
     parts = list(form.values()) if type(form) is dict else form
@@ -140,12 +144,12 @@ def _is_mixed(form: Any) -> bool:
 
 
 class _Finding:
-    """Stand-ins that note which mixer a ``collate_fn`` calls.
+    """Stand-ins for samples, stacking and mixing, which record the mixer that a ``collate_fn`` calls.
 
     Attributes:
-        samples: stands for the list of samples.
-        mixers: of the transforms that were called.
-        reason: why the ``collate_fn`` is called as it is, if its code does more.
+        samples: stand-in for the list of samples.
+        mixers: mixers of the transforms that were called.
+        reason: why the ``collate_fn`` must be called, if its code does anything else.
     """
 
     def __init__(self) -> None:
@@ -170,7 +174,7 @@ class _Finding:
 
     def _mix(self, mixer: Mixer, *given: Any) -> Any:
         is_timms = isinstance(mixer, TimmMixer)
-        # torchvision's transforms take a list, too, and return what they were given.
+        # torchvision's transforms also accept a list or tuple, and return the same type.
         inputs = given[0] if len(given) == 1 and not is_timms else given
         expected = [self.samples] if mixer.takes_samples else [_Part(0), _Part(1)]
         if type(inputs) not in (list, tuple) or list(inputs) != expected:
@@ -186,8 +190,9 @@ class MixedBatches:
     """Reads and mixes the batches of an epoch, in any thread.
 
     Args:
-        mixing: of the loader's ``collate_fn``.
-        handle: of the readers; the reader is not kept, because it keeps the samples in memory.
+        mixing: mixing of the loader's ``collate_fn``.
+        handle: handle of the reader. Only the handle is kept, because a reader keeps the samples in
+            memory.
     """
 
     def __init__(self, mixing: Mixing, handle: AnyHandle) -> None:
@@ -224,7 +229,7 @@ class MixedBatches:
         *,
         is_last: bool,
     ) -> None:
-        """Stage samples, and write rows that are made of them."""
+        """Read samples to scratch memory, and write the mixed rows to ``out``."""
         source, _ = _staged_from(reader)
         order_B = places_B = np.arange(len(batch))
         is_one_by_one = isinstance(source, Reader) and source.programs[0].can_blend
@@ -264,15 +269,16 @@ def _dtype_of(reader: AnyReader) -> torch.dtype:
 
 
 def _staged_from(reader: AnyReader) -> tuple[AnyReader, Step | None]:
-    """Return the reader that samples are staged from, and what converts them then, if anything.
+    """Return a reader of samples to mix, and the conversion that follows it (None if there is none).
 
-    Several datasets may convert in several ways, and steps may follow the conversion: what is
-    served is staged then.
+    Samples are read as uint8 where possible, which is a quarter of the memory, and converted when
+    they are mixed. Several datasets may convert differently, and steps may follow the conversion:
+    then finished samples are read.
     """
     if not isinstance(reader, Reader):
         return reader, None
     sent, [cast] = reader.without_cast
-    # The conversion may make three channels of one.
+    # The conversion may turn one channel into three.
     is_alike = sent.outputs[0][0] == reader.outputs[0][0]
     return (sent, cast) if is_alike and cast is not None else (reader, None)
 
@@ -283,7 +289,7 @@ def _staged_from(reader: AnyReader) -> tuple[AnyReader, Step | None]:
 def read_parts(
     mixing: Mixing, handle: Callable[[], Reader], batch: IndexBatch, ring: BatchRing
 ) -> list[Any]:
-    """Read images as they are sent, labels, and how both are mixed."""
+    """Return the images of a batch as they are sent to a device, its labels, and its blend."""
     reader = handle()
     sent, _ = reader.without_cast
     [images, _] = sent.read_batch(batch, ring.lease, lambda _: None)
@@ -291,7 +297,7 @@ def read_parts(
 
 
 def mix_parts(mixing: Mixing, convert: Callable[[Tensor], Tensor] | None, parts: list[Any]) -> Any:
-    """Convert and mix the parts of a batch on their device."""
+    """Convert and mix the parts of a batch on the device where they are."""
     images, labels, blend = parts
     if convert is not None:
         images = convert(images)

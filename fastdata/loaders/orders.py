@@ -1,6 +1,6 @@
-"""Orders of an epoch, of all ranks together, for a ``RankSampler``.
+"""Orders of the samples of an epoch, for all ranks together, for a ``RankSampler``.
 
-Shape letters: N samples of a dataset, n of an epoch.
+Shape letters: N samples of a dataset, n samples of an epoch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ Int64s = npt.NDArray[np.int64]
 Float64s = npt.NDArray[np.float64]
 
 
-_SHUFFLE_SALT = 0x73687566666C65  # keeps orders apart from what transforms draw with the same seed
+# Salts make the draws of an order independent of the transforms' draws with the same seed.
+_SHUFFLE_SALT = 0x73687566666C65
 
 _CHOICE_SALT = 0x63686F696365
 
@@ -38,15 +39,16 @@ _PART_SALT = 0x6D69786564
 
 
 class Order(NamedTuple):
-    """The samples of an epoch of all ranks, in their order: for ``RankSampler(order=...)``.
+    """The samples of an epoch for all ranks together, for ``RankSampler(order=...)``.
 
     Attributes:
-        draw: called with seed, epoch and n, returns int64 (n,), the samples in their order.
-        length: of the dataset, N.
-        num_samples: the default of n.
-        most: the maximum of n.
-        identity: plain values that ``draw`` also depends on: a state is resumed by a sampler with
-            equal ones.
+        draw: function of (seed, epoch, n) that returns the samples in order: int64 (n,), each in
+            [0, N). It must be pure: equal arguments give equal samples.
+        length: number of samples in the dataset, N.
+        num_samples: default of n.
+        most: maximum of n; ``math.inf`` if samples may come again.
+        identity: plain values that ``draw`` also depends on. A state can only be resumed with equal
+            ones.
     """
 
     draw: Callable[[int, int, int], Int64s]
@@ -57,11 +59,11 @@ class Order(NamedTuple):
 
 
 def shuffled(dataset: Sized | int, shuffle: bool = True) -> Order:
-    """Return an order of all samples once, shuffled, or as in the dataset.
+    """Return an order in which each sample comes once.
 
     Args:
         dataset: the dataset, or its length.
-        shuffle: whether to shuffle.
+        shuffle: False keeps the order of the dataset.
     """
     length = len(dataset) if isinstance(dataset, Sized) else operator.index(dataset)
     draw = partial(_draw_shuffled if shuffle else draw_sequence, length)
@@ -75,12 +77,12 @@ def shuffled(dataset: Sized | int, shuffle: bool = True) -> Order:
 
 
 def _draw_shuffled(length: int, seed: int, epoch: int, count: int) -> Int64s:
-    # Sorted by keys of the core, so that the order is the same with any version of NumPy.
+    # Sorted by keys of fastdata's own generator, so that NumPy's version does not change the order.
     return sort_by_keys(np.arange(length), seed ^ _SHUFFLE_SALT, epoch)[:count]
 
 
 def sort_by_keys(samples: Int64s, seed: int, epoch: int, first_key: int = 0) -> Int64s:
-    """Put samples in the random order of their keys."""
+    """Return samples in random order: that of their random keys."""
     keys = sample_keys(seed, epoch, samples + first_key)
     return samples[np.argsort(keys, kind="stable")]
 
@@ -90,11 +92,13 @@ def draw_sequence(length: int, seed: int, epoch: int, count: int) -> Int64s:
 
 
 def weighted(weights: Any) -> Order:
-    """Return an order drawn by weights: a ``WeightedRandomSampler`` for ranks, and resumable.
+    """Return an order drawn by weights, like ``WeightedRandomSampler``, for ranks and resumable.
+
+    A sample that is drawn again in an epoch gets other random augmentations.
 
     Args:
-        weights: (N,), of each sample, not negative; a sample of weight zero is never drawn. A
-            sample that is drawn again in an epoch gets other augmentations.
+        weights: numbers (N,), one for each sample, not negative, of any sum. A sample with weight
+            zero is never drawn.
 
     Raises:
         ValueError: a weight is negative or not finite, or all are zero.
@@ -112,8 +116,8 @@ def weighted(weights: Any) -> Order:
     if not is_right.all():
         wrong = is_right.argmin()
         raise ValueError(
-            f"weight {wrong} is {given[wrong]}; weights must be finite, not negative, and one "
-            "above zero"
+            f"weight {wrong} is {given[wrong]}, but weights must be finite and not negative, and at "
+            "least one of them above zero"
         )
     return Order(
         draw=partial(_draw_weighted, given),
@@ -134,14 +138,19 @@ def _draw_weighted(weights: Float64s, seed: int, epoch: int, count: int) -> Int6
 
 
 def balanced(targets: Any, replacement: bool = False) -> Order:
-    """Return an order of rounds, in each of which all classes come once, in random order.
+    """Return an order with equally many samples of each class.
+
+    The order consists of rounds: in each round every class comes once, in random order.
 
     Args:
-        targets: (N,), the class of each sample, or a dataset that has them as ``targets``, also
-            in a ``Subset`` or ``ConcatDataset``.
+        targets: the class of each sample, an array (N,); or a dataset with an attribute
+            ``targets``, also one inside a ``Subset`` or ``ConcatDataset``.
         replacement: True if a sample may come again in an epoch, which then has as many samples as
-            the dataset. Else it has at most as many samples of each class as the smallest class,
-            and other samples of the larger classes in each epoch.
+            the dataset. False takes from each class as many samples as the smallest class has;
+            each epoch takes other samples of the larger classes.
+
+    Raises:
+        ValueError: a dataset has no ``targets``.
 
     Example:
         >>> from fastdata.loaders.samplers import RankSampler
@@ -174,12 +183,12 @@ def _draw_balanced(classes: Int64s, replacement: bool, seed: int, epoch: int, co
     counts = np.bincount(classes)
     rounds = -(-count // len(counts))
     keys = sample_keys(seed ^ _ROUND_SALT, epoch, np.arange(rounds * len(counts)))
-    # In each row the classes in random order: one round.
+    # Each row is one round: the classes in random order.
     orders = np.argsort(keys.reshape(-1, len(counts)), kind="stable")
     drawn = orders.ravel()[:count]  # the class of each place
     everything = _draw_shuffled(len(classes), seed, epoch, len(classes))
-    by_class = np.argsort(classes[everything], kind="stable")
-    members = everything[by_class]  # the samples of all classes in a row
+    by_class = np.argsort(classes[everything], kind="stable")  # stable: keeps the shuffled order
+    members = everything[by_class]  # all samples of class 0, then of class 1, and so on
     firsts = np.cumsum(counts) - counts
     which = np.arange(count) // len(counts)
     if replacement:
@@ -188,17 +197,17 @@ def _draw_balanced(classes: Int64s, replacement: bool, seed: int, epoch: int, co
 
 
 def repeated(dataset: Sized | int, repeats: int = 3, shuffle: bool = True) -> Order:
-    """Return an order for repeated augmentation: each sample several times in a row.
+    """Return an order for repeated augmentation: each sample comes several times in a row.
 
-    Ranks share the copies, as with timm's ``RepeatAugSampler`` and DeiT's ``RASampler`` (M. Berman
-    et al., "MultiGrain", 2019; E. Hoffer et al., "Augment your batch", CVPR 2020). Each copy draws
-    augmentations of its own. An epoch has as many samples as the dataset, so that its number of
-    batches stays the same; ``num_samples=repeats * len(dataset)`` has all copies.
+    The copies are divided among ranks, as in timm's ``RepeatAugSampler`` and DeiT's ``RASampler``
+    (M. Berman et al., "MultiGrain", 2019; E. Hoffer et al., "Augment your batch", CVPR 2020). Each
+    copy gets its own random augmentations. An epoch has as many samples as the dataset, so that the
+    number of batches does not change; ``num_samples=repeats * len(dataset)`` gives all copies.
 
     Args:
         dataset: the dataset, or its length.
         repeats: number of copies of each sample.
-        shuffle: whether to shuffle.
+        shuffle: False keeps the order of the dataset.
 
     Example:
         >>> from fastdata.loaders.samplers import RankSampler
@@ -226,20 +235,22 @@ def mixed(
     weights: Sequence[float] | None = None,
     stop: Literal["first", "all"] = "first",
 ) -> Order:
-    """Return an order of several datasets in fixed shares, for a ``ConcatDataset`` of them.
+    """Return an order that mixes several datasets in fixed shares, for a ``ConcatDataset`` of them.
 
-    Each dataset is shuffled by itself, and again each time that all of its samples have come.
-    Shares are exact, to a sample, in each epoch; the datasets are mixed at random.
+    Each dataset is shuffled on its own, and shuffled again each time all of its samples have come.
+    In each epoch the shares are exact, up to rounding to whole samples; the datasets are mixed at
+    random.
 
     Args:
-        datasets: those of the ``ConcatDataset``, in its order; or their lengths.
-        weights: the share of each, of any sum; by default they are equal.
-        stop: an epoch ends when the ``"first"`` of the datasets has been read whole, so that no
-            sample comes twice, or when ``"all"`` of them have.
+        datasets: the datasets of the ``ConcatDataset``, in the same order, or their lengths.
+        weights: weight of each dataset; its share is its weight divided by their sum. By default
+            all are equal.
+        stop: ``"first"`` ends an epoch when one of the datasets has been read completely, so that
+            no sample comes twice; ``"all"`` ends it when all of them have.
 
     Raises:
-        ValueError: a weight is not above zero, or not finite; a dataset is empty; there are not as
-            many weights as datasets.
+        ValueError: a weight is not finite or not above zero, a dataset is empty, or the numbers of
+            weights and datasets differ.
 
     Example:
         >>> from fastdata.loaders.samplers import RankSampler
@@ -255,10 +266,11 @@ def mixed(
     is_right = len(given) == len(lengths) and min(given) > 0 and math.isfinite(sum(given))
     if not is_right or min(lengths) == 0:
         raise ValueError(
-            f"weights={given} of datasets of {lengths} samples: one for each is needed, finite and "
-            "above zero, and no dataset may be empty"
+            f"weights={given} for datasets of {lengths} samples: each dataset needs one weight, "
+            "finite and above zero, and no dataset may be empty"
         )
-    # Exact numbers, as they are written: 0.7 is 7/10. Rounded ones would give one sample too many.
+    # Exact fractions of the numbers as they are written: 0.7 is 7/10. With floats, rounding could
+    # give one sample too many.
     exact = [Fraction(repr(weight)) for weight in given]
     shares = [weight / sum(exact) for weight in exact]
     ends = [length / share for length, share in zip(lengths, shares, strict=True)]
@@ -281,7 +293,7 @@ def _draw_mixed(
         zip(lengths, _takes(lengths, shares, count), strict=True)
     ):
         again = 0
-        while left > 0:  # a round begins again with the first sample of the dataset
+        while left > 0:  # each turn shuffles the whole dataset again
             round_seed = sample_keys(seed ^ _PART_SALT, number, np.array([again]))
             parts.append(first + _draw_shuffled(length, int(round_seed[0]), epoch, left))
             left -= length
@@ -292,18 +304,18 @@ def _draw_mixed(
 
 
 def _takes(lengths: list[int], shares: list[Fraction], count: int) -> list[int]:
-    """Divide ``count`` samples among datasets: each share is rounded down or up to a sample.
+    """Divide ``count`` samples among datasets; each share is rounded down or up to whole samples.
 
-    The dataset that is read whole first is rounded up before others, then those of the largest
-    remainders. So with ``stop="first"`` no dataset gives more samples than it has, and one gives
-    all; with ``stop="all"`` each gives all.
+    The dataset that would be read completely first is rounded up before all others, then those with
+    the largest remainders. So with ``stop="first"`` no dataset gives more samples than it has, and
+    one gives all of them; with ``stop="all"`` each gives all.
     """
     takes = [math.floor(share * count) for share in shares]
     remainders = [share * count % 1 for share in shares]
     numbers = range(len(shares))
     soonest = min(numbers, key=lambda number: lengths[number] / shares[number])
     if remainders[soonest]:
-        remainders[soonest] = Fraction(1)  # before all others
+        remainders[soonest] = Fraction(1)  # sorts before all others
     by_remainder = sorted(numbers, key=lambda number: -remainders[number])
     for number in by_remainder[: count - sum(takes)]:
         takes[number] += 1
@@ -315,14 +327,15 @@ def checksum(values: npt.NDArray[Any]) -> str:
 
 
 def _targets_of(source: Any) -> npt.NDArray[Any]:
-    """Return the targets of a dataset, also of one in a ``Subset`` or ``ConcatDataset``."""
+    """Return the targets of a dataset, also of one inside a ``Subset`` or ``ConcatDataset``."""
     if isinstance(source, Subset):
         return _targets_of(source.dataset)[np.asarray(source.indices, np.int64)]
     if isinstance(source, ConcatDataset):
         return np.concatenate([_targets_of(part) for part in source.datasets])
     found = getattr(source, "targets", source)
-    if isinstance(found, Dataset):  # of which an array would be all samples, decoded
+    if isinstance(found, Dataset):  # np.asarray would read and decode all samples
         raise ValueError(
-            f"{type(found).__name__} has no targets; give the class of each sample, an array (N,)"
+            f"{type(found).__name__} has no attribute targets. Pass the class of each sample "
+            "instead, as an array (N,)."
         )
     return np.asarray(found)

@@ -8,10 +8,10 @@ from fastdata.datasets.draws import DrawKey
 from fastdata.loaders.samplers import StateDict
 
 Mark = tuple[int, bool]
-"""The number of batches handed over, and True if those are all."""
+"""Number of batches that were returned, and True if these were all."""
 
 NO_DRAWS = DrawKey(0, 0, 0)
-"""Before the first batch."""
+"""Placeholder before the first batch."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -19,26 +19,27 @@ class Progress:
     """The position in one epoch.
 
     Attributes:
-        epoch: number of the epoch, which random draws follow; -1 before the first.
+        epoch: number of the epoch, which random draws depend on; -1 before the first.
         base_seed: seed of worker processes, and of draws if the dataset has no seed; None until it
             is drawn.
         start: states of generators and samplers when the order was drawn; None before that.
-        state: loaded state that the epoch goes on from, which holds until a batch is handed over.
-        is_begun: True if that state is one inside the epoch; nothing more is drawn from the global
-            generator.
-        first: number of batches handed over before that.
+        state: loaded state that the epoch continues; used until the first batch is returned.
+        is_begun: True if that state is a position inside the epoch. Nothing more is then drawn from
+            the global generator.
+        first: number of batches that were returned before that state.
         drawn: number of batches whose indices were drawn.
-        handed: number of these that were handed over.
-        counted: how much of the sampler's length was drawn: samples, or batches.
+        handed: number of these batches that were returned.
+        counted: how much of the sampler's length was drawn, in samples for torch's BatchSampler, in
+            batches for any other.
         is_finished: True once there are no more batches.
         draws: the ``DrawKey`` of the batch that was drawn last.
         seen: the mark of the user's latest batch, if a prefetcher reads ahead of the user.
-        waits_for_next: True if nothing is read before the first ``next``. Else batches are read
-            ahead from ``iter`` on, as by torch's loader.
+        waits_for_next: True if nothing is read before the first ``next``. Otherwise batches are
+            read ahead from ``iter`` on, as in torch's loader.
     """
 
-    # Several counts, because batches are drawn ahead of workers, workers read ahead of the loop,
-    # and a prefetcher takes batches ahead of the user: drawn >= handed >= seen.
+    # There are several counts, because indices are drawn ahead of the workers, workers read ahead of
+    # the loop, and a prefetcher takes batches ahead of the user: drawn >= handed >= seen.
 
     epoch: int = -1
     base_seed: int | None = None
@@ -70,15 +71,15 @@ class Progress:
         )
 
     def mark(self) -> Mark:
-        """Return the position now; a prefetcher's thread sends it with the batch."""
+        """Return the current position; a prefetcher's thread sends it with the batch."""
         return self.handed, self.is_finished
 
     def mark_delivered(self, mark: Mark) -> None:
-        """Let a state count the batches of a prefetcher's user, not those that it has read."""
+        """Count the batches that a prefetcher has returned, not those that it has read ahead."""
         self.seen = mark
 
     @property
     def pending(self) -> StateDict | None:
-        """The state that the epoch goes on from, while no batch was handed over."""
+        """The loaded state, until a batch is returned; then None."""
         is_untouched = (self.seen or self.mark()) == (self.first, False)
         return self.state if is_untouched else None

@@ -1,11 +1,13 @@
 """The order of a loader's epochs, and states from which an epoch is resumed.
 
-torch's iterators get a ``Resume`` as their sampler. Its iterators update a ``Progress``, from which
-a state is made. Batches are read ahead of the user, and so are indices. A state therefore holds the
-generators that the epoch's order was drawn from, and how many batches were handed over. Resuming
-draws the same order again and skips indices, without reading their samples. A RankSampler can begin
-anywhere: its state is the position in the order of all ranks, so that another number of ranks or
-another batch size can go on from there.
+torch's iterators get a ``Resume`` as their sampler. Iterating over it updates a ``Progress``, from
+which a state is made. Batches are read ahead of the training loop, so the generators have already
+drawn more than the loop has seen. A state therefore holds the generators as they were when the
+epoch's order was drawn, and the number of batches that the loop got. Resuming draws the same order
+again and skips that many batches of indices, without reading their samples.
+
+A ``RankSampler`` can begin anywhere: its state is the position in the order of all ranks, from which
+another number of ranks or another batch size can continue.
 """
 
 from __future__ import annotations
@@ -28,33 +30,33 @@ from fastdata.loaders.samplers import StateDict, name_differences
 from fastdata.machine.ranks import Rank
 from fastdata.report import warn_user
 
-_END = object()  # a sampler may give None
+_END = object()  # not None, which a sampler may yield
 
 VERSION = 1
-"""The version of states."""
+"""Version of the format of states."""
 
 _NO_SIZE = (
-    "the batch size was changed within this epoch, and a state counts batches only: an epoch "
-    "that is "
-    "resumed from it may repeat some samples and leave out others. Change the batch size between "
-    "epochs, or save a state at the end of the epoch."
+    "the batch size was changed within this epoch, but a state only counts batches: an epoch that "
+    "is resumed from it may repeat some samples and leave out others. Change the batch size "
+    "between epochs, or save a state at the end of the epoch."
 )
 
 
 class Resume:
     """The epochs of a loader: the position in the latest, the number of the next, and their states.
 
-    Iterating yields the indices of the batches of the epoch that was begun last. There is no
-    reference to the loader, which may hold an iterator of torch's that holds this. Samplers are an
-    argument of each call, because the attributes of a loader may be replaced.
+    Iterating yields, for the epoch that was begun last, the indices of each batch. It holds no
+    reference to the loader: the loader may hold an iterator of torch, which holds this object, and
+    a cycle would keep them alive. Samplers are an argument of each call, because the user may
+    replace the loader's attributes.
 
     Args:
-        parts: the fastdata datasets behind the loader.
-        seeds_once: only the first epoch draws a base seed, as in torch if workers persist.
-        is_batched: samplers give the indices of a batch, not single ones.
+        parts: the fastdata datasets that the loader reads.
+        seeds_once: True if only the first epoch draws a base seed, as in torch if workers persist.
+        is_batched: True if samplers yield the indices of a batch, False if single indices.
 
     Attributes:
-        channels_last: memory format that the batches of indices ask for; see ``IndexBatch``.
+        channels_last: True if batches must have this memory format; see ``IndexBatch``.
     """
 
     def __init__(self, parts: Parts, *, seeds_once: bool, is_batched: bool) -> None:
@@ -63,7 +65,7 @@ class Resume:
         self.channels_last = False
         self._seeds_once = seeds_once
         self._is_batched = is_batched
-        self._set: int | None = None  # number of the coming epochs, by the user
+        self._set: int | None = None  # epoch number that the user set
         self._chain = SamplerChain((), None, [()], None)  # of the latest epoch
 
     def __len__(self) -> int:
@@ -73,13 +75,13 @@ class Resume:
         return self._batches(self.progress, self._chain)
 
     def copied(self) -> Resume:
-        """Return a copy, whose epochs that go on from here on their own."""
+        """Return a copy whose epochs continue independently of this object's."""
         other = copy.copy(self)
         other.progress = copy.copy(self.progress)
         return other
 
     def set_epoch(self, epoch: int, chain: SamplerChain) -> None:
-        """Choose the epoch that draws and a RankSampler's order follow from now on."""
+        """Set the epoch that draws and the order of a ``RankSampler`` depend on from now on."""
         self._set = operator.index(epoch)
         if chain.ranked is not None:
             chain.ranked.set_epoch(epoch)
@@ -88,8 +90,8 @@ class Resume:
 
     def begin(self, chain: SamplerChain) -> Progress:
         """Begin the next epoch, or the rest of the one whose state was loaded."""
-        # A state stays pending until a batch is handed over, so that it may begin several times:
-        # Lightning drops a first iterator without asking it for a batch.
+        # A state is kept until a batch is returned, so that several iterators may begin with it:
+        # Lightning drops a first iterator without reading a batch.
         state = self.progress.pending
         if state is not None and chain.ranked is not None:
             is_taken = chain.ranked.resume(rank_state(state["start"]))
@@ -109,8 +111,8 @@ class Resume:
     def _batches(self, progress: Progress, chain: SamplerChain) -> Iterator[Any]:
         """Yield the indices of an epoch's coming batches, and set the keys of their draws.
 
-        Samplers are begun, and draw, when the first batch is asked for. The epoch ends with the
-        sampler, whatever its length was before.
+        Samplers begin, and draw the order, at the first ``next``. The epoch ends when the sampler
+        ends, whatever its length was before.
         """
         seed = self.parts.seed
         if seed is None:
@@ -120,7 +122,7 @@ class Resume:
         rank, ranks = chain.rank
         counts_samples = type(chain.outer) is BatchSampler
         awaits_last_draw = chain.ends_with_a_draw
-        # A RankSampler begins at its position, so that nothing is skipped.
+        # A RankSampler begins at its position, so there is nothing to skip.
         to_skip = progress.first if chain.batch_size is None else 0
         indices = self._begun(progress, chain)
         while True:
@@ -131,8 +133,9 @@ class Resume:
                 batch = list(batch)  # read here, and by other threads and processes
             progress.counted += len(batch) if counts_samples else 1
             if awaits_last_draw and chain.is_spent(progress.counted):
-                # Let the sampler draw its last numbers now: a state that is taken with the last
-                # batch must have the generator of the next epoch's beginning.
+                # torch's RandomSampler draws once more after its last index. Let it draw now: a
+                # state taken after the last batch must hold the generator as the next epoch finds
+                # it.
                 indices = _drawn_ahead(indices)
                 awaits_last_draw = False
             if visits is not None:
@@ -141,7 +144,7 @@ class Resume:
                 to_skip -= 1
                 continue
             progress.drawn += 1
-            # Numbered among the batches of all ranks, so that no two have the same draws.
+            # The number counts the batches of all ranks, so that no two batches have equal draws.
             progress.draws = DrawKey(seed, epoch, (progress.drawn - 1) * ranks + rank)
             if isinstance(batch, IndexBatch):
                 batch.draws = progress.draws
@@ -149,9 +152,9 @@ class Resume:
             yield batch
 
     def _epoch_of_draws(self, progress: Progress, chain: SamplerChain) -> int:
-        """Return the RankSampler's epoch, so that draws follow the same one, or the loader's."""
-        # The loader's if each epoch draws a seed, whose draws count from 0, or if the user set the
-        # epoch of draws alone.
+        """Return the epoch that random draws depend on: the RankSampler's, or the loader's."""
+        # The loader's epoch is used if there is no fastdata dataset, if each epoch draws a base
+        # seed (its draws count from 0), or if the user set the epoch of a dataset.
         is_counted = self._is_counted and self.parts.epoch is None
         if chain.ranked is None or not self.parts.datasets:
             return progress.epoch
@@ -174,7 +177,7 @@ class Resume:
         )
 
     def _begun(self, progress: Progress, chain: SamplerChain) -> Iterator[Any]:
-        """Return the sampler's iterator for an epoch, begun as in the epoch of a loaded state."""
+        """Return the sampler's iterator for an epoch; a loaded state's epoch begins as it did then."""
         sampler = chain.outer
         if progress.start is None:
             progress.start = chain.capture()
@@ -182,9 +185,9 @@ class Resume:
         if chain.ranked is not None:  # another epoch may have been set on it since
             progress.start = progress.start | {"samplers": chain.capture()["samplers"]}
         elif not progress.is_begun and torch.default_generator in chain.generators:
-            # The saved order is drawn below from a generator's copy. torch's global generator moves
-            # on as in a run without interruption: a script that restores it finds the same later
-            # epochs.
+            # The saved order is drawn below, while the global generator is put aside. Draw from it
+            # here, so that it advances as in a run without interruption: a script that restores
+            # torch's global generator gets the same later epochs.
             next(iter(sampler), None)
         with torch.random.fork_rng(devices=[]):
             chain.restore(progress.start, is_begun=progress.is_begun)
@@ -196,7 +199,7 @@ class Resume:
         """Return the position in the latest epoch.
 
         Args:
-            loader: values in which another loader must agree.
+            loader: values that a loader which loads the state must share.
             chain: samplers of an epoch that would begin now.
         """
         progress = self.progress
@@ -234,9 +237,10 @@ class Resume:
         }
 
     def _coming(self, chain: SamplerChain) -> tuple[Progress, StateDict]:
-        """Return the next epoch as it would begin now, and the states that its order follows."""
+        """Return the next epoch as it would begin now, and the states that its order depends on."""
         progress = self._following()
-        # Draw the base seed as the next iterator will, capture what follows it, and undo the draw.
+        # Draw the base seed as the next iterator will, capture the states after it, and undo the
+        # draw.
         generator = chain.generator or torch.default_generator
         before = generator.get_state()
         if progress.base_seed is None:
@@ -244,12 +248,12 @@ class Resume:
             progress.base_seed = int(drawn)
         start = chain.capture()
         generator.set_state(before)
-        if chain.ranked is not None and chain.ranked.has_begun:  # an epoch that was set is over too
+        if chain.ranked is not None and chain.ranked.has_begun:  # also if set_epoch chose the epoch
             rank_state(start)["epoch"] = chain.ranked.epoch + 1
         return progress, start
 
     def _following(self) -> Progress:
-        """Return the epoch after the latest; draws of a new base seed count epochs from 0."""
+        """Return the epoch after the latest one; it is number 0 if each epoch draws a base seed."""
         latest = self.progress
         return Progress(
             epoch=latest.epoch + 1 if self._is_counted else 0,
@@ -257,16 +261,17 @@ class Resume:
         )
 
     def load(self, state: StateDict, loader: StateDict, chain: SamplerChain) -> None:
-        """Let the next epoch be that of a state.
+        """Continue the epoch of a state with the next iterator.
 
         Raises:
-            ValueError: the state is of another loader; the message names the differences.
+            ValueError: the state comes from another loader; the message names the differences.
         """
         if state:
             if state.get("version") != VERSION:
                 raise ValueError(
-                    f"this is not a state of a fastdata DataLoader of version {VERSION}: it has "
-                    f"version {state.get('version')!r} and the keys {sorted(state)}"
+                    f"this is not a state of fastdata's DataLoader in version {VERSION}: it has "
+                    f"version {state.get('version')!r} and the keys {sorted(state)}. Load what "
+                    "state_dict() of this loader returned, or begin a new epoch without a state."
                 )
             # A RankSampler's position can be resumed with other ranks and batches.
             shares = ("batch_size", "world_size", "sampler_length")
@@ -275,8 +280,8 @@ class Resume:
             differing = name_differences(state["loader"] | free, own | free)
             if differing:
                 raise ValueError(
-                    f"the state is of another loader: {differing}. Make the loader as it was when "
-                    "the state was saved, or begin a new epoch without the state."
+                    f"the state comes from another loader: {differing}. Make the loader as it was "
+                    "when the state was saved, or begin a new epoch without the state."
                 )
         self.progress = Progress(
             epoch=self.progress.epoch,
@@ -286,17 +291,17 @@ class Resume:
         )
         ranked = chain.ranked
         if ranked is not None:
-            ranked.is_set = False  # an epoch that is set from now on counts
+            ranked.is_set = False  # only a set_epoch after this call overrides the state's epoch
             if not (state or ranked.has_begun):
-                # Forget the position of a loaded state whose iterator was not asked for a batch.
+                # Forget the position of an earlier loaded state from which no batch was read.
                 ranked.position = 0
 
     @property
     def _is_counted(self) -> bool:
-        """True if epochs get other draws by their number; else each draws a base seed."""
+        """True if draws depend on the epoch's number; False if each epoch draws a base seed."""
         return self._seeds_once or self.parts.seed is not None
 
 
 def _drawn_ahead(indices: Iterator[Any]) -> Iterator[Any]:
-    """Draw the next indices now."""
+    """Draw the next item of an iterator now, and return an equal iterator."""
     return itertools.chain(list(itertools.islice(indices, 1)), indices)

@@ -1,8 +1,8 @@
 """The samplers of a loader, and their states.
 
-A state has the generators of torch's own samplers, also torch's global one if they draw from it. Of
-any other sampler it has what the sampler keeps itself: its ``state_dict()``, or the epoch that was
-set.
+For torch's own samplers a state holds their generators, and torch's global generator if they draw
+from it. For any other sampler it holds the sampler's own ``state_dict()``, or its ``epoch`` if it
+has ``set_epoch``.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class SamplerChain:
     """A loader's sampler, the samplers inside it, and the generators that they draw from.
 
     Attributes:
-        outer: gives the indices of each batch, or single ones.
-        generator: the loader's.
-        each: ``outer`` first, then the sampler that it reads, and so on, up to one that holds the
-            states of those inside it.
-        ranked: the innermost one if it is a ``RankSampler``.
+        outer: sampler that yields the indices of each batch, or single indices.
+        generator: the loader's ``generator``.
+        each: ``outer``, then the sampler that it reads, and so on. The last one reads no other, or
+            has a ``state_dict`` that includes the samplers inside it.
+        ranked: the last one if it is a ``RankSampler``; else None.
     """
 
     outer: Any
@@ -46,7 +46,7 @@ class SamplerChain:
         each = _nested(outer)
         ranked = each[-1] if isinstance(each[-1], RankSampler) else None
         if ranked is not None and not ranked.has_begun:
-            ranked.find_ranks()  # a launcher may have made this process a rank since
+            ranked.find_ranks()  # a launcher may have made this process a rank in the meantime
         return cls(outer, loader.generator, each, ranked)
 
     @property
@@ -57,7 +57,7 @@ class SamplerChain:
 
     @property
     def batch_size(self) -> int | None:
-        """Samples in each batch of a rank, where they tell a RankSampler's position; else None."""
+        """Samples in each batch of a rank, if they determine a RankSampler's position; else None."""
         if self.ranked is None:
             return None
         if self.outer is self.ranked:
@@ -68,28 +68,29 @@ class SamplerChain:
     @property
     def sharing(self) -> Any:
         """The sampler that divides the samples among ranks; None if none does."""
-        # Some have None as their number of ranks, if there is one.
+        # Some samplers set num_replicas=None if there is only one rank.
         return next((each for each in self.each if getattr(each, "num_replicas", None)), None)
 
     @property
     def rank(self) -> Rank:
-        """The rank for which the samplers give samples."""
+        """The rank whose samples the samplers yield."""
         sharing = self.sharing
         return Rank(0, 1) if sharing is None else Rank(sharing.rank, sharing.num_replicas)
 
     @property
     def ranks_may_overlap(self) -> bool:
-        """True if several ranks may read the same samples, and no mark tells them apart."""
+        """True if several ranks may read the same sample, and nothing marks it as repeated."""
         sharing = self.sharing
         if sharing is None or sharing is self.ranked:
             return False
         return type(sharing) is not DistributedSampler
 
     def is_spent(self, counted: int) -> bool:
-        """Return True if no batch can follow, as far as lengths tell.
+        """Return True if the samplers' lengths leave no further batch.
 
-        The batches of a BatchSampler may change in size within an epoch, so that their samples are
-        counted; of other samplers, what they give.
+        Args:
+            counted: samples drawn so far for torch's BatchSampler, whose batch size may change
+                within an epoch; batches drawn so far for any other sampler.
         """
         outer = self.outer
         if type(outer) is not BatchSampler:
@@ -101,7 +102,7 @@ class SamplerChain:
         return length - counted < least
 
     def has_changed_size(self, progress: Progress) -> bool:
-        """Return True if torch's BatchSampler got another ``batch_size`` within the epoch."""
+        """Return True if the ``batch_size`` of torch's BatchSampler was changed within the epoch."""
         outer = self.outer
         if type(outer) is not BatchSampler or self.batch_size is not None:
             return False
@@ -110,8 +111,8 @@ class SamplerChain:
 
     @property
     def gives_each_once(self) -> bool:
-        """True if it is certain that no index comes twice in an epoch."""
-        # Exact types: a subclass may give anything.
+        """True if no index can come twice in an epoch."""
+        # Exact types, because a subclass may yield anything.
         if type(self.outer) is not BatchSampler:
             return False
         inner = self.outer.sampler
@@ -121,31 +122,31 @@ class SamplerChain:
 
     @property
     def ends_with_a_draw(self) -> bool:
-        """True if the sampler draws again after its last index, from a generator that others share.
+        """True if the sampler draws again after its last index, from a generator that others use.
 
-        RandomSampler does. Without a ``generator`` it draws from a private one.
+        torch's RandomSampler does. Without a ``generator`` it draws from a private one.
         """
         last = self.each[-1]
         return type(last) is RandomSampler and last.generator is not None
 
     @property
     def generators(self) -> list[torch.Generator]:
-        """Generators that the order is drawn from, each once."""
+        """The generators that the order is drawn from, each once."""
         found = [getattr(sampler, "generator", False) for sampler in self.each]
-        if None in found:  # torch's samplers then draw from the global one, or a seed from it
+        if None in found:  # torch's samplers then draw from the global one, or take a seed from it
             found.append(torch.default_generator)
         found.insert(0, self.generator)
         return list(dict.fromkeys(each for each in found if isinstance(each, torch.Generator)))
 
     def capture(self) -> StateDict:
-        """Return the states of generators and samplers, from which the order can be drawn again."""
+        """Return the states of generators and samplers, to draw the same order again later."""
         return {
             "generators": [_pack(generator) for generator in self.generators],
             "samplers": [_capture(sampler) for sampler in self.each],
         }
 
     def restore(self, start: StateDict, *, is_begun: bool) -> None:
-        """Put generators and samplers back to what was captured, but for a RankSampler."""
+        """Restore generators and samplers to what ``capture`` returned, except a ``RankSampler``."""
         for generator, packed in zip(self.generators, start["generators"], strict=True):
             generator.set_state(_unpack(packed))
         for sampler, saved in zip(self.each, start["samplers"], strict=True):
@@ -153,11 +154,11 @@ class SamplerChain:
                 continue
             if "state" in saved:
                 sampler.load_state_dict(copy.deepcopy(saved["state"]))
-            if "epoch" in saved and is_begun:  # else the user may have set the coming epoch
+            if "epoch" in saved and is_begun:  # otherwise the user may have set the coming epoch
                 sampler.set_epoch(saved["epoch"])
 
     def identity(self) -> StateDict:
-        """Return the values in which a state and the loader that takes it must agree."""
+        """Return the values that a state and the loader that loads it must share."""
         identity: StateDict = {
             "generators": len(self.generators),
             "sampler": " > ".join(type(sampler).__name__ for sampler in self.each),
@@ -168,7 +169,7 @@ class SamplerChain:
 
 
 def _nested(sampler: Any) -> list[Any]:
-    """Return a sampler and the samplers inside it whose states it does not hold."""
+    """Return a sampler and the samplers inside it, unless its own ``state_dict`` includes them."""
     inner = getattr(sampler, "batch_sampler", getattr(sampler, "sampler", None))
     if inner is None or _keeps_state(sampler):
         return [sampler]
@@ -177,7 +178,7 @@ def _nested(sampler: Any) -> list[Any]:
 
 def _pack(generator: torch.Generator) -> str:
     """Return the state of a generator as text: about 4,000 characters."""
-    # A Mersenne twister's 5,056 bytes, half of which are zeros.
+    # A Mersenne twister's state has 5,056 bytes, half of which are zeros.
     return base64.b64encode(zlib.compress(generator.get_state().numpy().tobytes(), 1)).decode()
 
 
@@ -186,7 +187,7 @@ def _unpack(packed: str) -> torch.Tensor:
 
 
 def rank_state(start: StateDict) -> StateDict:
-    """Return the RankSampler's state in what ``SamplerChain.capture`` returned."""
+    """Return the state of the ``RankSampler`` in what ``SamplerChain.capture`` returned."""
     state: StateDict = start["samplers"][-1]["state"]
     return state
 

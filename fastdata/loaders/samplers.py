@@ -1,9 +1,9 @@
-"""The sampler that divides an epoch among ranks; for torch's loader too.
+"""The sampler that divides an epoch among ranks; it also works with torch's loader.
 
-The order of an epoch is that of all ranks together, a pure function of (seed, epoch). Of W ranks,
-rank r takes the places r, r + W, ... in it, so that each step of batches of B takes the next W * B
-places. The position in an epoch is then one number, with whatever ranks, workers and batches it is
-resumed.
+There is one order for all ranks together, a pure function of (seed, epoch). Rank r of W ranks takes
+the places r, r + W, r + 2 W, ... of it, so that one step with batches of B samples takes the next
+W * B places. The position in an epoch is therefore one number, which does not depend on the number
+of ranks, workers or samples in a batch.
 
 Shape letters: n samples of an epoch.
 """
@@ -24,7 +24,7 @@ from fastdata.machine.ranks import find_rank
 if TYPE_CHECKING:
     from fastdata.loaders.orders import Int64s, Order
 
-# A script imports RankSampler and its orders from here.
+# Scripts import RankSampler and its orders from here.
 __all__ = [
     "RankSampler",
     "StateDict",
@@ -37,49 +37,53 @@ __all__ = [
 ]
 
 StateDict = dict[str, Any]
-"""A state of plain values, which JSON can write."""
+"""A state made of plain values, which JSON can store."""
 
 Uneven = Literal["pad", "drop", "keep"]
 
 
 class RankSampler(DistributedSampler[int]):
-    """Each rank's share of an epoch: a ``DistributedSampler`` that counts epochs and resumes.
+    """The share of an epoch that one rank reads: a ``DistributedSampler`` that counts epochs and resumes.
 
-    ``DataLoader(distributed="auto")`` makes one. All ranks must give the same arguments except
-    ``rank``. ``set_epoch`` chooses the coming epochs, until it is called again; else each ``iter``
-    is the next epoch, once its first index is asked for.
+    ``DataLoader(distributed="auto")`` makes one. All ranks must pass the same arguments, except
+    ``rank``. Each ``iter`` is the next epoch, which begins at its first ``next``. After
+    ``set_epoch`` each is the epoch that was set, until it is set again.
 
     Args:
         dataset: the dataset, or its length; not needed with an ``order``.
-        num_samples: samples of all ranks in an epoch, if not all samples of the order.
-        order: an order by ``weighted(...)``, ``balanced(...)``, ``repeated(...)`` or
-            ``mixed(...)``; by default all samples once.
-        shuffle: False for the order of the dataset, if there is no ``order``.
-        seed: of the order.
-        uneven: treatment of samples that cannot be divided evenly. ``"pad"``: the first samples of
-            the epoch are repeated, ``"drop"``: the last ones are left out; both as in torch.
-            ``"keep"``: each comes once, and some ranks have one more than others. That is for
-            evaluation: ranks that wait for each other in each step would hang. The state is then
-            that of rank 0.
-        rank: by default that of ``torch.distributed``, or of the launcher's variables, or 0.
-        world_size: number of ranks, with the same default.
+        num_samples: number of samples in an epoch, of all ranks together; by default the order's.
+        order: an order made by ``weighted(...)``, ``balanced(...)``, ``repeated(...)`` or
+            ``mixed(...)``; by default each sample comes once.
+        shuffle: False keeps the order of the dataset; only used without an ``order``.
+        seed: seed of the order.
+        uneven: what happens to samples that cannot be divided evenly. ``"pad"`` repeats the first
+            samples of the epoch, ``"drop"`` leaves out the last ones; both as in torch. ``"keep"``
+            gives each sample once, so that some ranks get one more than others. That is for
+            evaluation: ranks that wait for each other in every step would hang. Resume from the
+            state of rank 0 then.
+        rank: number of this rank; by default that of ``torch.distributed``, or of the launcher's
+            environment variables, or 0.
+        world_size: number of ranks, with the same default; 1 if there is no launcher.
 
     Attributes:
-        epoch: of the latest iterator, or before the first one and after ``set_epoch`` of the next.
-        position: samples of all ranks in that epoch that came before its iterator began: 0 except
-            after a resume.
-        num_samples: samples of this rank in a whole epoch; ``len`` too, also when it is resumed.
-        total_size: samples of all ranks in an epoch.
+        epoch: epoch of the latest iterator; before the first iterator, or after ``set_epoch``, the
+            epoch of the next one.
+        position: number of samples of that epoch, of all ranks together, before the place where
+            its iterator begins: 0 unless it was resumed.
+        num_samples: number of samples of this rank in a whole epoch, which is also ``len``, even if
+            the epoch is resumed.
+        total_size: number of samples in an epoch, of all ranks together.
         is_set: True if ``set_epoch`` chose the epoch.
         has_begun: True if an iterator has begun the epoch.
 
-    A sample that comes again in an epoch is marked, so that it gets other draws, on whatever rank.
-    An ``Order`` of your own is divided and resumed like those of fastdata. A sampler that was made
-    without other ranks looks for ranks again when an epoch begins: Lightning starts ranks after the
-    loaders were made.
+    A sample that comes again in an epoch gets other random draws, on whichever rank it comes. You
+    can pass an ``Order`` of your own: it is divided and resumed like those of fastdata. A sampler
+    that found no other ranks looks for them again when an epoch begins, because Lightning starts
+    ranks after the loaders were made.
 
     Raises:
-        ValueError: there is no such rank, or the order has fewer than ``num_samples``.
+        ValueError: ``rank`` is not below ``world_size``, or the order has fewer than
+            ``num_samples``.
 
     Example:
         >>> [list(RankSampler(5, shuffle=False, rank=rank, world_size=2)) for rank in (0, 1)]
@@ -121,7 +125,7 @@ class RankSampler(DistributedSampler[int]):
         self.position = 0
         self.is_set = False
         self.has_begun = False
-        numbers: Any = range(length)  # torch's own asks for its length only
+        numbers: Any = range(length)  # torch's constructor only reads its length
         super().__init__(numbers, 1, 0, shuffle, operator.index(seed), uneven == "drop")
         self.find_ranks()
 
@@ -134,21 +138,22 @@ class RankSampler(DistributedSampler[int]):
         self.total_size = self.order_length if is_kept else self.num_samples * self.num_replicas
 
     def order(self, epoch: int) -> Int64s:
-        """Return the samples of an epoch of all ranks, in their order: int64 (n,)."""
+        """Return the samples of an epoch for all ranks together, in order: int64 (n,)."""
         return self._order.draw(self.seed, epoch, self.order_length)
 
     def __iter__(self) -> Iterator[int]:
         order, own = self._begin_epoch()
-        # Python's numbers one by one: a list of them takes four times the memory.
+        # A memoryview makes Python's integers one by one; a list takes four times the memory.
         indices = iter(order[own].data)
         if len(order) and np.bincount(order).max() > 1:
-            # Mark samples that come again, counted over all ranks: no two copies draw the same.
+            # Mark samples that come again. All ranks are counted, so that no two copies of a sample
+            # get the same draws.
             earlier = count_earlier(np.zeros(self._order.length, np.uint32), order)
             indices = map(RepeatedIndex.mark, indices, earlier[own].data)
         yield from self._when_loaded(indices, order[own])
 
     def _begin_epoch(self) -> tuple[Int64s, slice]:
-        """Begin an epoch: return its order, padded if asked for, and the places of this rank."""
+        """Begin an epoch: return its order, padded if needed, and the places of this rank in it."""
         if self.has_begun:
             self.epoch += not self.is_set
             self.position = 0
@@ -161,7 +166,7 @@ class RankSampler(DistributedSampler[int]):
         return order, slice(self.position + self.rank, end, self.num_replicas)
 
     def _when_loaded(self, indices: Iterator[int], samples: Int64s) -> Iterator[int]:
-        """Return the indices of this rank's ``samples``; a subclass may wait before each."""
+        """Return the indices of this rank's ``samples``; a subclass may wait before each one."""
         return indices
 
     def __len__(self) -> int:
@@ -170,7 +175,7 @@ class RankSampler(DistributedSampler[int]):
         return self.num_samples
 
     def _share_of(self, samples: int, rank: int) -> int:
-        """Return one rank's share of a number of coming samples."""
+        """Return how many of the coming ``samples`` a rank gets."""
         first = {"pad": 0, "drop": self.num_replicas - 1, "keep": rank}[self.uneven]
         return max(-(-(samples - first) // self.num_replicas), 0)
 
@@ -178,7 +183,7 @@ class RankSampler(DistributedSampler[int]):
 
     @property
     def identity(self) -> StateDict:
-        """All values that the order depends on, except the epoch; equal in a state's sampler."""
+        """The values that the order depends on, except the epoch: a state must have the same."""
         return {
             "sampler": type(self).__name__,
             "samples": self.order_length,
@@ -188,7 +193,7 @@ class RankSampler(DistributedSampler[int]):
         }
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the coming epoch; a loaded one goes on if it is the same."""
+        """Choose the coming epoch; a loaded state is continued if it is of the same epoch."""
         if epoch != self.epoch:
             self.epoch = operator.index(epoch)
             self.position = 0
@@ -214,16 +219,16 @@ class RankSampler(DistributedSampler[int]):
     ) -> StateDict:
         """Return the position in the epoch, as a dict of plain values, the same on every rank.
 
-        fastdata's DataLoader includes it in its own state. torch's loader reads ahead, so that only
-        the training loop can count its batches: ``sampler.state_dict(batches=step,
+        fastdata's DataLoader includes it in its own state. torch's loader reads ahead, so only the
+        training loop can count its batches: ``sampler.state_dict(batches=step,
         batch_size=loader.batch_size)``.
 
         Args:
             batches: number of batches that this rank got since the latest iterator began. After the
-                last one the state is the beginning of the next epoch.
+                last batch the state is the beginning of the next epoch.
             batch_size: samples in each batch of one rank.
-            drop_last: the loader's, which decides which batch is the last one.
-            begun: the state that the iterator began with, if not the latest one.
+            drop_last: the loader's ``drop_last``, which decides which batch is the last one.
+            begun: the state that the iterator began with; by default that of the latest iterator.
         """
         begun = begun or self._state(self.epoch, self.position)
         epoch = begun["epoch"]
@@ -236,16 +241,16 @@ class RankSampler(DistributedSampler[int]):
         return self._state(epoch, position + batches * batch_size * self.num_replicas)
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Let the next iterator go on where ``state`` was taken, with any ranks and batch size.
+        """Continue at the position of ``state``, with any number of ranks and any batch size.
 
         Raises:
-            ValueError: the state is of a sampler with another order.
+            ValueError: the state comes from a sampler with another order.
         """
         differing = name_differences(state.get("order", {}), self.identity)
         if differing:
             raise ValueError(
-                f"the state is of a sampler with another order: {differing}. Make the sampler as "
-                "it was."
+                f"the state comes from a sampler with another order: {differing}. Make the sampler "
+                "as it was when the state was saved."
             )
         self.epoch = state["epoch"]
         self.position = state["position"]
@@ -263,7 +268,7 @@ class RankSampler(DistributedSampler[int]):
 
 
 def name_differences(saved: StateDict, own: StateDict) -> str:
-    """Return how the values of a state differ from one's own; empty if they do not."""
+    """Return the values that differ between a state and a sampler or loader, as text."""
     return "; ".join(
         f"{name} is {own.get(name)!r}, in the state {saved.get(name)!r}"
         for name in {**saved, **own}

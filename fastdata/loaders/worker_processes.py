@@ -1,4 +1,4 @@
-"""An epoch of batches that worker processes make, and reused shared memory brings."""
+"""The iterator over one epoch whose batches come from worker processes, through shared memory."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ if TYPE_CHECKING:
     from fastdata.loaders.internals import EpochLoader
     from fastdata.loaders.progress import Progress
 
-_END_S = 5.0  # how long a killed worker may take to die
+_END_S = 5.0  # most seconds to wait for the end of a killed worker
 
 
 def _watched(parent_pid: int, work: Callable[..., None], *arguments: Any) -> None:
-    """Run torch's worker loop with a watch over the process that started the worker.
+    """Run torch's worker loop, and end it if the process that started the worker dies.
 
-    torch's watch takes the parent when the loop begins for the one to watch. After a slow
-    ``worker_init_fn`` that may be the process that adopts the children of a killed parent. Written
-    for torch 2.4 to 2.13; a torch without this class keeps its own watch.
+    torch's watchdog reads the parent's process id when the loop begins. If the parent was killed
+    before that, during a slow ``worker_init_fn``, that is already the id of the process that adopts
+    orphans, and the worker would never end. Here the id comes from the parent itself. Written for
+    torch 2.4 to 2.13; a torch without this class keeps its own watchdog.
     """
     watch = getattr(torch_worker, "ManagerWatchdog", None)
     if watch is not None:
@@ -40,9 +41,9 @@ def _watched(parent_pid: int, work: Callable[..., None], *arguments: Any) -> Non
 
 
 class ProcessIter(CountedIterator, torch_loader._MultiProcessingDataLoaderIter):
-    """torch's worker processes, counted, with batches that come through a shared ring."""
+    """torch's worker processes, with counts, and with batches in a shared ring of slots."""
 
-    _put_later = 0  # number of batches to ask workers for at ``next``
+    _put_later = 0  # number of batches to request from workers at the first ``next``
 
     def __init__(self, view: EpochLoader, progress: Progress, *, held: int) -> None:
         ring = view.collate_fn
@@ -52,7 +53,7 @@ class ProcessIter(CountedIterator, torch_loader._MultiProcessingDataLoaderIter):
             view.collate_fn = ring
         self.ring = ring.receiver
         context = (view.multiprocessing_context or multiprocessing).get_context()
-        # A forkserver's child is not a child of this process.
+        # Under "forkserver" the worker's parent is the fork server, so torch's watchdog is kept.
         if context.get_start_method() != "forkserver":
             view.multiprocessing_context = copy.copy(context)
             view.multiprocessing_context.Process = lambda *, target, **options: context.Process(
@@ -62,20 +63,22 @@ class ProcessIter(CountedIterator, torch_loader._MultiProcessingDataLoaderIter):
         try:
             super().__init__(view, progress)
         except BaseException:
-            # Ctrl-C, or no more processes: torch ends only workers that have a status.
+            # Ctrl-C, or the system allows no more processes. torch ends only workers with a status,
+            # and sets it after the last one was started: set it now, so that none is left behind.
             self._workers_status = [True] * len(self._workers)
             self._shutdown = not self._workers
             raise
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
-        # torch asks its workers for the first batches here, as many as the factor says.
+        # torch requests ``prefetch_factor`` batches from each worker here. If a sampler's epoch may
+        # still be set before the first ``next``, none are requested until then.
         ahead = self._prefetch_factor
         if self.progress.waits_for_next:
             self._prefetch_factor = 0
         try:
             super()._reset(loader, first_iter)
             self._put_later = (ahead - self._prefetch_factor) * self._num_workers
-        finally:  # workers that persist begin again after Ctrl-C
+        finally:  # also after Ctrl-C: persistent workers are used again by the next epoch
             self._prefetch_factor = ahead
 
     def _next_data(self) -> Any:
@@ -88,8 +91,9 @@ class ProcessIter(CountedIterator, torch_loader._MultiProcessingDataLoaderIter):
         try:
             return super()._try_get_data(*timeout)  # type: ignore[no-untyped-call]
         except StoreGoneError:
-            # A killed worker loses its memory first and dies later. torch's signal handler then
-            # raises in this thread: here, and not in ``__del__``, which could only print it.
+            # The memory of a killed worker is gone before the process has ended. Wait for its end:
+            # torch's SIGCHLD handler then raises its error ("worker is killed by signal") in this
+            # thread now. Later it would be raised in ``__del__``, which can only print it.
             ending = wait_for([worker.sentinel for worker in self._workers], timeout=_END_S)
             for worker in self._workers:
                 if worker.sentinel in ending:
@@ -100,8 +104,8 @@ class ProcessIter(CountedIterator, torch_loader._MultiProcessingDataLoaderIter):
         try:
             return super()._process_data(data, worker_idx)  # type: ignore[no-untyped-call]
         except Exception as error:
-            # The exception and torch's frames, which hold this iterator, hold each other: a cycle
-            # that the collector takes apart in an order in which each worker takes 5 s to end. The
-            # worker's traceback is in the message.
+            # The traceback holds torch's frames, which hold this iterator and the exception: a
+            # cycle. The garbage collector would take it apart in an order in which each worker
+            # takes 5 s to end. The worker's own traceback is in the message.
             error.__traceback__ = None
             raise error
