@@ -1,4 +1,4 @@
-"""The command ``fastdata``."""
+"""The command line of ``fastdata``."""
 
 from __future__ import annotations
 
@@ -19,64 +19,68 @@ COMMANDS = {
     "bench": (
         bench.add_arguments,
         bench.run,
-        "measure published recipes on your images: torchvision and torch against fastdata",
+        "measure fastdata against torchvision and torch, with published recipes on your images",
         "fastdata bench\n  fastdata bench imagenet/train --recipe rrc --json bench.json",
     ),
     "tune": (
         tune.add_arguments,
         tune.run,
-        "find the fastest settings of a loader over a folder, and print the call to paste",
+        "find the fastest DataLoader settings for a folder of images; prints the call to paste",
         "fastdata tune imagenet/train --transform train:train_transform --batch-size 256",
     ),
     "doctor": (
         doctor.add_arguments,
         doctor.run,
-        "look at what this machine gives to training; status 1 if there is a problem",
+        "check this machine: cores, memory, libraries, GPUs; exit status 1 if there is a problem",
         "fastdata doctor\n  docker run --gpus all IMAGE fastdata doctor",
     ),
     "diagnose": (
         diagnose.add_arguments,
         diagnose.run,
-        "run a training script for some batches and say what limits it",
+        "run a training script for some batches and show what limits its speed",
         "fastdata diagnose train.py --epochs 1\n  fastdata diagnose --batches 300 train.py",
     ),
     "build": (
         add_build,
         build,
-        "prepare a folder of images into a cache, for cache_dir= of runs with these sizes",
+        "prepare a folder of images once, as a cache for cache_dir= of later runs",
         "fastdata build imagenet/train /data/caches --resize 256 --crop 256\n"
         "  fastdata build imagenet/train /data/caches --codec lz4 --on-error skip",
     ),
     "inspect": (
         add_inspect,
         inspect,
-        "show what caches hold, and whether they are sound; status 1 if one is damaged",
+        "show the contents of caches; exit status 1 if one is damaged",
         "fastdata inspect /data/caches --verify",
     ),
     "prune": (
         add_prune,
         prune,
-        "remove what dead writers left, and caches that no run can use any more",
+        "remove caches that no run can use: unfinished and unreadable ones",
         "fastdata prune /data/caches --gone --dry-run",
     ),
 }
-"""Commands by name: add options, run, help, examples."""
+"""Commands by name: function that adds options, function that runs, help, examples."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the words after ``fastdata``, by default the process's, and return the exit status.
+    """Run a command and return the exit status.
 
-    That is 0; 1 when ``inspect`` finds a cache damaged, ``doctor`` a problem, or the script of
-    ``diagnose`` fails; 2 when the input is at fault, after one line on standard error; 130 after
-    Ctrl-C.
+    The status is 0 if all is well. It is 1 if ``inspect`` finds a damaged cache, ``doctor`` finds a
+    problem, or the script of ``diagnose`` fails; 2 if the input is wrong, after one line on standard
+    error; and 130 after Ctrl-C.
+
+    Args:
+        arguments: the words after ``fastdata``; by default those of this process.
     """
     options = _parser().parse_args(arguments)
     command: Callable[[argparse.Namespace], int] = options.__dict__.pop("command")
-    if isinstance(sys.stdout, io.TextIOWrapper):  # which may not have every name of a file
+    if isinstance(sys.stdout, io.TextIOWrapper):  # its encoding may lack characters of file names
         sys.stdout.reconfigure(errors="backslashreplace")
-    # A warning is one plain line here: the line of code that it comes from is none of the user's.
+    # Warnings are printed as one plain line: the line of code that raised them is fastdata's, and
+    # does not help the user.
     with warnings.catch_warnings():
-        if command is not diagnose.run:  # whose warnings are of the user's own script
+        if command is not diagnose.run:  # its warnings come from the user's own script
             warnings.showwarning = lambda message, *_, **__: _say(message)
         try:
             return command(options)
@@ -94,7 +98,9 @@ def _say(message: object) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="fastdata", description="Image batches for PyTorch at memory speed."
+        prog="fastdata",
+        description="Image batches for PyTorch at memory speed. "
+        "'fastdata COMMAND --help' shows the options of a command.",
     )
     parser.add_argument(
         "--version",

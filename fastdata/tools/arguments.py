@@ -1,4 +1,4 @@
-"""Arguments that several commands have."""
+"""Arguments that several commands have, and their checks."""
 
 from __future__ import annotations
 
@@ -11,13 +11,22 @@ from typing import Any
 from fastdata.paths import AnyPath, refuse_remote
 
 
-def check_folder(folder: AnyPath, wanted: str = "the root of class folders of images") -> None:
+def check_folder(
+    folder: AnyPath, wanted: str = "a folder that has one folder of images for each class"
+) -> None:
+    """Check that a folder exists on this machine.
+
+    Raises:
+        FileNotFoundError: there is no such folder; the text names what is ``wanted``.
+        ValueError: it is a URL.
+    """
     refuse_remote(folder)
     if not os.path.isdir(folder):
-        raise FileNotFoundError(f"{folder} is not a folder: give {wanted}")
+        raise FileNotFoundError(f"{folder} is not a folder on this machine. Give {wanted}.")
 
 
 def positive(text: str) -> int:
+    """Parse a whole number above zero."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError("must be at least 1")
@@ -32,7 +41,7 @@ def add_storage_options(parser: argparse.ArgumentParser) -> None:
         "--storage-options",
         type=_json,
         metavar="FILE",
-        help="JSON of fsspec's options for URLs, such as credentials",
+        help="JSON file with options of fsspec for URLs, such as credentials",
     )
 
 
@@ -41,5 +50,5 @@ def _json(text: str) -> dict[str, Any]:
         return {**json.loads(Path(text).read_text("utf-8"))}
     except (OSError, ValueError, TypeError) as problem:
         raise argparse.ArgumentTypeError(
-            f'{text} holds no JSON object, such as {{"anon": true}}: {problem}'
+            f'{text} is not a file with a JSON object, such as {{"anon": true}}: {problem}'
         ) from None

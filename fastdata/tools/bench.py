@@ -1,4 +1,4 @@
-"""``fastdata bench``: published recipes over one folder, by torchvision and by fastdata."""
+"""``fastdata bench``: the speed of published recipes over one folder, torchvision and fastdata."""
 
 from __future__ import annotations
 
@@ -41,15 +41,17 @@ _RATE_S = 0.5
 
 
 Figures = dict[str, Any]
-"""Figures of a recipe: images a second of each round, ``vanilla`` and ``fastdata``, the ``ratio``
-of their medians, and ``prepare_s``, the seconds that fastdata took to prepare the images."""
+"""Measurements of a recipe: ``vanilla`` (torchvision and torch) and ``fastdata`` hold the images
+per second of each round, ``ratio`` is the ratio of their medians, and ``prepare_s`` the seconds that
+fastdata took to prepare the images."""
 
 
 def run(options: argparse.Namespace) -> int:
+    """Measure all recipes and print the report; return the exit status."""
     names = options.recipe or ([] if options.transform else RECIPES)
     transforms = {name: make_recipe(name, options.dtype) for name in names}
     if options.transform:
-        import_torchvision()  # with its operators, before the user's module imports it
+        import_torchvision()  # declares missing operators before the user's module imports it
         transforms[options.transform] = find_transform(options.transform)
     recipes = {}
     with TemporaryDirectory(prefix="fastdata-bench-") as drawn:
@@ -59,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
             _say("drawing images")
             write_photos(Path(drawn), count=options.images or 400)
         with ImageFolder(folder, storage="none") as every:
-            # Evenly spread over the folder, so that all classes are there.
+            # Images are spread evenly over the folder, so that all classes are included.
             count = min(options.images or 1000, len(every))
             paths = [every.samples[index * len(every) // count][0] for index in range(count)]
         for name, transform in transforms.items():
@@ -73,10 +75,10 @@ def run(options: argparse.Namespace) -> int:
 def _report_lines(
     recipes: dict[str, Figures], count: int, options: argparse.Namespace
 ) -> Iterator[Line]:
-    """Yield a row for each recipe, and a line to quote."""
+    """Yield a row for each recipe, and a summary in one line."""
     yield (
-        f"{count:,} images ({options.folder or 'drawn for this run'}); {options.dtype}, "
-        f"batch {options.batch_size}, num_workers={options.num_workers}"
+        f"{count:,} images ({options.folder or 'drawn for this run'}), {options.dtype} batches of "
+        f"{options.batch_size}, num_workers={options.num_workers}"
     )
     yield ""
     yield "images/s", "torchvision + torch", "fastdata", "ratio", "prepared once in"
@@ -84,14 +86,15 @@ def _report_lines(
         rates = [f"{median(recipe[side]):,.0f}" for side in ("vanilla", "fastdata")]
         yield name, *rates, f"{recipe['ratio']:.1f}", f"{recipe['prepare_s']:.2f} s"
     yield ""
-    yield f"crop: Resize and CenterCrop {PREPARED_PX}, RandomCrop, flip. The other recipes:"
-    yield "RandomResizedCrop, flip, and what their name says. torchvision reads the files,"
-    yield f"fastdata squares of {PREPARED_PX} that are prepared once; medians of {_ROUNDS} rounds."
+    yield f"The recipe crop is Resize and CenterCrop to {PREPARED_PX} px, RandomCrop and flip. The"
+    yield "other recipes are RandomResizedCrop, flip, and the step in their name. torchvision decodes"
+    yield f"the files in each epoch; fastdata reads squares of {PREPARED_PX} px that it prepared once."
+    yield f"Figures are medians of {_ROUNDS} rounds."
     ratios = [recipe["ratio"] for recipe in recipes.values()]
     times = " to ".join(f"{ratio:.1f}" for ratio in sorted({min(ratios), max(ratios)}))
     yield (
         f"fastdata reads {times} times as many images/s as torchvision + torch "
-        f"({', '.join(recipes)}; {cpu_model()}, {usable_cores()} cores)"
+        f"({', '.join(recipes)}; {cpu_model()}, {usable_cores()} usable cores)."
     )
 
 
@@ -108,7 +111,7 @@ def _measure_recipe(
         loader = kind(dataset, options.batch_size, sampler=order, num_workers=workers)
         return measure_rate(loader, seconds=_RATE_S, limit_s=4 * _RATE_S)
 
-    # These transforms begin with a resize of their own.
+    # These transforms begin with their own resize.
     is_square = name in ("crop", options.transform)
     resize = None if is_square else (PREPARED_PX, PREPARED_PX)
     chosen: dict[str, Any] = {"is_valid_file": frozenset(paths).__contains__, "allow_empty": True}
@@ -119,7 +122,7 @@ def _measure_recipe(
         prepare_s = time.perf_counter() - began
         vanilla = []
         fastdata = []
-        # In turns, so that a clock rate or a neighbour that changes meanwhile affects both.
+        # The two take turns, so that changes of the clock rate or of other load affect both.
         for _ in range(_ROUNDS):
             vanilla.append(in_subprocess(lambda: rate(TorchDataLoader, theirs), limit_s=60))
             fastdata.append(in_subprocess(lambda: rate(DataLoader, ours), limit_s=60))
@@ -132,31 +135,32 @@ def _measure_recipe(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``fastdata bench``."""
     number = partial(parser.add_argument, type=positive, metavar="N")
     parser.add_argument(
         "folder",
         nargs="?",
         metavar="FOLDER",
-        help="class folders of images; default: drawn images",
+        help="folder with one folder of images for each class; default: images drawn for this run",
     )
-    number("--images", help="images at most; default: 1000, or 400 drawn ones")
+    number("--images", help="most images to read; default: 1000, or 400 if they are drawn")
     parser.add_argument(
         "--recipe",
         action="append",
         choices=RECIPES,
-        help="recipe to measure; may be given several times; default: all",
+        help="recipe to measure; may be repeated; default: all",
     )
     add_transform(parser, "measured alone, or in addition to each --recipe")
     parser.add_argument(
         "--dtype",
         choices=("uint8", "float32"),
         default="uint8",
-        help="float32 is normalised; default: %(default)s",
+        help="type of the batches; float32 ones are normalised; default: %(default)s",
     )
     number("--batch-size", default=64, help="images in a batch; default: %(default)s")
     number(
         "--num-workers",
         default=usable_cores(),
-        help="of both loaders; default: usable cores, %(default)s here",
+        help="workers of both loaders; default: the usable cores, here %(default)s",
     )
     add_json(parser)

@@ -1,8 +1,8 @@
-"""``fastdata.diagnose``: where a training loop's time goes, and what would make it shorter.
+"""``fastdata.diagnose``: what a training loop spends its time on, and what would make it faster.
 
-It measures the unchanged loop, the loader without a model, the parts of one sample, and the loader
-over samples that are kept in memory; all but the first in forked processes. ``Diagnosis`` derives
-the limit and the advice from these figures.
+It measures four things: the unchanged loop, the loader without a model, the parts of one sample,
+and the loader over samples that are kept in memory. All but the first run in forked processes, so
+that they cannot disturb the user's script. ``Diagnosis`` derives the limit and the advice.
 """
 
 from __future__ import annotations
@@ -43,17 +43,22 @@ _Figures = dict[str, Any]
 """Values of fields of ``Diagnosis``, by name."""
 
 _RATE_S = 1.0
+"""Seconds to measure a loader."""
 
 _SAMPLES_S = 1.5
+"""Most seconds to measure the parts of samples."""
 
 _PATIENCE_S = 30.0
+"""Most seconds to wait for one measurement."""
 
 _SAMPLES = 32
+"""Most samples whose parts are measured."""
 
 _MOST_KEPT = 256
+"""Most samples that are kept in memory for a measurement."""
 
 _CLEAR = 1.15
-"""Least gain of keeping samples that is worth a change of the script."""
+"""Least gain from keeping samples in memory that is worth a change of the script."""
 
 
 # Loops
@@ -62,19 +67,20 @@ _CLEAR = 1.15
 def diagnose(
     loader: Iterable[Any], step: Callable[[Any], Any] | None = None, *, batches: int = 100
 ) -> Diagnosis:
-    """Run a training loop and return where its time goes.
+    """Run a training loop and return what it spends its time on.
 
-    The loop runs over one epoch at most, which a loader of fastdata counts. All else is measured in
-    forked processes. Errors of the loader or of ``step`` in the loop are raised here.
+    The loop runs over one epoch at most; a loader of fastdata counts that as an epoch. All other
+    measurements run in forked processes.
 
     Args:
         loader: any torch ``DataLoader``, also fastdata's, or a ``CudaPrefetcher``. For any other
             iterable of batches only the loop is measured.
-        step: called with each batch; default: do nothing.
-        batches: most batches to run, at least 2; the first one is not counted.
+        step: the training step, called with each batch; by default nothing is called.
+        batches: most batches to run, at least 2. The first one is not counted.
 
     Raises:
         ValueError: the loader gave fewer than two batches.
+        Exception: an error of the loader or of ``step``, unchanged.
 
     Example:
         >>> batches = [torch.zeros(4, 3)] * 20
@@ -87,7 +93,10 @@ def diagnose(
             if step is not None:
                 step(batch)
     if loop.batches < 2:
-        raise ValueError(f"the loader gave {loop.batches} batches, and a diagnosis needs 2")
+        raise ValueError(
+            f"the loader gave too few batches for a diagnosis: {loop.batches}, but at least 2 are "
+            "needed. Use a smaller batch_size or a larger dataset."
+        )
     return _examine(loop)
 
 
@@ -95,7 +104,10 @@ def diagnose(
 
 
 def _examine(loop: TimedLoop) -> Diagnosis:
-    """Return the figures of the loop with those of the loader alone, up to the first that fails."""
+    """Return the diagnosis of a loop that has run, and measure its loader on its own.
+
+    The measurements end with the first that fails; the diagnosis then has a note.
+    """
     loader = in_prefetcher(loop.loader)
     is_torchs = isinstance(loader, TorchDataLoader)
     imports = ""
@@ -113,34 +125,35 @@ def _examine(loop: TimedLoop) -> Diagnosis:
         is_prefetched=loader is not loop.loader,
         imports=imports,
     )
-    # Later figures need earlier ones: keeping samples is compared with the loader alone.
-    for what, work in _BESIDE.items() if is_torchs else ():
+    # The order matters: the loader with samples in memory is compared with the loader alone.
+    for what, work in _MEASUREMENTS.items() if is_torchs else ():
         try:
             figures = in_subprocess(partial(work, loader, diagnosis), limit_s=_PATIENCE_S)
             diagnosis = replace(diagnosis, **figures)
-        except Exception as error:  # noqa: BLE001  # of the user's code, under settings of ours
+        except Exception as error:  # noqa: BLE001  # the user's code may raise anything here
             reason = shorten(f"{type(error).__name__}: {error}", 160, placeholder=" ...")
             return replace(diagnosis, note=f"not measured: {what}: {reason}")
     return diagnosis
 
 
 def _loader_alone(loader: Any, diagnosis: Diagnosis) -> _Figures:
-    """Measure a copy of the user's loader, whose persistent workers are left alone."""
-    # The loader's own iterator would be started again, and its workers with it.
+    """Measure a copy of the user's loader, without its persistent workers."""
+    # With persistent workers, iterating the loader itself would restart its iterator, whose workers
+    # are processes of the parent.
     other = copy.copy(loader)
     other.__dict__ |= {"_iterator": None, "pin_memory": False, "persistent_workers": False}
     return {"loader_per_s": measure_rate(other, seconds=_RATE_S, limit_s=6 * _RATE_S)}
 
 
 def _when_kept(loader: Any, diagnosis: Diagnosis) -> _Figures:
-    """Measure the loader with samples kept in memory; no figures unless that is clearly faster."""
+    """Measure the loader with samples in memory; return no figures unless it is clearly faster."""
     dataset = loader.dataset
     base = _in_subsets(dataset)
     is_indexed = loader.batch_size is not None and not isinstance(dataset, IterableDataset)
     if diagnosis.limit == "model" or is_kept(base) or not is_indexed:
         return {}
     if type(getattr(base, "transforms", None)).__name__ not in ("NoneType", "StandardTransform"):
-        raise ValueError("its transform takes the target too")
+        raise ValueError("the dataset's transform also takes the target")
     some = range(0, len(dataset), math.ceil(len(dataset) / _MOST_KEPT))
     transform = getattr(base, "transform", None)
     # CachedDataset runs the transform itself, on stored samples.
@@ -162,16 +175,16 @@ def _when_kept(loader: Any, diagnosis: Diagnosis) -> _Figures:
 
 
 def _parts(loader: Any, diagnosis: Diagnosis) -> _Figures:
-    """Measure the parts of a sample, in the calling thread."""
+    """Measure the parts of making a sample: reading, each step of the transform, and collating."""
     if loader.num_workers:
-        torch.set_num_threads(1)  # as in workers
+        torch.set_num_threads(1)  # as in worker processes; this is a forked process too
     dataset = loader.dataset
     base = _in_subsets(dataset)
     is_ours = isinstance(base, PreparedDataset)
     steps = () if is_ours else flatten_transform(getattr(base, "transform", None))
     step_costs = np.zeros((len(steps), 2))
 
-    # Steps are timed inside of the dataset's own __getitem__; the rest of its time is reading.
+    # The steps are timed inside the dataset's own __getitem__; the rest of its time is reading.
     def timed(sample: Any) -> Any:
         for step, cost in zip(steps, step_costs, strict=True):
             began = _clock()
@@ -183,7 +196,7 @@ def _parts(loader: Any, diagnosis: Diagnosis) -> _Figures:
     samples = iter(dataset) if is_stream else map(dataset.__getitem__, loader.sampler)
     read = []
     with contextlib.nullcontext() if is_ours else _transform_instead(base, timed):
-        next(samples)  # the first one pays for imports and tables
+        next(samples)  # the first sample also waits for imports and tables
         step_costs[:] = 0
         began = _clock()
         for sample in islice(samples, _SAMPLES):
@@ -206,25 +219,27 @@ def _parts(loader: Any, diagnosis: Diagnosis) -> _Figures:
     return {"parts": [Part(kind, name, *np.maximum(cost, 0)) for kind, name, cost in costs]}
 
 
-_BESIDE = {
+_MEASUREMENTS = {
     "the loader alone": _loader_alone,
-    "what a sample costs": _parts,
-    "keeping samples in memory": _when_kept,
+    "the parts of a sample": _parts,
+    "the loader with samples in memory": _when_kept,
 }
+"""Measurements next to the loop, by the name that a note gives them."""
 
 
 def _clock() -> np.ndarray:
-    """Return seconds in which this thread did not wait for a core, and its CPU seconds.
+    """Return this thread's time without its waits for a core, and its CPU time, both in seconds.
 
-    The first grows faster than the second while the thread waits for a disk or a network. If the
-    system does not count how long threads wait for cores, the first is plain time.
+    While the thread waits for a disk or a network, only the first grows. If the system does not
+    count how long threads wait for cores, the first is plain time.
     """
     ready_ns = 0
     with (
         contextlib.suppress(OSError, IndexError),
         open("/proc/thread-self/schedstat", "rb", buffering=0) as file,
     ):
-        ready_ns = int(file.read().split()[1])  # proc(5): ran, could have run, slices
+        # The three numbers of proc(5): ns on a core, ns waiting for a core, number of time slices.
+        ready_ns = int(file.read().split()[1])
     return np.array([time.perf_counter() - ready_ns / 1e9, time.thread_time()])
 
 
@@ -236,9 +251,9 @@ def _in_subsets(dataset: Any) -> Any:
 
 @contextlib.contextmanager
 def _transform_instead(dataset: Any, transform: Any) -> Iterator[None]:
-    """Replace the transform of a dataset like torchvision's while this block runs."""
+    """Replace the transform of a dataset like those of torchvision while a ``with`` block runs."""
     own = getattr(dataset, "transform", None)
-    joint = getattr(dataset, "transforms", None)  # torchvision's StandardTransform holds it, too
+    joint = getattr(dataset, "transforms", None)  # torchvision's StandardTransform also holds it
     holders: list[Any] = [it for it in (dataset, joint) if hasattr(it, "transform")]
     for holder in holders:
         holder.transform = transform
@@ -253,29 +268,31 @@ def _transform_instead(dataset: Any, transform: Any) -> Iterator[None]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``fastdata diagnose``."""
     add = parser.add_argument
     add(
         "--batches",
         type=positive,
         default=100,
         metavar="N",
-        help="batches to measure; default: %(default)s",
+        help="number of batches to measure; default: %(default)s",
     )
     add(
         "--html",
         type=to_write,
         metavar="FILE",
-        help="write a page with the same figures, which can be sent to somebody",
+        help="also write the report as a web page, one file that you can share",
     )
-    add("script", type=Path, metavar="SCRIPT", help="the script that trains")
-    add("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's arguments")
+    add("script", type=Path, metavar="SCRIPT", help="your training script")
+    add("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of your script")
 
 
 def run(options: argparse.Namespace) -> int:
+    """Run the script, print its diagnosis, and return the exit status."""
     script = options.script
     if not script.is_file():
         raise FileNotFoundError(
-            f"{script} is not a file: give the script that trains, then its own arguments"
+            f"{script} is not a file. Give a training script, and its own arguments after it."
         )
     try:
         loops = run_script(script, options.arguments, options.batches)
@@ -284,7 +301,10 @@ def run(options: argparse.Namespace) -> int:
         return 1
     loop = max(loops, key=lambda loop: loop.wait_s + loop.busy_s, default=None)
     if loop is None or loop.batches < 2:
-        raise ValueError(f"{script} has no loop over a torch DataLoader of two batches or more")
+        raise ValueError(
+            f"{script} has ended without a loop over two or more batches of a torch DataLoader. "
+            "Give a script that trains, with arguments that make it run at least two steps."
+        )
     diagnosis = _examine(loop)
     print(diagnosis)
     if options.html:
