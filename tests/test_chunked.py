@@ -272,7 +272,7 @@ def test_batches_are_gathered_in_the_memory_of_a_prefetcher() -> None:
 
 def test_an_empty_dataset_has_no_batches() -> None:
     """Nor chunks."""
-    with ChunkedLoader([], 4, memory_limit="1GiB") as loader:
+    with ChunkedLoader([], 4, memory_limit="8GiB") as loader:
         assert list(loader) == []
         assert len(loader) == 0
 
