@@ -169,7 +169,7 @@ int run_mix(Sample *sample, Op *op) {
         for (int64_t i = 0; i < size; i++) sum[i] += weight * data[i];
         memcpy(data, kept, size);
     } else {
-        for (int64_t i = 0; i < size; i++) data[i] = sum[i] < 0 ? 0 : sum[i] > 255 ? 255 : (uint8_t)sum[i];
+        for (int64_t i = 0; i < size; i++) data[i] = (uint8_t)(sum[i] > 0 ? sum[i] < 255 ? sum[i] : 255 : 0); /* NaN: 0 */
     }
     return OK;
 }
