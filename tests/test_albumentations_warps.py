@@ -95,6 +95,7 @@ PERSPECTIVES = {
     "expanded in its own size": {"fit_output": True, "keep_size": False, "border_mode": 4},
     "nearest": {"interpolation": NEAREST, "border_mode": 1},
     "filled in its first channel": {"fill": 90.0, "scale": (0.2, 0.3)},
+    "filled by one value": {"fill": (90.0,), "scale": (0.2, 0.3)},
     "filled": {"fill": (1.0, 2.0, 3.0), "scale": (0.2, 0.3), "fit_output": True},
 }
 

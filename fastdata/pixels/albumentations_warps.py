@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+import numpy as np
 
 from fastdata.pixels.albumentations_geometry import border_fill
 from fastdata.pixels.known import known_name
-from fastdata.pixels.opencv_warps import opencv_program
+from fastdata.pixels.opencv_warps import opencv_program, opencv_remap
 from fastdata.pixels.state import Reader, State, UnknownStepError, need_uint8
 from fastdata.pixels.steps import Fields, Fill, Step
 
 _INTERPOLATIONS = {0: "NEAREST", 1: "BILINEAR", 3: "BILINEAR"}
 """By OpenCV's numbers: nearest, linear, and area, which warps take as linear."""
+_MOST_CELLS = 127  # MOST_CELLS of cv_distort.c
+_MOST_SIGMA = 127  # MOST_RADIUS of cv_elastic.c is four times that
+_APPROXIMATE = 17
+"""Side of the kernel of an elastic transform that is approximate, in pixels."""
 _BORDERS = ("CV_CONSTANT", "CV_REPLICATE", "CV_REFLECT", "CV_WRAP", "CV_REFLECT_101")
 
 
-def _read_warp(transform: Any, state: State) -> tuple[Fields, Fill]:
+def _read_warp(
+    transform: Any, state: State, find_program: Callable[[], Fields] = opencv_program
+) -> tuple[Fields, Fill]:
     """Read the fields of a ``CvWarp``, and the fill."""
     need_uint8(state)
     if state.channels not in (1, 3):
@@ -26,7 +35,7 @@ def _read_warp(transform: Any, state: State) -> tuple[Fields, Fill]:
     fields = {
         "interpolation": _INTERPOLATIONS[given],
         "border": _BORDERS[transform.border_mode],
-        **opencv_program(),
+        **find_program(),
     }
     return fields, border_fill(transform, state)
 
@@ -75,22 +84,74 @@ def _read_rotate(transform: Any, state: State) -> Step:
     )
 
 
+def _read_alone(
+    transform: Any, state: State, find_program: Callable[[], Fields] = opencv_program
+) -> tuple[Fields, Fill]:
+    """Read what ``_read_warp`` reads, of a transform that gives its fill to OpenCV as it is."""
+    warp, fill = _read_warp(transform, state, find_program)
+    # OpenCV takes one number for the first channel; the others are filled with 0.
+    is_one = np.size(transform.fill_mask if state.is_beside else transform.fill) == 1
+    return {**warp, "fills_first": is_one}, fill
+
+
 def _read_perspective(transform: Any, state: State) -> Step:
-    warp, fill = _read_warp(transform, state)
-    # Without albumentations' own code in between, OpenCV takes a number for the first channel.
-    fills_first = isinstance(transform.fill_mask if state.is_beside else transform.fill, float)
+    warp, fill = _read_alone(transform, state)
     return state.step(
         "cv_perspective",
         fill=fill,
-        warp={**warp, "fills_first": fills_first},
+        warp=warp,
         keeps_size=transform.keep_size,
         expands=transform.fit_output,
         scale=transform.scale,
     )
 
 
+def _read_grid(transform: Any, state: State) -> Step:
+    warp, fill = _read_alone(transform, state, opencv_remap)
+    if transform.num_steps > _MOST_CELLS:
+        raise UnknownStepError(f"has more than {_MOST_CELLS} steps")
+    return state.step(
+        "cv_grid",
+        fill=fill,
+        warp=warp,
+        cells=transform.num_steps,
+        is_normalized=transform.normalized,
+        limit=transform.distort_limit,
+    )
+
+
+def _read_lens(transform: Any, state: State) -> Step:
+    warp, fill = _read_alone(transform, state, opencv_remap)
+    return state.step(
+        "cv_lens",
+        fill=fill,
+        warp=warp,
+        is_fisheye=transform.mode == "fisheye",
+        limit=transform.distort_limit,
+    )
+
+
+def _read_elastic(transform: Any, state: State) -> Step:
+    warp, fill = _read_alone(transform, state, opencv_remap)
+    if not 1 <= transform.sigma <= _MOST_SIGMA:
+        raise UnknownStepError(f"has a sigma that is not between 1 and {_MOST_SIGMA}")
+    return state.step(
+        "cv_elastic",
+        fill=fill,
+        warp=warp,
+        size=_APPROXIMATE if transform.approximate else 0,
+        is_shared=transform.same_dxdy,
+        is_uniform=transform.noise_distribution == "uniform",
+        alpha=transform.alpha,
+        sigma=transform.sigma,
+    )
+
+
 READERS: dict[str, Reader] = {
     "A.Affine": _read_affine,
+    "A.ElasticTransform": _read_elastic,
+    "A.GridDistortion": _read_grid,
+    "A.OpticalDistortion": _read_lens,
     "A.Perspective": _read_perspective,
     "A.Rotate": _read_rotate,
     "A.SafeRotate": _read_rotate,

@@ -33,6 +33,9 @@ _TRIALS: tuple[tuple[str, Fields, Shape], ...] = (
     ("cv_perspective", {"keeps_size": True, "scale": (0.1, 0.1)}, (9, 2990)),
 )
 """Steps without their ``warp``, and heights and widths of the images that they are tried on."""
+_GRID: Shape = (9, 2990)
+_ROW = 3
+"""The image that a grid is tried on, and the row of it that is compared."""
 
 
 @functools.cache
@@ -48,6 +51,19 @@ def opencv_program() -> Fields:
         if all(_agrees(program, channels, *trial) for trial in _TRIALS for channels in (3, 1)):
             return program
     raise UnknownStepError("moves pixels by a warp that differs in this build of OpenCV")
+
+
+@functools.cache
+def opencv_remap() -> Fields:
+    """Return the fields of a ``CvWarp`` with which the core remaps as the installed OpenCV does.
+
+    Raises:
+        UnknownStepError: no program of the core gives its pixels.
+    """
+    program = opencv_program()
+    if not all(_remaps_alike(program, channels) for channels in (3, 1)):
+        raise UnknownStepError("moves pixels by a map that differs in this build of OpenCV")
+    return program
 
 
 def _agrees(program: Fields, channels: int, name: str, fields: Fields, shape: Shape) -> bool:
@@ -67,5 +83,22 @@ def _agrees(program: Fields, channels: int, name: str, fields: Fields, shape: Sh
             borderMode=cv2.BORDER_REFLECT_101,
         )
         if not np.array_equal(made[:1], wanted.reshape(1, -1, channels)):
+            return False
+    return True
+
+
+def _remaps_alike(program: Fields, channels: int) -> bool:
+    """Return True if a program gives one row that OpenCV's ``remap`` makes of an image."""
+    cv2 = sys.modules["cv2"]
+    image = np.random.default_rng(0).integers(0, 256, (*_GRID, channels), np.uint8)
+    # A grid of one cell is wider and higher than the image by its limit.
+    rows, columns = (np.linspace(0, 1.3 * side, side, dtype=np.float32) for side in _GRID)
+    places = np.stack([columns, np.full_like(columns, rows[_ROW])], axis=-1)
+    cell: Fields = {"cells": 1, "limit": (0.3, 0.3)}
+    for interpolation, number in (("NEAREST", cv2.INTER_NEAREST), ("BILINEAR", cv2.INTER_LINEAR)):
+        how = {**program, "interpolation": interpolation, "border": "CV_REFLECT_101"}
+        made, _ = try_step(Step("cv_grid", {**cell, "warp": how}), image)
+        wanted = cv2.remap(image, places[None], None, number, borderMode=cv2.BORDER_REFLECT_101)
+        if not np.array_equal(made[_ROW], wanted.reshape(-1, channels)):
             return False
     return True

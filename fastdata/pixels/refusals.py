@@ -28,6 +28,10 @@ _TEXTS = {
         "GaussianBlur with kernel_size={kernel} needs larger images than sample {index}, which has "
         "{height} x {width} px. Use a smaller kernel or a larger resize."
     ),
+    "cells": (
+        "GridDistortion with num_steps={cells} needs larger images than sample {index}, which has "
+        "{height} x {width} px. Use fewer steps or a larger resize."
+    ),
     "hole": (
         "the holes of a dropout are larger than sample {index}, which has {height} x {width} px. "
         "Use smaller holes or a larger resize."

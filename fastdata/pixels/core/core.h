@@ -167,7 +167,8 @@ bool add_affine(Drawing *d, const Step *step, const Warp *warp, double degrees, 
 bool add_rotation(Drawing *d, const Step *step, const Warp *warp, double degrees, bool expands, const double *center);
 
 /* Memory that one call holds at a time, and that grows to its largest need. */
-enum { SLOT_A, SLOT_B, SLOT_WORK, SLOT_WORK_2, SLOT_KEPT, SLOT_MIX, SLOT_DECODED, SLOT_DRAWN, SLOT_TABLES, SLOT_COUNT };
+enum { SLOT_A, SLOT_B, SLOT_WORK, SLOT_WORK_2, SLOT_KEPT, SLOT_MIX, SLOT_DECODED, SLOT_DRAWN, SLOT_TABLES, SLOT_MAP,
+       SLOT_COUNT };
 typedef struct {
     void *data[SLOT_COUNT];
     int64_t bytes[SLOT_COUNT];
@@ -252,6 +253,15 @@ INLINE int32_t filter_of(int32_t filter, bool shrinks_by_area, Box box, int64_t 
 /* sizes.c: whether of a resize only what the window behind it cuts out is made; and what of the box is read for that. */
 bool is_cut(const Op *op, const Op *next);
 Box resize_reads(const Op *op, const Box *cut);
+
+/* cv_warp.c: ops whose pixels are taken at places of floats. `places` gives those of n pixels of a row from column `first` on,
+ * with up to 15 behind the last column; `map` is what it finds them by. Such an op is drawn by `add_by_places` (cv_maps.c),
+ * and its kernel is run by `remake_by_places`. */
+typedef void FindPlaces(const void *map, int64_t row, int64_t first, int64_t n, float *restrict x, float *restrict y);
+bool take_places(const Op *op, const CvWarp *how, FindPlaces *places, const void *map, const Image *in, const Image *out,
+                 Scratch *scratch);
+int remake_by_places(Sample *sample, Op *op, int32_t height, int32_t width, Kernel *kernel);
+Op *add_by_places(Drawing *d, const Step *step, const CvWarp *how, int32_t code); /* NULL: refused */
 
 /* noise.c */
 extern const int64_t ITEM_BYTES[];

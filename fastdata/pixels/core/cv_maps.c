@@ -43,13 +43,16 @@ static void invert_affine(const double m[9], double out[9]) {
     memcpy(out, to, sizeof to);
 }
 
-static Op *add_cv_warp(Drawing *d, const Step *step, const CvWarp *how) {
+Op *add_by_places(Drawing *d, const Step *step, const CvWarp *how, int32_t code) {
     const bool is_known = how->interpolation == NEAREST || how->interpolation == BILINEAR;
     if (!is_known) return deny(d, step, REFUSED_TABLE), NULL;
-    Op *op = add(d, step, OP_CV_WARP);
+    return leaves_pixels(d, step) ? add(d, step, code) : NULL;
+}
+
+static Op *add_cv_warp(Drawing *d, const Step *step, const CvWarp *how) {
+    Op *op = add_by_places(d, step, how, OP_CV_WARP);
     if (!op) return NULL;
-    op->cv_warp.interpolation = how->interpolation, op->cv_warp.border = how->border;
-    op->cv_warp.lanes = how->lanes, op->cv_warp.fuses = how->fuses, op->cv_warp.fills_first = how->fills_first;
+    op->cv_warp.warp = *how;
     op->cv_warp.height = (int32_t)d->height, op->cv_warp.width = (int32_t)d->width;
     return op;
 }
@@ -147,7 +150,7 @@ bool draw_cv_affine(Drawing *d, const Step *step) {
     const int64_t height = d->height, width = d->width;
     if (frame == EXPANDS_FRAME) expand(d, m);
     if (!is_identity(m)) {
-        Op *op = leaves_pixels(d, step) ? add_cv_warp(d, step, &step->cv_affine.warp) : NULL;
+        Op *op = add_cv_warp(d, step, &step->cv_affine.warp);
         if (!op) return false;
         invert_affine(m, op->cv_warp.map);
     } else if (frame == EXPANDS_FRAME) set_size(d, height, width, DRAWN);
@@ -253,7 +256,7 @@ bool draw_cv_perspective(Drawing *d, const Step *step) {
         const double sx = (double)d->width / (double)width, sy = (double)d->height / (double)height;
         multiply((double[]){sx, 0, 0, 0, sy, 0, 0, 0, 1}, m, m);
     } else set_size(d, height, width, DRAWN);
-    Op *op = leaves_pixels(d, step) ? add_cv_warp(d, step, &step->cv_perspective.warp) : NULL;
+    Op *op = add_cv_warp(d, step, &step->cv_perspective.warp);
     if (!op) return false;
     op->cv_warp.is_perspective = true;
     invert(m, op->cv_warp.map);

@@ -1,4 +1,4 @@
-/* OpenCV's warpAffine and warpPerspective on uint8: which place of the image each pixel shows, and the value there.
+/* OpenCV's warpAffine, warpPerspective and remap on uint8: which place of the image each pixel shows, and the value there.
  *
  * OpenCV has two programs. The older one rounds places to 1/32 of a pixel (modules/imgproc/src/imgwarp.cpp); the newer one
  * computes in floats (warp_kernels.simd.hpp), as many pixels at a time as a vector of the processor holds (`lanes`), and the
@@ -21,7 +21,10 @@ typedef struct {
 } Run;
 
 typedef struct {
+    const CvWarp *how;
     const Op *op;
+    FindPlaces *places;             /* NULL: the op is OP_CV_WARP, whose map gives them */
+    const void *map_of_places;
     int64_t height, width, stride;  /* of the image that is read */
     int64_t wanted;                 /* columns that are made */
     uint32_t *pixels;               /* pixel (0, 0), with EDGE around all */
@@ -57,7 +60,7 @@ INLINE int32_t short_of(int32_t place) { return clamp(place, INT16_MIN, INT16_MA
 /* WarpAffineInvoker: in 1/1024 of a pixel, then rounded. */
 static void place_fixed(const Work *work, int64_t first, int64_t row, int64_t n, Run *restrict run) {
     const double *map = work->op->cv_warp.map, y = (double)row;
-    const bool nearest = work->op->cv_warp.interpolation == NEAREST;
+    const bool nearest = work->how->interpolation == NEAREST;
     const uint32_t half = nearest ? 512 : 16;
     const uint32_t x0 = (uint32_t)round_double((map[1] * y + map[2]) * 1024) + half;
     const uint32_t y0 = (uint32_t)round_double((map[4] * y + map[5]) * 1024) + half;
@@ -73,7 +76,7 @@ static void place_fixed(const Work *work, int64_t first, int64_t row, int64_t n,
 static void place_fixed_perspective(const Work *work, const Image *out, int64_t first, int64_t row, int64_t n,
                                     Run *restrict run) {
     const double *map = work->op->cv_warp.map, y = (double)row;
-    const bool nearest = work->op->cv_warp.interpolation == NEAREST;
+    const bool nearest = work->how->interpolation == NEAREST;
     const double unit = nearest ? 1 : SHARES;
     const int64_t rows = out->height < 16 ? out->height : 16, columns = 1024 / rows;
     for (int64_t i = 0; i < n; i++) {
@@ -120,28 +123,46 @@ static void split(bool nearest, int64_t n, Run *restrict run) {
     }
 }
 
+/* RemapInvoker of the older program: floats rounded to whole pixels, or to shares. */
+static void round_places(bool nearest, int64_t n, Run *restrict run) {
+    const float unit = nearest ? 1 : SHARES, most = 1e9f;
+    for (int64_t i = 0; i < n; i++) {
+        float x = run->dx[i] * unit, y = run->dy[i] * unit;
+        x = x > -most ? x : -most, y = y > -most ? y : -most;
+        const int32_t px = (int32_t)rintf(x < most ? x : most), py = (int32_t)rintf(y < most ? y : most);
+        run->x[i] = short_of(nearest ? px : px >> 5), run->y[i] = short_of(nearest ? py : py >> 5);
+        run->right[i] = px & (SHARES - 1), run->below[i] = py & (SHARES - 1);
+    }
+}
+
 static void place(const Work *work, const Image *out, int64_t first, int64_t row, int64_t n, Run *run) {
-    const Op *op = work->op;
-    const int64_t lanes = op->cv_warp.lanes;
+    const bool nearest = work->how->interpolation == NEAREST;
+    const int64_t lanes = work->how->lanes;
+    if (work->places) {
+        work->places(work->map_of_places, row, first, n, run->dx, run->dy);
+        if (lanes < 1) round_places(nearest, n, run);
+        else split(nearest, n, run);
+        return;
+    }
     if (lanes < 1) {
-        if (op->cv_warp.is_perspective) place_fixed_perspective(work, out, first, row, n, run);
+        if (work->op->cv_warp.is_perspective) place_fixed_perspective(work, out, first, row, n, run);
         else place_fixed(work, first, row, n, run);
         return;
     }
     const int64_t left = work->wanted - work->wanted % lanes - first, whole = left < 0 ? 0 : left < n ? left : n;
     const float y = (float)(int32_t)row;
-    if (op->cv_warp.fuses) place_floats(work, first, y, 0, whole, true, true, run);
+    if (work->how->fuses) place_floats(work, first, y, 0, whole, true, true, run);
     else place_floats(work, first, y, 0, whole, true, false, run);
-    if (op->cv_warp.fuses) place_floats(work, first, y, whole, n, false, true, run);
+    if (work->how->fuses) place_floats(work, first, y, whole, n, false, true, run);
     else place_floats(work, first, y, whole, n, false, false, run);
-    split(op->cv_warp.interpolation == NEAREST, n, run);
+    split(nearest, n, run);
 }
 
 /* Pixels at places */
 
 /* Offsets of places. True if all are among the pixels that are laid out; else `take_folded` has to find each. */
 static bool aim(const Work *work, int64_t n, Run *restrict run) {
-    const int32_t border = work->op->cv_warp.border, stride = (int32_t)work->stride;
+    const int32_t border = work->how->border, stride = (int32_t)work->stride;
     const int32_t right = (int32_t)work->width, bottom = (int32_t)work->height;
     uint32_t outside = 0;
     for (int64_t i = 0; i < n; i++) {
@@ -183,7 +204,7 @@ INLINE int32_t fold_near(int32_t place, int32_t next, int32_t side, int32_t bord
 
 /* Where the border reflects or repeats the image, and places are outside. */
 static void gather_folded(const Work *work, int size, int64_t n, Run *restrict run) {
-    const int32_t border = work->op->cv_warp.border, stride = (int32_t)work->stride;
+    const int32_t border = work->how->border, stride = (int32_t)work->stride;
     const int32_t height = (int32_t)work->height, width = (int32_t)work->width;
     come_near(height, border, n, run->y), come_near(width, border, n, run->x);
     for (int k = 0; k < size * size; k++) {
@@ -213,20 +234,20 @@ INLINE void blend_floats(int shift, bool fuses, int64_t n, const Run *restrict r
     }
 }
 
-static void finish(const Op *op, int channel, int64_t n, const Run *run, uint8_t *restrict out) {
+static void finish(const CvWarp *how, int channel, int64_t n, const Run *run, uint8_t *restrict out) {
     const int shift = 8 * channel;
-    if (op->cv_warp.interpolation == NEAREST)
+    if (how->interpolation == NEAREST)
         for (int64_t i = 0; i < n; i++) out[i] = (uint8_t)(run->tap[0][i] >> shift);
-    else if (op->cv_warp.lanes < 1) blend_fixed(shift, n, run, out);
-    else if (op->cv_warp.fuses) blend_floats(shift, true, n, run, out);
+    else if (how->lanes < 1) blend_fixed(shift, n, run, out);
+    else if (how->fuses) blend_floats(shift, true, n, run, out);
     else blend_floats(shift, false, n, run, out);
 }
 
-static uint32_t fill_of(const Op *op, int32_t channels) {
+static uint32_t fill_of(const Work *work, int32_t channels) {
     uint32_t fill = 0;
     for (int32_t c = 0; c < channels; c++) {
-        const double value = op->fill[c], level = value > 0 ? (value < 255 ? value : 255) : 0;
-        if (c == 0 || !op->cv_warp.fills_first) fill |= (uint32_t)rint(level) << 8 * c;
+        const double value = work->op->fill[c], level = value > 0 ? (value < 255 ? value : 255) : 0;
+        if (c == 0 || !work->how->fills_first) fill |= (uint32_t)rint(level) << 8 * c;
     }
     return fill;
 }
@@ -234,8 +255,8 @@ static uint32_t fill_of(const Op *op, int32_t channels) {
 /* The image as pixels of four bytes, of which `channels` count, with EDGE more on each side. */
 static void lay(Work *work, const Image *in) {
     const int64_t w = in->width, h = in->height, stride = work->stride;
-    const int32_t border = work->op->cv_warp.border;
-    const uint32_t fill = fill_of(work->op, in->channels);
+    const int32_t border = work->how->border;
+    const uint32_t fill = fill_of(work, in->channels);
     const int64_t plane[3] = {in->channels > 1 ? in->plane : 0, in->channels > 2 ? 2 * in->plane : 0,
                               in->channels > 3 ? 3 * in->plane : 0};
     for (int64_t y = 0; y < h; y++) {
@@ -258,41 +279,58 @@ static void lay(Work *work, const Image *in) {
         }
 }
 
-static bool warp(const Op *op, const Image *in, const Image *out, Scratch *scratch) {
+/* All pixels of an image; `work` tells how, and how places are found. */
+static bool take_pixels(Work *work, const Image *in, const Image *out, Scratch *scratch) {
     const int64_t h = out->height, w = out->width, stride = in->width + 2 * EDGE;
-    const int64_t padded = (w + RUN - 1) / RUN * RUN;
     uint32_t *pixels = take(scratch, SLOT_WORK, 4 * stride * (in->height + 2 * EDGE));
-    int32_t *along = take(scratch, SLOT_WORK_2, 8 * padded);
-    if (!pixels || !along) return false;
-    Work work = {.op = op, .height = in->height, .width = in->width, .stride = stride, .wanted = w,
-                 .pixels = pixels + EDGE * stride + EDGE, .along_x = along, .along_y = along + padded};
-    for (int k = 0; k < 9; k++) work.map[k] = (float)op->cv_warp.map[k];
-    for (int64_t x = 0; x < padded; x++) {
-        along[x] = round_double(op->cv_warp.map[0] * (double)x * 1024);
-        along[padded + x] = round_double(op->cv_warp.map[3] * (double)x * 1024);
-    }
-    lay(&work, in);
+    if (!pixels) return false;
+    work->height = in->height, work->width = in->width, work->stride = stride, work->wanted = w;
+    work->pixels = pixels + EDGE * stride + EDGE;
+    lay(work, in);
     Run run;
     uint8_t level[RUN];
     for (int64_t y = 0; y < h; y++)
         for (int64_t first = 0; first < w; first += RUN) {
             const int64_t wanted = w - first < RUN ? w - first : RUN, n = (wanted + BLOCK - 1) / BLOCK * BLOCK;
-            const bool nearest = op->cv_warp.interpolation == NEAREST;
-            place(&work, out, first, y, n, &run);
-            if (!aim(&work, n, &run)) gather_folded(&work, nearest ? 1 : 2, n, &run);
-            else if (nearest) gather(&work, 1, n, &run);
-            else gather(&work, 2, n, &run);
+            const bool nearest = work->how->interpolation == NEAREST;
+            place(work, out, first, y, n, &run);
+            if (!aim(work, n, &run)) gather_folded(work, nearest ? 1 : 2, n, &run);
+            else if (nearest) gather(work, 1, n, &run);
+            else gather(work, 2, n, &run);
             for (int c = 0; c < in->channels; c++) {
-                finish(op, c, n, &run, level);
+                finish(work->how, c, n, &run, level);
                 memcpy(out->data + c * out->plane + y * out->row + first, level, (size_t)wanted);
             }
         }
     return true;
 }
 
-int run_cv_warp(Sample *sample, Op *op) {
+static bool warp(const Op *op, const Image *in, const Image *out, Scratch *scratch) {
+    const int64_t padded = (out->width + RUN - 1) / RUN * RUN;
+    int32_t *along = take(scratch, SLOT_WORK_2, 8 * padded);
+    if (!along) return false;
+    Work work = {.how = &op->cv_warp.warp, .op = op, .along_x = along, .along_y = along + padded};
+    for (int k = 0; k < 9; k++) work.map[k] = (float)op->cv_warp.map[k];
+    for (int64_t x = 0; x < padded; x++) {
+        along[x] = round_double(op->cv_warp.map[0] * (double)x * 1024);
+        along[padded + x] = round_double(op->cv_warp.map[3] * (double)x * 1024);
+    }
+    return take_pixels(&work, in, out, scratch);
+}
+
+bool take_places(const Op *op, const CvWarp *how, FindPlaces *places, const void *map, const Image *in, const Image *out,
+                 Scratch *scratch) {
+    Work work = {.how = how, .op = op, .places = places, .map_of_places = map};
+    return take_pixels(&work, in, out, scratch);
+}
+
+int remake_by_places(Sample *sample, Op *op, int32_t height, int32_t width, Kernel *kernel) {
     const Image *image = &sample->image;
     const int64_t padded = ((int64_t)image->width + 2 * EDGE) * ((int64_t)image->height + 2 * EDGE);
     if (image->channels > MAX_CHANNELS || padded > INT32_MAX) return REFUSED_OP; /* offsets are 32 bits */
-    return remake(sample, op, op->cv_warp.height, op->cv_warp.width, warp);
+    return remake(sample, op, height, width, kernel);
+}
+
+int run_cv_warp(Sample *sample, Op *op) {
+    return remake_by_places(sample, op, op->cv_warp.height, op->cv_warp.width, warp);
 }

@@ -148,6 +148,12 @@ STEP(CV_AFFINE, cv_affine,
     int32_t frame, is_relative, keeps_ratio, is_balanced;
     double degrees[2], scale_x[2], scale_y[2], move_x[2], move_y[2], shear_x[2], shear_y[2];)
 STEP(CV_PERSPECTIVE, cv_perspective, CvWarp warp; int32_t keeps_size, expands; double scale[2];)
+/* albumentations: GridDistortion, whose cells are narrower or wider by a share in `limit`; OpticalDistortion, whose lens is
+ * distorted by an amount in `limit`; ElasticTransform, whose noise is blurred with a kernel of `size` pixels (0: follows from
+ * sigma), is the same along x and y (is_shared), and uniform or normal. */
+STEP(CV_GRID, cv_grid, CvWarp warp; int32_t cells, is_normalized; double limit[2];)
+STEP(CV_LENS, cv_lens, CvWarp warp; int32_t is_fisheye; double limit[2];)
+STEP(CV_ELASTIC, cv_elastic, CvWarp warp; int32_t size, is_shared, is_uniform; double alpha, sigma;)
 
 /* One number for each sample, uniform in its range. torchvision: ColorJitter, RandomInvert, RandomPosterize, ...; Pillow:
  * ImageFilter.GaussianBlur, with a radius (BOX_BLUR). */
@@ -231,8 +237,12 @@ OP(WARP, warp,
     double map[8];)
 /* map: from output to input, as OpenCV inverts what it is given. */
 OP(CV_WARP, cv_warp,
-    int32_t is_perspective, height, width, interpolation, border, lanes, fuses, fills_first;
+    CvWarp warp;
+    int32_t is_perspective, height, width;
     double map[9];)
+OP(CV_GRID, cv_grid, CvWarp warp; int32_t cells, is_normalized; double limit[2]; uint64_t key;)
+OP(CV_LENS, cv_lens, CvWarp warp; int32_t is_fisheye; double amount;)
+OP(CV_ELASTIC, cv_elastic, CvWarp warp; int32_t size, is_shared, is_uniform; double alpha, sigma; uint64_t key;)
 OP(TURN, turn, int32_t quarters;) /* counterclockwise */
 /* amount: factor, threshold, radius or hue; whole: bits kept (POSTERIZE), or what is added (SOLARIZE_ADD). */
 OP(VALUE, value, int32_t kind, domain, whole; double amount;)
@@ -276,6 +286,7 @@ REFUSAL(CHANNELS, channels, int64_t channels;)
 REFUSAL(CROP, crop, int64_t crop_height, crop_width, height, width;)
 REFUSAL(BORDER, border, int64_t left, top, right, bottom, height, width;)
 REFUSAL(BLUR, blur, int64_t height, width;)
+REFUSAL(CELLS, cells, int64_t cells, height, width;)
 REFUSAL(HOLE, hole, int64_t height, width;) /* of albumentations' dropouts, none fits */
 REFUSAL(LEVELS, levels, int64_t height, width;) /* there are none for this size yet */
 REFUSAL(ROW, row, int64_t row, rows;)           /* the output has fewer rows */
