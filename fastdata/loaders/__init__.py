@@ -16,7 +16,8 @@ Its order:
 - ``progress``: the position in an epoch
 - ``sampler_chain``: the samplers of a loader, and their states
 - ``samplers``, ``orders``: ``RankSampler``, and the orders that it divides among ranks
-- ``buckets``: ``BucketSampler``, whose batches hold images of one size each; ``find_buckets``
+- ``buckets``: ``BucketSampler``, whose batches hold images of one size each
+- ``bucket_sizes``: ``find_buckets``, sizes that fit the images of a dataset
 
 Data larger than memory:
 

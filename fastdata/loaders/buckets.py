@@ -3,38 +3,36 @@
 ``ResizeToBucket`` gives each image one of a few sizes, and a ``BucketSampler`` makes batches of
 images that come out alike.
 
-Shape letters: N samples, D dimensions, n samples of an epoch, K batches of an epoch.
+Shape letters: N samples, D dimensions, B batches of an epoch, K buckets.
 """
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastdata.datasets.sizes import image_sizes, served_shapes
+from fastdata.datasets.sizes import served_shapes
 from fastdata.datasets.visits import RepeatedIndex, count_earlier
-from fastdata.errors import counted, kind_of
+from fastdata.errors import counted
+from fastdata.loaders.bucket_sizes import find_buckets, sized_parts
 from fastdata.loaders.orders import checksum, draw_sequence, shuffled, sort_by_keys, weighted
-from fastdata.loaders.parts import Parts
 from fastdata.loaders.samplers import RankSampler
-from fastdata.pixels.buckets import Bucket, ResizeToBucket
+from fastdata.pixels.buckets import ResizeToBucket
 from fastdata.pixels.random_numbers import draw_uniform, sample_keys
 from fastdata.report import warn_user
 
 if TYPE_CHECKING:
     from fastdata.loaders.orders import Float64s, Int64s
     from fastdata.loaders.samplers import StateDict, Uneven
-    from fastdata.pixels.arrays import Array, Int32s
+    from fastdata.pixels.arrays import Int32s
 
 # A script imports all that it needs for buckets from here.
 __all__ = ["BucketSampler", "ResizeToBucket", "find_buckets"]
 
 _BATCH_SALT = 0x6275636B6574
-_RATIO_STEP = 0.01
 
 
 class BucketSampler(RankSampler):
@@ -90,6 +88,7 @@ class BucketSampler(RankSampler):
         if size < 1:
             raise ValueError(f"batch_size={batch_size}: a batch needs one sample or more")
         shapes_ND = _shapes_of(dataset)
+        samples = len(shapes_ND)
         _, found_N = np.unique(shapes_ND, axis=0, return_inverse=True)
         self._bucket_N = found_N.reshape(-1)
         self.batch_size = size
@@ -101,23 +100,24 @@ class BucketSampler(RankSampler):
             "drops_last": drop_last,
             "shapes": checksum(self._bucket_N),
         }
-        count_N = np.bincount(self._bucket_N)
-        batches = int((count_N // size if drop_last else -(-count_N // size)).sum())
-        if weights is not None:
+        if weights is None:
+            sizes_K = np.bincount(self._bucket_N)
+            _warn_of_small_batches(sizes_K, size)
+        else:
             order = weighted(weights)  # which checks them
+            self._identity |= order.identity
             self._weights = np.asarray(weights, np.float64)
-            if len(self._weights) != len(shapes_ND):
+            if len(self._weights) != samples:
                 raise ValueError(
                     f"there are {len(self._weights)} weights for "
-                    f"{counted(len(shapes_ND), 'sample')}: give one for each"
+                    f"{counted(samples, 'sample')}: give one for each"
                 )
-            self._identity |= order.identity
-            samples = len(shapes_ND) if num_samples is None else operator.index(num_samples)
-            batches = samples // size if drop_last else -(-samples // size)
-        else:
-            _warn_of_small_batches(count_N, size)
+            drawn = samples if num_samples is None else operator.index(num_samples)
+            sizes_K = np.array([drawn])  # any batch may be of any bucket
+        batches_K = sizes_K // size if drop_last else -(-sizes_K // size)
+        batches = int(batches_K.sum())
         super().__init__(
-            order=shuffled(batches, shuffle)._replace(length=len(shapes_ND)),
+            order=shuffled(batches, shuffle)._replace(length=samples),
             seed=seed,
             uneven=uneven,
             rank=rank,
@@ -137,142 +137,94 @@ class BucketSampler(RankSampler):
         """Return the batches of an epoch of all ranks, in their order."""
         if self._weights is not None:
             return list(self._draw_by_weight(self._weights, epoch))
-        everything = draw_sequence(len(self._bucket_N), self.seed, epoch, len(self._bucket_N))
-        if self._is_shuffled:
-            everything = shuffled(len(everything)).draw(self.seed, epoch, len(everything))
-        by_bucket = everything[np.argsort(self._bucket_N[everything], kind="stable")]
-        ends = np.cumsum(np.bincount(self._bucket_N))[:-1]
-        cut = []
-        for members in np.split(by_bucket, ends):
-            whole = len(members) // self.batch_size * self.batch_size
-            starts = range(self.batch_size, whole + 1, self.batch_size)
-            cut += np.split(members, starts)[: -1 if self._drops_last else None]
-        found = [batch for batch in cut if len(batch)]
+        found = []
+        for members in self._members(epoch):
+            found += self._cut(members)
         if not self._is_shuffled:
             return sorted(found, key=operator.itemgetter(0))
-        numbers = sort_by_keys(np.arange(len(found)), self.seed ^ _BATCH_SALT, epoch)
-        return [found[number] for number in numbers.tolist()]
+        numbers = np.arange(len(found))
+        in_order = sort_by_keys(numbers, self.seed ^ _BATCH_SALT, epoch)
+        return [found[number] for number in in_order.tolist()]
+
+    def _members(self, epoch: int) -> list[Int64s]:
+        """Return the samples of each bucket, in the order of an epoch."""
+        count = len(self._bucket_N)
+        everything = draw_sequence(count, self.seed, epoch, count)
+        if self._is_shuffled:
+            everything = shuffled(count).draw(self.seed, epoch, count)
+        bucket_N = self._bucket_N[everything]
+        by_bucket = everything[np.argsort(bucket_N, kind="stable")]
+        ends_K = np.cumsum(np.bincount(bucket_N))
+        return np.split(by_bucket, ends_K[:-1])
+
+    def _cut(self, members: Int64s) -> list[Int64s]:
+        """Return the batches of one bucket."""
+        starts = range(0, len(members), self.batch_size)
+        batches = [members[start : start + self.batch_size] for start in starts]
+        if self._drops_last:
+            return [batch for batch in batches if len(batch) == self.batch_size]
+        return batches
 
     def _draw_by_weight(self, weights: Float64s, epoch: int) -> Int64s:
-        """Draw a bucket for each batch by its weight, and samples of it: (K, batch_size)."""
+        """Draw a bucket for each batch by its weight, and samples of it: (B, batch_size)."""
+        # Samples as pieces of a line, bucket by bucket.
         chosen = np.flatnonzero(weights)
         chosen = chosen[np.argsort(self._bucket_N[chosen], kind="stable")]
-        # Samples as pieces of a line, bucket by bucket.
         ends = np.cumsum(weights[chosen] / weights.max())
-        lasts = np.flatnonzero(np.diff(self._bucket_N[chosen], append=-1))
-        firsts = np.append(0, lasts[:-1] + 1)
-        keys = sample_keys(self.seed ^ _BATCH_SALT, epoch, np.arange(self.order_length))
-        place = draw_uniform(keys, 0, 0) * ends[-1]
-        drawn = np.searchsorted(ends[lasts], place, side="right").clip(max=len(lasts) - 1)
-        start = np.append(0, ends)[firsts][drawn]
-        length = ends[lasts][drawn] - start
-        share = np.stack([draw_uniform(keys, 1, b) for b in range(self.batch_size)], axis=1)
-        places = np.searchsorted(ends, start[:, None] + share * length[:, None], side="right")
+        lasts_K = np.flatnonzero(np.diff(self._bucket_N[chosen], append=-1))
+        firsts_K = np.append(0, lasts_K[:-1] + 1)
+        bucket_ends_K = ends[lasts_K]
+        bucket_starts_K = np.append(0, ends)[firsts_K]
+        # A place on the line chooses the bucket of a batch.
+        number_B = np.arange(self.order_length)
+        keys_B = sample_keys(self.seed ^ _BATCH_SALT, epoch, number_B)
+        place_B = draw_uniform(keys_B, 0, 0) * ends[-1]
+        drawn_B = np.searchsorted(bucket_ends_K, place_B, side="right")
+        drawn_B = drawn_B.clip(max=len(lasts_K) - 1)
+        start_B1 = bucket_starts_K[drawn_B][:, None]
+        length_B1 = bucket_ends_K[drawn_B][:, None] - start_B1
+        # Places on its piece choose the samples.
+        shares = [draw_uniform(keys_B, 1, number) for number in range(self.batch_size)]
+        places = start_B1 + np.stack(shares, axis=1) * length_B1
+        pieces = np.searchsorted(ends, places, side="right")
         # Rounding may not lead to a neighbouring bucket.
-        samples: Int64s = chosen[np.clip(places, firsts[drawn][:, None], lasts[drawn][:, None])]
+        first_B1 = firsts_K[drawn_B][:, None]
+        last_B1 = lasts_K[drawn_B][:, None]
+        samples: Int64s = chosen[np.clip(pieces, first_B1, last_B1)]
         return samples
 
     def __iter__(self) -> Iterator[list[int]]:  # type: ignore[override]  # batches, not samples
         numbers, own = self._begin_epoch()
-        drawn = self.batches(self.epoch)
-        every = [drawn[number] for number in numbers.tolist()]
-        samples = np.concatenate([np.empty(0, np.int64), *every])
+        batches = self.batches(self.epoch)
+        ordered = [batches[number] for number in numbers.tolist()]
+        samples = np.concatenate([np.empty(0, np.int64), *ordered])
         # Samples that come again are marked, as by a RankSampler.
-        earlier = count_earlier(np.zeros(len(self._bucket_N), np.uint32), samples)
-        ends = np.cumsum([len(batch) for batch in every])
-        for place in range(len(every))[own]:
-            batch = slice(ends[place] - len(every[place]), ends[place])
-            indices = map(RepeatedIndex.mark, samples[batch].tolist(), earlier[batch].tolist())
-            yield list(indices)
-
-
-def find_buckets(dataset: Any, count: int, pixels: int, multiple_of: int = 64) -> list[Bucket]:
-    """Return sizes of buckets that fit the images of a dataset, for ``ResizeToBucket``.
-
-    The aspect ratios are those that keep most of the images (the mean square of the difference of
-    logarithms is the least). The result is the same on all ranks.
-
-    Args:
-        dataset: a dataset of fastdata, also in ``Subset`` or ``ConcatDataset``. Sizes are those
-            of its stored images, or those in the headers of its files.
-        count: number of buckets, at most: there are fewer where images have fewer ratios.
-        pixels: about how many pixels each bucket has, such as ``512 * 512``.
-        multiple_of: divides heights and widths.
-
-    Example:
-        >>> import torch
-        >>> from fastdata import CachedDataset
-        >>> shapes = [(3, 40, 60), (3, 60, 40), (3, 41, 60), (3, 50, 50)]
-        >>> images = [(torch.zeros(shape, dtype=torch.uint8), 0) for shape in shapes]
-        >>> find_buckets(CachedDataset(images), 3, pixels=32 * 32, multiple_of=8)
-        [(40, 24), (32, 32), (24, 40)]
-    """
-    if count < 1 or multiple_of < 1 or pixels < 1:
-        raise ValueError(
-            f"count={count}, pixels={pixels}, multiple_of={multiple_of}: all must be 1 or more"
-        )
-    parts = _parts_of(dataset)
-    sizes_N2 = np.concatenate([image_sizes(part) for part in parts.datasets])
-    if parts.subset is not None:
-        sizes_N2 = sizes_N2[parts.subset]
-    logs = np.log(sizes_N2[:, 1] / sizes_N2[:, 0])
-    ratios, counts = np.unique(np.round(logs / _RATIO_STEP) * _RATIO_STEP, return_counts=True)
-    found = []
-    for ratio in np.exp(_cluster(ratios, counts, min(count, len(ratios)))).tolist():
-        sides = math.sqrt(pixels / ratio), math.sqrt(pixels * ratio)
-        height, width = (max(round(side / multiple_of), 1) * multiple_of for side in sides)
-        found.append((height, width))
-    return list(dict.fromkeys(found))
-
-
-def _cluster(values: Float64s, counts: Int64s, clusters: int) -> Float64s:
-    """Return the means of clusters of sorted values with the least sum of squared distances."""
-    # Dynamic programming over the first values and clusters: exact, as values are on one line.
-    sums = np.cumsum(np.stack([counts, counts * values, counts * values**2]), axis=1)
-    sums = np.pad(sums, ((0, 0), (1, 0)))
-    weight, first, second = sums[:, None, 1:] - sums[:, :-1, None]  # of values [row, column]
-    is_some = weight > 0
-    mean = np.divide(first, weight, where=is_some, out=np.zeros_like(first))
-    cost = np.where(is_some, second - first * mean, np.inf)
-    best = cost[0]
-    begins = []
-    for _ in range(1, clusters):
-        # One cluster more, which begins at a value: row.
-        total = np.append(np.inf, best[:-1])[:, None] + cost
-        begins.append(total.argmin(axis=0))
-        best = total.min(axis=0)
-    means = []
-    last = len(values) - 1
-    for begin in reversed(begins):
-        means.append(mean[begin[last], last])
-        last = begin[last] - 1
-    return np.array([*means, mean[0, last]])[::-1]
-
-
-def _parts_of(dataset: Any) -> Parts:
-    parts = Parts.find(dataset)
-    if not parts.datasets:
-        raise TypeError(
-            f"the sizes of the samples of {kind_of(dataset)} are not known: it is not a dataset of "
-            "fastdata. Give fastdata.CachedDataset(...) of it, or an array of the shapes (N, D)."
-        )
-    return parts
+        counts_N = np.zeros(len(self._bucket_N), np.uint32)
+        earlier = count_earlier(counts_N, samples)
+        ends = np.cumsum([len(batch) for batch in ordered])
+        for place in range(len(ordered))[own]:
+            end = ends[place]
+            start = end - len(ordered[place])
+            marks = earlier[start:end].tolist()
+            indices = samples[start:end].tolist()
+            yield list(map(RepeatedIndex.mark, indices, marks))
 
 
 def _shapes_of(dataset: Any) -> Int32s:
     """Return the shapes of all samples, as they are served: (N, D)."""
     if _is_array(dataset):
         return np.asarray(dataset)
-    parts = _parts_of(dataset)
+    parts = sized_parts(dataset)
     shapes = [served_shapes(part) for part in parts.datasets]
     if len({each.shape[1] for each in shapes}) > 1:
         raise ValueError("the datasets serve samples of different numbers of dimensions")
     shapes_ND = np.concatenate(shapes)
     if parts.subset is not None:
         shapes_ND = shapes_ND[parts.subset]
-    if not shapes_ND.all():
+    is_known_N = shapes_ND.all(axis=1)
+    if not is_known_N.all():
         raise ValueError(
-            f"sample {int(shapes_ND.all(axis=1).argmin())} comes out in a size that is drawn at "
+            f"sample {int(is_known_N.argmin())} comes out in a size that is drawn at "
             "random, so that no batch is of one size. End the transform with a crop or resize, as "
             "ResizeToBucket does."
         )
@@ -283,16 +235,21 @@ def _is_array(given: Any) -> bool:
     """Return True for an array of shapes, or a list of them."""
     if isinstance(given, np.ndarray):
         return given.ndim == 2
-    row = given[0] if isinstance(given, (list, tuple)) and given else None
+    if not isinstance(given, (list, tuple)) or not given:
+        return False
+    row = given[0]
     return isinstance(row, (list, tuple)) and all(isinstance(side, int) for side in row)
 
 
-def _warn_of_small_batches(count_N: Array, batch_size: int) -> None:
-    samples = int(count_N.sum())
-    batches = int((-(-count_N // batch_size)).sum())
-    if samples < batches * batch_size / 2 and batches > 2 * -(-samples // batch_size):
+def _warn_of_small_batches(sizes_K: Int64s, batch_size: int) -> None:
+    """Warn if the batches of all buckets are less than half full."""
+    samples = int(sizes_K.sum())
+    batches = int((-(-sizes_K // batch_size)).sum())
+    whole_batches = -(-samples // batch_size)
+    if 2 * samples < batches * batch_size and batches > 2 * whole_batches:
+        per_batch = samples / batches
         warn_user(
-            f"{counted(samples, 'sample')} come out in {len(count_N):,} shapes, so that a batch of "
-            f"batch_size={batch_size} has {samples / batches:.1f} on average. Begin the transform "
+            f"{counted(samples, 'sample')} come out in {len(sizes_K):,} shapes, so that a batch of "
+            f"batch_size={batch_size} has {per_batch:.1f} on average. Begin the transform "
             "with ResizeToBucket, which gives them a few sizes."
         )

@@ -66,7 +66,8 @@ class Window:
         if len(self.tensors) == 1:
             return None
         _, rows, columns, *_ = self.tensors
-        shapes_B3 = np.array([self._stored], np.int32).repeat(len(index_B), axis=0)
+        shape_13 = np.array([self._stored], np.int32)
+        shapes_B3 = shape_13.repeat(len(index_B), axis=0)
         ops_BS = self._program.draw(index_B, visits_B, seed, shapes_B3)
         windows_B = ops_BS["window"][:, 0]
         box_B = windows_B["box"]
