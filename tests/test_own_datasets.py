@@ -16,6 +16,7 @@ from PIL import Image
 from torch.utils.data import ConcatDataset, Dataset, Subset, random_split
 from torch.utils.data import DataLoader as TorchLoader
 
+from conftest import FolderMaker
 from fastdata import CachedDataset, CudaPrefetcher, DataLoader, FastDataWarning, plan_transform
 from fastdata.loaders import fallbacks
 
@@ -209,6 +210,33 @@ def test_images_become_rgb_before_a_random_crop() -> None:
     assert torch.equal(gray[:, 0], gray[:, 2])
 
 
+class Arrays(Kaggle):
+    """Arrays (H, W, C) or tensors, given to torchvision's transforms."""
+
+    def __init__(self, transform: Any, change: Any) -> None:
+        super().__init__(transform)
+        self.change = change
+
+    def __getitem__(self, index: int) -> Any:
+        pixels = np.random.default_rng(index).integers(0, 256, (16, 14, 3), np.uint8)
+        return self.transform(self.change(pixels)), index
+
+
+@pytest.mark.parametrize("change", [np.array, lambda pixels: pixels[:, :, 0], T.ToTensor()])
+@pytest.mark.parametrize("first", [T.ToPILImage(), T.ToTensor()], ids=lambda step: repr(step))
+def test_arrays_become_images_of_torchvision(change: Any, first: Any) -> None:
+    transform = T.Compose([first, T.RandomHorizontalFlip(1.0), T.CenterCrop(9), T.ToTensor()])
+    if isinstance(first, T.ToTensor):
+        if isinstance(change, T.ToTensor):
+            pytest.skip("ToTensor takes no tensors")
+        transform.transforms.pop()
+    inner = Arrays(transform, change)
+    with CachedDataset(inner) as dataset:
+        assert dataset.plan.is_batched
+        images, _ = next(iter(DataLoader(dataset, batch_size=9)))
+    assert torch.equal(images, torch.stack([inner[index][0] for index in range(9)]))
+
+
 def test_attributes_are_those_of_the_dataset_inside() -> None:
     inner = Pictures(transform=RANDOM)
     with CachedDataset(inner) as dataset:
@@ -339,7 +367,9 @@ def test_a_lambda_is_named_by_its_function() -> None:
     assert "<lambda> (test_own_datasets.py, line " in str(plan.obstacle)
 
 
-def test_a_loader_says_once_how_items_are_read_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loader_says_once_how_items_are_read_only_once(
+    image_folder: FolderMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fallbacks, "_HINTED", set())
     with pytest.warns(
         FastDataWarning, match=r"nothing is cached.* CachedDataset\(Pictures\(...\)\)"
@@ -351,7 +381,14 @@ def test_a_loader_says_once_how_items_are_read_only_once(monkeypatch: pytest.Mon
         warnings.simplefilter("error")
         iter(DataLoader(Pictures(transform=RANDOM)))
         iter(DataLoader(Masks(), workers="process"))
-        iter(DataLoader(Masks()))  # which has no transform: it may hold anything
+        iter(DataLoader(range(3)))  # it may hold anything
+    with pytest.warns(
+        FastDataWarning, match=r"CachedDataset\(Masks\(...\)\) reads each item once\. Pass"
+    ):
+        iter(DataLoader(Masks()))
+    folder = torchvision.datasets.ImageFolder(image_folder())
+    with pytest.warns(FastDataWarning, match=r" fastdata\.ImageFolder\(...\) reads each item once"):
+        iter(DataLoader(folder))
 
 
 def test_the_report_is_of_the_last_epoch_that_had_batches() -> None:

@@ -146,8 +146,9 @@ ELSEWHERE = {
     *("GaussianNoise", "RandomPhotometricDistort", "RandomChannelPermutation"),
     "AlternatingFlip",
     "ResizeToBucket",
+    "ToPILImage",
 }
-"""Steps that have a test of their own, below or in tests/test_buckets.py."""
+"""Steps that have a test of their own, below, in test_buckets.py or in test_own_datasets.py."""
 
 BUCKETS = {"CoverBucket", "CropToBucket", "RandomCropToBucket"}
 """The steps that a ``ResizeToBucket`` consists of."""

@@ -52,20 +52,30 @@ def _hint_at_caching(dataset: Any) -> None:
     while type(inner) is Subset:
         inner = inner.dataset
     kind = type(inner)
-    # A dataset without a transform may hold numbers or texts, which gain nothing from a cache.
     has_transform = hasattr(inner, "transform") or hasattr(inner, "transforms")
-    if kind in _HINTED or not has_transform:
+    # Another dataset may hold numbers or texts, which gain nothing from a cache.
+    if kind in _HINTED or not (has_transform or _names_images(kind)):
         return
     _HINTED.add(kind)
-    made = f"CachedDataset({kind.__name__}(...))"
+    is_folder = (kind.__module__, kind.__name__) == ("torchvision.datasets.folder", "ImageFolder")
+    made = "fastdata.ImageFolder(...)" if is_folder else f"CachedDataset({kind.__name__}(...))"
+    then = ", and runs its transform on whole batches" if has_transform else ""
     before = ""
     if inner is not dataset:
         before = f" Wrap it before {type(dataset).__name__} or random_split takes a part of it."
     warn_user(
         f"nothing is cached, so this loader is only as fast as torch's. {made} reads each item "
-        f"once, and runs its transform on whole batches.{before} Pass workers='process' to the "
-        "loader to turn this warning off."
+        f"once{then}.{before} Pass workers='process' to the loader to turn this warning off."
     )
+
+
+def _names_images(kind: type) -> bool:
+    """Return True if the code that reads an item of a dataset has a name of images in it."""
+    code = getattr(getattr(kind, "__getitem__", None), "__code__", None)
+    if code is None:
+        return False
+    names = (*code.co_names, *code.co_varnames, *map(str, code.co_consts))
+    return any(word in name.lower() for name in names for word in ("image", "img", "imread"))
 
 
 def _fallback_notice(dataset: PreparedDataset) -> str:

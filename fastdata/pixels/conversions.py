@@ -21,6 +21,14 @@ def read_to_image(transform: Any, state: State) -> State:
     return replace(state, kind="image")
 
 
+def read_to_pil(transform: Any, state: State) -> State:
+    if state.kind not in ("pil", "tensor", "image") or state.floats:
+        raise UnknownStepError("gets floats, or something that is no image")
+    if (state.channels, transform.mode) not in ((1, None), (1, "L"), (3, None), (3, "RGB")):
+        raise UnknownStepError("makes images of a mode that is not served")
+    return replace(state, kind="pil")
+
+
 def read_to_pure_tensor(transform: Any, state: State) -> State:
     return replace(state, kind="tensor") if state.kind == "image" else state
 

@@ -46,6 +46,8 @@ def recognise(transform: Any, state: State) -> State:
             read = conversions.read_long_mask
         elif state.is_beside and name in READERS:
             read = _read_beside
+        elif state.kind in ("hwc", "hw") and name in ("ToImage", "ToPILImage", "ToTensor"):
+            state = replace(state, kind="pil")  # they have the same values in the store
         elif state.kind in ("array", "hwc", "hw", "plane", "mask", "video"):
             raise UnknownStepError("gets samples that batch ops do not serve")
         found = read(transform, state)
@@ -165,6 +167,7 @@ READERS: dict[str, Reader] = {
     "PILToTensor": conversions.read_to_tensor,
     "ToDtype": conversions.read_dtype,
     "ToImage": conversions.read_to_image,
+    "ToPILImage": conversions.read_to_pil,
     "ToPureTensor": conversions.read_to_pure_tensor,
     "ToTensor": conversions.read_to_tensor,
     "timm.MaybePILToTensor": conversions.read_to_tensor,
