@@ -121,7 +121,9 @@ def test_boxes_alone_are_a_target() -> None:
     with CachedDataset(data, transforms=both) as dataset:
         for (_, found), given in zip(DataLoader(dataset, batch_size=None), data, strict=True):
             check_boxes(found, both(*given)[1])
-        assert "only images with a tv_tensors.Mask are served" in (dataset.plan.obstacle or "")
+        assert "only images with a tv_tensors.Mask run on whole batches" in (
+            dataset.plan.obstacle or ""
+        )
 
 
 def test_values_that_numpy_does_not_know_are_kept() -> None:

@@ -224,7 +224,7 @@ def test_targets_that_files_cannot_keep_are_refused(
     """The error names what it found, comes before anything is prepared, and leaves nothing."""
     data = [(torch.zeros(2), target) for target in targets]
     with pytest.raises(
-        ValueError, match=rf"cache_dir= keeps targets that are .* It found .*{found}"
+        ValueError, match=rf"cache_dir= can store targets that are .* It found .*{found}"
     ):
         CachedDataset(data, cache_dir=tmp_path, cache_key="k")
     assert files_of(tmp_path) == set()
@@ -264,7 +264,7 @@ def test_a_changed_file_has_its_shard_written_anew(
             assert {"003.jpg", "new.jpg"} < set(opened) if run == 0 else not opened
             assert same(dataset, expected(root))
     (line,) = caplog.messages
-    assert re.match(r"\d+ of 80 samples are prepared: those of new or changed files", line)
+    assert re.match(r"preparing \d+ of 80 samples: those of new or changed files", line)
     assert before & set((root.parent / "cache").glob("*/part0-*"))
 
 
@@ -560,9 +560,9 @@ def test_a_cache_of_a_subclass_needs_a_cache_key(tmp_path: Path) -> None:
     [
         (
             {"storage": "shared", "cache_dir": "c"},
-            "cache_dir= keeps samples on disk.*storage='shared'",
+            "cache_dir= stores samples on disk.*storage='shared'",
         ),
-        ({"storage": "disk"}, "name it with cache_dir="),
+        ({"storage": "disk"}, "needs a folder for the samples: name it as cache_dir="),
     ],
 )
 def test_contradictions_are_refused(options: Any, words: str) -> None:
@@ -633,7 +633,7 @@ def test_a_flipped_byte_is_found_on_the_first_read(
             list(samples)
     inode = damaged.stat().st_ino
     with cached(root, codec=codec, shard_bytes=FOUR) as dataset:
-        assert re.search(r"\d of 18 samples are prepared: .* of damaged shards", caplog.text)
+        assert re.search(r"preparing \d of 18 samples: .* of damaged shards", caplog.text)
         assert damaged.stat().st_ino != inode
         assert same(dataset, wanted)
 

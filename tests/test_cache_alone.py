@@ -348,7 +348,7 @@ def test_one_cache_must_be_meant(image_folder: Folder, tmp_path: Path) -> None:
     build(root, transform=v1.Resize((4, 5)), codec="zstd")
     other = next(path.parent for path in cache.glob(f"*/{INDEX}") if path.parent != home)
     with pytest.raises(
-        ValueError, match="holds 2 caches; give the folder of the one that you mean"
+        ValueError, match="holds 2 caches; give the folder of one of them"
     ) as several:
         CachedDataset.from_cache(cache)
     assert str(home) in str(several.value)
@@ -362,7 +362,7 @@ def test_files_as_they_are_need_their_dataset(image_folder: Folder) -> None:
     """With codec source only the dataset knows what prepares them."""
     cache = build(image_folder(size=(13, 11)), codec="source")
     with pytest.raises(
-        CacheError, match=r"Image files as they are.* open that, with cache_dir="
+        CacheError, match=r"Unchanged image files.* open that, with cache_dir="
     ) as caught:
         CachedDataset.from_cache(cache)
     assert repr(str(cache)) in str(caught.value)
@@ -393,15 +393,15 @@ def test_a_codec_of_the_users_own_needs_its_dataset(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("columns", "words"),
     [
-        ({"targets.0": np.zeros(5, np.int64)}, r"int64\[5\] where numbers\[6\] are needed"),
+        ({"targets.0": np.zeros(5, np.int64)}, r"int64\[5\], but numbers\[6\] are needed"),
         ({"targets.0": np.zeros(6, "U1")}, "<U1"),
-        ({"targets.0": np.zeros(6, ">i8")}, r">i8\[6\] where"),
-        ({"targets.0": np.zeros((5, 2))}, r"float64\[5, 2\] where numbers\[6\]"),
+        ({"targets.0": np.zeros(6, ">i8")}, r">i8\[6\], but"),
+        ({"targets.0": np.zeros((5, 2))}, r"float64\[5, 2\], but numbers\[6\]"),
         ({"targets.json": {"pickle": "targets.0"}}, "cannot be read: KeyError: 'pickle'"),
         ({"targets.json": {"number": "targets.1"}}, "cannot be read: KeyError: 'targets.1'"),
         ({"targets.json": {"number": ["targets.0"]}}, "cannot be read: TypeError"),
         ({"targets.json": {"number": "targets.json"}}, "cannot be read: AttributeError"),
-        ({"targets.json": []}, "tuples of nothing"),
+        ({"targets.json": []}, "its targets are empty tuples"),
         ({"targets.json": "number"}, "cannot be read: AttributeError"),
         ({"targets.json": [{"json": [0]}]}, "are not a list of 6"),
         ({"targets.json": {"json": [0, 1]}}, "are not a list of 6"),
@@ -409,8 +409,8 @@ def test_a_codec_of_the_users_own_needs_its_dataset(tmp_path: Path) -> None:
         ({"targets.json": np.frombuffer(b"[0, 1", np.uint8)}, "cannot be read"),
         ({"targets.json": np.frombuffer(b"[" * 100_000, np.uint8)}, "cannot be read"),
         ({"part0.sums": None}, "cannot be read: KeyError: 'part0.sums'"),
-        ({"part0.sums": np.zeros(5, np.uint32)}, r"uint32\[5\] where uint32\[6\] are needed"),
-        ({"ends": np.arange(6)}, r"paths are uint8\[\d+\] where uint8\[5\] are needed"),
+        ({"part0.sums": np.zeros(5, np.uint32)}, r"uint32\[5\], but uint32\[6\] are needed"),
+        ({"ends": np.arange(6)}, r"paths are uint8\[\d+\], but uint8\[5\] are needed"),
         ({"ends": np.array([11, 9, 33, 44, 55, 66])}, "file names overlap"),
     ],
 )

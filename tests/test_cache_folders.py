@@ -107,7 +107,7 @@ def test_damage_that_cannot_be_noted_is_said_so(
     with monkeypatch.context() as patch:
         patch.setattr(Path, "unlink", refuse(errno.EROFS))
         (found,) = inspect_caches(cache_dir, verify=True)
-        assert "cannot be noted (Read-only file system)" in str(found)
+        assert "the damage cannot be recorded (Read-only file system)" in str(found)
     (found,) = inspect_caches(cache_dir, verify=True)
     assert "the next run over its source prepares it again" in str(found)
     assert "a shard is damaged, which the next run writes again" in str(

@@ -89,7 +89,7 @@ def test_inspect_tells_what_is_damaged(
     shard.write_bytes(data[:-5])
     capsys.readouterr()
     assert main(["inspect", str(cache)]) == 1
-    assert "bytes where" in capsys.readouterr().out
+    assert "bytes, but 1,136 were written" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -363,7 +363,7 @@ def test_impossible_filters_raise() -> None:
     """What no sample of this shape can have been filtered by is a CodecError."""
     sample = sample_of((16, 64))
     data = ZstdCodec().encode(sample)
-    with pytest.raises(CodecError, match=r"shape .16, 64. and uint8 .* filter 7 "):
+    with pytest.raises(CodecError, match=r"shape .16, 64. and uint8: filter 7 "):
         decoded(ZstdCodec(), bytes((7,)) + data[1:], sample)
     with pytest.raises(CodecError, match="filter 200"):
         decoded(ZstdCodec(), bytes((200,)) + data[1:], sample)
@@ -375,11 +375,11 @@ def test_bombs_are_refused_before_memory_is_taken() -> None:
     for frame, found in (
         (
             zstandard.ZstdCompressor().compress(bytes(100_000_000)),
-            "a frame of 100,000,000 bytes where 90",
+            "the frame has 100,000,000 bytes, but 90",
         ),
         (
             zstandard.ZstdCompressor(write_content_size=False).compress(bytes(90)),
-            "a frame of -1 bytes|no content size",
+            "the frame has -1 bytes|no content size",
         ),
     ):
         with pytest.raises(CodecError, match=found):
@@ -409,7 +409,7 @@ def test_memory_that_cannot_be_filled_raises(own: Codec) -> None:
     fixed = np.zeros_like(sample)
     fixed.flags.writeable = False
     for out in (fixed, np.zeros((3, 11, 28), np.uint8)[..., ::2]):
-        with pytest.raises(ValueError, match="writeable and C-contiguous") as raised:
+        with pytest.raises(ValueError, match="writeable, C-contiguous") as raised:
             own.decode(data, out)
         assert not isinstance(raised.value, CodecError)
 
@@ -433,7 +433,7 @@ def test_python_objects_are_refused(codec: Codec) -> None:
 )
 def test_jpeg_refuses_what_it_would_spoil(shape: tuple[int, ...], dtype: str) -> None:
     """Labels, depths and samples that are no images are a ValueError."""
-    with pytest.raises(ValueError, match=r"labels or depths would be changed|empty image"):
+    with pytest.raises(ValueError, match=r"it would change labels or depths|empty image"):
         JpegCodec().encode(np.zeros(shape, dtype))
 
 
@@ -448,7 +448,7 @@ def test_foreign_settings_are_refused() -> None:
     """Another format, an unknown argument and an unknown codec each say what is known."""
     settings = ZstdCodec().settings()
     with pytest.raises(
-        ValueError, match="codec 'zstd', format 2, and this fastdata knows format 1"
+        ValueError, match="codec 'zstd', format 2, but this fastdata reads only format 1"
     ):
         codec_of({**settings, "format": 2})
     with pytest.raises(TypeError, match="unexpected keyword argument 'dictionary'"):
@@ -469,7 +469,7 @@ def test_wrong_codecs_are_explained() -> None:
     """Unknown names, incomplete objects, classes and wrong arguments each say what is needed."""
     for wrong in ("gzip", 5):
         with pytest.raises(
-            ValueError, match=f"codec={wrong!r} is not one of .*'lz4', 'zstd', 'jpeg'"
+            ValueError, match=f"codec={wrong!r} is neither one of .*'lz4', 'zstd', 'jpeg'"
         ):
             find_codec(wrong)
 

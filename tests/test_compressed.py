@@ -387,7 +387,7 @@ def test_boxes_keep_format_and_canvas_as_targets(tmp_path: Path) -> None:
             )
             assert repr(found) == repr(wanted)
         with pytest.raises(
-            ValueError, match=r"cache_dir= keeps targets that are .* It found .*BoundingBoxes"
+            ValueError, match=r"cache_dir= can store targets that are .* It found .*BoundingBoxes"
         ):
             CachedDataset([pair], cache_dir=tmp_path, cache_key="boxes")
     with pytest.raises(
@@ -449,8 +449,8 @@ def test_a_codec_that_would_harm_is_refused_with_the_reason(
 @pytest.mark.parametrize(
     ("codec", "problem"),
     [
-        ("lzma", "codec='lzma' is not one of 'auto', 'source', 'lz4'"),
-        (7, "codec=7 is not one of"),
+        ("lzma", "codec='lzma' is neither one of 'auto', 'source', 'lz4'"),
+        (7, "codec=7 is neither one of"),
         (("lz4", "lz4"), "2 codecs, but .* 1 parts"),
     ],
 )
@@ -544,7 +544,7 @@ def test_running_out_during_a_fill_says_what_would_fit() -> None:
         CachedDataset(samples, storage="compressed", codec="lz4", memory_limit="1MiB")
     with pytest.raises(
         MemoryBudgetError,
-        match=r"many shapes need more than the 1\.0 MiB that is free\. Use .*codec=",
+        match=r"many shapes need more than the 1\.0 MiB that are free\. Use .*codec=",
     ):
         CachedDataset(samples, storage="shared", memory_limit="1MiB")
 

@@ -834,7 +834,7 @@ def test_dicts_are_kept_in_a_cache(tmp_path: Any) -> None:
 def test_dicts_that_have_no_image_are_refused() -> None:
     """The error says what there is and what to do; leaving out samples would not help."""
     with pytest.raises(
-        SampleError, match=r"dict of label, without an image; .* Correct the dataset\.$"
+        SampleError, match=r"dict of label, without an image, but .* Correct the dataset\.$"
     ) as refused:
         cached(Dicts("label"))
     assert "on_error" not in str(refused.value)
@@ -882,7 +882,9 @@ def test_a_tensor_dataset_is_one_of_samples_and_targets() -> None:
 
 def test_skipping_needs_storage() -> None:
     """on_error="skip" with storage="none" is said to do nothing."""
-    with pytest.warns(FastDataWarning, match="storage='none' finds out only when it reads"):
+    with pytest.warns(
+        FastDataWarning, match="storage='none' prepares them only when they are read"
+    ):
         cached(Images(4), storage="none", on_error="skip").close()
 
 
@@ -921,11 +923,11 @@ def test_wrong_options_are_named() -> None:
             TypeError, match=rf"^{kind.__name__}\(\) has no argument {wrong}=\. {meant}"
         ):
             kind([(torch.zeros(1), 0)], **{wrong: 1})
-    with pytest.raises(TypeError, match="prepare_workers='4' is neither an int nor None"):
+    with pytest.raises(TypeError, match="prepare_workers='4' must be an int or None"):
         cached([(torch.zeros(1), 0)], prepare_workers="4")
-    with pytest.raises(ValueError, match="prepare_workers=-1 is less than 0; leave it out"):
+    with pytest.raises(ValueError, match="prepare_workers=-1 must be 0 or more; leave it out"):
         cached(Images(4), prepare_workers=-1)
-    with pytest.raises(TypeError, match="batch_ops=1 is neither True nor False"):
+    with pytest.raises(TypeError, match="batch_ops=1 must be True or False"):
         cached([(torch.zeros(1), 0)], batch_ops=1)
     with pytest.raises(ValueError, match=r"resize=2\.5 is not a size"):
         cached([(torch.zeros(1), 0)], resize=2.5)
@@ -934,7 +936,7 @@ def test_wrong_options_are_named() -> None:
 @pytest.mark.parametrize(
     ("items", "named"),
     [
-        ([1], "item 0 of list is an int, not a"),
+        ([1], "item 0 of list is an int, but a"),
         ([(1, 2)], "a sample of type int cannot be stored"),
         (Wrapping([(1, 2, 3)]), "too many values"),
         ([{1: 2}], "is a dict of 1, without an image"),

@@ -844,7 +844,7 @@ def test_before_the_first_read_samples_and_targets_may_be_assigned(
         ours.targets = [9] * 8
         assert list(ours.targets) == [9] * 8
         ours.samples = ours.samples[5:1:-1]
-        with pytest.raises(ValueError, match=r"^3 targets for 4 samples"):
+        with pytest.raises(ValueError, match=r"^3 targets were assigned for 4 samples"):
             ours.targets = [7, 7, 7]
         ours.targets = [7, 6, 5, 4]
         assert ours.imgs == [(path, 7 - n) for n, (path, _) in enumerate(theirs.samples)]

@@ -118,7 +118,7 @@ def test_the_transform_of_items_that_are_dicts_runs_on_whole_batches() -> None:
 
 @pytest.mark.parametrize("kind", [Scaled, TwoCalls], ids=lambda kind: kind.__name__)
 def test_a_dataset_that_does_more_keeps_its_transform(kind: Any) -> None:
-    with pytest.raises(ValueError, match=r"RandomCrop\(.*random, but samples are stored"):
+    with pytest.raises(ValueError, match=r"RandomCrop\(.*random, but each sample is stored"):
         CachedDataset(kind(transform=RANDOM))
     with CachedDataset(kind(transform=KNOWN)) as dataset:
         assert dataset.transform is None
@@ -245,7 +245,7 @@ def test_attributes_are_those_of_the_dataset_inside() -> None:
         assert list(dataset.targets) == inner.targets
         assert not hasattr(dataset, "indices")
         with pytest.raises(
-            AttributeError, match="a CachedDataset has no attribute nope, and neither has a Pict"
+            AttributeError, match="a CachedDataset has no attribute nope, and a Pict"
         ):
             _ = dataset.nope
     with CachedDataset(Subset(inner, [1, 2])) as dataset:

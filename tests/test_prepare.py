@@ -173,12 +173,15 @@ def test_samples_of_another_type_are_bad_samples() -> None:
     samples = dense(40)
     samples[9] = (np.zeros((2, 3), np.float32), 0)
     with pytest.raises(
-        SampleError, match=r"sample 9 .*it is an array of float32, the others are an array of int16"
+        SampleError,
+        match=r"sample 9 .*it is an array of float32, but other samples are an array of int16",
     ):
         cached(samples)
     samples = ragged(40)
     samples[9] = (np.zeros((2, 3, 4), np.int16), 0)
-    with pytest.raises(FastDataError, match=r"has shape .*, those before it \d dimensions"):
+    with pytest.raises(
+        FastDataError, match=r"has shape .*, but those before it have \d dimensions"
+    ):
         cached(samples)
 
 
@@ -186,7 +189,7 @@ def test_ragged_samples_beyond_the_budget_stop_the_fill() -> None:
     """Ragged samples that turn out larger than the limit raise, name the limit, and free the block."""
     samples = [(np.zeros(100_000 if i % 10 == 3 else 10 + i % 2, np.uint8), 0) for i in range(200)]
     with pytest.raises(
-        MemoryBudgetError, match=r"more than the 1\.0 MiB that is free.*Use storage='compressed'"
+        MemoryBudgetError, match=r"more than the 1\.0 MiB that are free.*Use storage='compressed'"
     ):
         cached(samples, memory_limit="1MiB")
 

@@ -183,7 +183,8 @@ def test_a_sample_of_other_dimensions_is_an_error(tmp_path: Path) -> None:
     """As without shards: nothing is left of them."""
     items = [(np.zeros((4, 5, 1) if k == 4 else (4, 5), np.uint8), k) for k in range(24)]
     with pytest.raises(
-        FastDataError, match=r"an array \(H, W, C\) of uint8, the others are an array \(H, W\)"
+        FastDataError,
+        match=r"an array \(H, W, C\) of uint8, but other samples are an array \(H, W\)",
     ):
         CachedDataset.build_cache(items, cache_key="x", cache_dir=tmp_path, shard_bytes=100)
     assert not list(tmp_path.glob(f"*/{INDEX}"))
@@ -365,7 +366,7 @@ def test_what_cannot_be_pickled_is_named(image_folder: Folder) -> None:
     options: dict[str, Any] = {"loader": lambda path: open_noted(path), "cache_key": "x"}
     with (
         engine_of("threads") as threads,
-        pytest.raises(ValueError, match=r"lambda.*Use functions of a module"),
+        pytest.raises(ValueError, match=r"lambda.*Use module-level functions"),
     ):
         cached(root, engine=threads, **options)
     cached(root, **options).close()
@@ -384,12 +385,15 @@ def test_a_dataset_pickles_without_its_executor(image_folder: Folder) -> None:
     [
         (
             {"engine": "dask"},
-            "engine='dask' is not 'local', 'ray', or a concurrent.futures.Executor",
+            "engine='dask' must be 'local', 'ray' or a concurrent.futures.Executor",
         ),
-        ({"engine": "ray", "cache_dir": None}, "writes a cache; name its folder with cache_dir="),
+        (
+            {"engine": "ray", "cache_dir": None},
+            "needs a folder for the cache: name it as cache_dir=",
+        ),
         (
             {"shard_bytes": "1 GiB", "cache_dir": None},
-            "writes a cache; name its folder with cache_dir=",
+            "needs a folder for the cache: name it as cache_dir=",
         ),
         ({"shard_bytes": "many"}, "'many' is not an amount of memory"),
     ],
@@ -432,7 +436,7 @@ def test_progress_counts_what_is_there(
     stopped(root)
     with caplog.at_level(logging.INFO, "fastdata"):
         cached(root).close()
-    assert "4 of 12 samples are prepared: those of new or changed files" in caplog.text
+    assert "preparing 4 of 12 samples: those of new or changed files" in caplog.text
 
 
 def test_the_command_writes_shards(

@@ -904,7 +904,7 @@ def test_the_end_of_a_worker_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_ring_without_slots_is_refused() -> None:
     """slots=0 is an error at construction."""
-    with pytest.raises(ValueError, match="slots=0: a worker needs at least one slot"):
+    with pytest.raises(ValueError, match="slots=0 must be 1 or more: a worker needs a slot"):
         RingCollate(slots=0)
 
 

@@ -1,4 +1,4 @@
-"""torchvision's datasets over a store, and the reader that an epoch reads batches by.
+"""torchvision's datasets over a store, and the reader of an epoch's batches.
 
 The datasets that users make:
 
@@ -14,20 +14,19 @@ The state of a dataset:
 
 - ``samples``: ``DatasetSamples``, which holds everything below; ``files`` is its kind for image
   files
-- ``stored``: values of how samples were prepared, and the user's transforms
+- ``stored``: frozen values: prepared samples, and the user's transforms
 - ``preparing``: from a source to stored samples
-- ``lifting``: takes the transform out of a dataset that calls it itself
+- ``lifting``: takes over the transform of a dataset that calls it itself
 - ``origin``: the source of samples, and its description for a cache
 - ``snapshot``: detects transforms that were changed in place
 
 Reading:
 
 - ``compiler``: from stored samples and transforms to a reader
-- ``reader``, ``column``: read batches and items, one column for each view of the images or for
-  masks
+- ``reader``, ``column``: read batches and items; a column is one view of the images, or the masks
 - ``reading``: the samples of an epoch, their targets and programs, as one value
 - ``sizes``: the sizes of all samples, without decoding them
-- ``visits``: the indices of a batch, and the numbers that its random draws are made from
+- ``visits``: the indices of a batch, and the numbers that determine its random draws
 - ``draws``: random draws of collate functions
 - ``buffers``: memory for batches, which is reused
 
@@ -35,7 +34,7 @@ Batches:
 
 - ``batch``: a list of samples that remembers its stacked tensors; ``collate``
 - ``mixed_sizes``: the error for a batch whose samples differ in shape
-- ``trees``: the tensors in any nesting of containers, replaced or listed
+- ``trees``: finds or replaces the tensors in any nesting of containers
 - ``held_tensors``: tensors in objects of any class
 
 Batches from worker processes:

@@ -18,7 +18,7 @@ Collate = Callable[[Any], Any]
 
 
 class Sample(tuple[Any, ...]):
-    """One (image, target) of a ``SampleBatch``, which ``default_collate`` knows by its class."""
+    """One (image, target) of a ``SampleBatch``. ``default_collate`` recognises it by its class."""
 
     __slots__ = ()
 
@@ -30,16 +30,17 @@ class Sample(tuple[Any, ...]):
 class SampleBatch(list[Any]):
     """A list of (image, target) samples that are views of one stacked tensor.
 
-    torch's ``default_collate`` and ``fastdata.collate`` return the stacked tensors. Thus a
+    torch's ``default_collate`` and ``fastdata.collate`` return the stacked tensors. So a
     ``collate_fn`` that calls one of them, as those of MixUp and CutMix do, copies nothing. If
-    another sample was put into the list, the samples are stacked like any others.
+    another sample was put into the list, all samples are stacked as usual.
 
     Args:
-        images: (B, C, h, w); sample i is a view of ``images[i]``.
-        targets: collated, such as int64 (B,) for class numbers. None if they are collated only when
-            ``stacked`` is used.
-        each_target: one Python object per sample.
-        image_class: of the images in the list, such as ``tv_tensors.Image`` or ``np.ndarray``.
+        images: images of the batch, (B, C, h, w); sample i is a view of ``images[i]``.
+        targets: collated targets, such as int64 (B,) for class numbers. None if they are collated
+            only when ``stacked`` is used.
+        each_target: target of each sample, as a Python object.
+        image_class: class of the images in the list, such as ``tv_tensors.Image`` or
+            ``np.ndarray``.
 
     Attributes:
         parts: these arguments.
@@ -57,8 +58,8 @@ class SampleBatch(list[Any]):
         pairs = zip(rows_of(images, image_class), each_target, strict=True)
         super().__init__(map(Sample, pairs))
         self._made_of = list(self)
-        # torch's table of how to collate a class. It is changed here and not at import, so that
-        # importing fastdata leaves torch as it was.
+        # torch's table of functions that collate a class. It is changed here and not at import, so
+        # that importing fastdata does not change torch.
         default_collate_fn_map.setdefault(Sample, _collate_samples)
 
     @property
@@ -92,7 +93,7 @@ def collate(samples: list[Any]) -> Any:
     """Turn samples into a batch as ``default_collate`` does, but do not copy a ``SampleBatch``.
 
     Args:
-        samples: of one kind, as for ``default_collate``.
+        samples: samples of one kind, as for ``default_collate``.
 
     Example:
         >>> images = torch.zeros(2, 3, 4, 4)
@@ -103,7 +104,9 @@ def collate(samples: list[Any]) -> Any:
     try:
         return default_collate(samples)  # calls ``_collate_samples`` for a SampleBatch
     except RuntimeError as error:
-        from fastdata.datasets.mixed_sizes import named_error  # relies on this room
+        from fastdata.datasets.mixed_sizes import (
+            named_error,
+        )  # not at the top: it imports this file
 
         raise named_error(error, samples) from None
 

@@ -1,6 +1,6 @@
-"""Memory for batches: allocated in one piece, and reused once its last tensor has died.
+"""Memory for batches: allocated in one piece, and reused once its last tensor is freed.
 
-New memory makes batches slow: every page is faulted in and cleared before it is written. A
+New memory makes batches slow, because the kernel maps and clears every page before it is written. A
 ``BatchRing`` leases the same few buffers again and again.
 """
 
@@ -19,11 +19,11 @@ import torch
 from fastdata.pixels.arrays import Array, Shape
 
 ALIGN_BYTES = 64
-"""A cache line; each piece of a buffer begins at a multiple of it."""
+"""A cache line. Each piece of a buffer begins at a multiple of it."""
 Output = tuple[Shape, np.dtype[Any]]
-"""Shape and dtype of a served sample."""
+"""Shape and dtype of a sample in a batch."""
 Allocate = Callable[[int], memoryview]
-"""Takes a number of bytes and returns memory of that size."""
+"""Function that takes a number of bytes and returns memory of that size."""
 
 
 def allocate_batch(
@@ -56,7 +56,7 @@ def allocate_batch(
 
 
 def new_buffer(size_bytes: int) -> memoryview:
-    """Return memory that is used once."""
+    """Return memory that is used only once."""
     return np.empty(size_bytes, np.uint8).data
 
 
@@ -70,14 +70,14 @@ def rows_of(images: torch.Tensor, kind: type) -> Sequence[Any]:
 
 
 class Lease(weakref.ref[np.ndarray]):
-    """A weak reference to an array that was leased, with what its callback needs.
+    """A weak reference to a leased array, with the values that its callback needs.
 
-    The callback must be a function in C. Python code in it could be interrupted by Ctrl-C, which
-    would be printed and forgotten, and the training loop would go on.
+    The callback must be a function in C. Ctrl-C could interrupt Python code in it: the exception
+    would be printed and ignored, and the training loop would continue.
 
     Attributes:
-        buffer: the memory of the array.
-        set_state: sets the state of a slot that another process reads.
+        buffer: memory of the array.
+        set_state: function that sets the state of a slot, which another process reads.
     """
 
     __slots__ = ("buffer", "set_state")
@@ -86,14 +86,14 @@ class Lease(weakref.ref[np.ndarray]):
 
 
 class BatchRing:
-    """Up to ``slots`` buffers, each leased as an array until that array dies.
+    """Up to ``slots`` buffers, each leased as an array until that array is freed.
 
-    Safe from several threads.
+    Safe to use from several threads.
 
     Args:
         slots: number of buffers.
-        allocate: takes a number of bytes and returns a uint8 array, in the thread that leases;
-            ordinary memory by default.
+        allocate: function that takes a number of bytes and returns a uint8 array. It is called in
+            the thread that leases. Default: ordinary memory.
 
     Attributes:
         fresh_count: number of batches that got new memory, because all slots were leased.
@@ -101,26 +101,27 @@ class BatchRing:
 
     def __init__(self, slots: int, allocate: Callable[[int], Array] | None = None) -> None:
         self._allocate = allocate or partial(np.empty, dtype=np.uint8)
-        # A buffer is taken and given back by single operations of a deque, which are atomic,
-        # because an array may die at any moment, also in a thread that is just taking a buffer.
+        # An array may be freed at any moment, even in a thread that is about to lease a buffer. So
+        # a buffer is taken and returned by single operations of a deque, which are atomic. (A lock
+        # could be held by the same thread already.)
         self._free: deque[Lease | None] = deque([None] * slots)  # None for a slot without buffer
-        # By id. Keeps the leases alive: the callback of a weak reference that has died itself is
-        # never called.
+        # By id. This keeps the leases alive: Python never calls the callback of a weak reference
+        # that has been freed itself.
         self._leases: dict[int, Lease] = {}
         self._slots = slots
         self.fresh_count = 0
 
     def __reduce__(self) -> Any:
-        """Pickle as a ring with memory of its own."""
+        """Pickle as a new ring, without the memory."""
         return BatchRing, (self._slots,)
 
     @property
     def bytes_held(self) -> int:
-        # A list is made in one step; other threads lease buffers while they are counted.
+        # A list is made in one step, because other threads may lease buffers during the sum.
         return sum(lease.buffer.nbytes for lease in list(self._leases.values()))
 
     def lease(self, size_bytes: int) -> memoryview:
-        """Return memory that comes back when the last array or tensor over it has died."""
+        """Return memory that returns to the ring when the last array or tensor over it is freed."""
         try:
             lease = self._free.pop()
         except IndexError:
@@ -129,12 +130,12 @@ class BatchRing:
         buffer = None if lease is None else self._leases.pop(id(lease)).buffer
         if buffer is None or buffer.nbytes < size_bytes:
             buffer = self._allocate(size_bytes)
-        # The lease itself is what comes back to the ring, with its buffer. This frame holds
-        # ``leased``, so the callback cannot run before the lease is complete.
+        # The lease itself returns to the ring, with its buffer. This frame holds ``leased``, so the
+        # callback cannot run before the lease is complete.
         leased = buffer[:size_bytes]
         lease = Lease(leased, self._free.append)
         lease.buffer = buffer
         self._leases[id(lease)] = lease
-        # Arrays over this memory keep ``leased`` alive; arrays made of ``leased`` itself would
-        # refer to its base, the buffer, and let it die too early.
+        # Arrays over this memoryview keep ``leased`` alive. NumPy views of ``leased`` itself would
+        # refer only to its base, the buffer, and ``leased`` would be freed too early.
         return leased.data

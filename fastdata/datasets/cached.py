@@ -30,49 +30,53 @@ if TYPE_CHECKING:
 
 @with_options
 class CachedDataset(PreparedDataset):
-    """Any map-style dataset of (sample, target) or of dicts, prepared once and kept.
+    """Any map-style dataset of (sample, target) pairs or of dicts, prepared once and stored.
 
     Args:
-        dataset: has ``__len__`` and ``__getitem__`` giving (PIL image | tensor | array, target).
-            Each item is read once, in forked worker processes, so that what it draws at random
-            would stay the same: a dataset that draws is refused, see ``frozen``. The sample may be
-            a tuple of these, and the target an image or array too, such as a mask: all of them are
-            stored. Of an item of three or more values the first is the sample, and of (label,
-            image) the image; an image or tensor alone has no target. Of an item that is a dict the
-            one value that is an image is the sample, and the target that of the other key, or a
-            dict of several; items and batches are dicts of the same keys then. Namedtuples stay of
-            their class, where it can be found by its module and name. Or the path or URL of
-            WebDataset's tars, a pattern such as ``"train-{000..009}.tar"``, or a list of these. For
-            other formats see docs/other-datasets.md. Its own ``transform``, if it is called last on
-            what was read, as torchvision's datasets do, is taken over as ``transform=`` is: where
-            it draws at random, or can run on whole batches. Attributes that are not fastdata's,
-            such as ``classes``, are those of this dataset.
-        columns: of items that are dicts the names of those that are sample and target, such as
-            ``{"sample": "image", "target": "label"}``; items are pairs then, and a list of names
-            makes the target a dict.
-        prepare: called on each sample before it is stored, e.g. ``lambda image:
-            image.convert("RGB")``.
-        transform: as torchvision's. Its leading deterministic steps run once per sample, before it
-            is stored; see ``plan``.
-        target_transform: called on each target when it is read.
-        transforms: called with sample and target together instead of both others, as torchvision's:
-            for masks and boxes. One of v2's known steps, on images with a ``tv_tensors.Mask``, runs
-            on whole batches.
-        frozen: accept a dataset that draws at random when it is read, and keep one draw of each
-            item for all epochs. Default: such a dataset is a ValueError. To find out, a few items
-            are read several times; with a ``cache_key`` it is only a warning.
+        dataset: object with ``__len__`` and ``__getitem__``, which returns (PIL image | tensor |
+            array, target). Or the path or URL of WebDataset's tars, a pattern such as
+            ``"train-{000..009}.tar"``, or a list of these. For other formats see
+            docs/other-datasets.md. Each item is read once, in forked worker processes. A dataset
+            that draws at random is refused, because every epoch would see the same draws; see
+            ``frozen``. Other forms of items:
+
+            * The sample may be a tuple of images, and the target may be an image or array too, such
+              as a mask. All of them are stored.
+            * Three or more values: the first is the sample. An image or tensor alone has no target.
+            * A dict: its only image is the sample. The target is the value of the other key, or a
+              dict if there are several. Items and batches are dicts with the same keys.
+            * A namedtuple stays a namedtuple if its class can be found by module and name.
+
+            If the dataset calls its own ``transform`` last on an item, as torchvision's datasets
+            do, it is taken over as ``transform=``, provided that it draws at random or can run on
+            whole batches. Attributes that fastdata does not define, such as ``classes``, are those
+            of this dataset.
+        columns: names of sample and target in items that are dicts, such as
+            ``{"sample": "image", "target": "label"}``. Items are then pairs. A list of names for
+            the target makes it a dict.
+        prepare: function that is called on each sample before it is stored, such as
+            ``lambda image: image.convert("RGB")``.
+        transform: transform of each sample, as for torchvision's datasets. Its leading
+            deterministic steps run once per sample, before it is stored; see ``plan``.
+        target_transform: function that is called on each target when it is read.
+        transforms: function that is called with sample and target together, for masks and boxes,
+            as for torchvision's datasets. It replaces the other two. Known steps of v2 run on whole
+            batches of images with a ``tv_tensors.Mask``.
+        frozen: True to accept a dataset that draws at random when it is read, and store one draw of
+            each item for all epochs. Default: such a dataset is a ValueError, or only a warning
+            with a ``cache_key``. To find out, a few items are read several times.
         options: see ``DatasetOptions``.
 
     ``CachedDataset.from_cache`` opens a cache in ``cache_dir`` without ``dataset``.
 
     Raises:
-        SampleError: a sample cannot be read or prepared; names its path and index.
+        SampleError: a sample cannot be read or prepared. It has the path and index of the sample.
         CacheError: ``cache_dir`` cannot be written, or its disk is full.
-        MemoryBudgetError: ``storage="shared"`` does not fit; raised before anything is allocated.
+        MemoryBudgetError: ``storage="shared"`` does not fit. Raised before anything is allocated.
 
-    A pickled dataset is a handle of a few hundred bytes plus the transforms; it opens only on the
-    same machine, while the process that made it lives. ``close()`` gives the memory back, and so
-    does deleting the last reference.
+    A pickled dataset is a handle of a few hundred bytes plus the transforms. It opens only on the
+    same machine, while the process that made it exists. ``close()`` frees the memory, and so does
+    deleting the last reference.
 
     Example:
         >>> import torch
@@ -84,8 +88,8 @@ class CachedDataset(PreparedDataset):
     """
 
     root: str
-    """The folder of the files when the cache was written, of a dataset by ``from_cache``. Empty if
-    samples were not files."""
+    """Folder of the files when the cache was written; "" if samples were not files. Only a dataset
+    from ``from_cache`` has it."""
 
     def __init__(
         self,
@@ -128,16 +132,18 @@ class CachedDataset(PreparedDataset):
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the dataset inside, such as ``classes`` or ``data``."""
-        # Private names are those by which Python, pickle and torch ask for protocols. The others
-        # are those by which torch and fastdata look into wrappers: this is none.
+        # Python, pickle and torch look up private names to find protocols. torch and fastdata look
+        # up the other names to see into wrappers, which this dataset is not.
         inside = None
         if not name.startswith("_") and name not in ("dataset", "datasets", "indices"):
             source = self._fastdata.stored.source
             inside = source.dataset if isinstance(source, DatasetSource) else None
         if hasattr(inside, name):
             return getattr(inside, name)
-        told = "" if inside is None else f", and neither has {kind_of(inside)} inside it"
-        raise AttributeError(f"{kind_of(self)} has no attribute {name}{told}")
+        also = (
+            "" if inside is None else f", and {kind_of(inside)} inside it does not have it either"
+        )
+        raise AttributeError(f"{kind_of(self)} has no attribute {name}{also}")
 
     @classmethod
     def from_cache(
@@ -156,31 +162,33 @@ class CachedDataset(PreparedDataset):
     ) -> Self:
         """Open a cache on its own, without the dataset and the files that it was made from.
 
-        It has the samples of the last update of the cache, in that order; ``skipped`` lists those
-        that were left out. If samples are files, ``samples``, ``classes`` and ``class_to_idx`` are
-        those of the dataset then, and ``root`` is its folder. The files need not exist any more.
+        The dataset has the samples of the last update of the cache, in that order. ``skipped``
+        lists those that were left out. If samples are files, ``samples``, ``classes`` and
+        ``class_to_idx`` are those of the original dataset, and ``root`` is its folder. The files
+        need not exist any more.
 
         Args:
-            path: a cache, or the ``cache_dir`` that holds only this one, or the URL of such. Any
+            path: path or URL of a cache, or of a ``cache_dir`` that holds only this cache. Any
                 dataset or ``fastdata build`` may have written it, but not with ``codec="source"``
-                or a codec object of your own.
-            transform: called on each sample as it is in the cache. All of its steps run when a
-                sample is read; known ones run on whole batches.
-            target_transform: called on each target when it is read.
-            transforms: called with sample and target together, instead of both others.
-            as_tensors: give images as tensors (C, H, W) of their stored pixels, equal to those of
-                torchvision's ``PILToTensor``, instead of PIL images.
-            seed: of the random draws of batch ops; see
+                or your own codec object.
+            transform: transform of each stored sample. All of its steps run when a sample is read;
+                known steps run on whole batches.
+            target_transform: function that is called on each target when it is read.
+            transforms: function that is called with sample and target together, instead of the
+                other two.
+            as_tensors: True to return images as tensors (C, H, W) of their stored pixels, equal to
+                those of torchvision's ``PILToTensor``, instead of PIL images.
+            seed: seed of the random draws of batch ops; see
                 ``fastdata.stores.options.DatasetOptions``.
-            batch_ops: False runs known random transforms per sample exactly as written.
-            return_index: add the index of each sample to its item.
-            storage_options: for a URL; see ``fastdata.stores.options.DatasetOptions``.
-            local_cache: as there.
+            batch_ops: False to run known random transforms per sample, exactly as written.
+            return_index: True to add the index of each sample to its item.
+            storage_options: options for a URL; see ``fastdata.stores.options.DatasetOptions``.
+            local_cache: local folder for a URL; see ``fastdata.stores.options.DatasetOptions``.
 
         Raises:
-            FileNotFoundError: the path is not that of a cache.
-            ValueError: the folder holds several caches; the error names them.
-            CacheError: the cache is damaged, or cannot be served without its dataset.
+            FileNotFoundError: there is no cache at the path.
+            ValueError: the folder holds several caches. The message lists them.
+            CacheError: the cache is damaged, or cannot be opened without its dataset.
 
         Example:
             >>> import tempfile, torch
@@ -221,7 +229,7 @@ def _chosen_transforms(
 ) -> Transforms:
     if transforms is not None and (transform is not None or target_transform is not None):
         raise ValueError(
-            "transforms= is called with sample and target together; give it alone, or give "
-            "transform= and target_transform= instead"
+            "transforms= is called with sample and target together, so it cannot be combined with "
+            "transform= or target_transform=; leave one or the other out"
         )
     return Transforms(transform, target_transform, transforms)

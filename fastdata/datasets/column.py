@@ -36,14 +36,15 @@ class Column(NamedTuple):
     """One column of a batch: a view of the images, or their masks.
 
     Attributes:
-        plan: of the transform.
-        program: reads samples and runs the batch ops; None where samples are read one by one.
+        plan: plan of the transform.
+        program: program that reads samples and runs the batch ops; None if samples are read one by
+            one.
         part: number of the stored part of samples that the program reads.
-        shape: of any sample before the batch ops.
-        output: shape and dtype of every sample served; None where they differ.
-        alike: shape and dtype of a sample served that is like the one of ``shape``; None where
-            sizes are drawn at random.
-        last: runs the ops behind steps that are not known.
+        shape: shape of one of the samples before the batch ops.
+        output: shape and dtype of every sample after the batch ops; None if samples differ.
+        alike: shape and dtype, after the batch ops, of a sample that has ``shape`` before them;
+            None if sizes are drawn at random.
+        last: program of the known ops that follow unknown steps.
     """
 
     plan: TransformPlan
@@ -55,13 +56,13 @@ class Column(NamedTuple):
     last: Program | None = None
 
     def without_cast(self) -> tuple[Column, Step | None]:
-        """Return this column without its final float cast, and that cast (None without one)."""
+        """Return this column without its final float cast, and the cast (None if it has none)."""
         assert self.program is not None
         program, cast = self.program.without_cast()
         return self.read_by(program, self.shape), cast
 
     def read_by(self, program: Program, shape: Shape) -> Column:
-        """Return this column, read by a program from samples of which one has this shape."""
+        """Return this column with a program, for samples of which one has this shape."""
         return self._replace(
             program=program,
             shape=shape,
@@ -70,15 +71,15 @@ class Column(NamedTuple):
         )
 
     def shapes_of(self, source: Samples | Store, index_B: Array) -> Array:
-        """Return the shapes in which samples of a source are served, int32 (B, D)."""
+        """Return the shapes of samples after the batch ops, int32 (B, D)."""
         assert self.program is not None
         shapes_BD = source.shapes_B3 if isinstance(source, Samples) else source.shapes[index_B]
         return self.program.served_shapes(shapes_BD)
 
     def read_alone(self, kept: KeptSamples, batch: IndexBatch) -> list[Array]:
-        """Read samples one by one, each in whatever shape it has."""
+        """Read samples one by one. They may differ in shape."""
         assert self.program is not None
-        # Ops draw from (seed, visit, index), so that the pixels are those of a whole batch.
+        # Ops draw from (seed, visit, index), so the pixels are the same as in a whole batch.
         read = partial(self.program.run_one, kept.stores[self.part], seed=batch.seed)
         return list(map(read, batch.positions.tolist(), batch.visits))
 
@@ -91,7 +92,7 @@ class Column(NamedTuple):
         return [self.program.as_tensor(row).as_subclass(made) for row in rows]
 
     def finish(self, samples: list[Any], batch: IndexBatch, allocate: Allocate) -> Any:
-        """Run the steps that are not known, and those behind them on the whole batch if possible.
+        """Run the unknown steps, then the steps after them, on the whole batch if possible.
 
         Returns:
             A tensor of the whole batch, or a list of samples.
@@ -100,14 +101,14 @@ class Column(NamedTuple):
         samples = list(map(plan.run_unknown, samples))
         if self.last is None:
             return samples
-        # The core serves the rest in one call if all samples are images of one shape. Otherwise the
-        # user's own objects do.
+        # The core runs the rest in one call if all samples are images of one shape. If not, the
+        # user's own transform objects run on each sample.
         assert plan.last is not None
         takes_arrays = type(plan.last.batched[0]) is AlbumentationsTransform
         shapes = {decoded_shape(sample, is_array=takes_arrays) for sample in samples}
         shape = shapes.pop() if len(shapes) == 1 else None
         if takes_arrays and shape is not None and shape[0] != self.shape[0]:
-            shape = None  # these steps were read for another number of channels
+            shape = None  # these steps were compiled for another number of channels
         output = None
         try:
             if shape is not None:

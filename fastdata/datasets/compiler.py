@@ -1,6 +1,6 @@
 """The compiler: from stored samples and the user's transforms to a reader.
 
-It relies on the plans of ``pixels``, which say what runs on whole batches, and chooses one of four
+The plans of ``pixels`` decide which steps run on whole batches. The compiler chooses one of four
 ways to read: pairs of image and mask, stored samples, files that the core decodes, and any other
 source.
 """
@@ -43,10 +43,10 @@ class Compiled(NamedTuple):
 def compile_reader(stored: Stored, transforms: Transforms, *, own: str) -> Reader:
     """Compile the user's transforms for the samples of a dataset.
 
-    ``own`` describes the method of a subclass that makes each item; empty if there is none.
+    ``own`` describes the method of a subclass that makes each item; it is empty if there is none.
 
     Raises:
-        ValueError: the transform does not begin with the steps that samples are stored after.
+        ValueError: the transform does not begin with the steps after which samples are stored.
     """
     transform = transforms.of_sample
     pair_transform = transforms.of_both
@@ -73,11 +73,11 @@ def compile_reader(stored: Stored, transforms: Transforms, *, own: str) -> Reade
 
 
 def _compile_pairs(stored: Stored, transforms: PairTransform) -> Compiled:
-    """Compile a transform of image and mask: a column for each, or none if it runs per sample."""
+    """Compile a transform of image and mask: a column for each, or one if it runs per sample."""
     kept = stored.kept
     if kept is None or not kept.target_is_part:
         wanted = "a mask (H, W)" if _takes_arrays(transforms) else "a tv_tensors.Mask"
-        plan = plan_pairs(transforms, obstacle=f"only images with {wanted} are served")
+        plan = plan_pairs(transforms, obstacle=f"only images with {wanted} run on whole batches")
         return _compiled(stored, plan, [Column(plan)])
     image, mask, *_ = kept.stores
     plan = plan_pairs(
@@ -100,7 +100,7 @@ def _takes_arrays(transforms: PairTransform) -> bool:
 
 
 def _pair_obstacle(image: Store, mask: Store, transforms: PairTransform) -> str | None:
-    """Return why stored images and masks cannot be served together; None if they can."""
+    """Return why stored images and masks cannot run on whole batches; None if they can."""
     shapes = image.shape(0), mask.shape(0)
     kinds = image.spec.dtype, mask.spec.dtype, len(shapes[0])
     is_array = _takes_arrays(transforms)
@@ -108,10 +108,10 @@ def _pair_obstacle(image: Store, mask: Store, transforms: PairTransform) -> str 
     if kinds != ("uint8", "uint8", 3) or not is_mask or shapes[1][:-2] not in ((), (1,)):
         wanted = "mask (H, W)" if is_array else "tv_tensors.Mask of one channel"
         return (
-            f"only uint8 images with a uint8 {wanted} are served, "
+            f"only uint8 images with a uint8 {wanted} run on whole batches, "
             f"not {image.spec.dtype} {shapes[0]} with {mask.spec.dtype} {shapes[1]}"
         )
-    # Image and mask draw the same numbers, and do the same with them only if their sizes are equal.
+    # Image and mask draw the same numbers. These have the same effect only if their sizes are equal.
     differ = (image.shapes[:, -2:] != mask.shapes[:, -2:]).any(axis=1)
     if differ.any():
         return f"the mask of sample {differ.argmax()} is not as large as its image"
@@ -119,7 +119,7 @@ def _pair_obstacle(image: Store, mask: Store, transforms: PairTransform) -> str 
 
 
 def _compile_kept(stored: Stored, kept: KeptSamples, transform: Transform | None) -> Compiled:
-    """Compile a transform for stored samples, which are stored after its first steps."""
+    """Compile a transform for samples that are stored after its first steps."""
     store = kept.images
     dimensions = len(store.shape(0))
     obstacle = stored.obstacle
@@ -143,9 +143,9 @@ def _compile_kept(stored: Stored, kept: KeptSamples, transform: Transform | None
             "with "
             f"{', '.join(map(repr, plan.prepare)) or 'none'}. Give it the same first steps, or "
             "assign another transform to dataset.transform in the process that made the "
-            "dataset, which prepares samples again."
+            "dataset: that prepares the samples again."
         )
-    # If all views begin with steps of the user's own, samples are read once for all of them.
+    # If all views begin with the user's own steps, samples are read once for all views.
     has_batch_ops = any(view.batched for view in plan.each)
     if kept.is_tuple or (plan.views and not plan.is_batched and not has_batch_ops):
         return _compiled(stored, plan, map(_read_one_by_one, plan.each))
@@ -165,7 +165,7 @@ def _compile_files(stored: Stored, transform: Transform | None) -> Compiled | No
         channels=opening.channels,
         obstacle=stored.obstacle,
         prepared=0,
-        # So that the user's steps draw by the same numbers as from a store.
+        # Steps keep the numbers that they have for stored samples, so their draws are the same.
         first=is_upright - len(stored.first_steps),
     )
     if not plan.is_batched:

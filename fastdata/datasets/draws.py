@@ -1,4 +1,4 @@
-"""Random draws of collate functions, which are the same in any process or thread."""
+"""Random draws of collate functions, which are the same in every process and thread."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from fastdata.datasets.batch import Collate
 
 _READ_SALT = 0x72656164
-"""Keeps draws while a batch is read independent of those while it is collated."""
+"""Makes the draws while a batch is read independent of those while it is collated."""
 
 
 class DrawKey(NamedTuple):
-    """The key that a ``collate_fn`` draws from: its batch among those of all epochs and ranks."""
+    """The key that a ``collate_fn`` draws from: the seed, the epoch and the number of its batch."""
 
     seed: int
     epoch: int
     number: int
 
     def for_reading(self) -> DrawKey:
-        """Return the key for draws of the user's code while the batch is read."""
+        """Return the key that the user's code draws from while the batch is read."""
         return self._replace(seed=self.seed ^ _READ_SALT)
 
     def generator(self) -> torch.Generator:
@@ -40,18 +40,18 @@ class DrawKey(NamedTuple):
         return torch.Generator().manual_seed(int(start[0]))
 
     def collate(self, collate_fn: Collate, samples: Any) -> Any:
-        """Call a ``collate_fn``, whose draws are made from this key."""
+        """Call a ``collate_fn`` so that its draws depend only on this key."""
         inner = collate_fn.collate_fn if isinstance(collate_fn, ChannelsLast) else collate_fn
-        # These two draw nothing, and take a quarter of the time outside of a dispatch mode.
+        # These two functions draw nothing, and without a dispatch mode take a quarter of the time.
         with nullcontext() if inner in (collate, default_collate) else BatchDraws(self):
             return collate_fn(samples)
 
 
 class BatchDraws(TorchDispatchMode):
-    """A mode in which torch's global generator is replaced by one of the batch, in this thread.
+    """A mode in which a generator for the batch replaces torch's global one, in this thread.
 
-    Thus a ``collate_fn`` draws the same in any process, and the user's generator is left alone.
-    Draws on a device, and from generators of Python and NumPy, are as before.
+    So a ``collate_fn`` draws the same numbers in any process, and the user's generator does not
+    change. Draws on a device, and from generators of Python and NumPy, stay as they were.
     """
 
     def __init__(self, key: DrawKey) -> None:
@@ -63,7 +63,7 @@ class BatchDraws(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if _can_be_seeded(function):
-            # Add our generator only where torch's global CPU generator would be used.
+            # Our generator is added only if torch's global CPU generator would be used.
             given = pytree.tree_leaves((args, kwargs))
             is_seeded = any(isinstance(it, torch.Generator) for it in given)
             devices = [getattr(it, "device", it) for it in given]
@@ -75,6 +75,6 @@ class BatchDraws(TorchDispatchMode):
 
 @cache
 def _can_be_seeded(function: Any) -> bool:
-    """Return True if an operation draws, and it or an overload of it takes a generator."""
+    """Return True if an operation draws, and it or one of its overloads takes a generator."""
     named = f"{function._schema} {function.overloadpacket.overloads()}"
     return torch.Tag.nondeterministic_seeded in function.tags and "generator" in named

@@ -27,10 +27,14 @@ _UNKNOWN = (-1, -1)
 def stat_of_files(
     paths: Sequence[str], listed: Mapping[str, tuple[int, int]]
 ) -> list[tuple[int, int]]:
-    """Return size and tag of each remote file.
+    """Return the size and tag of each remote file.
+
+    Args:
+        paths: URL of each file.
+        listed: known sizes and tags, by URL.
 
     Raises:
-        ValueError: a URL that the user listed holds a secret.
+        ValueError: a URL that the user has added holds a secret.
     """
     for index, path in enumerate(paths):
         if path not in listed:
@@ -43,11 +47,11 @@ class FileOrigin:
     """The origin of samples that are image files.
 
     Attributes:
-        loader: opens a file.
+        loader: function that opens a file.
         root: folder of the files.
-        place: the folder or URL that contains remote files; None for files of this machine.
-        list_name: name of the file that lists the samples. Empty if a folder is listed, None if
-            code of the user's makes the list.
+        place: URL of the folder that contains remote files; None for files of this machine.
+        list_name: name of the file that lists the samples. It is "" if a folder is listed, and None
+            if the user's code makes the list.
     """
 
     loader: Loader
@@ -64,7 +68,7 @@ class FileOrigin:
         return FileSource(table.paths, table.targets, self.loader, self.place, table.stat)
 
     def source(self, stored: Stored) -> Source:
-        # A copy in another process has no source, but it has the table.
+        # A copy in another process does not have the source, but it has the table.
         return stored.samples if stored.table is None else self.files(stored.table)
 
     def describe(self, stored: Stored, source: Source) -> Described:
@@ -88,16 +92,20 @@ class FileSamples(DatasetSamples):
     origin: FileOrigin
 
     def assign_loader(self, loader: Loader) -> None:
-        """Open files by another loader."""
+        """Open files with another loader."""
         self._refuse_late("loader")
         self._assign_files(replace(self.origin, loader=loader), self.files("loader"))
 
     def relist(self, name: str, listed: Sequence[Any]) -> None:
-        """Serve other files, or other targets of the same files.
+        """Replace the files, or the targets of the same files.
 
         Args:
             name: ``"samples"`` or ``"targets"``.
-            listed: (path, target) of each sample, or a target for each.
+            listed: (path, target) of each sample, or the target of each sample.
+
+        Raises:
+            AttributeError: samples were already read or prepared.
+            ValueError: the number of targets is not that of samples, or a URL holds a secret.
         """
         self._refuse_late(name)
         before = self.files(name)
@@ -108,8 +116,8 @@ class FileSamples(DatasetSamples):
             targets = [target for _, target in listed]
         elif len(listed) != len(paths):
             raise ValueError(
-                f"{len(listed)} targets for {len(paths)} samples. For fewer samples assign "
-                "samples, which bring their targets."
+                f"{len(listed)} targets were assigned for {len(paths)} samples. To change the "
+                "number of samples, assign samples: these are (path, target) pairs."
             )
         stat = None
         if before.stat is not None:
@@ -119,9 +127,9 @@ class FileSamples(DatasetSamples):
         self._assign_files(self.origin, table)
 
     def _refuse_late(self, name: str) -> None:
-        """Raise an AttributeError if samples were read or prepared."""
+        """Raise an AttributeError if samples were already read or prepared."""
         self.handle()
-        late = f"{name} of this {self.class_name} cannot be assigned any more: samples were"
+        late = f"{name} of this {self.class_name} cannot be assigned any more: samples were already"
         if self.was_read:
             raise AttributeError(
                 f"{late} read. Assign it right after the dataset is made. {OTHER_LISTS}"
@@ -131,9 +139,9 @@ class FileSamples(DatasetSamples):
             steps = self.stored.after.text
             first = f" after {steps}" if steps else ""
             raise AttributeError(
-                f"{late} already prepared{first}. Make the dataset without transform=, assign "
-                f"{name}, and then assign dataset.transform; or give loader= and a make_dataset() "
-                f"of your own, which come before samples are prepared. {OTHER_LISTS}"
+                f"{late} prepared{first}. Make the dataset without transform=, assign {name}, and "
+                "then assign dataset.transform. Or use loader= and your own make_dataset(), which "
+                f"are called before samples are prepared. {OTHER_LISTS}"
             )
 
     def _assign_files(self, origin: FileOrigin, table: SampleTable) -> None:
@@ -145,7 +153,7 @@ class FileSamples(DatasetSamples):
                 files=table,
                 prepared=replace(self.stored.prepared, kept=None),
             )
-            if self.stored.after is None:  # the first read prepares the new ones
+            if self.stored.after is None:  # the first read prepares the new samples
                 self._compile()
             else:
                 self._prepare_again(before)

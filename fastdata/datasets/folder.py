@@ -21,30 +21,33 @@ if TYPE_CHECKING:
 
 @with_options
 class ImageFolder(ImageFiles):
-    """torchvision's ``ImageFolder``: a folder of images per class, prepared once and kept.
+    """torchvision's ``ImageFolder``: a folder of images per class, prepared once and stored.
 
     Args:
-        root: holds one folder per class; may be a URL such as ``s3://bucket/train``, see
+        root: folder with one folder per class, or its URL, such as ``s3://bucket/train``; see
             ``storage_options``.
-        transform: as torchvision's. Its leading deterministic steps run once per image, before it
-            is stored; see ``print(dataset.plan)``.
-        target_transform: called on each class number when it is read.
-        loader: opens a file by its path. Default: gives the same pixels as torchvision's own. The
-            ``decode_image`` of torchvision and torchcodec are fast too, see docs/differences.md.
-        is_valid_file: tells image files from others; default: by extension.
-        allow_empty: accept class folders without images.
+        transform: transform of each image, as for torchvision. Its leading deterministic steps run
+            once per image, before it is stored; see ``print(dataset.plan)``.
+        target_transform: function that is called on each class number when it is read.
+        loader: function that opens a file by its path. Default: one that returns the same pixels as
+            torchvision's. The ``decode_image`` of torchvision and torchcodec are fast too, see
+            docs/differences.md.
+        is_valid_file: function that returns True for the path of an image file. Default: files are
+            chosen by their extension.
+        allow_empty: True to accept class folders without images.
         options: see ``DatasetOptions``.
 
     Attributes:
         classes: sorted class names.
-        class_to_idx: class name -> class number.
-        samples: list-like of (path, class number); ``imgs`` is the same. May be assigned until the
-            first sample is read or prepared.
-        targets: list-like of class numbers; may be assigned until then, too.
+        class_to_idx: number of each class, by its name.
+        samples: list-like of (path, class number); ``imgs`` is the same. It may be assigned until
+            the first sample is read or prepared.
+        targets: list-like of class numbers. It may be assigned until the first sample is read or
+            prepared.
         skipped: with ``on_error="skip"``, the errors of the images that were left out.
 
     Raises:
-        FileNotFoundError: no class folder, or one without images; as torchvision's.
+        FileNotFoundError: there is no class folder, or one has no images, as in torchvision.
         SampleError: an image cannot be read.
         MemoryBudgetError: ``storage="shared"`` does not fit.
 
@@ -79,8 +82,7 @@ class ImageFolder(ImageFiles):
             place = Place(root, chosen.storage_options)
             folder = place.url
         self.root = folder
-        # Code of the user's may list other files of the same folder, which need caches of their
-        # own.
+        # The user's code may list other files of the same folder. Then they get their own cache.
         is_usual = (
             is_valid_file is None
             and self.extensions is IMAGE_EXTENSIONS
@@ -119,8 +121,8 @@ class ImageFolder(ImageFiles):
         """Return (path, class number) of every sample; override it to list other files.
 
         Raises:
-            ValueError: ``class_to_idx`` is empty or None, or both or none of ``extensions`` and
-                ``is_valid_file`` are given.
+            ValueError: ``class_to_idx`` is empty or None, or ``extensions`` and ``is_valid_file``
+                are both given or both missing.
             FileNotFoundError: a class has no valid file.
         """
         if class_to_idx is None:
@@ -131,6 +133,6 @@ class ImageFolder(ImageFiles):
         """Return class names and their numbers; override it to choose which folders are classes.
 
         Raises:
-            FileNotFoundError: the folder does not contain another one.
+            FileNotFoundError: the folder does not contain a folder.
         """
         return find_classes(directory)

@@ -1,4 +1,4 @@
-"""Tensors in objects of any class, whose memory must stay while a device reads it."""
+"""Tensors in objects of any class: their memory must stay valid while a device reads it."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _PARTS_OF = {
     torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
     torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
 }
-"""Methods that return the strided tensors of a layout."""
+"""Names of the methods that return the strided tensors of a tensor, by its layout."""
 
 
 def moves_itself(value: Any) -> bool:
-    """True if a value goes to a device by a ``to`` method of its own.
+    """Return True if a value is moved to a device by its own ``to`` method.
 
-    Besides tensors these are objects of classes that have one. A container must also have
-    ``pin_memory``, as torch's own containers have: others are copied item by item.
+    This is true for tensors, and for objects whose class has this method. A container must also
+    have ``pin_memory``, as torch's own containers do. Other containers are copied item by item.
     """
     if isinstance(value, torch.Tensor):
         return True
@@ -63,16 +63,16 @@ def _memory_of(values: Iterable[Any], seen: dict[int, Any]) -> list[Any]:
         value = waiting.pop()
         if type(value) in _PLAIN or id(value) in seen or isinstance(value, _NOT_HELD):
             continue
-        seen[id(value)] = value  # keeps its id from being used for another object
-        # Items, attributes and slots, of classes written in C too. NumPy does not tell the garbage
-        # collector about the objects in an array.
+        seen[id(value)] = value  # holds the object, so that no other object gets its id
+        # The garbage collector finds items, attributes and slots, even of classes written in C. But
+        # NumPy does not report the objects in an array to it.
         parts = gc.get_referents(value)
         if isinstance(value, np.ndarray) and value.dtype.hasobject:
             parts += value.flat
         if isinstance(value, torch.Tensor):
             found += _strided_parts(value)
         elif hasattr(type(value), "record_stream"):
-            # Of a class written in C that keeps its tensors to itself, only the object can be used.
+            # If a class written in C hides its tensors, only the object itself can be recorded.
             found += _memory_of(parts, seen) or [value]
             continue
         waiting += parts

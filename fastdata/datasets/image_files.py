@@ -48,7 +48,7 @@ def file_samples(
     """Return the samples of a dataset of image files."""
     stat = None
     if origin.place is not None:
-        # The listing has sizes and tags of the files, which would cost a request each later.
+        # The listing has the sizes and tags of the files. Later, each would cost a request.
         stat = stat_of_files(listed.paths, origin.place.listed)
         origin.place.listed = {}
     table = SampleTable(

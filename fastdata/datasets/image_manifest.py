@@ -21,37 +21,40 @@ if TYPE_CHECKING:
 
 @with_options
 class ImageManifest(ImageFiles):
-    r"""Image files listed with their labels in a CSV file, a pandas frame, or a list.
+    r"""Image files listed with their labels in a CSV file, a pandas or Polars frame, or a list.
 
     Args:
-        manifest: the path or URL of a CSV file (comma-separated UTF-8, with a header line); a
-            pandas frame; or a list of (path, label), of (path, label, id) with ``id``, and of paths
-            with ``label=None``. Paths may be URLs.
-        root: folder that relative paths start from; default: the CSV file's own, else the current
-            one.
+        manifest: path or URL of a CSV file (comma-separated UTF-8, with a header line); a frame; or
+            a list of (path, label), of (path, label, id) if ``id`` is given, or of paths if
+            ``label=None``. Paths may be URLs.
+        root: folder from which relative paths start. Default: the folder of the CSV file; without a
+            CSV file the current folder.
         file: name of the column of paths.
-        label: name of the column of labels. Names of several columns, or of one of lists, give a
-            vector. None if there are no labels.
-        id: name of a column to pass through with the label, such as the key of a submission. It may
-            be the column of paths.
-        target_transform: called on each target when it is read, with ``id`` on both.
+        label: name of the column of labels. Names of several columns, or one column of lists, make
+            each target a vector. None if there are no labels.
+        id: name of a column to return together with the label, such as the key of a submission. It
+            may be the column of paths.
+        target_transform: function that is called on each target when it is read; with ``id``, on
+            the tuple (label, id).
         transform, loader: see ``ImageFolder``.
         options: see ``DatasetOptions``.
 
-    The type of a target, and of a batch of targets, follows from all labels together:
+    All labels together decide the type of a target, and of a batch of targets:
 
     * whole numbers: an int; int64 (B,).
-    * numbers of which one has a decimal point: a float; float64 (B,), as with ``default_collate``.
-    * names: an int, the name's place in ``classes``, which are sorted; int64 (B,).
+    * numbers, at least one with a decimal point: a float; float64 (B,), as with
+      ``default_collate``.
+    * names: an int, the name's position in the sorted ``classes``; int64 (B,).
     * several labels: a tensor, int64 if all are whole numbers, else float32; (B, labels).
-    * ``label=None``: the id; without ``id`` the sample's place in the manifest, from 0; int64 (B,).
+    * ``label=None``: the id, or without ``id`` the sample's position in the manifest, from 0; int64
+      (B,) if it is a number.
     * with ``id`` and ``label``: a tuple (label, id); a list of both.
 
-    Ids are texts as in the CSV file ("007"), or the values of the frame or list; a batch of texts
-    is a tuple. Blanks at the ends of paths, names and ids are part of them.
+    Ids are strings as in the CSV file ("007"), or the values of the frame or list. A batch of
+    strings is a tuple. Blanks at the ends of paths, names and ids are part of them.
 
     Raises:
-        ValueError: a value or column is missing or malformed; names line and column.
+        ValueError: a value or column is missing or malformed. The message names line and column.
         SampleError: an image cannot be read.
         MemoryBudgetError: ``storage="shared"`` does not fit.
 
@@ -83,7 +86,7 @@ class ImageManifest(ImageFiles):
         is_path = isinstance(manifest, str | os.PathLike)
         beside = os.path.dirname(os.fsdecode(manifest)) if is_path else ""
         listed = read_manifest(manifest, root, file, label, id, chosen.storage_options)
-        # Looking at the first URL is enough, because most files are in one place.
+        # The first URL is enough, because most files are in one folder.
         url = next((path for path in listed.paths if "://" in path), "")
         place = None
         if is_url(url):

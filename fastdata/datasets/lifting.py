@@ -1,11 +1,12 @@
-"""Take the transform out of a dataset that calls it on what it has read.
+"""Take over the transform of a dataset that calls it on the items that it reads.
 
-The datasets of torchvision, and most that people write, end with ``self.transform(image)``. If that
-is all that happens to an image after it was read, the transform can run on whole batches, and the
-image is stored as it was before.
+torchvision's datasets, and most that people write, end with ``self.transform(image)``. If nothing
+else happens to an image after it was read, the image can be stored as it was read, and the
+transform can run on whole batches.
 
-A copy of the dataset with a stand-in for its transform shows it: the stand-in returns what it gets.
-It must be called once for an item, whose sample must be the very object that it returned.
+To find out, a few items are read through a copy of the dataset with a stand-in for its transform,
+which returns its argument. The stand-in must be called exactly once for an item, and the sample of
+the item must be the very object that the stand-in returned.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ class Lifted(NamedTuple):
 
 
 def lift_transforms(dataset: Any) -> Lifted | None:
-    """Take the transform out of a dataset; None if it has to stay, or there is none.
+    """Take over the transform of a dataset; return None if it has to stay, or there is none.
 
-    A transform that neither draws random numbers nor runs on whole batches stays: it runs once for
-    each item then. So does ``target_transform``.
+    A transform that neither draws random numbers nor runs on whole batches stays in the dataset,
+    and runs once for each item. A ``target_transform`` always stays.
     """
     if type(dataset) is Subset:
         inner = lift_transforms(dataset.dataset)
@@ -64,9 +65,9 @@ def lift_transforms(dataset: Any) -> Lifted | None:
 
 
 def _read_by_stand_in(dataset: Any, name: str) -> list[tuple[Any, ...]]:
-    """Return what the transform gets of a few items: the sample, or sample and target.
+    """Return the arguments of the transform for a few items: the sample, or sample and target.
 
-    Return nothing if the dataset does more to one of them after the transform.
+    Return an empty list if the dataset changes one of them after the transform.
     """
     stand_in = _StandIn()
     source = DatasetSource(_with_transform(dataset, name, stand_in))
@@ -91,7 +92,7 @@ def _is_worth_lifting(transform: Any, items: list[tuple[Any, ...]]) -> bool:
 
 
 def _draws(transform: Any, items: list[tuple[Any, ...]]) -> bool:
-    """Return True if a transform is known to draw, or moves a generator when it is called."""
+    """Return True if a transform is known to draw, or changes a generator when it is called."""
     drawn = set(map(is_random, flatten_transform(transform)))
     if True in drawn or None not in drawn:
         return True in drawn
@@ -103,22 +104,22 @@ def _draws(transform: Any, items: list[tuple[Any, ...]]) -> bool:
 
 
 class PassThrough:
-    """A transform that returns what it is called with, in place of one that was taken out."""
+    """A transform that returns its arguments. It replaces one that was taken over."""
 
     def __call__(self, *values: Any, **named: Any) -> Any:
-        # As albumentations' are called: transform(image=image)["image"].
+        # albumentations' transforms are called as transform(image=image)["image"].
         return named or (values[0] if len(values) == 1 else values)
 
 
 class _StandIn(PassThrough):
-    """A transform that returns what it is called with, and notes it."""
+    """A transform that records its arguments and returns them."""
 
     def __init__(self) -> None:
         self.met: list[tuple[Any, ...]] = []
 
     def __call__(self, *values: Any, **named: Any) -> Any:
         if named.keys() - {"image", "mask"}:
-            raise TypeError("such as boxes, which are more than a sample and its target")
+            raise TypeError("only image= and mask= can be lifted, not boxes and the like")
         self.met.append((*values, *named.values()))
         return super().__call__(*values, **named)
 
@@ -128,7 +129,7 @@ def _with_transform(dataset: Any, name: str, transform: Any) -> Any:
     both = vars(dataset).get("transforms")
     if name == "transforms" or both is None:
         return _changed(dataset, **{name: transform})
-    # torchvision's datasets call either of the two. The class is torchvision's own.
+    # torchvision's datasets call one of the two. The class is torchvision's StandardTransform.
     pair = type(both)(transform, both.target_transform)
     return _changed(dataset, transform=transform, transforms=pair)
 
@@ -141,7 +142,7 @@ def _changed(value: Any, **attributes: Any) -> Any:
 
 @contextmanager
 def _unmoved_generators(dataset: Any) -> Iterator[None]:
-    """Give every random generator that the dataset may move its state back."""
+    """Restore the state of every random generator that the dataset may change."""
     found = [each.generator for each in find_generators(dataset, moves_torch=True)]
     before = list(map(state_of, found))
     try:

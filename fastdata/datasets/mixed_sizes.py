@@ -1,4 +1,4 @@
-"""The error for a batch whose samples differ in shape: it names two of them, and the cure."""
+"""The error for a batch with samples that differ in shape: it names two of them, and the cure."""
 
 from __future__ import annotations
 
@@ -13,17 +13,21 @@ from fastdata.errors import MixedSizesError
 from fastdata.pixels.arrays import Array
 
 _Named = tuple[str, Sequence[int]]
-"""How a message names a sample, and its shape."""
+"""Name of a sample in a message, and the sample's shape."""
 
 _UNEQUAL = "stack expects each tensor to be equal size"
-"""Begins torch's error for tensors of several shapes."""
+"""The beginning of torch's error for tensors of several shapes."""
 
 
 def check_alike(shapes_BD: Array, name_of: Callable[[int], str]) -> None:
-    """Check that the samples of a batch have one shape; ``name_of`` names the one at a place.
+    """Check that all samples of a batch have the same shape.
+
+    Args:
+        shapes_BD: shape of each sample.
+        name_of: function that returns the name of the sample in a row of the batch.
 
     Raises:
-        MixedSizesError: they do not.
+        MixedSizesError: the shapes differ.
     """
     differs_B = (shapes_BD != shapes_BD[0]).any(axis=1)
     if differs_B.any():
@@ -32,7 +36,7 @@ def check_alike(shapes_BD: Array, name_of: Callable[[int], str]) -> None:
 
 
 def named_error(error: RuntimeError, samples: Sequence[Any]) -> RuntimeError:
-    """Return what collating samples raised, with two of them named if it was their shapes."""
+    """Return the error of collating samples, or one that names two samples of different shapes."""
     if _UNEQUAL not in str(error):
         return error
     first = _shapes_in(samples[0])
@@ -50,7 +54,7 @@ def _shapes_in(sample: Any) -> list[Sequence[int]]:
 def _error_of(one: _Named, other: _Named) -> MixedSizesError:
     named = [f"{name} is {tuple(shape)}" for name, shape in (one, other)]
     return MixedSizesError(
-        f"{_UNEQUAL}, but {' and '.join(named)}. Give all images one size by the transform, as "
-        "Resize((height, width)) and RandomResizedCrop do; or make batches of one size each with "
-        "fastdata.loaders.buckets.BucketSampler; or pad them in collate_fn=."
+        f"{_UNEQUAL}, but {' and '.join(named)}. Give all images the same size in the transform, "
+        "such as by Resize((height, width)) or RandomResizedCrop; or put images of one size into "
+        "each batch with fastdata.loaders.buckets.BucketSampler; or pad them in collate_fn=."
     )

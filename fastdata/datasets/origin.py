@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 class Origin(Protocol):
     """The origin of samples.
 
-    ``is_own_list`` is True if code of the user's lists the samples, so that other lists of the same
-    root need caches of their own.
+    ``is_own_list`` is True if the user's code lists the samples. Then each list of files below the
+    same root has its own cache.
     """
 
     @property
     def is_own_list(self) -> bool: ...
 
     def source(self, stored: Stored) -> Source:
-        """Return the source of the samples; the stored samples if there is no other."""
+        """Return the source of the samples, or the stored samples if nothing else is left."""
         ...
 
     def describe(self, stored: Stored, source: Source) -> Described:
@@ -52,9 +52,9 @@ class ItemOrigin:
         *_, inner = unwrapped(source.dataset)
         if cache_key is None and listing is None and not hasattr(inner, "_fastdata_identity"):
             raise ValueError(
-                "cache_dir= needs to find out in the next run whether the samples of "
-                f"{type(inner).__name__} are still the same, but it does not list their files in "
-                "an attribute samples. Give cache_key='a name' and change it whenever the data "
+                "with cache_dir= the next run has to find out if the samples of "
+                f"{type(inner).__name__} are still the same, but its files are not listed in an "
+                "attribute samples. Give cache_key='a name', and change it whenever the data "
                 "change."
             )
         described = describe_dataset(source.dataset, cache_key)
@@ -70,9 +70,9 @@ def _list_files(source: Source) -> tuple[Listing | None, str]:
     if not paths or len(paths) < len(source):
         return None, ""
     root = ""
-    # Relative and absolute paths together, or several drives, have no common folder.
+    # A mixture of relative and absolute paths, or of drives, has no common folder.
     with contextlib.suppress(ValueError):
         root = os.path.commonpath({os.path.dirname(path) for path in paths}) or os.curdir
     listing = list_paths(paths, root)
-    # Names that are not files, such as the keys of an LMDB, have no size.
+    # If no name is that of a file, they are something else, such as the keys of an LMDB.
     return (None, "") if (listing.stats[0] < 0).all() else (listing, root)

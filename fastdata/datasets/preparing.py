@@ -1,7 +1,7 @@
-"""Preparing the samples of a dataset after the leading steps of its transform.
+"""Preparation of a dataset's samples by the leading steps of its transform.
 
-Each function takes a ``Stored`` and returns another one, or decides something about it. The stores
-do the work.
+Each function takes a ``Stored`` and returns another one, or decides something about it. The wing
+``stores`` does the work.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def to_prepare(
     prepare: Transform | None = None,
     files: SampleTable | None = None,
 ) -> Stored:
-    """Return samples that are still to be prepared.
+    """Return samples that are not prepared yet.
 
     Args:
-        source: of the samples.
-        options: of the dataset.
-        prepare: the user's first step, if there is one.
+        source: source of the samples.
+        options: options of the dataset.
+        prepare: the user's ``prepare=``, the first step; None if there is none.
         files: paths and targets, if they are known beforehand.
     """
     steps = () if prepare is None else (prepare,)
@@ -56,10 +56,10 @@ def to_prepare(
 
 
 def may_wait(stored: Stored, transform: Transform | None) -> bool:
-    """Return True if samples are prepared only at their first read, or for the next transform.
+    """Return True if samples are prepared only at the first read, or when a transform is assigned.
 
-    timm makes a dataset of files without a transform and assigns one later. Decoded samples may
-    take ten times as much memory as after its steps.
+    timm makes a dataset of files without a transform and assigns one later. Before its steps,
+    decoded samples may take ten times as much memory as after them.
     """
     options = stored.options
     if transform is not None or stored.files is None or len(stored.samples) == 0:
@@ -72,7 +72,7 @@ def prepare_samples(
 ) -> Stored:
     """Choose where samples are stored, and store them after the leading steps of a transform.
 
-    ``replaced`` are older samples, whose memory may be given back if there is too little for both.
+    ``replaced`` are older samples. Their memory may be freed first if it is too small for both.
     """
     options = stored.options
     source = stored.source
@@ -89,7 +89,7 @@ def prepare_samples(
         prepared = prepare_on_disk(
             preparer, options, stored.files, described, is_own_list=origin.is_own_list
         )
-    if isinstance(source, FileSource):  # its list no longer has files that were left out before
+    if isinstance(source, FileSource):  # files that were left out before are no longer in its list
         skipped = (*stored.prepared.skipped, *prepared.skipped)
         prepared = replace(prepared, skipped=skipped)
     is_upright = "exif_transpose" in map(known_name, preparer.prepare.steps)
@@ -102,12 +102,12 @@ def prepare_samples(
 def leave_in_worker(stored: Stored) -> Stored:
     """Return samples that are not stored, and warn: their first read came in a worker process."""
     reason = (
-        "storage='none': the first read came in a worker process, which cannot share what it "
-        "prepares"
+        "storage='none': the first read came in a worker process, which cannot share the samples "
+        "that it prepares"
     )
     warn_user(
-        f"{reason}. Files are decoded at each read. Give the dataset a transform, call its "
-        "prepare(), or read it by fastdata.DataLoader."
+        f"{reason}. Files are decoded on every read. Give the dataset a transform, call its "
+        "prepare(), or read it with fastdata.DataLoader."
     )
     return replace(stored, prepared=_nothing_kept(reason), after=LeadingSteps())
 
@@ -115,9 +115,9 @@ def leave_in_worker(stored: Stored) -> Stored:
 def is_outdated(stored: Stored, transform: Transform | None, *, was_read: bool) -> bool:
     """Return True if samples should be prepared again for another transform.
 
-    This is necessary if they are stored after other steps. It is worth while if no sample was
-    read yet and a better store is possible. timm makes a dataset without a transform and assigns
-    one later; images were stored whole until then.
+    This is necessary if they are stored after other steps. It is worthwhile if no sample was read
+    yet and a better store is possible: timm makes a dataset without a transform and assigns one
+    later, and until then images may be stored at full size.
     """
     after = stored.after
     assert after is not None
@@ -126,10 +126,10 @@ def is_outdated(stored: Stored, transform: Transform | None, *, was_read: bool) 
         and describe_transforms(leading_transforms(transform, after.count), "") != after.key
     ):
         return True
-    # A worker process cannot share a store with the others.
+    # A worker process cannot share a new store with the other workers.
     if stored.source is None or get_worker_info() is not None:
         return False
-    # After other steps samples may fit into memory, or take less.
+    # After other steps, samples may fit into memory, or take less of it.
     if stored.kept is None:
         may_gain = stored.options.storage == "auto" and len(stored.samples) > 0
     else:
@@ -138,12 +138,12 @@ def is_outdated(stored: Stored, transform: Transform | None, *, was_read: bool) 
 
 
 def unprepared(stored: Stored, source: Source) -> Stored:
-    """Return samples that are still to be prepared from ``source``."""
+    """Return the same samples as not prepared yet, to be read from ``source``."""
     files = stored.table if isinstance(source, FileSource) else None
     prepared = replace(stored.prepared, kept=None)
     return replace(stored, source=source, files=files, prepared=prepared, after=None)
 
 
 def _nothing_kept(reason: str) -> Prepared:
-    """Return the result of preparing nothing."""
+    """Return a ``Prepared`` without stored samples."""
     return Prepared(storage_plan=StoragePlan(storage="none", reason=reason))

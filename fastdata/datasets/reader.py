@@ -1,9 +1,9 @@
 """The reader of an epoch: it reads batches, and is frozen when the epoch begins.
 
 A batch has a column for each view of the images, or one of images and one of masks. The core reads
-a whole column if all samples are served in one shape. Otherwise samples are read one by one, as are
-those that are not stored. Steps that are not known run on each sample, and the core again on what
-they return. One sample is a batch of one.
+a whole column if all samples come out in the same shape. Otherwise, and if samples are not stored,
+they are read one by one. Unknown steps run on each sample, and then the core runs on their results.
+A single sample is a batch of one.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ if TYPE_CHECKING:
 
 
 class Reader(Reading):
-    """Reads batches of the samples that it holds; safe from several threads at once."""
+    """Reads batches of the samples that it holds. Safe to use from several threads at once."""
 
     @cached_property
     def without_cast(self) -> tuple[Reader, list[Step | None]]:
-        """The same reader without final float casts, and the casts; only without obstacle."""
+        """A reader without the final float casts, and the casts. Needs ``obstacle`` to be None."""
         columns, casts = zip(*map(Column.without_cast, self.columns), strict=True)
         return replace(self, columns=columns), list(casts)
 
@@ -56,17 +56,17 @@ class Reader(Reading):
     def __call__(self, batch: IndexBatch, allocate: Allocate = new_buffer) -> Any:
         """Return a whole batch: images (B, *shape) and collated targets.
 
-        There must be no ``obstacle``. The images are in one piece of memory from ``allocate``.
+        ``obstacle`` must be None. The images are in one piece of memory from ``allocate``.
         """
         return self.to_batch(self.read_batch(batch, allocate, self.targets.collated))
 
     def to_batch(self, columns: list[Any]) -> Any:
-        """Turn the columns of ``read_batch`` into what ``default_collate`` gives."""
+        """Turn the columns of ``read_batch`` into a batch as ``default_collate`` returns it."""
         index_B = None
         if self.has_index:
             *columns, index_B = columns
         *views, targets = columns
-        images = views if self.plan.views else views[0]  # Views of one transform give a list, too
+        images = views if self.plan.views else views[0]  # even a single view is in a list
         keys = self.stored.samples.keys
         batch = [images, targets] if keys is None else keys.join(images, targets, list)
         return batch if index_B is None else with_index(batch, index_B, list)
@@ -84,7 +84,7 @@ class Reader(Reading):
         return SampleBatch(images, None, targets, self._classes[0])
 
     def item(self, batch: IndexBatch) -> Any:
-        """Return sample and target of a batch of one, in whatever shape the sample has."""
+        """Return the item of a batch of one. Its sample may have any shape."""
         return self._to_items(self._read_columns(batch, new_buffer, is_alone=self._are_ragged))[0]
 
     def _to_items(self, columns: list[Any]) -> list[Any]:
@@ -110,9 +110,9 @@ class Reader(Reading):
         return list(pairs) if keys is None else [keys.join(*pair) for pair in pairs]
 
     def _read_columns(self, batch: IndexBatch, allocate: Allocate, *, is_alone: bool) -> list[Any]:
-        """Read a batch as ``read_batch`` does, or as lists of samples where it cannot.
+        """Read a batch as ``read_batch`` does, or else as lists of samples.
 
-        ``is_alone`` has samples read one by one, because they may differ in shape.
+        With ``is_alone``, samples are read one by one, because they may differ in shape.
         """
         sources = None
         if self.obstacle_if_alike is None and not is_alone:
@@ -132,11 +132,11 @@ class Reader(Reading):
             samples, targets = map(list, zip(*pairs, strict=True))
             columns = [samples] * len(self.columns)  # each view begins with the same samples
         if self.kept is not None and not self.is_upright:
-            # Stored images have lost the EXIF that a step of the user's may look for.
+            # Stored images have lost their EXIF data, which the user's steps may look for.
             columns = [list(map(without_exif, samples)) for samples in columns]
         if self.pair_transform is None:
             if len(columns) > 1:
-                allocate = new_buffer  # a ring leases one piece of memory for a batch
+                allocate = new_buffer  # a ring leases only one piece of memory for a batch
             columns = [
                 column.finish(samples, batch, allocate)
                 for column, samples in zip(self.columns, columns, strict=True)
@@ -165,7 +165,7 @@ class Reader(Reading):
         return list(map(Column.show, self.columns, rows))
 
     def _read_source(self, index: int) -> tuple[Any, Any]:
-        """Read and prepare a sample that is not stored; return it and its target."""
+        """Read and prepare a sample that is not stored; return sample and target."""
         source = self.stored.samples
         try:
             sample, target = source.read(index)
@@ -190,8 +190,14 @@ class Reader(Reading):
     ) -> list[Any]:
         """Read the columns of a whole batch: images of each view, then the targets.
 
+        Args:
+            batch: indices of the samples, and the numbers that determine their draws.
+            allocate: function that returns memory for the images.
+            targets_of: function that returns the targets of a batch.
+            sources: result of ``open``, if the caller has it.
+
         Raises:
-            MixedSizesError: samples are served in several shapes.
+            MixedSizesError: the samples come out in several shapes.
         """
         outputs = self.outputs
         if not outputs:  # the shape follows from the samples
@@ -211,18 +217,18 @@ class Reader(Reading):
         self, count: int, outputs: list[Output], allocate: Allocate, *, channels_last: bool
     ) -> list[Array]:
         """Return an array (count, C, h, w) for each column; see ``allocate_batch``."""
-        # Pixels of arrays (H, W, C) are together, also where the user did not ask for it.
+        # Arrays (H, W, C) have this layout in any case, even if the user did not request it.
         lays_last = [True] * len(self.columns) if channels_last else self.are_hwc
         return allocate_batch(count, outputs, allocate, channels_last=lays_last)
 
     def as_tensors(self, outs: list[Array]) -> list[Any]:
         """Return tensors over the memory of ``allocate``, shaped like stacked samples."""
-        # NumPy has no bfloat16, so that each is viewed as its dtype.
+        # NumPy has no bfloat16, so each tensor is viewed as its real dtype.
         columns = list(map(torch.Tensor.view, map(torch.from_numpy, outs), self.dtypes))
         return list(map(batch_of_form, columns, self.kinds)) if self.has_arrays else columns
 
     def open(self, batch: IndexBatch) -> Sequence[Any]:
-        """Return what the parts of a batch are read from: stores, or files that were opened."""
+        """Return the sources of the parts of a batch: stores, or opened files."""
         if self.kept is not None:
             return self.kept.stores
         if self.stored.is_remote:
@@ -231,11 +237,11 @@ class Reader(Reading):
         return (open_files(self.stored.samples, indices, upright=self.is_upright),)
 
     def shapes_of(self, batch: IndexBatch, sources: Sequence[Any]) -> list[Array]:
-        """Return the shape of each sample of a batch as it is served, (B, D) of each column."""
+        """Return the shapes of a batch's samples after the batch ops, (B, D) for each column."""
         return [column.shapes_of(sources[column.part], batch.positions) for column in self.columns]
 
     def _outputs_of(self, batch: IndexBatch, sources: Sequence[Any]) -> list[Output]:
-        """Return shape and dtype of each column of a batch; see ``read_batch``."""
+        """Return the shape and dtype of each column of a batch; see ``read_batch``."""
         shapes = self.shapes_of(batch, sources)
         for shapes_BD in shapes:
             check_alike(shapes_BD, lambda b: self.name_of(batch, b))
@@ -243,7 +249,7 @@ class Reader(Reading):
         return [(tuple(shapes_BD[0].tolist()), dtype) for shapes_BD, (_, dtype) in pairs]
 
     def name_of(self, batch: IndexBatch, b: int) -> str:
-        """Return how messages name a sample of a batch: by its index, and its file."""
+        """Return the name of a sample of a batch for messages: its index and its file."""
         index = int(batch.positions[b])
         path = self.stored.samples.path(index)
         return f"sample {index}" if path is None else f"sample {index} ({path})"
@@ -258,8 +264,12 @@ class Reader(Reading):
     ) -> None:
         """Read a batch's images into arrays of ``allocate_batch``.
 
-        ``rows_B`` are the rows to write to where the arrays have others, ``sources`` what ``open``
-        returned. Rows of ``blending`` are written as soon as their samples are there.
+        Args:
+            outs: array for each column.
+            batch: indices of the samples, and the numbers that determine their draws.
+            rows_B: row of the arrays for each sample, if it is not the sample's row in the batch.
+            sources: result of ``open``, if the caller has it.
+            blending: mix of each sample with another; a row is written as soon as both are read.
         """
         index_B = batch.positions
         kept = self.stored.kept
@@ -276,7 +286,7 @@ class Reader(Reading):
                 visits_B = batch.visits
                 program.run(source, index_B, visits_B, batch.seed, out, rows_B, others, blending)
         except (SampleError, ChannelsError):
-            # Only now, because a context manager around each batch would take three calls.
+            # Entered only after an error: a context manager takes three calls in every batch.
             if kept is None:
                 raise
             with kept.naming_damage():

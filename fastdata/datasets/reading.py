@@ -1,7 +1,7 @@
-"""Everything that an epoch's batches are read from, and what follows from it.
+"""The inputs of an epoch's batches as one value, and the properties that follow from them.
 
-A ``Reading`` holds samples, programs and targets as one value, so that what is assigned to the
-dataset later does not reach an epoch that has begun, and the memory of the samples stays valid.
+A ``Reading`` holds samples, programs and targets. Because it is frozen, later changes of the
+dataset do not affect an epoch that has begun, and the memory of the samples stays valid.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Targets:
 
     Attributes:
         stored: the samples.
-        transform: the user's ``target_transform``, if it is called with targets alone.
+        transform: the user's ``target_transform``, if it is called with only the target.
     """
 
     stored: Stored
@@ -44,10 +44,10 @@ class Targets:
 
     @cached_property
     def numbers(self) -> Array | None:
-        """The targets of all samples, if each is a number that is served unchanged."""
+        """The targets of all samples, if they are numbers and stay unchanged; else None."""
         table = self.stored.table
         kept = self.stored.kept
-        # A table has numbers, too, where targets are images.
+        # If targets are images, the table has numbers too, but these mean nothing.
         has_images = kept is not None and kept.target_parts > 0
         if has_images or self.transform is not None or table is None:
             return None
@@ -67,7 +67,7 @@ class Targets:
     def of_each(self, batch: IndexBatch, read: list[Any] | None = None) -> list[Any]:
         """Return the target of each sample in a batch.
 
-        ``read`` are those before ``transform``, if they were read together with the samples.
+        ``read`` are the targets before ``transform``, if they were read together with the samples.
         """
         if self.numbers is not None:
             return list(self.numbers[batch.positions].tolist())
@@ -85,18 +85,20 @@ class Targets:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Reading:
-    """The samples of an epoch, and all that they are read by.
+    """The samples of an epoch, and everything that is needed to read them.
 
     Attributes:
-        stored: the samples, and how they were prepared.
+        stored: the samples and their preparation.
         length: number of samples.
-        target_transform: the user's.
-        pair_transform: the user's, of sample and target together, where it runs on each sample.
-        plan: of the transform.
-        columns: of each batch.
+        target_transform: the user's transform of targets.
+        pair_transform: the user's transform of sample and target together, if it runs on each
+            sample.
+        plan: plan of the transform.
+        columns: columns of each batch.
         prepare: steps that run on single samples that are not stored.
-        is_upright: True if EXIF has turned samples that are stored, or turns files that are read.
-        own: describes the method of a subclass that makes each item; empty if there is none.
+        is_upright: True if images are rotated as their EXIF requires, before they are stored or
+            when files are read.
+        own: description of the method of a subclass that makes each item; "" if there is none.
     """
 
     stored: Stored
@@ -118,12 +120,12 @@ class Reading:
 
     @property
     def keys(self) -> ItemKeys | None:
-        """Names of the values of an item that is not a pair; known once an item was read."""
+        """Keys of the values of an item that is not a pair; known once an item was read."""
         return getattr(self.stored.samples, "keys", None)  # a closed dataset has no samples
 
     @cached_property
     def has_index(self) -> bool:
-        """True if items end with their index, which is the last column then."""
+        """True if items end with their index, which is then the last column."""
         return self.stored.options.return_index
 
     @cached_property
@@ -134,22 +136,22 @@ class Reading:
 
     @cached_property
     def has_target_column(self) -> bool:
-        """True if the last column serves the targets, such as masks."""
+        """True if the last column holds the targets, such as masks."""
         return self.columns[-1].part > 0
 
     @cached_property
     def obstacle(self) -> str | None:
-        """Why whole batches need Python work per sample; None if they do not."""
+        """Reason why batches need Python work per sample; None if they do not need it."""
         if self.obstacle_if_alike is None and not self.outputs:
             return (
-                "prepared samples differ in shape; a crop or resize to one size would make them "
-                "batches"
+                "prepared samples differ in shape; with a crop or resize to one size they could be "
+                "read in batches"
             )
         return self.obstacle_if_alike
 
     @cached_property
     def obstacle_if_alike(self) -> str | None:
-        """The same for batches whose samples all have one shape, as of a ``BucketSampler``."""
+        """The ``obstacle`` of batches with samples of one shape, as a ``BucketSampler`` makes them."""
         if self.own:
             return self.own
         if self.kept is not None and self.kept.is_tuple:
@@ -166,7 +168,7 @@ class Reading:
 
     @cached_property
     def outputs(self) -> list[Output]:
-        """Shape and dtype of each column; empty if samples of one column differ."""
+        """Shape and dtype of each column; empty if the samples of a column differ."""
         outputs = [column.output for column in self.columns if column.output is not None]
         return outputs if len(outputs) == len(self.columns) else []
 
@@ -177,7 +179,7 @@ class Reading:
 
     @cached_property
     def are_hwc(self) -> list[bool]:
-        """True for each column whose samples are arrays (H, W, C)."""
+        """For each column, True if its samples are arrays (H, W, C)."""
         return [kind == "hwc" for kind in self.kinds]
 
     @cached_property
@@ -187,7 +189,7 @@ class Reading:
 
     @cached_property
     def alike(self) -> list[Output]:
-        """The outputs of a batch of samples that are like the first one."""
+        """Shape and dtype of each column of a batch with samples of the first sample's shape."""
         return [column.alike for column in self.columns if column.alike is not None]
 
     @cached_property
@@ -209,7 +211,7 @@ class Reading:
 
     @cached_property
     def _columns_of_parts(self) -> list[tuple[int, slice]]:
-        """The stored parts that are read, and the neighbouring columns that are read from each."""
+        """Each stored part that is read, with the neighbouring columns that are read from it."""
         parts = [column.part for column in self.columns]
         ends = {part: k for k, part in enumerate(parts, 1)}
         return [(part, slice(end - parts.count(part), end)) for part, end in ends.items()]
@@ -221,7 +223,7 @@ class Reading:
 
     @cached_property
     def _are_ragged(self) -> bool:
-        """True if samples may differ in shape: they can be read alone, but not stacked."""
+        """True if samples may differ in shape: each can be read alone, but they cannot be stacked."""
         if self.kept is None:
             return False
         return not (self.outputs and all(store.spec.is_dense for store in self.kept.stores))
@@ -233,7 +235,7 @@ class Reading:
 
     @property
     def served_bytes(self) -> int | None:
-        """Bytes of each sample in a whole batch; None if samples are read one by one."""
+        """Bytes of a sample in a whole batch; None if samples are read one by one."""
         if self.obstacle is not None:
             return None
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.outputs)
@@ -245,7 +247,7 @@ class Reading:
 
     @property
     def kinds_of_images(self) -> str:
-        """The same without shapes."""
+        """Class and dtype of each image in a whole batch, without shapes."""
         return self._form_of([None] * len(self.columns))
 
     def _form_of(self, shapes: Sequence[Shape | None]) -> str:

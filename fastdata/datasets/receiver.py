@@ -1,4 +1,4 @@
-"""The training loop's end of the transport: batches over the mapped slots of workers."""
+"""The training loop's side of the transport: batches over the mapped slots of workers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class SentBatch:
-    """A batch on its way to the training loop. Unpickling it there gives the batch itself."""
+    """A batch on its way to the training loop, where unpickling returns the batch itself."""
 
     def __init__(self, receive: Callable[..., Any], *sent: Any) -> None:
         self._sent = receive, sent
@@ -30,10 +30,10 @@ class SentBatch:
 
 
 class BatchReceiver:
-    """The slots of workers that this process has mapped; those of ended workers are dropped.
+    """The slots of workers that this process has mapped. Those of ended workers are dropped.
 
     Attributes:
-        fresh_count: number of batches that came in torch's way, because all slots were leased.
+        fresh_count: number of batches that came through torch's queue, because no slot was free.
     """
 
     def __init__(self, token: str) -> None:
@@ -47,7 +47,7 @@ class BatchReceiver:
 
     @classmethod
     def of(cls, token: str) -> BatchReceiver:
-        """Return the one that all copies of a ``RingCollate`` in this process share."""
+        """Return the receiver that all copies of a ``RingCollate`` in this process share."""
         return _receivers.setdefault(token, cls(token))
 
     @property
@@ -56,27 +56,33 @@ class BatchReceiver:
         return sum(lease.buffer.nbytes for _, lease in list(self._mapped.values()))
 
     def receive(self, address: SlotAddress | None, spans: Spans, data: bytes) -> Any:
-        """Return the batch of which ``data`` is the structure, and ``spans`` of a slot the parts.
+        """Return a batch.
 
-        Without an ``address`` all of the batch is in ``data``.
+        Args:
+            address: address of the slot with the batch; None if ``data`` holds all of it.
+            spans: offset and size in bytes of each part in the slot.
+            data: pickle of the batch, without the parts in the slot.
+
+        Raises:
+            StoreGoneError: the worker has ended, and its slot with it.
         """
         if address is None:
             self.fresh_count += 1
             return pickle.loads(data)
-        # The slot stays leased while a slice of its memory lives, or a tensor over a slice.
+        # The slot stays leased as long as a slice of its memory exists, or a tensor over a slice.
         whole = self.borrow(address)
         return pickle.loads(data, buffers=[whole[start : start + size] for start, size in spans])
 
     def borrow(self, address: SlotAddress) -> memoryview:
-        """Return the memory of a slot, which is given back when the last tensor over it dies."""
+        """Return the memory of a slot, which becomes free when the last tensor over it is freed."""
         known, lease = self._mapped.get(address.name, (None, None))
         if lease is not None and known == address:
-            memory = lease.buffer  # mapped already; a slot that has grown has another address
+            memory = lease.buffer  # mapped already: a slot that has grown has another address
         else:
             self._drop_ended()
-            # Opened by the worker's descriptor, which must be open until here; the worker closes it
-            # only when the slot is free. Our own is closed at once: the mapping does not need it,
-            # and a process may have few descriptors.
+            # Opened through the worker's descriptor, which must still be open. The worker closes it
+            # only when the slot is free. Our own descriptor is closed at once, because the mapping
+            # does not need it and a process may have few descriptors.
             try:
                 with closing(pickle.loads(address.block)) as opened:
                     memory = opened.array("uint8", (opened.size_bytes,))
@@ -84,9 +90,10 @@ class BatchReceiver:
                 raise StoreGoneError(
                     f"the DataLoader worker (pid {address.pid}) has ended, and this batch with it"
                 ) from None
-        # When ``leased`` dies, which every view of it keeps alive, the lease sets the first byte of
-        # the slot to FREE. No line of Python runs then, as it could in any thread at any moment.
-        # The lease before this one has run: a worker fills a slot again only once it is FREE.
+        # Every view keeps ``leased`` alive. When it is freed, the lease sets the first byte of the
+        # slot to FREE. This runs no line of Python, because it may happen in any thread at any
+        # moment. The earlier lease of this slot has run already: a worker fills a slot again only
+        # once it is FREE.
         leased = memory[:]
         lease = Lease(leased, _GIVE_BACK)
         lease.buffer = memory
@@ -106,9 +113,9 @@ _GIVE_BACK = operator.methodcaller("set_state", FREE)
 
 
 def _forget_leases() -> None:
-    """Forget leases in a forked process: the batches are still its parent's.
+    """Forget the leases in a forked process, because the batches still belong to its parent.
 
-    Otherwise a slot would be freed when the copy of a batch dies in the child.
+    Otherwise the parent's slot would become free when the child frees its copy of a batch.
     """
     for receiver in list(_receivers.values()):
         receiver._mapped.clear()

@@ -1,7 +1,7 @@
 """The state of a dataset: its samples, their reader, and changes of both.
 
-A dataset holds one ``DatasetSamples`` as its only private attribute, so that subclasses may use any
-other name. It puts values together that do the work: ``Stored``, ``Transforms`` and ``Reader``.
+A dataset has one ``DatasetSamples`` as its only private attribute, so that subclasses may use any
+other name. The work is done by the values in it: ``Stored``, ``Transforms`` and ``Reader``.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from fastdata.sources.source import Source
 from fastdata.stores.prepare import OldSamples
 
 OTHER_LISTS = (
-    "Take some of the samples by torch.utils.data.Subset(dataset, indices), other labels by "
-    "target_transform= or by ImageManifest([(path, label), ...])."
+    "For some of the samples use torch.utils.data.Subset(dataset, indices), for other labels "
+    "target_transform= or ImageManifest([(path, label), ...])."
 )
 """Advice instead of assigning samples or targets."""
 
@@ -54,11 +54,11 @@ OTHER_LISTS = (
 class ReaderHandle:
     """The reader of a dataset, until the dataset is closed.
 
-    An epoch holds this and not the reader, which would keep the samples in memory.
+    An epoch holds this handle and not the reader, which would keep the samples in memory.
 
     Attributes:
-        reader: None once the dataset is closed.
-        reason: the message of the error that is raised then.
+        reader: the reader; None once the dataset is closed.
+        reason: message of the error for a closed dataset.
     """
 
     def __init__(self, reader: Reader | None, reason: str = "") -> None:
@@ -66,7 +66,7 @@ class ReaderHandle:
         self.reason = reason
 
     def __call__(self) -> Reader:
-        """Return the reader. Hold it while a batch is read: it keeps the memory valid.
+        """Return the reader. Keep it while a batch is read, because it keeps the memory valid.
 
         Raises:
             StoreGoneError: the dataset was closed.
@@ -78,21 +78,21 @@ class ReaderHandle:
 
 
 class DatasetSamples:
-    """The samples of one dataset, with everything that they are prepared and read by.
+    """The samples of one dataset, with everything that is needed to prepare and read them.
 
     It pickles as a handle of the stored samples, which another process of the same machine opens.
     A deep copy in this process shares the memory.
 
     Attributes:
-        class_name: of the dataset, for messages.
+        class_name: class of the dataset, for messages.
         own_method: name of the method of a subclass that makes the items; None if there is none.
-        origin: of the samples.
-        stored: the samples and how they are prepared; without memory once the dataset is closed.
-        transforms: of the user.
+        origin: origin of the samples.
+        stored: the samples and their preparation; without memory once the dataset is closed.
+        transforms: the user's transforms.
         reader: the latest reader; without memory once the dataset is closed. Do not keep a
             reference to it: it keeps the samples in memory.
-        handle: the handle of that reader, which an epoch that begins now reads by.
-        epoch: as set by ``set_epoch``, in memory that worker processes share; None until then.
+        handle: handle of that reader, for an epoch that begins now.
+        epoch: epoch of ``set_epoch``, in memory that worker processes share; None before a call.
         was_read: True if samples were read since they were prepared.
     """
 
@@ -124,16 +124,16 @@ class DatasetSamples:
 
     def _begin(self) -> None:
         """Set the attributes that a copy does not share."""
-        # Held by the thread that changes the samples: of threads that read a lazy dataset first,
-        # one prepares it, and the others wait.
+        # Held by the thread that changes the samples. If several threads are the first to read a
+        # dataset, one of them prepares it, and the others wait.
         self._lock = threading.RLock()
-        # Handles of this reader and of earlier ones, which epochs that have begun still hold.
+        # Handles of this reader and of earlier ones, which running epochs still hold.
         self._handles: weakref.WeakSet[ReaderHandle] = weakref.WeakSet()
 
     # Reading
 
     def refresh(self) -> Reader:
-        """Return the reader of an epoch or item that begins now, after changes in place.
+        """Return the reader for an epoch or item that begins now. It includes changes in place.
 
         Raises:
             StoreGoneError: the dataset was closed.
@@ -163,10 +163,10 @@ class DatasetSamples:
         self.epoch["epoch"][0] = epoch
 
     def close(self) -> None:
-        """Give the memory back. A batch that is being read is completed."""
+        """Free the memory. Batches that are being read are completed."""
         for handle in set(self._handles):
             handle.reason = "the dataset was closed; create it again to read from it"
-            handle.reader = None  # the memory goes with the last batch that is being read from it
+            handle.reader = None  # the last batch that is being read frees the memory
         prepared = replace(self.stored.prepared, kept=None)
         self.stored = replace(self.stored, source=None, files=None, prepared=prepared)
         self.reader = replace(self.reader, stored=self.stored)
@@ -191,13 +191,13 @@ class DatasetSamples:
         return table
 
     def source(self) -> Source:
-        """Return the source of the samples; the stored samples if there is no other."""
+        """Return the source of the samples, or the stored samples if nothing else is left."""
         return self.origin.source(self.stored)
 
     # Changes
 
     def assign(self, transforms: Transforms) -> None:
-        """Serve other transforms, from samples that are prepared after their first steps.
+        """Replace the transforms; prepare samples again if their first steps differ.
 
         If that fails, nothing is changed.
         """
@@ -224,14 +224,14 @@ class DatasetSamples:
         self._read_by(replace(self.reader, target_transform=transform))
 
     def relist(self, name: str, listed: Sequence[Any]) -> None:
-        """Refuse other samples or targets; see ``FileSamples``."""
+        """Raise an AttributeError: only ``FileSamples`` can replace samples or targets."""
         raise AttributeError(
             f"{name} of this {self.class_name} cannot be assigned: its items come from another "
             f"dataset. {OTHER_LISTS}"
         )
 
     def view(self, transform: Transform | None) -> DatasetSamples:
-        """Return the same samples under another transform; both hold the memory."""
+        """Return the same samples with another transform. Both hold the memory."""
         self.handle()
         other = self._copied()
         other.was_read = True  # the samples may have been read through this one
@@ -246,9 +246,9 @@ class DatasetSamples:
         return other
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DatasetSamples:
-        """Copy the user's transforms and a dataset that is read, but share the stored samples.
+        """Copy the user's transforms, and a dataset that is still read, but share stored samples.
 
-        A copy by way of pickle would lose ``storage_options``, which may be secret.
+        A copy through pickle would lose ``storage_options``, which may be secret.
         """
         self.handle()
         other = self._copied()
@@ -273,7 +273,7 @@ class DatasetSamples:
 
     @contextmanager
     def _changing(self) -> Iterator[dict[str, Any]]:
-        """Restore all attributes if the block raises; yield those from before."""
+        """Yield the present attributes, and restore them if the block raises an error."""
         with self._lock:
             before = dict(vars(self))
             try:
@@ -285,9 +285,9 @@ class DatasetSamples:
     # Preparing
 
     def _end_waiting(self) -> None:
-        """Prepare samples that waited for their first read or a transform."""
+        """Prepare samples that waited for their first read or for a transform."""
         with self._lock:
-            if self.stored.after is not None:  # another thread has prepared them meanwhile
+            if self.stored.after is not None:  # another thread has prepared them in the meantime
                 return
             if get_worker_info() is None:
                 self._prepare()
@@ -298,9 +298,9 @@ class DatasetSamples:
     def _prepare_again(self, before: dict[str, Any]) -> None:
         """Replace the stored samples by newly prepared ones.
 
-        The old ones stay until the new ones are complete, so that nothing is lost if this fails. If
-        memory is too small for both, the old ones are dropped first, and prepared again if they are
-        read after a failure. ``before`` is from ``_changing``.
+        The old samples stay until the new ones are complete, so that nothing is lost if this fails.
+        If memory is too small for both, the old samples are dropped first. If preparation then
+        fails, the next read prepares them again. ``before`` is from ``_changing``.
         """
         source = self.source()
         if source is self.stored.kept:
@@ -313,7 +313,7 @@ class DatasetSamples:
         self._prepare(OldSamples(size_bytes, partial(self._drop, before)))
 
     def _drop(self, before: dict[str, Any]) -> None:
-        """Drop the old samples. Epochs that have begun hold them until they end."""
+        """Drop the old samples. Running epochs hold them until they end."""
         old = unprepared(before["stored"], before["origin"].source(before["stored"]))
         self._read_by(replace(before["reader"], stored=old))
         before.update(stored=old, reader=self.reader, handle=self.handle)
@@ -333,7 +333,7 @@ class DatasetSamples:
         self._read_by(reader)
 
     def _read_by(self, reader: Reader) -> None:
-        """Have epochs that begin from now on read by this reader; others keep theirs."""
+        """Use this reader for epochs that begin from now on. Running epochs keep theirs."""
         self.reader = reader
         self.handle = ReaderHandle(reader)
         self._handles.add(self.handle)
@@ -341,14 +341,14 @@ class DatasetSamples:
     # Other processes
 
     def __getstate__(self) -> dict[str, Any]:
-        self.refresh()  # raises an error here that would otherwise be raised in the other process
+        self.refresh()  # raises its errors here instead of in the other process
         stored = self.stored
         kept = stored.kept
         stores = () if kept is None else kept.stores
         opened: Any = {
             "stored": replace(
                 stored,
-                # An executor stays with the process that has it.
+                # An executor cannot be sent to another process.
                 options=replace(stored.options, engine="local", shard_bytes=None),
                 source=stored.source if kept is None else None,
                 prepared=replace(stored.prepared, skipped=()),
@@ -356,8 +356,8 @@ class DatasetSamples:
             "epoch": self.epoch,
         }
         if get_spawning_popen() is not None:
-            # An error while a process starts would end it without a message. As bytes, the handles
-            # are opened by ``__setstate__``, and an error is raised when the process reads.
+            # An error while a process starts would end it without a message. So the handles are
+            # sent as bytes: ``__setstate__`` opens them, and the error is raised at the first read.
             opened = bytes(ForkingPickler.dumps(opened))
         names = ["class_name", "own_method", "origin", "was_read", "transforms"]
         return {

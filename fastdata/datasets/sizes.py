@@ -1,4 +1,4 @@
-"""Sizes of all samples of a dataset, without decoding them: as they are stored, or by headers.
+"""Sizes of all samples of a dataset, without decoding them: from the store, or from file headers.
 
 Shape letters: N samples, D dimensions.
 """
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 def served_shapes(dataset: PreparedDataset) -> Int32s:
     """Return the shape of each sample after the transform, int32 (N, D).
 
-    With several columns, as of views, their shapes stand next to each other. A size that is drawn
-    at random is 0. Samples are prepared first if they wait for that.
+    The shapes of several columns, such as views, are next to each other. A size that is drawn at
+    random is 0. Samples that are not prepared yet are prepared first.
 
     Raises:
         ValueError: the shapes are not known before samples are read.
@@ -46,21 +46,21 @@ def served_shapes(dataset: PreparedDataset) -> Int32s:
     else:
         raise ValueError(
             f"the sizes of the samples of {kind_of(dataset)} are not known before they are read: "
-            f"{reader.obstacle}. Use storage='auto', or steps that fastdata serves in batches."
+            f"{reader.obstacle}. Use storage='auto', or steps that fastdata runs on whole batches."
         )
     served = []
     for column, shapes_ND in zip(columns, stored, strict=True):
         assert column.program is not None
-        # Photographs have few sizes, and all of one size come out alike.
+        # Photographs have few sizes, so each size is computed only once.
         sizes, number_N = np.unique(shapes_ND, axis=0, return_inverse=True)
         served.append(column.program.served_shapes(sizes)[number_N.reshape(-1)])
     return np.hstack(served)
 
 
 def image_sizes(dataset: PreparedDataset) -> Int32s:
-    """Return height and width of each image before the transform, int32 (N, 2).
+    """Return the height and width of each image before the transform, int32 (N, 2).
 
-    They are those of the stored images, or of the files if images are not stored, or not yet.
+    They are those of the stored images or, if images are not stored (yet), of the files.
 
     Raises:
         ValueError: the sizes are not known before samples are read.
@@ -74,7 +74,7 @@ def image_sizes(dataset: PreparedDataset) -> Int32s:
 
 
 def _file_sizes(source: object, *, upright: bool) -> Int32s:
-    """Return height and width of image files, int32 (N, 2), from their headers."""
+    """Return the height and width of image files, int32 (N, 2), from their headers."""
     if not isinstance(source, FileSource) or source.is_remote:
         raise ValueError(
             "the sizes of images are not known before they are read, because they are neither "

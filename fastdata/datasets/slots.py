@@ -1,8 +1,8 @@
-"""Slots of shared memory that a worker process packs batches into.
+"""Slots of shared memory into which a worker process packs batches.
 
-The first byte of a slot says whose turn it is. Only its owner writes it: the worker leases, the
-parent gives back. The slots belong to the worker, so that those of a killed one are garbage that
-the kernel collects with its last mapping.
+The first byte of a slot is its state: it shows which process may use the slot. The worker sets it
+to LEASED, the training loop sets it back to FREE, and neither writes it while it is the other's
+turn. The worker owns the slots: if it is killed, the kernel frees a slot with its last mapping.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FREE = 0
 LEASED = 1
 """The states of a slot: the value of its first byte."""
 STATE_BYTES = ALIGN_BYTES
-"""The state has a cache line of its own, because two processes write it."""
+"""The state has its own cache line, because two processes write it."""
 _PAGE_BYTES = 4096
 _MOST_STORAGE = 4
 """A tensor is sent with its whole storage if that has at most this many times its own bytes."""
@@ -38,9 +38,9 @@ class SlotAddress(NamedTuple):
     """The address by which the training loop finds a slot.
 
     Attributes:
-        pid: of the worker process.
-        name: of the slot, the same for its whole life.
-        block: the pickled block of shared memory, another one after the slot has grown.
+        pid: process number of the worker.
+        name: name of the slot, which never changes.
+        block: pickled handle of the block of shared memory, which changes when the slot grows.
     """
 
     pid: int
@@ -56,10 +56,10 @@ class Slot:
     """A shared block of this worker, filled from front to back.
 
     Attributes:
-        memory: of the block; before the first batch a stand-in of this process that has a state.
-        address: where the training loop finds it; None before the first batch.
-        leased: the memory while a batch is written to it, as an array of its own: it lives as long
-            as any view of it in this process.
+        memory: memory of the block; before the first batch, ordinary memory with only a state.
+        address: address for the training loop; None before the first batch.
+        leased: the memory while a batch is written to it, as a new array object, which exists as
+            long as any view of it in this process; None in between.
     """
 
     def __init__(self) -> None:
@@ -72,14 +72,15 @@ class Slot:
 
     @property
     def is_free(self) -> bool:
-        # Both the training loop and this process, as a caching dataset, may still hold the batch.
+        # The training loop may still hold the batch, and so may this process, for example in a
+        # dataset that caches.
         return self.memory[0] == FREE and self._latest() is None
 
     def lease(self) -> None:
         """Begin to fill the slot from its front."""
-        # A new array object each time. Everything that is made of its memory keeps it alive, so its
-        # death is that of the last view of this batch, and the weak reference notices that without
-        # counting anything.
+        # A new array object each time. Every view of its memory keeps it alive, so it is freed
+        # together with the last view of this batch. The weak reference notices that, without any
+        # counting.
         self.leased = self.memory[:]
         self._latest = weakref.ref(self.leased)
         self._end = STATE_BYTES
@@ -93,18 +94,22 @@ class Slot:
         return self.leased.data[start : start + size_bytes]
 
     def stack(self, batch: Any, *, collate_fn_map: Any = None) -> Any:
-        """Collate tensors as torch's ``collate_tensor_fn`` does; plain ones into the slot."""
+        """Collate tensors as torch's ``collate_tensor_fn`` does, plain tensors into the slot."""
         first = batch[0]
         if all(type(sample) is torch.Tensor and is_plain(sample) for sample in batch):
             memory = self.reserve(len(batch) * first.nbytes)
             if not memory:
-                return torch.stack(tuple(batch))  # its error names sizes that differ
+                return torch.stack(tuple(batch))  # raises torch's error if sizes differ
             out = torch.frombuffer(memory, dtype=first.dtype)
             return torch.stack(tuple(batch), 0, out=out.view(len(batch), *first.shape))
         return torch_collate.collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
 
     def pack(self, batch: Any) -> tuple[SlotAddress | None, Spans, bytes] | None:
-        """Write every part of a batch to the slot; return None if memory is short."""
+        """Write every part of a batch to the slot.
+
+        Returns:
+            Address, spans and pickle for ``BatchReceiver.receive``; None if memory is too small.
+        """
         packer = _Packer(self)
         packer.dump(batch)
         parts = [np.frombuffer(part.raw(), np.uint8) for part in packer.parts]
@@ -112,19 +117,19 @@ class Slot:
             spans = self._lay_out(parts)
         except MemoryBudgetError:
             return None
-        # From here on the slot belongs to the training loop, which sets the state to FREE again. It
-        # is set before the address leaves this process: set later, it could undo a FREE that the
-        # loop has written meanwhile, and the slot would be lost.
+        # From here on the slot belongs to the training loop, which sets the state back to FREE. The
+        # state is set before the address leaves this process. If it were set later, it could
+        # overwrite a FREE that the loop has written in the meantime, and the slot would be lost.
         self.memory[0] = LEASED
         return self.address, spans, packer.file.getvalue()
 
     def offset_of(self, part: Array) -> int | None:
-        """Return the offset of a part that was written to the slot; None for any other memory."""
+        """Return the offset of a part that is in the slot already; None for any other memory."""
         offset = part.ctypes.data - self.memory.ctypes.data
         return offset if 0 <= offset <= self.memory.nbytes - part.nbytes else None
 
     def _lay_out(self, parts: list[Array], *, is_full: bool = False) -> Spans:
-        """Copy parts to the slot that are not in it yet, and return the spans of all of them."""
+        """Copy those parts to the slot that are not in it yet; return the spans of all parts."""
         if is_full or self.address is None:
             self._grow(sum(_aligned(part.nbytes) for part in parts))
         spans = []
@@ -133,7 +138,7 @@ class Slot:
             if start is None:
                 start = self._end
                 memory = self.reserve(part.nbytes)
-                if memory is None:  # begin again in a block that is large enough for everything
+                if memory is None:  # start again, in a block that is large enough for all parts
                     return self._lay_out(parts, is_full=True)
                 memory[:] = part.data
             spans.append((start, part.nbytes))
@@ -143,13 +148,13 @@ class Slot:
         """Replace the block by a larger one. Batches in the old one stay valid.
 
         Raises:
-            MemoryBudgetError: there is too little memory; the slot is as before.
+            MemoryBudgetError: there is too little memory. The slot stays unchanged.
         """
-        # Batches differ in size: from the second block on, an eighth more than is needed now.
+        # Batches differ in size, so from the second block on, an eighth more is reserved.
         size_bytes += STATE_BYTES + (size_bytes // 8 if self._block else 0)
         block = Block.create(-(-size_bytes // _PAGE_BYTES) * _PAGE_BYTES)
-        # The loop maps a block only when it receives a batch, but by then it must still be open
-        # here. This slot is free, so every batch in the old block has been received.
+        # The training loop maps a block only when it receives a batch, and until then the block must
+        # stay open here. This slot is free, so every batch in the old block has been received.
         if self._block:
             self._block.close()
         self._block = block
@@ -163,7 +168,7 @@ def _aligned(offset: int) -> int:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return True if a tensor has a dtype, shape, strides and CPU memory, and nothing else."""
+    """Return True if a tensor is only a dtype, shape and strides over CPU memory."""
     return (
         tensor.layout is torch.strided
         and tensor.device.type == "cpu"
@@ -180,8 +185,8 @@ def is_plain(tensor: torch.Tensor) -> bool:
 class _Packer(pickle.Pickler):
     """Pickle the structure of a batch, with the memory of its tensors and arrays in ``parts``.
 
-    Tensors that share a storage still do after the journey, because the whole storage is one part.
-    A tensor whose storage is much larger, and not in the slot, is pickled in torch's way.
+    Tensors that share a storage still share it afterwards, because the whole storage is one part. A
+    tensor with a much larger storage, which is not in the slot, is pickled as torch does it.
     """
 
     def __init__(self, slot: Slot) -> None:
@@ -189,19 +194,19 @@ class _Packer(pickle.Pickler):
         self.file = io.BytesIO()
         self.parts: list[pickle.PickleBuffer] = []
         super().__init__(self.file, 5, buffer_callback=self.parts.append)
-        # torch's reductions, which all other tensors are pickled by.
+        # torch's reducers, which pickle all other tensors.
         self.dispatch_table = ForkingPickler(io.BytesIO()).dispatch_table
         self._storages: dict[int, Array] = {}
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is np.ndarray and not value.flags.writeable:
-            # Through torch's queue it would arrive as an array that may be written to.
+            # Through torch's queue it would arrive as a writable array. A copy does so here too.
             return value.copy("K").__reduce_ex__(5)
         if type(value) is not torch.Tensor or not is_plain(value) or not value.numel():
             return NotImplemented
         storage = value.untyped_storage()
-        # Known by its address, because torch makes a new Python object of a storage at each call.
-        # The arrays in the dict keep the memory, so that no other storage gets the same address.
+        # Identified by its address, because torch makes a new Python object for a storage in each
+        # call. The arrays in the dict hold the memory, so no other storage gets the same address.
         octets = self._storages.get(storage.data_ptr())
         if octets is None:
             octets = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()

@@ -1,8 +1,8 @@
-"""Snapshots of transforms, to find out that one was changed in place.
+"""Snapshots of transforms, to detect that one was changed in place.
 
-The next epoch, or the next ``dataset[i]``, follows such a change. Compiling the transform each time
-would do as well, but takes 2.3 ms (RandomCrop, flip, float32 and Normalize, on one core of a busy
-Xeon), and forgets what the core has asked for while it ran. A comparison takes 4 us.
+The next epoch, or the next ``dataset[i]``, uses the changed transform. Compiling the transform each
+time would have the same effect, but takes 2.3 ms (RandomCrop, flip, float32 and Normalize, on one
+core of a busy Xeon), and loses the scratch memory of the program. A comparison takes 4 us.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class Snapshot:
     def __init__(self, transforms: Sequence[object], unknown: Iterable[object]) -> None:
         """Copy everything that transforms consist of, at any depth.
 
-        ``unknown`` steps are left out: they are called by themselves, and may change with each
-        call.
+        ``unknown`` steps are left out: the user's own objects are called, so changes have an effect
+        anyway, and every call may change them.
         """
         self._float = torch.get_default_dtype()  # ToTensor converts to it
-        # Containers, attributes included, and shallow copies of them: the objects in them are in
-        # this list themselves.
+        # Containers (including the attributes of objects), and shallow copies of them. Shallow is
+        # enough, because containers inside of them are in this list too.
         self._parts: list[Container] = []
         self._copies: list[Container] = []
-        # Functions that read other contents, the objects that they read, and the contents then.
+        # For other contents: the function that reads them, the object, and the contents at this time.
         self._others: list[tuple[Callable[[Any], object], object, object]] = []
         met = {id(step): step for step in unknown}
         waiting = list(transforms)
@@ -57,7 +57,7 @@ class Snapshot:
                 self._others.append((_octets, value, _octets(value)))
             else:
                 if type(value).__module__.startswith(PACKAGE):
-                    # Calls of steps that run per sample change the other attributes.
+                    # Only the settings: calls of a step per sample change its other attributes.
                     self._others.append((settings_of, value, settings_of(value)))
                     waiting += settings_of(value).values()
                     continue
@@ -68,11 +68,11 @@ class Snapshot:
                     waiting += outside.values()
 
     def is_outdated(self) -> bool:
-        """Return True if a part of the transforms was changed since then."""
+        """Return True if a part of the transforms has been changed since the snapshot."""
         if torch.get_default_dtype() != self._float:
             return True
         try:
-            # Quick, because containers compare the identity of their items first.
+            # This is fast, because containers compare the identity of their items first.
             if self._parts != self._copies:
                 return True
             for read, value, contents in self._others:

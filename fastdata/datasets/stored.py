@@ -1,4 +1,4 @@
-"""Frozen values of a dataset: how its samples were prepared, and the user's transforms."""
+"""Frozen values of a dataset: its samples and their preparation, and the user's transforms."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from fastdata.stores.prepare import Prepared
 
 @dataclass(frozen=True)
 class LeadingSteps:
-    """The leading steps of a transform that samples are stored after.
+    """The leading steps of a transform after which samples are stored.
 
     Attributes:
         count: number of steps.
-        key: text that is equal for steps that do the same; empty for none.
-        text: shown in errors.
+        key: text that is equal for steps with the same effect; "" for no steps.
+        text: the steps as shown in errors.
     """
 
     count: int = 0
@@ -33,18 +33,18 @@ class LeadingSteps:
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """The samples of a dataset, and how they were prepared.
+    """The samples of a dataset, and their preparation.
 
     Attributes:
-        options: of the dataset.
+        options: options of the dataset.
         prepared: the stored samples, and the reason for the choice of storage.
-        source: the source that samples are read from, to prepare them again. A copy in another
-            process does not have it if samples are stored.
+        source: source of the samples, needed to prepare them again. If samples are stored, a copy
+            in another process does not have it.
         files: paths and targets, if they are known beforehand.
         first_steps: the dataset's ``prepare=`` and ``resize=``, which run before the transform.
-        after: the steps of the transform that samples are stored after, or did not fit after; None
-            before they are prepared.
-        is_upright: True if samples were turned as their EXIF says.
+        after: steps of the transform after which samples are stored, or after which they did not
+            fit; None before they are prepared.
+        is_upright: True if samples were rotated as their EXIF requires.
         is_remote: True if samples that are not stored are fetched from a URL.
     """
 
@@ -64,7 +64,7 @@ class Stored:
 
     @property
     def obstacle(self) -> str | None:
-        """Why no step runs on whole batches, for any transform; None if some may."""
+        """Reason why no step of any transform can run on whole batches; None if some can."""
         return library.obstacle() if self.options.batch_ops else "batch_ops=False"
 
     @cached_property
@@ -78,7 +78,7 @@ class Stored:
         return self.files if self.kept is None else self.kept.table
 
     def filled_share(self, index: Array | None = None) -> float:
-        """Return the share of the samples, or of those of ``index``, that are stored already."""
+        """Return the share of all samples, or of those with ``index``, that is already stored."""
         return 0.0 if self.kept is None else self.kept.images.filled_share(index)
 
 
@@ -87,9 +87,9 @@ class Transforms:
     """The user's transforms of a dataset's items.
 
     Attributes:
-        of_sample: called with each sample.
-        of_target: called with each target.
-        of_both: called with sample and target together, instead of the other two.
+        of_sample: transform that is called with each sample.
+        of_target: transform that is called with each target.
+        of_both: transform that is called with sample and target together, instead of the other two.
     """
 
     of_sample: Transform | None = None

@@ -1,7 +1,7 @@
-"""Batches from worker processes, in memory that is reused when the user lets go of it.
+"""Batches from worker processes, in memory that is reused once the user has freed it.
 
-Torch's queue between processes makes and maps new memory for each batch. A worker's ring hands out
-the same few shared blocks again and again, as ``BatchRing`` does within a process:
+torch's queue between processes makes and maps new memory for each batch. A worker's ring uses the
+same few shared blocks again and again, as ``BatchRing`` does within a process:
 
     worker:  samples -> collate, stacking into a free slot -> SentBatch (pickle of the structure,
         address of the slot)
@@ -38,22 +38,23 @@ _FETCH_MODULE = "torch.utils.data._utils.fetch"
 class RingCollate:
     """A collate function that sends batches from worker processes through reused shared memory.
 
-    Give it to any ``torch.utils.data.DataLoader`` as ``collate_fn``; ``fastdata.DataLoader`` uses
-    it by itself. In a worker process it must be the ``collate_fn`` itself, not called by another
-    one. Anywhere else, as with ``num_workers=0``, it is ``collate``.
+    Pass it to any ``torch.utils.data.DataLoader`` as ``collate_fn``; ``fastdata.DataLoader`` uses
+    it automatically. In a worker process it must be the ``collate_fn`` itself, and not be called by
+    another one. Anywhere else, for example with ``num_workers=0``, it only calls ``collate``.
 
-    The batch may be any nesting that pickles. Plain CPU tensors and contiguous NumPy arrays in it
-    travel through the ring and keep dtype, shape and strides; sparse, quantized, gradient-requiring
-    tensors and tensor subclasses travel in torch's way. What the training loop receives is its own:
-    memory is reused when the last tensor over it has died. Only a process that is forked while a
-    batch lives must copy what it uses after its parent has let go of it. ``default_collate``, also
-    when called by ``collate``, stacks straight into the ring.
+    The batch may be any nesting that can be pickled. Plain CPU tensors and contiguous NumPy arrays
+    in it travel through the ring and keep dtype, shape and strides. Sparse, quantized and
+    gradient-requiring tensors and tensor subclasses travel through torch's queue. A received batch
+    belongs to the training loop: its memory is reused only when the last tensor over it is freed.
+    The exception is a process that is forked while a batch exists: it must copy the batch before
+    the parent frees it. ``default_collate``, even if ``collate`` calls it, stacks samples directly
+    into the ring.
 
     Args:
-        collate: turns samples into a batch, as a DataLoader's ``collate_fn``.
-        slots: batches per worker that may be under way or held by the training loop at a time;
-            further ones travel in torch's way. Slots are made when needed, each as large as the
-            largest batch it carried.
+        collate: function that turns samples into a batch, like a DataLoader's ``collate_fn``.
+        slots: number of batches per worker that may be in transit, or held by the training loop, at
+            the same time. Further batches travel through torch's queue. Slots are made when needed,
+            and each is as large as the largest batch that it has carried.
 
     Example:
         >>> import torch
@@ -66,7 +67,7 @@ class RingCollate:
 
     def __init__(self, collate: Collate = default_collate, *, slots: int = 8) -> None:
         if slots < 1:
-            raise ValueError(f"slots={slots}: a worker needs at least one slot")
+            raise ValueError(f"slots={slots} must be 1 or more: a worker needs a slot for a batch")
         self.collate = collate
         self.slots = slots
         self.receiver = BatchReceiver.of(secrets.token_hex(8))
@@ -77,25 +78,25 @@ class RingCollate:
         fetch = None if worker is None else _fetch_of_worker_loop()
         if worker is None or fetch is None:
             return self.collate(samples)
-        # A loader of fastdata's has numbered the batch, for the draws of the collate function.
+        # A loader of fastdata has numbered the batch, for the draws of the collate function.
         numbered = (it.draws for it in fetch.f_locals.values() if isinstance(it, IndexBatch))
         draws = next(numbered, None)
         collate = self.collate if draws is None else partial(draws.collate, self.collate)
-        if self._ring is None:  # made here, so that each worker process has its own
+        if self._ring is None:  # made here, so that each worker process has its own ring
             self._ring = WorkerRing(self.receiver, self.slots, worker.dataset)
         return self._ring.send(collate, samples)
 
 
 def _fetch_of_worker_loop() -> FrameType | None:
-    """Return the call of torch's fetcher that a ``RingCollate`` returns to.
+    """Return the frame of torch's fetcher that has called a ``RingCollate``.
 
-    None if it returns to other code, or in another thread than the worker's main one. The caller
-    then needs the batch itself.
+    Return None if other code has called it, or another thread than the worker's main thread. Such a
+    caller needs the batch itself.
     """
-    # torch passes neither this nor the indices to a collate function, so the frames of the callers
-    # are read. In torch 2.4 to 2.13 a worker's loop, a function in ``_utils.worker``, calls a
-    # method of a class in ``_utils.fetch`` with the indices, and this calls the collate function.
-    # Names of functions and arguments differ between versions and are not used.
+    # torch passes neither its caller nor the indices to a collate function, so the frames of the
+    # callers are read. In torch 2.4 to 2.13 a worker's loop, a function in ``_utils.worker``, calls
+    # a method of a class in ``_utils.fetch`` with the indices, and this calls the collate function.
+    # The names of functions and arguments differ between versions, so they are not used.
     frame = sys._getframe(2)
     caller = frame.f_back
     if threading.current_thread() is not threading.main_thread():
@@ -121,12 +122,13 @@ def _warn_of_unknown_loop(frame: FrameType) -> None:
     caller: FrameType | None = frame
     while caller is not None:
         if _module_of(caller) == _LOOP_MODULE:
-            return  # a collate function or a loader of the user's runs in the worker
+            return  # the user's own collate function or loader calls it in the worker
         caller = caller.f_back
     _warn_once(
-        "batches of this worker process travel through its own queue, which takes longer than "
-        f"through fastdata's ring: no function of {_LOOP_MODULE} of torch {torch.__version__} runs "
-        "it. Use torch's or fastdata's DataLoader, and a version of torch that fastdata supports."
+        "batches of this worker process do not travel through fastdata's ring, which would be "
+        f"faster: no function of {_LOOP_MODULE} of torch {torch.__version__} is running this "
+        "process. Use the DataLoader of torch or fastdata, and a version of torch that fastdata "
+        "supports."
     )
 
 
@@ -142,50 +144,50 @@ class WorkerRing:
         dataset = getattr(dataset, "behind", dataset)
         while isinstance(dataset, Subset):
             dataset = dataset.dataset
-        # The dataset writes its batches straight into a slot; it finds the ring by ``ring_of``.
+        # The dataset writes its batches directly into a slot. It finds the ring by ``ring_of``.
         _worker_rings[id(dataset)] = self
 
     def lease(self, size_bytes: int) -> memoryview:
-        """Return memory for the next batch: in a slot if possible, else new."""
+        """Return memory for the next batch: in a slot if one is free, else new memory."""
         self._begin()
         memory = None if self._filled is None else self._filled.reserve(size_bytes)
         return memory or new_buffer(size_bytes)
 
     def send(self, collate: Collate, samples: Any) -> SentBatch:
-        """Collate samples into a slot, and return what torch's queue sends instead of the batch."""
+        """Collate samples into a slot, and return the object that torch's queue sends instead."""
         if self._filled is None:
             self._begin()
         try:
             batch = self._collate(collate, samples)
             packed = None if self._filled is None else self._filled.pack(batch)
-            if packed is None:  # no slot is free, or memory is short: the batch travels itself
+            if packed is None:  # no slot is free, or memory is too small: send the whole batch
                 packed = None, [], bytes(ForkingPickler.dumps(batch))
-            # The method pickles as that of the receiver with the same token, which in the training
-            # loop's process is the one that was made with the collate function.
+            # The method is pickled with the token of its receiver. In the training loop's process
+            # this token leads to the receiver that was made with the collate function.
             return SentBatch(self._receiver.receive, *packed)
         finally:
             self._end()
 
     def _begin(self) -> None:
-        """Choose a free slot to fill; none if all are leased."""
-        self._end()  # a batch that was begun and never sent, because reading its samples failed
+        """Choose a free slot to fill, or no slot if all are leased."""
+        self._end()  # of a batch that was never sent, because reading its samples failed
         self._filled = next((slot for slot in self._slots if slot.is_free), None)
         if self._filled is not None:
             self._filled.lease()
 
     def _end(self) -> None:
-        """Drop the worker's own reference to the slot, which is free when no view of it lives."""
+        """Drop the worker's own reference to the slot, which is free once no view of it exists."""
         if self._filled is not None:
             self._filled.leased = None
             self._filled = None
 
     def _collate(self, collate: Collate, samples: Any) -> Any:
-        """Collate samples; torch's ``default_collate`` stacks tensors straight into the slot."""
+        """Collate samples. torch's ``default_collate`` stacks tensors directly into the slot."""
         functions = torch_collate.default_collate_fn_map
         torchs = torch_collate.collate_tensor_fn
         if self._filled is None or functions.get(torch.Tensor) is not torchs:
-            return collate(samples)  # a function of the user's in this table is left alone
-        # The table is the process's own, and a worker collates in one thread only.
+            return collate(samples)  # the user has put another function in this table: keep it
+        # Changing the table is safe: it belongs to this process, which collates in one thread only.
         functions[torch.Tensor] = self._filled.stack
         try:
             return collate(samples)

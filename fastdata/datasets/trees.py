@@ -1,4 +1,4 @@
-"""Batches as trees: the tensors in any nesting of containers, replaced or listed."""
+"""Batches as trees: find or replace the tensors in any nesting of containers."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ def is_tensor(value: Any) -> bool:
 
 
 def is_container(value: Any) -> bool:
-    """True if ``map_batch`` maps the parts of a value."""
+    """Return True if ``map_batch`` maps the parts of a value."""
     if isinstance(value, (list, tuple, Mapping)):
         return True
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 def map_batch(function: MapLeaf, batch: Any, is_leaf: IsLeaf = is_tensor) -> Any:
-    """Return a batch in which ``function`` has replaced each tensor.
+    """Return a batch in which each tensor is replaced by the result of ``function``.
 
-    Tuples, namedtuples, lists, mappings, dataclasses and ``SampleBatch`` keep their type. One in
-    which nothing is replaced is returned itself, like every other value. A tensor that occurs twice
-    is replaced once. A ``PackedSequence`` counts as a tensor.
+    Tuples, namedtuples, lists, mappings, dataclasses and ``SampleBatch`` keep their type. A
+    container in which nothing is replaced is returned itself, as is any other value. For a tensor
+    that occurs twice, ``function`` is called once. A ``PackedSequence`` counts as a tensor.
 
     Args:
-        function: is called with each tensor.
+        function: function that is called with each tensor.
         batch: any value.
-        is_leaf: returns True for values that ``function`` is called with, instead of tensors.
+        is_leaf: function that returns True for the values to replace. Default: tensors.
 
     Example:
         >>> map_batch(len, {"image": torch.zeros(2), "name": "a"})
@@ -52,7 +52,7 @@ def map_batch(function: MapLeaf, batch: Any, is_leaf: IsLeaf = is_tensor) -> Any
 
 
 def leaves_of(batch: Any, is_leaf: IsLeaf = is_tensor) -> list[Any]:
-    """Return the tensors in a batch, or other leaves, each once.
+    """Return the tensors in a batch, or the values for which ``is_leaf`` is True, each once.
 
     Example:
         >>> leaves_of({"image": torch.zeros(2), "name": "a"})
@@ -74,7 +74,8 @@ def _map_value(
     is_leaf: IsLeaf,
     results: dict[int, Any],
 ) -> Any:
-    # Not a closure that calls itself: such a cycle would keep the tensors until garbage collection.
+    # Not a closure that calls itself: it would be part of a reference cycle, which would keep the
+    # tensors alive until the garbage collector runs.
     if is_leaf(value):
         if id(value) not in results:
             results[id(value)] = function(value)
@@ -87,10 +88,10 @@ def _map_value(
 
 
 def _parts_of(value: Any) -> Sequence[Any]:
-    """Return the values in a container; no values if it is not one."""
+    """Return the values in a container; an empty sequence for other values."""
     match value:
         case SampleBatch() if value.is_stacked:
-            return value.parts  # its images are one tensor, which the samples are views of
+            return value.parts  # the samples are views of one tensor of images
         case list() | tuple():
             return value
         case Mapping():
@@ -109,7 +110,7 @@ def _rebuilt(value: Any, parts: list[Any]) -> Any:
             return value._make(parts)
         case list() | tuple():
             return type(value)(parts)
-        case MutableMapping():  # a copy keeps the rest of it, such as a default factory
+        case MutableMapping():  # a copy keeps everything else, such as a default factory
             new = copy.copy(value)
             new.update(zip(value, parts, strict=True))
             return new
@@ -117,7 +118,8 @@ def _rebuilt(value: Any, parts: list[Any]) -> Any:
             return dict(zip(value, parts, strict=True))
     new = copy.copy(value)
     for field, part in zip(dataclasses.fields(value), parts, strict=True):
-        object.__setattr__(new, field.name, part)  # a frozen one too: the copy is not shared yet
+        # Also for a frozen dataclass: nobody else has seen the copy yet.
+        object.__setattr__(new, field.name, part)
     return new
 
 
@@ -134,7 +136,7 @@ def _channels_last(value: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChannelsLast:
-    """A ``collate_fn`` whose batches come ``as_channels_last``."""
+    """A ``collate_fn`` that returns the batches of another one ``as_channels_last``."""
 
     collate_fn: Collate
 

@@ -1,8 +1,8 @@
-"""The visits of samples: which numbers the random draws of each read are made from.
+"""Visits of samples: the numbers that determine the random draws of each read.
 
-A visit is ``epoch + (k << 32)``, where k tells visits to a sample in the same epoch apart. Samplers
-that repeat samples thus get different draws for each repetition; without repetitions a visit is the
-epoch.
+A visit is ``epoch + (k << 32)``, where k counts the earlier visits to a sample in the same epoch. So
+a sampler that repeats samples gets different draws for each repetition. Without repetitions a visit
+is the epoch.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 
 REPEAT_SHIFT = 32
-"""Bits of a visit that hold the epoch; those above count the visits of a sample in it."""
+"""Number of low bits of a visit that hold the epoch. The bits above count visits in the epoch."""
 
 
 def as_numbers(indices: Any) -> Array:
     """Return indices of samples as int64 (B,).
 
     Raises:
-        TypeError: one is not a whole number, as for torch's datasets.
+        TypeError: an index is not a whole number; torch's datasets raise it too.
     """
     if isinstance(indices, (np.ndarray, torch.Tensor)):
         found = np.asarray(indices)
@@ -44,12 +44,12 @@ def as_numbers(indices: Any) -> Array:
 
 
 def positions(index_B: Array, length: int) -> Array:
-    """Return indices (int64, B) in [0, length); negative ones are counted from the end.
+    """Return indices as int64 (B,) in [0, length); negative ones count from the end.
 
     Raises:
-        IndexError: one is not in [-length, length).
+        IndexError: an index is not in [-length, length).
     """
-    # As unsigned numbers, negative ones are too large as well, so that one comparison finds both.
+    # As unsigned numbers, negative ones are too large as well, so one comparison finds both.
     if not (index_B.view(np.uint64) >= length).any():
         return index_B
     wrong = index_B[(index_B < -length) | (index_B >= length)]
@@ -61,18 +61,18 @@ def positions(index_B: Array, length: int) -> Array:
 
 
 class IndexBatch(list[int]):
-    """The sample indices of one batch, and the numbers that its random draws are made from.
+    """The sample indices of one batch, and the numbers that determine its random draws.
 
-    The indices are those that the sampler gave. Behind a ``Subset`` they are those in the fastdata
-    dataset, and behind a ``ConcatDataset`` those in all of its datasets in a row.
+    The indices are those of the sampler. For a ``Subset`` they are indices in the fastdata dataset
+    inside it, and for a ``ConcatDataset`` indices in the sequence of all its datasets.
 
     Attributes:
         positions: int64 (B,), the same indices, none of them negative.
         visits: int64 (B,), the visit of each sample: the epoch, and how often the sample came
             before in the same epoch (as with ``WeightedRandomSampler``).
-        seed: the dataset's, or the epoch's base seed.
-        draws: the key that a ``collate_fn`` draws from; None if no loader counts batches.
-        channels_last: True to have images in ``torch.channels_last``, if they can be served so.
+        seed: seed of the dataset, or base seed of the epoch.
+        draws: key that a ``collate_fn`` draws from; None if no loader counts batches.
+        channels_last: True to get images in ``torch.channels_last`` if the core can write that.
     """
 
     positions: Array
@@ -90,7 +90,7 @@ class IndexBatch(list[int]):
         return batch
 
     def rows(self, row_R: Array) -> IndexBatch:
-        """Return the batch of some rows, whose samples have the same draws."""
+        """Return a batch of some rows. Their samples keep their draws."""
         position_R = self.positions[row_R]
         return IndexBatch.of(position_R.tolist(), position_R, self.visits[row_R], self.seed)
 
@@ -99,16 +99,17 @@ class IndexBatch(list[int]):
 class OwnItem:
     """The item that a subclass's own ``__getitem__`` is making for a loader.
 
-    With a seed, every read of a fastdata dataset in it has a visit of its own. The first read has
-    that of the item if it has the same index. The others follow from it and from the number of
-    reads before, of any dataset: two crops of one image differ, and so do those of two datasets.
+    With a seed, every read of a fastdata dataset in this method has its own visit. The first read
+    has the item's visit if it has the item's index. The visits of the others follow from that and
+    from the number of earlier reads of any dataset. So two crops of one image differ, and so do
+    those of two datasets.
 
     Attributes:
-        samples: the ``DatasetSamples`` of the dataset that the item belongs to.
-        position: of the item in the dataset.
-        visit: of the item; see ``IndexBatch``.
-        seed: of the dataset; without one, reads draw from torch's generator.
-        reads: number of reads before.
+        samples: ``DatasetSamples`` of the dataset that the item belongs to.
+        position: index of the item in the dataset.
+        visit: visit of the item; see ``IndexBatch``.
+        seed: seed of the dataset; with None, reads draw from torch's generator.
+        reads: number of earlier reads.
     """
 
     samples: object
@@ -130,17 +131,18 @@ class OwnItem:
         return visit_B
 
 
-# A user's ``__getitem__`` that calls ``super().__getitem__`` has no argument to pass the item in,
-# and it may read other fastdata datasets as well. So the item is in a context variable, which each
-# thread and each call of ``_own_items`` has for itself.
+# A user's ``__getitem__`` that calls ``super().__getitem__`` has no argument for the item, and it
+# may read other fastdata datasets as well. So the item is in a context variable, of which each
+# thread and each call of ``_own_items`` has its own value.
 OWN_ITEM: ContextVar[OwnItem | None] = ContextVar("fastdata_item", default=None)
 
 
 def number_visits(indices: Sequence[int], reader: Reader, epoch: int | None) -> IndexBatch:
-    """Return the batch of these indices, with the numbers that its random draws follow.
+    """Return the batch of these indices, with the numbers that determine its random draws.
 
-    A loader of fastdata's gives an ``IndexBatch``, which holds them already. Other reads draw a
-    seed from torch's generator, unless the dataset has a ``seed`` and the user set its ``epoch``.
+    A loader of fastdata passes an ``IndexBatch``, which has these numbers already. Other reads draw
+    a seed from torch's generator, unless the dataset has a ``seed`` and the user has set its
+    ``epoch``.
     """
     if not isinstance(indices, (list, np.ndarray, torch.Tensor)):
         indices = list(indices)  # an iterator can be read only once
@@ -160,19 +162,19 @@ def number_visits(indices: Sequence[int], reader: Reader, epoch: int | None) -> 
 
 
 def draw_seed() -> int:
-    """Draw 63 bits from torch's CPU generator; in a loader's threads from the batch's draws.
+    """Draw 63 bits from torch's CPU generator; in a loader's threads, from the batch's generator.
 
-    No other function draws from a global generator. torchvision's transforms draw from it too, so
-    ``manual_seed``, ``fork_rng`` and worker processes have the effect that users expect.
+    No other function draws from a global generator. torchvision's transforms draw from the same
+    generator, so ``manual_seed``, ``fork_rng`` and worker processes have the expected effect.
     """
     return int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu").item())
 
 
 class RepeatedIndex(int):
-    """An index that came before in its epoch, on any rank, so that it must draw other numbers.
+    """An index that came before in its epoch, on any rank, so it must draw other numbers.
 
     Attributes:
-        occurrence: number of times that it came before, 1 or more.
+        occurrence: how often it came before, 1 or more.
     """
 
     occurrence: int
@@ -188,19 +190,19 @@ class RepeatedIndex(int):
 
 
 class EpochVisits:
-    """Numbers the visits to samples in an epoch, and makes an ``IndexBatch`` of a loader's indices.
+    """Numbers the visits to samples in an epoch, and turns a loader's indices into an ``IndexBatch``.
 
-    A sample that comes several times in an epoch gets another visit each time. These are numbered
-    by the marks of a RankSampler, or by how often the index came before; and by the place in a
-    ``Subset`` that has the sample several times.
+    A sample that comes several times in an epoch gets another visit each time. Visits are numbered
+    by the marks of a RankSampler, or by how often the index came before. A ``Subset`` that has a
+    sample several times adds the number of the copy.
 
     Args:
         count: number of samples in the datasets.
         subset: indices of the samples that the loader sees; None for all.
         may_repeat: False if no index comes twice in the epoch.
-        rank: distinguishes ranks that may read the same samples.
-        epoch: the epoch that draws follow.
-        seed: the seed that draws follow.
+        rank: rank of this process: several ranks may read the same samples.
+        epoch: epoch of the draws.
+        seed: seed of the draws.
     """
 
     def __init__(
@@ -219,7 +221,8 @@ class EpochVisits:
         self._epoch = epoch
         self._seed = seed
         self._length = count if subset is None else len(subset)
-        # The most copies of a sample in the subset, and for each index the number of earlier ones.
+        # The largest number of copies of a sample in the subset, and for each index of the subset
+        # the number of earlier copies.
         self._copies = 1
         self._earlier = np.zeros(0, np.int64)
         if subset is not None and count:
@@ -230,26 +233,27 @@ class EpochVisits:
             self._seen = np.zeros(self._length, np.uint32)
 
     def index_batch(self, indices: Any) -> Any:
-        """Return the batch of a sampler's indices; unchanged if they are not numbers of samples."""
+        """Return the batch of a sampler's indices; anything else is returned unchanged."""
         if not hasattr(indices, "__iter__"):
             return indices  # the dataset raises torch's error
-        # Read once: a second pass may give other indices, or none. A plain list, because array()
-        # takes twice as long for a subclass.
+        # Read only once, because a second pass may give other indices, or none. A plain list is
+        # made, because array() takes twice as long for a subclass.
         listed = indices if type(indices) is list else list(indices)
         try:
             index_B = np.asarray(array("q", listed))
             if (index_B.view(np.uint64) >= self._length).any():
                 index_B = positions(index_B, self._length)
         except (IndexError, OverflowError, TypeError, ValueError):
-            return indices  # the dataset's own __getitem__ takes them, or it raises
-        visit_B = np.zeros(len(index_B), np.int64)  # np.full takes two calls more
+            return indices  # the dataset's own __getitem__ takes them, or raises
+        visit_B = np.zeros(len(index_B), np.int64)  # np.full would take two more calls
         visit_B += self._epoch
         if self._seen is not None:
             before_B = count_earlier(self._seen, index_B)
             _apply_marks(listed, before_B)
             if self._copies > 1:
                 before_B = before_B * self._copies + self._earlier[index_B]
-            # Ranks that overlap count separately: rank r of W has the repeats r, r + W, ...
+            # Ranks that read the same samples count separately: rank r of W has the repeats r,
+            # r + W, r + 2 W, ...
             rank, world_size = self._rank
             visit_B += before_B * world_size + rank << REPEAT_SHIFT
         if self._subset is not None:
@@ -260,9 +264,9 @@ class EpochVisits:
 
 
 def count_earlier(seen: Array, index_B: Array) -> Array:
-    """Return how often each index came before, also in this batch; count it in ``seen``."""
+    """Return how often each index came before, including in this batch; count it in ``seen``."""
     before_B: Array = seen[index_B].astype(np.int64)
-    # ``at`` counts repetitions, too. With a plain 1 it takes fifty times as long.
+    # ``at`` counts repetitions too. With a plain 1 it takes fifty times as long.
     np.add.at(seen, index_B, seen.dtype.type(1))
     return _count_within(index_B, before_B)
 
@@ -279,7 +283,7 @@ def _count_within(index_B: Array, before_B: Array) -> Array:
 
 
 def _apply_marks(given: Any, before_B: Array) -> None:
-    """Put the occurrence of each ``RepeatedIndex`` in a list into ``before_B``."""
+    """Write the occurrence of each ``RepeatedIndex`` in a list to ``before_B``."""
     if not isinstance(given, list) or RepeatedIndex not in set(map(type, given)):
         return
     for row, index in enumerate(given):

@@ -1,9 +1,9 @@
-"""Serve from the cache of a dataset, which is written first where it is missing.
+"""Open the cache of a dataset, and write the cache or its missing shards first.
 
-A cache is shards and an index that names them, which is renamed into its place last: a build that
-is killed at any moment leaves the cache as it was, and the shards that it has completed. A build
-writes only the shards that are not there: all of a new cache, those with changed files of an old
-one, the rest of one that was stopped. The process that called it makes the index of all shards.
+A cache consists of shards and an index that names them. The index is renamed into its place last,
+so a build that is killed at any moment leaves the old cache unchanged, and its own complete shards.
+A build writes only the missing shards: all of a new cache, those with changed files of an old one,
+or the rest of a build that was stopped. The calling process makes the index of all shards.
 """
 
 from __future__ import annotations
@@ -67,15 +67,15 @@ def prepare_on_disk(
     *,
     is_own_list: bool = False,
 ) -> Prepared:
-    """Serve from the cache of these samples; write the cache, or its missing shards, first.
+    """Open the cache of these samples; write the cache, or its missing shards, first.
 
     Args:
-        preparer: reads and prepares samples.
-        options: of the dataset, with ``cache_dir``.
+        preparer: reader and preparer of the samples.
+        options: options of the dataset, with ``cache_dir``.
         table: paths and targets, if they are known beforehand; else the cache stores the targets.
-        described: describes the samples.
-        is_own_list: True if code of the user's chose the files, so that other files below the same
-            root have caches of their own.
+        described: description of the samples.
+        is_own_list: True if the user's code chose the files. Then another choice of files below the
+            same root has its own cache.
 
     Raises:
         SampleError: a sample cannot be prepared.
@@ -92,8 +92,8 @@ def prepare_on_disk(
     }
     if root and not is_url(root):
         root = os.path.abspath(local_path(root))
-    # One cache for each folder and way to prepare it, so that the next build finds the shards of
-    # the files that have not changed. ``content`` tells if all of them are the same.
+    # There is one cache for each folder and way to prepare it, so that the next build finds the
+    # shards whose files are unchanged. ``content`` changes with any of the files.
     stem = re.sub(r"[^A-Za-z0-9._]+", "-", os.path.basename(root)).strip(".-") or "samples"
     basis = json.dumps({**key, "root": root}, sort_keys=True).encode()
     name = f"{stem}-{short_digest(basis)}"
@@ -117,7 +117,7 @@ def prepare_on_disk(
         place=place,
         home=mirror_folder(options.local_cache) / name if place.is_remote else Path(place.url),
     )
-    # Without the lock at first, so that a cache on a disk that cannot be written is served, too.
+    # The first attempt takes no lock, so that a cache on a read-only disk can be opened too.
     try:
         return build.open()
     except (FileNotFoundError, CacheError) as obstacle:
@@ -134,10 +134,10 @@ def lock_of(home: Path) -> FileLock:
 
 
 def locked(home: Path, reason: str) -> AbstractContextManager[object]:
-    """Hold the lock of a cache's writer, which the system frees when its holder dies.
+    """Hold the lock of a cache's writer. The system releases it if its holder dies.
 
     Raises:
-        CacheError: the folder cannot be written; says the ``reason`` why it has to be.
+        CacheError: the folder cannot be written. The message includes the ``reason`` to write it.
     """
     lock = lock_of(home)
     try:
@@ -149,22 +149,22 @@ def locked(home: Path, reason: str) -> AbstractContextManager[object]:
     except OSError as problem:
         raise CacheError(
             f"cache_dir={str(home.parent)!r} cannot be written ({problem.strerror}), and {reason}. "
-            "Name a folder that can be written, or run `fastdata build` where it can."
+            "Name a folder that can be written, or run `fastdata build` on a machine that can."
         ) from problem
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Build:
-    """A cache of a dataset, which is opened, or built where it is missing.
+    """The cache of a dataset, which is opened, or built if it is missing.
 
     Args:
-        preparer: reads and prepares samples.
-        options: of the dataset, with ``cache_dir``.
+        preparer: reader and preparer of the samples.
+        options: options of the dataset, with ``cache_dir``.
         table: paths and targets, if they are known beforehand; else the cache stores the targets.
         listing: the files, if samples are files.
-        manifest: of the cache, without its parts.
-        place: of the cache.
-        home: its path on this machine. For a cache behind a URL the lock is named after it.
+        manifest: manifest of the cache, without its parts.
+        place: folder or URL of the cache.
+        home: path of the cache on this machine. For a URL, the lock is named after this path.
     """
 
     preparer: Preparer
@@ -176,11 +176,11 @@ class _Build:
     home: Path
 
     def open(self) -> Prepared:
-        """Serve from the cache.
+        """Open the cache.
 
         Raises:
-            FileNotFoundError: there is no cache that is up to date, or a sample that was left out
-                can be read now.
+            FileNotFoundError: no cache is up to date, or a sample that was left out can be read
+                now.
             CacheError: the cache is damaged.
         """
         with suppress(FileNotFoundError):
@@ -194,32 +194,32 @@ class _Build:
         found = (cache.manifest.key, cache.manifest.content)
         if found != (self.manifest.key, self.manifest.content) or cache.lacks_shard_manifests():
             return False
-        # A cache that cannot be written is served as it is, without samples that it left out.
+        # A cache that cannot be written is opened without the samples that it left out.
         if self.place.is_remote or os.access(self.place.url, os.W_OK):
             return may_stay_out(self.preparer, self.options, cache.skipped)
         return not cache.skipped or self.options.on_error == "skip"
 
     def _serve(self, cache: Cache) -> Prepared:
-        """Map the samples, decoded by the user's codecs and loader where these encoded them."""
+        """Map the samples. The user's own codecs and loader decode what they have encoded."""
         options = self.options
         own = [find_codec(codec) for codec in options.codecs if not isinstance(codec, str)]
         return cache.serve([*own, self.preparer.decoder], self.table, options.local_cache)
 
     def open_or_write(self) -> Prepared:
-        """Serve from the cache; build it first if it is not up to date. The lock is held."""
+        """Open the cache; build it first if it is not up to date. The caller holds the lock."""
         try:
             return self.open()  # another process may have written it while this one waited
         except FileNotFoundError:
             pass
         except CacheError as damage:
             log.warning("the cache is written again: %s", str(damage))
-        # Behind a URL readers do not hold files open: those of the previous index stay for them.
+        # Behind a URL, readers hold no files open. So the files of the previous index stay for them.
         before: set[str] = set()
         if self.place.is_remote:
             with suppress(FileNotFoundError, CacheError):
                 before = Cache.read(self.place).file_names()
-        # The index is replaced last, by renaming: until then the old cache is as it was. Files of
-        # the old index go afterwards; processes that have mapped them keep them.
+        # The index is replaced last, by renaming. Until then the old cache is unchanged. The files
+        # of the old index are removed afterwards; processes that have mapped them keep their bytes.
         needed: Callable[[str], bool] = _is_complete
         try:
             with naming_full_disk(self.home):
@@ -234,7 +234,7 @@ class _Build:
         return self._serve(cache)
 
     def _sweep(self, is_needed: Callable[[str], bool]) -> None:
-        """Remove all files that are not needed, if they are this user's and behind no link."""
+        """Remove the files of this user that are not needed, without following links."""
         with suppress(OSError):
             for name in filterfalse(is_needed, file_sizes(self.place)):
                 path = Path(self.place.url, name)
@@ -243,13 +243,13 @@ class _Build:
                     self.place.remove(name)
 
     def _write(self) -> Cache:
-        """Choose the form of the samples, and write them; again if their shapes differ."""
+        """Choose the form of the samples and write them; write them again if their shapes differ."""
         refuse_draws(self.preparer.source, self.options)
         expected = forecast(self.preparer)
         targets = [read.target for read in expected.probed]
         if self.table is not None:
             targets = [self.table.target(read.number) for read in expected.probed]
-        pack_targets(targets)  # raises now, before anything is prepared, if they cannot be stored
+        pack_targets(targets)  # if they cannot be stored, raise before anything is prepared
         trial = self._choose_codec(expected)
         return write_any_shapes(
             lambda plans: self._write_shards(plans, expected.layout, trial.need_bytes),
@@ -257,7 +257,7 @@ class _Build:
         )
 
     def _choose_codec(self, expected: Forecast) -> CodecTrial:
-        """Return the user's codec; for "auto" raw if it fits, else the best lossless one."""
+        """Return the trial of the user's codec; for "auto" raw if it fits, else the best lossless."""
         codec = self.options.codec
         if codec != "auto":
             [trial] = try_codecs(probe_more(self.preparer), codec)
@@ -265,14 +265,14 @@ class _Build:
                 raise ValueError(f"codec={codec!r} is not possible here: {trial.obstacle}")
             return trial
         free = free_bytes(self.home) + sum(file_sizes(self.place).values()) - _SPARE_BYTES
-        # A bucket is never full. Shards that are there already will be replaced.
+        # A bucket is never full. Existing shards count as free, because they are replaced.
         if self.place.is_remote or expected.raw.need_bytes <= free:
             return expected.raw
         fits = fitting(try_codecs(probe_more(self.preparer), codec), free, only_lossless=True)
         return fits[0] if fits else expected.raw  # writing it raises an error with figures
 
     def _write_shards(self, plans: Sequence[WriterPlan], layout: Layout, need_bytes: int) -> Cache:
-        """Write the missing shards of samples of this form, and then the index of all."""
+        """Write the missing shards of samples in this form, and then the index of all shards."""
         parts = tuple(
             StoredPart(spec=plan.spec, dimensions=plan.dimensions, codec=plan.codec)
             for plan in plans
@@ -283,7 +283,7 @@ class _Build:
             preparer=self.preparer,
             plans=plans,
             options=self.options,
-            manifest=replace(manifest, classes=None),  # there may be many, and each shard has it
+            manifest=replace(manifest, classes=None),  # may be long, and each shard has a copy
             place=self.place,
         )
         shards = writer.write_all(tasks)
@@ -292,9 +292,9 @@ class _Build:
         return cache
 
     def _cut(self, manifest: Manifest, need_bytes: int) -> list[ShardTask]:
-        """Cut samples into runs, each named after all that its bytes depend on.
+        """Cut samples into runs, each named after everything that its bytes depend on.
 
-        Their place is part of that, so a file that is added renames its shard and those after it.
+        Positions are part of that. So a file that is added renames its own shard and all later ones.
         """
         content = manifest.content if self.listing is None else ""
         parts = list(map(asdict, manifest.parts))
@@ -314,7 +314,7 @@ class _Build:
         columns: Columns = {
             "skipped.json": [each for shard in shards for each in shard.columns["skipped.json"]]
         }
-        # Only columns that were checked: a manifest may hold others, of any shape.
+        # Only columns that were checked are used: a manifest may hold others, of any shape.
         names = ["shards.names", "shards.rows", "shards.bytes", "kept"]
         for number, located in enumerate(shards[0].located):
             names += [f"part{number}.{name}" for name in located if name != "files"]
@@ -328,7 +328,7 @@ class _Build:
         columns |= pack_targets(targets)
         if self.listing is not None:
             paths = [self.listing.paths[row] for row in kept]
-            # Either all are relative to the root or none is: see ``open_cache``.
+            # Either all paths are relative to the root or none is: see ``open_cache``.
             if any(map(os.path.isabs, paths)):
                 paths = [os.path.join(os.fsencode(self.manifest.root), path) for path in paths]
             packed = Packed.of(paths)
@@ -337,8 +337,8 @@ class _Build:
 
 
 def _is_complete(name: str) -> bool:
-    """Return True for files of complete shards, which a stopped build leaves to the next one.
+    """Return True for the index and files of complete shards, which the next build uses.
 
-    Files that were being written have random names without a hyphen.
+    Files that a stopped build was still writing have random names without a hyphen.
     """
     return "-" in name or name == INDEX

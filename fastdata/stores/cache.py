@@ -1,15 +1,15 @@
-"""The index of a cache or of a shard, read without trust: another user may have written it.
+"""The index of a cache or of a shard, checked completely, because anybody may have written it.
 
-A cache is a folder of
+A cache is a folder with
 
 * shards: a file for each part of the samples, ``part0-<shard>.npy`` (raw samples of one shape, an
   ordinary NumPy file (n, *shape)) or ``part0-<shard>.bin`` (all others, end to end), and the shard
   manifest ``shard-<shard>.npz``, the index of the shard's samples;
 * ``fastdata.npz``, the index of all samples, written last.
 
-Nothing is unpickled. A shard is named after what its samples are made from, so its files never
-change: a build adds files and replaces the index by renaming. A shard without a manifest is not
-complete, or was found damaged: the next build writes it again.
+Nothing is unpickled. The name of a shard is a hash of everything its samples are made from, so its
+files never change: a build adds files and replaces the index by renaming. A shard without a
+manifest is incomplete or damaged, and the next build writes it again.
 """
 
 from __future__ import annotations
@@ -54,25 +54,28 @@ if TYPE_CHECKING:
 INDEX = "fastdata.npz"
 
 _MOST_SAMPLE_BYTES = 1 << 36
-"""More than any sample has. A sample may claim any shape, and memory is reserved for it."""
+"""More bytes than any real sample has. An index may claim any shape, and memory is reserved for it.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cache:
     """Index of a cache or of one of its shards, an ``.npz`` file of columns.
 
-    Rows are the samples of the source, in its order. The columns are
+    A row is a sample of the source, in the source's order. A kept sample is one that was not left
+    out. The columns are
 
-    * by shard ``shards.names``, a fingerprint of its samples and of how they are prepared,
-      ``shards.rows``, int64, and ``shards.bytes``, int64 (shards, parts), of the file of each part;
-    * by row ``kept``, bool, False for samples that were left out. Of these ``skipped.json`` has
-      path, error, and True if the reason may pass;
-    * of each part, by sample that was kept, ``part0.sums``, uint32 (see ``checksum``),
-      ``part0.offsets``, int64, in the file of its shard, ``part0.sizes``, int64, and
+    * for each shard: ``shards.names``, a fingerprint of its samples and of their preparation;
+      ``shards.rows``, int64; and ``shards.bytes``, int64 (shards, parts), the size of the file of
+      each part;
+    * for each row: ``kept``, bool. For each sample that was left out, ``skipped.json`` has its
+      path, its error, and True if the cause may be gone in the next run;
+    * for each part and kept sample: ``part0.sums``, uint32 (see ``checksum``); ``part0.offsets``,
+      int64, its first byte in the file of its shard; ``part0.sizes``, int64, its bytes; and
       ``part0.shapes``, int32 (kept, dimensions);
-    * by sample that was kept, where samples are files, ``paths`` and ``ends``, see ``Packed``:
-      below the root, or all absolute;
-    * the targets of these samples, see ``pack_targets``; a shard manifest of files has none.
+    * for each kept sample, if samples are files: ``paths`` and ``ends`` (see ``Packed``). Either
+      all paths are relative to the root, or all are absolute;
+    * the targets of the kept samples, see ``pack_targets``. A shard manifest of files has none.
     """
 
     place: Place
@@ -84,7 +87,7 @@ class Cache:
         """Read the index of a cache.
 
         Raises:
-            FileNotFoundError: there is no cache.
+            FileNotFoundError: the cache does not exist.
             CacheError: the index is damaged, or has another format.
             RemoteError: the index cannot be fetched.
         """
@@ -92,7 +95,7 @@ class Cache:
             return cls.unpack(place, place.read(INDEX))
         except (FileNotFoundError, RemoteError, MemoryBudgetError):
             raise
-        except Exception as problem:  # reading somebody else's bytes may raise anything
+        except Exception as problem:  # damaged bytes may raise anything
             raise CacheError(
                 f"{place.at(INDEX)} cannot be read: {type(problem).__name__}: {problem}"
             ) from problem
@@ -106,17 +109,19 @@ class Cache:
         """
         with np.load(io.BytesIO(data), allow_pickle=False) as stored:
             entries = stored.zip.infolist()
-            # The columns take no more memory than the file has bytes. A compressed entry could be a
-            # bomb, and entries of a zip file may share bytes, a thousand times.
+            # The columns must not take more memory than the file has bytes. A compressed entry
+            # could expand to any size, and a thousand entries of a zip file may share their bytes.
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
                 raise ValueError("its columns are compressed, which may hide their size")
             if sum(entry.file_size for entry in entries) > len(data):
-                raise ValueError("its columns overlap, and take more memory than they have bytes")
+                raise ValueError(
+                    "its columns overlap, and take more memory than the file has bytes"
+                )
             columns = dict(stored.items())
-            # NumPy reads as much as a column's head asks for. If a flipped bit makes that less, the
-            # entry's checksum, which is over all of it, is never compared; this reads to the end.
+            # NumPy reads only as many bytes as the header of a column states. If a flipped bit makes
+            # this too few, the checksum of the whole entry is never compared. This compares it.
             if stored.zip.testzip():
-                raise ValueError("its columns are longer than they say")
+                raise ValueError("its columns are longer than their headers state")
         for name, column in columns.items():
             if name.endswith(".json"):
                 columns[name] = json.loads(column.tobytes())
@@ -126,11 +131,11 @@ class Cache:
                 f"its format is {document['version']!r}, but this fastdata reads {VERSION}"
             )
         cache = cls(place=place, manifest=from_json(Manifest, document), columns=columns)
-        cache._check()  # of all columns, whatever this call needs them for
+        cache._check()  # all columns, although not every caller needs all
         return cache
 
     def pack(self) -> bytes:
-        """Return the bytes of the index: arrays without pickle, and all else as JSON."""
+        """Return the bytes of the index: arrays without pickle, and everything else as JSON."""
         columns = {"manifest.json": dataclasses.asdict(self.manifest), **self.columns}
         arrays = {
             name: column
@@ -167,13 +172,13 @@ class Cache:
         return files
 
     def file_names(self) -> set[str]:
-        """Return the names of all files that this index needs, its own included."""
+        """Return the names of all files of this cache, including the index."""
         return {INDEX}.union(map(shard_manifest_name, self.shard_names), *self.files())
 
     def lacks_shard_manifests(self) -> bool:
-        """Return True if a reader found a shard damaged, and removed its manifest.
+        """Return True if a shard's manifest is gone, because a reader found the shard damaged.
 
-        Readers do not change caches behind a URL.
+        Readers do not change caches behind a URL, so the result is False for these.
         """
         if self.place.is_remote:
             return False
@@ -183,33 +188,33 @@ class Cache:
         """Raise ValueError, or another error, if the columns do not fit together."""
         parts = self.manifest.parts
         if len(parts) <= self.manifest.layout.target_parts:
-            raise ValueError(f"its parts do not fit: {parts}")
+            raise ValueError(f"its parts do not match its layout: {parts}")
         shards = len(self.columns["shards.names"])
         names = self._column("shards.names", "S16", shards).tolist()
         rows = self._column("shards.rows", "int64", shards)
         sizes = self._column("shards.bytes", "int64", shards, len(parts))
         kept = self._column("kept", "bool", int(rows.sum()))
-        # They become file names, which must not lead out of the folder.
+        # The names become file names, which must not lead out of the folder.
         if not re.fullmatch(rb"[0-9a-f]*", b"".join(names)):
             raise ValueError(f"{names} are not names of shards")
-        # Rows so large that their sum overflows may fit the length of ``kept``.
+        # Each number is checked, because huge ones could overflow to a sum that fits ``kept``.
         is_negative = min(rows.min(initial=0), sizes.min(initial=0)) < 0
         if is_negative or rows.max(initial=0) > len(kept) or len({*names}) < shards:
-            raise ValueError("its shards do not fit")
+            raise ValueError("the sizes or names of its shards are impossible")
         if "paths" in self.columns:
             ends = self._column("ends", "int64", len(self.kept))
             self._column("paths", "uint8", int(ends[-1]))
             if (np.diff(ends, prepend=0) < 0).any():
-                raise ValueError("file names overlap")
+                raise ValueError("its file names overlap")
         for name in ("skipped", "targets", "located"):
-            getattr(self, name)  # these check what they return
+            getattr(self, name)  # these properties check their columns
 
     def _column(self, name: str, dtype: str, *shape: int) -> Array:
         """Return a column; a ValueError if it does not have this type and shape."""
         column: Array = self.columns[name]
         if column.dtype != np.dtype(dtype) or column.shape != shape:
             found = f"{column.dtype}{list(column.shape)}"
-            raise ValueError(f"{name} are {found} where {dtype}{list(shape)} are needed")
+            raise ValueError(f"{name} are {found}, but {dtype}{list(shape)} are needed")
         return column
 
     @cached_property
@@ -220,7 +225,7 @@ class Cache:
         for row, entry in zip(rows, self.columns["skipped.json"], strict=True):
             path, message, may_pass = entry
             if not isinstance(path, str | None):
-                raise ValueError(f"{path!r} is no path")
+                raise ValueError(f"{path!r} is not a path")
             error = SampleError(message, index=row, path=path)
             error.may_pass = may_pass
             errors.append(error)
@@ -228,7 +233,7 @@ class Cache:
 
     @cached_property
     def targets(self) -> Any:
-        """Targets of the samples kept: one array or tensor, or a list; zeros if they are a part."""
+        """Targets of the kept samples: an array, a tensor or a list; zeros if targets are a part."""
         count = len(self.kept)
         if self.manifest.layout.target_is_part:
             return np.zeros(count, int)
@@ -236,14 +241,17 @@ class Cache:
 
     @cached_property
     def located(self) -> list[Columns]:
-        """Index of each part's store: offsets, sizes and so on by sample."""
+        """Index of each part's store: offsets, sizes and so on of each sample."""
         return [self._locate(number) for number in range(len(self.manifest.parts))]
 
     def _locate(self, number: int) -> Columns:
-        """Return the index of a part's store; a ValueError if a sample cannot be as it says.
+        """Return the index of a part's store, after checking the place and shape of each sample.
 
-        Samples are decoded into memory of their shape and read at their offset without another
-        check, so this is what keeps every read within its file.
+        Samples are later read at their offset, and decoded into memory of their shape, without
+        another check. So only this check keeps every read within its file.
+
+        Raises:
+            ValueError: a sample has an impossible offset, size or shape.
         """
         part = self.manifest.parts[number]
         shape = part.spec.shape
@@ -258,8 +266,8 @@ class Cache:
         item_bytes = np.dtype(part.spec.dtype).itemsize
         sample_bytes = shapes.astype(np.float64).prod(axis=1) * item_bytes
         file_bytes = self.columns["shards.bytes"][shards, number]
-        # Not offsets + sizes > file_bytes: the sum of two int64 may overflow. The product of shapes
-        # may, too, so it is taken of floats.
+        # Not `offsets + sizes > file_bytes`, because the sum of two int64 may overflow. The product
+        # of a shape may overflow too, so it is computed in floats.
         is_wrong = (offsets < 0) | (sizes < 0) | (offsets > file_bytes - sizes)
         is_wrong |= (shapes < 0).any(axis=1) | (sample_bytes > _MOST_SAMPLE_BYTES)
         if shape is not None:
@@ -308,11 +316,18 @@ class Cache:
 
         Args:
             known: codecs that may decode a part, in addition to fastdata's own.
-            table: of the samples of the source, or of those kept; by default of their targets.
-            local_cache: folder that holds what is needed of a cache behind a URL.
+            table: table of the source's samples, or of the kept ones; by default one of the targets
+                in the cache.
+            local_cache: folder for the segments of a cache behind a URL.
+
+        Raises:
+            CacheError: the cache has no samples, or a part needs a codec that is not known.
         """
         if not len(self.kept):
-            raise CacheError(f"{self.place} has no samples: all were left out when it was built")
+            raise CacheError(
+                f"{self.place} has no samples: all were left out when it was built. Build it again "
+                "with on_error='raise' to see why"
+            )
         stores = open_all(
             self.open_part(number, _coder_of(self.place, part, known), local_cache)
             for number, part in enumerate(self.manifest.parts)
@@ -331,7 +346,7 @@ class Cache:
 
 
 def _coder_of(place: Place, part: StoredPart, known: Sequence[Decoder | None]) -> Decoder | None:
-    """Return the codec of a part; None if it is raw."""
+    """Return the codec of a part; None for raw samples."""
     if part.codec is None:
         return None
     for coder in known:
@@ -341,8 +356,8 @@ def _coder_of(place: Place, part: StoredPart, known: Sequence[Decoder | None]) -
         return codec_of(part.codec)
     except (TypeError, ValueError) as unknown:
         raise CacheError(
-            f"{place} cannot be opened on its own: {unknown}. Image files as they are, and samples "
-            "that a codec object of your own has encoded, need the dataset that the cache was made "
+            f"{place} cannot be opened on its own: {unknown}. Unchanged image files, and samples "
+            "that your own codec object has encoded, need the dataset that the cache was made "
             f"from: open that, with cache_dir={place.url.rpartition('/')[0]!r} and codec="
         ) from unknown
 

@@ -1,8 +1,9 @@
 """Codecs of prepared samples, and the only imports of lz4 and zstandard.
 
-LZ4 is the fastest to decode. Zstandard, behind the reversible prediction of ``prediction.py``,
-makes photographs half as large. JPEG makes them seven to nine times smaller, but not exactly. The
-codec ``"source"``, which keeps a file's own bytes, is a ``SourceDecoder`` of ``pixels``.
+LZ4 is the fastest to decode. Zstandard, after the reversible prediction of ``prediction.py``, makes
+photographs half as large. JPEG makes them seven to nine times smaller, but changes them slightly.
+The codec ``"source"``, which keeps a file's own bytes, is the ``SourceDecoder`` of
+``source_codec.py``.
 """
 
 from __future__ import annotations
@@ -24,8 +25,7 @@ from fastdata.pixels.scratch import Scratch
 from fastdata.stores.prediction import _WORD_BYTES, LEFT, apply_filter, layout_of, undo_filter
 
 CodecSettings = dict[str, "int | str | bool"]
-"""Plain values that JSON keeps: ``name``, ``format`` (the version of the byte format),
-arguments."""
+"""Values that JSON can store: ``name``, ``format`` (the version of the byte format), arguments."""
 
 
 class Codec(ABC):
@@ -34,9 +34,9 @@ class Codec(ABC):
     A codec is safe to use from several threads and processes at once, and pickles as its settings.
 
     Attributes:
-        name: of the codec, in options, caches and messages.
+        name: name of the codec in options, caches and messages.
         lossless: True if samples come back bit for bit.
-        makes_jpeg_files: True if the compiled core can decode what is encoded.
+        makes_jpeg_files: True if the encoded bytes are JPEG files, which the compiled core decodes.
     """
 
     name: str
@@ -48,41 +48,41 @@ class Codec(ABC):
         """Encode a sample.
 
         Raises:
-            ValueError: this codec cannot keep such a sample; says why.
+            ValueError: this codec cannot store such a sample. The message says why.
         """
 
     def decode(self, data: memoryview, out: Array) -> None:
-        """Fill ``out`` completely, with no more memory than a few times ``out.nbytes``.
+        """Fill ``out`` completely, with at most a few times ``out.nbytes`` of other memory.
 
         Raises:
             CodecError: the data are damaged, or belong to a sample of another size.
             ValueError: ``out`` is read-only or not C-contiguous.
         """
         if not out.flags.carray:
-            raise ValueError("an array to decode into has to be writeable and C-contiguous")
+            raise ValueError("samples can be decoded only into a writeable, C-contiguous array")
         try:
             self._decode(data, out)
         except (ImportError, MemoryError):
             raise
         except Exception as problem:  # libraries raise errors of their own
             raise CodecError(
-                f"codec {self.name!r} cannot make a sample of shape {out.shape} and {out.dtype} "
-                f"of {len(data):,} bytes: {problem}. They are damaged or belong to another "
-                "sample; prepare the samples again."
+                f"codec {self.name!r} cannot decode {len(data):,} bytes to a sample of shape "
+                f"{out.shape} and {out.dtype}: {problem}. The bytes are damaged or belong to "
+                "another sample; prepare the samples again."
             ) from problem
 
     @abstractmethod
     def _decode(self, data: memoryview, out: Array) -> None:
-        """Fill ``out``. Any error is taken for damage of the data."""
+        """Fill ``out``. Any error means that the data are damaged."""
 
     def settings(self) -> CodecSettings:
-        """Return what rebuilds this codec, see ``codec_of``."""
+        """Return the values from which ``codec_of`` builds this codec again."""
         return {"name": self.name, "format": 1, **vars(self)}
 
 
 @cache
 def _library(name: str) -> Any:
-    """Import a codec's library when it is first needed: it is not built for every Python."""
+    """Import a codec's library when it is first needed, because not every Python has a build."""
     try:
         return importlib.import_module(name)
     except ImportError as missing:
@@ -97,10 +97,10 @@ def _library(name: str) -> Any:
 class Lz4Codec(Codec):
     """Lossless and fast. Photographs hardly shrink (ratio 1.06); masks and drawings do.
 
-    Encoded bytes, format 1: one block as the LZ4 Block Format Description defines it
-    (github.com/lz4/lz4/blob/dev/doc/lz4_Block_format.md), without a size before or a checksum
-    behind it, of the sample's memory in C order and the byte order of its dtype. So a wrong size is
-    always found, a flipped bit not always: the store has checksums.
+    Encoded bytes, format 1: one block of the LZ4 Block Format
+    (github.com/lz4/lz4/blob/dev/doc/lz4_Block_format.md), without a size before it or a checksum
+    after it. It holds the sample's memory in C order and the byte order of its dtype. A wrong size
+    is always found, a flipped bit not always; the store's checksums find that.
     """
 
     name = "lz4"
@@ -112,7 +112,7 @@ class Lz4Codec(Codec):
     def _decode(self, data: memoryview, out: Array) -> None:
         raw = _library("lz4.block").decompress(data, uncompressed_size=out.nbytes)
         if len(raw) != out.nbytes:
-            raise ValueError(f"a block of {len(raw):,} bytes")
+            raise ValueError(f"the block has {len(raw):,} bytes")
         _bytes_of(out)[:] = np.frombuffer(raw, np.uint8)
 
 
@@ -125,9 +125,9 @@ _HEAD_BYTES = 5
 _TRIAL_BYTES = 24 * 1024
 
 _NOISE = {"strategy": 1, "min_match": 7, "hash_log": 6, "window_log": 15}
-"""Parameters for residuals of photographs. They hardly repeat, so what counts is a Huffman table
-for every 32 KiB: ratio 2.18 and 130 us to decode 3 x 256 x 256, where level 1 gives 2.12 and 144
-us, level 3 gives 2.06 and 195 us."""
+"""Parameters for residuals of photographs. These hardly repeat, so a new Huffman table for every
+32 KiB matters most: ratio 2.18 and 130 us to decode 3 x 256 x 256. Level 1 gives 2.12 and 144 us,
+level 3 gives 2.06 and 195 us."""
 
 
 _scratch = Scratch()
@@ -139,14 +139,14 @@ class ZstdCodec(Codec):
 
     Photographs of 3 x 256 x 256: ratio 2.1, about 5,000 images/s decoded on one core.
 
-    Encoded bytes, format 1: the filter (1 byte, the sum of its steps), the length of what follows
+    Encoded bytes, format 1: the filter (1 byte, the sum of its steps), the length of the rest
     (4 bytes, little-endian, unsigned), and one Zstandard frame (RFC 8878) with its content size and
-    without a checksum. The frame holds the sample's memory in C order, filtered as ``apply_filter``
-    does. So a wrong size is always found, a flipped bit not always: the store has checksums.
+    without a checksum. The frame holds the sample's memory in C order, after ``apply_filter``. A
+    wrong size is always found, a flipped bit not always; the store's checksums find that.
 
     Args:
-        level: zstd's level for samples that are not predicted from the left; negative ones are
-            faster, 22 is the highest.
+        level: zstd's level for samples that are not predicted from the left. Negative levels are
+            faster; 22 is the highest.
     """
 
     level: int = 1
@@ -154,8 +154,8 @@ class ZstdCodec(Codec):
     name = "zstd"
 
     def encode(self, sample: Array) -> bytes:
-        # The filter is chosen on a strip, so that the whole is compressed once and not four times:
-        # 1.6 times the rate.
+        # The filter is chosen on a strip, so that the whole sample is compressed once and not four
+        # times: 1.6 times the rate.
         strip = _middle_rows(sample)
         filters = layout_of(sample.shape, sample.dtype).filters
         best = min(filters, key=lambda chosen: len(self._frame(strip, chosen)))
@@ -165,7 +165,7 @@ class ZstdCodec(Codec):
     def _frame(self, sample: Array, chosen: int) -> bytes:
         layout = layout_of(sample.shape, sample.dtype)
         filtered = apply_filter(_bytes_of(sample), layout, chosen)
-        # Made for each frame, which takes 8 us: they are not safe from several threads.
+        # A compressor is made for each frame, which takes 8 us, because threads cannot share one.
         library = _library("zstandard")
         if chosen & LEFT:
             parameters = library.ZstdCompressionParameters(**_NOISE)
@@ -178,14 +178,14 @@ class ZstdCodec(Codec):
     def _decode(self, data: memoryview, out: Array) -> None:
         target = out.reshape(-1).view(np.uint8)
         layout = layout_of(out.shape, out.dtype)
-        # All that the data say is checked before it is used: they may come from somebody else.
+        # Every value is checked before it is used, because the data may come from anybody.
         length = _HEAD_BYTES + int.from_bytes(data[1:_HEAD_BYTES], "little")
         if length != len(data):
-            raise ValueError(f"their head says {length:,}")
+            raise ValueError(f"their header states {length:,} bytes")
         chosen = data[0]
         if chosen & ~layout.filters[-1]:
-            raise ValueError(f"filter {chosen} is none of such samples in format 1")
-        # Rows of whole words are decompressed in place; others to memory that the thread keeps.
+            raise ValueError(f"filter {chosen} does not exist for such samples in format 1")
+        # Rows of whole words are decompressed in place, others to memory that the thread reuses.
         filtered = target
         is_in_place = layout.size == target.size and target.ctypes.data % _WORD_BYTES == 0
         if chosen and (layout.lane > 1 or not is_in_place):
@@ -195,22 +195,22 @@ class ZstdCodec(Codec):
             undo_filter(filtered, layout, chosen, target)
 
     def _decompress(self, frame: memoryview, filtered: Bytes) -> None:
-        """Fill ``filtered``; the size that a frame claims is checked before it is decompressed."""
+        """Fill ``filtered``. The size that a frame states is checked before it is decompressed."""
         library = _library("zstandard")
         size = library.frame_content_size(frame)
         written = 0
-        # As its size is that of `filtered`, zstd writes there without a buffer of its own.
+        # Because its size is that of `filtered`, zstd writes there directly, without a buffer.
         if 0 < size == filtered.size:
             written = library.ZstdDecompressor().stream_reader(frame).readinto(filtered)
         if not written == size == filtered.size:
             raise ValueError(
-                f"a frame of {size:,} bytes where {filtered.size:,} are due, {written:,} of them "
-                "whole"
+                f"the frame has {size:,} bytes, but {filtered.size:,} are needed; {written:,} could "
+                "be decompressed"
             )
 
 
 def _middle_rows(sample: Array) -> Array:
-    """Return the middle rows of each plane, to choose the filter on; all of a small sample."""
+    """Return the middle rows of each plane, to choose the filter; a small sample as a whole."""
     if sample.nbytes <= 2 * _TRIAL_BYTES or sample.ndim < 2:
         return sample
     rows = sample.shape[-2]
@@ -227,16 +227,16 @@ _LONGEST_SIDE_PX = 65_500
 class JpegCodec(Codec):
     """**Lossy**: samples are re-encoded at their prepared size and come back slightly changed.
 
-    Only images of uint8, (3, H, W) or (1, H, W), for in anything else (labels, depths, tables) a
-    change is an error. ImageNet photographs at 256 x 256: ratio 7 with the defaults.
+    It takes only uint8 images, (3, H, W) or (1, H, W), because anything else (labels, depths,
+    tables) must not change. ImageNet photographs at 256 x 256: ratio 7 with the defaults.
 
-    Encoded bytes, format 1: one baseline JPEG file (ITU-T T.81) with a JFIF header, YCbCr as JFIF
-    has it or grey. Which pixels it decodes to is libjpeg-turbo's (accurate integer inverse DCT,
-    smooth chroma upsampling).
+    Encoded bytes, format 1: one baseline JPEG file (ITU-T T.81) with a JFIF header, in grey or in
+    YCbCr as JFIF defines it. The decoded pixels are those of libjpeg-turbo (accurate integer
+    inverse DCT, smooth chroma upsampling).
 
     Args:
         quality: 1 to 95, libjpeg's scale. 92 changes ImageNet pixels by 2 levels of 255 on average.
-        subsampling: of the colours, ``"4:4:4"`` (none), ``"4:2:2"`` or ``"4:2:0"``.
+        subsampling: subsampling of the colours: ``"4:4:4"`` (none), ``"4:2:2"`` or ``"4:2:0"``.
 
     Example:
         >>> codec = JpegCodec()
@@ -257,9 +257,9 @@ class JpegCodec(Codec):
         are_planes = sample.dtype == np.uint8 and sample.ndim == 3 and sample.shape[0] in (1, 3)
         if not are_planes or max(sample.shape) > _LONGEST_SIDE_PX:
             raise ValueError(
-                "codec 'jpeg' keeps images of uint8 and shape (1, H, W) or (3, H, W), up to "
-                f"{_LONGEST_SIDE_PX:,} px a side, not {sample.dtype} of shape {sample.shape}: "
-                "labels or depths would be changed. Use "
+                "codec 'jpeg' can store images of uint8 and shape (1, H, W) or (3, H, W), up to "
+                f"{_LONGEST_SIDE_PX:,} px a side, but not {sample.dtype} of shape {sample.shape}: "
+                "it would change labels or depths. Use "
                 "codec='zstd' or 'lz4', which keep them exactly"
             )
         return encode_jpeg(sample, self.quality, self.subsampling)
@@ -270,7 +270,7 @@ class JpegCodec(Codec):
 
 
 class OwnCodec(Codec):
-    """A user's object that has ``encode`` and ``decode``. It pickles if the object does."""
+    """A user's object with ``encode`` and ``decode``. Can be pickled if the object can."""
 
     def __init__(self, codec: Any) -> None:
         self.codec = codec
@@ -294,7 +294,7 @@ KNOWN_CODECS = tuple(_CODECS)
 
 
 def describe_codec(codec: Any, cache_key: str | None = None) -> str:
-    """Describe what ``codec=`` takes; equal texts stand for equal encoded bytes."""
+    """Describe the value of ``codec=``. Equal texts mean equal encoded bytes."""
     if codec in ("auto", "source"):
         return str(codec)
     if isinstance(codec, tuple | list):
@@ -306,10 +306,13 @@ def describe_codec(codec: Any, cache_key: str | None = None) -> str:
 
 
 def find_codec(codec: str | object) -> Codec:
-    """Make the codec of a name, or one of a user's object.
+    """Make a codec from its name or from a user's object.
 
     The object has ``encode(sample)`` and ``decode(data, out)``, and may have ``name`` and
     ``lossless``.
+
+    Raises:
+        ValueError: ``codec`` is neither.
     """
     if isinstance(codec, Codec):
         return codec
@@ -318,19 +321,19 @@ def find_codec(codec: str | object) -> Codec:
     if not (hasattr(codec, "encode") and hasattr(codec, "decode")):
         known = ", ".join(map(repr, ("auto", "source", *KNOWN_CODECS)))
         raise ValueError(
-            f"codec={codec!r} is not one of {known}, nor an object with encode and decode"
+            f"codec={codec!r} is neither one of {known} nor an object with encode and decode"
         )
     return OwnCodec(codec)
 
 
 def codec_of(settings: CodecSettings) -> Codec:
-    """Make fastdata's codec of these ``settings()``, without pickle."""
+    """Make the codec of fastdata that has these ``settings()``, without pickle."""
     arguments = dict(settings)
     name = arguments.pop("name", None)
     version = arguments.pop("format", None)
     if name not in _CODECS or version != 1:
         raise ValueError(
-            f"the data were encoded by codec {name!r}, format {version}, and this fastdata knows "
-            f"format 1 of {', '.join(KNOWN_CODECS)}"
+            f"the data were encoded by codec {name!r}, format {version}, but this fastdata reads "
+            f"only format 1 of {', '.join(KNOWN_CODECS)}"
         )
     return _CODECS[str(name)](**arguments)

@@ -1,7 +1,7 @@
 """Stores of samples in files on disk.
 
-A sample is compared with its checksum when it is first read: a disk may fail, and others may write
-to the folder of a cache.
+A sample is compared with its checksum when it is first read, because a disk may fail, and others
+may write to the folder of a cache.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ if TYPE_CHECKING:
 
 
 _GAP_BYTES = 64
-"""Samples with at most this between them, which alignment may leave, are loaded as one piece."""
+"""Samples with at most this gap between them, as alignment leaves, are loaded as one piece."""
 
 
 class DiskStore(Store):
     """Samples in files on disk, each compared with its checksum before it is first read.
 
-    The index has two more columns: ``sums``, the checksums, and ``checked``, which can be written:
-    1 for a sample that some process has read before.
+    The index has two more columns: ``sums``, the checksums; and ``checked``, a column that stays
+    writable, 1 for a sample that some process has checked.
     """
 
     files: tuple[DiskFile, ...]
 
     def heaviest_bytes(self, samples: int) -> float:
-        """Return the mean size of the heaviest neighbours, of all runs of so many ``samples``."""
+        """Return the mean sample size in the run of ``samples`` neighbours with the most bytes."""
         samples = min(samples, len(self))
         ends = np.append(0, np.cumsum(self._sizes))
         run_bytes = ends[samples:] - ends[:-samples]
         return float(run_bytes.max() / samples)
 
     def ensure(self, index_B: Array) -> None:
-        # Shared by all processes: each sample is checked once, whoever reads it. Two that read it
-        # at the same time both check it, which does no harm.
+        # All processes share this column, so each sample is checked once, by its first reader. Two
+        # that read it at the same time both check it, which does no harm.
         checked = self.index["checked"]
         for index in index_B[checked[index_B] == 0].tolist():
             self._check(index)
@@ -56,12 +56,12 @@ class DiskStore(Store):
         """Let the next build write the shard of a sample again; return the text of the error."""
         path = self.files[self._file_of[index]].path
         cure = "the next run over its source prepares it again"
-        # A shard without its manifest is not complete: the next build writes it.
+        # Without its manifest the shard counts as incomplete, so the next build writes it.
         manifest = path.with_name(shard_manifest_name(path.stem.partition("-")[2]))
         try:
             manifest.unlink(missing_ok=True)
         except OSError as problem:
-            cure = f"that cannot be noted ({problem.strerror}): build {path.parent} again"
+            cure = f"the damage cannot be recorded ({problem.strerror}): build {path.parent} again"
         return (
             f"its bytes in {path.parent} are not those that were written (the disk fails, or the "
             f"file was changed); {cure}"
@@ -75,7 +75,7 @@ class DiskStore(Store):
             file.load(start, size)
 
     def evict(self, index_B: Array, *, from_cache: bool = False) -> None:
-        """Release the memory of samples; evict by one call what was loaded by one call."""
+        """Release the memory of samples. Pass the same samples as to one call of ``load``."""
         for file, start, size in self._pieces(index_B):
             file.evict(start, size, from_cache=from_cache)
 
@@ -85,7 +85,7 @@ class DiskStore(Store):
             file.evict_all()
 
     def _pieces(self, index_B: Array) -> Iterator[tuple[DiskFile, int, int]]:
-        """Yield file, first byte and size of each run of samples that lie end to end."""
+        """Yield the file, first byte and size of each run of samples that are stored end to end."""
         file_B = self._file_of[index_B]
         for number in np.unique(file_B).tolist():
             chosen = index_B[file_B == number]
@@ -93,7 +93,7 @@ class DiskStore(Store):
             chosen = chosen[order]
             starts = self._offsets[chosen]
             stops = starts + self._sizes[chosen]
-            # A piece ends where the next sample is further away, or is the same one again.
+            # A piece ends where the next sample is further away, or is the same sample again.
             is_cut = np.abs(starts[1:] - stops[:-1]) > _GAP_BYTES
             first = starts[np.append(True, is_cut)].tolist()
             last = stops[np.append(is_cut, True)].tolist()
@@ -109,8 +109,8 @@ def shard_manifest_name(shard: str) -> str:
 def checksum(data: Bytes) -> int:
     """Return the CRC-32 of a sample's bytes.
 
-    It depends on their order, so it also sees swapped pages and reversed rows. On a Xeon it reads
-    64 MiB in 41 ms, where a sum of words takes 10 ms; a run checks each sample once.
+    It depends on their order, so it also finds swapped pages and reversed rows. On a Xeon it reads
+    64 MiB in 41 ms; a sum of words takes 10 ms. Each sample is checked once in a run.
 
     Example:
         >>> checksum(np.array([1, 2], np.uint8)) == checksum(np.array([2, 1], np.uint8))

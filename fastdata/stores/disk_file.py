@@ -1,6 +1,6 @@
-"""Files on disk that processes share: reserved, written, sealed, mapped; and loaded ahead of reads.
+"""Files on disk that processes share: reserved, written, sealed, mapped, and loaded before reads.
 
-A file is made under a name that no process has opened before, written, sealed, and never changed
+A file gets a name that no process has opened before. It is written, sealed, and never changed
 again. Every process maps it read-only, so that the page cache holds one copy for all of them, and
 for the next run.
 """
@@ -26,35 +26,39 @@ from fastdata.machine.units import format_bytes
 from fastdata.paths import open_file
 
 _FAULT_BYTES = 64 << 10
-"""Memory that the kernel maps at once when a page in it is touched."""
+"""Bytes that the kernel maps at once when one of their pages is touched."""
 _TOUCHED_BYTES = 512
 _HUGE_BYTES = 2 << 20
 _MOST_AREAS = 8192
-"""Areas of a file with flags of their own, of the 65,530 areas that a process may have. Pieces that
+"""Areas of a file that get their own flags, of the 65,530 areas that a process may have. Pieces that
 are loaded beyond them map more memory than they need."""
 
 
 class DiskFile(Block):
     """A block on disk: ``reserve``, ``write``, ``seal``, ``array``; or ``open``, ``array``.
 
-    Arrays keep the mapping alive by themselves, also when the file is deleted. Pickles as its name
-    and descriptor: another process opens the same file again, and never another one that has taken
-    its place. A full disk raises a CacheError.
+    Arrays keep the mapping alive, even if the file is deleted. A pickle holds the name and the
+    descriptor: another process opens the same file again, and never a newer one with its name. A
+    full disk raises a CacheError.
     """
 
     path: Path
 
     @cached_property
     def _borders(self) -> Counter[int]:
-        """Count the loaded pieces that begin or end in a page: two pieces may share it."""
-        # No lock: a forked process could wait for a thread of its parent for ever. Threads may
-        # miscount a page, which is then evicted early and read again.
+        """Count for each page the loaded pieces that begin or end in it: two pieces may share it."""
+        # Without a lock, because a forked process could wait forever for a thread of its parent.
+        # So threads may miscount a page. The page is then evicted early and read again.
         return Counter()
 
     @classmethod
     def reserve(cls, path: Path, size_bytes: int) -> DiskFile:
-        """Create a file of this size, whose room on the disk is reserved, or raise an error."""
-        # O_EXCL: a file that is there may be mapped by another process, and must not change.
+        """Create a file of this size, and reserve its room on the disk.
+
+        Raises:
+            CacheError: the disk is full, or the file cannot be written.
+        """
+        # O_EXCL: an existing file may be mapped by another process, and must not change.
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | OPEN_FLAGS
         file = cls(os.open(path, flags, 0o666), path)
         try:
@@ -67,10 +71,10 @@ class DiskFile(Block):
 
     @classmethod
     def open(cls, path: Path, size_bytes: int) -> DiskFile:
-        """Open a file to be read.
+        """Open an existing file for reading.
 
         Raises:
-            CacheError: it is missing or has another size.
+            CacheError: the file is missing or does not have ``size_bytes``.
         """
         try:
             file = cls(open_file(path), path, is_sealed=True)
@@ -79,7 +83,7 @@ class DiskFile(Block):
         if file.size_bytes != size_bytes:
             file.close()
             raise CacheError(
-                f"{path} has {file.size_bytes:,} bytes where {size_bytes:,} were written"
+                f"{path} has {file.size_bytes:,} bytes, but {size_bytes:,} were written"
             )
         return file
 
@@ -87,24 +91,27 @@ class DiskFile(Block):
     def attach(cls, path: Path | None, *found: Any) -> Block:
         """Open the file again in another process.
 
-        An update of the cache may have removed it, or another file has its name. The process that
-        opened it still has it, and Linux gives it to others by that process's descriptor.
+        An update of the cache may have removed the file, or given its name to another. The process
+        that opened it still has it, and on Linux it can be opened through that process's descriptor.
+
+        Raises:
+            StoreGoneError: neither leads to the file.
         """
-        # By name first, which works also when that process has ended.
+        # The name comes first, because it works even if that process has ended.
         for name in (path, None):
             with contextlib.suppress(StoreGoneError):
                 file = super().attach(name, *found)
                 file.path = path
                 return file
         raise StoreGoneError(
-            f"the cache was deleted or changed while it was in use: {path} is gone, or another "
-            "file, and the process that had opened it cannot give it; make the dataset again"
+            f"the cache was deleted or changed while it was in use: {path} is gone or is another "
+            "file, and the process that opened it cannot be reached; make the dataset again"
         )
 
     # Writing
 
     def _check_free(self, size_bytes: int) -> None:
-        """Refuse more than the disk has."""
+        """Raise a CacheError if the disk has less free space."""
         if size_bytes > free_bytes(self.path.parent):
             raise _full(self.path.parent, f"it needs {format_bytes(size_bytes)} more")
 
@@ -112,8 +119,8 @@ class DiskFile(Block):
         if self.is_sealed:
             return MemoryBudgetError(
                 f"the {format_bytes(size_bytes)} of {self.path} cannot be mapped "
-                f"({problem.strerror}), for which this process needs as much address space. Raise "
-                "that limit (ulimit -v), or that of open files (ulimit -n), or give storage='none' "
+                f"({problem.strerror}), because this process needs as much address space. Raise "
+                "the limit of that (ulimit -v) or of open files (ulimit -n), or use storage='none' "
                 "or a smaller resize=."
             )
         if problem.errno in _FULL:
@@ -121,7 +128,7 @@ class DiskFile(Block):
         return CacheError(f"{self.path} cannot be written ({problem.strerror})")
 
     def seal(self) -> None:
-        """Write all of it to the disk."""
+        """Make the file read-only, and write all of it to the disk."""
         super().seal()
         with naming_full_disk(self.path.parent):
             os.fsync(self.fd)
@@ -129,31 +136,31 @@ class DiskFile(Block):
     # Reading
 
     def load(self, start: int, size: int) -> None:
-        """Load bytes into memory until ``evict``, so that no reader of them waits for the disk."""
+        """Load bytes into memory until ``evict``, so that reading them does not wait for the disk."""
         mapped = self._map
         if mapped is None or not size:
             return
         first, stop = _pages(start, size)
-        # When a page is touched, the kernel also maps what it has around it, up to 2 MiB, but not
-        # beyond an area with other flags. So the piece becomes such an area, and reading it maps
-        # its own pages alone. The flags let the disk read ahead, and let the page cache keep the
-        # file in huge pages, which are mapped at no cost.
+        # When a page is touched, the kernel also maps the cached pages around it, up to 2 MiB, but
+        # not beyond an area with other flags. So the piece becomes such an area, and reading it maps
+        # only its own pages. The flags let the disk read ahead, and let the page cache keep the file
+        # in huge pages, which are mapped at no cost.
         if not self._borders:
             _advise(mapped, *_pages(0, len(mapped)), "MADV_NOHUGEPAGE")
         if len(self._borders) < 2 * _MOST_AREAS:
             _advise(mapped, first, stop, "MADV_SEQUENTIAL", "MADV_HUGEPAGE")
         self._borders.update({first, stop - 1})
-        # Touch a little of what each fault maps, and all of the rest. NumPy gives up the GIL for
-        # more than 500 elements, so that threads that make batches go on.
+        # Touch a few bytes of each range that one fault maps, and then all bytes of the rest. NumPy
+        # releases the GIL for more than 500 elements, so threads that make batches continue.
         data = np.frombuffer(mapped, np.uint8)[first * mmap.PAGESIZE : start + size]
         whole = data.size // _FAULT_BYTES * _FAULT_BYTES
         data[:whole].reshape(-1, _FAULT_BYTES)[:, :_TOUCHED_BYTES].max(initial=0)
         data[whole:].max(initial=0)
 
     def evict(self, start: int, size: int, *, from_cache: bool) -> None:
-        """Release memory that was loaded; nothing is lost, but reading it again takes longer.
+        """Release memory that was loaded. Nothing is lost, but reading it again takes longer.
 
-        With ``from_cache`` the system's page cache releases it, too, except for pages that some
+        With ``from_cache`` the system's page cache releases it too, except for pages that another
         process has mapped.
         """
         mapped = self._map
@@ -164,13 +171,13 @@ class DiskFile(Block):
             self._borders[border] -= 1
             if self._borders[border] <= 0:
                 del self._borders[border]
-        # A page that another piece shares stays.
+        # A page that another loaded piece shares stays.
         first += first in self._borders
         stop -= stop - 1 in self._borders
-        # Unmapped last: until the flags are back, a reader next to it could map it again.
+        # Unmapped last: until the flags are reset, a reader of a neighbour could map it again.
         _advise(mapped, first, stop, "MADV_NOHUGEPAGE", "MADV_NORMAL", "MADV_DONTNEED")
         if from_cache and hasattr(os, "posix_fadvise"):
-            # The page cache releases a huge page as a whole or not at all.
+            # The page cache releases a huge page only as a whole.
             first_byte = start // _HUGE_BYTES * _HUGE_BYTES
             stop_byte = -(-(start + size) // _HUGE_BYTES) * _HUGE_BYTES
             os.posix_fadvise(self.fd, first_byte, stop_byte - first_byte, os.POSIX_FADV_DONTNEED)
@@ -182,12 +189,12 @@ class DiskFile(Block):
 
 
 def _pages(start: int, size: int) -> tuple[int, int]:
-    """Return the first page of a range of bytes, and the one behind its last."""
+    """Return the first page of a range of bytes, and the page after its last."""
     return start // mmap.PAGESIZE, -(-(start + size) // mmap.PAGESIZE)
 
 
 def _advise(mapped: mmap.mmap, first: int, stop: int, *advice: str) -> None:
-    """Give the kernel advice on pages, if it takes any."""
+    """Give the kernel advice on pages, if it supports that."""
     start = first * mmap.PAGESIZE
     size = (stop - first) * mmap.PAGESIZE
     for name in advice:
@@ -197,14 +204,14 @@ def _advise(mapped: mmap.mmap, first: int, stop: int, *advice: str) -> None:
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the free space on the disk of a folder, which need not exist yet."""
+    """Return the free bytes on the disk of a folder, which need not exist yet."""
     there = next(each for each in (folder, *folder.parents) if each.exists())
     return shutil.disk_usage(there).free
 
 
 @contextlib.contextmanager
 def naming_full_disk(folder: Path) -> Iterator[None]:
-    """Turn a full disk into a CacheError that says what is free, and the cure."""
+    """Turn the error of a full disk into a CacheError with the free space and a cure."""
     try:
         yield
     except OSError as problem:

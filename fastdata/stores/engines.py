@@ -1,4 +1,4 @@
-"""Engines that run the tasks of a build in other processes or on other machines."""
+"""Executors that run the tasks of a build in other processes or on other machines."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from fastdata.stores.shards import ShardTask, ShardWriter
 
 _RAY_RETRIES = 10
-"""Retries of a task whose node was lost."""
+"""Number of times that a task is repeated if its node is lost."""
 
 
 def run_elsewhere(
     writer: ShardWriter, tasks: Sequence[ShardTask], engine: str | Executor
 ) -> Iterator[bytes]:
-    """Write shards by an executor or by Ray, and yield the manifest of each when it is written."""
+    """Write shards with an executor or Ray, and yield the manifest of each written shard."""
     source = writer.preparer.source
     if isinstance(source, FileSource):
-        # The writer is sent with each task, so it must not hold the paths of all samples.
+        # The writer is sent with each task, so the paths of all samples are taken out of it.
         tasks = [task._replace(columns=source.columns_of(task.positions)) for task in tasks]
         no_files = replace(source, **source.columns_of(()))
         writer = replace(writer, preparer=writer.preparer._replace(source=no_files))
@@ -43,29 +43,33 @@ def run_elsewhere(
             for future in as_completed(running):
                 yield settle(future.result())
         finally:
-            # After an error or Ctrl-C tasks that wait are cancelled; those that run are waited for,
-            # so that their shards stay for the next build and no task writes after this returns.
+            # After an error or Ctrl-C, waiting tasks are cancelled. Running tasks are waited for, so
+            # that the next build can use their shards, and no task writes after this returns.
             wait([future for future in running if not future.cancel()])
 
 
 def _attempt(packed: bytes, task: ShardTask) -> bytes:
     """Write a shard in an executor; return its manifest, or its error and traceback.
 
-    Errors that the future raises are then those of the executor itself, such as a lost worker.
+    So any error that the future raises comes from the executor itself, such as a lost worker.
     """
     return attempt(lambda task: pickle.loads(packed)(task), task)
 
 
 def _pickled(writer: ShardWriter) -> bytes:
-    """Pickle a writer, with its ``storage_options``; a ValueError says what cannot be pickled."""
+    """Pickle a writer, including its ``storage_options``.
+
+    Raises:
+        ValueError: the loader or the transform cannot be pickled.
+    """
     try:
         with options_travel():
             return pickle.dumps(writer)
-    except Exception as problem:  # pickling runs code of the user's
+    except Exception as problem:  # pickling runs the user's code
         raise ValueError(
             "engine= runs your loader and transform in other processes, but they cannot be "
-            f"pickled: {problem}. Use functions of a module instead of lambdas and of functions "
-            "within others; or engine='local', which forks, or engine='ray', which sends their "
+            f"pickled: {problem}. Use module-level functions instead of lambdas and nested "
+            "functions; or use engine='local', which forks, or engine='ray', which sends their "
             "code."
         ) from problem
 
@@ -74,8 +78,8 @@ def _pickled(writer: ShardWriter) -> bytes:
 def _ray(writer: ShardWriter) -> Iterator[Callable[[ShardTask], Future[bytes]]]:
     """Submit tasks to the Ray cluster that this process is connected to, or that RAY_ADDRESS names.
 
-    If there is none, one is started on this machine and ended afterwards. A task whose node was
-    lost is run again on another one; tasks that are not done in the end are cancelled.
+    Without one, a cluster is started on this machine and ended afterwards. If a node is lost, its
+    tasks run again on another one. Tasks that are not done when the block ends are cancelled.
     """
     try:
         import ray
@@ -86,7 +90,7 @@ def _ray(writer: ShardWriter) -> Iterator[Callable[[ShardTask], Future[bytes]]]:
     is_connected = ray.is_initialized()
     if not is_connected:
         ray.init(log_to_driver=False, logging_level="error")
-    refs: list[object] = []  # kept to be cancelled, which futures of Ray do not do
+    refs: list[object] = []  # needed to cancel tasks: cancelling a future of Ray does not do it
     try:
         with options_travel():
             packed = ray.put(ray.cloudpickle.dumps(writer))  # each node fetches it once

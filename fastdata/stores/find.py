@@ -19,26 +19,30 @@ if TYPE_CHECKING:
 
 
 def find_cache(path: AnyPath, storage_options: StorageChoice = None) -> Place:
-    """Return the cache at a path or URL, or the only one in that folder.
+    """Return the cache at a path or URL, or the only cache in that folder.
 
     Raises:
-        FileNotFoundError: there is no cache.
-        ValueError: there are several; names them.
-        RemoteError: the place cannot be reached.
+        FileNotFoundError: no cache was found.
+        ValueError: the folder holds several caches. The message lists them.
+        RemoteError: the server cannot be reached.
     """
     places = cache_places(Place(path, storage_options))
     if len(places) > 1:
         found = ", ".join(map(str, places))
         raise ValueError(
-            f"{path} holds {len(places)} caches; give the folder of the one that you mean, of "
-            f"those that `fastdata inspect` shows: {found}"
+            f"{path} holds {len(places)} caches; give the folder of one of them, which "
+            f"`fastdata inspect` describes: {found}"
         )
     return places[0]
 
 
 def cache_places(home: Place) -> list[Place]:
-    """Return the place itself, if it is a cache, or else all caches in it."""
-    # Asked first, because some servers do not list folders.
+    """Return ``home`` itself if it is a cache, else all caches in it.
+
+    Raises:
+        FileNotFoundError: no cache was found.
+    """
+    # The folder itself is checked first, because some servers do not list folders.
     if stat_files([(home, INDEX)]) != [MISSING]:
         return [home]
     places = []
@@ -48,8 +52,8 @@ def cache_places(home: Place) -> list[Place]:
     found = [place for place, stat in zip(places, stats, strict=True) if stat != MISSING]
     if not found:
         raise FileNotFoundError(
-            f"{home} is not a cache and does not hold one: {INDEX} is missing in it and in the "
-            "folders below it. "
+            f"{home} is not a cache and does not hold one: neither this folder nor a folder in it "
+            f"has a file {INDEX}. "
             "Give the cache_dir= that a dataset was made with, or build one with `fastdata build`."
         )
     return found
@@ -61,12 +65,13 @@ def open_cache(
     """Map a cache with the targets and paths of its samples; also return its manifest.
 
     Args:
-        place: of the cache.
-        as_tensors: give images as tensors of their stored pixels, not as PIL images.
+        place: folder or URL of the cache.
+        as_tensors: return images as tensors of their stored pixels, not as PIL images.
         local_cache: folder for copies of a cache behind a URL.
 
     Raises:
-        CacheError: the cache is damaged, or cannot be served without its dataset.
+        FileNotFoundError: the cache does not exist.
+        CacheError: the cache is damaged, or cannot be opened without its dataset.
     """
     cache = Cache.read(place)
     manifest = cache.manifest
@@ -78,7 +83,7 @@ def open_cache(
             prefix = os.path.join(os.fsencode(manifest.root), b"")
     table = SampleTable(cache.targets, paths=paths, prefix=prefix, class_to_idx=manifest.classes)
     prepared = cache.serve((), table, local_cache)
-    # The stored bytes are planes (C, H, W) in both cases; the form only says what is made of them.
+    # The stored bytes are planes (C, H, W) in both cases. Only the form of the result changes.
     for store in prepared.kept.stores if prepared.kept and as_tensors else ():
         if store.spec.form == "pil":
             store.spec = replace(store.spec, form="tensor")

@@ -18,12 +18,12 @@ class Forecast:
     """The expected stores of a source, from a few samples that are spread over it.
 
     Attributes:
-        preparer: reads and prepares samples.
+        preparer: reader and preparer of the samples.
         count: number of all samples.
-        probed: the few samples, prepared, in memory of their own.
-        parts: plan for each part; dense if the probed samples have one shape.
+        probed: the few samples, prepared, each in new memory.
+        parts: plan for each part, with a shape if all probed samples have the same.
         raw: size of all samples without a codec; exact if they have one shape, else an estimate.
-        layout: tells how the parts are put together.
+        layout: how the parts of a sample are put together.
     """
 
     preparer: Preparer
@@ -35,7 +35,8 @@ class Forecast:
 
     def plan_writers(self, trial: CodecTrial, limit_bytes: int = NO_LIMIT) -> list[WriterPlan]:
         """Plan the stores of all samples, encoded as in a trial, or raw."""
-        # Estimates may be wrong: each part may grow by all that the parts together leave free.
+        # Estimates may be wrong, so each part may grow by the bytes that all parts together leave
+        # free.
         spare_bytes = limit_bytes - trial.need_bytes
         plans = []
         for part, coder, size in zip(self.parts, trial.coders, trial.part_bytes, strict=True):
@@ -46,10 +47,10 @@ class Forecast:
 
 
 def forecast(preparer: Preparer, *, probes: int = 8) -> Forecast:
-    """Prepare ``probes`` + 1 samples, spread evenly, and expect all to be like them.
+    """Prepare ``probes`` + 1 samples, spread evenly, and estimate all from them.
 
     Raises:
-        SampleError: none of them can be prepared; this is the error of the first.
+        SampleError: none of them can be prepared. It is the error of the first.
     """
     count = len(preparer.source)
     indices = sorted({round(k * (count - 1) / probes) for k in range(probes + 1)})
@@ -59,8 +60,7 @@ def forecast(preparer: Preparer, *, probes: int = 8) -> Forecast:
     for read in read_samples(preparer, indices):
         if isinstance(read, SampleError):
             errors.append(read)
-        # A sample with more or fewer parts than the first is an error of its own, when it is
-        # written.
+        # A sample with another number of parts than the first raises an error when it is written.
         elif not probed or len(read.parts) == len(probed[0].parts):
             probed += read.copies()
     if not probed:

@@ -1,8 +1,8 @@
 """Refuse datasets that draw at random when they are read, because a store keeps one draw.
 
 If a dataset augments its items, or picks partners for them, every epoch would see the same draws.
-Two checks find that: the steps of the dataset's transforms, of which some are known to be random,
-and a few items, which are read several times.
+Two checks find such a dataset. One looks for steps in its transforms that are known to be random.
+The other reads a few items several times and compares the results.
 """
 
 from __future__ import annotations
@@ -29,42 +29,43 @@ _TRANSFORM_NAMES = ("transforms", "transform", "target_transform")
 _CALLED_NAMES = (*_TRANSFORM_NAMES, "set_transform")
 
 _MOST_READS = 8
-"""Reads of one item. If a generator cannot be found, one of 128 datasets that flip an image with
-probability 1/2 is taken for one that does not."""
+"""Number of times that an item is read. If its generator cannot be found, a dataset that flips an
+image with probability 1/2 is not noticed in one of 128 cases."""
 
 _READS_S = 0.02
-"""Time after which no item is read a third time."""
+"""Seconds after which no item is read a third time."""
 
 _FIRST_READS_S = 1.0
-"""Time after which no other item is read; one is read twice in any case."""
+"""Seconds after which no other item is read. One item is read twice in any case."""
 
 _MOST_CHARACTERS = 60
 """Length of a transform's text in an error. That of albumentations would fill a page."""
 
 
 def refuse_random_steps(dataset: Any) -> None:
-    """Refuse a dataset whose transform, or that of a dataset inside it, is known to be random.
+    """Refuse a dataset if its transform, or that of a dataset inside it, is known to be random.
 
     Raises:
-        ValueError: names the steps.
+        ValueError: it is random. The message names the steps.
     """
     found = [
         f"{' '.join(repr(step).split())} in {owner}.{name}"
         for owner, name, step in _own_steps(dataset)
-        # An attribute with another name need not be called on the items.
+        # Attributes with other names may be unrelated to the items.
         if name in _TRANSFORM_NAMES and is_random(step)
     ]
     if found:
         raise ValueError(
-            f"{', '.join(dict.fromkeys(found))}: random, but samples are stored as they are first "
-            "read, so that every epoch would see the same draws. Make the dataset without it, and "
-            "give it to CachedDataset as transform=, or as transforms= if it takes the target "
-            "too; or use storage='none'. frozen=True keeps one draw for all epochs."
+            f"{', '.join(dict.fromkeys(found))}: random, but each sample is stored when it is "
+            "first read, so every epoch would see the same draws. Make the dataset without this "
+            "transform, and give the transform to CachedDataset as transform=, or as transforms= "
+            "if it takes the target too; or use storage='none'. frozen=True keeps one draw for all "
+            "epochs."
         )
 
 
 def _own_steps(dataset: Any) -> Iterator[tuple[str, str, Any]]:
-    """Yield the steps of a dataset's transforms and of those inside it: owner, name, step."""
+    """Yield (owner, attribute, step) for the transforms of a dataset and of those inside it."""
     owner = type(dataset).__name__
     for name, call in _own_calls(dataset).items():
         for step in flatten_transform(call):
@@ -81,13 +82,13 @@ def _own_steps(dataset: Any) -> Iterator[tuple[str, str, Any]]:
 
 
 def _own_calls(dataset: Any) -> dict[str, Any]:
-    """Return what a dataset may call on its items, by the name of the attribute."""
+    """Return the functions that a dataset may call on its items, by the name of the attribute."""
     attributes = getattr(dataset, "__dict__", {})
     calls = {name: call for name, call in attributes.items() if callable(call)}
     calls |= {name: getattr(dataset, name, None) for name in _TRANSFORM_NAMES}
     both = calls["transforms"]
     if type(both).__name__ == "StandardTransform":
-        # torchvision's datasets call either this or the other two, which may have been changed.
+        # torchvision's datasets call either this or the other two, which the user may have changed.
         calls["transforms"] = None
         code = getattr(getattr(type(dataset), "__getitem__", None), "__code__", None)
         if "transforms" in getattr(code, "co_names", ()):
@@ -100,13 +101,13 @@ def _own_calls(dataset: Any) -> dict[str, Any]:
 
 
 def refuse_draws(source: Source, options: Options) -> None:
-    """Refuse a dataset that draws when it is read; with a ``cache_key``, only warn of it.
+    """Refuse a dataset that draws when it is read; with a ``cache_key``, only warn.
 
-    A few of its items are read, each at least twice. Afterwards every generator has the state that
-    it had before.
+    A few of its items are read, each at least twice. Afterwards every generator has its earlier
+    state again.
 
     Raises:
-        ValueError: says what differed or moved, and what to do.
+        ValueError: the dataset draws at random. The message says what differed or moved.
     """
     if options.frozen or not isinstance(source, DatasetSource) or source.is_format:
         return
@@ -124,10 +125,10 @@ def refuse_draws(source: Source, options: Options) -> None:
     if causes:
         found += f", perhaps through {', '.join(dict.fromkeys(causes))}"
     message = (
-        f"{type(dataset).__name__} draws at random when it is read: {found}. CachedDataset keeps "
-        "each item as it was first read, so that every epoch would see the same draw. Move what is "
-        "random into transform= of CachedDataset, or give storage='none' to read the dataset in "
-        "every epoch. frozen=True keeps one draw for all epochs."
+        f"{type(dataset).__name__} draws at random when it is read: {found}. CachedDataset stores "
+        "each item when it is first read, so every epoch would see the same draw. Move the random "
+        "part into transform= of CachedDataset, or use storage='none' to read the dataset in every "
+        "epoch. frozen=True keeps one draw for all epochs."
     )
     if options.cache_key is None:
         raise ValueError(message)
@@ -141,11 +142,11 @@ def _shown(step: object) -> str:
 
 
 def _what_differs(source: DatasetSource, generators: Sequence[FoundGenerator]) -> str:
-    """Return what differed when items were read again, or which generator moved; else nothing."""
+    """Return a text on what differed when items were read again, or which generator moved, or ""."""
     before = [state_of(each.generator) for each in generators]
     try:
         return _read_again(source, generators)
-    except Exception:  # noqa: BLE001  # user code raises anything; preparing names the sample
+    except Exception:  # noqa: BLE001  # user code raises anything; preparing will raise it again
         return ""
     finally:
         for each, state in zip(generators, before, strict=True):
@@ -162,8 +163,8 @@ def _read_again(source: DatasetSource, generators: Sequence[FoundGenerator]) -> 
         states = contents_of(state_of(each.generator) for each in generators)
         if found := _difference(first, source, index):
             return found
-        # Two reads of one item are compared, not the states before and after one: a dataset may
-        # seed generators by the index, and then both reads leave the same states.
+        # The states after two reads of one item are compared, not those before and after one read.
+        # A dataset may seed generators with the index: then both reads leave the same states.
         after = contents_of(state_of(each.generator) for each in generators)
         for each, one, other in zip(generators, states, after, strict=True):
             if one != other and not each.moves_in_vain:
@@ -180,7 +181,7 @@ def _read_again(source: DatasetSource, generators: Sequence[FoundGenerator]) -> 
 
 
 def _difference(first: Mapping[int, Sequence[str]], source: DatasetSource, index: int) -> str:
-    """Read an item again, and say what is not as it was when it was first read."""
+    """Read an item again, and return a text on what differs from its first read, or ""."""
     again = contents_of(source.read(index))
     for name, one, other in zip(("sample", "target"), first[index], again, strict=False):
         if one != other:
@@ -189,7 +190,7 @@ def _difference(first: Mapping[int, Sequence[str]], source: DatasetSource, index
 
 
 def contents_of(values: Iterable[object]) -> list[str]:
-    """Return a hash of the content of each value; all values that do not show it have the same."""
+    """Return a hash of the content of each value, or "" if the content cannot be hashed."""
     hashes = []
     for value in values:
         try:

@@ -13,7 +13,7 @@ import torch
 from fastdata.pixels.draws import is_always_applied, reachable
 
 _MOST_OBJECTS = 20_000
-"""Objects that are searched in all."""
+"""The most objects that are searched."""
 
 Generator = random.Random | np.random.Generator | np.random.RandomState | torch.Generator
 
@@ -30,9 +30,10 @@ class FoundGenerator(NamedTuple):
     """A random number generator that a dataset may draw from.
 
     Attributes:
-        name: of the generator, for a message.
-        generator: an object of Python, NumPy or torch.
-        moves_in_vain: True if only transforms that always do the same move it.
+        name: name of the generator, for a message.
+        generator: generator object of Python, NumPy or torch.
+        moves_in_vain: True if only transforms that are always applied draw from it, so that the
+            numbers do not matter.
     """
 
     name: str
@@ -44,15 +45,16 @@ def find_generators(dataset: Any, *, moves_torch: bool) -> list[FoundGenerator]:
     """Return the global generators and those that a dataset can reach.
 
     Args:
-        dataset: the dataset, whose attributes and code are searched.
-        moves_torch: True if torchvision's transforms in it move torch's generator in vain.
+        dataset: dataset whose attributes and code are searched.
+        moves_torch: True if the dataset has torchvision transforms that draw from torch's generator
+            in vain.
     """
     objects = list(islice(reachable(dataset, skips_installed=True), _MOST_OBJECTS))
     in_vain = _moved_in_vain(objects)
     if moves_torch:
         in_vain.add(id(torch.default_generator))
-    # By identity, because generators in the same state need not be the same. A global one that a
-    # dataset holds keeps its global name.
+    # Generators are compared by identity, because different ones may have the same state. A global
+    # generator that a dataset holds keeps its global name.
     held = [value for value in objects if _has_state(value)]
     named: dict[int, tuple[str, Generator]] = {}
     named |= {id(each): (f"a {type(each).__name__} that it holds", each) for each in held}
@@ -64,10 +66,10 @@ def find_generators(dataset: Any, *, moves_torch: bool) -> list[FoundGenerator]:
 
 
 def _moved_in_vain(values: Sequence[Any]) -> set[int]:
-    """Return the ids of generators that only transforms without a choice move.
+    """Return the ids of generators from which only transforms that are always applied draw.
 
-    Albumentations' transforms draw a number to decide if they are applied, also if they always
-    are, as ``Resize`` is. Older ones draw it from Python's generator.
+    Albumentations' transforms draw a number to decide if they are applied, even if they always are,
+    such as ``Resize``. Older versions draw it from Python's generator.
     """
     in_vain: set[int] = set()
     for_a_choice: set[int] = set()
@@ -81,12 +83,12 @@ def _moved_in_vain(values: Sequence[Any]) -> set[int]:
 
 
 def _has_state(value: object) -> TypeGuard[Generator]:
-    """Return True for a generator, except one that draws from the system."""
+    """Return True for a generator, except one that reads random bytes of the operating system."""
     return isinstance(value, Generator) and not isinstance(value, random.SystemRandom)
 
 
 def state_of(generator: Generator) -> Any:
-    """Return the state of a generator, whichever library it is of."""
+    """Return the state of a generator of Python, NumPy or torch."""
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
     if isinstance(generator, random.Random):

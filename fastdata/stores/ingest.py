@@ -1,8 +1,8 @@
 """Fill stores with the samples of a source, by threads or processes.
 
-Threads prepare where the compiled core does the work, processes where Python code does. Whatever
-happens, a killed worker or Ctrl-C included, no worker outlives the call, and the memory of stores
-that are not finished is freed.
+Threads prepare samples if the compiled core does the work, processes if Python code does. No worker
+outlives the call, even if one is killed or the user presses Ctrl-C, and the memory of unfinished
+stores is freed.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 
 _FETCHED_AT_ONCE = 128
-"""Samples that a worker asks a network for at once."""
+"""Number of samples that a worker requests from a network at once."""
 _MOST_SKIPPED = 10
-"""Samples that may be left out of any dataset; of a large one 1 %."""
+"""Number of samples that may be left out of any dataset; of a large one, 1 % may."""
 _SKIPPED_IN_A_ROW = 100
-"""If this many neighbours cannot be prepared, a folder is gone, most likely."""
+"""If this many neighbours cannot be prepared, most likely a whole folder is gone."""
 
 _Task = TypeVar("_Task")
 _Answer = TypeVar("_Answer")
@@ -48,9 +48,9 @@ class StoreFiller(NamedTuple):
     """Reads and prepares samples, and writes their parts to new stores.
 
     Attributes:
-        preparer: reads and prepares samples.
-        writers: one for each part.
-        first_index: the sample of row 0.
+        preparer: reader and preparer of the samples.
+        writers: writer of each part.
+        first_index: index of the sample in row 0.
     """
 
     preparer: Preparer
@@ -63,8 +63,8 @@ class StoreFiller(NamedTuple):
         writers = open_all(Writer.open(plan, len(indices)) for plan in plans)
         if any(isinstance(plan.coder, SourceDecoder) for plan in plans):
             assert isinstance(preparer.source, FileSource)
-            # The bytes of the files are stored. The copy of the source shares the requests for
-            # remote files that are under way.
+            # With loader=None the source returns the bytes of the files, which are stored. This
+            # copy of the source shares the pending requests for remote files.
             preparer = Preparer(replace(preparer.source, loader=None), Steps(()), preparer.shape)
         return cls(preparer, writers, indices[0])
 
@@ -79,8 +79,8 @@ class StoreFiller(NamedTuple):
                 written.errors[read.index - self.first_index] = read.with_traceback(None)
                 continue
             count = len(read.numbers)
-            # Tables take neighbours in one call, which is one write to the file. Else samples are
-            # written one by one, so that an error of an encoder is of one sample.
+            # Neighbours go to a table in one call, which is one write to the file. Otherwise samples
+            # are written one by one, so that an error of an encoder belongs to one sample.
             are_neighbours = read.numbers[-1] - read.numbers[0] == count - 1
             size = count if are_tables and are_neighbours else 1
             for first in range(0, count, size):
@@ -91,7 +91,7 @@ class StoreFiller(NamedTuple):
                     with naming_sample(source, read.numbers[first]):
                         self._write_parts(row, parts)
                 except SampleError as error:
-                    # Its traceback would keep this frame, and what is open in it, alive.
+                    # The traceback would keep this frame alive, and with it the open writers.
                     written.errors[row] = error.with_traceback(None)
                 else:
                     written.targets.update(enumerate(targets, row))
@@ -100,8 +100,8 @@ class StoreFiller(NamedTuple):
     def _write_parts(self, row: int, parts: Sequence[tuple[Array, Form]]) -> None:
         if len(parts) != len(self.writers):
             raise TypeError(
-                f"it has {len(parts)} parts among samples of {len(self.writers)}; give all "
-                "samples one type in prepare="
+                f"it has {len(parts)} parts, but other samples have {len(self.writers)}; let "
+                "prepare= return the same number for all samples"
             )
         for writer, (values, form) in zip(self.writers, parts, strict=True):
             writer.write(row, values, form, self.preparer.shape)
@@ -124,19 +124,19 @@ def ingest(
     """Fill sealed stores, one for each part, with samples of a source; each is read once.
 
     Args:
-        preparer: reads and prepares the samples.
-        plans: of the writers, one for each part.
-        indices: of the samples, in the order of the stores' rows.
-        options: of the dataset.
+        preparer: reader and preparer of the samples.
+        plans: plan for the writer of each part.
+        indices: indices of the samples, in the order of the stores' rows.
+        options: options of the dataset.
 
     Raises:
-        SampleError: a sample cannot be prepared; names its path and index.
+        SampleError: a sample cannot be prepared. It has the path and index of the sample.
         MemoryBudgetError: samples are larger than expected, and exceed the writers' limit.
         IngestError: a worker died.
         ShapesDifferError: a sample has another shape than planned; see ``write_any_shapes``.
     """
     if options.on_error == "skip":
-        preparer = preparer._replace(shape=None)  # files are opened, to leave some out
+        preparer = preparer._replace(shape=None)  # opens each file, to find those to leave out
     size = _FETCHED_AT_ONCE if preparer.source.is_remote else READ_AT_ONCE
     tasks = [indices[first : first + size] for first in range(0, len(indices), size)]
     all_written = Written({}, {})
@@ -150,7 +150,8 @@ def ingest(
                 for error in errors.values():
                     if options.on_error == "raise":
                         raise error
-                    # Its text names the cause, whose frames would keep open what is open here.
+                    # The text names the cause. The cause itself would keep frames alive, and with
+                    # them the stores that are open here.
                     error.__cause__ = error.__context__ = None
                 all_written.targets.update(targets)
                 all_written.errors.update(errors)
@@ -167,7 +168,7 @@ def ingest(
 
 
 def sizes_of(images: WriterPlan) -> str:
-    """Return at which size images are kept, for the last state of a progress bar."""
+    """Return a text with the size of the stored images, for the end of a progress bar."""
     shape = images.spec.shape
     if shape is None:
         return "kept at their own sizes"
@@ -185,11 +186,11 @@ def run_preparing(
     coders = [plan.coder for plan in plans if plan.coder is not None]
     has_own_codec = False
     if coders:
-        from fastdata.stores.codecs import OwnCodec  # most scripts need no codec
+        from fastdata.stores.codecs import OwnCodec  # not at the top: most scripts need no codec
 
         has_own_codec = any(isinstance(coder, OwnCodec) for coder in coders)
-    # A user's dataset or function may keep something from one line to the next, such as the
-    # position of a file, and torch calls it from one thread only.
+    # A user's dataset or function may keep state between two lines, such as the position in a file.
+    # torch calls it from one thread only, so it need not be thread-safe.
     has_own_steps = preparer.source.opening is None or not all(
         map(known_name, preparer.prepare.steps)
     )
@@ -204,18 +205,18 @@ def run_preparing(
 
 
 def ingest_workers(options: Options) -> int:
-    """Return how many workers prepare samples, at most."""
+    """Return the largest number of workers that may prepare samples."""
     if options.prepare_workers is None:
         return limits.usable_cores(len(options.cores) or None)
     return options.prepare_workers
 
 
 def check_skipped(errors: dict[int, SampleError], count: int) -> None:
-    """Raise IngestError if ``on_error="skip"`` would leave out more than single samples.
+    """Raise an IngestError if ``on_error="skip"`` would leave out too many samples.
 
     Args:
-        errors: by number of the sample, the latest one last.
-        count: of all samples.
+        errors: error of each sample, by the number of the sample; the latest is last.
+        count: number of all samples.
     """
     latest = next(reversed(errors), 0)
     in_a_row = range(latest, latest - _SKIPPED_IN_A_ROW, -1)
@@ -227,5 +228,5 @@ def check_skipped(errors: dict[int, SampleError], count: int) -> None:
         return
     first = errors[min(errors)]
     raise IngestError(
-        f"on_error='skip' leaves out single damaged samples, but {found}. The first: {first}"
+        f"on_error='skip' is for single damaged samples, but {found}. The first: {first}"
     ) from first

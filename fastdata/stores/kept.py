@@ -1,7 +1,7 @@
 """Stored samples of a dataset, put together from their parts.
 
 A sample is a sequence of parts: the image, or each value of a tuple such as (image, mask), and
-after these the images of the target. Each part has a store of its own.
+after these the images of the target. Each part has its own store.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Layout:
     Args:
         is_tuple: True if samples are tuples of parts.
         target_is_part: True if the target is an image, which is the last part.
-        keys: of items that are dicts or namedtuples.
-        mask_places: places or names of the images in targets that are tuples or dicts; these are
-            the last parts.
+        keys: keys of items that are not pairs, such as dicts and namedtuples.
+        mask_places: positions or names of the images in targets that are tuples or dicts. These
+            images are the last parts.
     """
 
     is_tuple: bool = False
@@ -46,11 +46,11 @@ class Layout:
     def __post_init__(self) -> None:
         keys = self.keys
         if keys and (keys.image not in keys.names or len({*keys.names}) < len(keys.names)):
-            raise ValueError(f"its keys do not fit: {keys}")
+            raise ValueError(f"its keys must be distinct and include that of the image: {keys}")
 
     @property
     def target_parts(self) -> int:
-        """Count the parts that are images of targets; they are the last ones."""
+        """Number of parts that are images of targets. These are the last parts."""
         return self.target_is_part + len(self.mask_places)
 
 
@@ -58,19 +58,19 @@ class Layout:
 class KeptSamples(Layout):
     """Stored samples and their targets, with the interface of a ``Source``.
 
-    Samples that are read are in new memory: the user may change them.
+    Each read returns new memory, which the user may change.
 
     Args:
-        stores: one for each part.
-        table: of the targets, except for those that are parts.
-        shared_by: lets other ranks of the machine attach to the stores.
+        stores: store of each part.
+        table: table of the targets, except for those that are parts.
+        shared_by: leader through which other ranks of the machine attach to the stores.
     """
 
     stores: tuple[Store, ...]
     table: SampleTable
     shared_by: Leader | None = None
 
-    # As of a Source: no file is opened or fetched to read a stored sample.
+    # Attributes of a Source: no file is opened or fetched to read a stored sample.
     opening = None
     is_remote = False
 
@@ -90,7 +90,7 @@ class KeptSamples(Layout):
         return self.table.path(index) if self.table.has_paths else None
 
     def read(self, index: int) -> tuple[Any, Any]:
-        """Return sample and target as they were before they were stored, in new memory."""
+        """Return sample and target in the form they had before they were stored, in new memory."""
         stores = self.stores[: len(self.stores) - self.target_parts]
         parts = tuple(self._owned(store, index) for store in stores)
         return (parts if self.is_tuple else parts[0]), self.target(index)
@@ -110,7 +110,7 @@ class KeptSamples(Layout):
         return values if is_dict else tuple(values)
 
     def _masks(self) -> Iterator[tuple[int | str, Store]]:
-        """Yield the place and the store of each image in targets that are tuples or dicts."""
+        """Yield the position and the store of each image in targets that are tuples or dicts."""
         stores = self.stores[len(self.stores) - len(self.mask_places) :]
         return zip(self.mask_places, stores, strict=True)
 
@@ -123,7 +123,7 @@ class KeptSamples(Layout):
         return collate_targets([self.target(index) for index in index_B.tolist()])
 
     def _gathered(self, store: Store, index_B: Array) -> torch.Tensor | None:
-        """Return the tensors of one part of a batch; None if they cannot be gathered at once."""
+        """Return one part of a batch as one tensor; None if its samples cannot be stacked."""
         spec = store.spec
         if spec.shape is None or spec.form not in ("tensor", "array"):
             return None
@@ -148,10 +148,10 @@ class KeptSamples(Layout):
         except SampleError as damaged:
             index = damaged.index
             path = self.path(index)
-            if damaged.path == path:  # it was named already, or has no file
+            if damaged.path == path:  # the error has the path already, or there is no file
                 raise
             cause = damaged.__cause__
-            if cause is not None and self.images.codec == SOURCE:  # the file is at fault
+            if cause is not None and self.images.codec == SOURCE:  # decoding the file failed
                 raise sample_error(path, index, cause) from cause
             raise SampleError(damaged.reason, index=index, path=path) from cause
         except ChannelsError as wrong:

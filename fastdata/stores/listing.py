@@ -17,19 +17,19 @@ from fastdata.machine.workers import run_tasks
 from fastdata.paths import local_path
 
 _FILES_PER_TASK = 50_000
-"""Files that a worker looks up at once: few enough to share out, many enough to be worth a task."""
+"""Number of files in a task: few enough to share the work, many enough to be worth a task."""
 
 _CHARACTERS = 16
 """Length of a digest."""
 
 
 class Listing(NamedTuple):
-    """The files that samples are made from, one for each.
+    """The files that samples are made from, one for each sample.
 
     Attributes:
-        paths: their names, relative to the root if they are below it.
-        stats: int64 (2, N), the size of each file and the time of its last change, or a tag that
-            stands for its content; -1 where there is no file.
+        paths: path of each file, relative to the root if the file is below it.
+        stats: int64 (2, N): the size of each file in bytes, and its last change in nanoseconds, or
+            a tag that changes with its content; -1 for a missing file.
     """
 
     paths: list[bytes]
@@ -41,18 +41,24 @@ class Listing(NamedTuple):
 
 
 Described = tuple[str, Listing | None, str]
-"""A dataset for a cache: text that is equal for equal samples; their files and folder, if any."""
+"""Description of a dataset for a cache: text that is equal for equal samples, files, folder."""
 
 
 def list_paths(
     paths: Sequence[str], root: str, stats: npt.NDArray[np.int64] | None = None
 ) -> Listing:
-    """List the files of a dataset. For remote files ``stats`` are given."""
+    """List the files of a dataset.
+
+    Args:
+        paths: path of each file.
+        root: folder to which paths become relative, or "".
+        stats: int64 (2, N) for remote files, see ``Listing``; local files are looked up.
+    """
     prefix = os.fsencode(os.path.join(local_path(root), "")) if root else b""
     # A relative root may have absolute paths below it.
     full = os.fsencode(os.path.join(os.path.abspath(local_path(root)), "")) if root else b""
     names = [os.fsencode(path).removeprefix(prefix).removeprefix(full) for path in paths]
-    if stats is None:  # takes seconds for 1,300,000 files
+    if stats is None:  # in processes, because it takes seconds for 1,300,000 files
         tasks = [paths[i : i + _FILES_PER_TASK] for i in range(0, len(paths), _FILES_PER_TASK)]
         workers = usable_cores() if len(tasks) > 4 else 0
         with closing(run_tasks(_stat_files, tasks, workers)) as found:
@@ -61,13 +67,13 @@ def list_paths(
 
 
 def _stat_files(paths: Sequence[str]) -> npt.NDArray[np.int64]:
-    """Return size and time of files, (N, 2); -1 for a file that does not exist."""
+    """Return the sizes and times of files, int64 (N, 2); -1 for a file that does not exist."""
     stats = np.full((len(paths), 2), -1, np.int64)
     for row, path in enumerate(paths):
         try:
             found = with_retries(os.stat, path)
         except (OSError, ValueError) as problem:  # no such file, or not the name of a file
-            if fault_of(problem) == "machine":  # the file may well exist, and its shard be valid
+            if fault_of(problem) == "machine":  # the file may exist, and its shard may be valid
                 raise
         else:
             stats[row] = found.st_size, found.st_mtime_ns
@@ -75,8 +81,9 @@ def _stat_files(paths: Sequence[str]) -> npt.NDArray[np.int64]:
 
 
 def short_digest(*parts: bytes) -> str:
-    """Return a short SHA-256 of several parts, of which only the last may hold a zero byte.
+    """Return the first 64 bits of the SHA-256 of several parts, as hexadecimal digits.
 
-    64 bits are enough: names differ by chance with 2**-64, and nobody gains from a collision.
+    Only the last part may hold a zero byte, because that separates the parts. 64 bits are enough:
+    two names are equal by chance with probability 2**-64, and a deliberate collision gains nothing.
     """
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:_CHARACTERS]

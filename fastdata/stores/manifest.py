@@ -1,4 +1,4 @@
-"""The manifest of a cache: what its samples are, and what they were made from."""
+"""The manifest of a cache: a description of its samples and of their origin."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastdata.stores.kept import Layout
 from fastdata.stores.writer import StoredPart
 
 VERSION = 9
-"""Number of the format. A cache of another format is built again."""
+"""Version of the format. A cache of another version is built again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,13 +20,14 @@ class Manifest:
     """Description of a cache: the form of its samples, and what they were made from.
 
     Args:
-        key: what samples depend on besides their files: ``source``, the code that opens them;
-            ``prepare``, the steps; and ``codec``, as the user chose it.
+        version: version of the format.
+        key: everything that samples depend on except their files: ``source``, the code that opens
+            them; ``prepare``, the steps; and ``codec``, as the user chose it.
         root: folder of the files when the cache was written.
         content: fingerprint of the files, or the number of samples if they are not files.
-        classes: number of each class, if classes have names.
-        parts: of each sample.
-        layout: tells how the parts are put together.
+        classes: number of each class, by its name; None if classes have no names.
+        parts: form of each part of a sample.
+        layout: how the parts of a sample are put together.
     """
 
     version: int = VERSION
@@ -43,14 +44,14 @@ class Manifest:
 
 
 def from_json(kind: Any, value: Any) -> Any:
-    """Return a value of JSON as this type, which may be a dataclass.
+    """Return a value from JSON as a value of type ``kind``, which may be a dataclass.
 
     Raises:
         Exception: of any kind, if the value is not of this type.
     """
     origin = typing.get_origin(kind)
     arguments = typing.get_args(kind)
-    # A builder by type hints would let JSON's 1 be a bool and "yes" be true: types are compared.
+    # Types are compared exactly: calling the type would turn 1 or "yes" into True.
     if kind is Any or value in arguments:  # one of a Literal
         return value
     if origin is types.UnionType and type(value) in arguments:

@@ -1,7 +1,8 @@
 """Stores of samples behind a URL, fetched in segments and read from the local disk.
 
-A segment is a run of whole samples of about 1 MiB. To fetch whole files instead makes the first
-batch wait for a quarter of a cache, and a local folder of half its size fetch everything twice.
+A segment is a run of whole samples of about 1 MiB. If whole files were fetched instead, the first
+batch would wait for a quarter of a cache, and a local folder of half the cache's size would make
+the process fetch everything twice.
 """
 
 from __future__ import annotations
@@ -23,28 +24,29 @@ from fastdata.stores.segments import Segment, SegmentFolder
 from fastdata.stores.store import Decoder
 
 FETCH_BYTES = 64 << 20
-"""The most that a process fetches at once: 50 ms of latency at 1 GB/s are 48 MiB."""
+"""The most bytes that a process fetches at once: at 1 GB/s, 48 MiB come in 50 ms of latency."""
 _SEGMENT_BYTES = 1 << 20
 _MOST_SEGMENTS = 20_000
-"""A store that would have more has larger ones: a process may have 65,530 mappings."""
+"""The most segments of a store, which become larger instead: a process may have 65,530 mappings."""
 _FILE_SHIFT = 40
-"""Bits of a segment's number, in a key that has the number of its file above them."""
+"""Number of low bits for a segment's number, in a key with the number of its file in the high bits.
+"""
 
 
 class MirroredStore(DiskStore):
     """Samples in segments of files behind a URL, which are fetched and mapped before they are read.
 
-    Segments stay mapped until they are evicted. Checksums are compared each time that a segment was
-    mapped; a sample that fails is fetched once more.
+    Segments stay mapped until they are evicted. Whenever a segment has been mapped, its samples are
+    compared with their checksums again. The segment of a sample that fails is fetched a second time.
 
     Args:
-        place: of the files.
-        names: of the files.
-        folder: of the segments.
-        spec: as ``Store`` has it.
-        index: over segments, with ``segments``, int64 (S, 3): number of the file, first byte, and
-            the one behind the last.
-        decoder: as ``Store`` has it.
+        place: folder of the files behind the URL.
+        names: name of each file.
+        folder: folder of the segments on the local disk.
+        spec: see ``Store``.
+        index: index with segments as files, and the column ``segments``, int64 (S, 3): the number
+            of the file, the first byte, and the byte after the last.
+        decoder: see ``Store``.
     """
 
     def __init__(
@@ -63,9 +65,9 @@ class MirroredStore(DiskStore):
         self._segments = index["segments"]
         self._segment_bytes = self._segments[:, 2] - self._segments[:, 1]
         self.size_bytes = int(self._segment_bytes.sum())
-        # How often each segment was evicted; and of each sample that number at its last check. If
-        # they are equal, the bytes that are mapped are those that were checked: what was evicted
-        # may have been deleted, and fetched again with another error.
+        # How often each segment was evicted, and for each sample this number at its last check. If
+        # they are equal, the mapped bytes are the bytes that were checked. After an eviction they
+        # need not be: the segment may have been deleted, and fetched again with an error.
         self._evictions = np.zeros(len(self._segments), np.int32)
         self._checked = np.full(len(self), -1, np.int32)
 
@@ -79,21 +81,29 @@ class MirroredStore(DiskStore):
         decoder: Decoder | None,
         local_cache: Path,
     ) -> MirroredStore:
-        """Open a store over files of these sizes, which never change; ``index`` is over the files.
+        """Open a store over files that never change.
+
+        Args:
+            place: folder of the files behind the URL.
+            sizes: size in bytes of each file, by name.
+            spec: see ``Store``.
+            index: columns of the index with these files, see ``Store``.
+            decoder: see ``Store``.
+            local_cache: local folder for the segments of all caches.
 
         Raises:
             CacheError: a file is missing or has another size.
-            OSError: the folder cannot be written.
-            RemoteError: the place cannot be reached.
+            OSError: the local folder cannot be written.
+            RemoteError: the server cannot be reached.
         """
         stats = stat_files((place, name) for name in sizes)
         for (name, size), stat in zip(sizes.items(), stats, strict=True):
             if stat == MISSING:
                 raise CacheError(f"{place.at(name)} is missing: build the cache again")
             found_bytes, _ = stat
-            if found_bytes not in (-1, size):  # -1: the server tells no sizes
+            if found_bytes not in (-1, size):  # -1: the server does not send sizes
                 raise CacheError(
-                    f"{place.at(name)} has {found_bytes:,} bytes where {size:,} were written: "
+                    f"{place.at(name)} has {found_bytes:,} bytes, but {size:,} were written: "
                     "build the cache again"
                 )
         folder = SegmentFolder.open(local_cache, place.url)
@@ -102,11 +112,11 @@ class MirroredStore(DiskStore):
 
     @property
     def limit_bytes(self) -> int:
-        """The most that segments may take on the local disk."""
+        """The most bytes that segments may take on the local disk."""
         return self._folder.limit_bytes
 
     def ensure(self, index_B: Array) -> None:
-        """Fetch and map the segments of samples, and check those that were not since then."""
+        """Fetch and map the segments of samples, and check samples that were not checked since."""
         is_checked_B = self._checked[index_B] == self._evictions[self._file_of[index_B]]
         unchecked = index_B[~is_checked_B]
         if not len(unchecked):
@@ -120,8 +130,8 @@ class MirroredStore(DiskStore):
         try:
             super()._check(index)
         except SampleError:
-            # The error may be of the way here, or of the local disk: fetch the segment again, once.
-            # Deleted before it is unmapped: another thread could map the same bytes in between.
+            # The network or the local disk may have caused the error: fetch the segment again, once.
+            # It is deleted before it is unmapped, or another thread could map the bad bytes again.
             self._folder.delete(self._segment(self._file_of[index]))
             self.evict(np.array([index]))
             super()._check(index)
@@ -132,7 +142,8 @@ class MirroredStore(DiskStore):
         found = self._map(numbers.tolist())
         mapped = [found[number] for number in numbers.tolist()]
         addresses_B: Array = addresses_of(mapped)[number_B] + self._offsets[index_B]
-        # Another thread may evict these segments while the core reads them.
+        # Another thread may evict these segments while the core reads them. The result keeps them
+        # mapped.
         held_B = addresses_B.view(_Addresses)
         held_B.mapped = mapped
         return held_B
@@ -140,20 +151,20 @@ class MirroredStore(DiskStore):
     def _note_damage(self, index: int) -> str:
         name = self._segment(self._file_of[index]).name
         return (
-            f"its bytes in {self._place.at(name)} are not those that were written, and came twice; "
-            "the file was changed or is damaged there: build the cache again"
+            f"its bytes in {self._place.at(name)} are not those that were written, also when "
+            "fetched again; the file was changed or is damaged there: build the cache again"
         )
 
     # Which segments are mapped
 
     def load(self, index_B: Array) -> None:
-        """Map the segments of samples until they are evicted, and fetch those that are not here."""
+        """Map the segments of samples until they are evicted; fetch those that are missing."""
         self._map(np.unique(self._file_of[index_B]).tolist())
 
     def evict(self, index_B: Array, *, from_cache: bool = False) -> None:
         """Unmap the segments of samples.
 
-        One that other samples still need is mapped again when they are read.
+        A segment that other samples still need is mapped again when they are read.
         """
         numbers = np.unique(self._file_of[index_B])
         self._evictions[numbers] += 1
@@ -161,7 +172,7 @@ class MirroredStore(DiskStore):
             self._bytes.pop(number, None)
 
     def evict_all(self) -> None:
-        """Unmap all segments; those on the local disk stay there."""
+        """Unmap all segments. They stay on the local disk."""
         self.evict(np.arange(len(self)))
 
     def _file_bytes(self, number: int) -> Bytes:
@@ -169,9 +180,9 @@ class MirroredStore(DiskStore):
         return self._map([number])[number] if mapped is None else mapped
 
     def _map(self, numbers: Sequence[int]) -> dict[int, Bytes]:
-        """Map segments, and fetch those that are not on the local disk.
+        """Map and return segments; fetch those that are not on the local disk.
 
-        They are returned: another thread may evict them at any moment.
+        Callers use the returned mappings, because another thread may evict segments at any moment.
         """
         known = self._bytes
         mapped = {}
@@ -188,8 +199,8 @@ class MirroredStore(DiskStore):
             missing = [number for number in away if number not in found]
             if missing:
                 found |= self._fetch(missing)
-            # Not those that were mapped before: they would come back if they were evicted
-            # meanwhile.
+            # Only the new ones are added. One that was mapped before may have been evicted in the
+            # meantime, and would come back.
             known.update(found)
             mapped |= found
         return mapped
@@ -198,11 +209,10 @@ class MirroredStore(DiskStore):
         need_bytes = int(self._segment_bytes[numbers].sum())
         if need_bytes > self.limit_bytes:
             raise CacheError(
-                f"half of what is free in {self._folder.path.parent}, "
-                f"{format_bytes(self.limit_bytes)}, "
-                f"is too small: this process needs {format_bytes(need_bytes)} at once. Free some, "
-                "or use ChunkedLoader with a smaller memory_limit= or chunk_samples=, which needs "
-                "two chunks at a time."
+                f"this process needs {format_bytes(need_bytes)} of segments at once, but half of "
+                f"the free space in {self._folder.path.parent} is {format_bytes(self.limit_bytes)}. "
+                "Free some space, or use ChunkedLoader with a smaller memory_limit= or "
+                "chunk_samples=, which needs only two chunks at a time."
             )
 
     def _find(self, numbers: Sequence[int]) -> dict[int, Bytes]:
@@ -213,11 +223,11 @@ class MirroredStore(DiskStore):
     def _fetch(self, numbers: Sequence[int]) -> dict[int, Bytes]:
         """Fetch segments, and map them.
 
-        Two threads or processes never fetch the same segment: the second one waits for the first.
+        If two threads or processes need the same segment, the second waits until the first has it.
         """
         fetched: dict[int, Bytes] = {}
         at_once = max(int(FETCH_BYTES // self._segment_bytes[numbers].max()), 1)
-        # One thread of a process at a time, so that it fetches no more than FETCH_BYTES at once.
+        # Only one thread of a process fetches at a time, so that at most FETCH_BYTES come at once.
         # Every fetch takes this lock first and those of its segments second, so that no two wait
         # for each other.
         with self.index.block.hold(os.getpid()):
@@ -239,7 +249,7 @@ class MirroredStore(DiskStore):
                 number: self._folder.keep(segments[number], future.result())
                 for number, future in coming.items()
             }
-        finally:  # after an error the others are not needed
+        finally:  # after an error, the other segments are not needed
             for future in coming.values():
                 future.cancel()
 
@@ -259,16 +269,16 @@ class MirroredStore(DiskStore):
 
 
 class _Addresses(np.ndarray):
-    """Addresses in segments, which stay mapped as long as this array, or a view of it, lives."""
+    """Addresses in segments, which stay mapped as long as this array or a view of it exists."""
 
     mapped: list[Bytes]
 
 
 def _in_segments(index: Mapping[str, Array], size_bytes: int) -> dict[str, Array]:
-    """Turn an index over files, of ``size_bytes`` in total, into one over their segments."""
+    """Turn an index over files, of ``size_bytes`` in total, into an index over their segments."""
     segment_bytes = max(_SEGMENT_BYTES, -(-size_bytes // _MOST_SEGMENTS))
     starts = index["offsets"]
-    # A sample is in the segment that its first byte is in, and each segment ends with its last one.
+    # A sample belongs to the segment of its first byte. A segment ends after its last sample.
     keys = (index["files"].astype(np.int64) << _FILE_SHIFT) + starts // segment_bytes
     found, numbers = np.unique(keys, return_inverse=True)
     first = np.full(len(found), size_bytes)

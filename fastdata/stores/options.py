@@ -1,7 +1,7 @@
 """Options of a dataset: their names, defaults and meanings, each defined once.
 
-A new option goes into ``Options``, with its default, and into ``DatasetOptions``, with its meaning:
-``help`` of each dataset, its signature and its errors follow from these.
+A new option goes into ``Options`` with its default, and into ``DatasetOptions`` with its meaning.
+The signature, the docstring and the errors of each dataset are made from these.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _Dataset = TypeVar("_Dataset")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """Options of a dataset: ``DatasetOptions`` with their defaults, and a few internal ones."""
+    """Options of a dataset: those of ``DatasetOptions`` with defaults, and a few internal ones."""
 
     storage: RequestedStorage = "auto"
     codec: Any = "auto"
@@ -44,17 +44,17 @@ class Options:
     batch_ops: bool = True
     return_index: bool = False
     frozen: bool = False
-    """True if one draw of each item is to be kept of a dataset that draws (``CachedDataset``)."""
+    """True to store one draw of each item of a dataset that draws at random (``CachedDataset``)."""
     at_once: bool = False
-    """True if all samples are prepared now, and none when it is first read."""
+    """True to prepare all samples now, and not each when it is first read."""
     cores: Collection[int] = ()
     """Cores of all ranks, if this process prepares for all of them."""
     engine: str | Executor = "local"
-    """The executor that writes a cache; see ``build_cache`` of datasets."""
+    """Executor that writes a cache; see ``build_cache`` of datasets."""
     shard_bytes: int | str | None = None
 
     def __post_init__(self) -> None:
-        if self.storage_options is not None:  # hidden from messages and pickles from here on
+        if self.storage_options is not None:  # from here on hidden from messages and pickles
             object.__setattr__(self, "storage_options", StorageOptions(self.storage_options))
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
@@ -64,15 +64,15 @@ class Options:
         for name in ("batch_ops", "return_index"):
             value = getattr(self, name)
             if not isinstance(value, bool):
-                raise TypeError(f"{name}={value!r} is neither True nor False")
+                raise TypeError(f"{name}={value!r} must be True or False")
         for name in ("prepare_workers", "seed"):
             value = getattr(self, name)
             if not isinstance(value, Integral | None):
-                raise TypeError(f"{name}={value!r} is neither an int nor None")
+                raise TypeError(f"{name}={value!r} must be an int or None")
         if self.prepare_workers is not None and self.prepare_workers < 0:
             raise ValueError(
-                f"prepare_workers={self.prepare_workers} is less than 0; leave it out to use all "
-                "usable cores"
+                f"prepare_workers={self.prepare_workers} must be 0 or more; leave it out to use "
+                "all usable cores"
             )
         for codec in self.codecs:
             if codec not in ("auto", SOURCE):
@@ -80,23 +80,23 @@ class Options:
 
                 find_codec(codec)
         if self.cache_dir is None and self.storage == "disk":
-            raise ValueError("storage='disk' keeps samples in a folder; name it with cache_dir=")
+            raise ValueError("storage='disk' needs a folder for the samples: name it as cache_dir=")
         if self.cache_dir is not None and self.storage not in ("auto", "disk"):
             raise ValueError(
-                "cache_dir= keeps samples on disk, from where the page cache serves them; "
-                f"storage={self.storage!r} does not. Leave one of them out; codec= compresses on "
-                "disk as well."
+                "cache_dir= stores samples on disk, where the page cache keeps them in memory, but "
+                f"storage={self.storage!r} does not. Leave one of them out; codec= compresses "
+                "samples on disk too."
             )
         if self.engine not in ("local", "ray") and not isinstance(self.engine, Executor):
             raise ValueError(
-                f"engine={self.engine!r} is not 'local', 'ray', or a concurrent.futures.Executor"
+                f"engine={self.engine!r} must be 'local', 'ray' or a concurrent.futures.Executor"
             )
         if self.cache_dir is None and (self.engine != "local" or self.shard_bytes is not None):
-            raise ValueError("build_cache() writes a cache; name its folder with cache_dir=")
+            raise ValueError("build_cache() needs a folder for the cache: name it as cache_dir=")
 
     @property
     def codecs(self) -> Sequence[Any]:
-        """The codecs of the parts, or the one codec of all parts."""
+        """The codec of each part, or the only codec for all parts."""
         return self.codec if isinstance(self.codec, (tuple, list)) else (self.codec,)
 
 
@@ -107,54 +107,55 @@ class DatasetOptions(TypedDict, total=False):
     """The keyword arguments that all fastdata datasets share; ``Options`` has their defaults.
 
     Attributes:
-        storage: ``"shared"`` keeps prepared samples in shared memory; ``"compressed"`` keeps them
-            encoded there, and decodes on every read; ``"disk"`` keeps them in ``cache_dir``;
-            ``"none"`` keeps nothing and prepares on every read; ``"auto"`` (default) is ``"disk"``
-            where ``cache_dir`` is given, else takes the first of the others that fits the memory
-            budget. ``"device"``: like ``"shared"``, and each ``CudaPrefetcher`` copies all of them
-            to its GPU once, to gather batches there; never chosen by ``"auto"``.
-        codec: how ``"compressed"`` samples, or those on disk, are encoded. ``"source"``: their own
-            files as they are, prepared on every read. ``"lz4"``, ``"zstd"``: lossless. ``"jpeg"``:
-            lossy. An object with ``encode(array) -> bytes`` and ``decode(memoryview, out)``. A
-            tuple of these, one for each part of a sample. ``"auto"`` (default): the lossless one
-            that decodes fastest of those that fit, tried on samples of the data, see
-            ``storage_report``; on disk none where samples fit as they are.
-        resize: size in pixels that images are resized to before they are stored, as torchvision's
-            ``Resize``: an int for the shorter side, or (height, width); or ``"short:320"``,
-            ``"long:500"``: at most that, never enlarged. Default: images stay as large as they are.
-        memory_limit: the most memory to use: bytes, ``"8GiB"``, or a fraction of what is free.
-            Default: what this process may take, less a reserve of 10 %.
-        seed: of the random draws of batch ops. ``None`` (default) takes the base seed that torch's
-            loaders draw in each epoch, so that ``torch.manual_seed`` and ``generator=`` decide;
-            with a number draws depend on it, the epoch and the sample only. The epoch is that of
+        storage: where prepared samples are stored. ``"shared"``: in shared memory.
+            ``"compressed"``: encoded in shared memory, and decoded on every read. ``"disk"``: in
+            ``cache_dir``. ``"none"``: nowhere, samples are prepared on every read. ``"auto"``
+            (default): ``"disk"`` if ``cache_dir`` is given, else the first of the others that fits
+            the memory budget. ``"device"``: like ``"shared"``, and each ``CudaPrefetcher`` copies
+            all samples to its GPU once, and gathers batches there; ``"auto"`` never chooses it.
+        codec: codec of samples that are ``"compressed"`` or on disk. ``"source"``: the unchanged
+            files, prepared on every read. ``"lz4"`` and ``"zstd"``: lossless. ``"jpeg"``: lossy. An
+            object with ``encode(array) -> bytes`` and ``decode(memoryview, out)``. A tuple of
+            these, one for each part of a sample. ``"auto"`` (default): the lossless codec that
+            decodes fastest among those that fit, measured on some samples, see ``storage_report``;
+            on disk no codec if raw samples fit.
+        resize: size in pixels to which images are resized before they are stored, as by
+            torchvision's ``Resize``: an int for the shorter side, or (height, width). Or a limit
+            that never enlarges: ``"short:320"`` for the shorter side, ``"long:500"`` for the longer
+            side. Default: images are not resized.
+        memory_limit: the most memory to use: bytes, ``"8GiB"``, or a fraction of the free memory.
+            Default: the memory that this process may use, minus a reserve of 10 %.
+        seed: seed of the random draws of batch ops. With a number, draws depend only on it, the
+            epoch and the sample. ``None`` (default) uses the base seed that torch's loaders draw in
+            each epoch, so ``torch.manual_seed`` and ``generator=`` decide. The epoch is that of
             fastdata's loader, or of ``set_epoch``; reads without either draw from torch's
             generator.
-        batch_ops: run known random transforms on whole batches, with fastdata's own draws; False
-            runs them per sample exactly as written. Default: True.
-        return_index: add the index of each sample to its item: (image, label, index), or under
-            ``"index"`` where items are dicts; batches likewise. It is the index in this dataset,
-            also behind a ``Subset``. Default: False.
+        batch_ops: True (default) to run known random transforms on whole batches, with fastdata's
+            own draws; False to run them per sample, exactly as written.
+        return_index: True to add the index of each sample to its item: (image, label, index), or
+            under ``"index"`` if items are dicts. Batches have it too. It is the index in this
+            dataset, even if a ``Subset`` is read. Default: False.
         on_error: ``"raise"`` (default), or ``"skip"`` to leave out samples that cannot be prepared,
-            with one warning. More than 1 % of the samples (and more than 10), or 100 in a row, is
-            an error all the same.
-        prepare_workers: threads that prepare, or forked processes where code of your own reads or
-            prepares samples; default: all usable cores. Where no process can be forked (macOS,
-            Windows) code of your own runs in this thread alone.
-        cache_dir: folder that keeps prepared samples for the next run (default: none does), which
-            maps them into memory and prepares only those whose file has changed since. The page
-            cache holds one copy for all workers, ranks and runs. It is found by the prepare part,
-            the codec and the files (relative path, size, time); any number of datasets may share a
-            folder. Not with a ``storage`` in memory. Every sample is held against a checksum when
-            it is first read.
-        cache_key: stands for what fastdata cannot see: the samples of a dataset that does not list
-            its files in ``samples``, and what only C code knows of steps and loaders. Change it
-            whenever these change. Default: none.
-        storage_options: for URLs, of files and of ``cache_dir``: what their file system in fsspec
-            takes, such as credentials. They get into no pickle, cache or message. Default: what
-            fsspec is configured for.
-        local_cache: folder in which all runs and ranks of a machine keep what they need of caches
-            behind URLs; by default ``~/.cache/fastdata/remote``. It takes up to half of what is
-            free there; what was needed least lately leaves first.
+            with one warning. It is still an error if more than 1 % of the samples (and more than
+            10), or 100 in a row, cannot be prepared.
+        prepare_workers: number of threads that prepare samples, or of forked processes if your own
+            code reads or prepares them. Default: all usable cores. If processes cannot be forked
+            (macOS, Windows), your own code runs in the calling thread only.
+        cache_dir: folder that stores prepared samples for the next run, which maps them into memory
+            and prepares only those whose file has changed. The page cache holds one copy for all
+            workers, ranks and runs. A cache is found by the prepare part, the codec and the files
+            (relative path, size, time), so any number of datasets may share a folder. It excludes
+            a ``storage`` in memory. Every sample is compared with a checksum when it is first read.
+            Default: None, nothing is stored on disk.
+        cache_key: text that stands for everything that fastdata cannot see: the samples of a
+            dataset that does not list its files in ``samples``, and values of steps and loaders
+            that only C code can read. Change it whenever these change. Default: None.
+        storage_options: options for the fsspec file system of URLs (files and ``cache_dir``), such
+            as credentials. They are never in a pickle, cache or message. Default: the
+            configuration of fsspec.
+        local_cache: folder in which all runs and ranks of a machine store the parts that they need
+            of caches behind URLs. Default: ``~/.cache/fastdata/remote``. It takes up to half of the
+            free space; the parts that were unused for longest are deleted first.
     """
 
     storage: RequestedStorage
@@ -173,7 +174,7 @@ class DatasetOptions(TypedDict, total=False):
 
 
 def with_options(dataset: type[_Dataset]) -> type[_Dataset]:
-    """Add each option, with default and meaning, to the signature and the docstring of a class."""
+    """Add all options, with defaults and meanings, to the signature and docstring of a class."""
     init: Any = dataset.__init__
     shown = inspect.signature(init)
     defaults = inspect.signature(Options).parameters
@@ -187,17 +188,17 @@ def with_options(dataset: type[_Dataset]) -> type[_Dataset]:
 
 
 def read_options(dataset: type, given: Mapping[str, Any]) -> Options:
-    """Return the options that a constructor was given.
+    """Return the options that were given to a constructor.
 
     In addition to ``DatasetOptions`` these may be ``engine`` and ``shard_bytes`` of
     ``build_cache``.
 
     Raises:
-        TypeError: there is no such option; suggests one with a similar name.
+        TypeError: an option is unknown. The message suggests one with a similar name.
     """
     for name in given.keys() - {*DatasetOptions.__annotations__, "engine", "shard_bytes"}:
         close = get_close_matches(name, inspect.signature(dataset).parameters, n=1)
-        advice = f"help({dataset.__name__}) lists those it has."
+        advice = f"help({dataset.__name__}) lists all arguments."
         if close:
             advice = f"Did you mean {close[0]}=?"
         raise TypeError(f"{dataset.__name__}() has no argument {name}=. {advice}")

@@ -1,20 +1,20 @@
-"""Reversible prediction: a sample minus what its neighbours let one expect.
+"""Reversible prediction: each element of a sample minus its prediction from its neighbours.
 
-A sample is taken as planes of rows, each row filled up to whole words of 8 bytes, and a word as
+A sample is treated as planes of rows. Each row is padded to whole words of 8 bytes, and a word is
 **one integer**. So one ``add.accumulate`` of words undoes "minus the row above" for 8 bytes at a
 time, and one multiplication undoes "minus the element to the left" within each word, because modulo
 2**64
 
     word - (word << 8)  ==  word * (1 - 2**8)     and     (1 - 2**8) * 0x0101010101010101  ==  1.
 
-Borrows between the bytes of a word are part of the residual and vanish with it: exact, and 0.4 %
-larger than byte by byte. To undo both of 3 x 256 x 256 bytes takes 65 us on one core, 3.0 GB/s,
-where ``np.cumsum`` of bytes takes 430 us (benchmarks/codecs.py). The two together are the planar
-predictor left + above - (left of above), except that the first element of each word is predicted
-from above alone.
+Borrows between the bytes of a word are part of the residual, and are undone with it. The result is
+exact, and 0.4 % larger than with subtraction byte by byte. Undoing both steps takes 65 us for
+3 x 256 x 256 bytes on one core, 3.0 GB/s, while ``np.cumsum`` of bytes takes 430 us
+(benchmarks/codecs.py). Together they are the planar predictor left + above - (left of above),
+except that the first element of each word is predicted only from above.
 
-Elements of 2, 4 or 8 bytes are split into byte planes first: all lowest bytes, all second ones, and
-so on. Each plane is then predicted as any other.
+Elements of 2, 4 or 8 bytes are first split into byte planes: all lowest bytes, all second bytes,
+and so on. Each byte plane is then predicted like any other plane.
 
 Shape letters: P planes, R rows, K words of a row.
 """
@@ -34,31 +34,32 @@ _WORD = np.dtype("<u8")
 _WORD_BYTES = 8
 
 _SHORTEST_ROW_BYTES = 32
-"""Shorter rows are joined: to fill them up to whole words would cost more than prediction gains."""
+"""Shorter rows are joined, because padding them to words would cost more than prediction gains."""
 
-# What was done to a sample before compression: GREEN, SPLIT, ABOVE, LEFT, in this order. Their sum
-# is the first byte of the encoded sample.
+# The steps of a filter, applied in the order GREEN, SPLIT, ABOVE, LEFT. Their sum is the first byte
+# of the encoded sample.
 GREEN = 1
 """Plane 1 of 3 was subtracted from planes 0 and 2, byte by byte."""
 
 ABOVE = 2
-"""From each word the word one row above was subtracted, both little-endian integers."""
+"""From each word, the word one row above was subtracted, as little-endian integers."""
 
 LEFT = 4
-"""Within each word, from each byte the one to its left: ``word - (word << 8)``."""
+"""Within each word, from each byte the byte to its left was subtracted: ``word - (word << 8)``."""
 
 SPLIT = 8
-"""Elements of several bytes were split into planes: all lowest bytes, all second ones ..."""
+"""Elements of several bytes were split into planes: all lowest bytes, all second bytes ..."""
 
 
 class WordLayout(NamedTuple):
     """Layout of a sample's bytes as words.
 
     Attributes:
-        lane: bytes of an element: 1, 2, 4 or 8. Byte planes are split by it.
-        rows: planes, rows of each and bytes of a row; a sample of one axis is one row.
-        words: P, R and K; the only row of a plane becomes a column of words.
-        filters: the filters to try; the last one has all steps that are possible.
+        lane: bytes of an element, 1, 2, 4 or 8, which is the number of its byte planes.
+        rows: number of planes, rows of a plane, and bytes of a row. A sample with one axis is one
+            row.
+        words: P, R and K. If a plane has only one row, this becomes a column of words.
+        filters: filters to try. The last one has all possible steps.
     """
 
     lane: int
@@ -109,10 +110,10 @@ def layout_of(shape: Shape, dtype: np.dtype[Any]) -> WordLayout:
 
 
 def apply_filter(sample: Bytes, layout: WordLayout, chosen: int) -> Bytes:
-    """Filter a sample's bytes.
+    """Apply the filter ``chosen`` to a sample's bytes.
 
     Returns:
-        New memory of ``layout.size`` bytes; or the sample itself if ``chosen`` is 0.
+        New memory of ``layout.size`` bytes, or the sample itself if ``chosen`` is 0.
     """
     if not chosen:
         return sample
@@ -128,21 +129,25 @@ def apply_filter(sample: Bytes, layout: WordLayout, chosen: int) -> Bytes:
     filled[..., row_bytes:] = rows[..., -1:]
     words = filled.view(_WORD).reshape(layout.words)
     if chosen & ABOVE:
-        words[:, 1:] -= words[:, :-1]  # NumPy copies what overlaps
+        words[:, 1:] -= words[:, :-1]  # NumPy copies the operand, because it overlaps the result
     if chosen & LEFT:
         words -= words << np.uint64(8)
     return words.ravel().view(np.uint8)
 
 
 def undo_filter(filtered: Bytes, layout: WordLayout, chosen: int, out: Bytes) -> None:
-    """Undo ``apply_filter``, in long calls on whole arrays: NumPy gives up the GIL during each.
+    """Undo ``apply_filter``, in long calls on whole arrays: NumPy releases the GIL in each.
 
-    ``filtered`` has ``layout.size`` bytes, and begins on a multiple of 8. It is overwritten, and
-    may be ``out`` itself if elements have one byte.
+    Args:
+        filtered: ``layout.size`` bytes at an address that is a multiple of 8. Overwritten. May be
+            ``out`` itself if elements have one byte.
+        layout: layout of the sample.
+        chosen: filter that was applied.
+        out: bytes of the sample. Filled completely.
     """
     words = filtered.view(_WORD).reshape(layout.words)
     if chosen & LEFT:
-        # Times 1 in each byte: adds to each byte all to the left of it.
+        # A factor with 1 in each byte adds to each byte all bytes to its left.
         words *= np.uint64(0x0101_0101_0101_0101)
     if chosen & ABOVE:
         np.add.accumulate(words, axis=1, out=words)
@@ -159,14 +164,14 @@ def undo_filter(filtered: Bytes, layout: WordLayout, chosen: int, out: Bytes) ->
 
 
 def _round_up_to_words(size_bytes: int) -> int:
-    """Return the least multiple of a word's size that is not smaller."""
+    """Return ``size_bytes``, rounded up to a multiple of a word's size."""
     return -(-size_bytes // _WORD_BYTES) * _WORD_BYTES
 
 
 def _merge_planes(planes: Bytes, out: Bytes) -> None:
-    """Make elements of their byte planes, the lowest first.
+    """Join byte planes, the lowest first, to elements.
 
-    To widen whole planes is 5 times as fast as to copy bytes to every second or fourth place.
+    Widening whole planes is 5 times as fast as copying bytes to every second or fourth place.
     """
     dtype = np.dtype(f"<u{len(planes)}")
     elements = out.view(dtype)

@@ -1,7 +1,7 @@
 """Prepare samples once: forecast their size, choose a storage, write them there.
 
-``choose_storage`` of the machine decides, and the next choice is made if samples turn out larger
-than forecast. Caches on disk are in ``build.py``.
+``choose_storage`` decides. If samples turn out larger than forecast, it decides again, without the
+storage that was too small. Caches on disk are in ``build.py``.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """Prepared samples of a dataset, and why they are stored where they are.
+    """Prepared samples of a dataset, with their storage and the reason for it.
 
     Attributes:
-        storage_plan: the choice of storage.
-        kept: stored samples; None if each read goes to the source.
+        storage_plan: chosen storage and the reason.
+        kept: stored samples; None if every read goes to the source.
         skipped: errors of the samples that were left out.
     """
 
@@ -56,7 +56,7 @@ class Prepared:
 
 
 class OldSamples(NamedTuple):
-    """Samples that stay in memory until new ones are prepared; ``drop`` frees the memory."""
+    """Samples that stay in memory until new ones are prepared. ``drop`` frees their memory."""
 
     size_bytes: int
     drop: Callable[[], None]
@@ -68,25 +68,25 @@ def prepare_storage(
     table: SampleTable | None,
     old: OldSamples | None = None,
 ) -> Prepared:
-    """Decide where samples are stored; store them there unless the decision is ``"none"``.
+    """Decide where samples are stored, and store them there unless the decision is ``"none"``.
 
     Args:
-        preparer: reads and prepares samples.
-        options: of the dataset.
+        preparer: reader and preparer of the samples.
+        options: options of the dataset.
         table: paths and targets, if they are known beforehand; else targets come from the source.
-        old: samples that these replace. They are dropped first if both do not fit into memory raw.
+        old: samples that these replace. They are dropped first if memory is too small for both.
     """
     if options.storage == "none" or not len(preparer.source):
         if options.on_error == "skip":
             warn_user(
                 "on_error='skip' leaves out samples that cannot be prepared, but storage='none' "
-                "finds out only when it reads them"
+                "prepares them only when they are read, so none are left out"
             )
         reason = "storage='none': samples are prepared on every read"
         return Prepared(storage_plan=StoragePlan(storage="none", reason=reason))
     refuse_draws(preparer.source, options)
     expected = forecast(preparer)
-    # Every rank has these objects itself: they are not sent, because they may not pickle.
+    # Every rank has these objects already. They are not sent, because they may not be picklable.
     known = [getattr(preparer.source, name, None) for name in ("loader", "dataset", "place")]
     known += [preparer.prepare, *options.codecs]
     met = share_with_ranks(expected, options, table, known)
@@ -100,15 +100,15 @@ def prepare_storage(
         return replace(prepared, storage_plan=plan._replace(reason=reason))
     if met is None:
         return _store_in_memory(expected, options, table, old)
-    # The others wait until the leader tells them, or leaves: whatever happens, it does one of
-    # these.
+    # The other ranks wait until the leader publishes its samples or leaves. After any error it
+    # leaves.
     with ExitStack() as cleanup:
         cleanup.callback(met.close)
         prepared = _store_in_memory(expected, replace(options, cores=cores_of_job()), table, old)
         if prepared.kept is not None:
             met.publish(prepared, known)
             cleanup.pop_all()
-            # The samples hold the leader, so that ranks can come as long as there are samples.
+            # The samples own the leader, so that ranks can attach as long as the samples exist.
             prepared = replace(prepared, kept=replace(prepared.kept, shared_by=met))
     return prepared
 
@@ -119,7 +119,7 @@ def _store_in_memory(
     table: SampleTable | None,
     old: OldSamples | None,
 ) -> Prepared:
-    """Choose a storage in memory and fill it; choose again if samples need more than forecast."""
+    """Choose a storage in memory and fill it. Choose again if samples need more than forecast."""
     budget = _budget(options, is_shared=bool(options.cores))
     need_bytes = expected.raw.need_bytes
     if old is not None and need_bytes + old.size_bytes > budget.bytes:
@@ -127,7 +127,7 @@ def _store_in_memory(
         budget = _budget(options, is_shared=bool(options.cores))
     trials = None
     refused = ""
-    # Each round that fails takes away one choice: raw samples, then one codec after the other.
+    # Each round that fails removes one choice: first raw samples, then one codec after the other.
     while True:
         if trials is None and (options.storage == "compressed" or need_bytes > budget.bytes):
             trials = try_codecs(probe_more(expected.preparer), options.codec)
@@ -148,7 +148,7 @@ def _store_in_memory(
             return _write_stores(
                 expected, options, table, plan, expected.plan_writers(trial, budget.bytes)
             )
-        except MemoryBudgetError as error:  # samples are larger than those that were probed
+        except MemoryBudgetError as error:  # other samples are larger than the probed ones
             trials = trials or try_codecs(probe_more(expected.preparer), options.codec)
             trials = [it for it in trials if it is not trial]
             if options.storage != "auto":
@@ -166,13 +166,13 @@ def _write_stores(
     plan: StoragePlan,
     plans: Sequence[WriterPlan],
 ) -> Prepared:
-    """Write samples as planned, or let them wait for their first read."""
+    """Write samples as planned, or open a store that prepares each when it is first read."""
     preparer = expected.preparer
     indices = range(expected.count)
     stores: list[Store]
     skipped = []
-    # Samples wait for their first read if their size is certain and none may be left out. Those for
-    # a device are copied there at once.
+    # Samples wait for their first read only if their size is certain and none may be left out.
+    # Samples for a device do not wait, because all are copied there at once.
     is_certain = (
         preparer.by_core is not None and preparer.shape is not None and plan.storage == "shared"
     )
@@ -197,14 +197,14 @@ def _write_stores(
 
 
 def _budget(options: Options, *, is_shared: bool) -> Budget:
-    """Return the memory that samples may take; each rank has a part, unless they share them."""
+    """Return the memory that samples may take. It is divided by the ranks that do not share it."""
     return budget_bytes(
         limits.available_bytes(), options.memory_limit, ranks=1 if is_shared else local_ranks()
     )
 
 
 def warn_of_skipped(skipped: Sequence[SampleError], count: int) -> None:
-    """Warn of samples that were left out; an IngestError if there are too many."""
+    """Warn about samples that were left out; raise an IngestError if they are too many."""
     if skipped:
         check_skipped({error.index: error for error in skipped}, count)
         warn_user(
@@ -214,7 +214,7 @@ def warn_of_skipped(skipped: Sequence[SampleError], count: int) -> None:
 
 
 def report_storage(preparer: Preparer, options: Options) -> StorageReport:
-    """Try every codec on a few samples, for the user to compare."""
+    """Try every codec on a few samples, and return the results for the user to compare."""
     expected = probe_more(preparer)
     return StorageReport(
         raw_bytes=expected.raw.need_bytes,

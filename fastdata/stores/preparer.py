@@ -1,7 +1,7 @@
-"""Read and prepare samples on their way to a store, and take them apart into parts.
+"""Read samples, prepare them, and split them into parts for a store.
 
-The compiled core prepares image files where it can run all steps: several at once, without the GIL.
-Else the loader and the steps run as the user wrote them, on one sample after the other.
+If the compiled core can run all steps, it prepares several image files at once, without the GIL. If
+not, the loader and the steps run as the user wrote them, on one sample after the other.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from fastdata.stores.source_codec import SourceDecoder
 from fastdata.stores.store import ShapesDifferError
 
 READ_AT_ONCE = 16
-"""Samples that are read together."""
+"""Number of samples that are read together."""
 
 
 class ReadSample(NamedTuple):
-    """A prepared sample, taken apart.
+    """A prepared sample, split into parts.
 
     Attributes:
         number: index of the sample in its source.
-        parts: values of each part, and what it was.
-        target: without its images, which are parts; None for files, whose table has the targets.
-        layout: tells how the parts are put together again.
+        parts: values and original form of each part.
+        target: target without its images, which are parts; None for files, whose table has it.
+        layout: how the parts are put together again.
     """
 
     number: int
@@ -50,11 +50,11 @@ class ReadSample(NamedTuple):
 
 
 class SampleRun(NamedTuple):
-    """Prepared samples of one shape, taken apart.
+    """Prepared samples of one shape, split into parts.
 
     Attributes:
         numbers: indices of the samples in their source.
-        parts: values (n, *shape) of each part, and what it was.
+        parts: values (n, *shape) and original form of each part.
         targets: see ``ReadSample``.
         layout: see ``ReadSample``.
     """
@@ -65,7 +65,7 @@ class SampleRun(NamedTuple):
     layout: Layout = Layout()
 
     def copies(self) -> list[ReadSample]:
-        """Copy each sample into memory of its own."""
+        """Copy each sample to new memory."""
         samples = []
         for k, number in enumerate(self.numbers):
             parts = [(values[k, ...].copy(), form) for values, form in self.parts]
@@ -75,7 +75,7 @@ class SampleRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Steps of a transform that run one after the other; it pickles if they do."""
+    """Steps of a transform that run one after the other. Can be pickled if the steps can."""
 
     steps: tuple[Transform, ...]
 
@@ -87,13 +87,13 @@ class Steps:
 
 @dataclass(frozen=True)
 class FilePreparer:
-    """Prepares an image file by the compiled core: bytes to planes (C, h, w), uint8.
+    """Function that prepares image files with the compiled core: bytes to planes (C, h, w), uint8.
 
     Args:
-        prepare: yields planes (n, C, h, w), uint8, for each run of opened images of one size. The
-            memory is reused for the next run.
-        opening: of the loader that this replaces.
-        upright: True if images are first turned as their EXIF says.
+        prepare: function that yields planes (n, C, h, w), uint8, for each run of opened images of
+            one size. The memory is reused for the next run.
+        opening: the way of opening files that the replaced loader has.
+        upright: True if images are first rotated as their EXIF requires.
     """
 
     prepare: Callable[[OpenedImages], Iterator[Array]]
@@ -114,10 +114,11 @@ class Preparer(NamedTuple):
     """Reads samples of a source, and prepares each before it is stored.
 
     Attributes:
-        source: reads the samples.
-        prepare: steps that run on each of them.
-        shape: of every prepared sample, if it follows from the steps.
-        by_core: opens and prepares samples without the GIL; None if Python code does.
+        source: source of the samples.
+        prepare: steps that run on each sample.
+        shape: shape of every prepared sample, if it follows from the steps; else None.
+        by_core: function that opens and prepares samples without the GIL; None if Python code does
+            this.
     """
 
     source: Source
@@ -127,7 +128,7 @@ class Preparer(NamedTuple):
 
     @property
     def decoder(self) -> SourceDecoder | None:
-        """Decoder of files that are stored as they are; None if a user's own code opens them."""
+        """Decoder for files that are stored unchanged; None if the user's own code opens them."""
         if self.by_core is not None:
             is_whole = not (self.prepare.steps or self.by_core.upright)
             return SourceDecoder(self.by_core, Steps(()), makes_jpeg_files=is_whole)
@@ -139,7 +140,8 @@ def choose_preparer(source: Source, steps: tuple[Transform, ...]) -> Preparer:
     """Choose how samples are read and prepared: by the core if it can run all steps on files."""
     as_written = Preparer(source, Steps(steps))
     opening = source.opening
-    # torchvision resizes tensors without the rounding between rows and columns that the core has.
+    # torchvision resizes tensors without rounding between its two passes. The core rounds there, as
+    # Pillow does.
     if opening is None or (steps and opening.form == "tensor"):
         return as_written
     obstacle = library.obstacle()
@@ -148,11 +150,11 @@ def choose_preparer(source: Source, steps: tuple[Transform, ...]) -> Preparer:
         return as_written
     upright, served = split_upright(steps)
     plan = plan_transform(served, form=opening.form, channels=opening.channels, prepared=0)
-    # A step that the core cannot run, or one that makes something else of images.
+    # There is a step that the core cannot run, or one whose result is not an image.
     if plan.kind != opening.form or plan.per_sample:
         return as_written
     program = Program(plan.batch_ops, SampleSpec(shape=None, dtype="uint8", form="pil"))
-    # Where a loader makes one channel of gray files, their shapes differ from the others'.
+    # If a loader returns one channel for gray files, they differ in shape from the other files.
     output = None if opening.channels is None else program.output((opening.channels, 1, 1))
     by_core = FilePreparer(program.prepare, opening, upright or opening.is_upright)
     return as_written._replace(by_core=by_core, shape=None if output is None else output[0])
@@ -166,7 +168,7 @@ NO_FAULT_OF_A_SAMPLE = (
     CacheError,
     ShapesDifferError,
 )
-"""Errors that already name a sample, or that no sample is at fault for."""
+"""Errors that already name a sample, or that are not the fault of a sample."""
 
 
 @contextlib.contextmanager
@@ -176,7 +178,7 @@ def naming_sample(source: Source, index: int, *, is_read: bool = False) -> Itera
         yield
     except NO_FAULT_OF_A_SAMPLE:
         raise
-    except Exception as cause:  # user code and decoders raise anything; all of it is named and kept
+    except Exception as cause:  # user code and decoders raise anything
         raise sample_error(source.path(index), index, cause, is_read=is_read) from cause
 
 
@@ -188,7 +190,7 @@ def open_files(source: FileSource, indices: Sequence[int], *, upright: bool) -> 
     """
     try:
         files = source.read_files(indices)
-    except OSError:  # of one file: read them one by one to find it
+    except OSError:  # one file failed: read them one by one to find it
         files = []
         for index in indices:
             with naming_sample(source, index):
@@ -197,8 +199,8 @@ def open_files(source: FileSource, indices: Sequence[int], *, upright: bool) -> 
     opening = source.opening
     assert opening is not None
 
-    # Called for files that the core does not decode: other formats than JPEG, and damaged ones,
-    # whose error Pillow raises.
+    # Called for files that the core does not decode: other formats than JPEG, and damaged files, so
+    # that Pillow raises its error.
     def by_pillow(b: int) -> Array:
         with naming_sample(source, indices[b]):
             return opening.decode_pixels(files[b], upright=upright)
@@ -209,14 +211,14 @@ def open_files(source: FileSource, indices: Sequence[int], *, upright: bool) -> 
 def read_samples(preparer: Preparer, indices: Sequence[int]) -> Iterator[SampleRun | SampleError]:
     """Yield runs of prepared samples, in order, and the error of each sample that fails.
 
-    A run may be in the memory of the run before it.
+    A run may overwrite the memory of the run before it.
     """
     for first in range(0, len(indices), READ_AT_ONCE):
         group = indices[first : first + READ_AT_ONCE]
         done = 0
         if preparer.by_core is not None:
-            # After an error the rest is read one by one, which finds the sample that it is of; and
-            # a file that the core refuses may be one that Pillow opens.
+            # After an error, the rest of the group is read one by one. This finds the bad sample,
+            # and Pillow may open a file that the core refuses.
             with contextlib.suppress(SampleError, ValueError):
                 for run in _read_together(preparer, preparer.by_core, group):
                     done += len(run.numbers)
@@ -238,8 +240,8 @@ def _read_together(
     images = open_files(source, indices, upright=by_core.upright)
     form = by_core.opening.form
     first = 0
-    # The core reuses the memory of one run for the next, which is prepared when it is asked for:
-    # new memory would cost more than the kernels that fill it.
+    # The core reuses the memory of one run for the next, and prepares a run when it is requested.
+    # New memory would cost more time than the kernels that fill it.
     for planes in by_core.prepare(images):
         last = first + len(planes)
         yield SampleRun(indices[first:last], [(planes, form)], [None] * len(planes))
@@ -247,7 +249,7 @@ def _read_together(
 
 
 def _read_one(preparer: Preparer, index: int) -> SampleRun:
-    """Read and prepare a sample, and take it apart; images of its target come last."""
+    """Read and prepare a sample, and split it into parts; images of its target come last."""
     with naming_sample(preparer.source, index):
         sample, target = preparer.source.read(index)
     with naming_sample(preparer.source, index, is_read=True):
@@ -255,7 +257,7 @@ def _read_one(preparer: Preparer, index: int) -> SampleRun:
         is_tuple = isinstance(prepared, (tuple, list))
         parts = list(map(to_stored, prepared if is_tuple else [prepared]))
         if isinstance(preparer.source, FileSource):
-            target = None  # the table of the files has it
+            target = None  # it is in the table of the files
         target_is_part = is_image(target)
         places: tuple[int | str, ...] = ()
         if target_is_part:
@@ -273,9 +275,10 @@ def _read_one(preparer: Preparer, index: int) -> SampleRun:
 
 
 def _images_in(target: Any, size: Shape) -> tuple[int | str, ...]:
-    """Return the places of images in a tuple, or their names in a dict.
+    """Return the positions of images in a tuple, or their names in a dict.
 
-    In a dict arrays count too, if they are as large as the sample: boxes are not.
+    In a dict, arrays count as images too if they have the height and width of the sample, which
+    excludes boxes.
     """
     if type(target) is tuple:
         return tuple(k for k, value in enumerate(target) if is_pil(value))
@@ -289,7 +292,7 @@ def _images_in(target: Any, size: Shape) -> tuple[int | str, ...]:
 
 
 def _without(target: Any, places: tuple[int | str, ...]) -> Any:
-    """Return a tuple or dict with None in these places."""
+    """Return a tuple or dict with None at these positions or names."""
     if type(target) is tuple:
         return tuple(None if k in places else value for k, value in enumerate(target))
     return {name: None if name in places else value for name, value in target.items()}

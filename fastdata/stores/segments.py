@@ -1,13 +1,12 @@
-"""Segments of remote caches on the local disk: kept, mapped, and deleted to make room.
+"""Segments of remote caches on the local disk: stored, mapped, and deleted to make room.
 
-``local_cache`` is a folder that all caches, ranks and runs of a machine share. A folder in it for
-each cache holds its segments, each a file of its own. What was needed longest ago is deleted to
-make room. A segment that was deleted stays readable for every process that has it mapped, so that
-no process has to announce what it uses.
+All caches, ranks and runs of a machine share the folder ``local_cache``. It has a folder for each
+cache, in which every segment is a file. The segments that were unused for longest are deleted to
+make room. A deleted segment stays readable for every process that has it mapped, so no process has
+to announce what it uses.
 
-Several users may share ``local_cache``. Each has folders of its own in it, which only that user can
-write to: otherwise another user could put a link there, whose target would be read, overwritten or
-deleted.
+Several users may share ``local_cache``. Each has folders in it that only this user can write to.
+Otherwise another user could put a link there, whose target would be read, overwritten or deleted.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ from fastdata.sources.local_files import made_by_this_user, private_folder
 from fastdata.stores.disk_file import free_bytes, naming_full_disk
 
 _SHARE = 0.5
-"""Share of the free space, to which what is kept there counts, that all caches may take."""
+"""Share of the free space that all caches may take; space of their segments counts as free."""
 _LOCKS = 256
-"""Files that stand for the locks of all segments, by their number modulo this."""
+"""Number of lock files. A segment uses that of its number modulo this."""
 _SLACK = 32
-"""Room is made for a 32nd of the limit at once: to find the oldest segments, every one is looked
-at."""
+"""Room for a 32nd of the limit is made at once, because finding the oldest segments means looking at
+all."""
 _FOLDER = "mirror-"
 
 
@@ -57,15 +56,15 @@ class SegmentFolder:
     """The segments of one cache on the local disk.
 
     Attributes:
-        path: of the folder.
-        limit_bytes: the most that the segments of all caches may take. Segments that were deleted
-            while some process has them mapped take room in addition.
+        path: path of the folder.
+        limit_bytes: the most bytes that the segments of all caches may take. Deleted segments that
+            some process still has mapped take space in addition.
     """
 
     path: Path
     limit_bytes: int
-    # Room that this process has made, and not used yet. It does not travel to other processes,
-    # which would use it a second time.
+    # Bytes of room that this process has made and still has to use. Pickles do not include it:
+    # another process would use the same room a second time.
     _spare_bytes: int = 0
 
     @classmethod
@@ -83,32 +82,32 @@ class SegmentFolder:
         return cls(path, parse_bytes(_SHARE, of=free_bytes(local_cache) + kept_bytes))
 
     def find(self, segment: Segment) -> Bytes | None:
-        """Map a segment, and note that it was needed; None if it is not on the disk."""
-        if not segment.size_bytes:  # of samples without elements: nothing can be mapped
+        """Map a segment, and record the time of its use; return None if it is not on the disk."""
+        if not segment.size_bytes:  # samples without elements: an empty file cannot be mapped
             return np.zeros(0, np.uint8)
         path = self._path(segment)
         try:
             if not stat.S_ISREG(path.lstat().st_mode):  # a link, whose target is not ours
                 return None
-            # Another process may delete it at any moment. Then one of these lines fails, and it is
-            # fetched again; once it is mapped, its bytes stay.
+            # Another process may delete the file at any moment. Then one of these lines fails, and
+            # the segment is fetched again. Once the file is mapped, its bytes stay.
             os.utime(path)
             return _map_file(path, segment.size_bytes)
-        # RuntimeError of torch: another process has just deleted it, or a crash cut it short.
+        # torch's RuntimeError: another process has just deleted the file, or a crash cut it off.
         except (FileNotFoundError, RuntimeError):
             return None
 
     def keep(self, segment: Segment, data: bytes) -> Bytes:
-        """Write a segment that was fetched, and map it."""
+        """Write the bytes of a fetched segment, and map them."""
         path = self._path(segment)
-        # Written under another name and mapped first: under its own name it is always whole, and
-        # may be deleted to make room at any moment.
-        # A process that is killed here leaves the part to the next one that fetches the segment.
+        # Written and mapped under another name first: under its own name a file is always complete,
+        # and may be deleted to make room at any moment. If this process is killed here, the next one
+        # that fetches the segment removes the part.
         part = path.with_name(f"{path.name}.part")
         with naming_full_disk(self.path):
             private_folder(self.path)
             part.unlink(missing_ok=True)
-            with part.open("xb") as file:  # which follows no link
+            with part.open("xb") as file:  # mode x follows no link
                 file.write(data)
         mapped = _map_file(part, len(data))
         part.rename(path)
@@ -122,18 +121,18 @@ class SegmentFolder:
         """Hold the locks of segments with these numbers, against all processes of the machine."""
         locks = _locks_in(self.path.parent)
         with contextlib.ExitStack() as held:
-            # In one order, or two processes would wait for each other.
+            # All processes lock in the same order. Otherwise two could wait for each other.
             for number in sorted({number % _LOCKS for number in numbers}):
                 held.enter_context(FileLock(locks / str(number)))
             yield
 
     def make_room(self, size_bytes: int) -> None:
-        """Delete segments, whose time of last need is the earliest, until there is room."""
+        """Delete the segments that were unused for longest, until ``size_bytes`` have room."""
         self._spare_bytes -= size_bytes
         if self._spare_bytes >= 0:
             return
         spare_bytes = max(size_bytes, self.limit_bytes // _SLACK)
-        # One process at a time, or two would delete twice as much as is needed.
+        # Only one process at a time: two would delete twice as much as is needed.
         with FileLock(_locks_in(self.path.parent) / "room"):
             segments = sorted(_list_segments(self.path.parent))
             kept_bytes = sum(each_bytes for _, each_bytes, _ in segments)
@@ -153,7 +152,11 @@ class SegmentFolder:
 
 
 def _map_file(path: Path, size_bytes: int) -> Bytes:
-    """Map a file, without a descriptor that stays open; RuntimeError if it is shorter."""
+    """Map a file without keeping its descriptor open.
+
+    Raises:
+        RuntimeError: the file is missing or shorter than ``size_bytes``.
+    """
     data = torch.from_file(str(path), size=size_bytes, dtype=torch.uint8).numpy()
     data.flags.writeable = False
     return data
@@ -168,9 +171,9 @@ def _locks_in(local_cache: Path) -> Path:
 
 
 def _list_segments(local_cache: Path) -> Iterator[tuple[int, int, Path]]:
-    """Yield of each segment of this user the time when it was needed, its bytes and its path.
+    """Yield the time of last use, the size in bytes and the path of each segment of this user.
 
-    Links are not followed: what is listed may be deleted.
+    Links are not followed, because the listed files may be deleted.
     """
     for folder in local_cache.glob(f"{_FOLDER}*"):
         with contextlib.suppress(FileNotFoundError):

@@ -1,8 +1,8 @@
 """Shards of a cache, each written by one task, in this or any other process.
 
-The bytes of a shard follow from its samples alone, whoever writes them. A task writes the shard
-manifest, ``shard-<name>.npz``, last: a shard whose manifest and files exist is complete, and is not
-written again.
+The bytes of a shard depend only on its samples, not on the process that writes them. A task writes
+the shard manifest, ``shard-<name>.npz``, last. So a shard whose manifest and files exist is
+complete, and is not written again.
 """
 
 from __future__ import annotations
@@ -37,24 +37,30 @@ from fastdata.stores.targets import Columns, pack_targets
 from fastdata.stores.writer import WriterPlan
 
 _MOST_SHARDS = 200
-"""Every process keeps a descriptor open for each file, and 1,024 is a usual limit."""
+"""The most shards: every process keeps a descriptor open for each file, and often 1,024 is the limit.
+"""
 
 _LEAST_BYTES = 16 << 20
-"""Size of the smallest shards; a smaller one is not worth a task."""
+"""Size of the smallest shards. A smaller one is not worth a task."""
 
 _GOOD_BYTES = 32 << 20
-"""Size of shards once there are ``_GOOD_SHARDS``, which is enough for all workers."""
+"""Size of shards once there are ``_GOOD_SHARDS``, which are enough for all workers."""
 
 _GOOD_SHARDS = 64
 
 
 def samples_per_shard(count: int, need_bytes: int, shard_bytes: int | str | None) -> int:
-    """Return how many of ``count`` samples, which take about ``need_bytes``, a shard holds.
+    """Return the number of samples in a shard.
 
     It is a power of 2, so that the borders of shards stay when a few samples come or go.
+
+    Args:
+        count: number of all samples.
+        need_bytes: about the size of all samples.
+        shard_bytes: about the size of a shard that the user wants; None for the default.
     """
     if shard_bytes is None:
-        # Of a small dataset there are few shards, then 64 that grow, then more of the same size.
+        # A small dataset has few shards, a larger one 64 that grow, then more of the same size.
         size_bytes = min(max(need_bytes / _GOOD_SHARDS, _LEAST_BYTES), _GOOD_BYTES)
     else:
         size_bytes = max(parse_bytes(shard_bytes, of=0), 1)
@@ -74,24 +80,28 @@ def may_stay_out(
 ) -> bool:
     """Return True if samples may be left out, and none of those left out can be read now.
 
-    ``first_index`` is added to the index of each error.
+    Args:
+        preparer: reader and preparer of the samples.
+        options: options of the dataset.
+        skipped: errors of the samples that were left out.
+        first_index: number that is added to the index of each error.
     """
     if skipped and options.on_error != "skip":
         return False
-    # A missing file may be there now, but damaged bytes stay damaged.
+    # A missing file may exist now, but damaged bytes stay damaged.
     left_out = [first_index + error.index for error in skipped if error.may_pass]
-    with suppress(RemoteError, IngestError):  # the machine or network fails: not now
+    with suppress(RemoteError, IngestError):  # the machine or network fails: no sample can be read
         return all(isinstance(read, SampleError) for read in read_samples(preparer, left_out))
     return True
 
 
 class ShardTask(NamedTuple):
-    """A shard that is to be written.
+    """A shard to write.
 
     Args:
         name: fingerprint of the shard.
         positions: indices of its samples in the source.
-        columns: paths and targets of these samples, for a process that does not have all.
+        columns: paths and targets of these samples, for a process without those of all samples.
     """
 
     name: str
@@ -107,11 +117,11 @@ class ShardWriter:
     """Writes shards, in this or any other process.
 
     Args:
-        preparer: reads and prepares samples.
+        preparer: reader and preparer of the samples.
         plans: plan for each part of a shard.
-        options: of the dataset.
-        manifest: of the cache, without classes.
-        place: of the cache.
+        options: options of the dataset.
+        manifest: manifest of the cache, without classes.
+        place: folder or URL of the cache.
     """
 
     preparer: Preparer
@@ -121,10 +131,11 @@ class ShardWriter:
     place: Place
 
     def __call__(self, task: ShardTask) -> bytes:
-        """Write the files of a shard, and then its manifest, which is returned."""
+        """Write the files of a shard, then its manifest, and return the manifest's bytes."""
         preparer = self.preparer
         if multiprocessing.parent_process() is not None:
-            # An executor has a process for each core, and an OpenMP pool that is forked hangs.
+            # An executor has a process for each core, and OpenMP's threads do not survive a fork:
+            # an operation would wait for them forever.
             torch.set_num_threads(1)
         if task.columns is not None:
             assert isinstance(preparer.source, FileSource)
@@ -133,8 +144,9 @@ class ShardWriter:
             folder = Path(self.place.url)
             if self.place.is_remote:
                 folder = cleanup.enter_context(fleeting_folder())
-            # Two tasks may write the same shard, as after a lost node. Each writes files with names
-            # of its own and renames them in the end: their bytes are equal, so any order is right.
+            # Two tasks may write the same shard, for example after a node was lost. Each writes
+            # files with unique names and renames them at the end. Their bytes are equal, so any
+            # order is right.
             fresh = uuid.uuid4().hex
             new_paths = [folder / f"{fresh}.{number}" for number in range(len(self.plans))]
             plans = [
@@ -150,7 +162,7 @@ class ShardWriter:
                     self.place.upload(name, new)
                 else:
                     new.replace(folder / name)
-            # Last, so that the files exist if the manifest does.
+            # The manifest is written last, so that the files exist if it does.
             self.place.write(shard_manifest_name(task.name), packed)
         return packed
 
@@ -175,9 +187,9 @@ class ShardWriter:
         """Write all shards that are not complete.
 
         Raises:
-            SampleError: a sample cannot be prepared; names its path and index.
-            IngestError: a worker of this machine was lost; what is done stays. An executor raises
-                errors of its own.
+            SampleError: a sample cannot be prepared. It has the path and index of the sample.
+            IngestError: a worker of this machine was lost. Finished shards stay. Other executors
+                raise their own errors.
             ShapesDifferError: a sample has another shape.
             ValueError: the code that prepares samples cannot be pickled.
         """
@@ -187,8 +199,8 @@ class ShardWriter:
         count = tasks[-1].positions.stop
         if complete:
             log.warning(
-                "%d of %d samples are prepared: those of new or changed files, of damaged shards, "
-                "or that a stopped build has left",
+                "preparing %d of %d samples: those of new or changed files, of damaged shards, or "
+                "those missing after a stopped build",
                 missing,
                 count,
             )
@@ -207,13 +219,13 @@ class ShardWriter:
 
     def _complete(self, tasks: Sequence[ShardTask]) -> dict[str, Cache]:
         """Return the shards that are complete already, by name."""
-        # One listing, and all manifests asked for at once: behind a URL each answer takes a while.
+        # One listing, and then all manifests at once, because each answer of a server takes a while.
         sizes = file_sizes(self.place)
         found = [task for task in tasks if shard_manifest_name(task.name) in sizes]
         asked = [self.place.submit(shard_manifest_name(task.name)) for task in found]
         complete = {}
         for task, reading in zip(found, asked, strict=True):
-            with suppress(Exception):  # reading somebody else's bytes may raise anything
+            with suppress(Exception):  # damaged bytes may raise anything
                 shard = Cache.unpack(self.place, reading.result())
                 is_whole = all(files.items() <= sizes.items() for files in shard.files())
                 is_whole &= shard.shard_names == [task.name]
@@ -223,11 +235,11 @@ class ShardWriter:
         return complete
 
     def _run(self, tasks: Sequence[ShardTask]) -> Generator[bytes, None, None]:
-        """Write shards, and yield the manifest of each when it is written."""
+        """Write shards, and yield the manifest of each written shard."""
         workers = ingest_workers(self.options)
         engine = self.options.engine
-        # Workers that write shards side by side prepare each with one thread. An executor cannot be
-        # pickled, so tasks do not carry it.
+        # Workers that write different shards at the same time use one thread each. An executor
+        # cannot be pickled, so it is not sent with the tasks.
         one_each = replace(self.options, prepare_workers=1, engine="local")
         alone = replace(self, options=one_each)
         if engine != "local":

@@ -25,13 +25,13 @@ def share_with_ranks(
 
     Args:
         expected: forecast of the samples, which is part of their key.
-        options: of the dataset.
+        options: options of the dataset.
         table: paths and targets, if they are known beforehand.
-        known: objects that every rank has itself, and that are not sent.
+        known: objects that every rank has already, and that are not sent.
 
     Returns:
-        the leader, if this process is to prepare for all; what the leader prepared; or None if each
-        rank prepares its own samples.
+        A Leader if this process prepares for all ranks, a Follower with the leader's samples, or
+        None if each rank prepares its own samples.
     """
     run = find_run()
     # Lightning starts the other ranks later, as children of this process.
@@ -42,15 +42,15 @@ def share_with_ranks(
         return lead_or_follow(shared_run, _key(expected, options, table), known)
     except ValueError as refused:
         if run is not None:
-            warn_user(f"each rank prepares and holds samples of its own: {refused}")
+            warn_user(f"each rank prepares and holds its own copy of the samples: {refused}")
         return None
 
 
 def _key(expected: Forecast, options: Options, table: SampleTable | None) -> str:
     """Return a key that is equal on all ranks for the n-th dataset of the same samples.
 
-    The probed samples are part of it: ranks that read different files under equal names, or draw
-    differently, do not share.
+    The probed samples are part of it, so that ranks do not share if they read different files under
+    equal names, or draw differently.
 
     Raises:
         ValueError: something cannot be described, and no ``cache_key`` stands for it.
@@ -73,12 +73,12 @@ def _key(expected: Forecast, options: Options, table: SampleTable | None) -> str
 
 
 _MADE: Counter[str] = Counter()
-"""Number of datasets that this process has made, by key. A second one with the same key must not
-follow the first, which this process leads itself."""
+"""Number of datasets that this process has made, by key. A second dataset with the same key must not
+follow the first one, whose leader is this process itself."""
 
 
 def _describe(dataset: Any, cache_key: str | None) -> str:
-    """Describe a dataset by all that it holds, or else by the samples and targets that it lists."""
+    """Describe a dataset by everything in it, or by its lists of samples and targets."""
     try:
         return describe_dataset(dataset, cache_key)
     except ValueError:

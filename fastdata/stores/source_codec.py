@@ -19,9 +19,9 @@ class SourceDecoder:
     It is exact, and as slow as opening the file. Nothing is encoded.
 
     Attributes:
-        open_bytes: decodes a file.
-        prepare: makes a PIL image, an array or a tensor of the result.
-        makes_jpeg_files: True if nothing more is done to images, so that the core may decode them.
+        open_bytes: function that decodes a file.
+        prepare: function that turns the result into a PIL image, an array or a tensor.
+        makes_jpeg_files: True if decoded images are not changed, so that the core may decode them.
     """
 
     open_bytes: Callable[[memoryview], Any]
@@ -35,19 +35,20 @@ class SourceDecoder:
         return {"name": self.name}
 
     def sample(self, data: memoryview) -> Array:
-        """Return the values of the sample in a file."""
+        """Return the values of the sample that the bytes of a file hold."""
         return to_stored(self.prepare(self.open_bytes(data)))[0]
 
     def decode(self, data: memoryview, out: Array) -> None:
-        """Write the values of the sample in a file to ``out``.
+        """Write the values of the sample that the bytes of a file hold to ``out``.
 
         Raises:
-            ValueError: they have another shape or dtype.
+            ValueError: the sample has another shape or dtype than ``out``.
         """
         sample = self.sample(data)
         if sample.shape != out.shape or sample.dtype != out.dtype:
             raise ValueError(
-                f"it comes out as {sample.dtype} {list(sample.shape)}, but all samples need one "
-                "shape and dtype"
+                f"it is now {sample.dtype} {list(sample.shape)}, but {out.dtype} {list(out.shape)} "
+                "is needed: the loader and the steps must give a file the same shape and dtype on "
+                "every read"
             )
         out[...] = sample

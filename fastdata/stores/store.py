@@ -1,6 +1,6 @@
 """Stores: prepared samples in memory or files, read by index.
 
-What a store holds of its samples besides their bytes are columns of an ``ArrayBlock``, so that all
+The index of a store (offset, size and shape of each sample) is an ``ArrayBlock``, so that all
 processes share one copy.
 """
 
@@ -29,25 +29,25 @@ class ShapesDifferError(FastDataError, ValueError):
 
 
 class Store:
-    """Prepared samples in memory or files, read by index; pickles as a handle.
+    """Prepared samples in memory or files, read by index. Pickles as a handle.
 
-    Samples are raw, of one shape or each of its own, or each is the bytes of a codec. A store is
-    sealed, so that any number of threads and processes can read it at once. Indices are positions
-    in [0, N); the dataset checks them, the store does not. Every method that reads raises a
-    SampleError, without a path, for a sample that is damaged; the others can still be read.
+    Samples are raw, of one shape or of many, or they are encoded by a codec. A store is sealed, so
+    any number of threads and processes can read it at once. Indices are positions in [0, N). The
+    dataset checks them; the store does not. Every method that reads raises a SampleError, without a
+    path, for a damaged sample; the others can still be read.
 
     Args:
-        files: of the samples; sealed, unless samples are still to be written.
-        spec: shape, type and form in which samples are served.
+        files: files or memory of the samples. They are sealed, unless samples are still written.
+        spec: shape, dtype and form of the samples that are returned.
         index: columns with a row for each sample. ``offsets``, int64 (N,): its first byte.
-            ``sizes``, int64 (N,): its bytes. ``shapes``, int32 (N, ndim). ``files``, int32 (N,):
-            the file that it is in; missing if there is one file.
-        decoder: decodes samples into the caller's memory; None for raw samples.
+            ``sizes``, int64 (N,): its size in bytes. ``shapes``, int32 (N, ndim). ``files``, int32
+            (N,): the number of its file; missing if there is only one file.
+        decoder: decoder of samples into the caller's memory; None for raw samples.
 
     Attributes:
         gives_views: True if samples are raw, so that ``read`` copies nothing.
-        shapes: of all samples, (N, ndim).
-        size_bytes: of all files.
+        shapes: shape of each sample, (N, ndim).
+        size_bytes: size of all files together.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Store:
         self._sizes = index["sizes"]
         self.shapes = index["shapes"]
         self._file_of = index.get("files", np.broadcast_to(np.int32(0), len(self)))
-        # Raw samples of one shape are rows of a table, one in each file; then each has these bytes.
+        # Raw samples of one shape are rows of a table in each file, with this many bytes in a row.
         self._row_bytes = 0
         if decoder is None and spec.shape is not None:
             self._row_bytes = spec.sample_bytes
@@ -83,15 +83,15 @@ class Store:
         return "raw" if self._decoder is None else self._decoder.name
 
     def filled_share(self, index_B: Array | None = None) -> float:
-        """Return the share of the samples, or of the chosen ones, that are prepared already."""
+        """Return the share of all samples, or of those with ``index_B``, that is prepared."""
         return 1.0
 
     def expect(self, indices: Sequence[int]) -> None:
-        """Begin to fetch what preparing these samples needs, if they are still to be prepared."""
+        """Begin to fetch the files of those samples that still have to be prepared."""
         return
 
     def ensure(self, index_B: Array) -> None:
-        """Check that samples are there and are those that were written, before they are read.
+        """Check before a read that samples exist and have not changed since they were written.
 
         Raises:
             SampleError: a sample is damaged, or cannot be prepared.
@@ -105,7 +105,7 @@ class Store:
         return self.spec.shape or tuple(self.shapes[index].tolist())
 
     def stored(self, index: int) -> Bytes:
-        """Return the bytes of one sample, a read-only view."""
+        """Return the bytes of one sample as a read-only view."""
         start = int(self._offsets[index])
         stop = start + int(self._sizes[index])
         return self._file_bytes(self._file_of[index])[start:stop]
@@ -121,14 +121,17 @@ class Store:
         return addresses_B
 
     def jpeg_files(self, index_B: Array) -> tuple[Array, Array] | None:
-        """Return addresses and sizes of JPEG files, int64 (B,); None if the core decodes none."""
+        """Return the addresses and sizes of the samples' JPEG files, each int64 (B,).
+
+        Return None if the samples are not JPEG files, or libjpeg cannot be loaded.
+        """
         decoder = self._decoder
         if decoder is None or not decoder.makes_jpeg_files or open_libjpeg()[0] is None:
             return None
         return self.addresses(index_B), self._sizes[index_B]
 
     def read(self, index: int) -> Array:
-        """Return one sample: a read-only view if samples are raw, else a new array."""
+        """Return one sample: a read-only view if samples are raw, otherwise a new array."""
         if self.gives_views:
             self.ensure(np.array([index]))
             return self._view(index)
@@ -140,7 +143,7 @@ class Store:
         return self.stored(index).view(self.spec.dtype).reshape(self.shape(index))
 
     def read_into(self, index: int, out: Array) -> None:
-        """Copy or decode one sample into ``out``, which is C-contiguous and has its shape."""
+        """Copy or decode one sample into ``out``, a C-contiguous array of the sample's shape."""
         self.ensure(np.array([index]))
         if self._decoder is None:
             out[...] = self._view(index)
@@ -150,16 +153,17 @@ class Store:
             self._decoder.decode(data, out)
         except MemoryError:  # the sample is not at fault
             raise
-        except Exception as cause:  # decoders raise anything; all of it is named and kept
+        except Exception as cause:  # decoders raise anything
             raise SampleError(
-                f"{len(data):,} bytes of codec {self.codec!r} in the store: {cause}", index=index
+                f"{len(data):,} bytes of codec {self.codec!r} in the store cannot be decoded: {cause}",
+                index=index,
             ) from cause
 
     def gather_into(self, index_B: Array, out_B: Array) -> None:
         """Copy or decode samples of one shape into ``out_B`` (B, *shape), C-contiguous."""
         if self._decoder is not None:
             for b, index in enumerate(index_B.tolist()):
-                self.read_into(index, out_B[b, ...])  # a view of no dimensions, too
+                self.read_into(index, out_B[b, ...])  # out_B[b] may be a scalar, this is a view
             return
         self.ensure(index_B)
         file_B = self._file_of[index_B]
@@ -168,8 +172,8 @@ class Store:
             for b, index in enumerate(index_B.tolist()):
                 out_B[b] = self._view(index)
             return
-        # All are rows of one table, which one call copies: 256 samples of 32 x 32 px in a tenth of
-        # the time. The table begins behind the head of its file, which row 0 follows.
+        # All samples are rows of one table, and one call copies them: 256 samples of 32 x 32 px in a
+        # tenth of the time. The table begins after the header of its file.
         starts_B = self._offsets[index_B]
         data = self._file_bytes(int(file_B[0]))
         head_bytes = starts_B[0] % self._row_bytes
@@ -178,8 +182,8 @@ class Store:
         np.take(table, starts_B // self._row_bytes, axis=0, out=out_B, mode="clip")
 
     def close(self) -> None:
-        """Close the files, after which nothing can be read. Idempotent."""
-        # The mappings live as long as arrays over them, so that those handed out stay valid.
+        """Close the files. After that, nothing can be read. Idempotent."""
+        # A mapping exists as long as an array over it, so arrays that were returned stay valid.
         self._bytes.clear()
         for file in self.files:
             file.close()

@@ -15,7 +15,7 @@ from fastdata.machine.tables import target_columns
 from fastdata.pixels.arrays import Array
 
 Columns = dict[str, Any]
-"""Columns of an index by name: arrays, or the values of JSON."""
+"""Columns of an index by name: arrays, or values for JSON."""
 
 _COLUMN_KINDS: dict[str, Callable[[Array], Any]] = {
     "number": np.asarray,
@@ -23,15 +23,15 @@ _COLUMN_KINDS: dict[str, Callable[[Array], Any]] = {
     "array": list,
     "scalar": list,
 }
-"""Kinds of targets that are one column of numbers, and what makes them of the column."""
+"""Kinds of targets that are one column of numbers, each with the function to make them from it."""
 
 
 def pack_targets(targets: Sequence[Any] | Array) -> Columns:
     """Return targets as columns. ``targets.json`` names the kind and the column of each.
 
     Raises:
-        ValueError: they are neither numbers, arrays of one shape, values that JSON gives back as
-            they are, nor tuples of these.
+        ValueError: they are neither numbers, arrays of one shape, values that JSON returns
+            unchanged, nor tuples of these.
     """
     columns: Columns = {}
     columns["targets.json"] = _pack_targets(targets, columns)
@@ -45,7 +45,7 @@ def _pack_targets(targets: Sequence[Any] | Array, columns: Columns) -> Any:
         name = f"targets.{len(columns)}"
         columns[name] = found["targets"]
         return {kind: name}
-    # Tuples of one length become a column for each place, so that numbers in them stay compact.
+    # Tuples of one length become a column for each position, so that numbers in them stay compact.
     if {*map(type, targets)} == {tuple} and targets[0] and len({*map(len, targets)}) == 1:
         return [_pack_targets(place, columns) for place in zip(*targets, strict=True)]
     targets = list(targets)
@@ -56,16 +56,17 @@ def _pack_targets(targets: Sequence[Any] | Array, columns: Columns) -> Any:
         for target in islice(filterfalse(_is_json, targets), 2)
     ]
     raise ValueError(
-        "cache_dir= keeps targets that are numbers, arrays of one shape, texts, lists of these and "
-        "dicts of these with texts as keys, or tuples of one length. It found "
-        f"{' and '.join(others)}. Give such targets from the dataset, and make "
-        "what you need of them in target_transform=."
+        "cache_dir= can store targets that are numbers, arrays of one shape, strings, lists of "
+        "these, dicts of these with strings as keys, or tuples of one length. It found "
+        f"{' and '.join(others)}. Let the dataset return such targets, and convert them to what "
+        "you need in target_transform=."
     )
 
 
 def _is_json(value: object) -> bool:
-    """Return True if JSON returns the same value that it was given."""
-    # By its text, because 1 == 1.0 == True, and a tuple or an int key would come back as another.
+    """Return True if JSON returns a value unchanged."""
+    # Texts are compared, because 1 == 1.0 == True. A tuple would become a list, and an int key a
+    # string.
     try:
         return repr(json.loads(json.dumps(value))) == repr(value)
     except (TypeError, ValueError):
@@ -73,11 +74,15 @@ def _is_json(value: object) -> bool:
 
 
 def unpack_targets(packed: Any, columns: Columns, count: int) -> Any:
-    """Return the targets that ``packed`` describes; raise some error if there are not ``count``."""
+    """Return the targets that ``packed`` describes.
+
+    Raises:
+        Exception: of any kind, if they are damaged or their number is not ``count``.
+    """
     if isinstance(packed, list):
         places = [as_list(unpack_targets(place, columns, count)) for place in packed]
         if not places:
-            raise ValueError("targets are tuples of nothing")
+            raise ValueError("its targets are empty tuples")
         return list(zip(*places, strict=True))
     [(kind, found)] = packed.items()
     if kind == "json":
@@ -88,7 +93,7 @@ def unpack_targets(packed: Any, columns: Columns, count: int) -> Any:
     is_number = column.dtype.kind in "iufb" and column.dtype.isnative
     if not is_number or column.shape[:1] != (count,):
         given = f"{column.dtype}{list(column.shape)}"
-        raise ValueError(f"{found} are {given} where numbers[{count}] are needed")
+        raise ValueError(f"{found} are {given}, but numbers[{count}] are needed")
     return _COLUMN_KINDS[kind](column)
 
 

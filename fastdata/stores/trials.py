@@ -1,4 +1,4 @@
-"""Trials of codecs on a few samples: how small they make them, and how fast they decode."""
+"""Trials of codecs on a few samples: their compression and their decoding speed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Coders: TypeAlias = "tuple[Decoder | None, ...]"
 
 
 def try_codecs(expected: Forecast, *codecs: Any) -> list[CodecTrial]:
-    """Encode and decode the probed samples, on one core, with each codec that ``codec=`` allows."""
+    """Encode and decode the probed samples on one core, with each codec that ``codec=`` allows."""
     choices: dict[str, Coders] = {}
     for codec in codecs:
         choices = _coders_by_name(codec, expected) | choices
@@ -40,14 +40,15 @@ def _coders_by_name(codec: Any, expected: Forecast) -> dict[str, Coders]:
         return {SOURCE: (expected.preparer.decoder,)}
     if codec == "auto":
         choices = _coders_by_name(SOURCE, expected)
-        # The codec of images is what matters; other parts, such as masks, shrink best with zstd.
+        # The codec of the images matters most. Other parts, such as masks, shrink best with zstd.
         for name in KNOWN_CODECS:
             choices |= _coders_by_name((name, *["zstd"] * (parts - 1)), expected)
         return choices
     each = codec if isinstance(codec, (tuple, list)) else [codec] * parts
     if len(each) != parts:
         raise ValueError(
-            f"codec= has {len(each)} codecs, but samples have {parts} parts; give one for each"
+            f"codec= has {len(each)} codecs, but samples have {parts} parts; give one codec for "
+            "each part"
         )
     coders = tuple(map(find_codec, each))
     return {"+".join(dict.fromkeys(coder.name for coder in coders)): coders}
@@ -60,7 +61,7 @@ _LABELS = (
 
 
 def _try(name: str, coders: Coders, expected: Forecast) -> CodecTrial:
-    """Measure the size and the decoding time of the probed samples; or say why that fails."""
+    """Measure the size and the decoding time of the probed samples, or return the obstacle."""
     lossless = all(coder is None or coder.lossless for coder in coders)
     trial = CodecTrial(name, coders=coders, lossless=lossless)
     count = len(expected.probed)
@@ -77,7 +78,7 @@ def _try(name: str, coders: Coders, expected: Forecast) -> CodecTrial:
         part_bytes.append(math.ceil(sum(map(len, encoded)) / count * expected.count))
         assert coder is not None
         out = np.empty_like(samples[0])
-        # Not timed: the first call may import a library.
+        # The first call is not timed, because it may import a library.
         coder.decode(memoryview(encoded[0]), out)
         begun = time.perf_counter()
         for data, sample in zip(encoded, samples, strict=True):
@@ -91,7 +92,11 @@ def _try(name: str, coders: Coders, expected: Forecast) -> CodecTrial:
 
 
 def _encode(coder: Decoder | None, samples: Sequence[Array], expected: Forecast) -> list[bytes]:
-    """Encode one part of the probed samples; a ValueError says why that is not possible."""
+    """Encode one part of the probed samples.
+
+    Raises:
+        ValueError: the codec cannot store such samples. The message says why.
+    """
     if coder is None:
         raise ValueError("samples are not files, or your own loader= opens them")
     if not isinstance(coder, SourceDecoder):

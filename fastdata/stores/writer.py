@@ -1,7 +1,7 @@
 """Writers of stores, in memory or on disk.
 
-Any thread of any process that has a writer may use it: the bytes go to a file or a memory block
-that they share, and so do the columns of its index.
+Any thread of any process that has a writer may use it, because they share the file or memory block
+of the samples and the columns of the index.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 NO_LIMIT = 1 << 62
 RAGGED_ALIGN_BYTES = 64
-"""Raw samples of many shapes begin at multiples of this, as their elements must."""
+"""Raw samples of many shapes begin at multiples of this, so that their elements are aligned."""
 _GROWTH_BYTES = 1 << 18
-"""The least by which a file grows. It grows by a 32nd of itself once that is more."""
+"""The least by which a file grows. A large file grows by a 32nd of its size."""
 _USED = "used bytes"
-"""Column of one number: the bytes of the file that are taken."""
+"""Column with one number: the bytes of the file that are in use."""
 
 _Made = TypeVar("_Made")
 
@@ -44,7 +44,7 @@ class StoredPart:
     """Form in which one part of all samples, such as the image, is stored.
 
     Args:
-        spec: of the samples as they are served; dense if all have one shape.
+        spec: shape, dtype and form of the returned samples; the shape is None if they differ.
         dimensions: number of axes of each sample.
         codec: settings of the codec; None for raw samples.
     """
@@ -56,7 +56,7 @@ class StoredPart:
     def __post_init__(self) -> None:
         dtype = np.dtype(self.spec.dtype)
         if dtype.hasobject or not dtype.itemsize or dtype.name != self.spec.dtype:
-            raise ValueError(f"samples of {self.spec} are not known")
+            raise ValueError(f"samples of {self.spec} cannot be stored")
 
     @property
     def is_table(self) -> bool:
@@ -66,13 +66,13 @@ class StoredPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WriterPlan(StoredPart):
-    """A part of all samples, and how its store is written.
+    """A part of all samples, and the way its store is written.
 
     Args:
-        coder: encodes samples; None for raw ones. With a ``SourceDecoder`` the bytes of files are
-            stored, and each sample is prepared when it is read.
-        path: of the new file on disk; None for memory.
-        limit_bytes: the most that may be reserved.
+        coder: encoder of samples; None for raw samples. With a ``SourceDecoder`` the bytes of files
+            are stored, and each sample is prepared when it is read.
+        path: path of the new file on disk; None for memory.
+        limit_bytes: the most bytes that may be reserved.
     """
 
     coder: Codec | SourceDecoder | None = None
@@ -83,9 +83,9 @@ class WriterPlan(StoredPart):
 def write_any_shapes(
     write: Callable[[Sequence[WriterPlan]], _Made], plans: Sequence[WriterPlan]
 ) -> _Made:
-    """Write samples as planned, or once again with a shape for each if one has another shape.
+    """Write samples as planned. If one has another shape, write all again with a shape for each.
 
-    Only a few samples were looked at when the writers were planned.
+    The plan comes from a few samples only, so others may have other shapes.
     """
     with contextlib.suppress(ShapesDifferError):
         return write(plans)
@@ -94,15 +94,15 @@ def write_any_shapes(
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """Writes samples into a file, from any thread of any process that it was sent to.
+    """Writer of samples to a file, for any thread of any process that has it.
 
-    In a table each sample has its place. Others are stored in the order in which they are written,
-    and the file grows as their sizes become known.
+    In a table each sample has a fixed place. Other samples are stored in the order in which they
+    are written, and the file grows as their sizes become known.
 
     Args:
-        plan: of the store.
-        file: of the samples.
-        index: of the store, as ``Store`` has it.
+        plan: plan of the store.
+        file: file or memory block of the samples.
+        index: columns of the index, see ``Store``.
     """
 
     plan: WriterPlan
@@ -111,7 +111,7 @@ class Writer:
 
     @classmethod
     def open(cls, plan: WriterPlan, length: int) -> Writer:
-        """Create a file for ``length`` samples; all of a table is reserved."""
+        """Create a file for ``length`` samples. A table is reserved completely."""
         spec = plan.spec
         index: dict[str, Array] = {
             "offsets": np.zeros(length, np.int64),
@@ -119,7 +119,7 @@ class Writer:
             "shapes": np.zeros((length, plan.dimensions), np.int32),
             _USED: np.zeros(1, np.int64),
         }
-        # A table can be read without fastdata, by ``np.load``.
+        # With this header, ``np.load`` can read a table without fastdata.
         head = np.zeros(0, np.uint8)
         size_bytes = 1  # an empty file cannot be mapped
         if plan.is_table and spec.shape is not None:
@@ -139,18 +139,18 @@ class Writer:
         return cls(plan, file, ArrayBlock.of(index, seal=False))
 
     def write(self, row: int, samples: Array, form: Form, shape: Shape | None = None) -> None:
-        """Encode and store samples of one shape (n, *shape); more than one only in a table.
+        """Encode and store samples of one shape; more than one only in a table.
 
         Args:
-            row: of the first sample in the store.
-            samples: their values, or the bytes of a file for a ``SourceDecoder``.
-            form: what they were.
-            shape: of the prepared sample, if it is known before the file is decoded.
+            row: row of the first sample in the store.
+            samples: values (n, *shape), or the bytes of a file for a ``SourceDecoder``.
+            form: original form of the samples.
+            shape: shape of the prepared sample, if it is known before the file is decoded.
 
         Raises:
-            TypeError: the samples have another type than the others.
-            MemoryBudgetError: there is no room left within the limit.
-            ShapesDifferError: they do not have the common shape, or have another number of
+            TypeError: the samples have another dtype or form than the others.
+            MemoryBudgetError: the samples do not fit within the limit.
+            ShapesDifferError: the samples do not have the common shape, or have another number of
                 dimensions than the others.
             CacheError: the disk is full.
         """
@@ -163,21 +163,21 @@ class Writer:
             shape = samples.shape[1:]
             if samples.dtype != spec.dtype or form != spec.form:
                 raise TypeError(
-                    f"it is {_shown_form(form)} of {samples.dtype}, the others are "
-                    f"{_shown_form(spec.form)} of {spec.dtype}; give all samples one type in "
-                    "prepare="
+                    f"it is {_shown_form(form)} of {samples.dtype}, but other samples are "
+                    f"{_shown_form(spec.form)} of {spec.dtype}; let prepare= return the same type "
+                    "for all samples"
                 )
             if plan.coder is not None:
-                encoded = plan.coder.encode(data[0, ...])  # an array, if it has no axes, too
+                encoded = plan.coder.encode(data[0, ...])  # data[0] may be a scalar
                 data = np.frombuffer(encoded, np.uint8)[None]
         if spec.shape not in (None, shape) or len(shape) != plan.dimensions:
             others = spec.shape or f"{plan.dimensions} dimensions"
             raise ShapesDifferError(
-                f"sample {row} has shape {shape}, those before it {others}; give all samples as "
-                "many dimensions in prepare="
+                f"sample {row} has shape {shape}, but those before it have {others}; let prepare= "
+                "return the same number of dimensions for all samples"
             )
         index = self.index
-        # No lock: every row is written by one thread of one process.
+        # Without a lock, because each row is written by only one thread of one process.
         if not plan.is_table:
             index["offsets"][row] = self._take(data.nbytes)
             index["sizes"][row] = data.nbytes
@@ -189,14 +189,14 @@ class Writer:
             index["sums"][row : row + count] = list(map(checksum, octets))
 
     def _take(self, size_bytes: int) -> int:
-        """Take bytes of the file for a sample; return the first one."""
+        """Reserve bytes of the file for a sample; return the offset of the first."""
         coder = self.plan.coder
         limit_bytes = self.plan.limit_bytes
         align_bytes = RAGGED_ALIGN_BYTES if coder is None else 1
         used = self.index[_USED]
-        # Processes that write at the same time take bytes one after the other, and write them
-        # together. The file may have grown in another one, so that the system is asked for its
-        # size. It grows by more than a sample, as every growth asks what the machine has free.
+        # Processes reserve bytes one after the other, under this lock, but write them at the same
+        # time. Another process may have grown the file, so its size is read from the system. It
+        # grows by more than a sample, because each growth has to find out the free memory.
         with self.index.block.hold(0):
             start: int = used.item()
             end = start + -(-size_bytes // align_bytes) * align_bytes
@@ -205,28 +205,28 @@ class Writer:
                 if coder is not None:
                     what = f"samples encoded by codec={coder.name!r}"
                 raise MemoryBudgetError(
-                    f"{what} need more than the {format_bytes(limit_bytes)} that is free"
+                    f"{what} need more than the {format_bytes(limit_bytes)} that are free"
                 )
             if end > self.file.reserved_bytes():
                 self.file.resize(min(end + max(end // 32, _GROWTH_BYTES), limit_bytes))
-            # Last: if the file cannot grow, nothing was taken.
+            # Set last, so that nothing is reserved if the file cannot grow.
             used[0] = end
         return start
 
     def finish(self, rows: Array) -> Store:
-        """Seal the file, and return a store of the samples in ``rows``: those that were written."""
+        """Seal the file, and return a store of the samples in ``rows``, which were written."""
         self.index.pop("is_there", None)
         used_bytes = self.index.pop(_USED).item()
         if not self.plan.is_table:
             self.file.resize(max(used_bytes, 1))
         self.file.seal()
-        # The bytes of samples that were left out stay in the file, and their rows go.
+        # The bytes of samples that were left out stay in the file, but their rows are removed.
         index = ArrayBlock.of({name: column[rows] for name, column in self.index.items()})
         self.index.close()
         return Store((self.file,), self.plan.spec, index, self.plan.coder)
 
     def close(self) -> None:
-        """Discard what was written, a file on disk included. Idempotent."""
+        """Discard everything that was written, including a file on disk. Idempotent."""
         self.file.close()
         self.index.close()
         if self.plan.path is not None:
@@ -234,7 +234,7 @@ class Writer:
 
 
 def _array_head(shape: Shape, dtype: str) -> Bytes:
-    """Return what ``np.save`` writes before such an array: a multiple of 64 bytes."""
+    """Return the header that ``np.save`` writes before such an array: a multiple of 64 bytes."""
     head = io.BytesIO()
     described = {"descr": np.dtype(dtype).str, "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(head, described)
@@ -245,7 +245,7 @@ _Opened = TypeVar("_Opened", bound="Store | Writer | Block")
 
 
 def open_all(opening: Iterable[_Opened]) -> list[_Opened]:
-    """Open all that an iterable yields; if one cannot be opened, close the others."""
+    """Return all objects that an iterable opens; if one cannot be opened, close the others."""
     opened = []
     with contextlib.ExitStack() as cleanup:
         for each in opening:
