@@ -281,10 +281,10 @@ def test_api_names_exist() -> None:
         ] == []
 
 
-def test_files_that_the_house_names_are_there() -> None:
-    """The page for those who change the house, its tree too, names files of the package that exist."""
+def test_files_that_contributors_are_shown_are_there() -> None:
+    """CONTRIBUTING.md, its tree too, names files of the package that exist."""
     package = Path(fastdata.__file__).parent
-    page = (ROOT / "docs" / "house.md").read_text("utf-8")
+    page = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
     named = re.findall(r"`((?:\w+/)?\w+(?:\.py|/))`", page)
     tree = re.findall(r"^  ([\w.]+/?) ", page, re.MULTILINE)
     assert len(named) > 15
