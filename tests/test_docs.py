@@ -286,7 +286,7 @@ def test_files_that_contributors_are_shown_are_there() -> None:
     package = Path(fastdata.__file__).parent
     page = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
     named = re.findall(r"`((?:\w+/)?\w+(?:\.py|/))`", page)
-    tree = re.findall(r"^  ([\w.]+/?) ", page, re.MULTILINE)
+    tree = re.findall(r"^  ([\w.]+/?)  +", page, re.MULTILINE)
     assert len(named) > 15
     assert len(tree) == 12
     assert [
