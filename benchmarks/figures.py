@@ -20,7 +20,7 @@ TABLE = re.compile(
 )
 COLOURS = ("#9aa5b1", "#2f7ed8", "#7cb5ec", "#e8b04b", "#d9673a")
 ROW_PX, LABEL_PX, BARS_PX, FIGURE_PX = 15, 260, 380, 60
-TALL_PX = 24
+TALL_PX, NAMES_PX = 24, 150
 
 Group = tuple[str, list[tuple[str, float]]]  # its name; (what a bar is, its length)
 
@@ -67,14 +67,14 @@ def ranking(title: str, rows: list[tuple[str, float]]) -> str:
         middle = y + TALL_PX / 2 + 4
         marks.append(f'<text x="0" y="{middle:g}">{escape(name)}</text>')
         marks.append(
-            f'<rect x="{LABEL_PX}" y="{y}" width="{width}" height="{TALL_PX - 6}" fill="{colour}"/>'
+            f'<rect x="{NAMES_PX}" y="{y}" width="{width}" height="{TALL_PX - 6}" fill="{colour}"/>'
         )
         weight = ' font-weight="bold"' if is_ours else ""
         marks.append(
-            f'<text x="{LABEL_PX + width + 6}" y="{middle:g}"{weight}>{length:.2g}x</text>'
+            f'<text x="{NAMES_PX + width + 6}" y="{middle:g}"{weight}>{length:.2g}x</text>'
         )
         y += TALL_PX
-    size = f'width="{LABEL_PX + BARS_PX + FIGURE_PX}" height="{y}"'
+    size = f'width="{NAMES_PX + BARS_PX + FIGURE_PX}" height="{y}"'
     style = 'font-family="sans-serif" font-size="13" fill="#808890"'
     return "\n".join(
         [f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>', *marks, "</svg>", ""]
