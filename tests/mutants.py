@@ -19,6 +19,7 @@ __all__ = ["MUTANTS", "Mutant", "is_caught", "mutated"]
 HELD, BUFFERS = "datasets/held_tensors.py", "datasets/buffers.py"
 PINNED, RESIDENT, DEVICE = "loaders/pinned.py", "loaders/resident.py", "loaders/device.py"
 TRANSFER, PREFETCH = "loaders/transfer.py", "loaders/prefetch.py"
+THREAD, LOOP = "loaders/copy_thread.py", "loaders/loop_copies.py"
 _MODULES = {
     HELD: "fastdata.datasets.held_tensors",
     BUFFERS: "fastdata.datasets.buffers",
@@ -26,6 +27,8 @@ _MODULES = {
     RESIDENT: "fastdata.loaders.resident",
     DEVICE: "fastdata.loaders.device",
     TRANSFER: "fastdata.loaders.transfer",
+    THREAD: "fastdata.loaders.copy_thread",
+    LOOP: "fastdata.loaders.loop_copies",
     PREFETCH: "fastdata.loaders.prefetch",
 }
 SCHEDULES = 200
@@ -47,20 +50,20 @@ MUTANTS = [
     Mutant(
         "the loop's stream does not wait for the batch",
         TRANSFER,
-        "user_stream.wait_event(outcome.ready)",
+        "user_stream.wait_event(place.ready)",
         "pass",
     ),
     Mutant("no record_stream", TRANSFER, "owner.record_stream(user_stream)", "pass"),
     Mutant(
         "record_stream for another stream than the loop's",
-        TRANSFER,
+        THREAD,
         "user_stream = torch.cuda.current_stream(self.device)",
         "user_stream = torch.cuda.default_stream(self.device)",
         "own_stream",
     ),
     Mutant(
         "the side stream does not begin behind the loop's work",
-        TRANSFER,
+        THREAD,
         "self.stream.wait_stream(user_stream)",
         "pass",
         "transform",
@@ -79,20 +82,25 @@ MUTANTS = [
         "pass",
         "made_on_the_device",
     ),
-    Mutant("no event behind copies", TRANSFER, "                ready.record(self.stream)", ""),
+    Mutant(
+        "no event behind copies",
+        TRANSFER,
+        "            place.ready.record(self.stream)",
+        "            pass",
+    ),
     Mutant(
         "what follows copies runs on another stream",
         TRANSFER,
+        "            batch = self.finish(batch)\n",
+        "            with torch.cuda.stream(torch.cuda.default_stream(self.device)):\n"
         "                batch = self.finish(batch)\n",
-        "                with torch.cuda.stream(torch.cuda.default_stream(self.device)):\n"
-        "                    batch = self.finish(batch)\n",
         "transform",
     ),
     Mutant(
         "record_stream for what was copied, not for what a transform made",
         TRANSFER,
-        "memory = self._device_memory(batch)",
-        "memory = []",
+        "            memory = self._device_memory(batch)",
+        "            memory = []",
         "transform",
     ),
     Mutant(
@@ -111,7 +119,7 @@ MUTANTS = [
     ),
     Mutant(
         "the thread works on its default stream",
-        TRANSFER,
+        THREAD,
         "with torch.cuda.stream(self.stream):",
         "if True:",
         "gathered",
@@ -124,7 +132,13 @@ MUTANTS = [
         "",
         "gathered",
     ),
-    Mutant("sources are not held", TRANSFER, "((ready, sources))", "((ready, []))", "gathered"),
+    Mutant(
+        "sources are not held",
+        TRANSFER,
+        "((place.ready, sources))",
+        "((place.ready, []))",
+        "gathered",
+    ),
     Mutant(
         "sources in objects that move in place are not held",
         PINNED,
@@ -148,28 +162,28 @@ MUTANTS = [
     ),
     Mutant(
         "the thread ends with copies in flight",
-        TRANSFER,
+        THREAD,
         "                while self._in_flight:\n",
         "                while False:\n",
         "gathered_anew",
     ),
     Mutant(
         "an epoch's end does not wait for its thread",
-        TRANSFER,
+        THREAD,
         "            thread.join(_PATIENCE_S)",
         "            pass",
         "lost_device",
     ),
     Mutant(
         "the loop waits for a thread that close() has given up",
-        TRANSFER,
+        THREAD,
         "        elif not self._is_stopped:  # the thread",
         "        else:  # the thread",
         "closed_while_the_loop_waits",
     ),
     Mutant(
         "an epoch's end waits for a batch that the loop may take",
-        TRANSFER,
+        THREAD,
         "                self._arrivals.get_nowait()  #",
         "                assert not self._arrivals.empty() or self._arrivals.get_nowait()\n"
         "                self._arrivals.get()  #",
@@ -205,42 +219,42 @@ MUTANTS = [
     # Bounds
     Mutant(
         "a copy does not wait until the device has left an older batch",
-        TRANSFER,
-        "            permit.synchronize()",
+        THREAD,
+        "            place.left.synchronize()",
         "            pass",
         "bounds",
     ),
     Mutant(
         "the loop does not say what it has left",
         TRANSFER,
-        "left.record(user_stream)",
+        "place.left.record(user_stream)",
         "pass",
         "bounds",
     ),
     Mutant(
-        "a permit for one batch more",
-        TRANSFER,
+        "a place for one batch more",
+        THREAD,
         "for _ in range(self.depth):",
         "for _ in range(self.depth + 1):",
         "bounds",
     ),
     Mutant(
-        "a failed batch keeps its permit",
-        TRANSFER,
-        "            self._permits.put(permit)\n            raise",
+        "a failed batch keeps its place",
+        THREAD,
+        "            self._places.put(place)\n            raise",
         "            raise",
         "transform",
     ),
     Mutant(
-        "permits are not given",
-        TRANSFER,
-        "            self._permits.put(left)\n        elif",
-        "        elif",
+        "places are not given back",
+        THREAD,
+        "            self._places.put(self._hand_over(outcome, user_stream))",
+        "            self._hand_over(outcome, user_stream)",
     ),
     # Threads, devices, captures
     Mutant(
         "the thread minds captures of others",
-        TRANSFER,
+        THREAD,
         "            begin_thread(self.device)\n",
         "            torch.cuda.set_device(self.device)\n",
         "capture",
@@ -262,8 +276,8 @@ MUTANTS = [
     Mutant(
         "waiting threads spin",
         TRANSFER,
-        "torch.cuda.Event(blocking=True)",
-        "torch.cuda.Event()",
+        "self.left = torch.cuda.Event(blocking=True)",
+        "self.left = torch.cuda.Event()",
     ),
     Mutant(
         "a driver that refuses ends the epoch",
@@ -271,6 +285,94 @@ MUTANTS = [
         "except RuntimeError as error:\n            reason",
         "except KeyError as error:\n            reason",
         "pageable",
+    ),
+    # Copies that the loop queues
+    Mutant(
+        "the loop's copies run on its own stream",
+        LOOP,
+        "torch.cuda.stream(self.stream)",
+        "torch.cuda.stream(torch.cuda.current_stream())",
+        "gathered_by_threads streams_and_threads",
+    ),
+    Mutant(
+        "the loop's copies do not wait until the device has left an older batch",
+        LOOP,
+        "            place.left.synchronize()",
+        "            pass",
+        "bounds_without_a_thread",
+    ),
+    Mutant(
+        "the loop copies ahead without asking whether the device has left an older batch",
+        LOOP,
+        " or not self._empty[0].left.query():",
+        ":",
+        "bounds_without_a_thread",
+    ),
+    Mutant(
+        "the loop waits for the latest batch that the device leaves, not for the oldest",
+        LOOP,
+        "            place = self._empty[0]\n",
+        "            place = self._empty[0]\n            self._empty[-1].left.synchronize()\n",
+        "bounds_without_a_thread",
+    ),
+    Mutant(
+        "the loop waits for the oldest copy where it need not copy",
+        LOOP,
+        "len(self._in_flight) < self.depth or self._in_flight[0][0].query()",
+        "True",
+        "bounds_without_a_thread gathered_by_threads",
+    ),
+    Mutant(
+        "sources are held longer than their copies run",
+        LOOP,
+        "            if len(self._in_flight) == self.depth:\n                self._release_oldest()\n",
+        "",
+        "bounds_without_a_thread",
+    ),
+    Mutant(
+        "an epoch of the loop's ends with copies in flight",
+        LOOP,
+        "                # The next epoch's readers write to this memory.\n"
+        "                self._release_all()\n",
+        "                pass\n",
+        "left_while_threads_gather",
+    ),
+    Mutant(
+        "the loop ends an epoch with copies in flight",
+        LOOP,
+        "            if batch is END:\n                self._release_all()\n",
+        "            if batch is END:\n                self._in_flight.clear()\n",
+        "gathered_by_threads",
+    ),
+    Mutant(
+        "the loop reads behind an exception",
+        LOOP,
+        "        if self._queue and not isinstance(self._queue[-1], Arrival):\n"
+        "            return False\n",
+        "",
+        "failing_threads",
+    ),
+    Mutant(
+        "the loop's copies are made in its inference mode",
+        LOOP,
+        "torch.inference_mode(mode=False), ",
+        "_without_autocast(), ",
+        "ops_behind_threads",
+    ),
+    Mutant(
+        "closing does not wait for the loop that is queueing copies",
+        LOOP,
+        "self._lock = threading.Lock()",
+        "self._lock = nullcontext()",
+        "closed_while_threads_read",
+    ),
+    Mutant(
+        "a batch is copied after its epoch was closed",
+        LOOP,
+        "                self._is_begun = True\n                if self._is_stopped:\n"
+        "                    return StopIteration()\n",
+        "                self._is_begun = True\n",
+        "closed_while_threads_read",
     ),
     # The store on the device, and epochs
     Mutant(

@@ -9,7 +9,6 @@ import contextlib
 import functools
 import gc
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,9 +19,9 @@ from torchvision import transforms
 from torchvision.transforms import v2
 
 from fastdata import CachedDataset, CudaPrefetcher, DataLoader, collate
-from fastdata.loaders import pinned, resident
+from fastdata.loaders import resident
 from fastdata.machine import limits
-from simcuda import Schedule, Sim, SimThread
+from simcuda import Event, Schedule, Sim, SimThread
 
 __all__ = ["SCENARIOS", "forget", "prepare", "run"]
 
@@ -252,8 +251,15 @@ def forget() -> None:
         made.cache_clear()
 
 
-def ours(sim: Sim, storage: str, steps: str, where: Any, epochs: int = 1, mix: Any = None) -> None:
-    workers = 0 if sim.order.is_on else rng(sim).choice((0, 0, 2))
+def ours(
+    sim: Sim,
+    storage: str,
+    steps: str,
+    where: Any,
+    epochs: int = 1,
+    mix: Any = None,
+    workers: int = 0,
+) -> None:
     loader, right = loader_of(storage, steps, workers, mix), expected_of(steps, mix)
     loader.set_epoch(2)
     with prefetcher(sim, loader, batch_ops=where) as batches:
@@ -282,6 +288,94 @@ def gathered_anew(sim: Sim) -> None:
             kept.append(consume(sim, batches, at_most=rng(sim).randrange(1, 5)))
     for made in kept:
         check(made, right[: len(made)])
+
+
+@scenario
+def gathered_by_threads(sim: Sim) -> None:
+    """The loop queues the copies of what threads have gathered, and has no thread for it."""
+    ours(sim, "shared", "none", "auto", epochs=2, workers=2)
+    if len(sim.streams) != 2:
+        sim.violation(f"{len(sim.streams) - 1} side streams were made")
+
+
+@scenario
+def left_while_threads_gather(sim: Sim) -> None:
+    """The slots of epochs that are left in the middle are filled again by the threads of the next."""
+    loader, right = loader_of("shared", "none", 2), expected_of("none")
+    with prefetcher(sim, loader) as batches:
+        kept = []
+        for _ in range(4):
+            loader.set_epoch(2)
+            kept.append(consume(sim, batches, at_most=rng(sim).randrange(1, 5)))
+    for made in kept:
+        check(made, right[: len(made)])
+
+
+@scenario
+def ops_behind_threads(sim: Sim) -> None:
+    """Crop, flip and Normalize on the side stream, queued by the loop, which is in inference mode now and then."""
+    loader, right = loader_of("shared", "crop", 2), expected_of("crop")
+    made = []
+    with prefetcher(sim, loader, batch_ops="device") as batches:
+        for _ in range(2):
+            loader.set_epoch(2)
+            taking = Taking(sim, batches)
+            for number in range(len(right)):
+                with torch.inference_mode(mode=rng(sim).random() < 0.5):
+                    images, labels = next(taking)
+                if images.is_inference() or labels.is_inference():
+                    sim.violation(f"batch {number} is an inference tensor")
+                made.append((images.clone(), labels.clone()))
+                del images, labels
+                torch.full((4, 3, 7, 5), 255.0, device=torch.device("cuda"))
+            del taking
+    check(made, right * 2)
+
+
+@scenario
+def streams_and_threads(sim: Sim) -> None:
+    """The loop works on streams of its own, another one in the second epoch, and has threads gather."""
+    loader, right = loader_of("shared", "none", 2), expected_of("none")
+    with prefetcher(sim, loader) as batches:
+        for stream in [torch.cuda.Stream() for _ in range(2)]:
+            loader.set_epoch(2)
+            with torch.cuda.stream(stream):
+                made = consume(sim, batches)
+            check(made, right)
+
+
+@scenario
+def failing_threads(sim: Sim) -> None:
+    """Some batches fail on the device; the others come in their places, and none is read behind a failure."""
+    loader, right = loader_of("shared", "none", 2), expected_of("none")
+    loader.set_epoch(2)
+    bad = {rng(sim).randrange(4) for _ in range(2)}
+    seen = [0]
+
+    def fail(batch: Any) -> Any:
+        number, seen[0] = seen[0], seen[0] + 1
+        if number in bad:
+            raise ValueError("no such image")
+        return batch
+
+    made = []
+    failures = 0
+    with prefetcher(sim, loader) as batches:
+        epoch: Any = iter(batches)  # which may wait for the copy of a batch that fails
+        epoch._epoch.finish = fail
+        while True:
+            try:
+                images, labels = next(epoch)
+            except StopIteration:
+                break
+            except ValueError:
+                failures += 1
+                if seen[0] > len(made) + failures:
+                    sim.violation("a batch is copied behind a failure")
+                continue
+            made.append((images.clone(), labels.clone()))
+            del images, labels
+    check(made, [batch for number, batch in enumerate(right) if number not in bad])
 
 
 @scenario
@@ -408,6 +502,43 @@ def bounds(sim: Sim) -> None:
     most = (batches.depth + 3) * batch_bytes + len(right) * (64 * 8 + 4)
     if sim.peak_bytes - before > most:
         sim.violation(f"{sim.peak_bytes - before} bytes on the device, more than {most}")
+
+
+@scenario
+def bounds_without_a_thread(sim: Sim) -> None:
+    """The same where the loop queues the copies: it waits for the device if it must, with ``depth`` steps queued."""
+    loader = DataLoader(dataset_of("shared", "none"), 1, num_workers=2)
+    left: list[int] = []
+    steps: list[int] = []  # places in the loop's stream behind each step
+    made: list[Any] = []
+    with prefetcher(sim, loader) as batches:
+        depth, copied, stream = batches.depth, [0], torch.cuda.current_stream()
+
+        def noting() -> None:
+            number, copied[0] = copied[0] // 2, copied[0] + 1
+            if number > depth and number - depth - 1 not in left:
+                sim.violation(
+                    f"batch {number} is copied before the device has left {number - depth - 1}"
+                )
+
+        def waiting(event: Event) -> None:
+            if copied[0] // 2 > len(made):
+                sim.violation("the loop waits for the device, although a batch is there")
+            if event.stream is stream and sum(step > event.position for step in steps) < depth:
+                sim.violation("the loop waits until the device has little left to do")
+
+        sim.on_copy, sim.on_wait = noting, waiting
+        for number, (images, labels) in enumerate(Taking(sim, batches)):
+            made.append(labels.clone())
+            stream.push("kernel", lambda number=number: left.append(number))  # type: ignore[attr-defined]
+            steps.append(stream.queued)  # type: ignore[attr-defined]
+            del images, labels
+        sim.on_copy = lambda: None
+        torch.cuda.synchronize()
+        if [label.item() for label in made] != list(range(16)):
+            sim.violation("other labels")
+        if batches.report().fresh_batches:
+            sim.violation("slots are held longer than their copies run")
 
 
 # What runs on the side stream besides copies
@@ -603,39 +734,23 @@ def capture(sim: Sim) -> None:
 
 @scenario
 def capture_beside_loader_threads(sim: Sim) -> None:
-    """Threads of the loader pin further slots of its ring while a graph is captured."""
+    """Threads of the loader pin slots of its ring while a graph is captured."""
     right, loader = expected_of("none"), loader_of("shared", "none", 2)
     loader.set_epoch(2)
-    gate, came, first = threading.Event(), threading.Semaphore(0), threading.Semaphore(2)
-    allocate = pinned.PinnedMemory.allocate
-
-    def late(memory: pinned.PinnedMemory, size_bytes: int) -> Any:
-        is_late = not sim.scheduler.is_known() and not first.acquire(blocking=False)
-        if is_late:
-            gate.wait(0.05)  # the prefetcher's thread may be the one that waits for this slot
-        try:
-            return allocate(memory, size_bytes)
-        finally:
-            if is_late:
-                came.release()
-
-    pinned.PinnedMemory.allocate = late  # type: ignore[method-assign]
     made = []
-    try:
-        with prefetcher(sim, loader) as batches:
-            for number, (images, labels) in enumerate(Taking(sim, batches)):
-                made.append((images.clone(), labels.clone()))
-                del images, labels
-                if number == 0:
-                    sim.begin_capture()
-                    gate.set()
-                    came.acquire(timeout=0.05)
-                    if not sim.end_capture():
-                        sim.violation("a capture was made invalid by a thread of the loader")
-            check(made, right)
-    finally:
-        gate.set()
-        pinned.PinnedMemory.allocate = allocate  # type: ignore[method-assign]
+    with prefetcher(sim, loader) as batches:
+        taking = Taking(sim, batches)  # the threads read from now on
+        for number in range(len(right)):
+            if number < 2:
+                sim.begin_capture()
+                for _ in range(rng(sim).randrange(20)):
+                    sim.scheduler.point()
+                if not sim.end_capture():
+                    sim.violation("a capture was made invalid by a thread of the loader")
+            images, labels = next(taking)
+            made.append((images.clone(), labels.clone()))
+            del images, labels
+        check(made, right)
 
 
 # Ends
@@ -690,6 +805,56 @@ def closed_while_the_loop_waits(sim: Sim) -> None:
     is_free[0] = True
     scheduler.block(lambda: all(task.is_done for task in scheduler.tasks[1:]))
     check(made, right[: len(made)])
+
+
+@scenario
+def closed_while_threads_read(sim: Sim) -> None:
+    """Another thread closes the prefetcher of a loop that waits for threads, or is queueing copies."""
+    assert isinstance(sim.scheduler, Schedule)
+    scheduler, right = sim.scheduler, expected_of("none")
+    loader = loader_of("shared", "none", 2)
+    made: list[Any] = []
+    batches = prefetcher(sim, loader)
+    for _ in range(2):
+        loader.set_epoch(2)
+        epoch = iter(batches)
+        found: list[Any] = []
+
+        def loop(epoch: Any = epoch, found: list[Any] = found) -> None:
+            found.extend((images.clone(), labels.clone()) for images, labels in epoch)
+
+        thread = SimThread(target=loop)
+        thread.start()
+        for _ in range(rng(sim).randrange(60)):
+            scheduler.point()
+        batches.close()
+        thread.join()
+        made.append(found)
+    for found in made:
+        check(found, right[: len(found)])
+
+
+@scenario
+def lost_device_behind_threads(sim: Sim) -> None:
+    """The loop is told, the threads end, nothing hangs."""
+    loader = DataLoader(dataset_of("shared", "none"), 1, num_workers=2)
+    batches = prefetcher(sim, loader)
+    taking = Taking(sim, batches)
+    next(taking)
+    sim.lost = "CUDA error: an illegal memory access was encountered"
+    is_told = False
+    for _ in range(30):
+        try:
+            next(taking)
+        except StopIteration:
+            break
+        except RuntimeError as error:
+            is_told = is_told or "illegal memory access" in str(error)
+    if not is_told:
+        sim.violation("the loop was not told that the device is lost")
+    sim.order.is_on = False  # a lost device reads no slot, whoever writes to it
+    del taking
+    batches.close()
 
 
 @scenario

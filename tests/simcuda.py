@@ -32,6 +32,7 @@ import types
 import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import CancelledError
 from typing import Any
 
 import numpy as np
@@ -170,6 +171,7 @@ class Stream:
         self.device = self._owner.index_of(device)
         self.work: deque[tuple[str, Any, list[tuple[Memory, int]]]] = deque()
         self.done = self.queued = 0
+        self.waits: list[tuple[Event, int, int]] = []  # and how much was queued before
         self._owner.streams.append(self)
         self.name = f"{self.device}/{len(self._owner.streams)}"
         self._owner.scheduler.add(self)
@@ -205,6 +207,7 @@ class Stream:
 
     def wait_event(self, event: Event) -> None:
         self._owner.call("cudaStreamWaitEvent")
+        self.waits.append((event, event.position, self.queued))
         if event.stream is not None:
             self.push("wait", (event.stream, event.position))
             self._owner.order.wait(self, event)
@@ -240,6 +243,17 @@ class Event:
     def is_done(self) -> bool:
         return self.stream is None or self.stream.done >= self.position
 
+    def _has_work_behind(self, stream: Stream) -> bool:
+        """Whether the loop has queued work that is done after this: then the device goes on while the host waits."""
+        if stream is self.stream:
+            return self.position < stream.queued
+        behind = [
+            queued
+            for event, at, queued in stream.waits
+            if event.stream is self.stream and at >= self.position
+        ]
+        return bool(behind) and min(behind) + 1 < stream.queued
+
     def query(self) -> bool:
         sim().call("cudaEventQuery", is_unsafe=True)
         return self.is_done()
@@ -247,7 +261,10 @@ class Event:
     def synchronize(self) -> None:
         owner = sim()
         owner.call("cudaEventSynchronize", is_unsafe=True)
-        owner.host_waits("event")
+        if not self.is_done() and owner.is_loop_inside_next():
+            owner.on_wait(self)
+            if not self._has_work_behind(owner.current_stream()):
+                owner.host_waits("event")
         if not self.blocking and owner.scheduler.is_thread():
             owner.violation("a thread that waits for an event spins")
         if self.stream is not None:
@@ -485,6 +502,107 @@ class SimQueue:
         return is_empty
 
 
+class SimLock:
+    """``threading.Lock``, at whose calls the scheduler may turn to others."""
+
+    def __init__(self) -> None:
+        self._is_held = False
+        self._clock: Clock = {}
+
+    def __enter__(self) -> None:
+        scheduler = sim().scheduler
+        assert isinstance(scheduler, Schedule)
+        scheduler.block(lambda: not self._is_held)
+        self._is_held = True
+        sim().order.receive(self._clock)
+
+    def __exit__(self, *_: object) -> None:
+        self._is_held = False
+        self._clock = sim().order.send()
+        sim().scheduler.point()
+
+
+class SimFuture:
+    """``concurrent.futures.Future``, whose waiting is the scheduler's."""
+
+    def __init__(self) -> None:
+        self._outcome: tuple[Any, Exception | None] | None = None
+        self._clock: Clock = {}
+
+    def done(self) -> bool:
+        sim().scheduler.point()
+        is_done = self._outcome is not None
+        if is_done:
+            sim().order.receive(self._clock)
+        return is_done
+
+    def exception(self, timeout: float | None = None) -> Exception | None:
+        scheduler = sim().scheduler
+        assert isinstance(scheduler, Schedule)
+        scheduler.block(lambda: self._outcome is not None)
+        sim().order.receive(self._clock)
+        assert self._outcome is not None
+        if isinstance(self._outcome[1], CancelledError):
+            raise self._outcome[1]
+        return self._outcome[1]
+
+    def result(self) -> Any:
+        error = self.exception()
+        if error is not None:
+            raise error
+        assert self._outcome is not None
+        return self._outcome[0]
+
+    def settle(self, value: Any, error: Exception | None = None) -> None:
+        if self._outcome is None:
+            self._clock = sim().order.send()
+            self._outcome = value, error
+
+
+class SimExecutor:
+    """``ThreadPoolExecutor``, whose threads take turns with all others."""
+
+    def __init__(self, threads: int, **_: Any) -> None:
+        self._work = SimQueue()
+        self._waiting: list[SimFuture] = []
+        self._most = threads
+        self._threads: list[SimThread] = []
+        self._is_shut = False
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> SimFuture:
+        if self._is_shut:
+            raise RuntimeError("cannot schedule new futures after shutdown")
+        future = SimFuture()
+        self._waiting.append(future)
+        if len(self._threads) < self._most:
+            self._threads.append(SimThread(target=self._run))
+            self._threads[-1].start()
+        self._work.put((future, function, arguments))
+        return future
+
+    def _run(self) -> None:
+        while (task := self._work.get()) is not None:
+            future, function, arguments = task
+            if future not in self._waiting:
+                continue  # cancelled
+            self._waiting.remove(future)
+            try:
+                future.settle(function(*arguments))
+            except Exception as error:  # noqa: BLE001
+                future.settle(None, error)
+            del task, future, function, arguments
+
+    def shutdown(self, *, wait: bool, cancel_futures: bool) -> None:
+        self._is_shut = True
+        assert cancel_futures
+        while self._waiting:
+            self._waiting.pop().settle(None, CancelledError())
+        for _ in self._threads:
+            self._work.put(None)
+        for thread in self._threads if wait else ():
+            thread.join()
+
+
 # Order, whatever the schedule
 
 Clock = dict[Any, int]
@@ -625,6 +743,7 @@ class Sim:
         self.is_inside_next = False
         self.loop_thread = threading.get_ident()
         self.on_copy: Callable[[], None] = lambda: None
+        self.on_wait: Callable[[Event], None] = lambda event: None  # of the loop, inside next()
         self.order = Order(self, is_on=ordered)
         self.scheduler: Freely | Schedule = Freely(self) if seed is None else Schedule(self, seed)
         self._free: dict[Any, list[Memory]] = defaultdict(list)
@@ -657,8 +776,11 @@ class Sim:
                     f"CUDA error: operation not permitted when stream is capturing ({name})"
                 )
 
+    def is_loop_inside_next(self) -> bool:
+        return self.is_inside_next and threading.get_ident() == self.loop_thread
+
     def host_waits(self, what: str) -> None:
-        if self.is_inside_next and threading.get_ident() == self.loop_thread:
+        if self.is_loop_inside_next():
             self.violation(
                 f"the training loop's thread waits for the device ({what}) inside next()"
             )
@@ -1026,7 +1148,7 @@ class Sim:
     def installed(self) -> Iterator[Sim]:
         """Let torch.cuda, and in a schedule the prefetcher's threads and queues, be the simulation's."""
         from fastdata.datasets.buffers import BatchRing
-        from fastdata.loaders import pinned, transfer
+        from fastdata.loaders import copy_thread, iterators, loop_copies, pinned
 
         saved: list[tuple[Any, str, Any]] = []
 
@@ -1101,10 +1223,13 @@ class Sim:
         put(torch, empty=any_empty, empty_like=any_like)
         put(BatchRing, lease=overwriting)
         put(pinned, ctypes=loaded)
-        put(transfer, threading=threads)
         is_scheduled = isinstance(self.scheduler, Schedule)
         if is_scheduled:
-            put(transfer, SimpleQueue=SimQueue)
+            threads.Lock = SimLock
+            put(copy_thread, SimpleQueue=SimQueue)
+            put(iterators, ThreadPoolExecutor=SimExecutor)
+        put(copy_thread, threading=threads)
+        put(loop_copies, threading=threads)
         was_enabled = is_scheduled and gc.isenabled()
         if was_enabled:
             gc.disable()  # nobody is interrupted by finalisers but where the last reference dies

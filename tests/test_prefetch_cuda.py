@@ -322,6 +322,49 @@ def test_a_loop_bound_by_launches_is_hardly_slowed() -> None:
         assert min(run(batches) for _ in range(3)) < resident * 1.5
 
 
+def test_copies_that_the_loop_queues_cost_it_little(dataset: CachedDataset) -> None:
+    """Hundreds of tiny kernels a step, and threads that gather: there is no thread of the prefetcher's."""
+    small = torch.ones(8, device="cuda")
+
+    def run(batches: Any) -> float:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in batches:
+            names = [thread.name for thread in threading.enumerate()]
+            assert "fastdata-prefetch" not in names
+            for _ in range(300):
+                small.mul_(1.0)
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    loader = DataLoader(dataset, batch_size=8, num_workers=2)
+    with CudaPrefetcher(loader) as batches:
+        run(batches)
+        resident = min(run(range(len(loader))) for _ in range(3))
+        assert min(run(batches) for _ in range(3)) < resident * 1.3
+
+
+def test_a_loop_that_runs_ahead_without_a_thread_holds_few_batches(dataset: CachedDataset) -> None:
+    """``next()`` bounds what is on the device, and what a slow kernel reads late is right."""
+    loader = DataLoader(dataset, batch_size=32, num_workers=2)
+    right = [int(images.long().sum()) for images, _ in loader]
+    batch_bytes = 32 * 3 * 64 * 48
+    with CudaPrefetcher(loader, depth=2) as batches:
+        for _ in range(2):
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_stats()["active_bytes.all.current"]
+            sums = torch.zeros(len(right), dtype=torch.int64, device="cuda")
+            for number, (images, labels) in enumerate(batches):
+                torch.cuda._sleep(SLOW_CYCLES // 4)
+                torch.sum(images.view(-1), 0, dtype=torch.int64, out=sums[number])
+                del images, labels
+            torch.cuda.synchronize()
+            peak = torch.cuda.memory_stats()["active_bytes.all.peak"] - before
+            assert peak <= 5 * batch_bytes + MIB
+            assert sums.tolist() == right
+
+
 def test_a_transform_has_neither_gradients_nor_the_loops_autocast() -> None:
     """What it enters itself holds."""
     weight = torch.ones(4, 4, device="cuda", requires_grad=True)

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import re
 import signal
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,8 @@ from torch.utils.data import Dataset, DistributedSampler
 
 from data import level_samples
 from fastdata import CachedDataset, CudaPrefetcher, DataLoader, RingCollate
+from fastdata.loaders import loop_copies
+from fastdata.loaders.iterators import BatchMaker
 from fastdata.machine import limits
 from fastdata.machine.budget import RESERVE_SHARE
 from fastdata.machine.limits import Available
@@ -97,6 +100,42 @@ def test_plain_iteration_gets_no_pinned_memory(dataset: CachedDataset, gpu: Sim)
     batches = on_device(loader)
     next(iter(batches))
     assert not any(images.is_pinned() for images, _ in loader)
+
+
+def test_a_batch_that_is_there_is_had_without_waiting_for_the_next(
+    dataset: CachedDataset, gpu: Sim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop queues what threads have finished; it gets these batches while the threads are held up."""
+    goes_on = threading.Event()
+    read, made = BatchMaker.__call__, []
+
+    def reading(maker: Any, indices: Any, draws: Any) -> Any:
+        if len(made) >= 3:
+            assert goes_on.wait(30)
+        made.append(read(maker, indices, draws))
+        return made[-1]
+
+    monkeypatch.setattr(BatchMaker, "__call__", reading)
+    batches = on_device(DataLoader(dataset, batch_size=4, num_workers=1), depth=2)
+    iterator = iter(batches)
+    assert [next(iterator)[1].tolist() for _ in range(3)] == in_batches(12, 4)
+    assert not [thread for thread in threading.enumerate() if thread.name == "fastdata-prefetch"]
+    goes_on.set()
+    assert [labels.tolist() for _, labels in iterator] == in_batches(23, 4)[3:]
+
+
+def test_a_host_copy_is_a_threads_work(
+    dataset: CachedDataset, gpu: Sim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the ring is not pinned, the loop has a thread copy large batches; all are right."""
+    monkeypatch.setattr(loop_copies, "_LARGE_BYTES", 64)
+    gpu.refuses_to_pin = True
+    batches = on_device(DataLoader(dataset, batch_size=4, num_workers=2))
+    iterator = iter(batches)
+    with pytest.warns(UserWarning, match="pageable memory"):
+        first = next(iterator)
+    assert [thread for thread in threading.enumerate() if thread.name == "fastdata-prefetch"]
+    assert values([first, *iterator]) == in_batches(23, 4)
 
 
 @pytest.mark.parametrize("torchs", [False, True])

@@ -27,7 +27,8 @@ Data larger than memory:
 The device:
 
 - ``prefetch``: ``CudaPrefetcher``
-- ``transfer``: the thread that copies batches of one epoch
+- ``transfer``: copies of one epoch's batches to the device, and what each waits for
+- ``copy_thread``, ``loop_copies``: copies by a thread, and by the training loop itself
 - ``pinned``: pinned host memory for batches
 - ``device``: devices, and batch ops that end on one
 - ``resident``, ``window``: a store on the device, and the crops that are cut from it

@@ -83,6 +83,16 @@ class BatchMaker:
     channels_last: bool
     read: MakeBatch | None
 
+    @property
+    def is_whole(self) -> bool:
+        """True if batches are read whole, and nothing of the user's is called for them."""
+        if self.read is not None:
+            return True
+        reader = None if self.handle is None else self.handle.reader
+        if reader is None or reader.obstacle_if_alike is not None:
+            return False
+        return self.collate_fn is collate and reader.target_transform is None
+
     def __call__(self, indices: Any, draws: DrawKey) -> Any:
         with profiled("fastdata: read"):
             read = self.fetch
@@ -266,6 +276,15 @@ class ThreadIter(CountedIterator):
         else:
             batch = self._receive(self._threads)
         return copy_to_pinned(batch) if self._pin_memory else batch
+
+    @property
+    def reads_whole(self) -> bool:
+        """True if threads read whole batches into the ring, without code of the user's."""
+        return self._threads is not None and self._read.is_whole
+
+    def has_next(self) -> bool:
+        """Return True if ``next`` would not wait for the threads."""
+        return bool(self._task_info) and self._task_info[0].done()
 
     def _receive(self, threads: ThreadPoolExecutor) -> Any:
         """Return the next batch, or raise its exception, and submit a later one."""

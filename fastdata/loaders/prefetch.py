@@ -1,8 +1,9 @@
 """``CudaPrefetcher``: batches of a loader on the device before the training loop asks for them.
 
-Batch ops of fastdata's loaders run on the copy thread's stream, after the copies, or on the CPU
-before batches are sent. Batches of a store that is on the device need no thread: they are cut on
-the stream of the loop as it asks for them.
+Batches are copied on a side stream: by the training loop's thread where threads of fastdata's
+loader read whole batches, else by a thread of the prefetcher. Batch ops run there after the copies,
+or on the CPU before batches are sent. Batches of a store that is on the device are cut on the
+training loop's stream, as it asks for them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch.cuda
 
 from fastdata.datasets.buffers import BatchRing
 from fastdata.datasets.trees import map_batch
+from fastdata.loaders.copy_thread import ThreadTransfer
 from fastdata.loaders.device import (
     DeviceLike,
     DeviceOps,
@@ -30,10 +32,11 @@ from fastdata.loaders.device import (
     resolve_device,
     ring_slots,
 )
-from fastdata.loaders.iterators import HELD_BY_USER
+from fastdata.loaders.iterators import HELD_BY_USER, ThreadIter
+from fastdata.loaders.loop_copies import LoopTransfer
 from fastdata.loaders.pinned import PinnedMemory, Sender
 from fastdata.loaders.resident import StoreCut
-from fastdata.loaders.transfer import LoopEpoch, Transfer
+from fastdata.loaders.transfer import LoopEpoch
 from fastdata.machine.units import format_bytes
 from fastdata.report import EpochReport, Line
 
@@ -84,11 +87,13 @@ class PrefetchReport(EpochReport):
 class CudaPrefetcher:
     """Iterates over the batches of a loader on the GPU; they are copied while the GPU computes.
 
-    A thread reads the loader and copies batches on its own stream, from pinned memory. The training
-    loop gets tensors on the device and never waits for a copy. Batches that the threads of
-    fastdata's loader gather are copied directly, and so are tensors that the loader has pinned.
-    Others are copied once more on the host, to pinned memory of torch's allocator. If there is too
-    little memory to pin, copies are pageable, with one warning.
+    Batches are copied on a side stream, from pinned memory. The training loop gets tensors on the
+    device and never waits for a copy. Where the threads of fastdata's loader read whole batches and
+    there is no ``transform``, ``next()`` queues the copies of all batches that are ready; else a
+    thread reads the loader and queues them. Batches that the threads of fastdata's loader gather
+    are copied directly, and so are tensors that the loader has pinned. Others are copied once more
+    on the host, to pinned memory of torch's allocator. If there is too little memory to pin, copies
+    are pageable, with one warning.
 
     A batch may be any nesting of tuples, lists, dicts, namedtuples, dataclasses and
     ``SampleBatch``. Objects of other classes are moved by their own ``pin_memory()`` and
@@ -219,7 +224,7 @@ class CudaPrefetcher:
             return self._begin_cut(work.cut, self._pinned)
         self._stream = self._stream or torch.cuda.Stream(self.device)
         begin = partial(
-            Transfer,
+            self._begin_copies,
             device=self.device,
             finish=replace(self._finish, ops=work.finish),
             # Pinned at a time: a copy of each batch in flight, of the next one, and one more, which
@@ -229,7 +234,8 @@ class CudaPrefetcher:
             depth=self.depth,
         )
         if not is_own(loader):
-            return begin(iterator=iter(loader), mark=getattr(loader, "state_dict", lambda: None))
+            mark = getattr(loader, "state_dict", lambda: None)
+            return begin(iterator=iter(loader), mark=mark)
         held = max(HELD_BY_USER, self.depth + 1)
         self._pinned.ring_slots = ring_slots(loader, held)
         self._ring = self._ring or BatchRing(self._pinned.ring_slots, self._pinned.allocate)
@@ -238,6 +244,14 @@ class CudaPrefetcher:
         # A state that is taken before the first batch must not count what is read ahead.
         progress.mark_delivered(progress.mark())
         return begin(iterator=iterator, mark=progress.mark, mark_delivered=progress.mark_delivered)
+
+    def _begin_copies(self, *, iterator: Iterator[Any], **options: Any) -> ThreadTransfer:
+        """Begin an epoch whose copies the training loop queues if that is quick, else a thread."""
+        is_quick = isinstance(iterator, ThreadIter) and iterator.reads_whole
+        # A transform may do anything, such as wait for the device.
+        if is_quick and self._finish.transform is None:
+            return LoopTransfer(iterator=iterator, **options)
+        return ThreadTransfer(iterator=iterator, **options)
 
     def _begin_cut(self, begin: Callable[..., StoreCut], pinned: PinnedMemory) -> LoopEpoch:
         """Begin an epoch of batches of a store on the device, cut as the loop asks for them."""

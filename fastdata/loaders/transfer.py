@@ -1,35 +1,31 @@
-"""One epoch of a prefetcher: a thread reads the loader and copies its batches to the device.
+"""One epoch of a prefetcher: batches of a loader that are copied to the device.
 
-The thread copies on a stream of its own. For each batch it waits for a permit before it takes
-memory on the device::
+Copies run on a side stream. The training loop's stream waits for them, not its thread. A batch is
+copied into one of ``depth`` places on the device::
 
-    next(loader) -> pinned memory -> permit -> copy on the side stream -> event -> queue
+    next(loader) -> pinned memory -> place -> copy on the side stream -> ready -> the training loop
 
-and the training loop's stream waits for the event, not its thread. The loop gives a permit as it
-takes a batch: an event where its stream had left the batch before. There are ``depth`` to begin
-with. Who may write to memory when:
+and the training loop gives the place back as it takes the batch. Who may write to memory when:
 
-    pinned host memory   held by the thread until the event after its copy is done
-    device memory        made on the thread's stream; the training loop's stream waits for the copy
+    pinned host memory   held until the event after its copy is done
+    device memory        made on the side stream; the training loop's stream waits for the copy
                          before it reads, and ``record_stream`` keeps the memory until that stream
                          has done what it was given
-    the whole device     the thread copies a batch when the device has left the one ``depth + 1``
-                         before it
+    the whole device     a batch is copied when the device has left the one ``depth + 1`` before it
 
-The schedules of ``tests/scenarios.py`` prove this on a simulated device; ``tests/mutants.py``
-removes each line that waits, records, holds or bounds, and the schedules must notice.
+``copy_thread.py`` and ``loop_copies.py`` are the two ways to call this: from a thread of its own,
+and from the training loop's. The schedules of ``tests/scenarios.py`` prove the order on a simulated
+device; ``tests/mutants.py`` removes each line that waits, records, holds or bounds, and the
+schedules must notice.
 """
 
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
@@ -38,29 +34,46 @@ import torch.cuda
 from fastdata.datasets.held_tensors import memory_of, moves_itself
 from fastdata.datasets.trees import map_batch
 from fastdata.loaders.iterators import LoopCounts, profiled, sample_count
-from fastdata.loaders.pinned import Sender, begin_thread, device_memory, left_behind
+from fastdata.loaders.pinned import Sender, device_memory, left_behind
 
-_PATIENCE_S = 10.0
-"""Time that the end of an epoch waits for a loader that does not answer. After it the thread is
-left to end with the process."""
-_END = object()
+END = object()
+"""Stands for the end of a loader."""
+
+
+class Place:
+    """One of ``depth`` places on the device, and its events, which are used again and again.
+
+    Attributes:
+        left: recorded when the training loop takes the batch in the place: the device is then done
+            with the batch before. Never recorded, it counts as done.
+        ready: recorded behind the copy of the place's batch, and all other work on it.
+    """
+
+    # To make two events for each batch takes longer. Each may be recorded again only when nobody
+    # needs its old state: ``left`` is done when the place is used again, the training loop's stream
+    # has begun to wait for ``ready``, and the host has seen it done (``_release_oldest``).
+
+    def __init__(self) -> None:
+        # Blocking: a thread that waits must not spin.
+        self.left = torch.cuda.Event(blocking=True)
+        self.ready = torch.cuda.Event(blocking=True)
 
 
 class Arrival(NamedTuple):
     """A batch that has arrived on the device, or is on its way there.
 
     Attributes:
-        batch: after all work on it was queued.
-        samples: in it.
+        batch: the batch, after all work on it was queued.
+        samples: number of samples in it.
         mark: how far the loader had been read with it.
-        ready: the event behind that work on the side stream.
-        memory: of the device, each with a ``record_stream`` method.
+        place: its place on the device; None on the CPU.
+        memory: its memory on the device, each with a ``record_stream`` method.
     """
 
     batch: Any
     samples: int
     mark: Any
-    ready: torch.cuda.Event | None = None
+    place: Place | None = None
     memory: Sequence[Any] = ()
 
 
@@ -73,10 +86,10 @@ class LoopEpoch:
     """One epoch that is read by the training loop's thread, as it asks for batches.
 
     Attributes:
-        iterator: of the loader, made in the user's thread.
-        device: where batches are in the end.
-        finish: what is done to each batch there.
-        sender: what copies to the device; None on the CPU.
+        iterator: iterator of the loader, made in the user's thread.
+        device: the device of the batches that are handed over.
+        finish: does all other work on a batch there.
+        sender: copies to the device; None on the CPU.
         mark: returns how far the loader has been read; called by the thread that reads it.
         mark_delivered: takes the mark of a batch that the user got; called in the user's thread.
     """
@@ -134,10 +147,10 @@ class LoopEpoch:
         if os.getpid() != self._pid or self._is_stopped:
             return
         self._is_stopped = True
-        self._end_thread()
+        self._end()
         self.iterator = iter(())
 
-    def _end_thread(self) -> None: ...
+    def _end(self) -> None: ...
 
     def _next(self) -> Outcome:
         try:
@@ -150,13 +163,11 @@ class LoopEpoch:
 
 @dataclass(eq=False, kw_only=True)
 class Transfer(LoopEpoch):
-    """One epoch that a thread reads and copies to the device, at most ``depth`` batches ahead.
-
-    The thread ends with the loader, or where something fails; another one begins if the user asks
-    again.
+    """One epoch whose batches are copied to the device, at most ``depth`` ahead.
 
     Attributes:
-        stream: of the copies, and of all other work on batches before the user has them.
+        stream: the side stream: of the copies, and of all other work on batches before the user
+            has them.
         depth: batches on the device before the user takes them.
     """
 
@@ -168,135 +179,54 @@ class Transfer(LoopEpoch):
         super().__post_init__()
         # What copies read on the host, until the events behind them.
         self._in_flight: deque[tuple[torch.cuda.Event, list[Any]]] = deque()
-        self._permits: SimpleQueue[torch.cuda.Event | None] = SimpleQueue()
-        for _ in range(self.depth):
-            self._permits.put(_event())
-        self._arrivals: SimpleQueue[Outcome] = SimpleQueue()
-        self._thread: threading.Thread | None = None
 
-    # In the user's thread
-
-    def _next(self) -> Outcome:
-        """Take the next batch, and make the calling thread's stream wait for it.
-
-        The copy thread starts here and not before: what a loader draws for its first batch is drawn
-        while the user waits.
-        """
+    def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise RuntimeError(
                 "an iterator of a prefetcher works in the process that made it; call iter() in "
                 "this one"
             )
-        user_stream = torch.cuda.current_stream(self.device)
-        if self._thread is None:
-            # What a loader or transform reads may have been made there.
-            self.stream.wait_stream(user_stream)
-            self._start_thread()
-        outcome = self._arrivals.get()
-        if isinstance(outcome, Arrival):
-            # Recorded before the wait: the permit is for what the loop did to batches before.
-            left = _event()
-            left.record(user_stream)
-            assert outcome.ready is not None  # it is of every batch that was copied
-            user_stream.wait_event(outcome.ready)
-            for owner in outcome.memory:
-                owner.record_stream(user_stream)
-            self._permits.put(left)
-        elif not self._is_stopped:  # the thread has put it, and ends now
-            thread = self._thread
-            self._thread = None
-            if thread is not None:
-                thread.join()
-        return outcome
 
-    def _start_thread(self) -> None:
-        thread = threading.Thread(target=self._run, name="fastdata-prefetch", daemon=True)
+    def _queue_copy(self, batch: Any, sources: list[Any], place: Place) -> tuple[Any, list[Any]]:
+        """Queue the copy of a staged batch, and all other work on it.
+
+        Called with the side stream as the current one, when the device has left the place.
+
+        Returns:
+            The batch, and its memory on the device.
+        """
+        # Held before the first copy is queued: if one fails, those before it still read there.
+        self._in_flight.append((place.ready, sources))
         try:
-            thread.start()
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"CudaPrefetcher cannot start its thread: {error}. This process has "
-                f"{threading.active_count()} Python threads. Allow more (`ulimit -u`, or the "
-                "container's limit of processes), or use fewer workers."
-            ) from error
-        self._thread = thread
+            with profiled("fastdata: copy"):
+                batch = map_batch(self.sender.copy, batch, moves_itself)
+            batch = self.finish(batch)
+            memory = self._device_memory(batch)
+        except BaseException:
+            del batch  # the exception keeps this frame
+            raise
+        finally:
+            del sources
+            # Also after an error: whoever releases the sources waits for this event.
+            place.ready.record(self.stream)
+        return batch, memory
 
-    def _end_thread(self) -> None:
-        # Wakes a thread that waits for a permit. One that reads the loader sees ``_is_stopped``.
-        self._permits.put(None)
-        thread = self._thread  # read once: the training loop's thread may drop it
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(_PATIENCE_S)
-        with suppress(Empty):
-            while True:
-                self._arrivals.get_nowait()  # the training loop's thread may take some, too
-        self._arrivals.put(StopIteration())  # for a loop that waits in another thread
-
-    # In the copy thread
-
-    def _run(self) -> None:
-        outcome: BaseException = StopIteration()
-        try:
-            begin_thread(self.device)
-            try:
-                with torch.cuda.stream(self.stream):
-                    while self._copy_next():
-                        pass
-                self.iterator = iter(())
-            finally:
-                # Of a lost device they stay: to free pinned memory asks it, and aborts the process.
-                while self._in_flight:
-                    self._release_oldest()
-        except BaseException as error:  # noqa: BLE001  # raised where its batch would have come
-            # Without this frame.
-            outcome = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
-        self._arrivals.put(outcome)
-        del outcome  # it would keep this frame, and this frame it
+    def _hand_over(self, arrival: Arrival, user_stream: torch.cuda.Stream) -> Place:
+        """Let the training loop's stream wait for a batch; return its place, to be used again."""
+        place = arrival.place
+        assert place is not None  # every batch that was copied has one
+        # Recorded before the wait: the place is free after what the loop did to batches before.
+        place.left.record(user_stream)
+        user_stream.wait_event(place.ready)
+        for owner in arrival.memory:
+            owner.record_stream(user_stream)
+        return place
 
     def _release_oldest(self) -> None:
         """Wait until the device has read a batch on the host, whose memory is then released."""
         ready, _ = self._in_flight[0]
         ready.synchronize()
         self._in_flight.popleft()
-
-    def _copy_next(self) -> bool:
-        """Copy one batch; return False if there is none, or it is not wanted any more."""
-        if self._is_stopped:
-            return False
-        batch = next(self.iterator, _END)
-        if batch is _END:
-            return False
-        mark = self.mark()
-        samples = sample_count(batch)
-        self._wait_for_makers(batch)
-        batch, sources = self.sender.stage(batch)
-        permit = self._permits.get()
-        if permit is None or self._is_stopped:
-            return False
-        try:
-            # So the device never holds more than the queue, the loop's batch and this one.
-            permit.synchronize()
-            if len(self._in_flight) == self.depth:
-                self._release_oldest()
-            ready = _event()
-            # Held before the first copy is queued: if one fails, those before it still read there.
-            self._in_flight.append((ready, sources))
-            try:
-                with profiled("fastdata: copy"):
-                    batch = map_batch(self.sender.copy, batch, moves_itself)
-                batch = self.finish(batch)
-            finally:
-                del sources  # an exception keeps this frame
-                # Also after an error: whoever releases the sources waits for this event.
-                ready.record(self.stream)
-            memory = self._device_memory(batch)
-        except BaseException:
-            # No batch uses the permit, and the thread after this one would lack it.
-            del batch
-            self._permits.put(permit)
-            raise
-        self._arrivals.put(Arrival(batch, samples, mark, ready, memory))
-        return True
 
     def _wait_for_makers(self, batch: Any) -> None:
         """Let the side stream wait for tensors that the loader has made on the device.
@@ -327,10 +257,6 @@ class Transfer(LoopEpoch):
                 "dataclasses, which are copied item by item."
             )
         return memory
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(blocking=True)  # a waiting thread must not spin
 
 
 def _refuse_capture(device: torch.device) -> None:
