@@ -39,6 +39,8 @@ def shift_scale_rotate(**arguments: Any) -> Any:
 STEADY = {
     "Affine": lambda: fixed(),
     "Affine, filled": lambda: fixed(fill=117.0),
+    "Affine, filled by one value": lambda: fixed(fill=(117.0,)),
+    "Pad, filled by one value": lambda: A.Pad(3, fill=(117.0,), p=1),
     "Affine, area": lambda: fixed(interpolation=AREA, scale=(0.3, 0.3)),
     "Affine, in a larger frame": lambda: fixed(fit_output=True, fill=9.0),
     "Affine, in parts of the side": lambda: fixed(

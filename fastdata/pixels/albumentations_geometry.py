@@ -83,10 +83,10 @@ def border_fill(transform: Any, state: State) -> Fill:
     if border_mode(transform) != "PAD_CONSTANT":
         return (0,)
     given = transform.fill_mask if state.is_beside else transform.fill
-    # OpenCV takes a number for the first of four channels, but albumentations repeats a float.
-    values = [given] if isinstance(given, (float, np.floating)) else given
-    if not isinstance(values, (Sequence, np.ndarray)):
-        values = [given, 0, 0, 0][: state.channels]
+    values = given if isinstance(given, (Sequence, np.ndarray)) else [given]
+    # OpenCV takes one value for the first of four channels, but albumentations repeats a float.
+    if len(values) == 1 and not isinstance(given, (float, np.floating)):
+        values = [*values, 0, 0, 0][: state.channels]
     elif len(values) not in (1, state.channels):
         raise UnknownStepError("has a fill for another number of channels")
     if not all(0 <= value <= 255 and value == int(value) for value in values):
