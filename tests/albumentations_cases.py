@@ -17,6 +17,7 @@ from fastdata.pixels.program import Program
 from fastdata.pixels.samples import Form, from_stored, to_stored
 from fastdata.pixels.split import plan_transform
 from fastdata.pixels.state import State
+from fastdata.pixels.steps import Step
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # else the import asks the network
 albumentations = pytest.importorskip("albumentations")
@@ -28,6 +29,7 @@ __all__ = [
     "assert_alike",
     "assert_pixels",
     "images",
+    "normal_numbers",
     "parameters",
     "refusal_of",
     "serve",
@@ -85,6 +87,17 @@ class Served:
 def serve(transform: Any, arrays: Sequence[np.ndarray]) -> list[Any]:
     """Return the images as fastdata serves them, image i with the draws of index i."""
     return Served(transform, arrays[0]).pixels(arrays)
+
+
+def normal_numbers(at: int, index: int, shape: tuple[int, int]) -> np.ndarray:
+    """Return the normal numbers of the draw ``at`` for one sample, as ``serve`` draws them.
+
+    They are what noise of that draw adds to a black image.
+    """
+    store = ArrayStore([np.zeros((1, *shape), np.uint8)] * (index + 1), "tensor")
+    cast = Step("cast", {"dtype": "FLOAT32", "scaling": "SCALE_DIVIDE"})
+    program = Program((cast, Step("noise", {"sigma": 1.0}, at=at)), store.spec)
+    return np.asarray(program.run_one(store, index, EPOCH, SEED)).reshape(shape)
 
 
 def refusal_of(transform: Any, channels: int = 3) -> str:

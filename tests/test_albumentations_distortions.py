@@ -8,11 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from albumentations_cases import Served, albumentations, images, refusal_of, serve
-from data import ArrayStore
+from albumentations_cases import (
+    Served,
+    albumentations,
+    images,
+    normal_numbers,
+    refusal_of,
+    serve,
+)
 from fastdata import CachedDataset, DataLoader
 from fastdata.pixels import opencv_warps
-from fastdata.pixels.program import Program
 from fastdata.pixels.random_numbers import draw_uniform
 from fastdata.pixels.steps import Step
 
@@ -22,7 +27,6 @@ maps = pytest.importorskip("albumentations.augmentations.geometric.functional")
 
 SIZES = ((40, 31), (33, 147), (19, 16))
 NEAREST, LINEAR, AREA, CUBIC = 0, 1, 3, 2
-EPOCH, SEED = 3, 11  # of albumentations_cases
 GAMMA = 0x9E3779B97F4A7C15  # from one number of a SplitMix64 stream to the next
 Places = tuple[np.ndarray, np.ndarray]
 
@@ -57,14 +61,9 @@ class Noise:
         self.index = index
 
     def standard_normal(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-        """Return the numbers that fastdata's noise of the same draw adds to a black image."""
-        black = np.zeros((1, shape[0] * shape[1], shape[2]), np.uint8)
-        store = ArrayStore([black] * (self.index + 1), "tensor")
-        cast = Step("cast", {"dtype": "FLOAT32", "scaling": "SCALE_DIVIDE"})
-        noise = Step("noise", {"sigma": 1.0}, at=self.step.at)
-        program = Program((cast, noise), store.spec)
-        row = program.run_one(store, self.index, EPOCH, SEED)
-        return np.array(row, dtype).reshape(shape)
+        """Return the numbers that fastdata's own noise adds, in fields one below the other."""
+        numbers = normal_numbers(self.step.at, self.index, (shape[0] * shape[1], shape[2]))
+        return numbers.astype(dtype).reshape(shape)
 
     def uniform(self, low: float, high: float, size: tuple[int, ...]) -> np.ndarray:
         """Return numbers of 24 bits, of which each is one step of the stream behind the last."""

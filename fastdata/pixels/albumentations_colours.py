@@ -19,6 +19,7 @@ from fastdata.pixels.steps import Step
 
 _MOST_CHANNELS = 4  # MAX_CHANNELS of core.h
 _MOST_TILES = 1 << 12  # MOST_TILES of cv_clahe.c
+_MOST_INTENSITY = 16  # MOST_INTENSITY of cv_noise.c
 _GREYS = {
     "weighted_average": "GREY_WEIGHTED",
     "from_lab": "GREY_LIGHTNESS",
@@ -221,6 +222,15 @@ def _read_multiplicative_noise(transform: Any, state: State) -> Step:
     return _each(state, "CHANNEL_MULTIPLY", [bounds] * _MOST_CHANNELS)
 
 
+def _read_iso_noise(transform: Any, state: State) -> Step:
+    need_uint8(state)
+    if state.channels != 3:
+        raise UnknownStepError("gets images of other than 3 channels")
+    if max(transform.intensity) > _MOST_INTENSITY:
+        raise UnknownStepError(f"has an intensity above {_MOST_INTENSITY}")
+    return state.step("cv_iso", colour=transform.color_shift, intensity=transform.intensity)
+
+
 # The build of OpenCV
 
 
@@ -336,6 +346,7 @@ READERS: dict[str, Reader] = {
     "A.Equalize": _read_equalize,
     "A.GaussNoise": _read_gauss_noise,
     "A.HueSaturationValue": _read_hsv,
+    "A.ISONoise": _read_iso_noise,
     "A.InvertImg": _read_invert,
     "A.MultiplicativeNoise": _read_multiplicative_noise,
     "A.Posterize": _read_posterize,

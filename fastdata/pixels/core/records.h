@@ -178,6 +178,7 @@ STEP(CV_SATURATION, cv_saturation, int32_t fuses; double factor[2];)     /* Colo
 STEP(CV_CLAHE, cv_clahe, int32_t columns, rows; double limit[2];)        /* CLAHE; of tiles */
 /* GaussNoise, and MultiplicativeNoise of each element: normal or uniform, for each value or each pixel. */
 STEP(CV_NOISE, cv_noise, int32_t multiplies, is_shared; double mean[2], sigma[2], range[2];)
+STEP(CV_ISO, cv_iso, double colour[2], intensity[2];) /* ISONoise */
 
 /* torchvision: GaussianNoise, RandomErasing; timm: RandomErasing, whose rectangles share the area. */
 STEP(NOISE, noise, int32_t clips; double mean, sigma;) /* in units of [0, 1] */
@@ -265,6 +266,7 @@ OP(CV_HSV, cv_hsv, int32_t vector, fuses; double hue, saturation, value;)
 OP(CV_SATURATION, cv_saturation, int32_t fuses; double factor;)
 OP(CV_CLAHE, cv_clahe, int32_t columns, rows; double limit;)
 OP(CV_NOISE, cv_noise, int32_t multiplies, is_shared; double mean, sigma, range[2]; uint64_t key;)
+OP(CV_ISO, cv_iso, double colour, intensity; uint64_t key, grain_key;)
 OP(NOISE, noise, int32_t clips; double mean, sigma; uint64_t key;)
 OP(ERASE, erase, Box box; int32_t mode, is_normalized; uint64_t key;)
 OP(GRID, grid, /* a hole in each cell */
