@@ -20,7 +20,9 @@ from torch.utils.data import default_collate
 
 from fastdata.machine.blocks import ArrayBlock
 
+
 _T = TypeVar("_T")
+
 _READ_ONLY_LIST = (
     "this is a read-only view of what the dataset holds. Change a copy, and assign it before a "
     "sample is read: samples = list(dataset.samples); ...; dataset.samples = samples. The same "
@@ -50,7 +52,9 @@ class ListView(Sequence[_T]):
 
     def __getitem__(self, index: int | slice) -> Any:
         found = range(self._length)[index]
-        return list(map(self._item, found)) if isinstance(found, range) else self._item(found)
+        if isinstance(found, range):
+            return list(map(self._item, found))
+        return self._item(found)
 
     def __iter__(self) -> Iterator[_T]:
         return map(self._item, range(self._length))
@@ -76,7 +80,9 @@ class ListView(Sequence[_T]):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __eq__(self, other: object) -> bool:
-        return list(self) == list(other) if isinstance(other, list | ListView) else NotImplemented
+        if not isinstance(other, list | ListView):
+            return NotImplemented
+        return list(self) == list(other)
 
     def __add__(self, other: Iterable[_T]) -> list[_T]:
         return [*self, *other]
@@ -90,7 +96,8 @@ class ListView(Sequence[_T]):
     def __repr__(self) -> str:
         if len(self) <= 6:
             return repr(list(self))
-        return f"[{', '.join(map(repr, self[:3]))}, ... {len(self) - 4} more ..., {self[-1]!r}]"
+        first = ", ".join(map(repr, self[:3]))
+        return f"[{first}, ... {len(self) - 4} more ..., {self[-1]!r}]"
 
 
 @dataclass(slots=True)
@@ -106,8 +113,10 @@ class Packed:
     @classmethod
     def of(cls, strings: Iterable[bytes]) -> Packed:
         strings = list(strings)
-        ends = np.cumsum(list(map(len, strings)), dtype=np.int64)
-        return cls(np.frombuffer(b"".join(strings), np.uint8), ends)
+        lengths = [len(string) for string in strings]
+        ends = np.cumsum(lengths, dtype=np.int64)
+        blob = np.frombuffer(b"".join(strings), np.uint8)
+        return cls(blob, ends)
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -120,7 +129,8 @@ class Packed:
         """Return all strings, four times as fast as one by one."""
         blob = self.blob.tobytes()
         ends = self.ends.tolist()
-        return [blob[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+        starts = [0, *ends[:-1]]
+        return [blob[start:end] for start, end in zip(starts, ends, strict=False)]
 
 
 class SampleTable:
@@ -156,26 +166,26 @@ class SampleTable:
         columns, self.target_kind = target_columns(targets)
         self._places: dict[Any, str] = {}  # the kind of each place of a tuple or dict
         if self.target_kind == "object":
-            found = {name: target_columns(it) for name, it in _places_of(targets).items()}
+            of_places, kinds = _columns_of_places(targets)
             # If every place would be pickled, one pickle is read faster than several.
-            if {kind for _, kind in found.values()} - {"object"}:
+            if set(kinds.values()) - {"object"}:
+                columns = of_places
                 self.target_kind = type(targets[0]).__name__
-                self._places = {name: kind for name, (_, kind) in found.items()}
-                columns = {
-                    f"{column} of {name}": values
-                    for name, (each, _) in found.items()
-                    for column, values in each.items()
-                }
+                self._places = kinds
         self.has_paths = paths is not None
         self._length = len(targets)
         self._prefix = prefix
         if paths is not None:
-            packed = paths if isinstance(paths, Packed) else Packed.of(map(os.fsencode, paths))
-            columns |= {"path": packed.blob, "path_ends": packed.ends}
+            if not isinstance(paths, Packed):
+                paths = Packed.of(map(os.fsencode, paths))
+            columns["path"] = paths.blob
+            columns["path_ends"] = paths.ends
         if class_to_idx is not None:
-            columns["classes"] = np.frombuffer(json.dumps(dict(class_to_idx)).encode(), np.uint8)
+            text = json.dumps(dict(class_to_idx))
+            columns["classes"] = np.frombuffer(text.encode(), np.uint8)
         if stat is not None:
-            columns["stat"] = np.array(stat, np.int64).reshape(-1, 2)
+            rows = np.array(stat, np.int64)
+            columns["stat"] = rows.reshape(-1, 2)
         self.columns = ArrayBlock.of(columns)
 
     def __len__(self) -> int:
@@ -184,7 +194,10 @@ class SampleTable:
     @property
     def class_to_idx(self) -> dict[str, int] | None:
         text = self.columns.get("classes")
-        return None if text is None else json.loads(text.tobytes())
+        if text is None:
+            return None
+        found: dict[str, int] = json.loads(text.tobytes())
+        return found
 
     @property
     def stat(self) -> np.ndarray | None:
@@ -205,23 +218,31 @@ class SampleTable:
     def target(self, index: int) -> Any:
         if not self._places:
             return self._value(self.target_kind, index)
-        values = {name: self._value(it, index, f" of {name}") for name, it in self._places.items()}
-        return values if self.target_kind == "dict" else tuple(values.values())
+        values = {}
+        for name, kind in self._places.items():
+            values[name] = self._value(kind, index, f" of {name}")
+        if self.target_kind == "dict":
+            return values
+        return tuple(values.values())
 
     def _value(self, kind: str, index: int, place: str = "") -> Any:
         """Return a target, or the value at a place of it."""
-        if kind == "number":
-            return self.columns[f"targets{place}"][index].item()
         if kind == "object":
             # Unpickling is safe: this process or its parent wrote the pickle, and the block has
             # been sealed since.
-            packed = Packed(self.columns[f"object{place}"], self.columns[f"object_ends{place}"])
-            return pickle.loads(packed[index])
+            blob = self.columns[f"object{place}"]
+            ends = self.columns[f"object_ends{place}"]
+            return pickle.loads(Packed(blob, ends)[index])
+        value = self.columns[f"targets{place}"][index]
+        if kind == "number":
+            return value.item()
         if kind == "scalar":
-            return self.columns[f"targets{place}"][index]
+            return value
         # A copy, because the block is read-only. It may have no dimensions.
-        row = np.array(self.columns[f"targets{place}"][index])
-        return torch.from_numpy(row) if kind == "tensor" else row
+        row = np.array(value)
+        if kind == "tensor":
+            return torch.from_numpy(row)
+        return row
 
     def path(self, index: int) -> str:
         packed = Packed(self.columns["path"], self.columns["path_ends"])
@@ -238,14 +259,18 @@ class SampleTable:
         """Return the targets of a batch as ``default_collate`` stacks them."""
         if not self._places:
             return self._collated(self.target_kind, index_B)
-        places = self._places.items()
-        found = {name: self._collated(kind, index_B, f" of {name}") for name, kind in places}
-        return found if self.target_kind == "dict" else list(found.values())
+        found = {}
+        for name, kind in self._places.items():
+            found[name] = self._collated(kind, index_B, f" of {name}")
+        if self.target_kind == "dict":
+            return found
+        return list(found.values())
 
     def _collated(self, kind: str, index_B: np.ndarray, place: str = "") -> Any:
         """Return the targets of a batch, or their values at one place, stacked."""
         if kind == "object":
-            return collate_targets([self._value(kind, it, place) for it in index_B.tolist()])
+            values = [self._value(kind, index, place) for index in index_B.tolist()]
+            return collate_targets(values)
         return torch.from_numpy(self.columns[f"targets{place}"][index_B])
 
     def reduced_to(self, kept: Sequence[int]) -> SampleTable:
@@ -282,13 +307,25 @@ def _places_of(targets: Any) -> dict[Any, Sequence[Any]]:
     """
     types = {*map(type, targets)}
     if types == {tuple} and len({*map(len, targets)}) == 1:
-        return dict(enumerate(zip(*targets, strict=True)))
+        columns = zip(*targets, strict=True)
+        return dict(enumerate(columns))
     if types == {dict}:
         names = targets[0].keys()
         are_texts = all(isinstance(name, str) for name in names)
         if are_texts and all(target.keys() == names for target in targets):
             return {name: [target[name] for target in targets] for name in names}
     return {}
+
+
+def _columns_of_places(targets: Any) -> tuple[dict[str, np.ndarray], dict[Any, str]]:
+    """Return the arrays that hold the places of targets, and the kind of each place."""
+    columns = {}
+    kinds = {}
+    for name, values in _places_of(targets).items():
+        of_place, kinds[name] = target_columns(values)
+        for column, array in of_place.items():
+            columns[f"{column} of {name}"] = array
+    return columns, kinds
 
 
 def target_columns(
@@ -305,16 +342,20 @@ def target_columns(
         return {"targets": targets}, "number"
     types = {*map(type, targets)} or {int}
     only = types.pop() if len(types) == 1 else object
-    kind = "scalar" if issubclass(only, np.generic) else _KINDS.get(only, "object")
+    kind = _KINDS.get(only, "object")
+    if issubclass(only, np.generic):
+        kind = "scalar"
     # NumPy refuses numbers beyond int64, and tensors of bfloat16, with gradients or on a device.
     # These are pickled.
     with contextlib.suppress(OverflowError, TypeError, RuntimeError):
         if kind == "number":
             # Python's ints become int64 on every platform, although NumPy's default may be smaller.
-            return {"targets": np.array(targets, np.int64 if only is int else None)}, kind
+            dtype = np.int64 if only is int else None
+            return {"targets": np.array(targets, dtype)}, kind
         if kind != "object":
-            rows = list(map(np.asarray, targets))
-            if len({(row.shape, row.dtype) for row in rows}) == 1 and rows[0].dtype.kind in "iufb":
+            rows = [np.asarray(target) for target in targets]
+            forms = {(row.shape, row.dtype) for row in rows}
+            if len(forms) == 1 and rows[0].dtype.kind in "iufb":
                 return {"targets": np.stack(rows)}, kind
     packed = Packed.of(pickle.dumps(target, protocol=5) for target in targets)
     return {"object": packed.blob, "object_ends": packed.ends}, "object"
