@@ -20,7 +20,6 @@ from torch.utils.data import default_collate
 
 from fastdata.machine.blocks import ArrayBlock
 
-
 _T = TypeVar("_T")
 
 _READ_ONLY_LIST = (

@@ -38,7 +38,8 @@ def seen_through(call: Any) -> tuple[Any, ...] | None:
         return None
     log: list[Any] = []
     try:
-        made = _run_copy(function, names, owner, _stand_in)(_Image(log))
+        run = _run_copy(function, names, owner, _stand_in)
+        made = run(_Image(log))
         views = made if type(made) in (list, tuple) else (made,)
         calls = [view._calls for view in views]
     except Exception:  # noqa: BLE001  # it does more with a stand-in than to call it
@@ -49,9 +50,10 @@ def seen_through(call: Any) -> tuple[Any, ...] | None:
     # calls stand for the calls, because one transform may be called several times.
     # Each call must count for exactly one result. A call for no result could still draw random
     # numbers, and two views of one call would share what it draws.
-    if not log or () in calls or sorted(chain(*calls)) != list(range(len(log))):
+    counted = sorted(chain.from_iterable(calls))
+    if not log or () in calls or counted != list(range(len(log))):
         return None
-    transforms = [tuple(log[k] for k in numbers) for numbers in calls]
+    transforms = [tuple(log[number] for number in numbers) for numbers in calls]
     if views is not made:
         return transforms[0]
     several = Views(*transforms)
@@ -71,20 +73,21 @@ def seen_through_pair(call: Any) -> tuple[Any, ...] | None:
     names = _names_read(function.__code__)
     if names is None:
         return None
-    pair = [_Image([]), _Image([])]
+    image_log: list[Any] = []
+    mask_log: list[Any] = []
     try:
-        image, mask = _run_copy(function, names, owner, _stand_in)(*pair)
+        run = _run_copy(function, names, owner, _stand_in)
+        image, mask = run(_Image(image_log), _Image(mask_log))
         # Each call must be one of both: two calls would draw for the image and the mask apart.
-        calls = image._log
-        is_joint = mask._log in (calls, [*calls, LONG_MASK])
-        is_joint = is_joint and all(isinstance(each, _Joint) for each in calls)
-        is_whole = all(each._calls == tuple(range(len(each._log))) for each in (image, mask))
+        are_joint = all(isinstance(call, _Joint) for call in image_log)
+        are_of_both = mask_log in (image_log, [*image_log, LONG_MASK])
+        is_whole = image._log is image_log and image._has_all_calls
+        is_whole_mask = mask._log is mask_log and mask._has_all_calls
     except Exception:  # noqa: BLE001  # it does more with a stand-in than to call a transform
         return None
-    are_own = image._log is pair[0]._log and mask._log is pair[1]._log
-    if not (image._log and is_joint and is_whole and are_own):
+    if not (image_log and are_joint and are_of_both and is_whole and is_whole_mask):
         return None
-    return tuple(each.transform if each is not LONG_MASK else each for each in mask._log)
+    return tuple(LONG_MASK if call is LONG_MASK else call.transform for call in mask_log)
 
 
 def code_of_call(call: Any) -> tuple[Callable[..., Any] | None, Any]:
@@ -109,7 +112,10 @@ _MORE = ("_IF_", "STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF", "DELETE_", "EXC", 
 def _names_read(code: CodeType) -> frozenset[str] | None:
     """Return the names that a function looks up; None if it does more than calling."""
     names, instructions = read_code(code)
-    return None if any(word in it.opname for it in instructions for word in _MORE) else names
+    for instruction in instructions:
+        if any(word in instruction.opname for word in _MORE):
+            return None
+    return names
 
 
 def outside_of(call: Any) -> dict[str, Any]:
@@ -141,9 +147,8 @@ def copy_on_stand_ins(call: Any, stand_in: Callable[[Any], Any]) -> Callable[...
     """
     if type(call) is partial:
         keywords = {name: stand_in(value) for name, value in call.keywords.items()}
-        return partial(
-            copy_on_stand_ins(call.func, stand_in), *map(stand_in, call.args), **keywords
-        )
+        inside = copy_on_stand_ins(call.func, stand_in)
+        return partial(inside, *map(stand_in, call.args), **keywords)
     function, owner = code_of_call(call)
     names = _names_read(function.__code__) if isinstance(function, FunctionType) else None
     if not isinstance(function, FunctionType) or names is None:
@@ -152,8 +157,10 @@ def copy_on_stand_ins(call: Any, stand_in: Callable[[Any], Any]) -> Callable[...
     def of_any(value: Any, names: frozenset[str] = names) -> Any:
         if not isinstance(value, ModuleType):
             return stand_in(value)
-        inner = {name: vars(value)[name] for name in names & vars(value).keys()}
-        return SimpleNamespace(**{name: of_any(inner[name], names - {name}) for name in inner})
+        inner = {}
+        for name in names & vars(value).keys():
+            inner[name] = of_any(vars(value)[name], names - {name})
+        return SimpleNamespace(**inner)
 
     run = _run_copy(function, names, owner, of_any)
     plain = run.__func__ if isinstance(run, MethodType) else run
@@ -187,11 +194,20 @@ class _Image:
         self._calls = calls
         self._is_array = False
 
+    @property
+    def _has_all_calls(self) -> bool:
+        """True if each call of the log led to this image, in the log's order."""
+        return self._calls == tuple(range(len(self._log)))
+
     def _through(self, step: Any) -> _Image:
         if self._is_array and not isinstance(step, (_Joint, AlbumentationsTransform)):
             raise TypeError("a step of PIL images or tensors gets an array")
-        self._log.append(step)
-        return _Image(self._log, (*self._calls, len(self._log) - 1))
+        return self._noted(step)
+
+    def _noted(self, call: Any) -> _Image:
+        number = len(self._log)
+        self._log.append(call)
+        return _Image(self._log, (*self._calls, number))
 
     def _through_array(self) -> _Image:
         """Return the image as ``np.array(image)``, which only albumentations may get."""
@@ -200,8 +216,7 @@ class _Image:
         return array
 
     def long(self) -> _Image:
-        self._log.append(LONG_MASK)
-        return _Image(self._log, (*self._calls, len(self._log) - 1))
+        return self._noted(LONG_MASK)
 
     def convert(self, mode: str) -> _Image:
         # The one method of images that such callables use: to make gray images RGB.
