@@ -67,8 +67,8 @@ class TorchvisionMixer:
             raise NotServedError("a mix has a labels_getter=")
         if len(classes) > 1 or None in classes:
             raise NotServedError("mixes need one num_classes=")
-        name = " or ".join(dict.fromkeys(type(mix).__name__ for mix in mixes))
-        return cls(transform=transform, classes=classes.pop(), name=name)
+        names = dict.fromkeys(type(mix).__name__ for mix in mixes)
+        return cls(transform=transform, classes=classes.pop(), name=" or ".join(names))
 
     def takes(self, dtype: torch.dtype) -> bool:
         """Return True if images of a dtype can be mixed: MixUp refuses whole numbers."""
@@ -77,7 +77,8 @@ class TorchvisionMixer:
 
     def draw(self, key: DrawKey, shape_BChw: Shape, dtype: torch.dtype) -> Blend | None:
         """Draw for a batch as the transform does; None if it leaves images and labels alone."""
-        return _draw(self.transform, key.generator(), *shape_BChw[-2:])
+        height, width = shape_BChw[-2:]
+        return _draw(self.transform, key.generator(), height, width)
 
 
 def _mixes_in(transform: Any) -> Iterator[Any]:
@@ -100,11 +101,13 @@ def _draw(transform: Any, generator: torch.Generator, height: int, width: int) -
     # torchvision's transforms/v2/_container.py and _augment.py, in a tenth of the time.
     name = known_name(transform)
     if name == "RandomChoice":
-        number = int(torch.multinomial(torch.tensor(transform.p), 1, generator=generator))
+        shares = torch.tensor(transform.p)
+        number = int(torch.multinomial(shares, 1, generator=generator))
         return _draw(transform.transforms[number], generator, height, width)
     if name == "RandomApply":
-        is_left = bool(torch.rand(1, generator=generator) >= transform.p)
-        return None if is_left else _draw(transform.transforms[0], generator, height, width)
+        if torch.rand(1, generator=generator) >= transform.p:
+            return None
+        return _draw(transform.transforms[0], generator, height, width)
     if name == "Identity":
         return None
     # As torch.distributions.Beta and Dirichlet draw it.
@@ -196,8 +199,10 @@ class TimmMixer:
         count = shape_BChw[0]
         if count % 2:
             raise AssertionError("Batch size should be even when using this")
-        seeds = sample_keys(key.seed, key.epoch, np.array([key.number]))
-        functions = _seeded(self.mixup, np.random.RandomState(seeds.view(np.uint32)))
+        number_1 = np.array([key.number])
+        seed_1 = sample_keys(key.seed, key.epoch, number_1)
+        random = np.random.RandomState(seed_1.view(np.uint32))
+        functions = _seeded(self.mixup, random)
         if self.mode == "batch":
             share, cuts = functions["_params_per_batch"](self.mixup)
             return self._blend(functions, shape_BChw, [share], [cuts], torch.float64)

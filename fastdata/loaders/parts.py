@@ -81,14 +81,18 @@ class JoinedReader:
         for (number, _, piece), opened in zip(pieces, sources, strict=True):
             reader = self.readers[number]
             shapes.append(reader.shapes_of(piece, opened))
-            where = f" of dataset {number} of {len(self.readers)}"
-            names += [reader.name_of(piece, b) + where for b in range(len(piece))]
+            where = f"of dataset {number} of {len(self.readers)}"
+            for row in range(len(piece)):
+                name = reader.name_of(piece, row)
+                names.append(f"{name} {where}")
         outputs = []
         columns = zip(*shapes, strict=True)
-        for (_, dtype), shapes_of_each in zip(self.readers[0].alike, columns, strict=True):
+        alike = self.readers[0].alike
+        for (_, dtype), shapes_of_each in zip(alike, columns, strict=True):
             shapes_BD = np.concatenate(shapes_of_each)
             check_alike(shapes_BD, names.__getitem__)
-            outputs.append((tuple(shapes_BD[0].tolist()), dtype))
+            shape = tuple(shapes_BD[0].tolist())
+            outputs.append((shape, dtype))
         return outputs
 
     @property
@@ -107,7 +111,8 @@ class JoinedReader:
 
     def collated_targets(self, batch: IndexBatch) -> Any:
         """Return the targets of a batch as ``default_collate`` returns them."""
-        return collate_targets(self.in_order(batch, [it.targets.of_each for it in self.readers]))
+        reads = [reader.targets.of_each for reader in self.readers]
+        return collate_targets(self.in_order(batch, reads))
 
     def items(self, batch: IndexBatch, allocate: Allocate = new_buffer) -> list[Any]:
         """Return the items of a batch; each dataset allocates memory for its own."""
@@ -117,7 +122,8 @@ class JoinedReader:
         """Return what each dataset's function in ``reads`` returns, in the order of the batch."""
         found: dict[int, Any] = {}
         for number, row_B, piece in self._pieces(batch):
-            found |= zip(row_B.tolist(), reads[number](piece), strict=True)
+            items = reads[number](piece)
+            found |= zip(row_B.tolist(), items, strict=True)
         return [found[row] for row in range(len(found))]
 
     def _pieces(self, batch: IndexBatch) -> Iterator[_Piece]:
@@ -131,7 +137,8 @@ class JoinedReader:
                 seed = batch.seed
             if number:  # so that the same index in two datasets has independent draws
                 seed = int(sample_keys(seed, number, _PART_SALT_1)[0])
-            piece = IndexBatch.of(position_B.tolist(), position_B, batch.visits[row_B], seed)
+            visit_B = batch.visits[row_B]
+            piece = IndexBatch.of(position_B.tolist(), position_B, visit_B, seed)
             yield number, row_B, piece
 
 
@@ -195,8 +202,9 @@ class Parts:
                 subset = _join(dataset, datasets)
             except TypeError:
                 datasets.clear()
-        counts = np.array([index_count(each) for each in datasets], np.int64)
-        return cls(datasets, subset, np.cumsum(counts) - counts)
+        counts = np.array(list(map(index_count, datasets)), np.int64)
+        starts = np.cumsum(counts) - counts
+        return cls(datasets, subset, starts)
 
     def __getitems__(self, batch: IndexBatch) -> list[Any]:
         readers = [dataset._fastdata.reader for dataset in self.datasets]
