@@ -65,7 +65,7 @@ def recipe_table() -> str:
         "fastdata, images kept at 256x256",
         "speedup",
         "fastdata, nothing kept",
-        "speedup of that",
+        "speedup, nothing kept",
     ]
     rows = []
     for name, found in medians("recipes.json").items():
@@ -146,7 +146,7 @@ def decode_table() -> str:
 
 def versus_table(file: str, what: str, base: str, ours: str, more: str = "") -> str:
     """A table of sections: a base, ours and how many times that is; and perhaps one more of ours."""
-    header = [what, base, ours, "speedup", *([more, "speedup of that"] if more else [])]
+    header = [what, base, ours, "speedup", *([more, f"speedup, {more}"] if more else [])]
     rows = []
     for name, found in medians(file).items():
         if base in found and ours in found:
