@@ -18,10 +18,10 @@ from fastdata.pixels.plan import TransformPlan
 from fastdata.pixels.program import Program
 from fastdata.pixels.samples import (
     addresses_of,
+    as_kind,
     batch_of_form,
     decoded_shape,
     from_stored,
-    tensor_class,
     to_stored,
 )
 from fastdata.pixels.steps import Step
@@ -88,8 +88,7 @@ class Column(NamedTuple):
         kind = self.plan.kind
         if self.program is None or kind in ("pil", "array", "hwc", "hw", "plane"):
             return [from_stored(row, kind) for row in rows]
-        made = tensor_class(kind)
-        return [self.program.as_tensor(row).as_subclass(made) for row in rows]
+        return [as_kind(self.program.as_tensor(row), kind) for row in rows]
 
     def finish(self, samples: list[Any], batch: IndexBatch, allocate: Allocate) -> Any:
         """Run the unknown steps, then the steps after them, on the whole batch if possible.

@@ -100,9 +100,9 @@ class ProcessIter(CountedIterator, torch_loader._MultiProcessingDataLoaderIter):
                     worker.join()
             raise
 
-    def _process_data(self, data: Any, worker_idx: int) -> Any:
-        try:
-            return super()._process_data(data, worker_idx)  # type: ignore[no-untyped-call]
+    def _process_data(self, data: Any, *worker: int) -> Any:
+        try:  # torch 2.4 does not pass the worker's number
+            return super()._process_data(data, *worker)  # type: ignore[no-untyped-call]
         except Exception as error:
             # The traceback holds torch's frames, which hold this iterator and the exception: a
             # cycle. The garbage collector would take it apart in an order in which each worker

@@ -245,7 +245,14 @@ def from_stored(array: Array, form: Form) -> Any:
     if form in ("hw", "plane"):
         array = array[0]
     is_array = form in ("array", "hw")
-    return array if is_array else torch.from_numpy(array).as_subclass(tensor_class(form))
+    return array if is_array else as_kind(torch.from_numpy(array), form)
+
+
+def as_kind(tensor: torch.Tensor, form: Form) -> torch.Tensor:
+    """Return a tensor of the class that a form names, such as ``tv_tensors.Image``."""
+    made = tensor_class(form)
+    # torch 2.4 refuses as_subclass where draws are those of the batch (a dispatch mode).
+    return tensor if made is torch.Tensor else tensor.as_subclass(made)
 
 
 def batch_of_form(batch: torch.Tensor, form: Form) -> torch.Tensor:
