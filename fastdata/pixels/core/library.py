@@ -1,9 +1,10 @@
 """The compiled core as a library: the file that is opened, and its records, numbers and functions.
 
 The library is plain C without Python's C API, opened by ctypes, which releases the GIL for each
-whole call. hatch_build.py makes one library for each level of instruction set and puts it next to
-the C files. No library is opened on import. All that Python and C share is written once, in
-records.h; the library exports it as text, and here it becomes NumPy dtypes.
+whole call. hatch_build.py makes one library for each level of instruction set and puts it into the
+wheel, or next to the C files of an editable install. No library is opened on import. All that
+Python and C share is written once, in records.h; the library exports it as text, and here it
+becomes NumPy dtypes.
 """
 
 from __future__ import annotations
@@ -99,8 +100,10 @@ def open_library(folder: Path) -> Core:
     file = files[max(each for each in files if each <= level)]
     library = ctypes.CDLL(str(file))
     # A stale library next to newer sources would be called with arguments that it does not have.
-    sources = b"".join(map(Path.read_bytes, sorted(folder.glob("*.[ch]"))))
-    if library.fastdata_sources() & 0xFFFFFFFF != zlib.crc32(sources):
+    # A wheel has the libraries alone.
+    sources = sorted(folder.glob("*.[ch]"))
+    checksum = zlib.crc32(b"".join(map(Path.read_bytes, sources)))
+    if sources and library.fastdata_sources() & 0xFFFFFFFF != checksum:
         raise OSError(
             f"{file} was built from other sources than those next to it: install fastdata again."
         )
