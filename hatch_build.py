@@ -7,6 +7,7 @@ The libraries know nothing of Python: one wheel serves all its versions. FASTDAT
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -55,12 +56,17 @@ class CoreHook(BuildHookInterface[Any]):
                 f"built without the compiled core, which there is for {', '.join(TARGETS)}"
             )
             return
+        if importlib.util.find_spec("ziglang") is None:
+            raise RuntimeError(
+                "fastdata's C core is compiled by the package ziglang, which is not installed. Leave "
+                "out --no-build-isolation, so that pip installs it while it builds, or install it: "
+                f"pip install '{self.config['dependencies'][0].partition(';')[0]}'."
+            )
         core = Path(self.root, "fastdata", "pixels", "core")
         for library in compile_core(core, Path(self.work.name), *TARGETS[platform]):
             if version == "editable":
-                (core / library.name).unlink(
-                    missing_ok=True
-                )  # a process that has it open keeps the old one
+                # Removed first: a process that has the old file open keeps it.
+                (core / library.name).unlink(missing_ok=True)
                 shutil.copy(library, core)
             else:
                 build_data["force_include"][str(library)] = f"fastdata/pixels/core/{library.name}"
