@@ -1,4 +1,4 @@
-"""Arrays that are no images: whole batches, with what stands next to them."""
+"""Arrays that are not images are served in whole batches, together with images or labels."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def equal(ours: Any, theirs: Any) -> bool:
 @pytest.mark.parametrize("form", ITEMS)
 @pytest.mark.parametrize("workers", [0, 1])
 def test_batches_are_those_of_default_collate(tmp_path: Path, form: str, workers: int) -> None:
-    """Of arrays in files, alone or with others, batches are whole, and items as they were."""
+    """Arrays in files, alone or with other values, come in whole batches, and single items are unchanged."""
     np.save(tmp_path / "latents.npy", LATENTS)
     np.save(tmp_path / "texts.npy", TEXTS)
     mapped = [np.load(tmp_path / f"{name}.npy", mmap_mode="r") for name in ("latents", "texts")]
@@ -65,7 +65,7 @@ def test_batches_are_those_of_default_collate(tmp_path: Path, form: str, workers
 
 
 def test_targets_of_several_kinds_are_gathered_by_place() -> None:
-    """Tuples of one length have a column for each place; others are kept as they are."""
+    """Tuples of one length get a column for each position; other targets are stored unchanged."""
     rows = [(np.full(3, n), n, f"name {n}", [n]) for n in range(6)]
     for targets in (rows, [*rows[:5], rows[5][:2]], [*rows[:5], list(rows[5])]):
         with CachedDataset([(torch.zeros(2), target) for target in targets]) as dataset:
@@ -74,7 +74,7 @@ def test_targets_of_several_kinds_are_gathered_by_place() -> None:
 
 
 def test_sequences_of_one_length_are_whole_batches() -> None:
-    """A BucketSampler takes arrays of any number of dimensions by their shapes."""
+    """A BucketSampler groups arrays of any number of dimensions by their shapes."""
     rows = [(np.full((1 + n % 3, 2), n, np.float32), n) for n in range(12)]
     with CachedDataset(rows) as dataset:
         loader = DataLoader(dataset, batch_sampler=BucketSampler(dataset, 4))

@@ -1,4 +1,4 @@
-"""Datasets with cache_dir=: what the next run starts from, and what it makes of bad input."""
+"""Datasets with cache_dir=: what the next run reuses, and how damaged or changed files are handled."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ FOUR = 4 * 3 * 7 * 9
 
 @pytest.fixture
 def prepared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], list[str]]:
-    """The names of the files opened since it was last asked, in whatever process."""
+    """Return the names of the files that any process has opened since the last call."""
     log = tmp_path / "opened.txt"
 
     def noting(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -90,13 +90,13 @@ def cached(root: Path, **options: Any) -> ImageFolder:
 
 
 def expected(root: Path, **options: Any) -> list[tuple[np.ndarray, int]]:
-    """Every sample as it is prepared without any store."""
+    """Return every sample as it is prepared without a store."""
     with ImageFolder(str(root), v1.Resize((7, 9)), storage="none", **options) as plain:
         return [(np.asarray(image), target) for image, target in plain]
 
 
 def same(dataset: Any, wanted: list[tuple[np.ndarray, int]]) -> bool:
-    """Whether a dataset holds exactly these samples."""
+    """Return True if a dataset holds exactly these samples."""
     if dataset.transform is not None:
         dataset.transform = v1.Resize((7, 9))
     return len(dataset) == len(wanted) and all(
@@ -111,12 +111,12 @@ def home_of(cache_dir: Path) -> Path:
 
 
 def sample_file(cache_dir: Path) -> Path:
-    """The first that samples are in."""
+    """Return the first file with samples."""
     return min(cache_dir.glob("*/part0-*"))
 
 
 def files_of(cache_dir: Path) -> set[str]:
-    """What lies in the folder beside caches, listings and locks."""
+    """Return the names of all files in the folder except caches, listings and locks."""
     homes = {path.parent.name for path in cache_dir.glob(f"*/{INDEX}")}
     return {
         entry.name
@@ -130,7 +130,7 @@ def files_of(cache_dir: Path) -> set[str]:
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_the_second_run_opens_no_image(image_folder: Folder, prepared: Any, codec: str) -> None:
-    """It serves the batches of the first, which are those of a store in memory, from files alone."""
+    """The second run opens only files of the cache, and its batches equal those of a store in memory."""
     root = image_folder(per_class=9, size=(13, 11))
     with ImageFolder(str(root), TRANSFORM, storage="shared", seed=0).prepare() as raw:
         raw.set_epoch(3)
@@ -151,7 +151,7 @@ def test_the_second_run_opens_no_image(image_folder: Folder, prepared: Any, code
 
 
 def test_images_of_many_shapes_are_kept(image_folder: Folder, prepared: Any) -> None:
-    """Raw and encoded, each sample comes back with a shape of its own."""
+    """Images of several shapes, raw or encoded, come back with their own shapes."""
     root = image_folder(classes=("a",), per_class=3, size=(12, 10))
     image_folder(classes=("b",), per_class=3, size=(9, 14))
     plain = TorchvisionFolder(str(root))
@@ -165,8 +165,8 @@ def test_images_of_many_shapes_are_kept(image_folder: Folder, prepared: Any) -> 
 
 
 @pytest.mark.parametrize("codec", ["auto", ("zstd", "lz4")])
-def test_masks_are_kept_beside_images(tmp_path: Path, codec: Any) -> None:
-    """A sample of several parts comes back from both runs, its target part too."""
+def test_masks_are_kept_with_images(tmp_path: Path, codec: Any) -> None:
+    """A sample of several parts, with a part in the target, comes back from the first and the second run."""
     pairs = [
         (torch.full((3, 4, 5), i, dtype=torch.uint8), np.full((4, 5), i, np.int16))
         for i in range(6)
@@ -199,7 +199,7 @@ def test_masks_are_kept_beside_images(tmp_path: Path, codec: Any) -> None:
 def test_targets_are_kept_without_pickle(
     tmp_path: Path, targets: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Numbers, arrays, texts and plain structures come back with their type."""
+    """Numbers, arrays, strings and plain structures come back with their type."""
     data = [(torch.zeros(2, 3, dtype=torch.uint8), target) for target in targets]
     for _ in range(2):
         with CachedDataset(data, cache_dir=tmp_path, cache_key="k") as dataset:
@@ -221,7 +221,7 @@ def test_targets_are_kept_without_pickle(
 def test_targets_that_files_cannot_keep_are_refused(
     tmp_path: Path, targets: list[Any], found: str
 ) -> None:
-    """The error names what it found, comes before anything is prepared, and leaves nothing."""
+    """The error names the targets, comes before any sample is prepared, and leaves no file."""
     data = [(torch.zeros(2), target) for target in targets]
     with pytest.raises(
         ValueError, match=rf"cache_dir= can store targets that are .* It found .*{found}"
@@ -231,7 +231,7 @@ def test_targets_that_files_cannot_keep_are_refused(
 
 
 def test_raw_samples_are_a_plain_numpy_file(image_folder: Folder) -> None:
-    """``np.load`` reads it: the prepared images in order."""
+    """``np.load`` reads the file of raw samples: the prepared images in order."""
     root = image_folder(per_class=9, size=(13, 11))
     cached(root).close()
     pixels = np.load(sample_file(root.parent / "cache"), allow_pickle=False)
@@ -244,10 +244,10 @@ def test_raw_samples_are_a_plain_numpy_file(image_folder: Folder) -> None:
 # Changed files
 
 
-def test_a_changed_file_has_its_shard_written_anew(
+def test_a_changed_file_has_its_shard_written_again(
     image_folder: Folder, prepared: Any, caplog: Any
 ) -> None:
-    """One changed, one added and one removed: the other shards stay, and all samples are right, now and later."""
+    """If a file is changed, added or removed, other shards stay, and this run and the next have the right samples."""
     root = image_folder(per_class=40, size=(13, 11))
     cached(root, shard_bytes=FOUR).close()
     before = set((root.parent / "cache").glob("*/part0-*"))
@@ -268,8 +268,8 @@ def test_a_changed_file_has_its_shard_written_anew(
     assert before & set((root.parent / "cache").glob("*/part0-*"))
 
 
-def test_either_size_or_time_tells_a_changed_file(image_folder: Folder, prepared: Any) -> None:
-    """One of another size but its old time, and one of its old size but another time, are prepared anew."""
+def test_a_new_size_or_a_new_time_marks_a_changed_file(image_folder: Folder, prepared: Any) -> None:
+    """A file with another size and its old time, or its old size and another time, is prepared again."""
     root = image_folder(per_class=20, size=(13, 11))
     cached(root, shard_bytes=FOUR).close()
     longer, later = root / "cat" / "002.jpg", root / "dog" / "005.jpg"
@@ -285,7 +285,7 @@ def test_either_size_or_time_tells_a_changed_file(image_folder: Folder, prepared
 
 
 def test_a_file_that_is_listed_twice_stays_two_samples(image_folder: Folder) -> None:
-    """Also where other files have changed, and the one shard stays while the other goes."""
+    """A file that is listed twice is two samples, even if only one of its two shards is written again."""
     root = image_folder(classes=("a",), per_class=8, size=(13, 11))
     names = [f"a/{k:03}.jpg" for k in (0, 1, 1, 2, 3, 4, 5, 6, 7)]
     options: dict[str, Any] = {
@@ -313,7 +313,7 @@ def test_a_file_that_is_listed_twice_stays_two_samples(image_folder: Folder) -> 
 def test_an_empty_file_that_was_left_out_is_not_read_again(
     image_folder: Folder, prepared: Any, caplog: Any
 ) -> None:
-    """It is as it was, and so it is left out again without a second look."""
+    """An unchanged empty file that was left out is left out again without being read."""
     root = image_folder(per_class=4, size=(13, 11))
     (root / "cat" / "001.jpg").write_bytes(b"")
     with pytest.warns(FastDataWarning, match="1 of 8"):
@@ -326,7 +326,7 @@ def test_an_empty_file_that_was_left_out_is_not_read_again(
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_changes_come_in_every_codec(image_folder: Folder, prepared: Any, codec: str) -> None:
-    """Encoded samples are replaced one by one as well, again and again."""
+    """Encoded samples are replaced one by one, also several times."""
     root = image_folder(per_class=8, size=(13, 11))
     for change in range(3):
         with cached(root, codec=codec) as dataset:
@@ -335,7 +335,7 @@ def test_changes_come_in_every_codec(image_folder: Folder, prepared: Any, codec:
 
 
 class Files:
-    """Items that are the bytes of the files that it lists; one of them kills who reads it."""
+    """Items that are the bytes of the files that it lists. One of them kills the process that reads it."""
 
     def __init__(self, folder: Path) -> None:
         self.samples = [(str(path), 0) for path in sorted(folder.iterdir())]
@@ -351,7 +351,7 @@ class Files:
 
 
 def test_a_worker_killed_over_changed_files_is_named(tmp_path: Path) -> None:
-    """The error has the numbers that the samples have in the dataset, not among those that changed."""
+    """The error has the indices of the samples in the dataset, not their positions among the changed ones."""
     folder = tmp_path / "files"
     folder.mkdir()
     for index in range(160):
@@ -369,7 +369,7 @@ def test_a_worker_killed_over_changed_files_is_named(tmp_path: Path) -> None:
 
 
 def test_a_removed_file_costs_the_shards_from_it_on(image_folder: Folder, prepared: Any) -> None:
-    """Those before stay."""
+    """The shards before a removed file stay."""
     root = image_folder(per_class=8, size=(13, 11))
     cached(root, shard_bytes=FOUR).close()
     before = set((root.parent / "cache").glob("*/part0-*"))
@@ -379,8 +379,8 @@ def test_a_removed_file_costs_the_shards_from_it_on(image_folder: Folder, prepar
     assert len(before - set((root.parent / "cache").glob("*/part0-*"))) == 2
 
 
-def test_many_changes_write_the_cache_anew(image_folder: Folder, prepared: Any) -> None:
-    """Where more than half is out of date, no old row stays."""
+def test_many_changes_write_the_cache_again(image_folder: Folder, prepared: Any) -> None:
+    """If more than half of the files have changed, no old row stays."""
     root = image_folder(per_class=3, size=(13, 11))
     cached(root).close()
     for index, path in enumerate(sorted(root.rglob("*.jpg"))[:4]):
@@ -394,7 +394,7 @@ def test_many_changes_write_the_cache_anew(image_folder: Folder, prepared: Any) 
 def test_a_changed_image_of_another_shape_is_no_obstacle(
     image_folder: Folder, prepared: Any
 ) -> None:
-    """Samples that had one shape until a file changed are written anew with shapes of their own."""
+    """If a changed file has another shape, all samples are written again with their own shapes."""
     root = image_folder(per_class=4, size=(12, 10))
     cached(root, transform=None).close()
     save_image(root / "cat" / "001.jpg", 9, (6, 5))
@@ -403,7 +403,7 @@ def test_a_changed_image_of_another_shape_is_no_obstacle(
 
 
 def test_a_new_class_moves_the_targets(image_folder: Folder, prepared: Any) -> None:
-    """Targets are the folder's of now, with no image opened twice."""
+    """A new class folder changes the targets, and no image is opened twice."""
     root = image_folder(per_class=3, size=(13, 11))
     cached(root).close()
     image_folder(classes=("ant",), per_class=2, size=(13, 11))
@@ -413,7 +413,7 @@ def test_a_new_class_moves_the_targets(image_folder: Folder, prepared: Any) -> N
 
 
 def test_left_out_files_stay_left_out(image_folder: Folder, prepared: Any) -> None:
-    """The second run lists them without trying; ``on_error="raise"`` tries, and a mended file comes back."""
+    """The second run lists them without reading; ``on_error="raise"`` reads them, and a mended file comes back."""
     root = image_folder(per_class=4, size=(13, 11))
     broken = root / "cat" / "002.jpg"
     whole = broken.read_bytes()
@@ -436,7 +436,7 @@ def test_left_out_files_stay_left_out(image_folder: Folder, prepared: Any) -> No
 
 
 def test_changes_of_any_dataset_are_seen(image_folder: Folder, prepared: Any) -> None:
-    """A dataset that lists its files needs no ``cache_key``; its targets are merged with the new ones."""
+    """A dataset that lists its files needs no ``cache_key``; new targets are merged with the old ones."""
     root = image_folder(per_class=4, size=(13, 11))
     options: dict[str, Any] = {
         "cache_dir": root.parent / "cache",
@@ -456,7 +456,7 @@ def test_changes_of_any_dataset_are_seen(image_folder: Folder, prepared: Any) ->
 
 
 def test_folders_of_one_kind_do_not_share_a_cache(image_folder: Folder, prepared: Any) -> None:
-    """Two datasets that differ in their folder alone, such as train and val, leave each other's cache alone."""
+    """Two datasets that differ only in their folder, such as train and val, have separate caches."""
     roots = [image_folder(root="train", size=(13, 11)), image_folder(root="val", size=(14, 11))]
     for run in range(2):
         for root in roots:
@@ -471,7 +471,7 @@ def test_folders_of_one_kind_do_not_share_a_cache(image_folder: Folder, prepared
 
 
 def test_a_manifest_starts_from_its_cache(image_folder: Folder, prepared: Any) -> None:
-    """Files of a CSV are known by path, size and time; labels are those of now."""
+    """Files of a CSV are recognised by path, size and time; the labels are the new ones."""
     root = image_folder(classes=("a",), per_class=4, size=(13, 11))
     table = root.parent / "t.csv"
     for label in ("5", "6"):
@@ -489,10 +489,8 @@ def test_a_manifest_starts_from_its_cache(image_folder: Folder, prepared: Any) -
 # The key
 
 
-def test_another_transform_or_codec_has_a_cache_of_its_own(
-    image_folder: Folder, prepared: Any
-) -> None:
-    """Neither serves the other's samples, and both stay."""
+def test_another_transform_or_codec_has_its_own_cache(image_folder: Folder, prepared: Any) -> None:
+    """Caches of two transforms or two codecs are separate, and both stay."""
     root = image_folder(size=(13, 11))
     runs: list[dict[str, Any]] = [
         {},
@@ -510,8 +508,8 @@ def test_another_transform_or_codec_has_a_cache_of_its_own(
     assert len(inspect_caches(root.parent / "cache")) == len(runs)
 
 
-def test_equal_steps_share_a_cache_whoever_wrote_them() -> None:
-    """Resize and centre crop of images: torchvision v1, v2 and fastdata's own; but not of other samples."""
+def test_equal_steps_of_several_libraries_share_a_cache() -> None:
+    """Resize and centre crop of torchvision v1, v2 and fastdata share one cache of images, but not of other samples."""
     steps = [
         [v1.Resize(8), v1.CenterCrop(6)],
         [v2.Resize(8), v2.CenterCrop([6, 6])],
@@ -532,7 +530,7 @@ def test_equal_steps_share_a_cache_whoever_wrote_them() -> None:
 
 
 def test_a_cache_key_tells_data_apart(tmp_path: Path) -> None:
-    """Another ``cache_key`` is another cache; the same one with another number of samples is written anew."""
+    """Another ``cache_key`` has another cache; the same key with another number of samples is written again."""
 
     def data(value: int, count: int) -> list[Any]:
         return [(torch.full((2,), value), i) for i in range(count)]
@@ -543,7 +541,7 @@ def test_a_cache_key_tells_data_apart(tmp_path: Path) -> None:
 
 
 def test_a_cache_of_a_subclass_needs_a_cache_key(tmp_path: Path) -> None:
-    """Code of a subclass may make other items: the error says so, and what it advises works."""
+    """A subclass's code may make other items: the error says so, and following its advice works."""
 
     class Own(CachedDataset):
         pass
@@ -566,7 +564,7 @@ def test_a_cache_of_a_subclass_needs_a_cache_key(tmp_path: Path) -> None:
     ],
 )
 def test_contradictions_are_refused(options: Any, words: str) -> None:
-    """What cannot be had together is said before anything is done."""
+    """Options that exclude each other raise an error before anything is done."""
     with pytest.raises(ValueError, match=words):
         CachedDataset([(torch.zeros(2), 0)], **options)
 
@@ -575,7 +573,7 @@ def test_contradictions_are_refused(options: Any, words: str) -> None:
 
 
 def damage(path: Path, at: int, value: bytes = b"") -> None:
-    """Turn one byte over, or cut the file there."""
+    """Invert one byte, or cut the file there."""
     data = bytearray(path.read_bytes())
     if value == b"cut":
         del data[at:]
@@ -590,7 +588,7 @@ def damage(path: Path, at: int, value: bytes = b"") -> None:
 def test_a_damaged_small_file_or_a_cut_shard_is_a_rebuild(
     image_folder: Folder, prepared: Any, codec: str, cut: bool, caplog: Any
 ) -> None:
-    """Whichever file of the cache it is, the samples are right and one line says why they were prepared again."""
+    """Whichever file of the cache is damaged, the samples are right and one line gives the reason of the rebuild."""
     root = image_folder(per_class=3, size=(13, 11))
     wanted = expected(root)
     cached(root, codec=codec).close()
@@ -618,7 +616,7 @@ def test_a_damaged_small_file_or_a_cut_shard_is_a_rebuild(
 def test_a_flipped_byte_is_found_on_the_first_read(
     image_folder: Folder, prepared: Any, codec: str, whole_batches: bool, caplog: Any
 ) -> None:
-    """Never is it served: reading is an error that names the sample, and the next run writes its shard anew."""
+    """Reading a damaged sample is an error that names it, and the next run writes its shard again."""
     root = image_folder(per_class=9, size=(13, 11))
     wanted = expected(root)
     cached(root, codec=codec, shard_bytes=FOUR).close()
@@ -639,7 +637,7 @@ def test_a_flipped_byte_is_found_on_the_first_read(
 
 
 def test_a_flipped_byte_is_found_in_a_batch_of_whole_words(tmp_path: Path) -> None:
-    """A batch of one table is checked sample by sample, and only what is damaged is refused."""
+    """Each sample of a batch is checked, and only the damaged one is refused."""
     data = level_samples(6, (4, 8))
     options: dict[str, Any] = {"cache_dir": tmp_path, "cache_key": "k"}
     CachedDataset(data, **options).close()
@@ -665,7 +663,7 @@ MOVED: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 @pytest.mark.parametrize("name", MOVED)
 def test_bytes_in_another_order_are_damage(name: str, tmp_path: Path) -> None:
-    """All bytes of a sample are there, but in another order: no run serves it, and inspect names it."""
+    """A sample with its bytes in another order is damage: no run returns it, and inspect names it."""
     rng = np.random.default_rng(0)
     data = [(torch.from_numpy(rng.integers(0, 256, (3, 64, 64), np.uint8)), i) for i in range(3)]
     options: dict[str, Any] = {"cache_dir": tmp_path, "cache_key": "k"}
@@ -689,7 +687,7 @@ def test_bytes_in_another_order_are_damage(name: str, tmp_path: Path) -> None:
 
 
 def test_another_format_is_a_rebuild(image_folder: Folder, prepared: Any, caplog: Any) -> None:
-    """An index of another format is not trusted."""
+    """An index with another format version is rebuilt."""
     root = image_folder(size=(13, 11))
     cached(root).close()
     path = home_of(root.parent / "cache") / INDEX
@@ -703,7 +701,7 @@ def test_another_format_is_a_rebuild(image_folder: Folder, prepared: Any, caplog
 
 
 def test_an_index_cannot_lead_out_of_its_folder(image_folder: Folder) -> None:
-    """File names with a path in them are refused even when all checksums fit."""
+    """File names that contain a path are refused even if all checksums match."""
     root = image_folder(size=(13, 11))
     cached(root).close()
     home = home_of(root.parent / "cache")
@@ -717,7 +715,7 @@ def test_an_index_cannot_lead_out_of_its_folder(image_folder: Folder) -> None:
 def test_a_full_disk_is_an_error_before_any_image_is_prepared(
     image_folder: Folder, prepared: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It says need, free and cure, and leaves nothing."""
+    """The error has the needed and the free space and a cure, and no file is left."""
     root = image_folder(per_class=6, size=(13, 11))
 
     reserve = os.posix_fallocate
@@ -740,7 +738,7 @@ def test_a_full_disk_is_an_error_before_any_image_is_prepared(
 def test_a_disk_that_cannot_hold_the_cache_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It says what is needed and what is free."""
+    """The error has the needed and the free space."""
     monkeypatch.setattr(disk_file_module, "free_bytes", lambda folder: 1 << 20)
     data = [(np.random.default_rng(0).integers(0, 256, (1000, 1000), np.uint8), 0)] * 12
     with pytest.raises(
@@ -752,7 +750,7 @@ def test_a_disk_that_cannot_hold_the_cache_is_an_error(
 def test_a_disk_with_little_room_takes_what_fits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Samples turn out larger than those that were looked at; no more is asked for than needed."""
+    """If samples are larger than the probed ones, only the needed space is reserved."""
     monkeypatch.setattr(disk_file_module, "free_bytes", lambda folder: 1 << 20)
     noise = np.random.default_rng(0).integers(0, 256, (64, 64), np.uint8)
     looked_at = {round(k * 99 / 24) for k in range(25)}
@@ -763,7 +761,7 @@ def test_a_disk_with_little_room_takes_what_fits(
 
 
 def refuse_to_write(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    """Have writing to files on disk fail."""
+    """Make every write to a file on disk fail."""
     plain = os.pwrite
 
     def pwrite(fd: int, data: Any, offset: int) -> int:
@@ -778,7 +776,7 @@ def refuse_to_write(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
 def test_a_disk_that_fills_up_is_an_error(
     image_folder: Folder, monkeypatch: pytest.MonkeyPatch, on_error: Any
 ) -> None:
-    """No sample is left out for it, and nothing stays."""
+    """If the disk fills up, no sample is left out and no file stays."""
     root = image_folder(per_class=6, size=(13, 11))
     refuse_to_write(monkeypatch, errno.ENOSPC)
     with pytest.raises(CacheError, match="too full for the cache"):
@@ -791,14 +789,14 @@ def test_a_disk_that_fills_up_is_an_error(
 def test_a_cache_that_cannot_be_written_is_no_fault_of_a_sample(
     image_folder: Folder, monkeypatch: pytest.MonkeyPatch, on_error: Any, code: int
 ) -> None:
-    """No sample is left out for it."""
+    """If writing fails, no sample is left out."""
     refuse_to_write(monkeypatch, code)
     with pytest.raises(CacheError, match=rf"cannot be written \({os.strerror(code)}\)"):
         cached(image_folder(per_class=6, size=(13, 11)), on_error=on_error, codec="zstd")
 
 
 def test_a_cache_that_cannot_be_mapped_says_so(tmp_path: Path) -> None:
-    """A limit of address space (``ulimit -v``) is an error of memory, with need and cure."""
+    """A limit of address space (``ulimit -v``) is a memory error with the need and a cure."""
     path = tmp_path / "file"
     path.write_bytes(bytes(1 << 26))
     limits = resource.getrlimit(resource.RLIMIT_AS)
@@ -818,7 +816,7 @@ def test_a_cache_that_cannot_be_mapped_says_so(tmp_path: Path) -> None:
 def test_a_disk_without_room_for_raw_samples_gets_encoded_ones(
     image_folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``codec="auto"`` takes a lossless codec where raw samples do not fit."""
+    """``codec="auto"`` chooses a lossless codec if raw samples do not fit."""
     root = image_folder(per_class=20, size=(130, 110))
     raw_bytes = 40 * 3 * 60 * 60
     room = int(raw_bytes * 0.9) + (256 << 20)
@@ -828,7 +826,7 @@ def test_a_disk_without_room_for_raw_samples_gets_encoded_ones(
 
 
 def forbid_writing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the system refuse new files, as a file system mounted read-only does."""
+    """Make the system refuse new files, as a read-only file system does."""
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise OSError(errno.EROFS, "Read-only file system")
@@ -841,7 +839,7 @@ def forbid_writing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_read_only_cache_is_served(
     image_folder: Folder, prepared: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where it is up to date nothing is written, no lock either; where it is not, the error says so."""
+    """An up-to-date read-only cache is read without writing even a lock; an outdated one is an error."""
     root = image_folder(size=(13, 11))
     wanted = expected(root)
     cached(root).close()
@@ -857,8 +855,10 @@ def test_a_read_only_cache_is_served(
         cached(root)
 
 
-def test_a_cache_deleted_while_in_use_goes_on(image_folder: Folder, prepared: Any) -> None:
-    """Files stay for who opened them, and for processes that it sends them to, until it is closed."""
+def test_a_cache_deleted_while_in_use_can_still_be_read(
+    image_folder: Folder, prepared: Any
+) -> None:
+    """The process that opened the files, and processes that it sends them to, can read them until it closes them."""
     root = image_folder(size=(13, 11))
     wanted = expected(root)
     with cached(root) as dataset:
@@ -875,8 +875,8 @@ def test_a_cache_deleted_while_in_use_goes_on(image_folder: Folder, prepared: An
         pickle.loads(sent)
 
 
-def test_an_update_leaves_the_old_files_to_who_reads_them(image_folder: Folder) -> None:
-    """Workers that start after another process has updated the cache read the samples of before."""
+def test_an_update_leaves_the_old_files_to_their_readers(image_folder: Folder) -> None:
+    """Workers that start after another process has updated the cache read the old samples."""
     root = image_folder(size=(13, 11))
     wanted = expected(root)
     with cached(root) as dataset:
@@ -892,7 +892,7 @@ def test_an_update_leaves_the_old_files_to_who_reads_them(image_folder: Folder) 
 
 @contextlib.contextmanager
 def opened_elsewhere(sent: bytes) -> Iterator[Any]:
-    """The dataset of a pickle; where the system gives nobody a file without a name, there is none."""
+    """Return the dataset of a pickle; None if the system cannot open a file without a name."""
     if not os.path.exists("/proc/self/fd"):
         pytest.skip("no /proc")
     with pickle.loads(sent) as copy:
@@ -900,7 +900,7 @@ def opened_elsewhere(sent: bytes) -> Iterator[Any]:
 
 
 def test_a_cache_that_is_cut_while_in_use_is_not_opened(image_folder: Folder) -> None:
-    """A process that opens it now is told, before it reads behind the end."""
+    """A process that opens a cut file gets an error before it reads beyond the end."""
     root = image_folder(size=(13, 11))
     with cached(root) as dataset:
         sent = pickle.dumps(dataset)
@@ -928,7 +928,7 @@ def test_it_opens_in_another_process(tmp_path: Path) -> None:
 
 
 class Noting:
-    """Opens images, and notes each in a file."""
+    """Function that opens images and records each in a file."""
 
     def __init__(self, log: Path) -> None:
         self.log = log
@@ -943,7 +943,7 @@ class Noting:
 
 
 def build(root: Path, codec: str, begin: Any = None) -> None:
-    """What a child process does."""
+    """Build a cache, in a child process."""
     if begin is not None:
         begin.wait()
     options: dict[str, Any] = {"loader": Noting(root.parent / "log"), "prepare_workers": 2}
@@ -955,7 +955,7 @@ def build(root: Path, codec: str, begin: Any = None) -> None:
 
 @contextlib.contextmanager
 def child(*arguments: Any) -> Iterator[Any]:
-    """A forked process that builds; killed at the end if it still runs."""
+    """Yield a forked process that builds, and kill it at the end if it still runs."""
     process = multiprocessing.get_context("fork").Process(target=build, args=arguments)
     process.start()
     try:
@@ -967,7 +967,7 @@ def child(*arguments: Any) -> Iterator[Any]:
 
 
 def test_two_processes_that_start_together_build_once(image_folder: Folder) -> None:
-    """Each sample is opened once, beside the few that are looked at beforehand, by one of them."""
+    """Each sample is opened by only one of the processes, except for the few probed ones."""
     root = image_folder(per_class=40, size=(13, 11))
     begin = multiprocessing.get_context("fork").Event()
     with child(root, "auto", begin) as one, child(root, "auto", begin) as two:
@@ -982,9 +982,9 @@ def test_two_processes_that_start_together_build_once(image_folder: Folder) -> N
 def test_a_killed_build_leaves_nothing_wrong(
     image_folder: Folder, prepared: Any, codec: str
 ) -> None:
-    """Killed at any moment, again and again, the next run ends with the right samples, and a write leaves nothing else.
+    """If builds are killed at any moment, the next run has the right samples, and a build leaves no other file.
 
-    Every other time the cache is there already and some files have changed, so that an update is what is killed.
+    Every other time a cache with some changed files exists already, so that an update is killed.
     """
     root = image_folder(per_class=30, size=(13, 11))
     draw = random.Random(7)
@@ -1005,7 +1005,7 @@ def test_a_killed_build_leaves_nothing_wrong(
 
 
 def test_the_lock_of_a_dead_process_is_free(image_folder: Folder) -> None:
-    """A process that is killed while it holds the lock keeps nobody waiting."""
+    """If a process is killed while it holds the lock, no other process waits for it."""
     root = image_folder(per_class=2, size=(13, 11))
     cached(root).close()
     home = home_of(root.parent / "cache")
@@ -1030,7 +1030,7 @@ def test_the_lock_of_a_dead_process_is_free(image_folder: Folder) -> None:
 
 
 class OneBuffer:
-    """Gives every sample in the same memory, and leaves some out."""
+    """Returns every sample in the same memory, and leaves some out."""
 
     def __init__(self, count: int, damaged: tuple[int, ...]) -> None:
         self._buffer, self._damaged = np.empty((2, 3), np.uint8), damaged
@@ -1049,7 +1049,7 @@ class OneBuffer:
 @pytest.mark.filterwarnings("ignore:2 of 40 samples cannot be prepared")
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_neighbours_that_are_written_at_once_stay_apart(tmp_path: Path, num_workers: int) -> None:
-    """Across shards and gaps each row has its own pixels."""
+    """Across shards and gaps, each row has its own pixels."""
     data = OneBuffer(40, (7, 21))
     options: dict[str, Any] = {"on_error": "skip", "prepare_workers": num_workers}
     with CachedDataset(data, cache_dir=tmp_path, cache_key="k", **options) as dataset:
@@ -1062,7 +1062,7 @@ def test_neighbours_that_are_written_at_once_stay_apart(tmp_path: Path, num_work
 
 
 def test_prune_removes_what_no_run_can_use(image_folder: Folder) -> None:
-    """What a dead writer left, a cache that cannot be read; on request one of a folder that is gone; nothing else."""
+    """It removes files of dead writers, unreadable caches, and on request caches of missing folders; nothing else."""
     root, gone = image_folder(size=(13, 11)), image_folder(root="gone", size=(13, 11))
     cache_dir = root.parent / "cache"
     for folder, resize in ((root, 5), (root, 6), (gone, 5)):

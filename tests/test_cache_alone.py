@@ -37,7 +37,7 @@ RESIZE = v1.Resize((7, 9))
 
 
 def build(root: Path, transform: Any = RESIZE, **options: Any) -> Path:
-    """Write the cache of a folder, and give its ``cache_dir``."""
+    """Write the cache of a folder, and return its ``cache_dir``."""
     cache_dir = root.parent / "cache"
     options = {"cache_dir": cache_dir, "prepare_workers": 1} | options
     ImageFolder(str(root), transform, **options).close()
@@ -45,7 +45,7 @@ def build(root: Path, transform: Any = RESIZE, **options: Any) -> Path:
 
 
 def build_of(data: Any, cache_dir: Path, **options: Any) -> Path:
-    """The same for any dataset."""
+    """Write the cache of any dataset, and return its ``cache_dir``."""
     options = {
         "cache_dir": cache_dir,
         "cache_key": "k",
@@ -56,7 +56,7 @@ def build_of(data: Any, cache_dir: Path, **options: Any) -> Path:
 
 
 def build_csv(folder: Path, rows: list[tuple[str, str]], **options: Any) -> Path:
-    """The same for a CSV file of paths and labels."""
+    """Write the cache of a CSV file of paths and labels, and return its ``cache_dir``."""
     csv = folder / "train.csv"
     csv.write_text("file,label\n" + "".join(f"{file},{label}\n" for file, label in rows))
     options = {
@@ -69,7 +69,7 @@ def build_csv(folder: Path, rows: list[tuple[str, str]], **options: Any) -> Path
 
 
 def images_of(root: Path) -> list[np.ndarray]:
-    """Every image of a folder as it is prepared."""
+    """Return every image of a folder as it is prepared."""
     return [np.asarray(RESIZE(image)) for image, _ in TorchvisionFolder(str(root))]
 
 
@@ -78,7 +78,7 @@ def columns_of(home: Path) -> Any:
 
 
 def rewrite(home: Path, columns: dict[str, Any] | None = None, **changed: Any) -> None:
-    """Change columns of a cache, or fields of its manifest; its checksums fit."""
+    """Change columns of a cache, or fields of its manifest, and update its checksums."""
     index = Cache.read(Place(home))
     for name, value in changed.items():
         object.__setattr__(index.manifest, name, value)
@@ -96,7 +96,7 @@ def rewrite(home: Path, columns: dict[str, Any] | None = None, **changed: Any) -
 def test_a_copied_cache_serves_what_its_folder_held(
     image_folder: Folder, tmp_path: Path, codec: str
 ) -> None:
-    """Images, labels, class names and paths are those of the folder, which is gone, as is the cache's first place."""
+    """Images, labels, class names and paths are those of the folder, although folder and first cache are deleted."""
     root = image_folder(classes=("cat", "dog", "eel"), per_class=3, size=(13, 11))
     wanted, theirs = images_of(root), TorchvisionFolder(str(root))
     copy = Path(shutil.move(build(root, codec=codec), tmp_path / "elsewhere"))
@@ -115,8 +115,8 @@ def test_a_copied_cache_serves_what_its_folder_held(
         assert str(copy) in repr(dataset)
 
 
-def test_a_dropped_dataset_gives_its_memory_back_at_once(tmp_path: Path) -> None:
-    """Neither one that writes a cache nor one that looks for it waits for the garbage collector."""
+def test_a_dropped_dataset_frees_its_memory_at_once(tmp_path: Path) -> None:
+    """A dataset that writes a cache, and one that opens it, free memory without the garbage collector."""
     data = level_samples(4, (2, 3))
     gc.disable()
     try:
@@ -128,7 +128,7 @@ def test_a_dropped_dataset_gives_its_memory_back_at_once(tmp_path: Path) -> None
 
 
 def test_a_lossy_cache_is_served_as_it_is(image_folder: Folder) -> None:
-    """What ``fastdata build`` wrote with codec jpeg comes back as the dataset over the folder serves it."""
+    """A cache that ``fastdata build`` wrote with codec jpeg gives the same pixels as the dataset over the folder."""
     root = image_folder(size=(40, 33))
     cache = root.parent / "cache"
     assert (
@@ -155,7 +155,7 @@ def test_a_lossy_cache_is_served_as_it_is(image_folder: Folder) -> None:
 
 
 def test_every_step_runs_when_a_sample_is_read(image_folder: Folder) -> None:
-    """Deterministic steps at the front see the image that the cache holds, for it was not prepared by them."""
+    """Deterministic leading steps run on the stored image, because it was not prepared by them."""
     root = image_folder(size=(13, 11))
     small = v1.Compose([v1.Resize((4, 5)), v1.PILToTensor()])
     wanted = [small(Image.fromarray(pixels)) for pixels in images_of(root)]
@@ -172,7 +172,7 @@ def test_every_step_runs_when_a_sample_is_read(image_folder: Folder) -> None:
 
 
 def test_whole_batches_have_the_draws_of_the_whole_dataset(image_folder: Folder) -> None:
-    """The same seed and epoch give the same crops and mirrors as over the folder itself, in threads and processes."""
+    """Equal seed and epoch give the same crops and flips as over the folder, in threads and processes."""
     root = image_folder(per_class=5, size=(13, 11))
     steps = v1.Compose([v1.RandomCrop((5, 6)), v1.RandomHorizontalFlip(), v1.ToTensor()])
     cache = build(root)
@@ -192,7 +192,7 @@ def test_whole_batches_have_the_draws_of_the_whole_dataset(image_folder: Folder)
 
 
 def test_left_out_samples_stay_out(image_folder: Folder) -> None:
-    """Only samples that were kept are counted, with their own labels and paths; the others are listed."""
+    """Only the kept samples are counted, with their labels and paths; the others are in ``skipped``."""
     root = image_folder(per_class=3, size=(13, 11))
     (root / "cat" / "001.jpg").write_bytes(b"no image")
     with pytest.warns(UserWarning, match="1 of 6"):
@@ -219,7 +219,7 @@ def test_left_out_samples_stay_out(image_folder: Folder) -> None:
     ids=["whole", "real", "text", "dict", "tensor", "array"],
 )
 def test_targets_come_back_as_they_were(tmp_path: Path, targets: list[Any]) -> None:
-    """Of one type and value, whatever the dataset had; it lists no files, and so no classes."""
+    """Targets keep type and value; without a list of files there are no classes."""
     data = [
         (torch.full((1, 2, 3), i, dtype=torch.uint8), target) for i, target in enumerate(targets)
     ]
@@ -251,7 +251,7 @@ def test_masks_are_parts_of_the_cache(tmp_path: Path) -> None:
 
 
 def test_images_come_as_tensors_on_request(image_folder: Folder) -> None:
-    """Whole batches of the pixels that PILToTensor gives, without any transform."""
+    """as_tensors= gives whole batches with the pixels of PILToTensor, without any transform."""
     root = image_folder(size=(13, 11))
     wanted = torch.stack([v1.PILToTensor()(Image.fromarray(pixels)) for pixels in images_of(root)])
     with CachedDataset.from_cache(build(root), as_tensors=True) as dataset:
@@ -263,7 +263,7 @@ def test_images_come_as_tensors_on_request(image_folder: Folder) -> None:
 
 
 def test_paths_outside_the_root_stay_as_they_are(image_folder: Folder, tmp_path: Path) -> None:
-    """A CSV file may name files elsewhere; only those below its folder are joined to it."""
+    """A CSV file may name files elsewhere; only paths below its folder are joined to it."""
     root = image_folder(classes=("cat",), per_class=2, size=(13, 11))
     here = tmp_path / "here"
     here.mkdir()
@@ -278,7 +278,7 @@ def test_paths_outside_the_root_stay_as_they_are(image_folder: Folder, tmp_path:
 
 
 def test_labels_follow_files_that_come_and_go(image_folder: Folder) -> None:
-    """New classes shift the numbers of all others; a changed, a new and a removed file keep theirs in the cache."""
+    """New classes shift the numbers of others; changed, new and removed files have the right labels in the cache."""
     root = image_folder(per_class=4, size=(13, 11))
     cache = build(root)
     (root / "bat").mkdir()
@@ -300,7 +300,7 @@ def test_labels_follow_files_that_come_and_go(image_folder: Folder) -> None:
 def test_other_labels_of_the_same_files_are_the_datasets(
     image_folder: Folder, monkeypatch: Any
 ) -> None:
-    """Whoever corrects a label in the CSV file is served it at once; the cache alone has those of its last build."""
+    """A corrected label in the CSV file counts at once; the cache alone has the labels of its last build."""
     root = image_folder(classes=("all",), per_class=3, size=(13, 11))
     files = [f"all/00{i}.jpg" for i in range(3)]
     cache = build_csv(root, [(file, "cat") for file in files])
@@ -320,7 +320,7 @@ def test_other_labels_of_the_same_files_are_the_datasets(
 
 
 def test_a_damaged_index_is_an_error_that_the_next_run_mends(image_folder: Folder) -> None:
-    """The cache alone says which file is damaged; the dataset writes it anew."""
+    """Opening the cache alone names the damaged file; the next run of the dataset writes it again."""
     root = image_folder(size=(13, 11))
     cache = build(root)
     (file,) = cache.glob(f"*/{INDEX}")
@@ -338,7 +338,7 @@ def test_a_damaged_index_is_an_error_that_the_next_run_mends(image_folder: Folde
 
 
 def test_one_cache_must_be_meant(image_folder: Folder, tmp_path: Path) -> None:
-    """None is a FileNotFoundError, several are listed."""
+    """No cache is a FileNotFoundError; several caches are listed in the error."""
     with pytest.raises(FileNotFoundError, match="is not a cache and does not hold one"):
         CachedDataset.from_cache(tmp_path / "missing")
     root = image_folder(size=(13, 11))
@@ -359,7 +359,7 @@ def test_one_cache_must_be_meant(image_folder: Folder, tmp_path: Path) -> None:
 
 
 def test_files_as_they_are_need_their_dataset(image_folder: Folder) -> None:
-    """With codec source only the dataset knows what prepares them."""
+    """With codec source the cache needs its dataset, because only that can prepare the files."""
     cache = build(image_folder(size=(13, 11)), codec="source")
     with pytest.raises(
         CacheError, match=r"Unchanged image files.* open that, with cache_dir="
@@ -369,7 +369,7 @@ def test_files_as_they_are_need_their_dataset(image_folder: Folder) -> None:
 
 
 class Plain:
-    """A codec of the user's own."""
+    """A user's own codec."""
 
     name = "plain"
 
@@ -380,8 +380,8 @@ class Plain:
         out[...] = np.frombuffer(data, out.dtype).reshape(out.shape)
 
 
-def test_a_codec_of_the_users_own_needs_its_dataset(tmp_path: Path) -> None:
-    """The cache knows its name only."""
+def test_a_users_own_codec_needs_its_dataset(tmp_path: Path) -> None:
+    """A cache stores only the name of a user's codec, so it cannot be opened alone."""
     cache = build_of([(torch.zeros(1, 2, 2), 0)], tmp_path, codec=Plain())
     with pytest.raises(
         CacheError,
@@ -417,7 +417,7 @@ def test_a_codec_of_the_users_own_needs_its_dataset(tmp_path: Path) -> None:
 def test_columns_that_do_not_fit_are_refused(
     image_folder: Folder, columns: dict[str, Any], words: str
 ) -> None:
-    """Their number, type and form are checked against the samples before one is served; the checksums are right."""
+    """Number, type and shape of columns are checked before a sample is read, even if checksums match."""
     home = Path(find_cache(build(image_folder(size=(13, 11)))))
     rewrite(home, columns)
     with pytest.raises(CacheError, match=words):
@@ -435,7 +435,7 @@ def test_columns_that_do_not_fit_are_refused(
 def test_samples_beyond_their_file_are_refused(
     image_folder: Folder, column: str, value: int, words: str
 ) -> None:
-    """Where an encoded sample lies, and how large it is, is checked against the file before it is mapped."""
+    """Offset and size of an encoded sample are checked against the file before it is mapped."""
     home = Path(find_cache(build(image_folder(size=(13, 11)), codec="zstd")))
     wrong = columns_of(home)[f"part0.{column}"].copy()
     wrong[3] = value
@@ -449,7 +449,7 @@ _LARGEST = (1 << 63) - 1
 
 @pytest.mark.parametrize("codec", ["auto", "zstd"])
 def test_no_sample_reaches_past_the_end_of_its_file(image_folder: Folder, codec: str) -> None:
-    """Neither by one byte nor by so many that the sum of offset and size overflows."""
+    """One byte too many is refused, and so is an offset plus size that overflows."""
     home = Path(find_cache(build(image_folder(size=(13, 11)), codec=codec)))
     columns = columns_of(home)
     offsets = columns["part0.offsets"]
@@ -477,7 +477,7 @@ def test_no_sample_reaches_past_the_end_of_its_file(image_folder: Folder, codec:
 
 @pytest.mark.parametrize("codec", ["auto", "zstd"])
 def test_shapes_that_no_sample_has_are_refused(tmp_path: Path, codec: str) -> None:
-    """Nothing has a negative side, whether raw or encoded."""
+    """Negative sides are refused, for raw and encoded samples."""
     samples = [(np.zeros((2, 3 + index), np.uint8), 0) for index in range(4)]
     home = Path(find_cache(build_of(samples, tmp_path, codec=codec)))
     shapes = columns_of(home)["part0.shapes"].copy()
@@ -489,7 +489,7 @@ def test_shapes_that_no_sample_has_are_refused(tmp_path: Path, codec: str) -> No
 
 
 def test_a_compressed_index_is_refused(image_folder: Folder, monkeypatch: Any) -> None:
-    """Its columns take no more memory than the file has bytes."""
+    """Columns must not take more memory than the file has bytes."""
     home = Path(find_cache(build(image_folder(size=(13, 11)))))
     monkeypatch.setattr(np, "savez", np.savez_compressed)
     rewrite(home)
@@ -498,7 +498,7 @@ def test_a_compressed_index_is_refused(image_folder: Folder, monkeypatch: Any) -
 
 
 def test_an_index_of_overlapping_columns_is_refused(image_folder: Folder) -> None:
-    """Columns of the same bytes, of which a small file may have thousands, are not read."""
+    """Columns that share bytes, of which a small file may have thousands, are not read."""
     home = Path(find_cache(build(image_folder(size=(13, 11)))))
     with zipfile.ZipFile(home / INDEX, "a") as archive:
         largest = max(archive.infolist(), key=lambda entry: entry.file_size)
@@ -512,7 +512,7 @@ def test_an_index_of_overlapping_columns_is_refused(image_folder: Folder) -> Non
 
 
 def test_an_index_larger_than_memory_is_refused(image_folder: Folder, monkeypatch: Any) -> None:
-    """What a column says of its size is damage like any other, whatever it is: nobody gets a MemoryError."""
+    """A column that states a huge size is a CacheError, never a MemoryError."""
     home = Path(find_cache(build(image_folder(size=(13, 11)))))
     plain = np.savez
 
@@ -530,7 +530,7 @@ def test_an_index_larger_than_memory_is_refused(image_folder: Folder, monkeypatc
 
 
 def test_a_sample_larger_than_memory_is_refused(tmp_path: Path) -> None:
-    """An encoded sample may claim any shape; one of 8 TiB is damage, found when the cache is opened."""
+    """An encoded sample of 8 TiB is damage, which is found when the cache is opened."""
     samples = [(np.zeros((2, 3 + index), np.uint8), 0) for index in range(4)]
     home = Path(find_cache(build_of(samples, tmp_path, codec="zstd")))
     shapes = columns_of(home)["part0.shapes"].copy()
@@ -543,7 +543,7 @@ def test_a_sample_larger_than_memory_is_refused(tmp_path: Path) -> None:
 
 
 def test_classes_without_numbers_are_refused(image_folder: Folder) -> None:
-    """A manifest with a right checksum is not believed either."""
+    """Values of a manifest are checked even if its checksum matches."""
     home = Path(find_cache(build(image_folder(size=(13, 11)))))
     rewrite(home, classes={"cat": "x"})
     with pytest.raises(CacheError, match="'x' is not of type int"):
@@ -555,7 +555,7 @@ def test_classes_without_numbers_are_refused(image_folder: Folder) -> None:
     [[["x", "y", True]], [[1, "m", True]], [["x", None, True]], [["x", "m"]], 5, {}, ["m"]],
 )
 def test_skipped_samples_are_checked_too(image_folder: Folder, skipped: Any) -> None:
-    """An entry that is none of a sample's is damage, not a crash later."""
+    """A malformed entry of a skipped sample is an error when the cache is opened, not a crash later."""
     home = Path(find_cache(build(image_folder(size=(13, 11)))))
     kept = np.array([False, *[True] * 5])
     rewrite(
@@ -566,7 +566,7 @@ def test_skipped_samples_are_checked_too(image_folder: Folder, skipped: Any) -> 
 
 
 def test_a_damaged_sample_is_an_error_that_names_it(image_folder: Folder) -> None:
-    """The others are served, now and when the cache is opened again; the run of the whole dataset mends it."""
+    """The other samples can be read, now and later; the next run of the dataset writes the damaged one again."""
     root = image_folder(size=(13, 11))
     cache = build(root)
     (shard,) = cache.glob("*/part0-*.npy")
@@ -591,7 +591,7 @@ def test_a_damaged_sample_is_an_error_that_names_it(image_folder: Folder) -> Non
 
 
 def test_it_travels_to_other_processes(image_folder: Folder) -> None:
-    """Another process reads the pickled dataset, which is small; a copy keeps when its transform runs."""
+    """Another process reads the pickled dataset, which is small; a copy runs its transform at the same time."""
     root = image_folder(size=(13, 11))
     with CachedDataset.from_cache(build(root, codec="zstd"), as_tensors=True) as dataset:
         assert len(pickle.dumps(dataset)) < 4000
@@ -612,7 +612,7 @@ def test_it_travels_to_other_processes(image_folder: Folder) -> None:
 
 
 def test_loaders_prefetchers_and_subsets_take_it(gpu: Sim, image_folder: Folder) -> None:
-    """As every other dataset: a subset in worker processes, batches on a device, a report; closed, it says so."""
+    """Subsets in worker processes, device batches and reports work; a closed dataset raises an error."""
     root = image_folder(per_class=5, size=(13, 11))
     with CachedDataset.from_cache(build(root), transform=v1.PILToTensor()) as dataset:
         chosen = Subset(dataset, [1, 8, 3])

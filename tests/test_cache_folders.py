@@ -1,4 +1,4 @@
-"""Folders of caches: who writes them, and what becomes of a writer that fails, is killed or may not write."""
+"""Folders of caches: who writes them, and what a writer leaves that fails, is killed or has no permission."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def refuse(code: int) -> Callable[..., Any]:
 
 
 def test_what_workers_of_a_killed_writer_still_write_reaches_no_later_file(tmp_path: Path) -> None:
-    """They have descriptors of a file without a name; and nobody opens for writing what another one has made."""
+    """Orphaned workers write to a file without a name, and no process opens another's file for writing."""
     path = tmp_path / "part0-00000.bin"
     orphan = DiskFile.reserve(path, 100)
     with pytest.raises(FileExistsError):
@@ -54,7 +54,7 @@ def test_what_workers_of_a_killed_writer_still_write_reaches_no_later_file(tmp_p
 
 
 def test_an_update_that_fails_leaves_the_cache_as_it_was(image_folder: Folder) -> None:
-    """What it wrote before a file that is no image goes at once, not only with a later run that succeeds."""
+    """Shards written before a bad file was found are removed at once, not only by a later run."""
     root = image_folder(per_class=6, size=(13, 11))
     cached(root).close()
     before = all_files(root.parent / "cache")
@@ -66,10 +66,10 @@ def test_an_update_that_fails_leaves_the_cache_as_it_was(image_folder: Folder) -
     assert all_files(root.parent / "cache") == before
 
 
-def test_no_room_for_the_last_small_files_is_said_so(
+def test_no_room_for_the_last_small_files_is_an_error(
     image_folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Samples may just fit; the error says what is free, and nothing is left."""
+    """If samples fit but the small files do not, the error has the free space, and no file is left."""
     root = image_folder(size=(13, 11))
     monkeypatch.setattr("fastdata.stores.cache.np.savez", refuse(errno.ENOSPC))
     with pytest.raises(
@@ -83,7 +83,7 @@ def test_no_room_for_the_last_small_files_is_said_so(
 
 
 def test_a_file_in_the_place_of_the_folder_is_named(image_folder: Folder) -> None:
-    """``cache_dir=`` of a file says that it is one."""
+    """If ``cache_dir=`` is a file, the error says so."""
     root = image_folder(size=(13, 11))
     (root.parent / "cache").write_text("")
     with pytest.raises(
@@ -93,10 +93,10 @@ def test_a_file_in_the_place_of_the_folder_is_named(image_folder: Folder) -> Non
         cached(root)
 
 
-def test_damage_that_cannot_be_noted_is_said_so(
+def test_damage_that_cannot_be_recorded_is_reported(
     image_folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``verify`` of a cache that cannot be written tells that the next run will not know."""
+    """``verify`` of a read-only cache reports that the damage cannot be recorded for the next run."""
     root = image_folder(size=(13, 11))
     cached(root).close()
     shard = next((root.parent / "cache").glob("*/part0-*.npy"))
@@ -117,7 +117,7 @@ def test_damage_that_cannot_be_noted_is_said_so(
 
 @pytest.mark.parametrize("codec", ["auto", "zstd", "source"])
 def test_the_only_new_file_may_be_no_image(image_folder: Folder, codec: str) -> None:
-    """Under ``on_error="skip"`` it is left out, the others are served, and the next run does not try it again."""
+    """Under ``on_error="skip"`` it is left out, others can be read, and the next run does not read it again."""
     root = image_folder(per_class=4, size=(13, 11))
     options: dict[str, Any] = {
         "cache_dir": root.parent / "cache",
@@ -139,8 +139,8 @@ def test_the_only_new_file_may_be_no_image(image_folder: Folder, codec: str) -> 
     assert all_files(root.parent / "cache") == before
 
 
-def test_lists_in_one_folder_have_caches_of_their_own(image_folder: Folder) -> None:
-    """A run with the training list leaves the cache of the validation list as it is."""
+def test_lists_in_one_folder_have_their_own_caches(image_folder: Folder) -> None:
+    """A run with the training list does not change the cache of the validation list."""
     root = image_folder()
     names = sorted(str(path.relative_to(root)) for path in root.rglob("*.jpg"))
     lists = {"train.csv": names[:4], "val.csv": names[3:]}
@@ -161,8 +161,8 @@ class Middle(ImageFolder):
         return ImageFolder.make_dataset(*given, **options)[1:5]
 
 
-def test_lists_made_by_code_have_caches_of_their_own(image_folder: Folder, tmp_path: Path) -> None:
-    """Frames, lists, files of one name, ``is_valid_file`` and other classes over one root: none evicts another."""
+def test_lists_made_by_code_have_their_own_caches(image_folder: Folder, tmp_path: Path) -> None:
+    """Frames, lists, files with one name, ``is_valid_file`` and subclasses over one root keep separate caches."""
     root = image_folder()
     names = sorted(str(path.relative_to(root)) for path in root.rglob("*.jpg"))
     folds = [tmp_path / name / "train.csv" for name in ("fold0", "fold1")]
@@ -193,8 +193,8 @@ def test_lists_made_by_code_have_caches_of_their_own(image_folder: Folder, tmp_p
     assert set().union(*(files ^ kept[len(makers) - 1] for files in kept[len(makers) :])) == set()
 
 
-def test_labels_in_samples_are_part_of_what_a_cache_is_of(tmp_path: Path) -> None:
-    """A dataset that lists (path, label) and no targets is cached anew when a label changes."""
+def test_labels_in_samples_are_part_of_a_caches_key(tmp_path: Path) -> None:
+    """A dataset that lists (path, label) and no targets is cached again when a label changes."""
 
     class Listed:
         def __init__(self, samples: list[tuple[str, int]]) -> None:
@@ -215,7 +215,7 @@ def test_labels_in_samples_are_part_of_what_a_cache_is_of(tmp_path: Path) -> Non
 
 
 def test_others_may_read_a_cache_as_the_umask_says(image_folder: Folder) -> None:
-    """The index included: it is made in place of another by renaming."""
+    """All files have the umask's permissions, including the index, which replaces another by renaming."""
     root = image_folder(size=(13, 11))
     before = os.umask(0o027)
     try:
@@ -234,7 +234,7 @@ def test_others_may_read_a_cache_as_the_umask_says(image_folder: Folder) -> None
 def test_what_is_no_file_is_damage(
     image_folder: Folder, victim: str, kind: str, in_time: None
 ) -> None:
-    """A pipe and a link to a device in place of any file of a cache are errors at once, and mended."""
+    """A pipe, or a link to a device, instead of a cache file is an error at once, and is mended."""
     root = image_folder(size=(13, 11))
     cached(root).close()
     (path,) = (root.parent / "cache").glob(f"*/{victim}")
@@ -251,10 +251,8 @@ def test_what_is_no_file_is_damage(
 
 
 @pytest.mark.parametrize("codec", ["auto", "zstd", "source"])
-def test_damage_that_opening_comes_upon_is_told_to_who_reads(
-    image_folder: Folder, codec: str
-) -> None:
-    """Samples that are looked at for advice may be damaged: the dataset is made, and reading names the sample."""
+def test_damage_that_opening_finds_is_raised_on_reading(image_folder: Folder, codec: str) -> None:
+    """A damaged sample does not stop the dataset from being made; reading it raises an error that names it."""
     root, steps = image_folder(size=(40, 30), suffix=".png"), v1.RandomResizedCrop(8)
     save_image(root / "cat" / "001.png", 9, (41, 30))
     options: dict[str, Any] = {
@@ -280,7 +278,7 @@ def test_damage_that_opening_comes_upon_is_told_to_who_reads(
 def test_a_cache_behind_a_link_is_written_and_nothing_of_the_folder_removed(
     image_folder: Folder,
 ) -> None:
-    """Whoever can make a link in cache_dir cannot have another folder's files removed."""
+    """A link in cache_dir cannot be used to remove files of another folder."""
     root = image_folder(size=(13, 11))
     cached(root).close()
     (home,) = (path for path in (root.parent / "cache").iterdir() if path.is_dir())
@@ -299,7 +297,7 @@ def test_a_cache_behind_a_link_is_written_and_nothing_of_the_folder_removed(
 def test_what_another_user_left_stays(
     image_folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Leftovers are removed by their own user only."""
+    """Leftovers are removed only if they belong to the current user."""
     root = image_folder(size=(13, 11))
     cached(root).close()
     (path,) = (root.parent / "cache").glob("*/fastdata.npz")

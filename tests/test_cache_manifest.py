@@ -1,4 +1,4 @@
-"""Caches that somebody else wrote, with checksums that fit them."""
+"""Manifests of caches that anybody may have written, with checksums that match."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def images(root: Path, **options: Any) -> np.ndarray:
 def test_a_manifest_of_other_kinds_of_values_is_a_rebuild(
     image_folder: Folder, caplog: pytest.LogCaptureFixture, place: list[Any], value: Any
 ) -> None:
-    """Whatever stands where, reading it is a CacheError, and the next run serves what a first one does."""
+    """Values of wrong types are a CacheError, and the next run has the samples of a first run."""
     root = image_folder(size=(13, 11))
     wanted = images(root)
     home = next((root.parent / "cache").glob(f"*/{INDEX}")).parent
@@ -81,7 +81,7 @@ def test_a_manifest_of_other_kinds_of_values_is_a_rebuild(
 def test_shards_that_cannot_be_are_a_rebuild(
     image_folder: Folder, caplog: pytest.LogCaptureFixture, column: str, value: Any
 ) -> None:
-    """Names, samples and sizes of shards are held against each other and the samples."""
+    """Names, sample counts and sizes of shards are compared with each other and with the samples."""
     root = image_folder(size=(13, 11))
     wanted = images(root)
     home = next((root.parent / "cache").glob(f"*/{INDEX}")).parent
@@ -95,7 +95,7 @@ def test_shards_that_cannot_be_are_a_rebuild(
 def test_a_shape_that_no_sample_has_is_a_rebuild(
     image_folder: Folder, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Encoded samples of 288 GiB, as a manifest may have it, are not believed: no memory is taken for them."""
+    """No memory is reserved for encoded samples of 288 GiB that a manifest claims."""
     root = image_folder(size=(13, 11))
     wanted = images(root, codec="zstd")
     home = next((root.parent / "cache").glob(f"*/{INDEX}")).parent
@@ -107,7 +107,7 @@ def test_a_shape_that_no_sample_has_is_a_rebuild(
 
 
 def test_shapes_of_fewer_dimensions_are_not_believed(tmp_path: Path) -> None:
-    """Of samples that are cubes one side says the other two, too."""
+    """For samples that are cubes, a shape with one side is refused, although it determines the others."""
     items = [(np.zeros((3, 3, 3), np.uint8), 0)] * 5
     CachedDataset(items, cache_dir=tmp_path, cache_key="k", codec="zstd").close()
     home = next(tmp_path.glob(f"*/{INDEX}")).parent
@@ -122,7 +122,7 @@ def test_shapes_of_fewer_dimensions_are_not_believed(tmp_path: Path) -> None:
 
 
 def test_a_flipped_bit_of_an_index_is_damage_or_means_nothing(image_folder: Folder) -> None:
-    """Wherever it is, in a zip's directory too: the samples of before, or a CacheError."""
+    """A flipped bit anywhere, also in the zip's directory, gives the same samples or a CacheError."""
     root = image_folder(size=(13, 11))
     wanted = images(root)
     path = next((root.parent / "cache").glob(f"*/{INDEX}"))
@@ -139,7 +139,7 @@ def test_a_flipped_bit_of_an_index_is_damage_or_means_nothing(image_folder: Fold
 
 
 def test_a_column_that_hides_its_end_is_damage(tmp_path: Path) -> None:
-    """One flipped bit of its head makes labels of 8 numbers labels of none; the sum is over all."""
+    """A flipped bit that makes 8 labels look like none is found by the checksum of the whole column."""
     items = [(np.zeros((2, 3), np.uint8), np.arange(8)) for _ in range(600)]
     CachedDataset(items, cache_dir=tmp_path, cache_key="k").close()
     path = next(tmp_path.glob(f"*/{INDEX}"))
@@ -152,7 +152,7 @@ def test_a_column_that_hides_its_end_is_damage(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["str", "bytes", "void", "object"])
 def test_elements_without_bytes_are_no_samples(dtype: str) -> None:
-    """No manifest can make sizes of 0 fit any shape."""
+    """A dtype of 0 bytes is refused, because its sizes would match any shape."""
     spec = SampleSpec(shape=None, dtype=dtype, form="array")
     with pytest.raises(ValueError, match="cannot be stored"):
         StoredPart(spec=spec, dimensions=3, codec={"name": "zstd"})

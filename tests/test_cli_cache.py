@@ -1,4 +1,4 @@
-"""``fastdata build``, ``inspect`` and ``prune``."""
+"""The commands ``fastdata build``, ``inspect`` and ``prune``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Folder = Callable[..., Path]
 def test_a_dataset_starts_from_what_was_built(
     image_folder: Folder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``build`` prepares exactly what a transform that begins with these steps asks for."""
+    """``build`` prepares exactly the samples that a transform with these first steps needs."""
     root = image_folder(size=(23, 21))
     cache = root.parent / "cache"
     assert (
@@ -62,7 +62,7 @@ def test_a_dataset_starts_from_what_was_built(
 def test_inspect_tells_what_is_damaged(
     image_folder: Folder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Status 0 and a table for a sound cache, 1 for one with a flipped byte or a cut file, 2 where there is none."""
+    """Status 0 and a table for an intact cache, 1 for a flipped byte or a cut file, 2 if there is no cache."""
     root = image_folder(size=(13, 11))
     cache = root.parent / "cache"
     assert main(["inspect", str(cache)]) == 2
@@ -98,7 +98,7 @@ def test_inspect_tells_what_is_damaged(
     ids=lambda words: " ".join(words),
 )
 def test_urls_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """A remote folder where one of this machine is needed exits with 2 and one line that says what to do."""
+    """A URL instead of a local folder exits with 2 and one line that gives the cure."""
     assert main(words) == 2
     said = capsys.readouterr().err
     assert "is a URL, but a folder of this machine is needed. Copy the files" in said
@@ -129,7 +129,7 @@ def test_urls_need_a_package(
 def test_a_cache_behind_a_url_is_inspected(
     image_folder: Folder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is shown and verified as one here; options come from a file, whose faults are told."""
+    """It is shown and verified like a local one; options come from a file, whose errors are reported."""
     root = image_folder(size=(13, 11))
     with ImageFolder(root, cache_dir=root.parent / "cache"):
         pass
@@ -157,7 +157,7 @@ def test_a_cache_behind_a_url_is_inspected(
 def test_errors_are_the_librarys_own(
     image_folder: Folder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One line each, with its cure; arguments are named as in Python, and so are the flags but for their dashes."""
+    """Errors are one line with a cure; they name arguments as in Python, and flags have the same names."""
     root = image_folder(size=(13, 11))
     (root / "cat" / "000.jpg").write_bytes(b"no image")
     assert main(["build", str(root), str(root.parent / "cache"), "--prepare-workers", "1"]) == 2
@@ -180,10 +180,10 @@ def test_errors_are_the_librarys_own(
     assert f"cache_dir='{root.parent / 'file'}'" in capsys.readouterr().err
 
 
-def test_a_folder_that_cannot_be_is_named(
+def test_an_impossible_folder_is_named(
     image_folder: Folder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Not by the number of an error alone, whether it is to be made or to be looked through."""
+    """The error of a folder that cannot be made or listed has more than an error number."""
     assert main(["prune", "/nosuch"]) == 2
     said = capsys.readouterr().err
     assert said == "fastdata: /nosuch is not a folder: give one that keeps caches\n"
@@ -196,7 +196,7 @@ def test_a_folder_that_cannot_be_is_named(
 
 
 def test_help_shows_defaults(capsys: pytest.CaptureFixture[str]) -> None:
-    """Each default is one that is used; None is nobody's."""
+    """Each default in the help is the one that is used, and none is shown as None."""
     for command in ("bench", "build"):
         with pytest.raises(SystemExit):
             main([command, "--help"])
@@ -210,7 +210,7 @@ def test_help_shows_defaults(capsys: pytest.CaptureFixture[str]) -> None:
 def test_prune_says_what_it_removes(
     image_folder: Folder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """``--dry-run`` only says so; without it the cache of a folder that is gone goes, if that is asked for."""
+    """``--dry-run`` removes nothing; without it, the cache of a missing folder is removed on request."""
     root = image_folder(size=(13, 11))
     cache = root.parent / "cache"
     main(["build", str(root), str(cache), "--resize", "7"])
@@ -231,7 +231,7 @@ def test_prune_says_what_it_removes(
 def test_prune_leaves_alone_what_it_cannot_lock(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A link in the place of a lock is not followed; that cache stays, and the others go."""
+    """A link instead of a lock file is not followed: that cache stays, and the others are removed."""
     target = tmp_path / "thesis"
     target.write_text("words")
     for name in ("first", "second"):
@@ -247,7 +247,7 @@ def test_prune_leaves_alone_what_it_cannot_lock(
 def test_names_that_the_output_cannot_write_are_escaped(
     image_folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A folder's name that is no UTF-8, or no text of the terminal's encoding, stops no command."""
+    """A folder name that is not UTF-8, or not in the terminal's encoding, stops no command."""
     made = image_folder()
     root = made.rename(made.parent / os.fsdecode(b"caf\xe9-\xe6\x97\xa5"))
     cache = root.parent / "cache"
@@ -263,7 +263,7 @@ def test_names_that_the_output_cannot_write_are_escaped(
 def test_a_cache_commands_no_terminal(
     image_folder: Folder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What somebody else's cache says of itself is shown without control characters."""
+    """Control characters in a foreign cache's texts are not shown."""
     root = image_folder(size=(13, 11))
     evil = root.rename(root.parent / "e\x1b]0;owned\x07\rvil")
     cache = root.parent / "cache"
@@ -275,7 +275,7 @@ def test_a_cache_commands_no_terminal(
 
 
 def test_warnings_of_a_command_are_one_plain_line(image_folder: Folder) -> None:
-    """What was left out is said without a line of the program's code."""
+    """A warning about left-out samples is shown without a line of source code."""
     root = image_folder(size=(13, 11))
     (root / "cat" / "000.jpg").write_bytes(b"no image")
     words = ["build", str(root), str(root.parent / "cache"), "--resize", "7", "--on-error", "skip"]

@@ -1,4 +1,4 @@
-"""Every codec passes one contract; the byte formats do not change unseen."""
+"""Every codec passes one contract, and the byte formats do not change unnoticed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GOLDEN = Path(__file__).parent / "golden"
 
 
 class Inverted:
-    """A user's codec that has nothing but the two methods."""
+    """A user's codec with only the two methods."""
 
     def encode(self, sample: np.ndarray) -> bytes:
         return bytes(255 - byte for byte in sample.tobytes())
@@ -72,7 +72,7 @@ DTYPES = [
 
 
 def sample_of(shape: tuple[int, ...], dtype: str = "uint8") -> np.ndarray:
-    """Smooth with some noise, so that filters gain and every element differs from its neighbours."""
+    """Return a smooth sample with some noise: filters gain, and every element differs from its neighbours."""
     rng = np.random.default_rng(7)
     count = int(np.prod(shape))
     values = np.cumsum(rng.integers(-3, 5, count)) % 251
@@ -80,12 +80,12 @@ def sample_of(shape: tuple[int, ...], dtype: str = "uint8") -> np.ndarray:
 
 
 def images_of(codec: Codec, shape: tuple[int, ...] = (3, 11, 14)) -> np.ndarray:
-    """A sample that any codec keeps."""
+    """Return a sample that every codec can store."""
     return np.linspace(0, 255, int(np.prod(shape))).astype(np.uint8).reshape(shape)
 
 
 def decoded(codec: Codec, data: bytes | memoryview, like: np.ndarray) -> np.ndarray:
-    """Decode into memory that holds something else before."""
+    """Decode into memory that holds other bytes before."""
     out = np.empty_like(like)
     out.reshape(-1).view(np.uint8)[...] = 0xA5
     codec.decode(memoryview(data), out)
@@ -113,7 +113,7 @@ def own(request: pytest.FixtureRequest) -> Codec:
 @pytest.mark.parametrize("name", LOSSLESS)
 @pytest.mark.parametrize("shape", SHAPES, ids=shown)
 def test_lossless_samples_come_back_bit_for_bit(name: str, shape: tuple[int, ...]) -> None:
-    """Any dtype, byte order and shape, odd widths, no axes and no elements included."""
+    """Any dtype, byte order and shape comes back equal, including odd widths, no axes and no elements."""
     for dtype in DTYPES:
         sample = sample_of(shape, dtype)
         assert same_bits(decoded(LOSSLESS[name], LOSSLESS[name].encode(sample), sample), sample), (
@@ -129,7 +129,7 @@ def test_lossless_samples_come_back_bit_for_bit(name: str, shape: tuple[int, ...
     ],
 )
 def test_large_samples_come_back_bit_for_bit(shape: tuple[int, ...], dtype: str) -> None:
-    """So they do where the filter is chosen on a strip."""
+    """Large samples, whose filter is chosen on a strip, come back equal."""
     sample = sample_of(shape, dtype)
     assert same_bits(decoded(ZstdCodec(), ZstdCodec().encode(sample), sample), sample)
 
@@ -137,7 +137,7 @@ def test_large_samples_come_back_bit_for_bit(shape: tuple[int, ...], dtype: str)
 @pytest.mark.parametrize("dtype", ["u1", "u2", "f4", "f8"])
 @pytest.mark.parametrize("shape", [(3, 8, 40), (3, 9, 35), (3, 6, 2), (3, 1, 33)], ids=shown)
 def test_every_filter_is_undone(dtype: str, shape: tuple[int, ...]) -> None:
-    """Each combination of filters gives the sample back, random bits and carries between bytes included."""
+    """Each combination of filters returns the sample, also for random bits and carries between bytes."""
     layout = layout_of(shape, np.dtype(dtype))
     for chosen in range(1, 16):
         raw = np.random.default_rng(chosen).integers(
@@ -176,7 +176,7 @@ def test_the_filters_are_the_documented_arithmetic() -> None:
 
 
 def test_photographs_shrink_by_prediction() -> None:
-    """Smooth noisy colour takes the filter with all three steps; a mask of few values takes none."""
+    """Smooth noisy colours get the filter with all three steps; a mask with few values gets none."""
     y, x = np.mgrid[:96, :96]
     grey = (
         90 + 40 * np.sin(x / 9) * np.cos(y / 11) + np.random.default_rng(0).normal(0, 2, (96, 96))
@@ -192,7 +192,7 @@ def test_photographs_shrink_by_prediction() -> None:
 
 
 def test_wide_samples_shrink_by_prediction() -> None:
-    """A smooth 16-bit image takes less than half, where plain zstd gains little."""
+    """A smooth 16-bit image takes less than half, while plain zstd gains little."""
     y, x = np.mgrid[:96, :96]
     depth = (20_000 + 90 * x + 55 * y + np.random.default_rng(0).normal(0, 9, (96, 96))).astype(
         np.uint16
@@ -201,7 +201,7 @@ def test_wide_samples_shrink_by_prediction() -> None:
 
 
 def test_jpeg_changes_little(own: Codec) -> None:
-    """A lossy codec's pixels are near the sample's; all others' are equal."""
+    """The pixels of a lossy codec are near the sample's; those of all others are equal."""
     sample = images_of(own, (3, 33, 47))
     difference = np.abs(decoded(own, own.encode(sample), sample).astype(int) - sample)
     assert difference.mean() <= (0 if own.lossless else 4)
@@ -211,7 +211,7 @@ def test_jpeg_changes_little(own: Codec) -> None:
 def test_both_jpeg_decoders_give_the_same_pixels(
     channels: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The core, by PIL's libjpeg-turbo, and PIL alone decode a file to the same pixels."""
+    """The core with PIL's libjpeg-turbo, and PIL alone, decode a file to the same pixels."""
     sample = np.random.default_rng(0).integers(0, 256, (channels, 19, 23), np.uint8)
     for subsampling in ("4:4:4", "4:2:2", "4:2:0"):
         codec = JpegCodec(subsampling=subsampling)
@@ -223,7 +223,7 @@ def test_both_jpeg_decoders_give_the_same_pixels(
 
 
 def test_data_may_lie_anywhere(codec: Codec) -> None:
-    """Data are decoded from a read-only view at an odd offset, into memory at an odd address."""
+    """Data at an odd offset of a read-only view are decoded into memory at an odd address."""
     sample = images_of(codec, (3, 16, 64))
     data = codec.encode(sample)
     view = memoryview(b"x" * 3 + data + b"y" * 5)[3 : 3 + len(data)]
@@ -233,7 +233,7 @@ def test_data_may_lie_anywhere(codec: Codec) -> None:
 
 
 def test_only_the_samples_memory_is_written(codec: Codec) -> None:
-    """Decoding into one sample of a batch leaves its neighbours as they were."""
+    """Decoding into one sample of a batch does not change its neighbours."""
     sample = images_of(codec)
     batch = np.full((3, *sample.shape), 0xA5, np.uint8)
     codec.decode(memoryview(codec.encode(sample)), batch[1])
@@ -243,7 +243,7 @@ def test_only_the_samples_memory_is_written(codec: Codec) -> None:
 
 
 def test_encode_leaves_the_sample_alone(codec: Codec) -> None:
-    """A read-only sample is encoded, and gives the same bytes again."""
+    """A read-only sample can be encoded, and gives the same bytes again."""
     sample = images_of(codec)
     sample.flags.writeable = False
     assert isinstance(codec.encode(sample), bytes)
@@ -251,7 +251,7 @@ def test_encode_leaves_the_sample_alone(codec: Codec) -> None:
 
 
 def test_threads_work_at_once(codec: Codec) -> None:
-    """Four threads that encode and decode different samples with one codec get what one thread gets."""
+    """Four threads that use one codec for different samples get the results of one thread."""
     samples = [images_of(codec, (3, 16, 40)) // (k + 1) for k in range(4)]
     alone = [decoded(codec, codec.encode(sample), sample) for sample in samples]
     wrong: list[int] = []
@@ -278,7 +278,7 @@ def check_in_child(codec: Codec, data: bytes, wanted: np.ndarray) -> None:
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_codecs_work_in_other_processes(method: str) -> None:
-    """A codec that was used before the fork, or is pickled to a new process, decodes there."""
+    """A codec that was used before a fork, or is pickled to a new process, decodes there."""
     codec = ZstdCodec()
     sample = images_of(codec)
     data = codec.encode(sample)
@@ -292,7 +292,7 @@ def test_codecs_work_in_other_processes(method: str) -> None:
 
 
 def test_codecs_pickle(codec: Codec) -> None:
-    """A copy decodes what the original encoded, and pickles in a few hundred bytes, however much it was used."""
+    """A copy decodes data of the original, and a pickle has a few hundred bytes however much the codec was used."""
     sample = images_of(codec, (3, 64, 64))
     data = codec.encode(sample)
     pickled = pickle.dumps(codec)
@@ -303,7 +303,7 @@ def test_codecs_pickle(codec: Codec) -> None:
 
 
 def test_cut_off_data_raise(own: Codec) -> None:
-    """Any number of bytes missing at the end is a CodecError, and the codec works on afterwards."""
+    """Any number of missing bytes at the end is a CodecError, and the codec still works afterwards."""
     sample = images_of(own, (3, 9, 40))
     data = own.encode(sample)
     for length in range(
@@ -315,7 +315,7 @@ def test_cut_off_data_raise(own: Codec) -> None:
 
 
 def test_a_frame_that_ends_early_raises() -> None:
-    """A zstd frame that was cut before its length was written is a CodecError, whatever filter is to be undone."""
+    """A zstd frame that was cut before its length was written is a CodecError for every filter."""
     for sample in (images_of(ZstdCodec(), (3, 9, 40)), sample_of((40_000,))):
         data = ZstdCodec().encode(sample)
         for kept in range(min(len(data) - 5, 200)):
@@ -325,7 +325,7 @@ def test_a_frame_that_ends_early_raises() -> None:
 
 
 def test_too_long_data_raise() -> None:
-    """Bytes behind the end are a CodecError; a JPEG ends with its own mark."""
+    """Bytes after the end are a CodecError; for a JPEG its own end mark counts."""
     for codec in (Lz4Codec(), ZstdCodec()):
         sample = images_of(codec)
         with pytest.raises(CodecError):
@@ -333,7 +333,7 @@ def test_too_long_data_raise() -> None:
 
 
 def test_flipped_bits_never_crash(own: Codec) -> None:
-    """Each byte inverted in turn gives a CodecError or a whole sample, and writes nothing else."""
+    """Each inverted byte gives a CodecError or a complete sample, and no other memory is written."""
     sample = images_of(own, (3, 6, 40))
     data = bytearray(own.encode(sample))
     batch = np.full((3, *sample.shape), 0xA5, np.uint8)
@@ -360,7 +360,7 @@ def test_another_size_raises(own: Codec, shape: tuple[int, ...]) -> None:
 
 
 def test_impossible_filters_raise() -> None:
-    """What no sample of this shape can have been filtered by is a CodecError."""
+    """A filter that samples of this shape cannot have is a CodecError."""
     sample = sample_of((16, 64))
     data = ZstdCodec().encode(sample)
     with pytest.raises(CodecError, match=r"shape .16, 64. and uint8: filter 7 "):
@@ -370,7 +370,7 @@ def test_impossible_filters_raise() -> None:
 
 
 def test_bombs_are_refused_before_memory_is_taken() -> None:
-    """A frame that claims more bytes than the sample has, or hides its size, is not decompressed."""
+    """A frame that states more bytes than the sample has, or hides its size, is not decompressed."""
     out = np.empty((3, 5, 6), np.uint8)
     for frame, found in (
         (
@@ -387,7 +387,7 @@ def test_bombs_are_refused_before_memory_is_taken() -> None:
 
 
 def test_jpeg_headers_are_checked_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A JPEG whose header says 65,000 x 65,000 px is refused, with its size, and no pixel of it is decoded."""
+    """A JPEG with 65,000 x 65,000 px in its header is refused with its size before any pixel is decoded."""
     data = bytearray(JpegCodec().encode(np.zeros((3, 8, 8), np.uint8)))
     frame = data.index(b"\xff\xc0")
     data[frame + 5 : frame + 9] = (65_000).to_bytes(2, "big") * 2
@@ -397,13 +397,13 @@ def test_jpeg_headers_are_checked_first(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_other_image_files_are_no_jpeg() -> None:
-    """PIL's other decoders are not reached by damaged data."""
+    """Damaged data never reach PIL's other decoders."""
     with pytest.raises(CodecError, match="not a JPEG file"):
         decoded(JpegCodec(), b"\x89PNG\r\n\x1a\n" + bytes(50), np.zeros((3, 8, 8), np.uint8))
 
 
 def test_memory_that_cannot_be_filled_raises(own: Codec) -> None:
-    """Read-only memory and memory with gaps are a ValueError that is no CodecError."""
+    """Read-only memory and memory with gaps are a ValueError that is not a CodecError."""
     sample = images_of(own)
     data = memoryview(own.encode(sample))
     fixed = np.zeros_like(sample)
@@ -416,7 +416,7 @@ def test_memory_that_cannot_be_filled_raises(own: Codec) -> None:
 
 @pytest.mark.parametrize("codec", [Lz4Codec(), ZstdCodec()], ids=lambda codec: codec.name)
 def test_python_objects_are_refused(codec: Codec) -> None:
-    """Pointers are never written out."""
+    """Arrays of Python objects are refused, because their bytes are pointers."""
     with pytest.raises(TypeError, match="references"):
         codec.encode(np.array([{}, None]))
 
@@ -432,20 +432,20 @@ def test_python_objects_are_refused(codec: Codec) -> None:
     ],
 )
 def test_jpeg_refuses_what_it_would_spoil(shape: tuple[int, ...], dtype: str) -> None:
-    """Labels, depths and samples that are no images are a ValueError."""
+    """Labels, depths and samples that are not images are a ValueError."""
     with pytest.raises(ValueError, match=r"it would change labels or depths|empty image"):
         JpegCodec().encode(np.zeros(shape, dtype))
 
 
 def test_settings_rebuild_the_codec(own: Codec) -> None:
-    """Settings survive JSON, name the format's version, and give an equal codec."""
+    """Settings survive JSON, contain the format's version, and give an equal codec."""
     settings = json.loads(json.dumps(own.settings()))
     assert settings["format"] == 1
     assert codec_of(settings) == own
 
 
 def test_foreign_settings_are_refused() -> None:
-    """Another format, an unknown argument and an unknown codec each say what is known."""
+    """Another format, an unknown argument and an unknown codec raise an error with the known ones."""
     settings = ZstdCodec().settings()
     with pytest.raises(
         ValueError, match="codec 'zstd', format 2, but this fastdata reads only format 1"
@@ -458,7 +458,7 @@ def test_foreign_settings_are_refused() -> None:
 
 
 def test_names_find_codecs() -> None:
-    """Each known name gives its codec; a codec object is taken as it is."""
+    """Each known name gives its codec; a codec object is returned unchanged."""
     assert [find_codec(name).name for name in KNOWN_CODECS] == ["lz4", "zstd", "jpeg"]
     codec = JpegCodec(quality=80)
     assert find_codec(codec) is codec
@@ -466,7 +466,7 @@ def test_names_find_codecs() -> None:
 
 
 def test_wrong_codecs_are_explained() -> None:
-    """Unknown names, incomplete objects, classes and wrong arguments each say what is needed."""
+    """Unknown names, incomplete objects, classes and wrong arguments raise an error with what is needed."""
     for wrong in ("gzip", 5):
         with pytest.raises(
             ValueError, match=f"codec={wrong!r} is neither one of .*'lz4', 'zstd', 'jpeg'"
@@ -475,7 +475,7 @@ def test_wrong_codecs_are_explained() -> None:
 
 
 def test_users_objects_are_asked() -> None:
-    """A user's name and word on loss are used where there are any."""
+    """The name and the lossless flag of a user's object are used if it has them."""
     plain = find_codec(Inverted())
     assert (plain.name, plain.lossless) == ("Inverted", True)
 
@@ -490,7 +490,7 @@ def test_users_objects_are_asked() -> None:
 def test_a_missing_library_is_an_obstacle_that_says_what_to_install(
     name: str, library: str, tmp_path: Path
 ) -> None:
-    """Where lz4 or zstandard cannot be had, their codec is refused with a cure, and all others work."""
+    """Without lz4 or zstandard, its codec is refused with a cure, and all others work."""
     code = f"""
 import sys
 sys.modules[{library!r}] = sys.modules[{library + ".block"!r}] = None
@@ -513,13 +513,13 @@ except ValueError as error:
 
 
 def test_codec_errors_are_fastdatas() -> None:
-    """Damaged data are both a FastDataError and a ValueError."""
+    """Damaged data raise an error that is both a FastDataError and a ValueError."""
     assert issubclass(CodecError, FastDataError)
     assert issubclass(CodecError, ValueError)
 
 
 def golden_samples() -> dict[str, tuple[Codec, np.ndarray]]:
-    """What the files in tests/golden were encoded from, in integer arithmetic only."""
+    """Return the samples of the files in tests/golden, made by integer arithmetic only."""
     image = (np.arange(3 * 5 * 6) * 7 % 251).astype(np.uint8).reshape(3, 5, 6)
     plane, y, x = np.indices((3, 24, 40))
     photo = (90 + 3 * x + 2 * y + plane * 5 + (x * x + y * 7 + x * y) % 5).astype(np.uint8)
@@ -539,7 +539,7 @@ def golden_samples() -> dict[str, tuple[Codec, np.ndarray]]:
 
 @pytest.mark.parametrize("name", golden_samples())
 def test_golden_files_decode(name: str) -> None:
-    """Bytes that were written once decode to the same sample for ever; JPEG to its pixels within 1 level."""
+    """Bytes that an earlier version wrote decode to the same sample; JPEG to its pixels within 1 level."""
     codec, sample = golden_samples()[name]
     sample = np.ascontiguousarray(sample)
     out = decoded(codec, (GOLDEN / name).read_bytes(), sample)

@@ -1,4 +1,4 @@
-"""Datasets whose samples are kept encoded, and samples of several parts."""
+"""Datasets with encoded samples, and samples of several parts."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _batches(dataset: Any, **options: Any) -> list[torch.Tensor]:
 def test_a_lossless_codec_changes_no_pixel(
     image_folder: Folder, codec: str, steps: Any, num_workers: int
 ) -> None:
-    """Batches and single samples are those of the raw store, whatever runs on them."""
+    """Batches and single samples equal those of the raw store, whatever transform runs on them."""
     root = image_folder(per_class=5, size=(13, 11))
     transform = v1.Compose([v1.Resize((7, 9)), *steps])
     with (
@@ -86,7 +86,7 @@ def test_a_lossless_codec_changes_no_pixel(
 
 @pytest.mark.parametrize("codec", LOSSLESS)
 def test_samples_of_many_shapes_are_kept(image_folder: Folder, codec: str) -> None:
-    """Images of several sizes come back whole one by one, and as batches of crops."""
+    """Images of several sizes come back complete one by one, and as batches of crops."""
     root = image_folder(classes=("a",), per_class=4, size=(12, 10))
     image_folder(classes=("b",), per_class=4, size=(9, 14))
     transform = v1.Compose([v1.RandomCrop(8), v1.PILToTensor()])
@@ -102,10 +102,10 @@ def test_samples_of_many_shapes_are_kept(image_folder: Folder, codec: str) -> No
 
 @pytest.mark.parametrize("steps", TRANSFORMS[1:4])
 @pytest.mark.parametrize("options", [{"codec": "jpeg", "resize": (40, 57)}, {"codec": "source"}])
-def test_a_crop_of_kept_jpeg_is_that_of_the_whole(
+def test_a_crop_of_stored_jpeg_is_that_of_the_whole(
     image_folder: Folder, options: dict[str, Any], steps: Any
 ) -> None:
-    """Only the box is decoded, in memory and on disk, and the batch is the one of the decoded samples."""
+    """Only the box is decoded, in memory and on disk, and the batch equals that of the decoded samples."""
     root = image_folder(per_class=5, size=(73, 51))
     Image.new("L", (60, 44), 9).save(root / "cat" / "gray.jpg")
     Image.new("CMYK", (60, 44), (9, 99, 3, 40)).save(root / "cat" / "inks.jpg")
@@ -127,7 +127,7 @@ def test_a_crop_of_kept_jpeg_is_that_of_the_whole(
 
 
 def test_jpeg_is_close_and_called_lossy(image_folder: Folder) -> None:
-    """The lossy codec keeps smooth images to a few levels and says what it is."""
+    """The lossy codec changes smooth images by a few levels, and the storage plan calls it lossy."""
     root = image_folder(size=(64, 48))
     transform = v1.Compose([v1.Resize((48, 64)), v1.PILToTensor()])
     with (
@@ -155,7 +155,7 @@ def test_workers_get_a_handle_of_the_encoded_samples(image_folder: Folder) -> No
 
 
 class Half:
-    """A user's codec: keeps the upper four bits of each byte."""
+    """A user's codec that stores the upper four bits of each byte."""
 
     name = "half"
     lossless = False
@@ -170,7 +170,7 @@ class Half:
 
 
 def test_a_users_own_codec_is_used() -> None:
-    """Any object with encode and decode will do, by its own name and word on loss."""
+    """Any object with encode and decode works, with its own name and lossless flag."""
     samples = [(np.full((2, 3), i * 16 + 5, np.uint8), i) for i in range(5)]
     with CachedDataset(samples, storage="compressed", codec=Half()) as dataset:
         assert [int(dataset[i][0][0, 0]) for i in range(5)] == [i * 16 for i in range(5)]
@@ -183,7 +183,7 @@ DTYPES = ["uint8", "bool", "uint16", "int16", "int32", "int64", "float16", "floa
 @pytest.mark.parametrize("codec", ["auto", "lz4", "zstd"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_any_dtype_and_shape_comes_back_bit_for_bit(dtype: str, codec: str) -> None:
-    """Volumes, masks and tables of all types, ragged ones too, are the same after encoding."""
+    """Volumes, masks and tables of all types, also ragged ones, are equal after encoding."""
     random = np.random.default_rng(0)
     shapes = [(3, 5, 6), (2, 4, 6), (1, 5, 7)]
     arrays = [
@@ -220,7 +220,7 @@ def _photo(index: int, size: tuple[int, int] = (6, 5)) -> Image.Image:
     ids=shown,
 )
 def test_an_image_and_its_mask_come_back(options: Any) -> None:
-    """A target that is an image is stored like one, and given back as what it was; sizes may differ."""
+    """An image as target is stored like the sample and returned in its form; their sizes may differ."""
     pairs = [(_photo(i, (6 + i % 2, 5)), _mask(i, (6 + i % 2, 5))) for i in range(9)]
     with CachedDataset(pairs, **options) as dataset:
         for index, (photo, mask) in enumerate(pairs):
@@ -231,7 +231,7 @@ def test_an_image_and_its_mask_come_back(options: Any) -> None:
 
 
 def test_samples_may_be_tuples() -> None:
-    """((image, mask), label) keeps both parts and the label."""
+    """A sample ((image, mask), label) comes back with both parts and the label."""
     items = [((_photo(i), np.full((5, 6), i, np.int64)), i) for i in range(9)]
     with CachedDataset(items, storage="compressed") as dataset:
         (photo, mask), label = dataset[4]
@@ -241,7 +241,7 @@ def test_samples_may_be_tuples() -> None:
 
 
 def test_masks_that_are_tensors_are_served_in_batches() -> None:
-    """Images and masks of one shape take the fast road, stacked as default_collate does."""
+    """Images and masks of one shape are read in whole batches, stacked as default_collate does."""
     items = [(torch.full((3, 8, 8), i, dtype=torch.uint8), torch.full((8, 8), i)) for i in range(9)]
     with CachedDataset(items, storage="compressed") as dataset:
         loader = DataLoader(dataset, batch_size=4)
@@ -252,7 +252,7 @@ def test_masks_that_are_tensors_are_served_in_batches() -> None:
 
 
 def test_joint_transforms_get_image_and_mask() -> None:
-    """transforms= is called with both, as in torchvision, and turns off batches."""
+    """transforms= is called with both, as in torchvision, and turns whole batches off."""
     items = [(_photo(i), _mask(i)) for i in range(9)]
 
     def flip(image: Image.Image, mask: Image.Image) -> tuple[Any, Any]:
@@ -300,7 +300,7 @@ KEPT = [
 def test_masks_stay_in_step_with_their_images(
     options: Any, kind: Any, sizes: int, tmp_path: Path
 ) -> None:
-    """Joint transforms of torchvision do to image and mask what they do without fastdata, wherever both are kept."""
+    """Joint transforms of torchvision have the same effect on stored images and masks as without fastdata."""
     items = _Segmentation(kind, sizes=sizes)
     options = options | ({"cache_dir": tmp_path} if options["storage"] == "disk" else {})
     to_float = v2.ToDtype(
@@ -322,7 +322,7 @@ def test_masks_stay_in_step_with_their_images(
 
 
 def test_parts_keep_their_class() -> None:
-    """Of a sample (image, mask) both are torchvision's to a transform per sample, on the first read and on others."""
+    """A transform per sample gets torchvision's classes for image and mask, on the first read and later."""
     items = _Segmentation(tv_tensors.Image, labelled=True)
     flip = v2.RandomHorizontalFlip(1.0)
     with CachedDataset(items, transform=flip) as dataset:
@@ -337,7 +337,7 @@ def test_parts_keep_their_class() -> None:
 def test_an_image_tensor_is_torchvisions_behind_a_prepared_step_and_a_batch_op(
     tmp_path: Path,
 ) -> None:
-    """After ToImage, a resize that is prepared and a flip on the batch, the user's step gets a tv_tensors.Image."""
+    """After ToImage, a prepared resize and a batch flip, the user's step gets a tv_tensors.Image."""
     seen: list[type] = []
 
     def look(image: Any) -> Any:
@@ -363,7 +363,7 @@ def test_an_image_tensor_is_torchvisions_behind_a_prepared_step_and_a_batch_op(
 
 
 def test_a_collate_function_gets_torchvisions_tensors() -> None:
-    """Samples of a whole batch are in the list what they are one by one; default_collate stacks them to a tensor."""
+    """Samples in the list have the classes of single samples; default_collate stacks them to a plain tensor."""
     items = _Segmentation(tv_tensors.Image)
     with CachedDataset(items, transform=v2.RandomHorizontalFlip(1.0)) as dataset:
         loader = DataLoader(dataset, batch_size=2, collate_fn=list)
@@ -375,7 +375,7 @@ def test_a_collate_function_gets_torchvisions_tensors() -> None:
 
 
 def test_boxes_keep_format_and_canvas_as_targets(tmp_path: Path) -> None:
-    """Boxes flip with their image as targets, alone or in a dict; what would lose their canvas is refused."""
+    """Boxes as targets flip with their image, alone or in a dict; an op that would lose their canvas is refused."""
     boxes = tv_tensors.BoundingBoxes([[0, 1, 2, 3]], format="XYWH", canvas_size=(5, 6))
     flip = v2.RandomHorizontalFlip(1.0)
     for target in (boxes, {"boxes": boxes, "label": 3}):
@@ -396,8 +396,8 @@ def test_boxes_keep_format_and_canvas_as_targets(tmp_path: Path) -> None:
         CachedDataset([((_photo(1), boxes), 3)])
 
 
-def test_another_process_imports_what_samples_are() -> None:
-    """A mask is one in a process that has only unpickled the dataset."""
+def test_another_process_imports_the_classes_of_samples() -> None:
+    """A mask keeps its class in a process that has only unpickled the dataset."""
     context = multiprocessing.get_context("forkserver")
     with CachedDataset(_Segmentation(tv_tensors.Image)) as dataset:
         connection, theirs = context.Pipe()
@@ -411,7 +411,7 @@ def test_another_process_imports_what_samples_are() -> None:
 
 
 def test_lz4_batches_name_the_damaged_sample() -> None:
-    """Samples before it and after it in the batch do not matter."""
+    """The error names the damaged sample, wherever it is in the batch."""
     samples = [(np.full((4, 50), i, np.uint8), i) for i in range(9)]
     with CachedDataset(samples, storage="compressed", codec="lz4") as dataset:
         batch = collate(dataset.__getitems__([8, 0, 3]))[0]
@@ -441,7 +441,7 @@ def test_lz4_batches_name_the_damaged_sample() -> None:
 def test_a_codec_that_would_harm_is_refused_with_the_reason(
     samples: Any, codec: Any, reason: str
 ) -> None:
-    """Lossy codecs for masks and wide values, and files that are none: an error before anything is kept."""
+    """Lossy codecs for masks and wide values, and unusable codecs, are errors before anything is stored."""
     with pytest.raises(ValueError, match=reason):
         CachedDataset(samples * 3, storage="compressed", codec=codec)
 
@@ -455,13 +455,13 @@ def test_a_codec_that_would_harm_is_refused_with_the_reason(
     ],
 )
 def test_a_wrong_codec_is_named(codec: Any, problem: str) -> None:
-    """Misspelt names, objects without the methods, and tuples of the wrong length."""
+    """Misspelt names, objects without the methods, and tuples of the wrong length raise an error that shows them."""
     with pytest.raises((ValueError, TypeError), match=problem):
         CachedDataset([(np.zeros(3, np.uint8), 0)] * 3, storage="compressed", codec=codec)
 
 
-def test_a_loader_of_ones_own_cannot_keep_files(image_folder: Folder) -> None:
-    """codec='source' opens bytes itself, which a user's loader cannot."""
+def test_a_users_own_loader_cannot_store_files(image_folder: Folder) -> None:
+    """codec='source' is refused with a user's loader, because it has to decode bytes itself."""
     with pytest.raises(ValueError, match="your own loader= opens them"):
         ImageFolder(
             image_folder(),
@@ -475,7 +475,7 @@ def test_a_loader_of_ones_own_cannot_keep_files(image_folder: Folder) -> None:
 
 
 def _spoil(dataset: Any, index: int) -> None:
-    """Overwrite a sample's bytes in the sealed block, as a fault of the memory would."""
+    """Overwrite a sample's bytes in the sealed block, as a memory fault would."""
     store = dataset.reader().kept.images
     data = np.array(store._bytes[0])
     start, size = int(store._offsets[index]), int(store._sizes[index])
@@ -485,7 +485,7 @@ def _spoil(dataset: Any, index: int) -> None:
 
 @pytest.mark.parametrize("codec", ["source", "lz4", "zstd", "jpeg"])
 def test_a_damaged_sample_is_named_and_only_it_is_refused(image_folder: Folder, codec: str) -> None:
-    """Batches without it are served, those with it name its path and index."""
+    """Batches without the damaged sample can be read; batches with it raise an error with its path and index."""
     transform = v1.Compose([v1.Resize((16, 16)), v1.PILToTensor()])
     with ImageFolder(
         image_folder(per_class=4, size=(20, 18)),
@@ -507,7 +507,7 @@ def test_a_damaged_sample_is_named_and_only_it_is_refused(image_folder: Folder, 
 def test_a_damaged_file_is_found_by_eager_filling_unless_files_are_kept(
     image_folder: Folder,
 ) -> None:
-    """Encoding opens every file; keeping files of known size does not, and names the damaged one when it is read."""
+    """Encoding opens every file. Storing files does not, and the damaged one is named when it is read."""
     root = image_folder(per_class=30)
     (root / "cat" / "001.jpg").write_bytes(b"\xff\xd8\xff nonsense")
     with pytest.raises(SampleError, match=r"sample 1, .*001\.jpg"):
@@ -531,12 +531,12 @@ def _noise(count: int, sizes: Callable[[int], int]) -> list[tuple[np.ndarray, in
 
 
 def _late_large(index: int) -> int:
-    """Sizes of 101 samples, the two large ones of which are not among those looked at beforehand."""
+    """Return sizes of 101 samples. Two are large, and neither of these is probed."""
     return 1_000_000 + index if index in (2, 52) else 10 + index % 5
 
 
 def test_running_out_during_a_fill_says_what_would_fit() -> None:
-    """Samples larger than those looked at do not fit after all: an error with the cure, and nothing is left."""
+    """If samples are larger than the probed ones, the error has a cure, and nothing is left."""
     samples = _noise(101, _late_large)
     with pytest.raises(
         MemoryBudgetError, match=r"codec='lz4' need more than the .* free\. Use .*storage='none'"
@@ -550,7 +550,7 @@ def test_running_out_during_a_fill_says_what_would_fit() -> None:
 
 
 def test_auto_goes_on_to_the_next_storage_when_it_runs_out() -> None:
-    """What turns out not to fit raw is compressed, and what does not fit compressed is kept nowhere."""
+    """Samples that turn out not to fit raw are compressed; if they do not fit compressed, they are not stored."""
     zeros = [(np.zeros(_late_large(i), np.uint8), 0) for i in range(101)]
     with CachedDataset(zeros, memory_limit="1MiB") as dataset:
         assert dataset.storage == "compressed"
@@ -562,8 +562,8 @@ def test_auto_goes_on_to_the_next_storage_when_it_runs_out() -> None:
         assert dataset[52][0].size == 1_000_052
 
 
-def test_a_report_tells_what_each_codec_makes_of_the_data(image_folder: Folder) -> None:
-    """Names, ratios and reasons are those of the data; also of a dataset that has let go of its source."""
+def test_a_report_has_the_results_of_each_codec(image_folder: Folder) -> None:
+    """Names, ratios and reasons are those of the data, also if the dataset no longer has its source."""
     transform = v1.Compose([v1.Resize((48, 64)), v1.PILToTensor()])
     with ImageFolder(image_folder(size=(64, 48)), transform) as dataset:
         report = dataset.storage_report()
@@ -580,7 +580,7 @@ def test_a_report_tells_what_each_codec_makes_of_the_data(image_folder: Folder) 
 
 
 def test_a_forecast_of_pairs_counts_both_parts() -> None:
-    """Bytes needed are those of images and masks together."""
+    """The needed bytes are those of images and masks together."""
     pairs = [(np.zeros((3, 4), np.uint8), np.zeros((4, 4), np.int32))] * 5
     expected = forecast(Preparer(DatasetSource(pairs), Steps(())))
     assert expected.raw.part_bytes == (5 * 12, 5 * 64)
@@ -589,7 +589,7 @@ def test_a_forecast_of_pairs_counts_both_parts() -> None:
 
 @pytest.mark.parametrize("storage", ["shared", "compressed"])
 def test_samples_without_dimensions_are_read(storage: Any) -> None:
-    """A sample that is one number, in batches and alone."""
+    """A sample that is a single number can be read, in batches and alone."""
     data = [(torch.tensor(i), i) for i in range(9)]
     with CachedDataset(data, storage=storage) as dataset:
         assert [sample.item() for sample, _ in dataset] == list(range(9))

@@ -1,4 +1,4 @@
-"""Errors of the package keep their type and what they say on the way from another process."""
+"""Errors of the package keep their type and text on the way from another process."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def classes_of_errors() -> list[type[errors.FastDataError]]:
 
 
 def raised_by_torch(error: Exception) -> Exception:
-    """What torch's loader raises where a worker process has raised ``error``."""
+    """Return the error that torch's loader raises if a worker process has raised ``error``."""
     try:
         try:
             raise sample_error("/data/other.jpg", 8, ValueError("x"))
@@ -57,7 +57,7 @@ def raised_by_torch(error: Exception) -> Exception:
 
 @pytest.mark.parametrize("kind", classes_of_errors())
 def test_every_error_keeps_its_type(kind: type[errors.FastDataError]) -> None:
-    """An error of the package is of the same class after pickling, and as torch's loader raises it; so is its text."""
+    """An error of the package keeps class and text when it is pickled, and when torch's loader raises it."""
     error = kind("what was found")
     for copied in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
         assert type(copied) is kind
@@ -81,7 +81,7 @@ SAMPLE_ERRORS = {
 
 @pytest.mark.parametrize("error", SAMPLE_ERRORS.values(), ids=SAMPLE_ERRORS.keys())
 def test_a_sample_error_keeps_index_and_path(error: SampleError) -> None:
-    """Index and path are the same after pickling, and as torch's loader raises it; its text names both."""
+    """Index and path are the same after pickling, and when torch's loader raises the error; its text has both."""
     came = raised_by_torch(error)
     for each in (
         error,
@@ -97,14 +97,14 @@ def test_a_sample_error_keeps_index_and_path(error: SampleError) -> None:
 
 
 def test_a_sample_error_needs_an_index() -> None:
-    """Words that name no sample are refused without ``index=``."""
+    """A text that names no sample is refused without ``index=``."""
     with pytest.raises(TypeError, match="needs index="):
         SampleError("it is no image")
 
 
 @pytest.mark.parametrize("storage", ["shared", "none"])
 def test_a_file_that_is_no_image_is_named_once(image_folder: Any, storage: Any) -> None:
-    """By its path, and not by a stream that it was read from."""
+    """The error has the path of the file, and not the stream that it was read from."""
     root = image_folder()
     path = root / "cat" / "001.jpg"
     path.write_bytes(b"no image")
@@ -127,10 +127,10 @@ MACHINE_ERRORS = [
 
 @pytest.mark.parametrize("cause", MACHINE_ERRORS, ids=repr)
 @pytest.mark.parametrize("prepare_workers", [1, 2])
-def test_what_a_machine_lacks_is_no_fault_of_a_sample(
+def test_a_limit_of_the_machine_is_no_fault_of_a_sample(
     image_folder: Any, cause: Exception, prepare_workers: int
 ) -> None:
-    """No sample is left out for it, and no file is called damaged."""
+    """For a limit of the machine no sample is left out, and no file is called damaged."""
 
     def load(path: str) -> Image.Image:
         if path.endswith("001.jpg"):
@@ -164,7 +164,7 @@ OF_A_MACHINE = sorted({*errno.errorcode.values()} - OF_A_SAMPLE - OF_A_LIMIT)
 
 
 class FailingFile:
-    """A file that ``os.open`` refuses to open while ``code`` is set; ``time.sleep`` only takes notes."""
+    """A file that ``os.open`` refuses to open while ``code`` is set; ``time.sleep`` only records its calls."""
 
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.path = str(path)
@@ -193,8 +193,8 @@ def root_of(failing: FailingFile) -> Path:
 
 
 @pytest.mark.parametrize("name", OF_A_MACHINE)
-def test_what_a_machine_says_is_no_damage(name: str) -> None:
-    """Every error number that is not of the file itself is a RemoteError with number, path and index."""
+def test_errors_of_the_machine_are_no_damage(name: str) -> None:
+    """Every error number that is not about the file itself is a RemoteError with number, path and index."""
     code = getattr(errno, name)
     error = sample_error("/data/a.jpg", 3, OSError(code, os.strerror(code), "/data/a.jpg"))
     assert isinstance(error, RemoteError)
@@ -220,7 +220,7 @@ OTHERS_OF_A_MACHINE = [
 def test_errors_without_a_number_are_told_by_class_text_and_cause(
     cause: Exception, is_wrapped: bool
 ) -> None:
-    """A network error that another library has wrapped is still one of the machine."""
+    """A network error that another library has wrapped still counts as one of the machine."""
     if is_wrapped:
         wrapped = ValueError("cannot load")
         wrapped.__cause__ = cause
@@ -230,7 +230,7 @@ def test_errors_without_a_number_are_told_by_class_text_and_cause(
 
 @pytest.mark.parametrize(("status", "fault"), [(404, "missing"), (403, "permission")])
 def test_answers_of_servers_have_the_faults_of_files(status: int, fault: str) -> None:
-    """As attributes of the error (urllib), of its answer (requests), or in a dict (botocore)."""
+    """The status is found in the error (urllib), in its answer (requests), or in a dict (botocore)."""
     answer = types.SimpleNamespace(status_code=status)
     metadata = {"ResponseMetadata": {"HTTPStatusCode": status}}
     given = [({"status": status}), ({"response": answer}), ({"response": metadata})]
@@ -241,7 +241,7 @@ def test_answers_of_servers_have_the_faults_of_files(status: int, fault: str) ->
 
 
 def test_odd_errors_of_others_are_of_the_sample() -> None:
-    """One that was raised from itself, and error numbers that are none."""
+    """An error that was raised from itself, and unknown error numbers, are the sample's fault."""
     circular = ValueError("x")
     circular.__cause__ = circular
     for problem in (circular, OSError([5], "x"), OSError("5", "x")):
@@ -250,7 +250,7 @@ def test_odd_errors_of_others_are_of_the_sample() -> None:
 
 @pytest.mark.parametrize("transform", [None, PILToTensor()], ids=["item", "batch"])
 def test_a_failing_mount_is_tried_again_and_named(failing: FailingFile, transform: Any) -> None:
-    """It is tried four times, then raised with index and path, and the next read succeeds."""
+    """It is tried four times, then the error is raised with index and path; the next read succeeds."""
     failing.code = errno.ESTALE
     with ImageFolder(root_of(failing), transform, storage="none") as dataset:
         with pytest.raises(RemoteError, match=r"sample 1, .*001.jpg, cannot be read now") as caught:
@@ -263,7 +263,7 @@ def test_a_failing_mount_is_tried_again_and_named(failing: FailingFile, transfor
 
 
 def test_a_failing_mount_leaves_no_sample_out(failing: FailingFile, tmp_path: Path) -> None:
-    """``on_error="skip"`` stops for it, and the cache that the next run writes has all samples."""
+    """``on_error="skip"`` stops at it, and the cache that the next run writes has all samples."""
     options: Any = {"on_error": "skip", "cache_dir": tmp_path / "cache", "prepare_workers": 1}
     failing.code = errno.ESTALE
     with pytest.raises(RemoteError, match=r"sample 1, .*Stale file handle"):
@@ -277,7 +277,7 @@ def test_a_failing_mount_leaves_no_sample_out(failing: FailingFile, tmp_path: Pa
 def test_what_may_pass_is_tried_again_by_the_next_run(
     failing: FailingFile, tmp_path: Path, name: str, shard_bytes: int | None
 ) -> None:
-    """A file without permission, or not there for a moment, is left out until it can be read."""
+    """A file without permission, or missing for a moment, is left out only until it can be read."""
 
     def opened() -> ImageFolder:
         return ImageFolder.build_cache(
@@ -304,7 +304,7 @@ def test_what_may_pass_is_tried_again_by_the_next_run(
 
 
 def test_a_disk_that_fails_below_a_decoder_is_no_damage(failing: FailingFile) -> None:
-    """A decoder in C calls it damage; the file is read again for its description, which shows it."""
+    """A decoder in C calls it damage, but reading the file again for its description finds the disk's error."""
 
     def load(path: str) -> Image.Image:
         failing.code = errno.EIO if path == failing.path else 0
@@ -323,7 +323,7 @@ def test_a_disk_that_fails_below_a_decoder_is_no_damage(failing: FailingFile) ->
 def test_a_folder_that_a_mount_fails_to_list_is_an_error(
     image_folder: Any, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    """No sample is lost without a word; a folder without permission is left out, as by torchvision."""
+    """No sample is lost silently; only a folder without permission is left out, as by torchvision."""
     root = image_folder(per_class=3)
     scan = os.scandir
     failures = 0
@@ -347,7 +347,7 @@ def test_a_folder_that_a_mount_fails_to_list_is_an_error(
 
 
 def no_end_of_run_lengths() -> bytes:
-    """A BMP whose run lengths end early: Pillow raises ValueError."""
+    """Return a BMP whose run lengths end early, for which Pillow raises a ValueError."""
     stream = io.BytesIO()
     Image.new("P", (40, 30)).save(stream, "BMP")
     data = stream.getvalue()
@@ -368,7 +368,7 @@ def test_damage_of_every_class_has_path_and_index(
     make: Callable[[], bytes],
     transform: Any,
 ) -> None:
-    """Decoders raise ValueError and others, too; all are a SampleError, alone and in batches."""
+    """Whatever a decoder raises, such as a ValueError, becomes a SampleError, alone and in batches."""
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 50_000)
     root = image_folder(per_class=3)
     path = root / "cat" / "001.jpg"
@@ -382,7 +382,7 @@ def test_damage_of_every_class_has_path_and_index(
 
 
 def test_a_users_own_error_keeps_its_class() -> None:
-    """What a user's dataset raises in ``storage="none"`` is raised as it is, as torch does."""
+    """With ``storage="none"`` an error of the user's dataset is raised unchanged, as torch does."""
 
     class Odd:
         def __len__(self) -> int:
@@ -414,7 +414,7 @@ def test_a_damaged_file_is_named_by_worker_processes(
 
 @pytest.mark.parametrize("make_loader", [TorchLoader, DataLoader])
 def test_a_store_that_is_gone_is_told_by_a_worker(tmp_path: Path, make_loader: Any) -> None:
-    """A worker that finds the cache cut short lets the loop raise StoreGoneError, as a pickled dataset does."""
+    """If a worker finds the cache cut off, the loop raises StoreGoneError, as a pickled dataset does."""
     data = level_samples(4, (2, 3))
     with CachedDataset(data, cache_dir=tmp_path / "cache", cache_key="k") as dataset:
         (file,) = (tmp_path / "cache").glob("*/part0-*")
@@ -446,7 +446,7 @@ def test_a_store_that_is_gone_is_told_by_a_worker(tmp_path: Path, make_loader: A
 def test_a_remote_root_needs_its_package(
     make: Callable[[object], object], root: str | Path
 ) -> None:
-    """A URL, also one that ``Path`` has taken a slash from, is none of a missing folder, but of a missing package."""
+    """A URL, even one in which ``Path`` removed a slash, is an error about a missing package, not a missing folder."""
     with pytest.raises(ImportError, match=r"adlfs"):
         make(root)
 
@@ -454,7 +454,7 @@ def test_a_remote_root_needs_its_package(
 def test_a_folder_that_looks_like_a_url_is_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What exists is a folder, whatever its name."""
+    """An existing folder is opened, whatever its name."""
     monkeypatch.chdir(tmp_path)
     os.makedirs("s3:/bucket/cat")
     assert ImageFolder("s3://bucket", allow_empty=True).classes == ["cat"]

@@ -1,4 +1,4 @@
-"""ImageFolder and ImageManifest beside torchvision's ImageFolder."""
+"""ImageFolder and ImageManifest, compared with torchvision's ImageFolder."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _pixels(image: Any) -> np.ndarray:
 
 @pytest.mark.parametrize("storage", ["shared", "none", "auto"])
 def test_it_has_torchvisions_face(image_folder: Folder, storage: Any) -> None:
-    """Names, numbers, order, length and paths are torchvision's."""
+    """Class names, numbers, order, length and paths are torchvision's."""
     root = image_folder(classes=("b", "a", "c"), per_class=4)
     (root / "a" / "deep" / "er").mkdir(parents=True)
     os.rename(root / "a" / "001.jpg", root / "a" / "deep" / "er" / "0.JPG")
@@ -82,7 +82,7 @@ def test_torchvisions_idioms_work(image_folder: Folder, given: dict[str, Any]) -
 def test_before_images_are_prepared_a_transform_that_is_assigned_decides_what_is_stored(
     image_folder: Folder,
 ) -> None:
-    """Nothing is lost then, so that the dataset is as if it had been made with it."""
+    """The dataset is then as if it had been made with this transform."""
     root = image_folder(size=(15, 11))
     with (
         ImageFolder(str(root), v1.Resize((9, 9))) as late,
@@ -98,7 +98,7 @@ def test_before_images_are_prepared_a_transform_that_is_assigned_decides_what_is
 def test_without_a_transform_nothing_is_prepared_before_the_first_read(
     image_folder: Folder, storage: Any
 ) -> None:
-    """What a script may ask before it has a transform reads no file; the first sample, or a transform, prepares all."""
+    """Without a transform no file is read; the first read, or a transform, prepares all samples."""
     root, read = image_folder(), []
 
     def opened(path: str) -> Image.Image:
@@ -136,8 +136,8 @@ def test_without_a_transform_nothing_is_prepared_before_the_first_read(
         assert set(read) == {path for path, _ in eager.samples}
 
 
-def test_what_waits_in_a_worker_process_is_served_unkept(image_folder: Folder) -> None:
-    """Where torch's loader has a worker do the first read, samples are right, nothing is kept, and that is said."""
+def test_samples_first_read_in_a_worker_are_not_stored(image_folder: Folder) -> None:
+    """If a worker of torch's loader reads first, samples are right, not stored, and a warning says so."""
     with ImageFolder(image_folder()) as dataset:
         loader = TorchLoader(dataset, batch_size=6, num_workers=1, collate_fn=list)
         with pytest.raises(FastDataWarning, match="the first read came in a worker process"):
@@ -164,7 +164,7 @@ def _storage(_: Any) -> str:
 
 
 def test_a_worker_process_prepares_no_samples_for_itself(image_folder: Folder) -> None:
-    """What did not fit stays unkept there, whatever transform it is given: each worker would hold all."""
+    """Samples that did not fit stay unstored in a worker, for any transform: each worker would hold all."""
     with pytest.warns(FastDataWarning, match="Every epoch decodes again"):
         dataset = ImageFolder(image_folder(), v1.PILToTensor(), memory_limit=100)
     options: Any = {"collate_fn": _storage, "worker_init_fn": _shrink}
@@ -177,7 +177,7 @@ def test_a_worker_process_prepares_no_samples_for_itself(image_folder: Folder) -
 def test_a_first_transform_that_is_assigned_decides_what_is_stored(
     image_folder: Folder, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """So timm does it: made without one, images are kept whole, but none was read. Once one was, they stay so."""
+    """Samples of a dataset without transform are prepared again for the first one, unless one was read."""
     root = image_folder(size=(15, 11))
     with (
         ImageFolder(str(root)) as unread,
@@ -191,10 +191,10 @@ def test_a_first_transform_that_is_assigned_decides_what_is_stored(
             assert torch.equal(mine[0], theirs[0])
 
 
-def test_preparing_without_the_core_is_said(
+def test_preparing_without_the_core_is_logged(
     image_folder: Folder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Once, and with the reason; the pixels are the same."""
+    """It is logged once, with the reason, and the pixels are the same."""
     root = image_folder(size=(15, 11))
     with ImageFolder(
         root,
@@ -250,7 +250,7 @@ def test_deterministic_transforms_give_torchvisions_pixels(
 
 @pytest.mark.parametrize("storage", ["shared", "none", "disk"])
 def test_a_path_as_root_stays_one(image_folder: Folder, tmp_path: Path, storage: Any) -> None:
-    """``root`` is the Path that was given, as torchvision's is, and a str has its ~ expanded."""
+    """``root`` stays the given Path, as in torchvision, and in a str ~ is expanded."""
     root, kept = image_folder(), {"cache_dir": tmp_path} if storage == "disk" else {}
     with ImageFolder(root, storage=storage, **kept) as ours:
         assert (ours.root, ours.samples) == (root, TorchvisionFolder(root).samples)
@@ -288,8 +288,8 @@ def test_samples_are_those_of_make_dataset(
 
 
 @pytest.mark.parametrize("given", ["a/path.jpg", None, {"image": 1}], ids=repr)
-def test_a_loader_that_gives_no_image_is_what_to_correct(image_folder: Folder, given: Any) -> None:
-    """The error says what came, and its cure is not to delete the file, of which nothing is wrong."""
+def test_a_loader_that_returns_no_image_is_an_error(image_folder: Folder, given: Any) -> None:
+    """The error shows the returned value, and its cure is not to delete the file, which is intact."""
     with pytest.raises(SampleError) as raised:
         ImageFolder(
             image_folder(),
@@ -309,10 +309,10 @@ def test_a_loader_that_gives_no_image_is_what_to_correct(image_folder: Folder, g
         (FileNotFoundError, "Restore the file, or correct its path"),
     ],
 )
-def test_a_sound_file_is_not_called_damaged(
+def test_an_intact_file_is_not_called_damaged(
     image_folder: Folder, cause: type[Exception], cure: str
 ) -> None:
-    """A bomb by Pillow's limit, or a file that may not be read, is no damaged file that ought to be deleted."""
+    """A file beyond Pillow's size limit, or without permission, is not called damaged or one to delete."""
 
     def failing(path: str) -> Any:
         raise cause("no")
@@ -329,7 +329,7 @@ def test_a_sound_file_is_not_called_damaged(
 
 
 def test_without_storage_the_random_draws_are_torchvisions_too(image_folder: Folder) -> None:
-    """With nothing kept, batch_ops="off" and the same global seed, random transforms give torchvision's pixels."""
+    """Without storage, with batch_ops=False and an equal global seed, random transforms give torchvision's pixels."""
     root = image_folder(size=(15, 11))
     transform = v1.Compose(
         [v1.RandomResizedCrop(8), v1.RandomHorizontalFlip(), v1.ColorJitter(0.5), v1.ToTensor()]
@@ -345,7 +345,7 @@ def test_without_storage_the_random_draws_are_torchvisions_too(image_folder: Fol
 
 @pytest.mark.parametrize("resize", [None, 9])
 def test_without_storage_batches_are_those_of_a_store(image_folder: Folder, resize: Any) -> None:
-    """Decoded anew for each batch or kept, whole batches and single samples have the same pixels and draws."""
+    """Decoded for each batch or stored, whole batches and single samples have the same pixels and draws."""
     root = image_folder(size=(15, 11))
     transform = v1.Compose(
         [v1.RandomResizedCrop(8), v1.RandomHorizontalFlip(), v1.ColorJitter(0.5), v1.ToTensor()]
@@ -374,7 +374,7 @@ def test_without_storage_batches_are_those_of_a_store(image_folder: Folder, resi
 
 
 def _save_zoo(folder: Path) -> None:
-    """Images that need PIL's care: CMYK, palette, alpha, 16 bit, 1 bit, EXIF-rotated, animated, gray, progressive."""
+    """Save CMYK, palette, alpha, 16-bit, 1-bit, EXIF-rotated, animated, gray and progressive images."""
     folder.mkdir(parents=True)
     rng = np.random.default_rng(0)
     rgb = Image.fromarray(rng.integers(0, 256, (9, 14, 3), np.uint8))
@@ -394,7 +394,7 @@ def _save_zoo(folder: Path) -> None:
 
 
 def test_unusual_images_are_torchvisions(tmp_path: Path) -> None:
-    """CMYK, palette, alpha, 16-bit, EXIF-rotated and animated images come out as torchvision's loader reads them."""
+    """CMYK, palette, alpha, 16-bit, EXIF-rotated and animated images have the pixels of torchvision's loader."""
     _save_zoo(tmp_path / "zoo")
     theirs = TorchvisionFolder(str(tmp_path))
     with ImageFolder(tmp_path) as ours:
@@ -404,7 +404,7 @@ def test_unusual_images_are_torchvisions(tmp_path: Path) -> None:
 
 
 def _save_turned(root: Path) -> None:
-    """Images of all eight orientations, the first one without EXIF."""
+    """Save images of all eight orientations, the first one without EXIF."""
     (root / "all").mkdir(parents=True)
     for orientation in range(9):
         exif = Image.Exif()
@@ -432,7 +432,7 @@ def _save_turned(root: Path) -> None:
 def test_images_are_turned_upright(
     tmp_path: Path, options: dict[str, Any], rest: list[Any]
 ) -> None:
-    """PIL's exif_transpose at the beginning of a transform does what it does with torchvision, in every storage."""
+    """PIL's exif_transpose at the start of a transform gives torchvision's pixels in every storage."""
     _save_turned(tmp_path / "images")
     if options["storage"] == "disk":
         options = options | {"cache_dir": tmp_path / "cache"}
@@ -449,7 +449,7 @@ def test_images_are_turned_upright(
 
 
 def test_a_turn_before_a_resize_is_no_reason_to_prepare_beforehand(tmp_path: Path) -> None:
-    """Where a resize after it gives all images one size they are prepared on their first read."""
+    """If a later resize gives all images one size, they are prepared when they are first read."""
     _save_turned(tmp_path)
     for steps, share in (
         ([ImageOps.exif_transpose, v1.Resize((7, 9))], 0),
@@ -460,8 +460,8 @@ def test_a_turn_before_a_resize_is_no_reason_to_prepare_beforehand(tmp_path: Pat
             assert dataset.filled_share() == share
 
 
-def test_a_step_that_cannot_see_the_orientation_is_told(tmp_path: Path) -> None:
-    """A step of the user's own gets torchvision's image where none is kept, else is refused what the store has not."""
+def test_a_step_that_cannot_see_the_orientation_is_an_error(tmp_path: Path) -> None:
+    """A user's step gets torchvision's image without storage; from a store, looking for EXIF is an error."""
     _save_turned(tmp_path)
 
     def turn(image: Image.Image) -> Image.Image:
@@ -486,7 +486,7 @@ def test_a_step_that_cannot_see_the_orientation_is_told(tmp_path: Path) -> None:
 
 
 def test_an_image_that_was_turned_may_be_asked_for_its_exif(tmp_path: Path) -> None:
-    """Once images are stored upright, by the transform or prepare=, to turn them again changes nothing."""
+    """After images are stored upright, by the transform or prepare=, rotating them again changes nothing."""
     _save_turned(tmp_path / "images")
     cache = tmp_path / "cache"
     again = v1.Compose(
@@ -527,7 +527,7 @@ def test_a_loader_and_validity_of_the_users_own_are_used(image_folder: Folder) -
     "kwargs", [{}, {"allow_empty": True}, {"is_valid_file": lambda path: False}]
 )
 def test_folder_errors_are_torchvisions(tmp_path: Path, kwargs: dict[str, Any]) -> None:
-    """No folder, no class and an empty class raise what torchvision raises, in its words."""
+    """A missing folder, no class and an empty class raise torchvision's errors with its texts."""
     (tmp_path / "one" / "empty").mkdir(parents=True)
     (tmp_path / "none").mkdir()
     for root in ("one", "none", "missing"):
@@ -541,7 +541,7 @@ def test_folder_errors_are_torchvisions(tmp_path: Path, kwargs: dict[str, Any]) 
 
 
 def _spoil(root: Path) -> dict[int, Path]:
-    """Make four files of eight unreadable: empty, cut short, text, and a JPEG header alone."""
+    """Make four files of eight unreadable: empty, cut off, text, and only a JPEG header."""
     paths = sorted(root.glob("*/*.jpg"))
     paths[1].write_bytes(b"")
     paths[2].write_bytes(paths[2].read_bytes()[:-40])
@@ -551,7 +551,7 @@ def _spoil(root: Path) -> dict[int, Path]:
 
 
 def test_a_bad_file_is_named_with_the_cure(image_folder: Folder) -> None:
-    """The first unreadable file raises an error that names path, index and cure."""
+    """The first unreadable file raises an error with path, index and cure."""
     root = image_folder(per_class=4)
     spoilt = _spoil(root)
     with pytest.raises(
@@ -579,7 +579,7 @@ def test_what_is_no_file_is_an_error_at_once(
     monkeypatch: pytest.MonkeyPatch,
     in_time: None,
 ) -> None:
-    """A pipe, which nobody writes to, a link to a device or a socket is named; a link to a file is read."""
+    """A pipe without a writer, a link to a device or a socket is named; a link to a file is read."""
     root = image_folder()
     first, second, *_ = sorted((root / "cat").iterdir())
     second.unlink()
@@ -635,7 +635,7 @@ def test_bad_files_are_skipped_when_asked(image_folder: Folder, codec: str) -> N
 
 @pytest.mark.parametrize("codec", ["lz4", "source"])
 def test_errors_of_what_was_left_out_keep_nothing_open(image_folder: Folder, codec: str) -> None:
-    """Who keeps them when the dataset is closed keeps their texts, and no memory of samples."""
+    """Code that keeps these errors after the dataset is closed keeps texts, but no memory of samples."""
     root = image_folder(per_class=4)
     _spoil(root)
     gc.collect()
@@ -656,7 +656,7 @@ def test_errors_of_what_was_left_out_keep_nothing_open(image_folder: Folder, cod
 
 
 def test_a_store_beyond_the_budget_is_refused_or_avoided(image_folder: Folder) -> None:
-    """storage="shared" raises need, free and cure; "auto" keeps nothing, and says so once."""
+    """storage="shared" raises an error with need, free memory and cure; "auto" stores nothing, and warns once."""
     root = image_folder()
     with pytest.raises(
         MemoryBudgetError, match=r"needs 2\.1 KiB but memory_limit= allows 1000 B\. Use cache_dir= "
@@ -673,7 +673,7 @@ def test_a_store_beyond_the_budget_is_refused_or_avoided(image_folder: Folder) -
 
 @pytest.mark.parametrize("storage", ["shared", "none"])
 def test_a_pickled_dataset_is_small(image_folder: Folder, storage: Any) -> None:
-    """However many samples and classes, the pickle stays under 4 KB and reads the same memory."""
+    """However many samples and classes there are, the pickle has less than 4 KB and reads the same memory."""
     root = image_folder(
         classes=tuple(f"class_{i:04}" for i in range(300)), per_class=1, size=(4, 3)
     )
@@ -689,7 +689,7 @@ def test_a_pickled_dataset_is_small(image_folder: Folder, storage: Any) -> None:
 
 @pytest.mark.parametrize("labels", [("cat", "dog", "cat"), (7, 3, 7)], ids=["names", "numbers"])
 def test_a_manifest_lists_its_rows(image_folder: Folder, labels: tuple[Any, ...]) -> None:
-    """Paths come from the CSV file in its order, names are numbered in sorted order, numbers are kept."""
+    """Paths come in the order of the CSV, names are numbered in sorted order, and numbers are unchanged."""
     root = image_folder()
     files = ["dog/001.jpg", "cat/000.jpg", "dog/002.jpg"]
     rows = [f'x,"{file}",{label}' for file, label in zip(files, labels, strict=True)]
@@ -715,7 +715,7 @@ LABELS: list[dict[str, Any]] = [
 
 @pytest.fixture
 def labelled(image_folder: Folder) -> Path:
-    """A CSV of six images with columns of all kinds."""
+    """Write a CSV of six images with columns of all kinds."""
     root = image_folder()
     rows = [
         f"{path.relative_to(root)},{path.parent.name},00{i},{i}.5,{i},{i % 2},{1 - i % 2}"
@@ -730,7 +730,7 @@ def labelled(image_folder: Folder) -> Path:
 def test_batches_of_labels_are_those_of_a_plain_dataset(
     labelled: Path, options: dict[str, Any], workers: str
 ) -> None:
-    """Floats, vectors, ids and none: whole batches have the values and dtypes that torch's loader has."""
+    """Floats, vectors, ids and missing labels give the values and dtypes of torch's loader."""
     count, kind = (0, "auto") if workers == "none" else (1, workers)
     storage = "none" if workers == "none" else "shared"
     with ImageManifest(labelled, transform=v1.ToTensor(), storage=storage, **options) as dataset:
@@ -744,7 +744,7 @@ def test_batches_of_labels_are_those_of_a_plain_dataset(
 
 @pytest.mark.parametrize("options", LABELS, ids=shown)
 def test_labels_of_any_kind_are_kept_in_a_cache(labelled: Path, options: dict[str, Any]) -> None:
-    """The cache alone, and the next run with it, have the targets of the first run, in type and dtype."""
+    """The cache alone, and the next run with it, have the targets of the first run, with type and dtype."""
     cache = labelled.parent / "cache"
     with ImageManifest(labelled, storage="none", **options) as dataset:
         wanted = [repr((path, target, dtypes_of(target))) for path, target in dataset.samples]
@@ -765,7 +765,7 @@ def dtypes_of(targets: Any) -> Any:
 
 
 def test_a_skipped_image_takes_its_label_and_id_along(labelled: Path) -> None:
-    """With on_error="skip" the others keep theirs, and their place in the manifest."""
+    """With on_error="skip" the other images keep their labels, ids and positions in the manifest."""
     (labelled.parent / "cat" / "001.jpg").write_bytes(b"no image")
     options: dict[str, Any] = {"on_error": "skip"}
     for chosen, targets in (
@@ -777,7 +777,7 @@ def test_a_skipped_image_takes_its_label_and_id_along(labelled: Path) -> None:
 
 
 def test_a_list_is_a_manifest(image_folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Samples are served as listed; relative paths start from the folder that the program runs in, or root=."""
+    """Samples come in the listed order; relative paths start from the current folder or root=."""
     root = image_folder()
     pairs = [("dog/000.jpg", [0.5, 1.5]), ("cat/001.jpg", [2.5, 3.5])]
     monkeypatch.chdir(root)
@@ -792,7 +792,7 @@ def test_a_list_is_a_manifest(image_folder: Folder, monkeypatch: pytest.MonkeyPa
 
 
 def test_labels_beyond_int64_are_refused() -> None:
-    """No batch could hold them; the error names the item."""
+    """No batch can hold them; the error names the item."""
     with pytest.raises(ValueError, match=r"item 1, column 'label': '9223372036854775808' does not"):
         ImageManifest([("a", 1), ("b", 1 << 63)])
     with pytest.raises(ValueError, match=r"item 1, column 'label': .*Overflow"):
@@ -801,7 +801,7 @@ def test_labels_beyond_int64_are_refused() -> None:
 
 @pytest.mark.parametrize("given", [5, {"file": ["a.jpg"], "label": [1]}], ids=["int", "dict"])
 def test_what_is_no_manifest_is_named(given: Any) -> None:
-    """What came, and what a manifest may be."""
+    """The error has the given type, and the types that a manifest may have."""
     with pytest.raises(
         TypeError,
         match=r"the path of a CSV file, a frame or a list of samples, not (an int|a dict)",
@@ -811,7 +811,7 @@ def test_what_is_no_manifest_is_named(given: Any) -> None:
 
 @pytest.mark.parametrize("bound", ["short:20", "long:30", "short:500"])
 def test_a_bound_only_makes_images_smaller(image_folder: Callable[..., Path], bound: str) -> None:
-    """``resize="short:20"`` gives the pixels of Resize(20) where an image is larger, and leaves others alone."""
+    """``resize="short:20"`` gives the pixels of Resize(20) for larger images, and does not change others."""
     kind, limit = bound.split(":")
     with ImageFolder(image_folder(size=(60, 25)), resize=bound, storage="shared") as dataset:
         for index, (path, _) in enumerate(dataset.samples):
@@ -825,8 +825,8 @@ def test_a_bound_only_makes_images_smaller(image_folder: Callable[..., Path], bo
             assert dataset[index][0].tobytes() == whole.tobytes()
 
 
-def test_a_bound_that_is_none(image_folder: Callable[..., Path]) -> None:
-    """Words that are no bound are refused with examples of some."""
+def test_a_malformed_bound_is_refused(image_folder: Callable[..., Path]) -> None:
+    """Other strings are refused with examples of valid ones."""
     with pytest.raises(ValueError, match=r"resize='320' is not a size.*\"short:320\""):
         ImageFolder(image_folder(), resize="320")
 
@@ -836,7 +836,7 @@ def test_a_bound_that_is_none(image_folder: Callable[..., Path]) -> None:
 def test_before_the_first_read_samples_and_targets_may_be_assigned(
     image_folder: Folder, storage: Any, transform: Any
 ) -> None:
-    """For subsets and other labels, as with torchvision's; once samples are read, it is an error."""
+    """They may be assigned, as in torchvision; after a read it is an error."""
     root = image_folder(classes=("a", "b"), per_class=4)
     theirs = TorchvisionFolder(str(root), transform)
     theirs.samples = theirs.samples[5:1:-1]
@@ -862,7 +862,7 @@ def test_before_the_first_read_samples_and_targets_may_be_assigned(
 
 
 def test_items_of_lists_are_not_assigned(image_folder: Folder) -> None:
-    """What a list would do is refused, with the way to do it."""
+    """Changing these lists in place is refused, with the cure."""
     with ImageFolder(image_folder()) as dataset:
         for name in ("samples", "imgs", "targets"):
             view = getattr(dataset, name)
@@ -890,7 +890,7 @@ def _red(path: str) -> Image.Image:
 def test_before_the_first_read_a_loader_may_be_assigned(
     image_folder: Folder, storage: Any, steps: list[Any]
 ) -> None:
-    """As with torchvision's; once samples are read it is an error that names the cure."""
+    """It may be assigned, as in torchvision; after a read it is an error that names the cure."""
     root = str(image_folder())
     transform = v2.Compose([*steps, v2.PILToTensor()])
     theirs = TorchvisionFolder(root, transform)
@@ -906,7 +906,7 @@ def test_before_the_first_read_a_loader_may_be_assigned(
 
 
 def test_lists_of_a_dataset_that_was_prepared_are_not_assigned(image_folder: Folder) -> None:
-    """With a step that gives images of several sizes, all are prepared at once; the error says what to do."""
+    """If images differ in size, all are prepared at once, and assigning lists is an error with a cure."""
     root = image_folder()
     with ImageFolder(root, v2.Resize(6)) as dataset:
         for name in ("samples", "targets", "loader"):
@@ -923,7 +923,7 @@ def test_lists_of_a_dataset_that_was_prepared_are_not_assigned(image_folder: Fol
 
 
 class KeepsTargets(torch.utils.data.Dataset[Any]):
-    """A wrapper that keeps the targets, such as one that draws pairs of one class."""
+    """A wrapper that holds the targets, such as one that draws pairs of one class."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -941,7 +941,7 @@ class KeepsTargets(torch.utils.data.Dataset[Any]):
 def test_a_wrapper_that_keeps_targets_goes_to_other_processes(
     image_folder: Folder, storage: Any
 ) -> None:
-    """It can be pickled, and copies of it are whole."""
+    """It can be pickled, and copies of it are complete."""
     transform = v2.Compose([v2.CenterCrop(4), v2.PILToTensor()])
     with ImageFolder(image_folder(), transform, storage=storage) as inner:
         wrapper = KeepsTargets(inner)
@@ -952,7 +952,7 @@ def test_a_wrapper_that_keeps_targets_goes_to_other_processes(
 
 
 def test_a_loader_reads_samples_that_are_assigned_later(image_folder: Folder) -> None:
-    """Whole batches, with the draws of a loader that is made then."""
+    """An existing loader reads them in whole batches, with the draws of a loader that is made afterwards."""
     root = image_folder()
     with ImageFolder(root) as early, ImageFolder(root) as late:
         loaders = [DataLoader(early, batch_size=4)]
@@ -968,14 +968,14 @@ def test_a_loader_reads_samples_that_are_assigned_later(image_folder: Folder) ->
 
 
 class Kinds:
-    """Folders of breeds that are of fewer classes, as a mixin of an ImageFolder."""
+    """Folders of breeds that belong to fewer classes, as a mixin of an ImageFolder."""
 
     def find_classes(self, directory: Any) -> tuple[list[str], dict[str, int]]:
         return ["animal"], {"cat": 0, "dog": 0}
 
 
 def test_classes_are_those_that_find_classes_gives(image_folder: Folder) -> None:
-    """As torchvision has them, whatever ``class_to_idx`` calls them; assigned ones travel with the dataset."""
+    """``classes`` are those of find_classes, as in torchvision; assigned ones are pickled with the dataset."""
     root = str(image_folder())
     theirs = type("Theirs", (Kinds, TorchvisionFolder), {})(root)
     with type("Ours", (Kinds, ImageFolder), {})(root) as ours:

@@ -1,4 +1,4 @@
-"""Files of other formats as datasets: WebDataset tars, written here byte by byte; what others read is told."""
+"""Files of other formats as datasets: WebDataset tars, written here byte by byte, and advice for others."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def pixels(index: int) -> np.ndarray:
 
 
 def open_tars(given: Any) -> CachedDataset:
-    """Tars whose samples are read whenever they are asked for."""
+    """Open tars whose samples are read on demand."""
     return CachedDataset(given, storage="none")
 
 
@@ -55,7 +55,7 @@ def write_tar(path: Path, files: Item) -> Path:
 
 @pytest.fixture
 def tars(tmp_path: Path) -> Path:
-    """Two tars, of two samples and one."""
+    """Write two tars, with two samples and one."""
     write_tar(
         tmp_path / "t-00.tar",
         {f"a/{i}.{k}": v for i in range(2) for k, v in sample_files(i).items()},
@@ -75,15 +75,15 @@ def sample_files(index: int, prefix: str = "") -> Item:
     "given", ["t-{00..01}.tar", "t-*.tar", "t-0{0,1}.tar", ".", ["t-00.tar", "t-01.tar"]], ids=shown
 )
 def test_tars_are_pairs_of_image_and_class(tars: Path, given: Any) -> None:
-    """A pattern, a folder and a list of tars give the same pairs, with the pixels of fastdata's own loader."""
+    """A pattern, a folder and a list of tars give the same pairs, with the pixels of fastdata's loader."""
     paths = [tars / each for each in given] if isinstance(given, list) else f"{tars}/{given}"
     with CachedDataset(paths, prepare_workers=1) as dataset:
         assert list(dataset.targets) == [0, 10, 20]
         assert [np.array_equal(dataset[i][0], pixels(i)) for i in range(3)] == [True] * 3
 
 
-def test_a_pattern_asks_for_nothing_but_what_it_matches(tars: Path) -> None:
-    """Other files beside the tars, or below, are not looked at, be they what they may."""
+def test_a_pattern_reads_only_the_files_that_match(tars: Path) -> None:
+    """Other files next to the tars, or below, are not looked at, whatever they are."""
     (tars / "loop").symlink_to("loop")
     (tars / ".t-hidden.tar").write_bytes(b"")
     (tars / "t-00.tar.idx").write_bytes(b"")
@@ -92,7 +92,7 @@ def test_a_pattern_asks_for_nothing_but_what_it_matches(tars: Path) -> None:
 
 
 def test_tars_are_served_in_batches(tars: Path) -> None:
-    """Two workers prepare them, and a loader gives what a list of the same pairs gives."""
+    """Two workers prepare them, and a loader returns the batches of a list with the same pairs."""
     with CachedDataset(str(tars / "t-*.tar"), prepare_workers=2) as dataset:
         dataset.transform = lambda image: torch.from_numpy(np.array(image))
         (batch,) = DataLoader(dataset, batch_size=3)
@@ -103,7 +103,7 @@ def test_tars_are_served_in_batches(tars: Path) -> None:
 def test_files_are_not_read_again_to_find_draws(
     tars: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reading a tar draws nothing at random, so that no sample is read twice to find out."""
+    """Reading a tar draws nothing at random, so no sample is read twice to find out."""
     opened = []
     plain = tarfile.open
     monkeypatch.setattr(tarfile, "open", lambda **options: opened.append(1) or plain(**options))
@@ -114,7 +114,7 @@ def test_files_are_not_read_again_to_find_draws(
 
 
 def test_a_tar_gives_the_files_that_columns_name(tmp_path: Path) -> None:
-    """Endings are columns, in lower case, decoded by kind; the key is one too, what has no ending is not."""
+    """Columns are endings in lower case, decoded by kind; the key is a column too; files without ending are not."""
     array = np.asfortranarray(np.arange(6, dtype=np.int16).reshape(2, 3))
     stream = io.BytesIO()
     np.save(stream, array)
@@ -141,7 +141,7 @@ def test_a_tar_gives_the_files_that_columns_name(tmp_path: Path) -> None:
 
 
 def test_columns_choose_sample_and_target_of_a_tar(tmp_path: Path) -> None:
-    """Several targets are a dict; without columns such a sample says that it needs them."""
+    """Several targets are a dict; without columns, the error of such a sample asks for them."""
     path = write_tar(
         tmp_path / "x.tar", {"1.jpg": image_file(1, "jpeg"), "1.png": image_file(2), "1.cls": b"7"}
     )
@@ -160,7 +160,7 @@ def test_columns_choose_sample_and_target_of_a_tar(tmp_path: Path) -> None:
 
 
 def test_files_that_others_write_next_to_data_are_not_read(tars: Path) -> None:
-    """Hidden files are left out in every folder, and by patterns."""
+    """Hidden files are left out in every folder and by patterns."""
     for place in (tars, tars / "a", tars / ".git"):
         place.mkdir(exist_ok=True)
         (place / "._t-00.tar").write_bytes(b"\0\5\x16\7" + bytes(90))
@@ -173,7 +173,7 @@ def test_files_that_others_write_next_to_data_are_not_read(tars: Path) -> None:
 
 @pytest.mark.parametrize("name", ["run{1,2}/0.tar", "runs/shard{a,b}.tar", "a/{0..3}.tar"])
 def test_braces_in_a_name_that_exists_are_of_the_name(tmp_path: Path, name: str) -> None:
-    """Files and folders are found by such names; braces behind them are a pattern still."""
+    """Existing files and folders with braces are found; braces after them are still a pattern."""
     path = tmp_path / name
     path.parent.mkdir()
     write_tar(path, sample_files(1, "1."))
@@ -199,7 +199,7 @@ def test_braces_in_a_name_that_exists_are_of_the_name(tmp_path: Path, name: str)
 def test_damaged_tars_are_errors(
     tmp_path: Path, change: Callable[[bytes], bytes], message: str
 ) -> None:
-    """What is cut short, overwritten or no tar is said before anything is prepared, with the file's name."""
+    """Tars that are cut off, overwritten or something else raise an error with the name before anything is prepared."""
     path = write_tar(tmp_path / "x.tar", {"1.txt": b"text", "2.txt": b"text"})
     path.write_bytes(change(path.read_bytes()[:2048] + bytes(1024)))
     with pytest.raises(ValueError, match=message):
@@ -207,7 +207,7 @@ def test_damaged_tars_are_errors(
 
 
 def test_a_tar_whose_file_is_larger_than_its_place_is_refused(tmp_path: Path) -> None:
-    """As pax headers can say, behind tarfile's back: nothing of that size is read."""
+    """A size in a pax header that exceeds the tar is refused, and nothing of that size is read."""
     with tarfile.open(tmp_path / "x.tar", "w", format=tarfile.PAX_FORMAT) as tar:
         info = tarfile.TarInfo("1.txt")
         info.pax_headers = {"GNU.sparse.realsize": str(1 << 50)}
@@ -217,7 +217,7 @@ def test_a_tar_whose_file_is_larger_than_its_place_is_refused(tmp_path: Path) ->
 
 
 def test_tars_are_refused_that_cannot_be_sought(tmp_path: Path) -> None:
-    """Files twice in a sample and compressed tars are named with the reason."""
+    """Tars with a file twice in a sample, and compressed tars, are refused with the reason."""
     with pytest.raises(ValueError, match=r"it holds 1.PNG twice"):
         open_tars(write_tar(tmp_path / "x.tar", {"1.png": b"", "1.PNG": b""}))
     for name in ("x.tar.gz", "x.tgz"):
@@ -234,13 +234,13 @@ def test_tars_are_refused_that_cannot_be_sought(tmp_path: Path) -> None:
 
 
 def test_a_tar_without_samples_is_an_empty_dataset(tmp_path: Path) -> None:
-    """It is read, and found to hold none, not taken for a path of another kind."""
+    """It is an empty dataset, and not taken for a path of another kind."""
     with CachedDataset(write_tar(tmp_path / "x.tar", {})) as dataset:
         assert len(dataset) == 0
 
 
 def test_damaged_images_name_their_file(tars: Path) -> None:
-    """The error says which sample of which tar, and on_error="skip" leaves it out."""
+    """The error names the sample and its tar, and on_error="skip" leaves it out."""
     write_tar(tars / "t-01.tar", {"2.png": b"no image", "2.cls": b"1"})
     with pytest.raises(
         OSError, match=r"sample 2 cannot be read: ValueError: number 0 of .*t-01.tar: Unidentified"
@@ -257,7 +257,7 @@ def test_damaged_images_name_their_file(tars: Path) -> None:
     "bad", [b"\x93NUMPY\1\0\xff\xff", b"", b"PK"], ids=["header", "empty", "zip"]
 )
 def test_damaged_arrays_are_errors(tmp_path: Path, bad: bytes) -> None:
-    """An array takes no memory that its file does not hold."""
+    """An array takes no more memory than its file has bytes."""
 
     def read(data: bytes) -> Any:
         path = write_tar(tmp_path / "x.tar", {"1.npy": data})
@@ -281,7 +281,7 @@ def test_damaged_arrays_are_errors(tmp_path: Path, bad: bytes) -> None:
 def test_a_cache_of_tars_is_found_again_until_a_file_changes(
     tars: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """cache_dir= needs no cache_key=, and another tar is another cache."""
+    """cache_dir= needs no cache_key=, and another tar has another cache."""
     cache = tars / "cache"
     CachedDataset(str(tars / "t-*.tar"), cache_dir=cache).close()
     with monkeypatch.context() as patch:
@@ -294,7 +294,7 @@ def test_a_cache_of_tars_is_found_again_until_a_file_changes(
 
 
 def test_readers_pickle(tars: Path) -> None:
-    """A copy reads the same, as in a worker process that is spawned."""
+    """A copy reads the same samples, as in a spawned worker process."""
     dataset = open_tars(str(tars / "t-*.tar"))
     copy = pickle.loads(pickle.dumps(dataset))
     assert [copy[i][1] for i in range(-3, 3)] == [0, 10, 20] * 2
@@ -315,13 +315,13 @@ for given in ("memory://tars/t-*.tar", "memory://tars", "memory://tars/t-{00..01
 
 
 def test_tars_behind_a_url_are_read_by_ranges(tars: Path) -> None:
-    """A pattern and a folder of a remote file system give what local ones give."""
+    """A pattern and a folder of a remote file system give the samples of local ones."""
     done = run_elsewhere(tars, exec, REMOTE, {"folder": tars})
     assert done.stdout.splitlines() == [f"[0, 10, 20] {pixels(2).sum()}"] * 3
 
 
-def test_whatever_byte_is_another_is_a_value_or_an_error(tmp_path: Path) -> None:
-    """Bytes of a tar that were changed anywhere cause nothing worse than a ValueError."""
+def test_a_changed_byte_is_a_value_or_an_error(tmp_path: Path) -> None:
+    """A changed byte anywhere in a tar causes nothing worse than a ValueError."""
     path = write_tar(tmp_path / "x.tar", sample_files(0, "0.") | sample_files(1, "1."))
     data, outcomes = path.read_bytes(), set()
     for at in range(0, len(data), len(data) // 50):
@@ -337,8 +337,8 @@ def test_whatever_byte_is_another_is_a_value_or_an_error(tmp_path: Path) -> None
 # What lies at a path
 
 
-def test_what_is_none_of_ours_says_what_to_give(tmp_path: Path) -> None:
-    """Class folders, a CSV, a cache, an empty folder and what is not there get the error that names the way."""
+def test_other_paths_are_refused_with_advice(tmp_path: Path) -> None:
+    """Class folders, a CSV, a cache, an empty folder and a missing path raise an error with what to use instead."""
     (tmp_path / "cat").mkdir()
     (tmp_path / "cat" / "0.png").write_bytes(image_file(0))
     (tmp_path / "t.csv").touch()
@@ -355,7 +355,7 @@ def test_what_is_none_of_ours_says_what_to_give(tmp_path: Path) -> None:
 
 
 def test_folders_of_several_splits_are_refused(tars: Path) -> None:
-    """Tars of training and validation are not served as one dataset."""
+    """Tars of training and validation are not read as one dataset."""
     for split in ("train", "val"):
         write_tar(tars / f"{split}-0.tar", sample_files(0, "0."))
     with pytest.raises(
@@ -367,7 +367,7 @@ def test_folders_of_several_splits_are_refused(tars: Path) -> None:
 
 
 class Streamed(IterableDataset[Any]):
-    """As litdata's and Mosaic's StreamingDataset: iterable, and read by index too."""
+    """Iterable, and readable by index too, like litdata's and Mosaic's StreamingDataset."""
 
     def __len__(self) -> int:
         return 3
@@ -381,7 +381,7 @@ class Streamed(IterableDataset[Any]):
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_iterable_datasets_that_have_indices_are_read_by_them(workers: int) -> None:
-    """Items of such a dataset are prepared once, and served in any order."""
+    """Items of such a dataset are prepared once, and can be read in any order."""
     with CachedDataset(Streamed(), prepare_workers=workers) as dataset:
         assert [dataset[i]["label"] for i in (2, 0, 1)] == [2, 0, 1]
         assert np.array_equal(dataset[2]["image"], pixels(2))
@@ -391,7 +391,7 @@ def test_iterable_datasets_that_have_indices_are_read_by_them(workers: int) -> N
 
 
 def test_columns_take_sample_and_target_of_any_dicts() -> None:
-    """Items are pairs then, also where several values are images; a list of targets makes a dict."""
+    """Items are pairs, also if several values are images; a list of targets makes a dict."""
     images = [torch.full((3, 2, 2), i, dtype=torch.uint8) for i in range(4)]
     items = [
         {"image": image, "mask": image[0], "label": i, "id": str(i)}
@@ -407,7 +407,7 @@ def test_columns_take_sample_and_target_of_any_dicts() -> None:
 
 
 def test_columns_that_are_not_there_are_errors() -> None:
-    """What does not name a sample and a target says how to."""
+    """columns= without a sample and a target is an error that shows the right form."""
     items: list[Any] = [{"image": torch.zeros(3, 2, 2), "label": 0}]
     with pytest.raises(
         OSError, match=r"item 0 of list has no 'target', but .* It has 'image', 'label'"
@@ -423,7 +423,7 @@ def test_columns_that_are_not_there_are_errors() -> None:
 
 
 def test_images_that_are_left_as_bytes_are_opened(tmp_path: Path) -> None:
-    """Hugging Face's Image(decode=False) gives bytes, or the path of a file; both come out as images."""
+    """Bytes or a path of Hugging Face's Image(decode=False) become images."""
     (tmp_path / "1.png").write_bytes(image_file(1))
     values = [
         {"bytes": image_file(0), "path": None},
@@ -439,7 +439,7 @@ class Stream(io.BytesIO):
 
 
 class Unsized(MemoryFileSystem):
-    """As fsspec's HTTP is where a server tells no sizes: files are there, and are read to their end only."""
+    """Like fsspec's HTTP with a server without sizes: files exist, and are read to their end only."""
 
     def info(self, path: str, **options: Any) -> Any:
         return {**super().info(path, **options), "size": None}
@@ -449,7 +449,7 @@ class Unsized(MemoryFileSystem):
 
 
 def test_a_tar_of_no_known_size_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its server is named, which tells no sizes; a tar that is not there is not there."""
+    """The error names the server's missing feature; a tar that does not exist is a FileNotFoundError."""
     write_tar(tmp_path / "x.tar", {"1.txt": b"one"})
     Place("memory://bucket").upload("x.tar", tmp_path / "x.tar")
     monkeypatch.setattr("fastdata.sources.remote._CLIENTS", {})
@@ -464,7 +464,7 @@ def test_a_tar_of_no_known_size_is_there(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_an_error_of_a_server_shows_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a client says as a tar is opened, or read, is shown without the secrets of URLs in it."""
+    """A client's error while a tar is opened or read is shown without the secrets of URLs."""
 
     class Redirected(MemoryFileSystem):
         place = "open"
@@ -491,7 +491,7 @@ def test_an_error_of_a_server_shows_no_secret(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("orientation", [1, 3, 6, 7])
 def test_images_that_are_left_as_bytes_are_turned(tmp_path: Path, orientation: int) -> None:
-    """Hugging Face's decoded object is turned as EXIF says, and so are its bytes and paths."""
+    """Hugging Face's images are rotated as EXIF requires, whether decoded, as bytes or as paths."""
     exif = Image.Exif()
     exif[0x0112] = orientation
     path = tmp_path / "1.jpg"

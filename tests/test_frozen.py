@@ -1,4 +1,4 @@
-"""Datasets that draw at random in ``__getitem__``, which a store would freeze."""
+"""Datasets that draw at random in ``__getitem__``: a store would freeze their draws."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHARED = np.random.default_rng(1)
 
 
 class Items:
-    """Items that ``read(index)`` gives; ``held`` is something that it uses."""
+    """Items that ``read(index)`` returns; ``held`` is an object that it uses."""
 
     def __init__(self, read: Callable[[int], Any], held: Any = None) -> None:
         self.read, self.held = read, held
@@ -39,7 +39,7 @@ class Pair(NamedTuple):
 
 
 class Node:
-    """An object that has a part with a reference back to it, as graphs and trees do."""
+    """An object with a part that refers back to it, as in graphs and trees."""
 
     def __init__(self, make: Callable[[Any], Any]) -> None:
         self.part = types.SimpleNamespace(owner=make(self))
@@ -49,13 +49,13 @@ class Node:
 
 
 class Opaque:
-    """Two of these are never equal, and say nothing of their content."""
+    """Two of these are never equal, and do not show their content."""
 
     __slots__ = ()
 
 
 def states() -> tuple[Any, ...]:
-    """The states of all generators that datasets here draw from."""
+    """Return the states of all generators that datasets here draw from."""
     legacy = np.random.get_state(legacy=False)
     return (
         random.getstate(),
@@ -70,7 +70,7 @@ def flipped(index: int, is_flipped: Any) -> tuple[np.ndarray, int]:
 
 
 def holding(generator: Any) -> Items:
-    """A dataset that moves a generator of its own, and whose items do not show it."""
+    """Return a dataset that draws from its own generator, although its items do not show it."""
 
     def read(index: int) -> Any:
         generator.random()
@@ -113,7 +113,7 @@ def anonymous(index: int) -> Any:
     ],
 )
 def test_a_dataset_that_draws_is_refused(dataset: Items, found: str) -> None:
-    """Where its items differ or a generator moves that it can reach; all generators are set back."""
+    """It is refused if items differ or a reachable generator moves; all generators are restored."""
     before = states()
     with pytest.raises(ValueError, match=rf"^Items draws .*({found}).* transform= .* frozen=True"):
         CachedDataset(dataset)
@@ -138,14 +138,14 @@ Applied.__module__ = "albumentations.core"
 
 
 def shared(p: float, outer: float = 1.0) -> Applied:
-    """One transform in another, which have a generator in common."""
+    """Return a transform in another, which share a generator."""
     inner = Applied(p)
     return Applied(outer, [inner], inner.draw)
 
 
 @pytest.mark.parametrize("is_old", [False, True])
 def test_transforms_that_are_always_applied_are_no_draws(is_old: bool) -> None:
-    """Such as a resize of albumentations, wherever a dataset holds it; a flip beside it is one."""
+    """A resize of albumentations is accepted wherever a dataset holds it; a flip next to it is refused."""
 
     def give(transform: Applied) -> None:
         if is_old:  # with Python's generator
@@ -164,14 +164,14 @@ def test_transforms_that_are_always_applied_are_no_draws(is_old: bool) -> None:
 
 @pytest.mark.parametrize("make", [weakref.ref, lambda node: node], ids=["weak", "strong"])
 def test_targets_may_refer_to_themselves(make: Callable[[Any], Any]) -> None:
-    """They are no draws; and a generator that moves is seen although they cannot be compared."""
+    """Such targets are no draws, and a generator that moves is found although they cannot be compared."""
     CachedDataset(Items(lambda index: (PIXELS[index], Node(make))), prepare_workers=1).close()
     with pytest.raises(ValueError, match="Python's random generator"):
         CachedDataset(Items(lambda index: (PIXELS[index], (Node(make), random.random())[0])))
 
 
 def test_a_dataset_may_have_any_attribute() -> None:
-    """Also those that fastdata's own readers of tars and Parquet files have."""
+    """Attributes with the names of fastdata's own readers are allowed."""
     dataset = Items(lambda index: (PIXELS[index], index))
     dataset.is_remote = True  # type: ignore[attr-defined]
     with CachedDataset(dataset, prepare_workers=1) as kept:
@@ -179,7 +179,7 @@ def test_a_dataset_may_have_any_attribute() -> None:
 
 
 def test_the_unknown_transform_of_a_dataset_that_draws_is_named() -> None:
-    """As it shows itself, cut where it would fill a page."""
+    """The error shows its text, cut off if it would fill a page."""
 
     class Flip:
         def __call__(self, image: np.ndarray) -> np.ndarray:
@@ -197,7 +197,7 @@ def test_the_unknown_transform_of_a_dataset_that_draws_is_named() -> None:
 
 
 def test_a_cache_key_makes_a_warning_of_it(tmp_path: Path) -> None:
-    """Said when the cache is written, and never again; ``frozen=True`` says that it is meant."""
+    """The warning comes once, when the cache is written; ``frozen=True`` accepts the draws."""
     dataset = Items(lambda index: flipped(index, random.random() < 0.5))
     options: Any = {"cache_dir": tmp_path, "prepare_workers": 1}
     with pytest.warns(FastDataWarning, match=r"Items draws at random .* frozen=True keeps"):
@@ -220,12 +220,12 @@ def test_a_cache_key_makes_a_warning_of_it(tmp_path: Path) -> None:
     ],
 )
 def test_a_dataset_that_gives_the_same_items_again_is_kept(read: Any) -> None:
-    """New objects with the same content, NaN among it, and draws that follow from the index."""
+    """New objects with equal content, also NaN, and draws that depend only on the index are accepted."""
     CachedDataset(Items(read, held=(SHARED, random.Random(0))), prepare_workers=1).close()
 
 
 class Counted:
-    """A target whose code names something that every read changes."""
+    """A target whose class has code that refers to a value which every read changes."""
 
     reads = 0
 
@@ -238,7 +238,7 @@ class Counted:
 
 
 def test_what_a_class_counts_is_not_drawn() -> None:
-    """Targets are compared by what they hold, and not by the code of their class."""
+    """Targets are compared by their content, and not by the code of their class."""
     CachedDataset(Items(lambda index: (PIXELS[index], Counted(index))), prepare_workers=1).close()
 
 
@@ -259,13 +259,13 @@ def seeded(seed: Callable[[int], Any], draw: Callable[[], Any]) -> Items:
     ],
 )
 def test_a_dataset_that_seeds_by_the_index_is_kept(dataset: Items) -> None:
-    """It moves a global generator, which ends where the index says: nothing of it is random."""
+    """It moves a global generator, but the index alone determines the result, so nothing is random."""
     with CachedDataset(dataset, prepare_workers=2) as kept:
         assert list(kept.targets) == [dataset[index][1] for index in range(len(dataset))]
 
 
-def test_a_sample_that_cannot_be_read_is_named_as_ever() -> None:
-    """What goes wrong when items are read again is not hidden, and not told twice."""
+def test_a_sample_that_cannot_be_read_is_named_as_usual() -> None:
+    """An error in a second read is neither hidden nor reported twice."""
 
     def fail(index: int) -> Any:
         raise ValueError(f"no item {index}")
@@ -275,7 +275,7 @@ def test_a_sample_that_cannot_be_read_is_named_as_ever() -> None:
 
 
 def test_few_items_are_read_again() -> None:
-    """At most 8 times each of three, however large the dataset is."""
+    """Three items are read at most 8 times each, however large the dataset is."""
     reads: list[int] = []
 
     class Counted(Items):
@@ -298,7 +298,7 @@ def test_few_items_are_read_again() -> None:
     [random.random, np.random.rand, lambda: torch.rand((), dtype=torch.float64).item()],
 )
 def test_forked_workers_draw_apart(draw: Any) -> None:
-    """What is drawn once for all epochs is not drawn alike by two workers, and follows from torch's seed."""
+    """Two workers do not make the same frozen draws, and draws depend on torch's seed."""
 
     class Many:
         def __len__(self) -> int:

@@ -36,7 +36,7 @@ RESIZED = v1.Compose([v1.Resize((6, 8)), v1.PILToTensor()])
 
 
 class Pending:
-    """The file of a sample, which whoever opens it waits for until it is given."""
+    """The file of a sample: opening it waits until the test provides it."""
 
     def __init__(self, dataset: ImageFolder, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.path = dataset.samples[index][0]
@@ -52,7 +52,7 @@ class Pending:
         return self.open_file(path, *how, **options)
 
     def wait(self) -> int:
-        """Give the descriptor to write to once somebody has opened it."""
+        """Return the descriptor to write to, once another process has opened the file."""
         while True:
             try:
                 return self.open_file(self.gate, os.O_WRONLY | os.O_NONBLOCK)
@@ -60,7 +60,7 @@ class Pending:
                 time.sleep(0.01)
 
     def give(self, fd: int) -> None:
-        """Let who waits, and all others, read the file."""
+        """Let every process that opens the file read it."""
         self.gate.unlink()
         os.close(fd)
 
@@ -71,7 +71,7 @@ def _pixels(root: Path) -> list[torch.Tensor]:
 
 
 def test_each_sample_is_prepared_once_on_its_first_read(image_folder: Folder) -> None:
-    """Reads in any order and number prepare each sample once, and give what the files have."""
+    """Reads in any order and number prepare each sample once, and return the content of the files."""
     root = image_folder(per_class=6)
     wanted = _pixels(root)
     with ImageFolder(root, RESIZED) as dataset:
@@ -86,7 +86,7 @@ def test_each_sample_is_prepared_once_on_its_first_read(image_folder: Folder) ->
 def test_two_readers_that_race_prepare_a_sample_once(
     image_folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A reader that found a sample missing, and had to wait for another, reads what that one prepared."""
+    """A reader that found a sample missing, and waited for another reader, reads the other's sample."""
     root = image_folder()
     wanted = _pixels(root)
     plain = Block.hold
@@ -106,7 +106,7 @@ def test_two_readers_that_race_prepare_a_sample_once(
 def test_two_first_readers_that_race_prepare_a_dataset_once(
     image_folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a transform the first read prepares all; who comes second, and has waited, prepares nothing."""
+    """Without a transform the first read prepares all; a second reader waits and prepares nothing."""
     opened = []
 
     def load(path: str) -> Image.Image:
@@ -114,7 +114,7 @@ def test_two_first_readers_that_race_prepare_a_dataset_once(
         return Image.open(path).convert("RGB")
 
     class Second:
-        """The lock of the first read, for who comes second."""
+        """The lock of the first read, for the second reader."""
 
         def __enter__(self) -> None:
             monkeypatch.undo()
@@ -157,7 +157,7 @@ def test_workers_share_what_each_has_prepared(image_folder: Folder, workers: Any
 
 
 def test_another_process_fills_the_same_store(image_folder: Folder) -> None:
-    """Workers that got the dataset as a pickle write where this process reads."""
+    """Workers that got the dataset as a pickle write to the memory that this process reads."""
     steps = Compose([Resize((6, 6)), PILToTensor()])
     with ImageFolder(image_folder(per_class=6), steps, seed=0) as dataset:
         options = {"multiprocessing_context": "forkserver", "workers": "process"}
@@ -169,7 +169,7 @@ def test_another_process_fills_the_same_store(image_folder: Folder) -> None:
 
 
 def test_a_first_epoch_that_fastdata_decodes_is_read_by_threads(image_folder: Folder) -> None:
-    """Decoding and resizing hold no GIL: there is no process to start."""
+    """Decoding and resizing release the GIL, so no process is started."""
     with ImageFolder(image_folder(per_class=6), STEPS) as dataset:
         loader = DataLoader(dataset, batch_size=4, num_workers=2)
         assert len(list(loader)) == 3
@@ -178,7 +178,7 @@ def test_a_first_epoch_that_fastdata_decodes_is_read_by_threads(image_folder: Fo
 
 
 def test_the_report_tells_how_much_is_prepared(image_folder: Folder) -> None:
-    """In the middle of a first epoch a share of the loader's own samples; nothing is said once all are there."""
+    """During a first epoch it shows the share of the loader's own samples; nothing once all are prepared."""
     with ImageFolder(image_folder(per_class=6), STEPS) as dataset:
         loader = DataLoader(Subset(dataset, range(4)), batch_size=1)
         next(iter(loader))
@@ -190,7 +190,7 @@ def test_the_report_tells_how_much_is_prepared(image_folder: Folder) -> None:
 
 
 def test_a_subset_that_is_filled_is_served_by_threads(image_folder: Folder) -> None:
-    """Samples that a loader does not see need not be there."""
+    """Samples outside of a loader's subset need not be prepared."""
     with ImageFolder(image_folder(per_class=6), STEPS) as dataset:
         loader = DataLoader(Subset(dataset, range(4)), batch_size=2, num_workers=1)
         for _ in range(2):
@@ -201,7 +201,7 @@ def test_a_subset_that_is_filled_is_served_by_threads(image_folder: Folder) -> N
 
 
 def test_lazy_and_eager_give_the_same_batches(image_folder: Folder) -> None:
-    """How the store is filled changes no pixel."""
+    """The way in which the store is filled changes no pixel."""
     root = image_folder(per_class=6)
     batches = []
     for is_asked in (False, True):
@@ -227,10 +227,10 @@ def test_lazy_and_eager_give_the_same_batches(image_folder: Folder) -> None:
     ],
     ids=shown,
 )
-def test_auto_is_lazy_where_what_samples_need_is_certain(
+def test_auto_is_lazy_if_the_size_of_samples_is_certain(
     image_folder: Folder, steps: list[Any], options: dict[str, Any], is_lazy: bool
 ) -> None:
-    """Training begins at once if the sizes follow from the steps; else all is prepared beforehand."""
+    """Training begins at once if the sizes follow from the steps; if not, all samples are prepared first."""
     with ImageFolder(image_folder(), v1.Compose([*steps, v1.ToTensor()]), **options) as dataset:
         assert dataset.filled_share() == (0 if is_lazy else 1)
 
@@ -238,7 +238,7 @@ def test_auto_is_lazy_where_what_samples_need_is_certain(
 def test_threads_that_want_one_sample_prepare_it_once(
     image_folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While one prepares a sample the others wait for it."""
+    """While one thread prepares a sample, the others wait for it."""
     root = image_folder(per_class=6)
     wanted = _pixels(root)[7]
     with ImageFolder(root, RESIZED) as dataset:
@@ -257,7 +257,7 @@ def test_threads_that_want_one_sample_prepare_it_once(
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda dataset: pickle.loads(pickle.dumps(dataset))]
 )
-def test_closing_a_copy_leaves_a_sample_to_who_prepares_it(
+def test_closing_a_copy_does_not_release_a_lock(
     image_folder: Folder, copied: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another process waits for a thread's sample, although a copy of the dataset was closed."""
@@ -287,7 +287,7 @@ def test_closing_a_copy_leaves_a_sample_to_who_prepares_it(
 
 
 def somebody_waits_for_a_lock() -> bool:
-    """One on a file that this process has open, too."""
+    """Return True if a process waits for a lock on a file that this process has open too."""
     inodes = {os.stat(f"/proc/self/fd/{number}").st_ino for number, _ in open_descriptors()}
     lines = map(str.split, Path("/proc/locks").read_text().splitlines())
     return any(words[1] == "->" and int(words[6].split(":")[2]) in inodes for words in lines)
@@ -296,7 +296,7 @@ def somebody_waits_for_a_lock() -> bool:
 def test_a_killed_reader_leaves_the_sample_to_the_next(
     image_folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process that is killed while it prepares a sample blocks nobody, and nothing half written is served."""
+    """A process that is killed while it prepares a sample blocks no other, and no partial sample is read."""
     root = image_folder(per_class=6)
     wanted = _pixels(root)[3]
     with ImageFolder(root, RESIZED) as dataset:
@@ -314,7 +314,7 @@ def test_a_killed_reader_leaves_the_sample_to_the_next(
 def test_a_damaged_file_is_named_when_it_is_read_and_the_others_are_served(
     image_folder: Folder,
 ) -> None:
-    """The error names path, index and cause; a file mended meanwhile is read."""
+    """The error has path, index and cause; a file that is mended in the meantime is read."""
     root = image_folder(per_class=4)
     path = root / "cat" / "001.jpg"
     whole = path.read_bytes()
@@ -328,15 +328,15 @@ def test_a_damaged_file_is_named_when_it_is_read_and_the_others_are_served(
 
 
 def test_too_little_memory_is_an_error_at_once(image_folder: Folder) -> None:
-    """The block is reserved up front, so that a lazy store cannot run out of memory later."""
+    """The block is reserved first, so a lazy store cannot run out of memory later."""
     with pytest.raises(MemoryBudgetError, match="storage='shared' needs"):
         ImageFolder(image_folder(), STEPS, storage="shared", memory_limit=99)
 
 
-def test_an_epoch_of_threads_ends_with_what_the_machine_lacks(
+def test_an_epoch_of_threads_ends_at_a_limit_of_the_machine(
     image_folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Threads read no further, and the error comes once; the state is of the batch that is missing."""
+    """Threads stop reading, the error is raised once, and the state is that of the missing batch."""
     refused = 0
 
     def refuse(*_: Any) -> Any:
@@ -360,7 +360,7 @@ def test_an_epoch_of_threads_ends_with_what_the_machine_lacks(
 
 
 def test_a_closed_dataset_says_so(image_folder: Folder) -> None:
-    """Neither reading nor pickling a closed dataset works, and closing twice does."""
+    """Reading or pickling a closed dataset is an error; closing it twice is not."""
     dataset = ImageFolder(image_folder(), STEPS)
     dataset.close()
     dataset.close()
@@ -371,7 +371,7 @@ def test_a_closed_dataset_says_so(image_folder: Folder) -> None:
 
 
 def test_prepare_takes_a_dataset_without_a_transform(image_folder: Folder) -> None:
-    """Samples that wait for a transform are prepared as they are decoded, once."""
+    """Samples that wait for a transform are prepared once, as decoded."""
     with ImageFolder(image_folder()) as dataset:
         assert dataset.storage == "none"
         assert dataset.prepare().prepare().filled_share() == 1
