@@ -1,4 +1,4 @@
-"""What child processes of tests run; imports nothing that a fresh interpreter could not."""
+"""Functions that child processes of tests run; this module imports only what a fresh interpreter can."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torchvision_ops import import_torchvision
 
 
 class Done(NamedTuple):
-    """What a process has left: its status, and what it wrote."""
+    """The result of a process: its status and its output."""
 
     returncode: int | None
     stdout: str
@@ -92,7 +92,7 @@ def send_class_of_target(pickled_dataset: bytes, connection: Any) -> None:
 
 
 class Compose:
-    """torchvision's, for children that cannot import it."""
+    """A copy of torchvision's, for children that cannot import it."""
 
     __torchvision_equal__ = "Compose"
 
@@ -106,7 +106,7 @@ class Compose:
 
 
 class PILToTensor:
-    """torchvision's, for children that cannot import it."""
+    """A copy of torchvision's, for children that cannot import it."""
 
     __torchvision_equal__ = "PILToTensor"
 
@@ -115,7 +115,7 @@ class PILToTensor:
 
 
 class Structures(Numbers):
-    """Samples of every kind that collate functions know."""
+    """Samples of every kind that collate functions support."""
 
     def __getitem__(self, index: int) -> Any:
         return {
@@ -137,7 +137,7 @@ class Point(NamedTuple):
 
 
 class Failing(Numbers):
-    """Numbers of which the fifth raises."""
+    """Numbers, of which the fifth raises an error."""
 
     def __init__(self, error: type[Exception], words: str) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class Failing(Numbers):
 
 
 class WhoReads(Numbers):
-    """Each sample tells the worker that read it: process, id, number of workers, what ``mark_worker`` left."""
+    """Each sample describes the worker that read it: process, id, number of workers, and ``mark_worker``'s mark."""
 
     marks: ClassVar[list[int]] = []
 
@@ -161,12 +161,12 @@ class WhoReads(Numbers):
 
 
 def mark_worker(worker_id: int) -> None:
-    """Leave a mark that tells the id; a ``worker_init_fn``."""
+    """Leave a mark with the id of the worker; a ``worker_init_fn``."""
     WhoReads.marks.append(100 + worker_id)
 
 
 def fail_in_worker(worker_id: int) -> None:
-    """Fail; a ``worker_init_fn``."""
+    """Raise an error; a ``worker_init_fn``."""
     raise RuntimeError(f"worker {worker_id} has no data")
 
 
@@ -180,7 +180,7 @@ class Draws(Numbers):
 
 
 class Waiting(Numbers):
-    """Numbers of which the first is read once ``release`` is set."""
+    """Numbers, of which the first is read once ``release`` is set."""
 
     def __init__(self, release: Any) -> None:
         super().__init__(4)
@@ -193,7 +193,7 @@ class Waiting(Numbers):
 
 
 class Stream(IterableDataset[int]):
-    """Numbers, split over the workers as torch's documentation does; of a length that may be a lie."""
+    """Numbers, split over the workers as in torch's documentation; the stated length may be wrong."""
 
     def __init__(self, length: int = 13) -> None:
         self.length = length

@@ -1,6 +1,6 @@
-"""Samples, datasets and images that the tests of several rooms use.
+"""Samples, datasets and images that several tests use.
 
-A sample tells its index: its values are the index, or its image has a level of its own.
+A sample shows its index: its values are the index, or its image has its own grey level.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a process holds that must not outlive a test: threads, children, descriptors, shared-memory files."""
+"""Resources of a process that must not outlive a test: threads, children, descriptors, shared-memory files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DRIVERS = ("/dev/nvidia", "anon_inode:[eventfd]")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Holdings:
-    """What this process holds now."""
+    """The resources that this process holds now."""
 
     threads: frozenset[threading.Thread]
     children: frozenset[psutil.Process]
@@ -40,7 +40,7 @@ class Holdings:
         )
 
     def left_since(self, before: Holdings) -> list[str]:
-        """What is held beyond ``before``, in words."""
+        """Return a text with the resources that are held beyond ``before``."""
         kept = _kept_by_multiprocessing()
         rows = [f"thread {thread.name}" for thread in self.threads - before.threads]
         rows += [
@@ -60,7 +60,7 @@ class Holdings:
 
 
 def wait_for_none(before: Holdings) -> list[str]:
-    """What is still held beyond ``before`` after garbage collection and a short wait; empty when all is gone."""
+    """Return the resources beyond ``before`` after garbage collection and a short wait; empty if all are gone."""
     left = Holdings.now().left_since(before)
     deadline = time.monotonic() + WAIT_S
     while left and time.monotonic() < deadline:
@@ -94,7 +94,7 @@ class _Kept:
 
 
 def _kept_by_multiprocessing() -> _Kept:
-    """The helpers that multiprocessing starts at the first spawn or forkserver and keeps until the interpreter ends."""
+    """Return the helpers that multiprocessing starts at the first spawn or forkserver and keeps until the exit."""
     tracker = resource_tracker._resource_tracker
     server = forkserver._forkserver
     return _Kept(
@@ -104,7 +104,7 @@ def _kept_by_multiprocessing() -> _Kept:
 
 
 def _children() -> list[psutil.Process]:
-    """All descendants, as the kernel lists them. psutil reads every process of the machine for them, at each test."""
+    """Return all descendants from the kernel's list. psutil would read every process of the machine, in each test."""
     found = []
     waiting = ["self"]
     while waiting:
@@ -123,7 +123,7 @@ def _children() -> list[psutil.Process]:
 
 
 def open_descriptors() -> list[tuple[int, str]]:
-    """Number and target of every open descriptor; a memory mapping holds one of its own."""
+    """Return number and target of every open descriptor; a memory mapping holds its own."""
     rows = []
     folder = Path("/proc/self/fd")
     for entry in folder.iterdir() if folder.exists() else ():
@@ -135,7 +135,7 @@ def open_descriptors() -> list[tuple[int, str]]:
 
 
 def _shared_files() -> list[str]:
-    """Entries of /dev/shm of the kinds that this process may make; other processes of the machine make theirs."""
+    """Return entries of /dev/shm that this process may make; other processes of the machine make their own."""
     folder = Path("/dev/shm")
     if not folder.exists():
         return []

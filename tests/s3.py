@@ -60,7 +60,7 @@ os._exit(0)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FaultPlan:
-    """Which answers go wrong, by (seed, key, range, attempt): whatever else is read at the time."""
+    """The answers that fail, by (seed, key, range, attempt), independent of other reads at the time."""
 
     rate: float = (
         0.0  # part of the requests; listings and HEADs never go wrong as those in ``SPOILED`` do
@@ -83,7 +83,7 @@ class FaultPlan:
 
 
 class Stats(NamedTuple):
-    """What a server did since it began, or since ``reset``."""
+    """The actions of a server since it began, or since ``reset``."""
 
     requests: dict[str, int]  # by method
     bytes_of: dict[str, int]  # of objects, sent in bodies, by bucket/key
@@ -93,7 +93,7 @@ class Stats(NamedTuple):
 
 
 class S3:
-    """Where a server is, and what clients need to find it."""
+    """The address of a server, and the options that clients need for it."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -124,7 +124,7 @@ class MotoS3(S3):
         self.client = boto3.client("s3", **self.client_options, **keys)
 
     def clear(self) -> None:
-        """Forget all buckets."""
+        """Delete all buckets."""
         urllib.request.urlopen(f"{self.url}/moto-api/reset", b"", timeout=60).close()
 
     def make_bucket(self, name: str) -> None:
@@ -149,7 +149,7 @@ class ThrottledS3(S3):
         return Stats(**json.loads(self._ask("stats")))
 
     def reset(self) -> None:
-        """Count from zero again, attempts too."""
+        """Restart all counts, including attempts."""
         self._ask("reset")
 
     def set_faults(self, plan: FaultPlan) -> None:
@@ -162,7 +162,7 @@ class ThrottledS3(S3):
 
 @contextmanager
 def s3_server() -> Iterator[MotoS3]:
-    """Moto's server, empty."""
+    """Yield Moto's server without objects."""
     with _served("-c", MOTO) as url:
         s3 = MotoS3(url)
         try:
@@ -179,7 +179,7 @@ def throttled_s3(
     bandwidth: float = 100e6,
     faults: FaultPlan | None = None,
 ) -> Iterator[ThrottledS3]:
-    """Serve the folders in ``folder`` as buckets; ``bandwidth``, in bytes a second, is shared by all answers."""
+    """Serve the folders in ``folder`` as buckets; all answers share ``bandwidth``, in bytes per second."""
     with _served(__file__, str(folder), str(latency_s), str(bandwidth)) as url:
         s3 = ThrottledS3(url)
         s3.set_faults(faults or FaultPlan())
@@ -379,7 +379,7 @@ class _Server:
         return sorted((path[len(root) + 1 :], path) for path in paths)
 
     def page(self, bucket: str, query: dict[str, str]) -> _Answer:
-        """Of a listing: names in order, those after the delimiter as one."""
+        """Return a page of a listing: names in order, with those after the delimiter as one."""
         if not bucket or not os.path.isdir(f"{self.folder}/{bucket}"):
             return _refusal(404, "NoSuchBucket")
         prefix, delimiter, most = (

@@ -1,4 +1,4 @@
-"""CachedDataset."""
+"""``CachedDataset``: samples, transforms, items and options."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CROP = v1.Compose([v1.RandomCrop((4, 3)), v1.RandomHorizontalFlip(), v1.ToTensor
 
 
 class Images:
-    """PIL images of 6 x 5 pixels whose red plane tells their index."""
+    """PIL images of 6 x 5 pixels whose red plane is their index."""
 
     def __init__(self, count: int = 8, sizes: int = 1) -> None:
         self.count, self.sizes = count, sizes
@@ -66,13 +66,13 @@ def cached(dataset: Any, **options: Any) -> CachedDataset:
 
 
 def memfd_count() -> int:
-    """Descriptors and mappings of shared-memory blocks that this process holds."""
+    """Return the number of descriptors and mappings of shared blocks in this process."""
     return sum(target.startswith("/memfd:fastdata") for _, target in open_descriptors())
 
 
 @pytest.mark.parametrize("sizes", [1, 2], ids=["dense", "ragged"])
 def test_samples_equal_the_datasets_own(sizes: int) -> None:
-    """Without a transform each image and target is the wrapped dataset's, from a dense and from a ragged store."""
+    """Without a transform each image and target equals the wrapped dataset's, from a dense and a ragged store."""
     images = Images(40, sizes)
     with cached(images) as dataset:
         assert dataset.storage == "shared"
@@ -89,7 +89,7 @@ def test_samples_equal_the_datasets_own(sizes: int) -> None:
 def test_a_mirrored_image_is_cropped_and_padded_as_torchvision_does(
     api: Any, sizes: int, size: tuple[int, int]
 ) -> None:
-    """A centre crop that leaves or adds an odd pixel does so on the side that was mirrored there, in whole batches."""
+    """In whole batches, an odd pixel of a centre crop is on the side where torchvision has it after a flip."""
     mirrored = [api.RandomVerticalFlip(1.0), api.RandomHorizontalFlip(1.0)]
     transform = api.Compose([*mirrored, api.CenterCrop(size), api.PILToTensor()])
     images = Images(4, sizes)
@@ -102,7 +102,7 @@ def test_a_mirrored_image_is_cropped_and_padded_as_torchvision_does(
 @pytest.mark.parametrize("sizes", [1, 2], ids=["dense", "ragged"])
 @pytest.mark.parametrize("size", [(5, 3), (3, 5), (5, 5)], ids=shown)
 def test_a_crop_of_a_crop_is_padded_if_needed(sizes: int, size: tuple[int, int]) -> None:
-    """What a larger crop adds to a smaller one is the border, not what the smaller one cut away."""
+    """A larger crop after a smaller one adds border, not the pixels that the smaller one cut off."""
     flip, middle = v1.RandomVerticalFlip(1.0), v1.CenterCrop((3, 3))
     images = Images(6, sizes)
     transform = v1.Compose(
@@ -146,7 +146,7 @@ def test_samples_of_any_type_come_back(make: Any) -> None:
 
 
 def test_changing_a_sample_does_not_change_the_store() -> None:
-    """What is handed out is the user's own, sample and batch alike."""
+    """Returned samples and batches belong to the user: changing them changes nothing else."""
     with cached([(torch.zeros(2), torch.zeros(1)) for _ in range(4)]) as dataset:
         image, target = dataset[0]
         image += 1
@@ -159,7 +159,7 @@ def test_changing_a_sample_does_not_change_the_store() -> None:
 
 
 def test_prepare_runs_before_the_store_is_filled() -> None:
-    """prepare=, then resize=, then the transform's leading steps run once; what is stored is their result."""
+    """prepare=, then resize=, then the transform's leading steps run once, and their result is stored."""
     images = Images(3)
     options = {
         "prepare": lambda image: image.convert("L"),
@@ -173,7 +173,7 @@ def test_prepare_runs_before_the_store_is_filled() -> None:
 
 
 class Pairs(VisionDataset):
-    """torchvision's own kind of dataset, which hands image and target to ``transforms``."""
+    """A dataset like torchvision's, which passes image and target to ``transforms``."""
 
     def __len__(self) -> int:
         return 4
@@ -184,7 +184,7 @@ class Pairs(VisionDataset):
 
 
 class Single(Pairs):
-    """One that uses ``transform`` alone, as torchvision's folders and digits do."""
+    """A dataset that uses only ``transform``, like torchvision's folders and digits."""
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
         image = Image.new("RGB", (9, 8), (index, 0, 0))
@@ -206,7 +206,7 @@ class Wrapping:
 
 
 def turn(image: Any) -> Any:
-    """Is not known to fastdata."""
+    """Rotate an image: a step that fastdata does not know."""
     return image if image.width else None
 
 
@@ -268,21 +268,21 @@ def test_frozen_draws_are_refused(dataset: Any, named: str) -> None:
         assert len(served) == len(dataset)
 
 
-def test_frozen_draws_may_be_meant() -> None:
-    """One draw of each item is kept, and every epoch sees it."""
+def test_frozen_draws_can_be_allowed() -> None:
+    """With frozen=True one draw of each item is stored, and every epoch sees it."""
     with cached(Single("", transform=CROPPED), frozen=True) as dataset:
         assert torch.equal(dataset[0][0], dataset[0][0])
 
 
 def test_frozen_draws_of_our_own_datasets_are_refused() -> None:
-    """A fastdata dataset that augments is refused as torchvision's is."""
+    """A fastdata dataset that augments is refused like torchvision's."""
     named = r"RandomResizedCrop\(.*\) in CachedDataset\.transform: random"
     with cached(Images(2), transform=CROPPED) as inner, pytest.raises(ValueError, match=named):
         cached(inner)
 
 
 def test_random_steps_that_are_not_called_may_stay() -> None:
-    """A dataset may call its transform as it likes, and may hold some that it does not call."""
+    """A dataset may call its transform in any way, and may hold random steps that it does not call."""
     dataset = Single("", transform=v1.Compose([v1.Resize(4), turn, v1.ToTensor()]))
     dataset.image_transform = v1.Compose([v1.RandomCrop(2), v1.ToTensor()])
     dataset.loader, dataset.to_size = turn, v1.Resize(4)
@@ -307,13 +307,13 @@ def test_random_steps_that_are_not_called_may_stay() -> None:
     ],
 )
 def test_steps_that_do_the_same_each_time_may_stay(dataset: Any) -> None:
-    """Neither refused nor warned of: deterministic steps of torchvision, and whatever renames labels."""
+    """Deterministic steps of torchvision, and functions that rename labels, are neither refused nor warned about."""
     with cached(dataset) as kept:
         assert len(kept) == len(dataset)
 
 
 def test_a_transform_that_was_replaced_is_looked_at_where_it_is_used() -> None:
-    """Torchvision keeps the first transform in ``transforms``, which only some of its datasets use."""
+    """Torchvision keeps the first transform in ``transforms``, which only some of its datasets call."""
     single, pairs = Single("", transform=CROPPED), Pairs("", transform=CROPPED)
     single.transform = pairs.transform = v1.ToTensor()
     cached(single).close()
@@ -323,7 +323,7 @@ def test_a_transform_that_was_replaced_is_looked_at_where_it_is_used() -> None:
 
 @pytest.mark.parametrize("sizes", [1, 2], ids=["dense", "ragged"])
 def test_a_batch_is_its_samples(sizes: int) -> None:
-    """A batch holds what reading its samples one by one in the same epoch gives, stacked."""
+    """A batch equals the stacked samples that are read one by one in the same epoch."""
     with (
         cached(Images(8, sizes), transform=CROP, seed=5) as one,
         cached(Images(8, sizes), transform=CROP, seed=5) as many,
@@ -342,7 +342,7 @@ def test_a_batch_is_its_samples(sizes: int) -> None:
 
 
 def test_a_closed_dataset_in_a_concatenation_is_said_to_be_closed() -> None:
-    """A loader over it and an open one is made, and says so when it reads."""
+    """A loader over it and an open dataset can be made, but reading raises an error that says so."""
     with cached(Images(4)) as other, cached(Images(4)) as dataset:
         dataset.close()
         loader = DataLoader(ConcatDataset([other, dataset]), batch_size=2)
@@ -367,7 +367,7 @@ def test_another_process_reads_the_same_store(method: str) -> None:
 
 @pytest.mark.parametrize("storage", ["shared", "none"])
 def test_known_steps_behind_an_unknown_one_have_torchvisions_pixels(storage: Any) -> None:
-    """Whole batches are served of what it gives, the same one by one; other than PIL images as is written."""
+    """Known steps run on whole batches of its results, or per sample as written if these are not PIL images."""
 
     def turn(sample: Image.Image) -> Image.Image:
         return sample.transpose(Image.Transpose.ROTATE_90)
@@ -408,8 +408,8 @@ def test_per_sample_steps_get_what_they_would_have_got() -> None:
         assert "per sample" in dataset.reader().obstacle
 
 
-def test_targets_of_a_batch_are_what_torch_makes_of_them() -> None:
-    """Whatever the targets, a batch of them is default_collate's, after target_transform."""
+def test_targets_of_a_batch_are_collated_as_by_torch() -> None:
+    """Any targets are collated as by default_collate, after target_transform."""
     for targets in (
         [1, 2, 3],
         [0.5, 1.5, 2.5],
@@ -432,7 +432,7 @@ def test_targets_of_a_batch_are_what_torch_makes_of_them() -> None:
 
 
 def test_a_changed_list_is_collated_as_it_is() -> None:
-    """A SampleBatch that was changed forgets the tensors it was made from."""
+    """A SampleBatch that was changed is collated from its new samples."""
     with cached(level_samples(5, (2,), torch.int64)) as dataset:
         batch = dataset.__getitems__([0, 1, 2])
         batch[1] = dataset[4]
@@ -444,7 +444,7 @@ def test_a_changed_list_is_collated_as_it_is() -> None:
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_a_batch_has_the_types_of_single_samples(parts: int) -> None:
-    """Arrays are arrays, over the batch's memory, and texts of dicts are collated to a list, as of torch's own."""
+    """Arrays stay arrays over the batch's memory, and strings of dicts are collated to a list, as by torch."""
     dicts = [{"image": np.full((2, 3), i, np.int16), "name": f"number {i}"} for i in range(6)]
     with cached(dicts) as dataset:
         whole = (
@@ -470,7 +470,7 @@ def test_a_batch_has_the_types_of_single_samples(parts: int) -> None:
 
 
 def test_arrays_and_tensors_are_not_joined_to_one_batch() -> None:
-    """A ConcatDataset of both hands each sample over as it is, though they are of one shape and dtype."""
+    """A ConcatDataset of both returns each sample unchanged, although shape and dtype are equal."""
     arrays, tensors = [(np.zeros(3, np.float32), 0)], [(torch.zeros(3), 1)]
     with cached(arrays) as first, cached(tensors) as second:
         (batch,) = DataLoader(ConcatDataset([first, second]), batch_size=2, collate_fn=list)
@@ -502,7 +502,7 @@ def _write(samples: list[Any]) -> None:
 @pytest.mark.parametrize("change", [_replace, _add, _rename, _write])
 @pytest.mark.parametrize("kind", [torch.tensor, np.array])
 def test_changes_of_samples_in_a_collate_fn_count(change: Any, kind: Any) -> None:
-    """What a collate_fn does to its samples before it calls ``default_collate`` is in the batch, as with torch's."""
+    """Changes that a collate_fn makes before it calls ``default_collate`` are in the batch, as with torch."""
 
     def make(samples: list[Any]) -> Any:
         change(samples)
@@ -521,7 +521,7 @@ def test_changes_of_samples_in_a_collate_fn_count(change: Any, kind: Any) -> Non
 
 
 def test_changes_of_views_and_targets_in_a_collate_fn_count() -> None:
-    """One view of several put in the place of another, and a list of targets that grows, are in the batch."""
+    """A replaced view, and a list of targets that grows, are in the batch."""
 
     def make(samples: list[Any]) -> Any:
         for views, target in samples:
@@ -539,7 +539,7 @@ def test_changes_of_views_and_targets_in_a_collate_fn_count() -> None:
 def test_a_transform_that_begins_alike_is_served_from_the_same_store(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Nothing is prepared again where only what follows the stored steps is another."""
+    """Nothing is prepared again if only steps after the stored ones differ."""
     with cached(
         Images(4), transform=v1.Compose([v1.Resize((4, 4)), v1.RandomCrop(3), v1.ToTensor()])
     ) as dataset:
@@ -553,7 +553,7 @@ def test_a_transform_that_begins_alike_is_served_from_the_same_store(
 def test_a_transform_that_begins_otherwise_has_samples_prepared_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Samples and batches are then those of a dataset made with it, and one line says so."""
+    """Samples and batches equal those of a dataset made with it, and one line is logged."""
     other = v1.Compose([v1.Grayscale(), v1.Resize((2, 3)), v1.ToTensor()])
     with (
         cached(Images(4), transform=v1.Compose([v1.Resize((4, 4)), v1.ToTensor()])) as dataset,
@@ -576,7 +576,7 @@ def test_a_transform_that_begins_otherwise_has_samples_prepared_again(
 
 @pytest.mark.parametrize("storage", ["shared", "compressed"])
 def test_an_assignment_that_fails_changes_nothing(storage: Any) -> None:
-    """A dataset that cannot be prepared again serves on as before, and can be once the cause is gone."""
+    """A dataset that cannot be prepared again works as before, and can be once the cause is gone."""
     images = Images(4)
     old = v1.Compose([v1.Resize((4, 4)), v1.ToTensor()])
     with cached(images, transform=old, storage=storage) as dataset:
@@ -595,7 +595,7 @@ def test_an_assignment_that_fails_changes_nothing(storage: Any) -> None:
 
 
 def test_a_failure_without_room_for_two_stores_leaves_the_dataset_open() -> None:
-    """Where the old samples had to go first, they are prepared again when they are read."""
+    """If the old samples had to be dropped first, the next read prepares them again."""
     broken: set[int] = set()
 
     class Breakable(Images):
@@ -624,7 +624,7 @@ def test_a_failure_without_room_for_two_stores_leaves_the_dataset_open() -> None
 
 @pytest.mark.parametrize("threads", [0, 2])
 def test_closing_ends_an_epoch_from_before_another_transform(threads: int) -> None:
-    """An epoch keeps the samples that it began with until the dataset is closed, then it ends in words."""
+    """An epoch keeps the samples that it began with until the dataset is closed; then it raises an error."""
     with cached(Images(12), transform=v1.Compose([v1.Resize((4, 4)), v1.ToTensor()])) as dataset:
         batches = iter(DataLoader(dataset, batch_size=2, num_workers=threads))
         shape = next(batches)[0].shape
@@ -635,7 +635,7 @@ def test_closing_ends_an_epoch_from_before_another_transform(threads: int) -> No
 
 
 def test_two_views_serve_one_store() -> None:
-    """Each has its own transform; the memory is given back with the last of them."""
+    """Each view has its own transform; the memory is freed with the last of them."""
     before = memfd_count()
     train = cached(
         Images(4),
@@ -652,8 +652,8 @@ def test_two_views_serve_one_store() -> None:
     assert memfd_count() == before
 
 
-def test_a_view_that_begins_otherwise_has_a_store_of_its_own() -> None:
-    """The first view goes on serving what it did."""
+def test_a_view_that_begins_otherwise_has_its_own_store() -> None:
+    """The first view still returns its own samples."""
     with (
         cached(Images(4), transform=v1.Resize((4, 4))) as train,
         train.with_transform(v1.Resize((2, 2))) as val,
@@ -664,7 +664,7 @@ def test_a_view_that_begins_otherwise_has_a_store_of_its_own() -> None:
 
 @pytest.mark.parametrize("name", ["samples", "targets"])
 def test_lists_are_not_assigned(name: str) -> None:
-    """What torchvision's datasets let scripts overwrite is refused at once, with the cure."""
+    """Assigning lists, as scripts do with torchvision's datasets, is refused at once with the cure."""
     with (
         cached(Images(4)) as dataset,
         pytest.raises(AttributeError, match=rf"{name} of this Cached.*Subset"),
@@ -672,8 +672,8 @@ def test_lists_are_not_assigned(name: str) -> None:
         setattr(dataset, name, [])
 
 
-def test_without_storage_nothing_is_read_before_it_is_asked_for() -> None:
-    """storage="none" reads sample and target together, when asked for; targets alone are read one by one."""
+def test_without_storage_nothing_is_read_in_advance() -> None:
+    """storage="none" reads sample and target together on demand; targets alone are read one by one."""
     reads: list[int] = []
 
     class Counted(Images):
@@ -692,7 +692,7 @@ def test_without_storage_nothing_is_read_before_it_is_asked_for() -> None:
 
 
 class Dicts(Images):
-    """The same as dicts, with the values of ``keys`` beside the image."""
+    """The same images as dicts, with the values of ``keys`` next to the image."""
 
     def __init__(self, *keys: str) -> None:
         super().__init__(8)
@@ -710,7 +710,7 @@ class Dicts(Images):
 
 
 class Transformed(Dicts):
-    """What torch's own loader reads."""
+    """The dataset that torch's own loader reads, for comparison."""
 
     def __getitem__(self, index: int) -> Any:
         item = super().__getitem__(index)
@@ -728,7 +728,7 @@ STORAGES: tuple[dict[str, Any], ...] = (
 @pytest.mark.parametrize("keys", KEYS, ids=shown)
 @pytest.mark.parametrize("options", STORAGES, ids=shown)
 def test_dicts_stay_dicts(keys: tuple[str, ...], options: dict[str, Any]) -> None:
-    """Items, lists of them and batches have the keys of the dataset's own items, in their order, as torch's loader."""
+    """Items, lists of them and batches have the keys of the dataset's items, in order, as in torch's loader."""
     wanted = [
         default_collate([Transformed(*keys)[i] for i in order]) for order in ([3, 1, 7], [0, 2])
     ]
@@ -771,7 +771,7 @@ class Alone(NamedTuple):
 def test_namedtuples_stay_namedtuples(
     kind: Any, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Items and batches are of the dataset's own class, as torch's loader has them, from a cache too."""
+    """Items and batches have the dataset's own class, as in torch's loader, also from a cache."""
     values = [(torch.full((3, 4, 4), i, dtype=torch.uint8), i, str(i)) for i in range(4)]
     items = [kind(*value[: len(kind._fields)]) for value in values]
     wanted: list[Any] = list(TorchLoader(items, batch_size=2))  # type: ignore[arg-type]
@@ -796,8 +796,8 @@ def _collate_items(items: list[dict[str, Any]]) -> dict[str, Any]:
     return {key: default_collate([item[key] for item in items]) for key in items[0]}
 
 
-def test_joint_transforms_stand_for_both_others() -> None:
-    """As in torchvision, one that is assigned beside them is not called."""
+def test_joint_transforms_replace_both_others() -> None:
+    """As in torchvision, a transform that is assigned next to them is not called."""
     pairs = [(torch.zeros(3, 4, 4, dtype=torch.uint8), 7)]
     for storage in ("shared", "none"):
         with CachedDataset(pairs, transforms=lambda *pair: pair, storage=storage) as dataset:
@@ -806,7 +806,7 @@ def test_joint_transforms_stand_for_both_others() -> None:
 
 
 def test_dicts_are_transformed() -> None:
-    """Each transform gets the image, the target or both, and what it returns stands under their keys."""
+    """Each transform gets the image, the target or both, and its result is stored under their keys."""
     with cached(
         Dicts("label", "image"), transform=turn, target_transform=lambda label: label + 1
     ) as dataset:
@@ -820,7 +820,7 @@ def test_dicts_are_transformed() -> None:
 
 
 def test_dicts_are_kept_in_a_cache(tmp_path: Any) -> None:
-    """They are dicts when the cache serves them again, with the dataset and on its own."""
+    """Items from a cache are dicts, with the dataset and without it."""
     for names in (("image", "label"), ("name", "image", "label")):
         options: dict[str, Any] = {"cache_dir": tmp_path / str(len(names)), "cache_key": "k"}
         for _ in range(2):
@@ -832,7 +832,7 @@ def test_dicts_are_kept_in_a_cache(tmp_path: Any) -> None:
 
 
 def test_dicts_that_have_no_image_are_refused() -> None:
-    """The error says what there is and what to do; leaving out samples would not help."""
+    """The error has the keys and a cure, and does not advise on_error="skip", which would not help."""
     with pytest.raises(
         SampleError, match=r"dict of label, without an image, but .* Correct the dataset\.$"
     ) as refused:
@@ -840,8 +840,8 @@ def test_dicts_that_have_no_image_are_refused() -> None:
     assert "on_error" not in str(refused.value)
 
 
-def test_dicts_beside_pairs_come_one_by_one() -> None:
-    """A ConcatDataset of both is no whole batch."""
+def test_dicts_and_pairs_together_come_one_by_one() -> None:
+    """A ConcatDataset of both has no whole batches."""
     with (
         cached(Dicts("image", "label"), transform=CROP) as dicts,
         cached(Images(), transform=CROP) as pairs,
@@ -855,7 +855,7 @@ def test_dicts_beside_pairs_come_one_by_one() -> None:
 
 
 def test_a_function_of_batches_that_draws_is_named() -> None:
-    """What a dataset of Hugging Face calls on its own batches is named where its items are drawn."""
+    """The error about draws names a function that a Hugging Face dataset calls on its own batches."""
 
     class Drawing(Dicts):
         def __getitem__(self, index: int) -> Any:
@@ -869,7 +869,7 @@ def test_a_function_of_batches_that_draws_is_named() -> None:
 
 
 def test_a_tensor_dataset_is_one_of_samples_and_targets() -> None:
-    """A TensorDataset of images and labels is prepared as it is, and comes back in whole batches."""
+    """A TensorDataset of images and labels needs no changes, and gives whole batches."""
     images, labels = (
         torch.arange(4 * 3 * 6 * 5, dtype=torch.uint8).view(4, 3, 6, 5),
         torch.tensor([7, 5, 3, 1]),
@@ -881,7 +881,7 @@ def test_a_tensor_dataset_is_one_of_samples_and_targets() -> None:
 
 
 def test_skipping_needs_storage() -> None:
-    """on_error="skip" with storage="none" is said to do nothing."""
+    """on_error="skip" with storage="none" warns that it has no effect."""
     with pytest.warns(
         FastDataWarning, match="storage='none' prepares them only when they are read"
     ):
@@ -904,7 +904,7 @@ def test_wrong_indices_are_named() -> None:
 
 
 def test_wrong_options_are_named() -> None:
-    """A misspelt option lists the choices."""
+    """A misspelt option is an error with the choices."""
     with pytest.raises(
         ValueError,
         match="storage='ram' is not one of 'auto', 'device', 'shared', 'compressed', 'disk', 'none'",
@@ -943,7 +943,7 @@ def test_wrong_options_are_named() -> None:
     ],
 )
 def test_items_of_another_kind_are_named(items: Any, named: str) -> None:
-    """What an item is, with the right article, and the dataset is what to correct."""
+    """The error shows the kind of item, with the right article, and its cure is to correct the dataset."""
     with pytest.raises(
         SampleError, match=rf"sample 0 cannot be read: .*{named}.* Correct the dataset"
     ):
@@ -962,7 +962,7 @@ FORMS = {
 
 
 def equal(mine: Any, wanted: Any) -> bool:
-    """Whether two items or batches are of the same type, structure and values."""
+    """Return True if two items or batches are equal in type, structure and values."""
     if isinstance(wanted, torch.Tensor):
         return torch.equal(mine, wanted)
     if isinstance(wanted, dict):
@@ -978,7 +978,7 @@ def equal(mine: Any, wanted: Any) -> bool:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_items_of_any_form_come_in_whole_batches(form: str, tmp_path: Path) -> None:
-    """Items, and batches of every loader, are those of the dataset; also out of a cache."""
+    """Items, and batches of every loader, equal those of the dataset, also from a cache."""
     items = FORMS[form]
     transform = v1.PILToTensor() if form == "PIL images" else None
     theirs = items if transform is None else LEVELS
@@ -1012,7 +1012,7 @@ def test_items_of_any_form_come_in_whole_batches(form: str, tmp_path: Path) -> N
     ],
 )
 def test_items_of_several_forms_are_refused(items: Any) -> None:
-    """The first that is not as those before it is named."""
+    """The first item that differs in form from those before it is named."""
     with pytest.raises(
         SampleError,
         match=r"item 1 of list .*but items before it are .*\. All items must have the same form",
@@ -1021,8 +1021,8 @@ def test_items_of_several_forms_are_refused(items: Any) -> None:
 
 
 @pytest.mark.parametrize("make", [Wrapping, lambda it: Subset(Wrapping(Subset(it, [0, 1])), [0])])
-def test_what_asks_for_sample_after_sample_is_told_the_way_back(make: Any) -> None:
-    """A dataset of one's own around a fastdata one is warned of once, and transform= offered."""
+def test_a_wrapper_that_reads_sample_by_sample_warns(make: Any) -> None:
+    """A user's dataset around a fastdata one warns once, and the warning suggests transform=."""
     with cached(Images(4), transform=CROP) as dataset:
         loader = DataLoader(make(dataset), batch_size=2)
         with pytest.warns(
@@ -1033,8 +1033,8 @@ def test_what_asks_for_sample_after_sample_is_told_the_way_back(make: Any) -> No
         list(DataLoader(make(dataset), batch_size=2))
 
 
-def test_a_concat_with_a_dataset_of_others_is_told_the_way_back() -> None:
-    """It is said once; of ours alone nothing is said."""
+def test_a_concat_with_another_kind_of_dataset_warns() -> None:
+    """It warns once; a ConcatDataset of fastdata datasets alone does not."""
     theirs = [(CROP(image), target) for image, target in (Images(2)[0], Images(2)[1])]
     with cached(Images(4), transform=CROP) as dataset, cached(theirs) as ours:
         mixed = DataLoader(ConcatDataset([dataset, theirs]), batch_size=2)
@@ -1048,7 +1048,7 @@ def test_a_concat_with_a_dataset_of_others_is_told_the_way_back() -> None:
 
 
 def test_targets_beyond_int64_are_refused() -> None:
-    """A batch cannot hold them, as torch says; a collate_fn of one's own may."""
+    """A batch cannot hold them, as in torch; a user's collate_fn may take them."""
     with cached(
         [(torch.zeros(3, 2, 2, dtype=torch.uint8), (1 << 63) + i) for i in range(2)]
     ) as dataset:
@@ -1065,7 +1065,7 @@ NORMALIZED = v1.Compose([v1.RandomCrop(4), v1.ToTensor(), v1.Normalize((0.5,) * 
     "make", [lambda image, i: (image, i), lambda image, i: {"image": image, "label": i}]
 )
 def test_an_image_of_another_mode_is_named(make: Any) -> None:
-    """The sample that a step is not for is named, with the cure."""
+    """A sample with the wrong number of channels for a step is named, with the cure."""
     items = [make(Image.new(mode, (6, 5)), i) for i, mode in enumerate(MODES)]
     with cached(items, transform=NORMALIZED) as dataset:
         assert collate(dataset.__getitems__([0, 1, 3])) is not None
@@ -1088,7 +1088,7 @@ def test_an_image_of_another_mode_is_named(make: Any) -> None:
 
 
 def test_a_first_image_that_no_step_is_for_is_named() -> None:
-    """The transform is refused at once, by the sample that shows it; nobody else need be asked."""
+    """If the first sample shows it, the transform is refused at once."""
     with pytest.raises(
         SampleError, match=r"sample 0 cannot be read: it has 1 channel, but Normalize has 3 means\."
     ):
@@ -1117,7 +1117,7 @@ def test_the_plan_shows_what_runs_before_the_transform() -> None:
 
 @pytest.mark.parametrize("kind", [CachedDataset, ImageFolder, ImageManifest])
 def test_help_shows_every_option(kind: Any) -> None:
-    """On the page of each dataset's own, with its default and what it means."""
+    """The help of each dataset has every option with its default and meaning."""
     shown = inspect.signature(kind).parameters
     hints = get_type_hints(Options)
     for name, value in get_type_hints(DatasetOptions).items():
@@ -1128,7 +1128,7 @@ def test_help_shows_every_option(kind: Any) -> None:
 
 
 def test_a_closed_dataset_says_so() -> None:
-    """Reading after close is an error; closing twice is not; the memory is free, batches served before stay valid."""
+    """Reading after close is an error, closing twice is not; memory is freed, and earlier batches stay valid."""
     open_before = memfd_count()
     dataset = cached(level_samples(3, (2,), torch.int64), transform=None)
     batch = collate(dataset.__getitems__([1, 2]))
@@ -1158,7 +1158,7 @@ def test_printing_tells_storage_and_transform() -> None:
 
 
 def test_without_a_compiled_core_steps_run_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Samples are torchvision's, one by one, from memory, and the report and the plan say what is missing."""
+    """Samples equal torchvision's, one by one, from memory, and report and plan say what is missing."""
     monkeypatch.setattr("fastdata.pixels.core.library.obstacle", lambda: "there is no library")
     images = [(Image.new("RGB", (8, 6), (index, 2 * index, 7)), index) for index in range(5)]
     steps = v1.Compose([v1.Pad(1), v1.RandomHorizontalFlip(), v1.ToTensor()])
@@ -1173,7 +1173,7 @@ def test_without_a_compiled_core_steps_run_as_written(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("modes", [["L", "RGB"], ["RGB", "L"], ["RGB", "RGBA"]], ids="-".join)
 def test_images_of_several_modes_are_converted_each(modes: list[str]) -> None:
-    """A conversion to RGB is no batch op where some images need it and others do not."""
+    """A conversion to RGB is not a batch op if some images need it and others do not."""
     pixels = np.random.default_rng(0).integers(0, 256, (8, 9, 3), np.uint8)
     samples = [(Image.fromarray(pixels).convert(mode), n) for n, mode in enumerate(modes)]
     transform = v1.Compose(
@@ -1184,8 +1184,8 @@ def test_images_of_several_modes_are_converted_each(modes: list[str]) -> None:
             assert torch.equal(image[0], v1.functional.pil_to_tensor(wanted.convert("RGB")))
 
 
-def test_a_copy_is_a_view_of_its_own() -> None:
-    """``copy.copy`` gives a second dataset over the same store, which outlives it when it is closed."""
+def test_a_copy_is_a_separate_view() -> None:
+    """``copy.copy`` gives a second dataset over the same store, which still works after the first is closed."""
     with cached(Images()) as dataset:
         other = copy.copy(dataset)
         other.transform = v1.PILToTensor()
@@ -1195,7 +1195,7 @@ def test_a_copy_is_a_view_of_its_own() -> None:
 
 
 def test_an_image_that_cannot_be_served_is_named() -> None:
-    """Where a step leaves nothing of an image, the error says which it is, and its shape."""
+    """If a step leaves no pixel of an image, the error has its index and shape."""
     samples = [Images()[0], (Image.new("RGB", (300, 1)), 1)]
     transform = v1.Compose(
         [v1.RandomHorizontalFlip(), v1.Resize(32, max_size=60), v1.PILToTensor()]
@@ -1206,7 +1206,7 @@ def test_an_image_that_cannot_be_served_is_named() -> None:
 
 
 def test_advice_is_not_worth_an_error(image_folder: Any) -> None:
-    """One image that is smaller than the crop is an error when it is read, not when the dataset is made."""
+    """An image that is smaller than the crop is an error when it is read, not when the dataset is made."""
     root = image_folder(("a",), 24, (300, 280))
     Image.new("RGB", (3, 3)).save(sorted((root / "a").iterdir())[3])
     with ImageFolder(
@@ -1218,7 +1218,7 @@ def test_advice_is_not_worth_an_error(image_folder: Any) -> None:
 
 
 def test_what_did_not_fit_is_kept_once_a_smaller_transform_comes() -> None:
-    """``storage="auto"`` that found no room looks again where the new transform begins with other steps."""
+    """If samples did not fit, ``storage="auto"`` decides again for a transform with other first steps."""
     noise = np.random.default_rng(0).integers(0, 256, (6, 32, 32, 3), np.uint8)
     items = [(Image.fromarray(pixels), index) for index, pixels in enumerate(noise)]
     with pytest.warns(FastDataWarning, match="Every epoch decodes again"):
@@ -1233,10 +1233,10 @@ def test_what_did_not_fit_is_kept_once_a_smaller_transform_comes() -> None:
 
 
 @pytest.mark.parametrize(("memory_limit", "is_kept"), [(None, True), (200, False)])
-def test_a_store_is_let_go_before_samples_are_prepared_again(
+def test_a_store_is_dropped_before_samples_are_prepared_again(
     memory_limit: int | None, is_kept: bool
 ) -> None:
-    """Two stores are in memory at once only where there is room for both."""
+    """Two stores are in memory at once only if there is room for both."""
     stores: list[Any] = []
     left: list[bool] = []
 
@@ -1260,8 +1260,8 @@ def test_a_store_is_let_go_before_samples_are_prepared_again(
         assert left[-1] is is_kept
 
 
-def test_a_reader_serves_what_the_dataset_was() -> None:
-    """What ``reader()`` gives is frozen: a transform assigned, or changed in place, meanwhile reaches the next one."""
+def test_a_reader_is_frozen() -> None:
+    """A transform that is assigned, or changed in place, affects only later readers."""
     with CachedDataset(level_samples(4, (1, 4, 4))) as dataset:
         dataset.transform = crop = v2.RandomCrop(2)
         reader = dataset.reader()
@@ -1280,7 +1280,7 @@ def test_a_reader_serves_what_the_dataset_was() -> None:
 
 
 def test_a_target_that_equals_another_counts_as_changed() -> None:
-    """A collate function that makes floats of class numbers gets a batch of floats."""
+    """A collate function that turns class numbers into floats gets a batch of floats."""
     images = level_samples(4, (3, 2, 2))
 
     def to_floats(samples: Any) -> Any:

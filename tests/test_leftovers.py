@@ -66,7 +66,7 @@ def shared_file() -> Iterator[None]:
 def test_leftover_is_named(
     leak: Callable[[], AbstractContextManager[None]], word: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is still held is named, and what has been given back is not."""
+    """A resource that is still held is named, and one that was released is not."""
     monkeypatch.setattr(leftovers, "WAIT_S", 0.05)
     before = Holdings.now()
     with leak():
@@ -76,8 +76,8 @@ def test_leftover_is_named(
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="forks")
-def test_a_child_that_nobody_joined_is_joined() -> None:
-    """Its pipes are multiprocessing's until then: torch's loader only terminates a worker that takes long to end."""
+def test_a_child_that_was_not_joined_is_joined() -> None:
+    """Its pipes stay open until then: torch's loader only terminates a worker that takes long to end."""
     before = Holdings.now()
     context = multiprocessing.get_context("fork")
     for _ in range(2):

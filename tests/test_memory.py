@@ -1,4 +1,4 @@
-"""What the machine gives, read from laid-out cgroup folders and this very process, and what follows from it."""
+"""Cores and memory of the machine, read from simulated cgroups and this process, and the choices from them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MIB, GIB = 1 << 20, 1 << 30
 
 
 def lay_out(root: Path, files: dict[str, str]) -> Path:
-    """Write ``files``, path below root -> text."""
+    """Write ``files``: path below the root -> text."""
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
@@ -69,7 +69,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_cores_are_the_quotas_rounded_up(
     root: Path, table: Path, files: dict[str, str], cores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both versions bind 8 cores, a tenth of one counts as one; "max", -1, damaged and missing files bind nothing."""
+    """In both versions a tenth of a core counts as one; "max", -1, damaged and missing files set no limit."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
     table.write_text("0::/job\n")
     lay_out(root, files)
@@ -108,7 +108,7 @@ def test_cores_are_the_quotas_rounded_up(
 def test_free_memory_of_one_cgroup(
     root: Path, table: Path, files: dict[str, str], free_mib: int | None
 ) -> None:
-    """The limit less the usage, idle page cache counted as free and never below 0; without a limit the system's."""
+    """It is the limit minus the usage, with idle page cache as free, at least 0; without a limit the system's."""
     table.write_text("0::/\n")
     lay_out(root, files)
     found = available_bytes()
@@ -120,7 +120,7 @@ def test_free_memory_of_one_cgroup(
 def test_enclosing_cgroups_of_version_1_bind(
     root: Path, table: Path, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A quota of each of them counts, whichever name the controllers are mounted by."""
+    """The quota of each enclosing cgroup counts, by whatever name its controllers are mounted."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
     table.write_text("4:memory:/a\n3:cpu,cpuacct:/x/y\n")
     lay_out(root, {f"{folder}/cpu.cfs_quota_us": "2", f"{folder}/cpu.cfs_period_us": "1"})
@@ -129,14 +129,14 @@ def test_enclosing_cgroups_of_version_1_bind(
 
 @pytest.mark.parametrize("text", ["", "garbage", "1:name=systemd:/\n"])
 def test_a_table_without_the_controller_binds_nothing(root: Path, table: Path, text: str) -> None:
-    """Lines of other controllers, damaged lines and an empty table name no memory folder of version 1."""
+    """Other controllers, damaged lines and an empty table name no memory folder of version 1."""
     table.write_text(text)
     lay_out(root, {"memory/memory.limit_in_bytes": "9", "memory/memory.usage_in_bytes": "3"})
     assert available_bytes().limited_by == "system memory"
 
 
 def test_the_tightest_enclosing_memory_limit_counts(root: Path, table: Path) -> None:
-    """A limit on an outer cgroup binds even if the inner one has a larger one."""
+    """A limit of an outer cgroup counts even if the inner one has a larger limit."""
     table.write_text("0::/job/step\n")
     lay_out(
         root,
@@ -152,7 +152,7 @@ def test_the_tightest_enclosing_memory_limit_counts(root: Path, table: Path) -> 
 
 
 def test_a_container_finds_its_limit_at_the_mount(root: Path, table: Path) -> None:
-    """Where the table names a path of the host that is not there, the mount's own files count."""
+    """If the table names a path of the host that does not exist here, the mount's own files count."""
     table.write_text("5:memory:/docker/0123abc\n")
     lay_out(
         root,
@@ -165,7 +165,7 @@ def test_a_container_finds_its_limit_at_the_mount(root: Path, table: Path) -> No
 
 
 def test_without_cgroups_system_memory_counts(root: Path, table: Path) -> None:
-    """No table, or a limit above what the system has, leaves psutil's figure."""
+    """Without a table, or with a limit above the system's memory, psutil's number counts."""
     found = available_bytes()
     assert found.limited_by == "system memory"
     assert 0 < found.bytes <= psutil.virtual_memory().total
@@ -182,10 +182,10 @@ def _hold(size_bytes: int, ready: object, done: object) -> None:
 
 
 def test_memory_of_descendants_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A child that fills 64 MiB adds about as much to the tree, and the child's own tree is smaller than this one."""
+    """A child that fills 64 MiB adds about that much to the tree, and its own tree is smaller than this one."""
 
     def without_files(process: psutil.Process) -> object:
-        """Whose share changes with each process elsewhere that imports torch."""
+        """Return the memory of a process without the pages of files, which other processes may share."""
         text = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
         return types.SimpleNamespace(pss=int(re.findall(r"^Pss_Anon: *(\d+)", text, re.M)[0]) << 10)
 
@@ -206,8 +206,8 @@ def test_memory_of_descendants_counts(monkeypatch: pytest.MonkeyPatch) -> None:
         child.close()
 
 
-def test_resident_memory_stands_in_where_pss_is_denied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A system that refuses PSS gives RSS instead of an error."""
+def test_resident_memory_replaces_pss_if_that_is_denied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system that denies PSS gives RSS instead of an error."""
 
     def deny(process: psutil.Process) -> object:
         raise psutil.AccessDenied(process.pid)
@@ -218,7 +218,7 @@ def test_resident_memory_stands_in_where_pss_is_denied(monkeypatch: pytest.Monke
 
 
 def test_a_process_that_vanishes_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A descendant that ends between listing and reading counts 0."""
+    """A descendant that ends between being listed and being read counts 0."""
 
     def vanish(process: psutil.Process) -> object:
         raise psutil.NoSuchProcess(process.pid)
@@ -244,7 +244,7 @@ def test_a_process_that_vanishes_is_left_out(monkeypatch: pytest.MonkeyPatch) ->
     ],
 )
 def test_bytes_are_read_as_users_write_them(value: float | str, count: int) -> None:
-    """Ints are bytes, floats shares of 1000, texts numbers with a decimal or binary unit."""
+    """Ints are bytes, floats shares of 1000, and strings numbers with a decimal or binary unit."""
     assert parse_bytes(value, of=1000) == count
 
 
@@ -253,7 +253,7 @@ def test_bytes_are_read_as_users_write_them(value: float | str, count: int) -> N
     [-1, 0.0, -0.5, 1.5, True, "8", "8G", "GiB", "-8GiB", "8 iB", "lots", float("nan"), None],
 )
 def test_amounts_that_could_mean_two_things_are_refused(value: object) -> None:
-    """No guess is made about "8G", 1.5 or True; the error shows the value and the forms that work."""
+    """Amounts such as "8G", 1.5 and True are errors that show the value and the valid forms."""
     with pytest.raises(
         ValueError, match=r"is not an amount of memory. Give bytes as an int, .* such as '8GiB'"
     ) as caught:
@@ -273,7 +273,7 @@ def test_amounts_that_could_mean_two_things_are_refused(value: object) -> None:
     ],
 )
 def test_bytes_are_written_in_the_unit_that_fits(count: int, text: str) -> None:
-    """One decimal, and never 1024.0 of a unit."""
+    """Amounts have one decimal, and never 1024.0 of a unit."""
     assert format_bytes(count) == text
 
 
@@ -292,7 +292,7 @@ def test_bytes_are_written_in_the_unit_that_fits(count: int, text: str) -> None:
 def test_the_budget_keeps_a_reserve(
     available: int, limit: float | str | None, bytes_: int, reserve: int, limited_by: str
 ) -> None:
-    """The reserve is 10 %, of a large machine 16 GiB; memory_limit= only lowers what is left."""
+    """The reserve is 10 %, at most 16 GiB; memory_limit= can only lower the rest."""
     budget = budget_bytes(Available(bytes=available, limited_by="cgroup limit"), limit)
     assert budget == Budget(bytes=bytes_, reserve_bytes=reserve, limited_by=limited_by)
 
@@ -318,7 +318,7 @@ BIG = Budget(bytes=16 * GIB, reserve_bytes=GIB, limited_by="system memory")
 def test_pinning_follows_device_and_free_memory(
     has_accelerator: bool, pinned_bytes: int | None, pin: bool, words: str
 ) -> None:
-    """Pinned is, for a device, up to an eighth of the free memory; else the reason says why not."""
+    """With a device, up to an eighth of the free memory is pinned; otherwise the reason is given."""
     plan = choose_pinning(pinned_bytes, BIG, has_accelerator=has_accelerator)
     assert plan.pin == pin
     assert words in plan.reason
@@ -326,7 +326,7 @@ def test_pinning_follows_device_and_free_memory(
 
 @pytest.mark.parametrize(("free", "fits"), [(2 * GIB, True), (2 * GIB - 1, False)])
 def test_a_copy_of_all_samples_takes_half_of_a_device_at_most(free: int, fits: bool) -> None:
-    """To the byte; the other half is the model's."""
+    """One byte more than half of the free memory is refused."""
     with (
         nullcontext()
         if fits
@@ -370,7 +370,7 @@ def test_storage_is_chosen_by_need_budget_and_speed(
     only_lossless: bool,
     chosen: tuple[str, str | None],
 ) -> None:
-    """Raw if it fits to the last byte, else what decodes fastest of the lossless that fit; lossy only by name."""
+    """Raw if it fits exactly, else the fastest lossless codec that fits; lossy codecs only by name."""
     plan = choose_storage(storage, raw_bytes, BUDGET, trials, only_lossless=only_lossless)
     assert (plan.storage, plan.codec) == chosen
 
@@ -403,12 +403,12 @@ def test_storage_is_chosen_by_need_budget_and_speed(
 def test_a_choice_says_why(
     storage: str, raw_bytes: int, trials: Sequence[CodecTrial], reason: str
 ) -> None:
-    """One line has the numbers that decided."""
+    """The reason is one line with the numbers of the decision."""
     assert choose_storage(storage, raw_bytes, BUDGET, trials, only_lossless=False).reason == reason
 
 
 def test_a_device_store_must_fit_the_host_too() -> None:
-    """Its samples lie in the host's memory as well."""
+    """Samples for a device need the host's memory as well."""
     with pytest.raises(
         MemoryBudgetError,
         match=r"storage='device' needs 10\.0 GiB but 4\.0 GiB is free \(cgroup limit",
@@ -435,7 +435,7 @@ def test_a_device_store_must_fit_the_host_too() -> None:
 def test_shared_storage_that_does_not_fit_is_an_error_with_its_cure(
     limited_by: str, bound: str, cure: str
 ) -> None:
-    """The message has need, the bound, with free memory and reserve where these are it, and the cure for that bound."""
+    """The message has the need, the limit that applies, and the cure for that limit."""
     budget = Budget(bytes=4 * GIB, reserve_bytes=GIB, limited_by=limited_by)
     with pytest.raises(MemoryBudgetError) as caught:
         choose_storage("shared", int(9.3 * GIB), budget)
@@ -446,8 +446,8 @@ def test_shared_storage_that_does_not_fit_is_an_error_with_its_cure(
     assert isinstance(caught.value, MemoryError)
 
 
-def test_what_does_not_fit_names_the_storage_that_would() -> None:
-    """A lossless codec is named before a lossy one, which is called so."""
+def test_an_error_names_a_storage_that_would_fit() -> None:
+    """A lossless codec is preferred to a lossy one, which is called lossy."""
     with pytest.raises(
         MemoryBudgetError,
         match=r"Use storage='compressed' with codec='zstd' \(about 4\.0 GiB\), ca",
@@ -461,14 +461,14 @@ def test_what_does_not_fit_names_the_storage_that_would() -> None:
 
 
 def test_ranks_that_share_the_machine_are_named() -> None:
-    """A budget that is small because eight ranks share it says so."""
+    """The message says that eight ranks share the budget."""
     budget = Budget(bytes=GIB, reserve_bytes=GIB, limited_by="system memory", ranks=8)
     with pytest.raises(MemoryBudgetError, match=r"\(system memory shared by 8 ranks, "):
         choose_storage("shared", TEN, budget)
 
 
 def test_a_codec_that_cannot_be_used_is_an_error_with_its_reason() -> None:
-    """Where no codec is left, each says why."""
+    """If no codec can be used, the error has the reason for each."""
     with pytest.raises(
         ValueError,
         match=r"storage='compressed' is not possible here: zstd: a sample is too large\.",
@@ -477,7 +477,7 @@ def test_a_codec_that_cannot_be_used_is_an_error_with_its_reason() -> None:
 
 
 def test_a_report_prints_as_a_table() -> None:
-    """A line for each codec, in columns; an obstacle stands in place of figures."""
+    """It has a line for each codec, in columns; an obstacle replaces the numbers."""
     report = StorageReport(raw_bytes=TEN, budget=BUDGET, trials=(LZ4, REFUSED, JPEG), probed=24)
     assert str(report).splitlines() == [
         "codec     bytes  ratio  decode/s per core  lossless  fits",

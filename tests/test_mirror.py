@@ -1,4 +1,4 @@
-"""Caches behind URLs: fetched segment by segment into a local folder that is shared and bounded."""
+"""Caches behind URLs: fetched in segments into a local folder that is shared and limited."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def quick_tries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(params=["raw", "lz4"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Of a cache of ``SAMPLES`` samples that are told from each other."""
+    """Return the URL of a cache of ``SAMPLES`` different samples."""
     return upload(tmp_path, "auto" if request.param == "raw" else request.param)
 
 
@@ -64,7 +64,7 @@ def upload(tmp_path: Path, codec: str = "auto", url: str = URL) -> str:
 
 @pytest.fixture
 def fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], int]:
-    """How many bytes of samples were fetched since it was asked last, by this process and its children."""
+    """Return the bytes of samples that this process and its children fetched since the last call."""
     plain, log = MemoryFileSystem.cat_file, tmp_path / "log"
 
     def cat_file(self: Any, path: str, **span: Any) -> bytes:
@@ -93,7 +93,7 @@ def disk_bytes(folder: Path) -> int:
 
 
 def part_bytes() -> int:
-    """Of the samples, without the head of an .npy file."""
+    """Return the bytes of the samples, without the header of an .npy file."""
     found = 0
     for name, (size_bytes, _) in Place(URL).find().result().items():
         if "part0" in name:
@@ -109,7 +109,7 @@ def check(dataset: Any, indices: Any = range(SAMPLES)) -> None:
 
 
 def test_a_remote_cache_is_a_cache(url: str, tmp_path: Path, fetched: Callable[[], int]) -> None:
-    """Its samples are those of the cache; each byte is fetched once, and by no later run."""
+    """Its samples are those of the cache; each byte is fetched once, and never by a later run."""
     for needed in (part_bytes(), 0):
         with CachedDataset.from_cache(url, local_cache=tmp_path / "local") as dataset:
             check(dataset)
@@ -122,8 +122,8 @@ def test_a_remote_cache_is_a_cache(url: str, tmp_path: Path, fetched: Callable[[
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no list of mappings")
-def test_letting_go_of_a_dataset_unmaps_its_segments(tmp_path: Path) -> None:
-    """At once, and not when Python next collects garbage."""
+def test_dropping_a_dataset_unmaps_its_segments(tmp_path: Path) -> None:
+    """It unmaps them at once, and not when Python collects garbage."""
 
     def mapped() -> int:
         return Path("/proc/self/maps").read_text().count(str(tmp_path / "local"))
@@ -140,7 +140,7 @@ def test_letting_go_of_a_dataset_unmaps_its_segments(tmp_path: Path) -> None:
 
 
 def test_only_what_is_read_is_fetched(tmp_path: Path, fetched: Callable[[], int]) -> None:
-    """One sample takes its blocks alone, a file that is as large as the whole takes no more room than that."""
+    """One sample fetches only its segment; a segment as large as the cache takes no more space than that."""
     with CachedDataset.from_cache(upload(tmp_path), local_cache=tmp_path / "local") as dataset:
         assert fetched() == 0
         check(dataset, [50, 51])
@@ -152,7 +152,7 @@ def test_only_what_is_read_is_fetched(tmp_path: Path, fetched: Callable[[], int]
 def test_worker_processes_fetch_for_all(
     url: str, tmp_path: Path, fetched: Callable[[], int]
 ) -> None:
-    """Two worker processes and their parent fetch every byte once between them."""
+    """Two worker processes and their parent fetch every byte once together."""
     with CachedDataset.from_cache(url, local_cache=tmp_path / "local") as dataset:
         loader = DataLoader(dataset, 4, shuffle=True, num_workers=2, workers="process")
         assert sorted(torch.cat([targets for _, targets in loader]).tolist()) == list(
@@ -165,7 +165,7 @@ def test_worker_processes_fetch_for_all(
 def test_the_local_folder_keeps_its_limit(
     url: str, tmp_path: Path, fetched: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ChunkedLoader serves a cache that is larger than the folder, each sample once an epoch, at most twice fetched."""
+    """ChunkedLoader reads a cache that is larger than the folder, and fetches each sample at most twice per epoch."""
     limit_bytes, folder = part_bytes() // 2 + 16 * BLOCK_BYTES, tmp_path / "local"
     monkeypatch.setattr(segments_module, "_SHARE", limit_bytes)
     with (
@@ -185,7 +185,7 @@ def test_the_local_folder_keeps_its_limit(
 
 
 def test_what_fits_is_fetched_once(url: str, tmp_path: Path, fetched: Callable[[], int]) -> None:
-    """Later epochs and runs of a cache that the folder has room for fetch nothing, by whatever loader."""
+    """If the folder has room for the cache, later epochs and runs fetch nothing, with any loader."""
     folder = tmp_path / "local"
     for needed in (part_bytes(), 0):
         with (
@@ -201,7 +201,7 @@ def test_what_fits_is_fetched_once(url: str, tmp_path: Path, fetched: Callable[[
 
 
 def test_too_small_a_folder_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What all is needed at once and has no room is an error that says the limit and the cure; the rest is read."""
+    """If a batch needs more than the limit, the error has the limit and the cure; smaller batches can be read."""
     monkeypatch.setattr(segments_module, "_SHARE", 30 * BLOCK_BYTES)
     folder = tmp_path / "local"
     with CachedDataset.from_cache(upload(tmp_path), local_cache=folder) as dataset:
@@ -212,10 +212,10 @@ def test_too_small_a_folder_is_an_error(tmp_path: Path, monkeypatch: pytest.Monk
         check(dataset, range(3))
 
 
-def test_what_was_needed_longest_ago_leaves_first(
+def test_segments_unused_for_longest_are_deleted_first(
     tmp_path: Path, fetched: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Room is made of samples of whatever cache, those first that were needed longest ago."""
+    """Segments of any cache are deleted in the order of their last use."""
     monkeypatch.setattr(segments_module, "_SHARE", SAMPLES * SAMPLE_BYTES * 3 // 2)
     options: dict[str, Any] = {"local_cache": tmp_path / "local"}
     one, two = (upload(tmp_path, url=f"{URL}/{name}") for name in ("one", "two"))
@@ -241,7 +241,7 @@ def test_what_was_needed_longest_ago_leaves_first(
 def test_a_deleted_segment_is_readable_where_it_is_mapped(
     tmp_path: Path, fetched: Callable[[], int]
 ) -> None:
-    """What others delete stays for the process that reads it; what is needed anew is fetched."""
+    """A segment that another process deletes stays readable here; if it is needed again, it is fetched."""
     with CachedDataset.from_cache(upload(tmp_path), local_cache=tmp_path / "local") as dataset:
         check(dataset)
         for path in (tmp_path / "local").glob("mirror-*/*"):
@@ -255,7 +255,7 @@ def test_a_deleted_segment_is_readable_where_it_is_mapped(
 
 
 def damage(url: str, number: int = 0) -> None:
-    """Change a byte of the samples' file, behind the URL."""
+    """Change a byte of the samples' file behind the URL."""
     (path,) = [name for name in Place(url).find().result() if "part0" in name]
     data = bytearray(Place(url).read(path))
     data[-1 - number] ^= 1
@@ -263,7 +263,7 @@ def damage(url: str, number: int = 0) -> None:
 
 
 def test_damage_on_the_way_is_mended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Segments that came with a wrong bit, or that the local disk lost, are fetched again."""
+    """Segments with a wrong bit from the network or the local disk are fetched again."""
     url, plain, is_bad = upload(tmp_path), MemoryFileSystem.cat_file, [True]
 
     def cat_file(self: Any, path: str, **span: Any) -> bytes:
@@ -282,7 +282,7 @@ def test_damage_on_the_way_is_mended(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_what_comes_again_is_checked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a segment that is fetched once more may come damage to samples in it that were found right."""
+    """If a segment is fetched again, samples in it that were right before are checked again."""
     monkeypatch.setattr(mirror_module, "_SEGMENT_BYTES", 1 << 20)  # of all samples
     url, plain, spoiled = upload(tmp_path), MemoryFileSystem.cat_file, [-1, -1 - SAMPLE_BYTES]
 
@@ -301,7 +301,7 @@ def test_what_comes_again_is_checked_again(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_damage_behind_the_url_is_an_error(tmp_path: Path) -> None:
-    """A sample that is not as it was written, however often it is fetched, is named; the others can be read."""
+    """A sample that stays damaged when it is fetched again is named; the others can be read."""
     url = upload(tmp_path)
     damage(url)
     with CachedDataset.from_cache(url, local_cache=tmp_path / "local") as dataset:
@@ -326,7 +326,7 @@ def test_damage_behind_the_url_is_an_error(tmp_path: Path) -> None:
 def test_a_file_that_is_replaced_while_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a cache that changed under its readers come the right samples, or an error; never others."""
+    """A cache that changes under its readers gives the right samples or an error, never others."""
     url = upload(tmp_path)
     options: dict[str, Any] = {
         "chunk_samples": 16,
@@ -353,7 +353,7 @@ def check_all(loader: Any) -> None:
 
 @pytest.mark.parametrize("pattern", ["part0-*.npy", "fastdata.npz"])
 def test_a_missing_file_is_an_error(tmp_path: Path, pattern: str) -> None:
-    """A cache without one of its files, or with one of another size, is refused with the file's name."""
+    """A cache with a missing file, or one of another size, is refused with the name of the file."""
     place = Place(upload(tmp_path)).below(str(find_cache(URL)).rpartition("/")[2])
     (name,) = (name for name in place.find().result() if Path(name).match(pattern))
     place.write(name, place.read(name)[:-1])
@@ -365,7 +365,7 @@ def test_a_missing_file_is_an_error(tmp_path: Path, pattern: str) -> None:
 
 
 def test_a_lost_connection_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nothing comes any more, the epoch ends in an error that names the file; the next one serves all."""
+    """If the server stops to answer, the epoch ends with an error that names the file; the next one has all samples."""
     url, plain, is_down = upload(tmp_path), MemoryFileSystem.cat_file, threading.Event()
 
     def cat_file(self: Any, path: str, **span: Any) -> bytes:
@@ -389,7 +389,7 @@ def test_a_lost_connection_is_an_error(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_break_ends_fetching(url: str, tmp_path: Path) -> None:
-    """An epoch that is left early leaves no thread, and the next one is whole."""
+    """An epoch that is left early leaves no thread, and the next one is complete."""
     with (
         CachedDataset.from_cache(url, as_tensors=True, local_cache=tmp_path / "local") as cached,
         ChunkedLoader(cached, 4, memory_limit="3GiB", chunk_samples=16) as loader,
@@ -409,7 +409,7 @@ def fetch_and_die(dataset: Any) -> None:
 
 
 def test_a_killed_reader_leaves_no_lock(tmp_path: Path) -> None:
-    """What a process fetched when it was killed is fetched by the next one, and nothing else is there."""
+    """If a process is killed while it fetches, the next one fetches that segment, and no other file is left."""
     with CachedDataset.from_cache(upload(tmp_path), local_cache=tmp_path / "local") as dataset:
         child = get_context("fork").Process(target=fetch_and_die, args=(dataset,))
         child.start()
@@ -422,7 +422,7 @@ def test_a_killed_reader_leaves_no_lock(tmp_path: Path) -> None:
 
 
 def test_a_pickled_cache_is_opened_again(tmp_path: Path) -> None:
-    """A dataset of a remote cache travels to another process by the names of its files, without credentials."""
+    """A pickled dataset holds the names of its remote files, but no credentials."""
     options: dict[str, Any] = {
         "local_cache": tmp_path / "local",
         "storage_options": {"token": "very secret"},
@@ -435,7 +435,7 @@ def test_a_pickled_cache_is_opened_again(tmp_path: Path) -> None:
 
 
 def test_ranks_read_what_is_theirs(tmp_path: Path, fetched: Callable[[], int]) -> None:
-    """Two ranks with folders of their own, as on two machines, fetch each byte once between them, but for the edges."""
+    """Two ranks with their own folders, as on two machines, fetch each byte once together, except at the edges."""
     url, seen = upload(tmp_path), []
     for rank in range(2):
         options: dict[str, Any] = {"rank": rank, "world_size": 2}
@@ -454,7 +454,7 @@ def test_ranks_read_what_is_theirs(tmp_path: Path, fetched: Callable[[], int]) -
 
 
 def test_an_epoch_is_resumed_on_another_machine(tmp_path: Path) -> None:
-    """A state that was taken inside an epoch goes on with the same batches from an empty folder."""
+    """A state from inside an epoch continues with the same batches from an empty folder."""
     url = upload(tmp_path)
     options: dict[str, Any] = {"memory_limit": "3GiB", "chunk_samples": 16}
     with (
@@ -475,7 +475,7 @@ def test_an_epoch_is_resumed_on_another_machine(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("last", [0, 2])
 def test_parts_without_elements_are_kept(tmp_path: Path, last: int) -> None:
-    """Boxes of images that mostly have none, or of which none has any."""
+    """Boxes come back although most images, or all, have none."""
     samples = [((value(k), np.ones((last if k == 3 else 0, 4), np.float32)), k) for k in range(4)]
     options: dict[str, Any] = {"cache_dir": URL, "cache_key": "x", "local_cache": tmp_path}
     with CachedDataset(samples, **options) as dataset:
@@ -485,7 +485,7 @@ def test_parts_without_elements_are_kept(tmp_path: Path, last: int) -> None:
 
 @pytest.mark.parametrize("ending", ["", ".part"])
 def test_a_link_in_the_place_of_a_segment_leads_nowhere(tmp_path: Path, ending: str) -> None:
-    """Its target is neither written nor read nor touched; the segment is fetched and takes its place."""
+    """The link's target is neither written nor read; the fetched segment replaces the link."""
     url = upload(tmp_path)
     target = tmp_path / "thesis"
     target.write_bytes(b"words" * SAMPLE_BYTES)  # as long as a segment, so that it could be mapped
@@ -503,7 +503,7 @@ def test_a_link_in_the_place_of_a_segment_leads_nowhere(tmp_path: Path, ending: 
 
 
 def test_room_is_made_behind_no_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A link among the folders of segments has nothing behind it deleted, nor counted as kept."""
+    """Files behind a link in the folder of segments are neither deleted nor counted."""
     home, local = tmp_path / "home", tmp_path / "local"
     home.mkdir()
     local.mkdir()
@@ -524,7 +524,7 @@ def test_room_is_made_behind_no_link(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.skipif(os.name == "nt", reason="no modes")
 @pytest.mark.parametrize("place", ["link", "open"])
 def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path, place: str) -> None:
-    """Segments lie in a folder that only this user can write to, or the error says what is in its place."""
+    """Segments are in a folder that only this user can write to; otherwise it is an error."""
     url = upload(tmp_path)
     CachedDataset.from_cache(url, local_cache=tmp_path / "local").close()
     (folder,) = (tmp_path / "local").glob("mirror-*")
@@ -540,7 +540,7 @@ def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path, place: str
 
 @pytest.fixture
 def plain_server(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Files behind a server of HTTP, as fsspec has them; what it does not do is in the set."""
+    """Yield files behind an HTTP server of fsspec; ``lacking`` names the features that it does not have."""
     lacks = {"sizes in listings"}
     find, info = MemoryFileSystem.find, MemoryFileSystem.info
     cat_file, ls = MemoryFileSystem.cat_file, MemoryFileSystem.ls
@@ -578,7 +578,7 @@ def plain_server(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 def test_a_cache_needs_neither_listings_nor_sizes(
     plain_server: set[str], tmp_path: Path, lacking: set[str]
 ) -> None:
-    """Of a server that lists files without sizes, or none, or tells no sizes at all, a cache is read."""
+    """A cache can be read from a server without listings or sizes."""
     url = str(find_cache(upload(tmp_path)))
     plain_server |= lacking
     with CachedDataset.from_cache(url, local_cache=tmp_path / "local") as dataset:
@@ -596,7 +596,7 @@ def test_a_cache_needs_neither_listings_nor_sizes(
 def test_a_server_that_gives_no_parts_of_files_is_named(
     plain_server: set[str], tmp_path: Path
 ) -> None:
-    """Where Range is ignored, a cache is refused in words that say so, and is not called damaged."""
+    """If a server ignores Range, the error says so, and the cache is not called damaged."""
     url = str(find_cache(upload(tmp_path)))
     plain_server |= {"ranges"}
     with (
@@ -608,10 +608,10 @@ def test_a_server_that_gives_no_parts_of_files_is_named(
         dataset[0]
 
 
-def test_an_update_behind_a_url_leaves_the_files_of_who_reads(
+def test_an_update_behind_a_url_keeps_files_of_readers(
     image_folder: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """A reader goes on with the samples that it began with; the update after the next one removes them."""
+    """A reader keeps its samples during an update; the update after the next removes them."""
     root = image_folder()
     options: dict[str, Any] = {"cache_dir": URL, "resize": (4, 4), "local_cache": tmp_path}
 

@@ -1,4 +1,4 @@
-"""Datasets that read through files they hold open, prepared by several processes."""
+"""Datasets that read through open files, prepared by several processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="Lin
 
 
 class Items:
-    """Items that ``read(index)`` gives."""
+    """Items that ``read(index)`` returns."""
 
     def __init__(self, read: Callable[[int], np.ndarray]) -> None:
         self.read = read
@@ -41,7 +41,7 @@ class Items:
 
 
 def is_right(dataset: Any) -> bool:
-    """True if each sample is the one of its index."""
+    """Return True if each sample is the one of its index."""
     return all(np.array_equal(image, PIXELS[index]) for index, (image, _) in enumerate(dataset))
 
 
@@ -131,14 +131,14 @@ def pages(path: Path) -> Callable[[int], np.ndarray]:
 def test_a_dataset_that_holds_an_open_file_gives_its_own_samples(
     tmp_path: Path, make: Any, is_on_disk: bool
 ) -> None:
-    """Whatever reads through the file, three processes store what one would have stored."""
+    """Three processes store the samples of one process, whatever reads through the file."""
     options: Any = {"cache_dir": tmp_path / "cache", "cache_key": "1"} if is_on_disk else {}
     with CachedDataset(Items(make(tmp_path / "file")), prepare_workers=3, **options) as dataset:
         assert is_right(dataset)
 
 
 def test_a_loader_that_holds_an_open_file_gives_its_own_samples(tmp_path: Path) -> None:
-    """As a dataset, so the ``loader=`` of a folder, which may find its file anywhere."""
+    """A folder's ``loader=`` with an open file, held anywhere, gives the samples of one process."""
     for index in range(len(PIXELS)):
         path = tmp_path / "images" / "a" / f"{index:02}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -154,8 +154,8 @@ def test_a_loader_that_holds_an_open_file_gives_its_own_samples(tmp_path: Path) 
             assert is_right(dataset.prepare())
 
 
-def test_processes_that_read_at_the_same_time_have_positions_of_their_own(tmp_path: Path) -> None:
-    """Two processes seek, and only then both read: each reads at its own place."""
+def test_processes_that_read_at_the_same_time_have_their_own_positions(tmp_path: Path) -> None:
+    """Two processes seek before either reads, and each reads at its own position."""
     PIXELS.tofile(tmp_path / "flat")
     context = multiprocessing.get_context("fork")
     has_sought = {3: context.Event(), 20: context.Event()}  # samples of two tasks
@@ -173,7 +173,7 @@ def test_processes_that_read_at_the_same_time_have_positions_of_their_own(tmp_pa
 
 
 def test_processes_write_to_one_log(tmp_path: Path) -> None:
-    """A file that is only written keeps one position: no process writes over another's lines."""
+    """A file that is only written keeps one position: no process overwrites another's lines."""
     with open(tmp_path / "log", "wb", buffering=0) as log:
 
         def read(index: int) -> np.ndarray:
@@ -211,7 +211,7 @@ def test_a_file_that_cannot_be_opened_again_is_read_by_this_process(
 
 
 def test_an_lmdb_environment_with_locks_is_read_by_this_process(tmp_path: Path) -> None:
-    """Its lock file, which is open as long as it is, notes readers by process: none is forked."""
+    """No process is forked while the lock file of an LMDB environment is open."""
     makers = set()
 
     def noted(index: int) -> np.ndarray:
@@ -233,7 +233,7 @@ def test_an_lmdb_environment_with_locks_is_read_by_this_process(tmp_path: Path) 
 def test_a_worker_that_cannot_open_a_file_again_reads_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It says so instead of reading from a position that it shares."""
+    """It raises an error instead of reading from a shared position."""
     opens = os.open
 
     def fail(path: Any, *arguments: Any, **options: Any) -> int:

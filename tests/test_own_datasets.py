@@ -1,4 +1,4 @@
-"""A user's own dataset, wrapped in one line: its transform, its attributes, its items."""
+"""A user's own dataset, wrapped in one line: its transform, its attributes and its items."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KNOWN = T.Compose([T.CenterCrop(12), *LAST])
 
 
 class Pictures(torchvision.datasets.VisionDataset):  # type: ignore[misc, name-defined]
-    """Images in memory, read as torchvision's CIFAR10 does."""
+    """Images in memory, read as by torchvision's CIFAR10."""
 
     def __init__(self, count: int = 20, **transforms: Any) -> None:
         super().__init__(".", **transforms)
@@ -50,7 +50,7 @@ class Pictures(torchvision.datasets.VisionDataset):  # type: ignore[misc, name-d
 
 
 class Joint(Pictures):
-    """The same images, read as torchvision's VOC datasets do."""
+    """The same images, read as by torchvision's VOC datasets."""
 
     def __getitem__(self, index: int) -> Any:
         image, target = Image.fromarray(self.data[index]), self.targets[index]
@@ -149,7 +149,7 @@ def test_an_unknown_transform_runs_once_unless_it_draws() -> None:
 
 
 class Kaggle(Dataset[Any]):
-    """Arrays, read as notebooks do with albumentations."""
+    """Arrays, read as in notebooks with albumentations."""
 
     def __init__(self, transform: Any, *, has_masks: bool = False) -> None:
         self.transform, self.has_masks = transform, has_masks
@@ -181,7 +181,7 @@ def test_albumentations_in_a_dataset_run_on_whole_batches() -> None:
 
 
 class LabelFirst(Pictures):
-    """Items are (label, image), as in pytorch-cifar100; the images have several modes."""
+    """Items (label, image), as in pytorch-cifar100; the images have several modes."""
 
     modes = ("RGB", "L", "P", "CMYK", "RGBA")
 
@@ -201,7 +201,7 @@ def test_the_image_of_an_item_may_be_its_second_value() -> None:
 
 
 def test_images_become_rgb_before_a_random_crop() -> None:
-    """A batch has room for one number of channels, and not all modes can be stored."""
+    """A batch needs one number of channels, and not all modes can be stored."""
     steps = [T.RandomCrop(12), T.RandomHorizontalFlip(), to_rgb, T.ToTensor()]
     with CachedDataset(LabelFirst(transform=T.Compose(steps))) as dataset:
         assert dataset.plan.is_batched
@@ -211,7 +211,7 @@ def test_images_become_rgb_before_a_random_crop() -> None:
 
 
 class Arrays(Kaggle):
-    """Arrays (H, W, C) or tensors, given to torchvision's transforms."""
+    """Arrays (H, W, C) or tensors, passed to torchvision's transforms."""
 
     def __init__(self, transform: Any, change: Any) -> None:
         super().__init__(transform)

@@ -1,4 +1,4 @@
-"""Preparing: every sample read once by several workers, whatever becomes of them."""
+"""Preparation: several workers read every sample once, and end in every case."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PARENT = os.getpid()
 
 
 def cached(samples: Any, **options: Any) -> CachedDataset:
-    """Prepared by two workers, unless the options say otherwise."""
+    """Return a dataset that two workers prepare, unless the options differ."""
     return CachedDataset(samples, **{"prepare_workers": 2, "storage": "shared", **options})
 
 
@@ -47,7 +47,7 @@ def ragged(count: int) -> list[tuple[np.ndarray, int]]:
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("make", [dense, ragged])
 def test_every_sample_is_stored_at_its_index(make: Any, workers: int) -> None:
-    """Whatever the number of workers, sample and target i of the dataset are those of the source."""
+    """With any number of workers, sample and target i of the dataset are those of the source."""
     samples = make(100)
     with cached(samples, prepare_workers=workers) as dataset:
         assert dataset.targets == [target for _, target in samples]
@@ -57,7 +57,7 @@ def test_every_sample_is_stored_at_its_index(make: Any, workers: int) -> None:
 
 
 def test_samples_that_differ_late_are_stored_with_their_own_shapes() -> None:
-    """A shape that none of the samples looked at had is found during the fill, and nothing is lost."""
+    """A shape that no probed sample had is found during the fill, and no sample is lost."""
     samples = dense(100)
     samples[37] = (np.full((5, 5), 9, np.int16), 370)
     with cached(samples) as dataset:
@@ -67,7 +67,7 @@ def test_samples_that_differ_late_are_stored_with_their_own_shapes() -> None:
 
 
 def test_each_sample_is_prepared_once_and_by_every_worker() -> None:
-    """The values tell who made them: two processes, neither of them this one."""
+    """The values show which process made them: two workers, and not this process."""
     context = multiprocessing.get_context("fork")
     came = {3: context.Event(), 20: context.Event()}  # samples of two tasks
 
@@ -92,7 +92,7 @@ def open_image(path: str) -> Image.Image:
 def test_files_that_fastdata_decodes_are_prepared_by_threads(
     image_folder: Any, loader: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No process is forked for them; for a loader of the user's own the processes are as many as asked for."""
+    """No process is forked for them; for a user's loader there are as many as requested."""
     root, fork, forked = image_folder(per_class=40), os.fork, []
     monkeypatch.setattr(os, "fork", lambda: forked.append(1) or fork())
     with ImageFolder(
@@ -122,14 +122,14 @@ class Failing:
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_bad_sample_is_named(workers: int) -> None:
-    """The error names path, index and cause, and no worker survives it."""
+    """The error has path, index and cause, and no worker survives it."""
     with pytest.raises(SampleError, match=r"sample 61, .*/data/61\.jpg.*broken pixels") as caught:
         cached(Failing(100, {61}), prepare_workers=workers)
     assert (caught.value.index, caught.value.path) == (61, "/data/61.jpg")
 
 
 def test_bad_samples_are_left_out_when_asked() -> None:
-    """With on_error="skip" the rest keeps its order, and the errors are listed."""
+    """With on_error="skip" the others keep their order, and the errors are listed."""
     bad = {0, 7, 50, 99}
     kept = [index for index in range(100) if index not in bad]
     with pytest.warns(match="4 of 100 samples"):
@@ -145,7 +145,7 @@ def test_bad_samples_are_left_out_when_asked() -> None:
 
 
 def test_samples_left_out_here_and_there_are_not_in_a_row(tmp_path: Any) -> None:
-    """However many there are, if they are less than 1 %, in memory and on disk."""
+    """Any number below 1 % may be left out, in memory and on disk."""
     bad = set(range(7, 12_000, 110))
     for options in ({"storage": "shared"}, {"storage": "auto", "cache_dir": tmp_path}):
         with pytest.warns(match=f"{len(bad)} of 12000 samples"):
@@ -155,7 +155,7 @@ def test_samples_left_out_here_and_there_are_not_in_a_row(tmp_path: Any) -> None
 
 
 def test_samples_left_out_in_a_row_are_an_error(tmp_path: Any) -> None:
-    """Less than 1 %, but a hundred neighbours: in memory and on disk."""
+    """A hundred neighbours are an error although they are less than 1 %, in memory and on disk."""
     bad = set(range(7_000, 7_100))
     for options in ({"storage": "shared"}, {"storage": "auto", "cache_dir": tmp_path}):
         with pytest.raises(IngestError, match=r"100 samples in a row, up to 7099, cannot"):
@@ -163,13 +163,13 @@ def test_samples_left_out_in_a_row_are_an_error(tmp_path: Any) -> None:
 
 
 def test_a_source_without_one_good_sample_is_an_error() -> None:
-    """Skipping everything is no data set."""
+    """If every sample would be skipped, it is an error."""
     with pytest.raises(SampleError, match="broken pixels"):
         cached(Failing(30, set(range(30))), on_error="skip")
 
 
 def test_samples_of_another_type_are_bad_samples() -> None:
-    """One float sample among int16 ones, and one with more dimensions among ragged ones, are named."""
+    """A float sample among int16 ones, and one with more dimensions among ragged ones, are named."""
     samples = dense(40)
     samples[9] = (np.zeros((2, 3), np.float32), 0)
     with pytest.raises(
@@ -186,7 +186,7 @@ def test_samples_of_another_type_are_bad_samples() -> None:
 
 
 def test_ragged_samples_beyond_the_budget_stop_the_fill() -> None:
-    """Ragged samples that turn out larger than the limit raise, name the limit, and free the block."""
+    """Ragged samples that exceed the limit raise an error with the limit, and free the block."""
     samples = [(np.zeros(100_000 if i % 10 == 3 else 10 + i % 2, np.uint8), 0) for i in range(200)]
     with pytest.raises(
         MemoryBudgetError, match=r"more than the 1\.0 MiB that are free.*Use storage='compressed'"
@@ -194,10 +194,10 @@ def test_ragged_samples_beyond_the_budget_stop_the_fill() -> None:
         cached(samples, memory_limit="1MiB")
 
 
-def test_samples_are_kept_nowhere_for_the_reason_that_there_was(
+def test_samples_are_not_stored_for_the_systems_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What the system refuses is said, and not that memory is full."""
+    """The reason of the system is reported, and not that memory is full."""
 
     def refuse(*_: int) -> None:
         raise OSError(errno.EFBIG, "File too large")
@@ -211,10 +211,10 @@ def test_samples_are_kept_nowhere_for_the_reason_that_there_was(
     dataset.close()
 
 
-def test_memory_that_cannot_be_had_is_told_in_whole_sentences(
+def test_a_failed_reservation_is_reported_in_whole_sentences(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What the block says and what would fit follow each other."""
+    """The block's error is followed by a sentence on what would fit."""
 
     def refuse(*_: int) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
@@ -226,7 +226,7 @@ def test_memory_that_cannot_be_had_is_told_in_whole_sentences(
 
 
 def test_a_killed_worker_is_named() -> None:
-    """A worker that dies is an error with its signal and samples at once, not a hang."""
+    """A worker that dies is at once an error with its signal and samples, not a hang."""
 
     def prepare(sample: Any) -> Any:
         if os.getpid() != PARENT and sample[0, 0] == 70:
@@ -241,7 +241,7 @@ def test_a_killed_worker_is_named() -> None:
 
 
 class OddError(MemoryError):
-    """Cannot be pickled."""
+    """An error that cannot be pickled."""
 
     def __reduce__(self) -> Any:
         raise TypeError("not me")
@@ -249,7 +249,7 @@ class OddError(MemoryError):
 
 @pytest.mark.parametrize("error", [MemoryError, OddError])
 def test_an_error_that_is_no_samples_fault_comes_with_its_traceback(error: type[Exception]) -> None:
-    """It keeps its type and text, the worker's traceback is its cause; one that cannot be pickled is told as text."""
+    """It keeps type and text, with the worker's traceback as cause; one that cannot be pickled comes as text."""
 
     def prepare(sample: Any) -> Any:
         if os.getpid() != PARENT and sample[0, 0] == 70:
@@ -263,7 +263,7 @@ def test_an_error_that_is_no_samples_fault_comes_with_its_traceback(error: type[
 
 
 def test_a_full_disk_is_no_samples_fault(tmp_path: Any) -> None:
-    """What cannot be written to a cache is a CacheError, not a sample that is left out."""
+    """A failed write to a cache is a CacheError, and no sample is left out."""
     (tmp_path / "cache").write_text("a file")
     with pytest.raises((CacheError, OSError)):
         cached(
@@ -290,7 +290,7 @@ SCRIPT = """
     "kill", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda s: s.name
 )
 def test_no_worker_survives_its_parent(kill: signal.Signals) -> None:
-    """Ctrl-C, a polite kill and kill -9 of the parent end every worker."""
+    """Ctrl-C, SIGTERM and kill -9 of the parent end every worker."""
     command = [sys.executable, "-c", textwrap.dedent(SCRIPT)]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
@@ -318,7 +318,7 @@ def _children(pid: int, count: int) -> list[psutil.Process]:
 
 @pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_in_the_middle_of_a_fork_is_not_lost() -> None:
-    """An interrupt that arrives while a worker is forked is raised once all are, and none survives."""
+    """An interrupt during a fork is raised once all workers are forked, and none survives."""
     script = """
         import os, signal
         import numpy as np
@@ -336,7 +336,7 @@ def test_ctrl_c_in_the_middle_of_a_fork_is_not_lost() -> None:
 def test_this_process_prepares_where_others_get_no_locks(
     image_folder: Any, monkeypatch: pytest.MonkeyPatch, is_own: bool
 ) -> None:
-    """A full /dev/shm is said, and costs no sample. Pillow runs in threads, the user's code in one thread only."""
+    """A full /dev/shm is reported and costs no sample: Pillow runs in threads, user code in one thread."""
 
     def fail(_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -363,7 +363,7 @@ def test_this_process_prepares_where_others_get_no_locks(
 
 
 def test_no_worker_stays_where_a_thread_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under a limit of processes (ulimit -u) that is said, and the exit does not wait for workers."""
+    """Under a limit of processes (ulimit -u) an error is raised, and the exit does not wait for workers."""
 
     def fail(_: object) -> None:
         raise RuntimeError("can't start new thread")
@@ -374,7 +374,7 @@ def test_no_worker_stays_where_a_thread_cannot_be_started(monkeypatch: pytest.Mo
 
 
 def test_a_daemonic_process_prepares_by_itself() -> None:
-    """Where no process may be forked, as in a DataLoader worker, one thread runs the user's code, as torch does."""
+    """If no process may be forked, as in a DataLoader worker, one thread runs the user's code."""
     script = """
         import multiprocessing, os, threading
         import numpy as np
@@ -415,7 +415,7 @@ def _run(script: str, *, check: bool) -> subprocess.CompletedProcess[str]:
 def test_room_that_another_process_has_reserved_is_not_asked_for_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_on_disk: bool
 ) -> None:
-    """Samples of 3 and 1.5 MiB, by two processes, do not need 5.5 MiB beside the 4 that are taken."""
+    """Samples of 3 and 1.5 MiB by two processes do not need 5.5 MiB in addition to the 4 in use."""
     spec = SampleSpec(shape=None, dtype="uint8", form="array")
     path = tmp_path / "0" if is_on_disk else None
     writer = Writer.open(WriterPlan(spec=spec, dimensions=1, path=path), 2)
@@ -433,7 +433,7 @@ def test_room_that_another_process_has_reserved_is_not_asked_for_again(
 
 @pytest.mark.parametrize("storage", ["shared", "none"])
 def test_samples_of_the_other_byte_order_keep_their_values(storage: str) -> None:
-    """Those of FITS files, big-endian, on a machine that is not."""
+    """Big-endian samples, as in FITS files, keep their values on this machine."""
     swapped = np.dtype(np.int32).newbyteorder("S")
     samples = [(np.arange(k, k + 3, dtype=swapped), k) for k in range(4)]
     with cached(samples, storage=storage) as dataset:

@@ -1,4 +1,4 @@
-"""The public face of the package."""
+"""The public names of the package."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NAMES = {
 
 
 def in_fresh_interpreter(code: str) -> str:
-    """What ``code`` prints in an interpreter of its own."""
+    """Return the output of ``code`` in a new interpreter."""
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
@@ -42,14 +42,14 @@ def in_fresh_interpreter(code: str) -> str:
 
 
 def test_public_names_are_exactly_these() -> None:
-    """``fastdata.__all__`` is the listed names, each of which exists; the other errors stand in ``fastdata.errors``."""
+    """``fastdata.__all__`` is this list, and each name exists; other errors are in ``fastdata.errors``."""
     assert set(fastdata.__all__) == NAMES
     assert len(fastdata.__all__) == len(NAMES) <= 15
     assert all(hasattr(fastdata, name) for name in fastdata.__all__)
 
 
 def test_datasets_show_what_torchvisions_do_and_little_more() -> None:
-    """Beyond torchvision's attributes a dataset has those that docs/api.md lists, and no other."""
+    """Datasets have torchvision's attributes and those that docs/api.md lists, and no others."""
     torchvisions = {
         "classes",
         "class_to_idx",
@@ -79,7 +79,7 @@ def test_datasets_show_what_torchvisions_do_and_little_more() -> None:
 
 
 def test_public_names_are_documented() -> None:
-    """Every public class and function has a docstring of its own."""
+    """Every public class and function has its own docstring."""
     for name in fastdata.__all__:
         value = getattr(fastdata, name)
         own = vars(value).get("__doc__") if isinstance(value, type) else value.__doc__
@@ -87,7 +87,7 @@ def test_public_names_are_documented() -> None:
 
 
 def test_the_version_is_the_installed_one() -> None:
-    """``fastdata.__version__`` is what pip installed; other names that do not exist are an error as of any module."""
+    """``fastdata.__version__`` is the version that pip installed; unknown names are an AttributeError."""
     assert fastdata.__version__ == importlib.metadata.version("fastdata")
     changes = Path(__file__).parents[1].joinpath("CHANGELOG.md").read_text("utf-8")
     assert re.findall(r"^## \[?(\d[\d.]*)", changes, re.MULTILINE)[:1] == [fastdata.__version__]
@@ -96,7 +96,7 @@ def test_the_version_is_the_installed_one() -> None:
 
 
 def test_child_processes_import_the_same_package() -> None:
-    """A child of the tests imports the package that they test, the installed one, wherever pytest was started."""
+    """A child of the tests imports the installed package that they test, wherever pytest was started."""
     assert (
         in_fresh_interpreter("import fastdata; print(fastdata.__file__)")
         == f"{fastdata.__file__}\n"
@@ -115,7 +115,7 @@ print([name for name in ("torchvision", "matplotlib") if name in sys.modules])
 
 
 def test_importing_loads_what_all_scripts_need() -> None:
-    """The rooms of caches, codecs and ChunkedLoader, and the libraries behind doors, wait until they are asked for."""
+    """The modules of caches, codecs and ChunkedLoader, and optional libraries, are loaded only when used."""
     code = """
 import sys, torch
 before = set(sys.modules)
@@ -128,7 +128,7 @@ print([name for name in names.split() if name in sys.modules.keys() - before])
 
 
 def test_names_that_wait_are_found() -> None:
-    """``dir`` and ``import *`` know public names before they are loaded; what is none is an AttributeError."""
+    """``dir`` and ``import *`` find public names before they are loaded; other names are an AttributeError."""
     code = """
 import fastdata
 print(set(fastdata.__all__) <= set(dir(fastdata)), hasattr(fastdata, "ChunkedLoaders"))
@@ -139,7 +139,7 @@ print(ChunkedLoader is fastdata.ChunkedLoader)
 
 
 def test_importing_leaves_torch_as_it_was() -> None:
-    """Thread counts, random state and CUDA are as before the import."""
+    """The import does not change thread counts, random state and CUDA."""
     code = """
 import torch
 before = torch.get_num_threads(), torch.get_num_interop_threads(), torch.initial_seed(), torch.cuda.is_initialized()

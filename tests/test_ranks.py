@@ -1,4 +1,4 @@
-"""Ranks: who they are, how those of a machine meet, prepare together and hold one copy, and what is left of them."""
+"""Ranks: how they are found, how those of a machine meet, prepare once and share one copy, and what they leave."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Numbered(Dataset[Any]):
         ), index
 
     def reads(self) -> list[tuple[str, int]]:
-        """Rank and index of each sample read to be stored."""
+        """Return rank and index of each sample that was read to be stored."""
         lines = map(str.split, self.log.read_text().splitlines())
         return [(who, int(index)) for who, index, is_worker in lines if is_worker == "1"]
 
@@ -93,7 +93,7 @@ class Numbered(Dataset[Any]):
 
 
 class Ranks:
-    """Forked processes that are ranks of one run, each of which runs a function and sends what it returns."""
+    """Forked processes that are the ranks of one run. Each runs a function and sends its result."""
 
     def __init__(self, count: int, work: Callable[[int, Any], Any], *, run: str = "1") -> None:
         self.pipes, self.processes = [], []
@@ -144,7 +144,7 @@ def _be_rank(rank: int, count: int, run: str, work: Callable[[int, Any], Any], p
 
 
 def made(dataset: CachedDataset) -> dict[str, Any]:
-    """What the samples of a dataset are, and where they lie."""
+    """Return the samples of a dataset, and the address of their memory."""
     assert dataset.reader().kept is not None
     store = dataset.reader().kept.stores[0]
     return {
@@ -158,7 +158,7 @@ def made(dataset: CachedDataset) -> dict[str, Any]:
 
 
 def showing(source: Any, **options: Any) -> Callable[[int, Any], Any]:
-    """What makes a dataset, says so, and shows it when it is told to: once all have attached."""
+    """Return a function that makes a dataset, reports this, and shows it once all have attached."""
 
     def work(rank: int, pipe: Any) -> Any:
         with CachedDataset(source, **options) as dataset:
@@ -180,7 +180,7 @@ def expected(length: int) -> dict[str, Any]:
 def test_one_rank_prepares_and_all_hold_one_copy(
     tmp_path: Path, options: dict[str, Any], ragged: bool
 ) -> None:
-    """Every sample is read once, by one of three ranks, and all of them serve it from the same memory."""
+    """One of three ranks reads every sample once, and all read it from the same memory."""
     source = Numbered(400, tmp_path / "log", ragged=ragged)
 
     work = showing(source, prepare_workers=3, **options)
@@ -199,7 +199,7 @@ def test_one_rank_prepares_and_all_hold_one_copy(
 
 
 def test_the_first_rank_prepares_on_the_cores_of_all(tmp_path: Path) -> None:
-    """Ranks that are bound to cores of their own wait for one that uses those of the job, and stay bound."""
+    """Ranks that are bound to their own cores wait for one that uses all cores of the job, and stay bound."""
     cores = os.sched_getaffinity(0)
     if len(cores) < 2:
         pytest.skip("needs two cores")
@@ -225,7 +225,7 @@ def test_the_first_rank_prepares_on_the_cores_of_all(tmp_path: Path) -> None:
 
 
 def test_a_sample_that_one_rank_reads_is_there_for_all(images: Path) -> None:
-    """Its file is needed once."""
+    """Its file is read only once."""
 
     def work(rank: int, pipe: Any) -> Any:
         with ImageFolder(images, np.asarray, resize=(8, 8)) as dataset:
@@ -252,7 +252,7 @@ def test_a_sample_that_one_rank_reads_is_there_for_all(images: Path) -> None:
 def test_ranks_read_with_their_own_storage_options(
     images: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What one has prepared comes without any: they may be secret."""
+    """Samples of the leader come without storage_options, which may be secret."""
     from fsspec.implementations.memory import MemoryFileSystem
 
     read = MemoryFileSystem.cat_file
@@ -291,7 +291,7 @@ def images(tmp_path: Path) -> Path:
 
 
 def test_a_rank_outlives_the_one_that_prepared(tmp_path: Path) -> None:
-    """A guest serves on when its host has been killed, and who comes then prepares anew."""
+    """A follower continues after its leader was killed, and a rank that comes later prepares again."""
     source = Numbered(100, tmp_path / "log")
 
     def work(rank: int, pipe: Any) -> Any:
@@ -320,7 +320,7 @@ def test_a_rank_outlives_the_one_that_prepared(tmp_path: Path) -> None:
 
 
 def test_another_rank_prepares_when_the_first_is_killed(tmp_path: Path) -> None:
-    """Of those that wait for it one takes its place, and the others have what that one makes."""
+    """One of the waiting ranks takes its place, and the others get that rank's samples."""
     source = Numbered(300, tmp_path / "log")
     source.hold.touch()
 
@@ -357,7 +357,7 @@ def waits_for_a_lock(pid: int | None) -> bool:
 
 
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
-def test_a_damaged_sample_is_told_to_every_rank(tmp_path: Path, on_error: Any) -> None:
+def test_a_damaged_sample_is_an_error_on_every_rank(tmp_path: Path, on_error: Any) -> None:
     """All ranks raise the same error, or leave out the same samples."""
     source = Numbered(300, tmp_path / "log", broken=(77, 177))
     source.hold.touch()
@@ -386,7 +386,7 @@ def test_a_damaged_sample_is_told_to_every_rank(tmp_path: Path, on_error: Any) -
 
 
 def test_datasets_that_differ_are_not_shared(tmp_path: Path) -> None:
-    """Ranks that each cache their own part of the data keep their own parts, also where these are equally long."""
+    """Ranks that cache different parts of the data keep their own parts, also parts of equal length."""
 
     class Part(Dataset[Any]):
         def __init__(self, first: int) -> None:
@@ -415,7 +415,7 @@ def test_datasets_that_differ_are_not_shared(tmp_path: Path) -> None:
 
 
 def test_ranks_of_two_runs_do_not_meet(tmp_path: Path) -> None:
-    """In two runs that only their port tells apart each process has memory of its own."""
+    """In two runs that differ only in their port, each process has its own memory."""
     source = Numbered(40, tmp_path / "log")
 
     def work(rank: int, pipe: Any) -> Any:
@@ -435,7 +435,7 @@ def test_ranks_of_two_runs_do_not_meet(tmp_path: Path) -> None:
 
 @pytest.fixture(autouse=True)
 def meeting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder that ranks meet in."""
+    """Return the folder in which ranks meet."""
     folder = tmp_path / "meeting"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -447,8 +447,8 @@ def files_in(folder: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("told", [b"12", b"12 0\n", b"12 0\n\x80\x05\x95"])
-def test_what_a_leader_had_not_told_whole_is_prepared_again(told: bytes, meeting: Path) -> None:
-    """One that was killed while it told is no error for those that come after it."""
+def test_a_leader_killed_while_publishing_is_replaced(told: bytes, meeting: Path) -> None:
+    """A leader that is killed while it publishes causes no error in the next rank, which prepares again."""
     leader = ranks.lead_or_follow("run", "key", ())
     assert isinstance(leader, ranks.Leader)
     [path] = files_in(meeting)
@@ -461,7 +461,7 @@ def test_what_a_leader_had_not_told_whole_is_prepared_again(told: bytes, meeting
 def test_a_rank_that_came_as_the_leader_left_meets_the_next_one(
     meeting: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who waited for the lock of a file that is gone by then leads nobody, but meets the others again."""
+    """A rank that gets the lock of a removed file does not lead, but meets the others at a new file."""
     plain = ranks.fcntl.flock
     leaders: Any = [ranks.lead_or_follow("run", "key", ())]
 
@@ -487,7 +487,7 @@ def test_a_rank_that_came_as_the_leader_left_meets_the_next_one(
 
 
 def test_no_meeting_outlives_its_dataset(tmp_path: Path, meeting: Path) -> None:
-    """Where ranks meet is gone when the dataset is closed, also while forked workers live; else the next removes it."""
+    """The file is removed when the dataset is closed, even if forked workers exist; otherwise by the next rank."""
     source = Numbered(40, tmp_path / "log")
 
     def work(rank: int, pipe: Any) -> Any:
@@ -537,15 +537,15 @@ print(inode, "parent" if f"prepared with rank 0 (process {os.getppid()})" in dat
 
 
 def test_ranks_that_a_rank_starts_share_what_it_has_prepared(images: Path) -> None:
-    """As with Lightning, whose first rank makes the dataset before it starts the others: /proc/PID/fd leads there."""
+    """As with Lightning, the first rank makes the dataset before it starts the others, which attach to it."""
     command = [sys.executable, "-c", PARENT, str(images), CHILD]
     found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert found.stdout.split()[0] == "True", found.stdout + found.stderr
 
 
 @pytest.mark.parametrize("kind", ["open", "link", "no locks"])
-def test_where_ranks_cannot_meet_is_said(tmp_path: Path, meeting: Path, kind: str) -> None:
-    """In a folder that others may write to, or without locks, each rank has samples of its own, with a warning."""
+def test_ranks_that_cannot_meet_warn(tmp_path: Path, meeting: Path, kind: str) -> None:
+    """In a folder that others may write to, or without locks, each rank has its own samples, with a warning."""
     folder = meeting / f"fastdata-{os.getuid()}"
     if kind == "open":
         folder.mkdir(mode=0o777)
@@ -588,18 +588,18 @@ ENVIRONMENTS = {
 
 
 @pytest.mark.parametrize("environment", ENVIRONMENTS.values(), ids=list(ENVIRONMENTS))
-def test_rank_is_what_the_launcher_says(
+def test_rank_comes_from_the_launcher(
     environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torchrun, mpirun and srun name a process's rank, how many there are, and how many on this machine."""
+    """Variables of torchrun, mpirun and srun give the rank, their number, and that on this machine."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert find_rank() == Rank(1, 4)
     assert local_ranks() == 2
 
 
-def test_an_empty_number_of_ranks_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A variable that is set to nothing, as compose files do, is as none."""
+def test_an_empty_number_of_ranks_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable that is set to an empty string, as compose files do, is ignored."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "")
     assert local_ranks() == 1
 
@@ -616,7 +616,7 @@ RUNS = {
 def test_ranks_of_one_run_know_it_and_no_other(
     name: str, value: str, other: str, monkeypatch: Any
 ) -> None:
-    """What the launcher says tells the ranks of a run from those of a second one, and of a restarted one."""
+    """The launcher's variables distinguish a run from a second one and from a restarted one."""
     runs = []
     for rank, text in ((0, value), (1, value), (1, other)):
         settings = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": "1", "SLURM_JOB_ID": "7"}
@@ -629,7 +629,7 @@ def test_ranks_of_one_run_know_it_and_no_other(
 
 
 def test_batch_script_of_slurm_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script that sbatch runs for a job of many tasks is alone, as no srun has started it."""
+    """A script of sbatch for a job of many tasks is alone, because srun has not started it."""
     monkeypatch.setenv("SLURM_PROCID", "0")
     monkeypatch.setenv("SLURM_NTASKS", "8")
     assert find_rank() == Rank(0, 1)
@@ -637,7 +637,7 @@ def test_batch_script_of_slurm_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_given_rank_is_checked() -> None:
-    """A rank beyond their number is refused with both."""
+    """A rank that is not below the world size is refused with both numbers."""
     assert find_rank(1, 3) == Rank(1, 3)
     with pytest.raises(ValueError, match="rank=3 is not one of the world_size=3 ranks"):
         find_rank(3, 3)
@@ -648,7 +648,7 @@ def test_given_rank_is_checked() -> None:
 def test_datasets_that_differ_in_one_sample_are_not_shared(
     is_seen: bool, cache_key: str | None
 ) -> None:
-    """Unless ``cache_key`` says that they are one; and those that only C code can tell apart with it alone."""
+    """They share only with an equal ``cache_key``, and so do datasets that only C code can tell apart."""
 
     class Held(Dataset[Any]):
         def __init__(self, last: int, handle: Any) -> None:
@@ -689,7 +689,7 @@ def test_datasets_that_differ_in_one_sample_are_not_shared(
 
 
 def test_datasets_that_only_their_steps_tell_apart_are_not_shared(images: Path) -> None:
-    """Samples that are not looked at may differ too: each rank gets those that its own steps make."""
+    """Each rank gets the samples of its own steps, even if the probed samples are equal."""
     from PIL import Image
 
     # The only one that the bound changes, never looked at.
@@ -712,8 +712,8 @@ def test_datasets_that_only_their_steps_tell_apart_are_not_shared(images: Path) 
     assert (40, 30) not in bounded
 
 
-def test_two_datasets_of_one_rank_have_memory_of_their_own(images: Path) -> None:
-    """The second of a rank meets the second of another one: record locks would not keep two in one process apart."""
+def test_two_datasets_of_one_rank_have_their_own_memory(images: Path) -> None:
+    """The second dataset of a rank meets the second of another; POSIX locks would not separate two in one process."""
 
     def work(rank: int, pipe: Any) -> Any:
         one, two = (ImageFolder(images, np.asarray, resize=(8, 8)) for _ in range(2))
@@ -731,7 +731,7 @@ def test_two_datasets_of_one_rank_have_memory_of_their_own(images: Path) -> None
 
 
 def test_a_view_whose_transform_is_replaced_keeps_the_others_table(images: Path) -> None:
-    """Preparing one view again, on a guest too, leaves the paths and targets of the dataset alone."""
+    """Preparing one view again, also on a follower, does not change paths and targets of the dataset."""
 
     def work(rank: int, pipe: Any) -> Any:
         with ImageFolder(images, transform=Crop((4, 4))) as dataset:
@@ -758,7 +758,7 @@ class Crop:
 
 
 def test_targets_that_numpy_does_not_know_are_no_obstacle(tmp_path: Path) -> None:
-    """bfloat16 targets are shared, and kept, as without a launcher."""
+    """bfloat16 targets are shared and stored, as without a launcher."""
     pairs = [
         (torch.full((3, 6, 5), k, dtype=torch.uint8), torch.tensor(k, dtype=torch.bfloat16))
         for k in range(40)

@@ -1,4 +1,4 @@
-"""Files behind URLs: read, listed and written by one door, and datasets of them. Tests of servers: integrations/."""
+"""Files behind URLs: read, listed and written by one module, and datasets of them. Servers: integrations/."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def quick_tries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def bucket(image_folder: Callable[..., Path]) -> tuple[str, Path]:
-    """A URL and a folder here of the same images."""
+    """Return a URL and a local folder with the same images."""
     folder = image_folder()
     put(folder, "memory://bucket/train")
     return "memory://bucket/train", folder
@@ -66,8 +66,8 @@ def put(folder: Path, url: str) -> None:
 @pytest.mark.parametrize(
     "url", ["memory://place/below", "{tmp_path}/place/below", "file://{tmp_path}/place"]
 )
-def test_places_have_one_face(url: str, tmp_path: Path) -> None:
-    """What is written is found, read in part and as a whole, and gone once it is removed: here and behind a URL."""
+def test_places_have_one_interface(url: str, tmp_path: Path) -> None:
+    """Written files are found, read in part and as a whole, and gone after removal: local and behind a URL."""
     place = Place(url.format(tmp_path=tmp_path))
     for name, data in FILES.items():
         place.write(name, data)
@@ -101,7 +101,7 @@ def test_a_tag_changes_with_the_content() -> None:
 
 
 def test_what_was_listed_is_in_no_pickle(bucket: tuple[str, Path]) -> None:
-    """A dataset goes to worker processes without the names of the files that it has come upon."""
+    """A dataset goes to worker processes without the names of listed files."""
     with ImageFolder(bucket[0]) as dataset:
         path, _ = dataset.samples[0]
         assert os.path.basename(path).encode() not in pickle.dumps(dataset)
@@ -109,7 +109,7 @@ def test_what_was_listed_is_in_no_pickle(bucket: tuple[str, Path]) -> None:
 
 @pytest.mark.parametrize("first", [ConnectionResetError("reset"), b"twi"], ids=["error", "length"])
 def test_reads_are_tried_again(monkeypatch: pytest.MonkeyPatch, first: Any) -> None:
-    """An error, or an answer of a wrong length, is followed by another try, which brings the right bytes."""
+    """After an error, or an answer of a wrong length, a second request returns the right bytes."""
     plain, outcomes = MemoryFileSystem.cat_file, [first, None]
 
     def cat_file(self: Any, path: str, **span: Any) -> bytes:
@@ -125,7 +125,7 @@ def test_reads_are_tried_again(monkeypatch: pytest.MonkeyPatch, first: Any) -> N
 
 
 def test_a_request_that_hangs_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What takes too long is cancelled and asked for a second time."""
+    """A request that takes too long is cancelled and made a second time."""
     calls: list[str] = []
     gone_on: list[str] = []
 
@@ -150,7 +150,7 @@ def test_a_request_that_hangs_is_made_again(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_stays_wrong_is_an_error() -> None:
-    """A file that is not as long as it was listed is an error that says so, with both sizes."""
+    """A file that does not have its listed size is an error with both sizes."""
     Place("memory://place").write("name", b"twice")
     problem = r"^memory://place/name: 4 bytes were expected, but 5 came: the file was changed after it was l"
     with pytest.raises(OSError, match=problem):
@@ -158,7 +158,7 @@ def test_what_stays_wrong_is_an_error() -> None:
 
 
 def test_refusals_are_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who may not read is told at once, and of credentials."""
+    """A missing permission is an error at once, and its cure names credentials."""
     tries = []
 
     def cat_file(self: Any, path: str, **span: Any) -> bytes:
@@ -198,7 +198,7 @@ def test_secrets_stay_here(monkeypatch: pytest.MonkeyPatch, bucket: tuple[str, P
 def test_copies_in_this_process_keep_storage_options(
     monkeypatch: pytest.MonkeyPatch, bucket: tuple[str, Path], storage: Any
 ) -> None:
-    """Shallow and deep copies of datasets and of loaders read as the first does, also what is prepared again."""
+    """Shallow and deep copies of datasets and loaders read like the first, also after preparing again."""
     plain = MemoryFileSystem.cat_file
 
     def cat_file(self: Any, path: str, **span: Any) -> Any:
@@ -294,7 +294,7 @@ def test_secrets_in_urls_are_refused(bucket: tuple[str, Path], give: Callable[[s
 def test_secrets_in_urls_are_refused_later_too(
     bucket: tuple[str, Path], image_folder: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Samples that are assigned, CSV rows beside a URL, and the folder of copies are looked at, too."""
+    """Assigned samples, CSV rows next to a URL, and local_cache= are checked too."""
     url, _ = bucket
     said = []
     with ImageFolder(url) as dataset:
@@ -315,7 +315,7 @@ def test_secrets_in_urls_are_refused_later_too(
 
 @pytest.mark.parametrize("url", PLAIN_URLS)
 def test_urls_without_secrets_are_taken(url: str) -> None:
-    """A user's name, a port, a container, a version of an object and odd names are no secrets."""
+    """A user's name, a port, a container, a version of an object and odd names are not secrets."""
     assert hide_secrets(url) == url
     assert Place(url).is_remote == url.startswith(
         ("http", "s3", "sftp", "abfs", "hf", "mem", "gs", "az", "git")
@@ -323,7 +323,7 @@ def test_urls_without_secrets_are_taken(url: str) -> None:
 
 
 def test_what_is_around_a_secret_is_shown() -> None:
-    """The colons and the @ of a local path, and what comes before a query, are no secrets."""
+    """The colons and the @ of a local path, and the text before a query, are not secrets."""
     url = "zip://a.zip::file://C:/a@b"
     assert hide_secrets(url) == url
     assert (
@@ -347,7 +347,7 @@ def test_what_is_around_a_secret_is_shown() -> None:
     ids=["folder", "files", "cache", "csv", "list", "root"],
 )
 def test_chained_urls_are_refused(url: str, give: Callable[[str], Any]) -> None:
-    """The error says what to give; colons in the name of an object are none of a chain."""
+    """The error says what to use; colons in the name of an object are not a chain."""
     with pytest.raises(ValueError, match=r"is a chained URL \(::\), which fastdata cannot read"):
         give(url)
     assert Place("s3://bucket/a::b.png").is_remote
@@ -360,7 +360,7 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[tuple[str, Path]]:
-    """The URL of a folder that an HTTP server lists, and the folder."""
+    """Return the URL of a folder that an HTTP server lists, and the folder."""
     pytest.importorskip("aiohttp", reason="fsspec reads HTTP by aiohttp")
     folder = tmp_path / "served"
     folder.mkdir()
@@ -376,7 +376,7 @@ def served(tmp_path: Path) -> Iterator[tuple[str, Path]]:
 def test_a_folder_over_http_has_the_names_of_the_same_folder_here(
     served: tuple[str, Path],
 ) -> None:
-    """Names in URLs are escaped; classes, their numbers and the order of samples are as here."""
+    """Names in URLs are escaped; classes, numbers and order of samples equal the local folder's."""
     url, folder = served
     level = 0
     for name in ("zebra", "éléphant", "new york", "new-york", "a&b", "50%", "a%20b"):
@@ -393,7 +393,7 @@ def test_a_folder_over_http_has_the_names_of_the_same_folder_here(
 
 
 def test_secrets_of_any_shape_are_hidden() -> None:
-    """In random URLs, within a text, no secret is left and all else is; to hide twice changes nothing."""
+    """In random URLs within a text every secret is hidden and nothing else; hiding twice changes nothing."""
     numbers = random.Random(3)
     letters = string.ascii_letters + string.digits + "-_.~!$&*+,;=:/?#@%"
 
@@ -426,14 +426,14 @@ def test_secrets_of_any_shape_are_hidden() -> None:
     "text", ["aa:/", "::aa:/", "a.", "https://user", "x://u:p", "x://?", "https://u:@h/?", "%3a"]
 )
 def test_long_texts_of_others_are_searched_at_once(text: str) -> None:
-    """Of up to 1.2 MB, as a list may have them. With backtracking, the time grows with the square."""
+    """Texts of up to 1.2 MB take linear time; with backtracking, it would grow with the square."""
     for before, after in (("", "?"), ("https://me:", "@"), ("", ":/?#@")):
         hidden = hide_secrets(f"{before}{text * 100_000}{after} https://SECRET@server/x")
         assert hidden.endswith(" https://***@server/x")
 
 
 class Signed:
-    """A dataset of signed URLs, of which one cannot be read."""
+    """A dataset of signed URLs, one of which cannot be read."""
 
     samples = tuple((f"https://server/{k}.png?sig=SECRET", k) for k in range(3))
 
@@ -449,7 +449,7 @@ class Signed:
 def test_secrets_of_a_users_dataset_are_not_kept(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What its samples and errors show of signed URLs is in no error, warning or file of a cache."""
+    """Signed URLs in its samples and errors are in no error, warning or cache file."""
     with pytest.raises(
         SampleError, match=r"sample 1, https://server/1\.png\?\*\*\*, can"
     ) as raised:
@@ -469,7 +469,7 @@ def test_secrets_of_a_users_dataset_are_not_kept(
 
 
 def test_a_client_that_cannot_be_made_shows_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some call a token a file that is missing, or repeat their options."""
+    """Some clients report a bad token as a missing file, or repeat their options."""
     for problem in (FileNotFoundError("ya29.SECRET"), ValueError("{'key': 'ya29.SECRET'}")):
 
         class Refusing(MemoryFileSystem):
@@ -486,7 +486,7 @@ def test_a_client_that_cannot_be_made_shows_no_secret(monkeypatch: pytest.Monkey
 
 
 def test_a_file_system_gets_what_its_urls_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Host, port and user of a URL such as SFTP's reach the file system; storage_options go before them."""
+    """Host, port and user of a URL such as SFTP's reach the file system; storage_options override them."""
     made = []
 
     class Server(MemoryFileSystem):
@@ -511,7 +511,7 @@ def test_a_file_system_gets_what_its_urls_say(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_missing_package_is_named() -> None:
-    """A URL whose file system is not installed is an error that names the package, and an unknown one is an error."""
+    """A URL whose file system is not installed is an error that names the package; so is an unknown scheme."""
     with pytest.raises(ImportError, match=r"dlfs"):
         ImageFolder("adl://store/x")
     with pytest.raises(ValueError, match=r"Protocol not known: nonsense"):
@@ -522,8 +522,8 @@ def read_elsewhere(place: Place, results: Any) -> None:
     results.put((os.getpid(), place.read("name")))
 
 
-def test_a_forked_process_has_a_client_of_its_own() -> None:
-    """A place that was used before a fork is read from by the child, which waits for no thread of its parent."""
+def test_a_forked_process_has_its_own_client() -> None:
+    """A forked process reads from a place that was used before, without waiting for its parent's threads."""
     place, context = Place("memory://place"), get_context("fork")
     place.write("name", b"twice")
     assert place.read("name") == b"twice"
@@ -554,7 +554,7 @@ def test_a_forked_process_has_a_client_of_its_own() -> None:
 def test_a_folder_behind_a_url_is_a_folder(
     bucket: tuple[str, Path], options: dict[str, Any]
 ) -> None:
-    """Samples, classes and pixels are those of the same folder here; paths are URLs."""
+    """Samples, classes and pixels equal those of the local folder; paths are URLs."""
     url, folder = bucket
     with (
         ImageFolder(url, **options) as there,
@@ -582,7 +582,7 @@ def test_a_folder_behind_a_url_is_a_folder(
 
 
 def test_nested_folders_come_in_torchvisions_order(tmp_path: Path) -> None:
-    """Files of a class lie in the order of a sorted walk, whatever their depth; other files are passed over."""
+    """Files of a class come in the order of a sorted walk, at any depth; other files are left out."""
     for name in (
         "cat/b/1.png",
         "cat/a.png",
@@ -613,7 +613,7 @@ def test_nested_folders_come_in_torchvisions_order(tmp_path: Path) -> None:
 
 
 def test_the_users_own_loader_gets_a_file(bucket: tuple[str, Path]) -> None:
-    """A loader that opens paths is given a copy here, with the file's ending, which is gone afterwards."""
+    """A loader that opens paths gets a local copy with the file's ending, which is removed afterwards."""
     seen = []
 
     def load(path: str) -> Image.Image:
@@ -631,7 +631,7 @@ def test_the_users_own_loader_gets_a_file(bucket: tuple[str, Path]) -> None:
 def test_files_are_listed_once_and_read_together(
     bucket: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One listing a class serves a dataset; a batch asks for all of its files before it waits for the first."""
+    """Each class is listed once; a batch requests all of its files before it waits for the first."""
     calls: list[str] = []
     for name in ("find", "ls", "info", "cat_file"):
         plain = getattr(MemoryFileSystem, name)
@@ -658,7 +658,7 @@ def test_files_are_listed_once_and_read_together(
 
 
 def test_a_changed_file_is_an_error(bucket: tuple[str, Path]) -> None:
-    """A file of another size than was listed is named, with both sizes."""
+    """A file of another size than listed is named, with both sizes."""
     dataset = ImageFolder(bucket[0], storage="none")
     place, name = Place(bucket[0]), dataset.samples[1][0].removeprefix(bucket[0] + "/")
     place.write(name, b"another")
@@ -673,7 +673,7 @@ def test_a_changed_file_is_an_error(bucket: tuple[str, Path]) -> None:
 
 
 def test_a_file_url_is_a_folder_here(image_folder: Callable[..., Path], tmp_path: Path) -> None:
-    """A root, a manifest, its root and its rows, and the folder of copies, may be ``file://`` URLs."""
+    """A root, a manifest, its root, its rows and local_cache= may be ``file://`` URLs."""
     folder = image_folder()
     samples = list(ImageFolder(folder).samples)
     rows = [(path.removeprefix(f"{folder}/"), label) for path, label in samples]
@@ -691,7 +691,7 @@ def test_a_file_url_is_a_folder_here(image_folder: Callable[..., Path], tmp_path
 
 @pytest.mark.parametrize("is_beside", [True, False])
 def test_manifests_behind_urls(bucket: tuple[str, Path], tmp_path: Path, is_beside: bool) -> None:
-    """A CSV file at a URL lists files relative to itself; one here may list URLs. Both can be cached."""
+    """A CSV file at a URL lists files relative to itself; a local one may list URLs. Both can be cached."""
     url, folder = bucket
     names = [path.removeprefix(f"{url}/") for path, _ in ImageFolder(url).samples]
     rows = [f"{name if is_beside else f'{url}/{name}'},{k}\n" for k, name in enumerate(names)]
@@ -712,7 +712,7 @@ def test_manifests_behind_urls(bucket: tuple[str, Path], tmp_path: Path, is_besi
 def test_a_cache_of_remote_files_is_kept_up_to_date(
     bucket: tuple[str, Path], tmp_path: Path
 ) -> None:
-    """The next run finds the cache; of files that were replaced the new pixels are served."""
+    """The next run finds the cache, and has the new pixels of files that were replaced."""
 
     def first() -> np.ndarray:
         with ImageFolder(bucket[0], cache_dir=tmp_path / "caches") as dataset:
@@ -731,7 +731,7 @@ def test_a_cache_of_remote_files_is_kept_up_to_date(
 def test_urls_that_a_dataset_adds_to_a_listing_are_kept_up_to_date_too(
     bucket: tuple[str, Path], tmp_path: Path
 ) -> None:
-    """Of files that only the user's own make_dataset knows, one that was replaced is noticed."""
+    """A replaced file is noticed even if only the user's make_dataset lists it."""
     added = "memory://elsewhere/more.png"
 
     class More(ImageFolder):
@@ -747,7 +747,7 @@ def test_urls_that_a_dataset_adds_to_a_listing_are_kept_up_to_date_too(
 
 
 def test_chunks_of_remote_files(bucket: tuple[str, Path]) -> None:
-    """ChunkedLoader prepares files behind a URL anew in each epoch."""
+    """ChunkedLoader prepares files behind a URL again in each epoch."""
     dataset = ImageFolder(
         bucket[0], lambda image: torch.from_numpy(np.asarray(image).copy()), storage="none"
     )
@@ -759,7 +759,7 @@ def test_chunks_of_remote_files(bucket: tuple[str, Path]) -> None:
 
 
 def test_a_url_is_no_dataset() -> None:
-    """Where nothing is there, or a dataset was wanted, the error says what to do."""
+    """A URL instead of a dataset, or without files, is an error that says what to do."""
     with pytest.raises(
         FileNotFoundError, match=r"memory://none is not a cache and does not hold one"
     ):
@@ -769,7 +769,7 @@ def test_a_url_is_no_dataset() -> None:
 def test_a_link_among_temporary_folders_leads_nowhere(
     bucket: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What killed processes left is removed, and nothing where a link of such a name leads."""
+    """Folders of killed processes are removed, but not the target of a link with such a name."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     left, other = tmp_path / "fastdata-remote-left", tmp_path / "other"
     for folder in (left, other):
@@ -783,7 +783,7 @@ def test_a_link_among_temporary_folders_leads_nowhere(
 
 
 def test_some_of_a_remote_folder_stay_remote(bucket: tuple[str, Path]) -> None:
-    """Of samples that are assigned the files are found and checked."""
+    """The files of assigned samples are fetched and checked."""
     url, folder = bucket
     with ImageFolder(url) as there, ImageFolder(folder) as here:
         there.samples = there.samples[3:1:-1]
@@ -797,7 +797,7 @@ def test_some_of_a_remote_folder_stay_remote(bucket: tuple[str, Path]) -> None:
 
 
 def test_what_was_left_out_shifts_no_sizes(bucket: tuple[str, Path]) -> None:
-    """Where a sample is skipped, those that follow it are read again without the size of another."""
+    """If a sample is skipped, later ones are checked with their own sizes."""
     url, _ = bucket
     Place(url).write("cat/0.jpg", b"damaged")
     with pytest.warns(FastDataWarning, match="1 of 7 samples"):

@@ -1,4 +1,4 @@
-"""What a loader says of an epoch."""
+"""Reports of epochs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fastdata.report import EpochReport, progress_bar
 
 
 def test_the_fields_are_stable() -> None:
-    """Scripts that log a report find these fields, and no field is lost."""
+    """A report has these fields, which scripts log."""
     names = [field.name for field in dataclasses.fields(EpochReport)]
     assert names == [
         *(
@@ -40,7 +40,7 @@ def test_the_fields_are_stable() -> None:
 
 
 def test_a_report_reads_well() -> None:
-    """Printing gives path, counts, where the time went, and memory, a line each."""
+    """Printing shows path, counts, times and memory, each in a line."""
     report = EpochReport(
         path="whole batches, read by 2 threads",
         engine="thread",
@@ -69,14 +69,14 @@ def test_a_report_reads_well() -> None:
 
 
 def test_an_epoch_not_begun_has_no_rate() -> None:
-    """A report of nothing divides by nothing."""
+    """A report without batches does not divide by zero."""
     report = DataLoader(TensorDataset(torch.arange(3))).report()
     assert (report.batches, report.samples_per_s) == (0, 0.0)
     assert "0  0 samples, 0 samples/s" in str(report)
 
 
 def test_a_loader_reads_well() -> None:
-    """Its text says how many batches of what it has, and how they are read."""
+    """Its text has the number of batches, the dataset, and the way they are read."""
     loader = DataLoader(TensorDataset(torch.arange(3)), batch_size=2)
     first, second = repr(loader).splitlines()
     assert first == "DataLoader of TensorDataset: 2 batches of batch_size=2, num_workers=0"
@@ -93,8 +93,8 @@ def test_a_loader_reads_well() -> None:
     ],
     ids=shown,
 )
-def test_the_engine_is_told(options: dict[str, Any], engine: str, workers: int) -> None:
-    """Engine and workers say who read the batches, before an epoch and after it; counts start anew with each epoch."""
+def test_the_engine_is_reported(options: dict[str, Any], engine: str, workers: int) -> None:
+    """Engine and workers are reported before and after an epoch; counts start at 0 in each epoch."""
     with CachedDataset([(torch.zeros(3, 4, 4), i) for i in range(5)]) as dataset:
         loader = DataLoader(dataset, batch_size=2, **options)
         assert (loader.report().engine, loader.report().workers) == (engine, workers)
@@ -109,8 +109,8 @@ def test_the_engine_is_told(options: dict[str, Any], engine: str, workers: int) 
             )
 
 
-def test_threads_tell_the_memory_they_hold() -> None:
-    """bytes_held is that of every buffer kept for reuse: a loop that keeps one batch needs few of them."""
+def test_threads_report_the_memory_they_hold() -> None:
+    """bytes_held counts every buffer kept for reuse: a loop that holds one batch needs few of them."""
     with CachedDataset([(torch.zeros(3, 4, 4), i) for i in range(40)]) as dataset:
         loader = DataLoader(dataset, batch_size=2)
         for _ in loader:
@@ -130,7 +130,7 @@ def test_threads_tell_the_memory_they_hold() -> None:
     ids=["default", "nested", "no tensor", "a scalar"],
 )
 def test_samples_are_counted_by_the_first_tensor(collate_fn: Any, samples: int) -> None:
-    """However a batch is nested, its first tensor's length counts, if it has one."""
+    """However a batch is nested, the length of its first tensor counts, if there is one."""
     loader = DataLoader(TensorDataset(torch.arange(5)), batch_size=2, collate_fn=collate_fn)
     list(loader)
     assert (loader.report().batches, loader.report().samples) == (3, samples)
@@ -150,13 +150,13 @@ def prepare_and_tell(count: int) -> None:
 
 
 def test_a_file_gets_no_bar(capsys: pytest.CaptureFixture[str]) -> None:
-    """Where standard error is no terminal nothing is written to it."""
+    """If standard error is not a terminal, nothing is written to it."""
     prepare_and_tell(20)
     assert capsys.readouterr().err == ""
 
 
 def test_a_user_can_hide_bars() -> None:
-    """``TQDM_DISABLE=1`` is heeded in a terminal too."""
+    """``TQDM_DISABLE=1`` works in a terminal too."""
     code = "import sys; sys.stderr.isatty = lambda: True\n"
     code += "from fastdata.report import progress_bar; progress_bar(3, 'three').close()"
     for variables in ({}, {"TQDM_DISABLE": "1"}):
@@ -182,7 +182,7 @@ def test_a_terminal_gets_a_bar(
 
 @pytest.mark.timeout(30)
 def test_a_process_killed_while_it_draws_a_bar_holds_up_no_other() -> None:
-    """The lock that a forked process held when it was killed is not one that bars of this process wait for."""
+    """Bars of this process do not wait for the lock of a forked process that was killed."""
     context = multiprocessing.get_context("fork")
     is_held = context.Event()
 

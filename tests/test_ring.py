@@ -13,13 +13,13 @@ UINT8 = np.dtype("uint8")
 
 
 def taken(ring: BatchRing, shape: tuple[int, ...], dtype: np.dtype = UINT8) -> np.ndarray:
-    """An array over memory of the ring."""
+    """Return an array over memory of the ring."""
     [array] = allocate_batch(shape[0], [(shape[1:], dtype)], ring.lease)
     return array
 
 
-def test_memory_comes_back_when_the_last_tensor_dies() -> None:
-    """A buffer is reused only after every tensor over it, views included, is gone."""
+def test_memory_returns_when_the_last_tensor_is_freed() -> None:
+    """A buffer is reused only after every tensor over it, including views, is gone."""
     ring = BatchRing(1)
     tensor = torch.from_numpy(taken(ring, (2, 3)))
     address, view = tensor.data_ptr(), tensor[1:]
@@ -30,7 +30,7 @@ def test_memory_comes_back_when_the_last_tensor_dies() -> None:
 
 
 def test_a_held_batch_is_never_overwritten() -> None:
-    """Batches kept by the user keep their values however many more are taken."""
+    """Batches that the user holds keep their values however many more are leased."""
     ring = BatchRing(2)
     held = []
     for value in range(6):
@@ -42,7 +42,7 @@ def test_a_held_batch_is_never_overwritten() -> None:
 
 
 def test_a_smaller_batch_reuses_a_larger_buffer_and_a_larger_one_replaces_it() -> None:
-    """The last batch of an epoch costs no new memory; other dtypes fit in too."""
+    """The last batch of an epoch needs no new memory, also with another dtype."""
     ring = BatchRing(1)
     address = taken(ring, (8, 4)).ctypes.data
     small = taken(ring, (2,), np.dtype("float32"))
@@ -53,7 +53,7 @@ def test_a_smaller_batch_reuses_a_larger_buffer_and_a_larger_one_replaces_it() -
 
 
 def test_threads_never_share_a_buffer() -> None:
-    """Two threads that take and drop buffers at will each see only their own values."""
+    """Two threads that lease and drop buffers see only their own values."""
     ring = BatchRing(3)
     wrong: list[int] = []
 
@@ -73,7 +73,7 @@ def test_threads_never_share_a_buffer() -> None:
 
 
 def test_buffers_come_from_the_given_allocator() -> None:
-    """A buffer too small is dropped for a larger one; one that is leased lives on."""
+    """A buffer that is too small is replaced by a larger one; a leased one stays."""
     made: list[int] = []
 
     def allocate(size_bytes: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Caches written as shards: the same bytes whoever writes them, and builds that go on where they were stopped."""
+"""Caches written as shards: the same bytes with every engine, and builds that continue after a stop."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def shards_of(cache_dir: Path) -> dict[str, bytes]:
 
 
 def noted(root: Path) -> list[str]:
-    """The images that other processes have read since it was last asked."""
+    """Return the images that other processes have read since the last call."""
     log = root.parent / "read.txt"
     lines = [line.split() for line in log.read_text().splitlines()] if log.exists() else []
     log.unlink(missing_ok=True)
@@ -104,7 +104,7 @@ def let_go(root: Path) -> None:
 def test_shards_do_not_depend_on_who_writes_them(
     image_folder: Folder, engine: str, codec: str
 ) -> None:
-    """Every engine writes the files of ``"local"``, byte for byte, and nothing else; samples are those of one shard."""
+    """Every engine writes the files of ``"local"``, byte for byte, and no others; samples equal those of one shard."""
     root = image_folder(per_class=5, size=(12, 10))
     loader = None if codec == "source" else open_noted
     with cached(root, codec=codec, loader=loader, shard_bytes=None) as whole:
@@ -139,7 +139,7 @@ def test_shards_do_not_depend_on_who_writes_them(
     ids=["int", "bool", "float", "dict", "tuple", "array", "mask"],
 )
 def test_targets_come_back(tmp_path: Path, target: Callable[[int], Any]) -> None:
-    """Of each kind, from the shard manifests of several shards, as a cache of one has them."""
+    """Targets of each kind come back from several shard manifests as from a cache with one."""
     items = [(np.full((4, 5), k, np.uint8), target(k)) for k in range(10)]
     found = []
     for engine in ("threads", "local"):
@@ -169,7 +169,7 @@ def test_dicts_keep_their_keys(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("odd", [0, 4])
 def test_samples_of_many_shapes_are_kept(tmp_path: Path, odd: int) -> None:
-    """Also where no sample that was looked at beforehand has another shape: the build then begins again."""
+    """Samples of many shapes are stored even if no probed sample differs: the build then starts again."""
     items = [(np.full((4, 6 if k == odd else 5), k, np.uint8), k) for k in range(24)]
     with CachedDataset.build_cache(
         items, cache_key="x", cache_dir=tmp_path, shard_bytes=100
@@ -180,7 +180,7 @@ def test_samples_of_many_shapes_are_kept(tmp_path: Path, odd: int) -> None:
 
 
 def test_a_sample_of_other_dimensions_is_an_error(tmp_path: Path) -> None:
-    """As without shards: nothing is left of them."""
+    """It is an error as without shards, and no file is left."""
     items = [(np.zeros((4, 5, 1) if k == 4 else (4, 5), np.uint8), k) for k in range(24)]
     with pytest.raises(
         FastDataError,
@@ -191,7 +191,7 @@ def test_a_sample_of_other_dimensions_is_an_error(tmp_path: Path) -> None:
 
 
 def test_damaged_files_are_left_out_if_asked_for(image_folder: Folder) -> None:
-    """Also all of a shard; ``skipped`` names them by index and path, now and in the next run."""
+    """Even all files of a shard may be left out; ``skipped`` has them in this and the next run."""
     root = image_folder(classes=("a",), per_class=12, size=(12, 10))
     bad = [1, 4, 5, 6, 7]
     for k in bad:
@@ -214,7 +214,7 @@ def test_damaged_files_are_left_out_if_asked_for(image_folder: Folder) -> None:
 
 
 def test_changed_files_are_added_as_shards(image_folder: Folder) -> None:
-    """A cache is brought up to date by more shards: those whose files have not changed are not read again."""
+    """An update adds shards; those whose files are unchanged are not read again."""
     root = image_folder(classes=("a",), per_class=12, size=(12, 10))
     cached(root).close()
     before = shards_of(root.parent / "cache")
@@ -235,7 +235,7 @@ def test_changed_files_are_added_as_shards(image_folder: Folder) -> None:
 def stopped(
     root: Path, engine: str = "fork", how: str = "raise", error: Any = SampleError, **options: Any
 ) -> str:
-    """What a build says that is stopped at the tenth of twelve images; it forgets what it read."""
+    """Return the error of a build that stops at the tenth of twelve images, and forget the noted reads."""
     stop_at(root, "009.jpg", how)
     with engine_of(engine, 1) as chosen, pytest.raises(error) as raised:
         cached(root, engine=chosen, **options)
@@ -247,8 +247,8 @@ def stopped(
 @pytest.mark.parametrize(
     ("engine", "how"), [("local", "raise"), ("local", "kill"), ("fork", "raise"), ("fork", "kill")]
 )
-def test_a_build_that_was_stopped_goes_on(image_folder: Folder, engine: str, how: str) -> None:
-    """By an image, or because a worker was killed: no cache is there, and the next build reads what is left alone."""
+def test_a_build_that_was_stopped_continues(image_folder: Folder, engine: str, how: str) -> None:
+    """After a bad image or a killed worker there is no cache, and the next build reads only the missing samples."""
     root = image_folder(classes=("a",), per_class=12, size=(12, 10))
     lost = IngestError if engine == "local" else BrokenExecutor
     said = stopped(root, engine, how, SampleError if how == "raise" else lost, prepare_workers=2)
@@ -272,7 +272,7 @@ def test_a_build_that_was_stopped_goes_on(image_folder: Folder, engine: str, how
 
 
 def test_an_error_names_its_sample(image_folder: Folder) -> None:
-    """By its index among all of them and its path; its cause has the traceback of the other process."""
+    """It has the index in the whole dataset and the path; its cause has the traceback of the other process."""
     root = image_folder(classes=("a",), per_class=12, size=(12, 10))
     stop_at(root, "009.jpg")
     with (
@@ -295,7 +295,7 @@ def flip(path: Path) -> None:
 
 
 def read_again(root: Path) -> list[str]:
-    """What the next build reads, whose samples are those of one that was never stopped."""
+    """Return the images that the next build reads; its samples equal those of a build without a stop."""
     with engine_of("fork") as processes, cached(root, engine=processes) as ours:
         read = noted(root)
         with cached(root, cache_dir=root.parent / "whole", shard_bytes=None) as whole:
@@ -315,10 +315,10 @@ def read_again(root: Path) -> list[str]:
         ("part0-*.npy", Path.unlink),
     ],
 )
-def test_a_damaged_shard_is_written_anew(
+def test_a_damaged_shard_is_written_again(
     image_folder: Folder, pattern: str, damage: Callable[[Path], None]
 ) -> None:
-    """A shard manifest or a file that is missing, cut short or not what was written; the others stay."""
+    """A missing, cut or changed manifest or file costs only its shard."""
     root = image_folder(classes=("a",), per_class=12, size=(12, 10))
     stopped(root)
     damage(min(root.parent.glob(f"cache/*/{pattern}")))
@@ -328,7 +328,7 @@ def test_a_damaged_shard_is_written_anew(
 
 
 def test_columns_of_others_in_a_shard_manifest_are_not_used(image_folder: Folder) -> None:
-    """A shard that somebody has noted something beside is complete all the same."""
+    """A shard with additional columns in its manifest is complete, and the columns are ignored."""
     root = image_folder(classes=("a",), per_class=12, size=(12, 10))
     stopped(root)
     paths = sorted(root.parent.glob("cache/*/shard-*.npz"))
@@ -340,7 +340,7 @@ def test_columns_of_others_in_a_shard_manifest_are_not_used(image_folder: Folder
 
 
 def test_shards_of_files_that_have_changed_are_not_used(image_folder: Folder) -> None:
-    """After a file was changed its shard is written, and the old one goes; the others stay."""
+    """After a file was changed its shard is written, the old one is removed, and the others stay."""
     root = image_folder(classes=("a",), per_class=12, size=(12, 10))
     stopped(root)
     save_image(root / "a" / "000.jpg", 50, (12, 10))
@@ -348,7 +348,7 @@ def test_shards_of_files_that_have_changed_are_not_used(image_folder: Folder) ->
 
 
 def test_shards_of_another_size_are_not_used(image_folder: Folder) -> None:
-    """Nothing of them is left."""
+    """Shards of another size are removed."""
     root = image_folder(classes=("a",), per_class=12, size=(12, 10))
     stopped(root)
     cached(root, shard_bytes=None).close()
@@ -361,7 +361,7 @@ def test_shards_of_another_size_are_not_used(image_folder: Folder) -> None:
 
 
 def test_what_cannot_be_pickled_is_named(image_folder: Folder) -> None:
-    """An executor gets pickled tasks; a lambda is an error that says what to do, and the local engine takes it."""
+    """An executor gets pickled tasks: a lambda is an error with a cure, but works with the local engine."""
     root = image_folder(per_class=2, size=(12, 10))
     options: dict[str, Any] = {"loader": lambda path: open_noted(path), "cache_key": "x"}
     with (
@@ -373,7 +373,7 @@ def test_what_cannot_be_pickled_is_named(image_folder: Folder) -> None:
 
 
 def test_a_dataset_pickles_without_its_executor(image_folder: Folder) -> None:
-    """It goes to a loader's workers, while the executor stays."""
+    """The dataset goes to a loader's workers; the executor stays in this process."""
     root = image_folder(per_class=2, size=(12, 10))
     with engine_of("threads") as threads, cached(root, engine=threads) as ours:
         assert ours.reader().stored.options.engine is threads
@@ -401,7 +401,7 @@ def test_a_dataset_pickles_without_its_executor(image_folder: Folder) -> None:
 def test_what_makes_no_sense_is_refused(
     image_folder: Folder, options: dict[str, Any], said: str
 ) -> None:
-    """Before anything is read."""
+    """Contradictory arguments are refused before anything is read."""
     with pytest.raises(ValueError, match=said):
         cached(image_folder(), **options)
 
@@ -409,14 +409,14 @@ def test_what_makes_no_sense_is_refused(
 def test_ray_is_named_where_it_is_missing(
     image_folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With what to install."""
+    """Without Ray, the error says what to install."""
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ImportError, match=r"engine='ray' needs Ray.*pip install ray"):
         cached(image_folder(), engine="ray")
 
 
 def test_the_size_of_shards_does_not_depend_on_who_writes_them() -> None:
-    """16 MiB at first, so that there is something to hand out; then 64 shards; 64 MiB; at most 200 shards."""
+    """Shards have 16 MiB, then there are 64, then they have 32 MiB, and there are at most 200."""
     mib, count = 1 << 20, 1 << 20
     need_mib = [1, 160, 1024, 2048, 6400, 128_000]
     shards = [math.ceil(count / samples_per_shard(count, need * mib, None)) for need in need_mib]
@@ -431,7 +431,7 @@ def test_the_size_of_shards_does_not_depend_on_who_writes_them() -> None:
 def test_progress_counts_what_is_there(
     image_folder: Folder, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A build that goes on says what it prepares."""
+    """A build that continues reports the samples that it prepares."""
     root = image_folder(classes=("a",), per_class=12, size=(12, 10))
     stopped(root)
     with caplog.at_level(logging.INFO, "fastdata"):
@@ -442,7 +442,7 @@ def test_progress_counts_what_is_there(
 def test_the_command_writes_shards(
     image_folder: Folder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """``build --shard-size`` does; a size that makes too many is an error in the words of the command."""
+    """``build --shard-size`` sets their size; a malformed size is an error in the words of the command."""
     root = image_folder(per_class=6, size=(12, 10))
     assert (
         main(
@@ -474,7 +474,7 @@ for url in ("local://far", "near"):
 
 
 def test_shards_go_to_a_url(image_folder: Folder) -> None:
-    """The files are those that a folder gets; nothing keeps storage_options."""
+    """The files equal those in a folder; no file contains storage_options."""
     home = image_folder(classes=("a",), per_class=12, size=(12, 10)).parent
     for name in ("far", "near"):
         (home / name).mkdir()
@@ -493,7 +493,7 @@ def test_shards_go_to_a_url(image_folder: Folder) -> None:
 def test_what_killed_uploads_left_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files on their way to a URL lie in a folder that is gone afterwards; an old one that nobody holds goes, too."""
+    """Temporary files of an upload are removed afterwards; old ones of killed processes are removed too."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "staged"))
     for name in ("killed", "held", "young"):
         (tmp_path / "staged" / f"fastdata-remote-{name}").mkdir(parents=True)

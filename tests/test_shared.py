@@ -1,4 +1,4 @@
-"""Blocks that processes share, the table of samples in one, and locks on their bytes."""
+"""Shared blocks, the table of samples in one, and locks on their bytes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _add_one(block: Block, done: object) -> None:
 
 @KINDS
 def test_written_bytes_are_read_back(portable: bool) -> None:
-    """What is written at an offset is read there, and the rest of the block is zero."""
+    """Bytes that are written at an offset are read there, and the rest of the block is zero."""
     with closing(Block.create(100, portable=portable)) as block:
         block.write(10, np.arange(6, dtype=np.uint16).reshape(2, 3))
         assert block.array("uint16", (2, 3), 10).tolist() == [[0, 1, 2], [3, 4, 5]]
@@ -47,7 +47,7 @@ def test_written_bytes_are_read_back(portable: bool) -> None:
 
 @KINDS
 def test_the_smallest_block_is_one_byte(portable: bool) -> None:
-    """A block of one byte holds it; one of none is refused."""
+    """A block may have one byte, but not zero."""
     with closing(Block.create(1, portable=portable)) as block:
         block.write(0, np.array([7], np.uint8))
         assert block.array("uint8", (1,)).tolist() == [7]
@@ -78,7 +78,7 @@ def test_another_process_writes_to_the_same_memory(portable: bool, method: str) 
 def test_a_refused_memfd_is_a_file_without_a_name(
     method: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Under a strict seccomp profile other processes find the memory, too, and no folder has a file of it."""
+    """Under a strict seccomp profile other processes find the memory too, and no folder has a file of it."""
 
     def refuse(*_: object) -> None:
         raise PermissionError(errno.EPERM, "Operation not permitted")
@@ -96,7 +96,7 @@ def test_a_refused_memfd_is_a_file_without_a_name(
 def test_a_block_has_a_name_where_there_is_no_proc(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """By which others open it, as no descriptor of another process can be opened there."""
+    """Others open it by the name, because they cannot open another process's descriptor."""
     exists = os.path.exists
     monkeypatch.setattr(os.path, "exists", lambda path: path != "/proc/self/fd" and exists(path))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -107,7 +107,7 @@ def test_a_block_has_a_name_where_there_is_no_proc(
 
 @KINDS
 def test_a_pickled_block_is_small_whatever_its_size(portable: bool) -> None:
-    """A handle does not grow with the memory behind it."""
+    """The size of a handle does not depend on the size of the memory."""
     with closing(Block.create(1 << 20, portable=portable)) as block:
         assert len(pickle.dumps(block)) < 300
 
@@ -128,7 +128,7 @@ def test_a_sealed_block_cannot_be_written(portable: bool) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memfd")
 def test_the_kernel_refuses_writes_to_a_sealed_block() -> None:
-    """Not even a write by descriptor changes sealed memory."""
+    """Even a write by descriptor cannot change sealed memory."""
     with closing(Block.create(8)) as block:
         block.seal()
         with pytest.raises(PermissionError):
@@ -137,7 +137,7 @@ def test_the_kernel_refuses_writes_to_a_sealed_block() -> None:
 
 @KINDS
 def test_a_block_grows_and_is_trimmed(portable: bool) -> None:
-    """Growing keeps what was written; trimming gives back the rest."""
+    """Growing keeps the bytes; trimming releases the rest."""
     with closing(Block.create(4, portable=portable)) as block:
         block.write(0, np.full(4, 5, np.uint8))
         block.resize(100)
@@ -150,7 +150,7 @@ def test_a_block_grows_and_is_trimmed(portable: bool) -> None:
 
 
 def test_arrays_outlive_a_closed_block() -> None:
-    """Closing gives back the descriptor, but an array in use stays valid; a second close does nothing."""
+    """Closing releases the descriptor, but an array in use stays valid; a second close does nothing."""
     block = Block.create(4)
     block.write(0, np.full(4, 9, np.uint8))
     array = block.array("uint8", (4,))
@@ -164,7 +164,7 @@ def test_arrays_outlive_a_closed_block() -> None:
 
 
 def test_a_handle_of_an_ended_process_is_refused() -> None:
-    """Opening a block whose creator is gone says so."""
+    """Opening a block of an ended process raises an error that says so."""
     script = "import pickle, sys; from fastdata.machine.blocks import Block; k = Block.create(4); "
     script += "sys.stdout.buffer.write(pickle.dumps(k))"
     handle = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True).stdout
@@ -176,7 +176,7 @@ def test_a_handle_of_an_ended_process_is_refused() -> None:
 
 @pytest.mark.parametrize("reused", [False, True])
 def test_a_handle_of_a_closed_block_says_that_it_was_closed(reused: bool) -> None:
-    """Its process lives, and another file may have its descriptor."""
+    """The creator exists, but another file may have the descriptor's number."""
     block = Block.create(4)
     handle = pickle.dumps(block)
     block.close()
@@ -190,7 +190,7 @@ def test_a_handle_of_a_closed_block_says_that_it_was_closed(reused: bool) -> Non
 
 
 def test_a_handle_of_a_recycled_process_number_is_refused() -> None:
-    """A descriptor that now leads to another file is not taken for the block."""
+    """A descriptor that now leads to another file is not opened as the block."""
     with closing(Block.create(4)) as block:
         function, (path, pid, fd, inode, *rest) = block.__reduce__()
         with pytest.raises(StoreGoneError, match="number now belongs to another process"):
@@ -198,7 +198,7 @@ def test_a_handle_of_a_recycled_process_number_is_refused() -> None:
 
 
 def test_a_handle_of_a_file_that_was_cut_is_refused() -> None:
-    """Nothing is mapped of which a part is not there any more."""
+    """A file that has become too short is not mapped."""
     with closing(Block.create(4, portable=True)) as block:
         handle = pickle.dumps(block)
         os.truncate(block.fd, 3)
@@ -207,14 +207,14 @@ def test_a_handle_of_a_file_that_was_cut_is_refused() -> None:
 
 
 def test_too_large_a_block_is_an_error_and_leaves_nothing() -> None:
-    """Memory that cannot be had is refused when it is reserved, not when it is written."""
+    """Too much memory is refused when it is reserved, not when it is written."""
     with pytest.raises(MemoryBudgetError, match="cannot be reserved"):
         Block.create(1 << 62)
 
 
 @KINDS
 def test_a_block_that_may_not_grow_says_so_and_stays(portable: bool) -> None:
-    """A limit of the size of files (``ulimit -f``) is an error of memory, not of the sample that is written."""
+    """A limit of file sizes (``ulimit -f``) is a memory error, and not the fault of the written sample."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with closing(Block.create(4, portable=portable)) as block:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
@@ -227,7 +227,7 @@ def test_a_block_that_may_not_grow_says_so_and_stays(portable: bool) -> None:
 
 
 def test_a_block_that_cannot_be_mapped_says_so() -> None:
-    """A limit of address space (``ulimit -v``) is an error of memory, with need and cure."""
+    """A limit of address space (``ulimit -v``) is a memory error with need and cure."""
     limits = resource.getrlimit(resource.RLIMIT_AS)
     mapped_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     with closing(Block.create(1 << 26)) as block:
@@ -243,7 +243,7 @@ def test_a_block_that_cannot_be_mapped_says_so() -> None:
 def test_a_file_left_by_a_killed_process_is_swept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next portable block removes the file of a creator that died without closing it, and no living one's."""
+    """The next portable block removes the file of a creator that was killed, but none of a running one."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     script = (
@@ -264,7 +264,7 @@ def test_a_file_left_by_a_killed_process_is_swept(
 
 
 def test_an_array_block_gives_back_its_arrays() -> None:
-    """Arrays of any dtype and shape, empty ones too, come back equal and through a handle of bounded size."""
+    """Arrays of any dtype and shape, also empty ones, come back equal and through a handle of limited size."""
     arrays = {
         "a": np.arange(7, dtype=np.int64),
         "b": np.zeros((0, 3), np.float32),
@@ -303,7 +303,7 @@ def test_an_array_block_gives_back_its_arrays() -> None:
     ids=repr,
 )
 def test_targets_come_back_as_they_were(targets: list[Any]) -> None:
-    """Each target has the value and the type it was given with, here and in a copy sent elsewhere."""
+    """Each target keeps value and type, here and in a copy in another process."""
     table = SampleTable(targets)
     for view in (table.targets, pickle.loads(pickle.dumps(table)).targets):
         assert view == targets
@@ -337,7 +337,7 @@ def test_array_targets_come_back_as_copies(make: Any) -> None:
     ids=shown,
 )
 def test_targets_are_collated_as_torch_does(targets: list[Any]) -> None:
-    """A batch of them is what ``default_collate`` makes of a plain dataset's, in value, type and dtype."""
+    """A batch of them equals ``default_collate`` of a plain dataset's targets, in value, type and dtype."""
     with contextlib.closing(SampleTable(targets)) as table:
         found = table.collated_targets(np.array([2, 0, 2]))
     wanted = default_collate([(torch.zeros(1), targets[index]) for index in (2, 0, 2)])[1]
@@ -347,7 +347,7 @@ def test_targets_are_collated_as_torch_does(targets: list[Any]) -> None:
 
 
 def test_a_tensor_gives_a_target_for_each_of_its_rows() -> None:
-    """A table is made of a whole tensor as of its rows."""
+    """A table of a whole tensor equals a table of its rows."""
     with contextlib.closing(SampleTable(torch.tensor([[1, 2], [3, 4]]))) as table:
         assert len(table) == 2
         assert torch.equal(table.target(1), torch.tensor([3, 4]))
@@ -362,7 +362,7 @@ def test_targets_without_dimensions_stay_tensors_and_arrays(make: Any) -> None:
 
 
 def test_scalars_of_numpy_are_kept_as_numbers() -> None:
-    """A label out of an array, as most datasets of one's own give them, costs its bytes, and no pickle."""
+    """NumPy scalars, which many datasets return as labels, take only their bytes, without pickle."""
     with contextlib.closing(SampleTable([np.int64(3), np.int64(4)])) as table:
         array = table.columns.get("targets")
         assert array is not None
@@ -370,7 +370,7 @@ def test_scalars_of_numpy_are_kept_as_numbers() -> None:
 
 
 def test_ragged_array_targets_are_kept_as_objects() -> None:
-    """Arrays of different shapes are no column of numbers."""
+    """Arrays of different shapes do not become a column of numbers."""
     table = SampleTable([torch.zeros(2), torch.zeros(3)])
     assert table.columns.get("targets") is None
     assert [len(target) for target in table.targets] == [2, 3]
@@ -404,14 +404,14 @@ def test_paths_and_pairs_behave_like_lists() -> None:
 
 
 def test_a_name_that_no_file_can_have_moves_no_other() -> None:
-    """One with a NUL in it, and one that is a ``Path``, are kept as they are, at their places."""
+    """A name with a NUL, and a ``Path``, are stored at their own positions."""
     paths: list[Any] = ["/a/b\0c.jpg", Path("/a/d.jpg"), "/a/é.jpg"]
     with contextlib.closing(SampleTable([0, 1, 2], paths=paths)) as table:
         assert list(table.paths) == list(map(str, paths))
 
 
 def test_a_reduced_table_outlives_the_whole() -> None:
-    """Paths, targets and classes are those of the samples kept."""
+    """Paths, targets and classes are those of the remaining samples, after the whole table is closed."""
     with contextlib.closing(
         SampleTable([5, 6, 7], paths=["a", "b", "c"], class_to_idx={"x": 5})
     ) as whole:
@@ -422,7 +422,7 @@ def test_a_reduced_table_outlives_the_whole() -> None:
 
 
 def test_a_pickled_table_or_view_is_a_handle() -> None:
-    """Neither the table nor a view of it carries the samples along."""
+    """A pickle of the table or of a view does not contain the samples."""
     table = SampleTable(list(range(5000)), paths=[f"/some/folder/{i}.jpg" for i in range(5000)])
     assert len(pickle.dumps(table)) < 1000
     assert len(pickle.dumps(table.pairs)) < 1000
@@ -445,7 +445,7 @@ def _hold(block: Block, byte: int, is_held: Any, may_end: Any) -> None:
 
 
 def test_a_byte_is_held_by_one_thread_at_a_time(block: Block) -> None:
-    """Additions that would be lost without the lock are all there."""
+    """No addition is lost, as it would be without the lock."""
     total = [0]
 
     def add() -> None:
@@ -465,7 +465,7 @@ def test_a_byte_is_held_by_one_thread_at_a_time(block: Block) -> None:
 
 @pytest.mark.parametrize("pickled", [False, True])
 def test_a_byte_is_held_by_one_process_at_a_time(block: Block, pickled: bool) -> None:
-    """Another process waits for the same byte and not for another one, also where it got the locks as a pickle."""
+    """Another process waits for the same byte but not for others, also if it got the block as a pickle."""
     theirs = pickle.loads(pickle.dumps(block)) if pickled else block
     is_held, may_end = FORK.Event(), FORK.Event()
     process = FORK.Process(target=_hold, args=(theirs, 3, is_held, may_end))
@@ -483,7 +483,7 @@ def test_a_byte_is_held_by_one_process_at_a_time(block: Block, pickled: bool) ->
     process.join()
 
 
-def test_a_killed_holder_lets_go(block: Block) -> None:
+def test_a_killed_holder_releases_its_lock(block: Block) -> None:
     """Kill -9 of the process that holds a byte frees it."""
     is_held, never = FORK.Event(), FORK.Event()
     process = FORK.Process(target=_hold, args=(block, 0, is_held, never))
@@ -497,7 +497,7 @@ def test_a_killed_holder_lets_go(block: Block) -> None:
 
 
 def test_a_forked_process_does_not_hold_what_its_parent_holds(block: Block) -> None:
-    """Its own threads get a byte that a thread of the parent held when it forked, once that lets go."""
+    """Threads of a child can hold a byte that the parent held at the fork, once the parent releases it."""
     is_held, may_end = FORK.Event(), FORK.Event()
     may_end.set()
     with block.hold(0):
@@ -511,7 +511,7 @@ def test_a_forked_process_does_not_hold_what_its_parent_holds(block: Block) -> N
 
 @KINDS
 @pytest.mark.parametrize("kind", ["of bytes", "of the block"])
-def test_closing_a_copy_lets_go_of_nothing(
+def test_closing_a_copy_releases_no_lock(
     portable: bool, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A byte stays held when a pickled copy of its block is closed in the process that holds it."""
@@ -530,7 +530,7 @@ def test_closing_a_copy_lets_go_of_nothing(
         process.join()
 
 
-def test_an_error_lets_go(block: Block) -> None:
+def test_an_error_releases_the_lock(block: Block) -> None:
     """An exception while a byte is held frees it."""
     with pytest.raises(ZeroDivisionError), block.hold(0):
         raise ZeroDivisionError
@@ -539,7 +539,7 @@ def test_an_error_lets_go(block: Block) -> None:
 
 
 def test_two_blocks_are_held_at_once_on_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Samples that are prepared from those of another dataset, each on its first read."""
+    """Samples can be prepared from those of another dataset, each on its first read."""
     held = threading.Event()
 
     def hold_both() -> None:

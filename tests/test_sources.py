@@ -1,4 +1,4 @@
-"""Folder scans against torchvision's, CSV manifests, and items of datasets."""
+"""Folder scans compared with torchvision's, CSV manifests, and items of datasets."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ Outcome = tuple[str, Any]
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """Class folders with nested, linked, odd and unfit entries."""
+    """Make class folders with nested, linked, odd and unsuitable entries."""
     root = tmp_path / "root"
     for name in (
         "b/2.jpg",
@@ -82,13 +82,13 @@ def tree(tmp_path: Path) -> Path:
 
 
 def listed_in(root: Any, class_to_idx: Any = None, **options: Any) -> list[tuple[str, int]]:
-    """As torchvision's ``make_dataset``, which finds the classes where none are given."""
+    """List samples like torchvision's ``make_dataset``, which finds the classes if none are given."""
     classes = find_classes(root)[1] if class_to_idx is None else class_to_idx
     return ImageFolder.make_dataset(root, classes, **options)
 
 
 def outcome(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Outcome:
-    """What a call returns or raises, comparable."""
+    """Return the result or the error of a call, for comparison."""
     try:
         return "returned", call(*args, **kwargs)
     except (ValueError, OSError) as error:
@@ -125,7 +125,7 @@ def test_scan_gives_what_torchvision_gives(
 
 @pytest.mark.parametrize("suffix", ["", "/", "/.", "/../root"])
 def test_scan_spells_paths_as_torchvision_does(tree: Path, suffix: str) -> None:
-    """Paths begin with the root exactly as it was given."""
+    """Paths begin with the root exactly as given."""
     root = str(tree) + suffix
     assert listed_in(root, extensions=ENDINGS) == folder.make_dataset(root, extensions=ENDINGS)
 
@@ -151,7 +151,7 @@ def test_scan_survives_a_link_to_its_own_parent(tmp_path: Path) -> None:
 def test_a_cache_that_is_opened_alone_lists_nothing(
     image_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``from_cache`` looks at no folder of images: it serves them after they were moved away."""
+    """``from_cache`` reads no folder of images: it works after they were moved away."""
     root = image_folder()
     with ImageFolder(root, cache_dir=tmp_path / "caches", prepare_workers=1) as dataset:
         wanted = [(np.asarray(image).tobytes(), target) for image, target in dataset]
@@ -165,7 +165,7 @@ def test_a_cache_that_is_opened_alone_lists_nothing(
 
 
 def test_is_valid_file_runs_in_the_calling_thread_in_order(tree: Path) -> None:
-    """The user's callable sees the same paths in the same order as with torchvision."""
+    """The user's function sees the same paths in the same order as with torchvision."""
     seen: dict[str, list[str]] = {"ours": [], "theirs": []}
     listed_in(tree, is_valid_file=lambda path: seen["ours"].append(path) is None)
     folder.make_dataset(tree, is_valid_file=lambda path: seen["theirs"].append(path) is None)
@@ -175,7 +175,7 @@ def test_is_valid_file_runs_in_the_calling_thread_in_order(tree: Path) -> None:
 
 @pytest.mark.parametrize("place", [".", "b/deep/er", "nowhere", "stray.jpg"])
 def test_find_classes_gives_what_torchvision_gives(tree: Path, place: str) -> None:
-    """Class names, indices, and the errors for a root without folders, a missing root and a file."""
+    """Class names, indices, and the errors for a root without folders, a missing root and a file are equal."""
     assert outcome(find_classes, tree / place) == outcome(folder.find_classes, tree / place)
 
 
@@ -185,13 +185,13 @@ def write(path: Path, text: str | bytes) -> Path:
 
 
 def test_manifest_with_numbers_keeps_them(tmp_path: Path) -> None:
-    """Whole numbers are targets as they stand, relative paths lie beside the CSV, absolute ones stay."""
+    """Whole numbers are unchanged targets, relative paths start at the CSV's folder, absolute ones stay."""
     path = write(tmp_path / "m.csv", "label,file\n7,a.jpg\n-1,/data/b.jpg\n")
     assert read_manifest(path) == ([str(tmp_path / "a.jpg"), "/data/b.jpg"], [7, -1], None)
 
 
 def test_manifest_with_names_numbers_the_sorted_classes(tmp_path: Path) -> None:
-    """Names become positions in their sorted order; root= and other column names are respected."""
+    """Names become positions in their sorted order; root= and other column names are used."""
     path = write(tmp_path / "m.csv", "path,x,kind\n1.jpg,,dog\n2.jpg,,cat\n3.jpg,,dog\n")
     manifest = read_manifest(path, root="/r", file="path", label="kind")
     assert manifest == (["/r/1.jpg", "/r/2.jpg", "/r/3.jpg"], [1, 0, 1], {"cat": 0, "dog": 1})
@@ -216,7 +216,7 @@ def test_manifest_with_a_decimal_point_has_floats(tmp_path: Path) -> None:
 def test_manifest_with_several_labels_has_vectors(
     tmp_path: Path, rows: str, targets: torch.Tensor
 ) -> None:
-    """Whole numbers and flags are int64, else float32, whichever column has the point; in the order asked for."""
+    """Whole numbers and flags are int64, otherwise float32, in the order of label=."""
     path = write(
         tmp_path / "m.csv", f"file,x,y\na,{rows}\nb,{','.join(reversed(rows.split(',')))}\n"
     )
@@ -228,7 +228,7 @@ def test_manifest_with_several_labels_has_vectors(
 
 
 def test_manifest_passes_ids_through(tmp_path: Path) -> None:
-    """An id stays the text it is, alone, beside the label, and where it is the path; without one, rows are counted."""
+    """An id stays a string, alone, with the label, or as the path; without one, rows are counted."""
     path = write(tmp_path / "m.csv", "id,label,file\n007,cat,a.jpg\nx,ant,b.jpg\n")
     assert list(read_manifest(path, label=None).targets) == [0, 1]
     assert list(read_manifest(path, label=None, id="id").targets) == ["007", "x"]
@@ -237,7 +237,7 @@ def test_manifest_passes_ids_through(tmp_path: Path) -> None:
 
 
 def test_manifest_from_a_frame_is_that_of_its_csv(tmp_path: Path) -> None:
-    """Rows of a pandas frame give what they give when it is written and read, and ids keep their type."""
+    """Rows of a pandas frame give the result of its CSV, but ids keep their type."""
     pandas = pytest.importorskip("pandas")
     columns = {
         "file": ["a.jpg", "b.jpg"],
@@ -288,7 +288,7 @@ def test_manifest_from_a_frame_is_that_of_its_csv(tmp_path: Path) -> None:
     ids=shown,
 )
 def test_manifest_from_a_list(samples: Any, options: Any, targets: Any) -> None:
-    """Pairs, with labels of any kind, ids in the third place and bare paths; paths start where they are told to."""
+    """Pairs, labels of any kind, ids in the third place and bare paths work; root= applies to paths."""
     found = read_manifest(samples, "/r", **options)
     assert found.paths == ["/r/a", "/r/b"]
     assert repr(
@@ -316,13 +316,13 @@ def test_manifest_from_a_list(samples: Any, options: Any, targets: Any) -> None:
     ],
 )
 def test_errors_of_lists_say_where_and_what(samples: Any, options: Any, message: str) -> None:
-    """Each fault names the item, and what its place in it is called."""
+    """Each error has the number of the item, and the name of the column."""
     with pytest.raises(ValueError, match=message):
         read_manifest(samples, **options)
 
 
 def test_manifest_understands_bom_quotes_crlf_and_blank_lines(tmp_path: Path) -> None:
-    """What spreadsheets write is read."""
+    """CSV files of spreadsheet programs can be read."""
     text = '\ufefffile,label\r\n"a, ""b"".jpg",1\r\n\r\n"c.jpg", 2\r\n'
     assert read_manifest(write(tmp_path / "m.csv", text), root="r") == (
         ['r/a, "b".jpg', "r/c.jpg"],
@@ -356,7 +356,7 @@ def test_manifest_understands_bom_quotes_crlf_and_blank_lines(tmp_path: Path) ->
 def test_manifest_errors_say_where_and_what(
     tmp_path: Path, text: str | bytes, message: str
 ) -> None:
-    """Each fault names the file, the line and the column it is in."""
+    """Each error has the file, the line and the column."""
     path = write(tmp_path / "m.csv", text)
     with pytest.raises(ValueError, match=message) as caught:
         read_manifest(path)
@@ -393,7 +393,7 @@ def test_manifest_errors_say_where_and_what(
 def test_errors_of_vectors_and_ids_say_where_and_what(
     tmp_path: Path, text: str, options: Any, message: str
 ) -> None:
-    """Each fault names the file, the line and the column it is in."""
+    """Each error has the file, the line and the column."""
     path = write(tmp_path / "m.csv", text)
     with pytest.raises(ValueError, match=message) as caught:
         read_manifest(path, **options)
@@ -427,10 +427,8 @@ FAULTS_OF_ROWS = {
 @pytest.mark.parametrize(
     ("text", "options", "message"), FAULTS_OF_ROWS.values(), ids=FAULTS_OF_ROWS.keys()
 )
-def test_rows_that_cannot_be_meant_are_named(
-    tmp_path: Path, text: str, options: Any, message: str
-) -> None:
-    """A fault is a ValueError with the file, the line where its row begins, and the column."""
+def test_malformed_rows_are_named(tmp_path: Path, text: str, options: Any, message: str) -> None:
+    """A malformed row is a ValueError with the file, the line where it begins, and the column."""
     path = write(tmp_path / "m.csv", text)
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         read_manifest(path, **options)
@@ -438,14 +436,14 @@ def test_rows_that_cannot_be_meant_are_named(
 
 
 def test_int64_labels_are_read_to_their_ends(tmp_path: Path) -> None:
-    """The least and the largest whole number of 64 bits are labels."""
+    """The smallest and the largest whole number of 64 bits are valid labels."""
     ends = [-(2**63), 2**63 - 1]
     path = write(tmp_path / "m.csv", f"file,label\na,{ends[0]}\nb, +{ends[1]} \n")
     assert read_manifest(path).targets == ends
 
 
 def test_vectors_of_one_column_have_one_length() -> None:
-    """A ragged or odd label is a ValueError that names its item; whole and other numbers mix."""
+    """A ragged or odd label is a ValueError that names its item; whole and other numbers may mix."""
     for label in ([1], 1, "cat", [[1, 0]], ["cat", "dog"], [1, [2]]):
         with pytest.raises(ValueError, match=r"the list, item 1, column 'label': "):
             read_manifest([("a.png", [1, 0]), ("b.png", label)])
@@ -454,7 +452,7 @@ def test_vectors_of_one_column_have_one_length() -> None:
 
 
 def test_long_values_are_read_and_the_limit_stays(tmp_path: Path) -> None:
-    """Run lengths of masks have hundreds of thousands of characters; csv's own limit is as before."""
+    """Values of hundreds of thousands of characters can be read; csv's own limit is restored."""
     limit = csv.field_size_limit()
     path = write(tmp_path / "m.csv", f"file,mask,label\na,{'1 2 ' * 50_000},1\nb,,0\n")
     assert read_manifest(path).targets == [1, 0]
@@ -474,7 +472,7 @@ def test_blanks_at_the_ends_of_values_stay() -> None:
 
 
 def test_random_rows_are_those_of_pythons_csv(tmp_path: Path) -> None:
-    """Any text is read as csv reads it strictly, value for value, or refused where csv refuses it."""
+    """Any text gives the values of csv in strict mode, or is refused if csv refuses it."""
     draw = random.Random(0)
     pieces = [
         "a",
@@ -513,7 +511,7 @@ def test_random_rows_are_those_of_pythons_csv(tmp_path: Path) -> None:
 
 
 def test_random_values_come_back_as_they_were_written(tmp_path: Path) -> None:
-    """What csv writes, in any of its ways to quote, is read as it was."""
+    """Values that csv writes, with any kind of quoting, come back unchanged."""
     draw = random.Random(1)
     for _ in range(200):
         rows = [
@@ -530,7 +528,7 @@ def test_random_values_come_back_as_they_were_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["größe m", "100%", "a%20b"])
 def test_file_urls_have_escapes(tmp_path: Path, name: str) -> None:
-    """Folders, CSV files and paths are found by ``Path.as_uri``, and by names as they are."""
+    """Folders, CSV files and paths are found by ``Path.as_uri``, and by unescaped names."""
     path = tmp_path / name / "cat" / "x y.png"
     path.parent.mkdir(parents=True)
     Image.new("RGB", (4, 4)).save(path)
@@ -545,7 +543,7 @@ def test_file_urls_have_escapes(tmp_path: Path, name: str) -> None:
 def test_a_cache_of_a_relative_list_names_its_files(
     image_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However the CSV file is given, the cache is one, and it names files that exist."""
+    """However the CSV file is given, there is one cache, and it names existing files."""
     root = image_folder(per_class=2)
     names = [path.relative_to(root).as_posix() for path in sorted(root.rglob("*.jpg"))]
     write(root / "m.csv", "file,label\n" + "".join(f"{name},0\n" for name in names))
@@ -574,7 +572,7 @@ class Listed:
 
 
 class Part:
-    """What torch's Subset shows."""
+    """A subset with the attributes of torch's Subset."""
 
     def __init__(self, dataset: Any, indices: list[int]) -> None:
         self.dataset, self.indices = dataset, indices
@@ -587,7 +585,7 @@ class Part:
 
 
 def test_samples_of_subsets_are_named_by_their_files() -> None:
-    """Paths that a dataset lists are found through subsets of subsets, whose errors name them."""
+    """Errors of subsets of subsets have the paths that the inner dataset lists."""
     for dataset, name in (
         (Listed(), "x.jpg"),
         (Part(Part(Listed(), [1, 0]), [0]), "y.jpg"),
@@ -597,7 +595,7 @@ def test_samples_of_subsets_are_named_by_their_files() -> None:
 
 
 def test_what_has_no_index_or_no_image_is_refused() -> None:
-    """An iterable dataset and items that are no images are named, with what to do."""
+    """An iterable dataset, and items that are not images, raise an error with the cure."""
     with pytest.raises(
         TypeError, match=r"generator has no __getitem__ or no __len__.* Give a map-style dataset"
     ):
@@ -610,7 +608,7 @@ def test_what_has_no_index_or_no_image_is_refused() -> None:
 
 
 def test_dicts_of_no_image_or_several_are_refused() -> None:
-    """There is one image, and the keys are those of all items."""
+    """A dict needs exactly one image under a name."""
     image = np.zeros((2, 2))
     items: list[tuple[dict[Any, Any], str]] = [
         (
@@ -629,7 +627,7 @@ def test_dicts_of_no_image_or_several_are_refused() -> None:
 
 
 def test_the_first_item_decides_which_value_is_the_sample() -> None:
-    """Others may have an image where it has something else."""
+    """Later items may have an image in place of another value."""
     image = Image.new("RGB", (2, 2))
     items = [{"image": image, "mask": mask} for mask in (None, image, 3)]
     with CachedDataset(items, storage="none") as dataset:
@@ -637,7 +635,7 @@ def test_the_first_item_decides_which_value_is_the_sample() -> None:
 
 
 def test_items_of_another_form_are_refused() -> None:
-    """The keys of dicts, and the lengths of tuples, are those of all items."""
+    """Dicts must have the keys, and tuples the length, of the first item."""
     image = np.zeros((2, 2))
     items: list[Any] = [{"image": image}, {"image": image, "label": 3}, (image, 3)]
     with CachedDataset(items, storage="none") as dataset:
@@ -651,7 +649,7 @@ def test_items_of_another_form_are_refused() -> None:
 
 
 def test_a_path_is_no_dataset(tmp_path: Path) -> None:
-    """A path has an index and a length too: it is named, with what to give instead."""
+    """A path, which has an index and a length too, is refused with what to use instead."""
     for path in (str(tmp_path), tmp_path):
         with pytest.raises(
             TypeError, match=r"is a path, but a dataset is needed. Open a folder of class folders"

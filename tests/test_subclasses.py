@@ -1,4 +1,4 @@
-"""Subclasses of fastdata's datasets with attributes and methods of their own, and wrappers around datasets."""
+"""Subclasses of fastdata's datasets with their own attributes and methods, and wrappers around datasets."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ LOADERS = {"torch": TorchLoader, "fastdata": DataLoader}
 
 
 def refuse(*_: Any, **__: Any) -> Any:
-    """A method of a subclass's own, which fastdata must not call."""
+    """A subclass's own method, which fastdata must not call."""
     raise AssertionError("fastdata called a method of the subclass")
 
 
 def own_names() -> list[str]:
-    """Names that fastdata uses in its datasets, and would use if its state were in the dataset itself."""
+    """Return the names that fastdata uses in its datasets, and those that it would use without its private state."""
     with CachedDataset([(torch.zeros(3, 2, 2, dtype=torch.uint8), 0)]) as dataset:
         names = {*dir(dataset), *vars(dataset), *dir(dataset._fastdata)}
     # Names that fastdata's own state had before it was in one object.
@@ -46,14 +46,14 @@ def own_names() -> list[str]:
 
 
 def make_class(base: type, name: str, body: dict[str, Any]) -> Any:
-    """A subclass that pickle finds by its name."""
+    """Make a subclass that pickle finds by its name."""
     kind = type(name, (base,), {**body, "__module__": __name__, "__qualname__": name})
     globals()[name] = kind
     return kind
 
 
 def served(dataset: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Batches by each loader, and items."""
+    """Return batches by each loader, and items."""
     for loader in LOADERS.values():
         yield from loader(dataset, batch_size=4)
     yield torch.stack([dataset[i][0] for i in range(6)]), torch.tensor(list(dataset.targets))
@@ -73,7 +73,7 @@ def assert_same(found: Any, wanted: Any) -> None:
 def test_a_subclass_may_use_any_name(
     image_folder: Folder, base: Any, how: str, storage: Any
 ) -> None:
-    """Reading, copies, pickles and other transforms are as without the subclass's attributes and methods."""
+    """Reading, copies, pickles and other transforms work as without the subclass's attributes and methods."""
     root = str(image_folder())
     data = root if base is ImageFolder else TorchvisionFolder(root)
     values = random.Random(5)
@@ -109,7 +109,7 @@ def test_a_subclass_may_use_any_name(
 
 
 def test_an_own_transform_runs_once(image_folder: Folder) -> None:
-    """A subclass that keeps its transform as ``_transform`` gives the items that it gives over torchvision's."""
+    """A subclass that keeps its transform as ``_transform`` gives the same items as over torchvision's dataset."""
     root = str(image_folder())
 
     def items(base: Any) -> torch.Tensor:
@@ -129,7 +129,7 @@ def test_an_own_transform_runs_once(image_folder: Folder) -> None:
 
 
 def test_attributes_may_be_set_before_the_constructor(image_folder: Folder) -> None:
-    """As with torchvision's, whose constructor replaces them."""
+    """They may be set, as with torchvision's datasets; the constructor replaces them."""
     root = str(image_folder())
 
     def shown(base: Any) -> Any:
@@ -146,7 +146,7 @@ def test_attributes_may_be_set_before_the_constructor(image_folder: Folder) -> N
 
 
 def test_what_fastdata_shows_is_not_assigned() -> None:
-    """On its own datasets, where it would have no effect; a subclass may have such an attribute."""
+    """Assigning it to fastdata's datasets is an error, as it has no effect; a subclass may have such an attribute."""
     data = [(torch.zeros(3, 2, 2, dtype=torch.uint8), 0)]
     with CachedDataset(data) as dataset:
         for name in ("plan", "storage", "storage_plan", "skipped"):
@@ -157,7 +157,7 @@ def test_what_fastdata_shows_is_not_assigned() -> None:
 def test_a_dataset_inside_the_item_of_another_is_prepared_and_follows_changes(
     image_folder: Folder,
 ) -> None:
-    """Where a subclass's ``__getitem__`` reads a second dataset, that one is as if it was read alone."""
+    """A second dataset that a subclass's ``__getitem__`` reads works as if it was read alone."""
     root = str(image_folder())
     to_tensor = v2.Compose([v2.ToImage(), v2.ToDtype(torch.float32, scale=True)])
 
@@ -185,7 +185,7 @@ def test_a_dataset_inside_the_item_of_another_is_prepared_and_follows_changes(
 
 
 class Wrapper(Dataset[Any]):
-    """Gives two views of each sample, as contrastive learning does, and all attributes of the dataset inside."""
+    """Returns two views of each sample, as in contrastive learning, and has the attributes of the inner dataset."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -213,13 +213,13 @@ def forward(wrapper: Any, name: str) -> Any:
 
 
 class ByFunction(Wrapper):
-    """Forwards by a function of another name."""
+    """Forwards attributes by a function with another name."""
 
     __getattr__ = forward
 
 
 class ByMethod(Wrapper):
-    """Forwards by a method that its ``__getattr__`` calls."""
+    """Forwards attributes by a method that its ``__getattr__`` calls."""
 
     def forwarded(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -241,13 +241,13 @@ class Reading(Wrapper):
 
 
 class OfC(Wrapper):
-    """Forwards without a line of Python, as proxies that are compiled do."""
+    """Forwards attributes without a line of Python, like compiled proxies."""
 
 
 @pytest.mark.parametrize("loader", LOADERS.values(), ids=LOADERS)
 @pytest.mark.parametrize("kind", [Wrapper, ByHelper, ByFunction, ByMethod, Reading, OfC])
 def test_a_wrapper_that_forwards_attributes_makes_the_items(kind: Any, loader: Any) -> None:
-    """Its own ``__getitem__`` is called, also within a Subset, a ConcatDataset, a StackDataset and another wrapper."""
+    """Its own ``__getitem__`` is called, also in a Subset, a ConcatDataset, a StackDataset and another wrapper."""
     data = [(torch.full((3, 2, 2), float(i)), i) for i in range(6)]
     with CachedDataset(data) as inner:
         if kind is OfC:
@@ -265,7 +265,7 @@ def test_a_wrapper_that_forwards_attributes_makes_the_items(kind: Any, loader: A
 
 
 def test_whole_batches_are_found_where_they_are_asked_for() -> None:
-    """Torch's own loader reads whole batches of a dataset, of a subset, and of a subclass that passes them on."""
+    """Torch's loader reads whole batches of a dataset, of a subset, and of a subclass that passes them on."""
     data = level_samples(6, (3, 2, 2))
     asked: list[int] = []
 

@@ -74,7 +74,7 @@ class Marked(torch.Tensor):
 
 
 class Numbers(Dataset[Any]):
-    """Sample i is a 2 x 3 tensor full of i, and i."""
+    """Sample i is a 2 x 3 tensor full of i, and the number i."""
 
     def __init__(self, length: int = 12, shape: tuple[int, ...] = (2, 3)) -> None:
         self.length, self.shape = length, shape
@@ -87,7 +87,7 @@ class Numbers(Dataset[Any]):
 
 
 class Made(Dataset[Any]):
-    """Sample i is what a function makes."""
+    """Sample i is the result of a function."""
 
     def __init__(self, make: Callable[[], Any], length: int = 1) -> None:
         self.make, self.length = make, length
@@ -108,7 +108,7 @@ def first(samples: list[Any]) -> Any:
 
 
 def _epoch(loader: Any) -> list[tuple[list[Any], list[int]]]:
-    """Values of every batch, none of which is kept."""
+    """Return the values of every batch, and keep no batch."""
     return [(images.tolist(), labels.tolist()) for images, labels in loader]
 
 
@@ -121,7 +121,7 @@ def _numbers(
 
 
 def _ring(collate_fn: RingCollate, dataset: Any = None) -> Any:
-    """The worker's end of a ring, here in the same process; it lives as long as the collate function."""
+    """Return a worker's ring, here in the same process; it exists as long as the collate function."""
     collate_fn._ring = WorkerRing(collate_fn.receiver, collate_fn.slots, dataset)
     return collate_fn._ring
 
@@ -131,7 +131,7 @@ def _arrive(sent: Any) -> Any:
 
 
 def _torch_and_ring(make: Callable[[], Any]) -> list[Any]:
-    """What arrives of one batch in torch's way, and through the ring."""
+    """Return one batch as received through torch's queue, and through the ring."""
     return [
         next(iter(TorchLoader(Made(make), num_workers=1, collate_fn=collate_fn)))
         for collate_fn in (first, RingCollate(first))
@@ -139,8 +139,8 @@ def _torch_and_ring(make: Callable[[], Any]) -> list[Any]:
 
 
 @pytest.fixture
-def torchs_road_in_this_process() -> Iterator[None]:
-    """Ends the thread that torch's queue starts in a process that sends tensors."""
+def torchs_queue_in_this_process() -> Iterator[None]:
+    """End the thread that torch's queue starts in a process that sends tensors."""
     yield
     resource_sharer.stop(timeout=5)
 
@@ -164,7 +164,7 @@ PLAIN = {
 
 @pytest.mark.parametrize("make", PLAIN.values(), ids=PLAIN.keys())
 def test_a_plain_tensor_keeps_dtype_shape_and_strides(make: Callable[[], torch.Tensor]) -> None:
-    """A plain tensor comes through the ring as it left, in no way told from torch's own road."""
+    """A plain tensor comes through the ring as through torch's own queue."""
     torch.manual_seed(3)
     left = make()
     collate_fn = RingCollate(first)
@@ -189,7 +189,7 @@ ODD = {
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
 @pytest.mark.parametrize("make", ODD.values(), ids=ODD.keys())
 def test_other_tensors_arrive_as_through_torchs_queue(make: Callable[[], Any]) -> None:
-    """Sparse, gradient-requiring tensors and subclasses, beside a plain one, are what torch's loader gives."""
+    """Sparse and gradient-requiring tensors and subclasses, next to a plain one, equal those of torch's loader."""
     theirs, ours = _torch_and_ring(lambda: {"odd": make(), "plain": torch.ones(3)})
     assert type(ours["odd"]) is type(theirs["odd"])
     assert repr(ours) == repr(theirs)
@@ -244,7 +244,7 @@ def test_the_structure_arrives(make: Callable[[], Any]) -> None:
 
 
 def test_tensors_that_share_memory_still_do() -> None:
-    """Halves of one tensor, the whole and an alias see each other's changes after the journey."""
+    """Halves of a tensor, the whole and an alias see each other's changes after the transfer."""
     whole = torch.arange(8)
     collate_fn = RingCollate(as_is)
     low, high, same, again = _arrive(
@@ -256,15 +256,15 @@ def test_tensors_that_share_memory_still_do() -> None:
     assert collate_fn.receiver.fresh_count == 0
 
 
-def test_small_parts_of_a_large_storage_take_torchs_road() -> None:
-    """Two small views of one large tensor share memory after the journey, which torch's queue makes."""
+def test_small_parts_of_a_large_storage_take_torchs_queue() -> None:
+    """Two small views of a large tensor share memory afterwards, which torch's queue allocates."""
     _, (a, b) = _torch_and_ring(lambda: (lambda whole: [whole[:4], whole[2:6]])(torch.arange(1000)))
     a[2] = -1
     assert b.tolist() == [-1, 3, 4, 5]
 
 
 def test_stacked_memory_is_the_memory_that_arrives() -> None:
-    """From the second batch of a slot on, default_collate stacks into what the parent gets; no copy in between."""
+    """From the second batch of a slot on, default_collate stacks into the parent's memory without another copy."""
     remembered = []
 
     def remember(samples: list[Any]) -> Any:
@@ -284,7 +284,7 @@ def test_stacked_memory_is_the_memory_that_arrives() -> None:
 
 
 def test_a_fastdata_dataset_writes_into_the_memory_that_arrives() -> None:
-    """A whole batch, also behind a Subset, is gathered into the slot; as a list of samples it shares the slot too."""
+    """A whole batch, also of a Subset, is gathered into the slot; a list of samples shares the slot too."""
     with CachedDataset(level_samples(5, (1, 2, 2), torch.int64)) as dataset:
         collate_fn = RingCollate()
         ring = _ring(collate_fn, Subset(dataset, [0]))
@@ -302,10 +302,10 @@ def test_a_fastdata_dataset_writes_into_the_memory_that_arrives() -> None:
         assert collate_fn.receiver.fresh_count == 0
 
 
-@pytest.mark.usefixtures("torchs_road_in_this_process")
+@pytest.mark.usefixtures("torchs_queue_in_this_process")
 @pytest.mark.parametrize("slots", [1, 2])
 def test_a_collate_function_may_read_more_samples_of_the_dataset(slots: int) -> None:
-    """They take the slot that comes next, or none; both batches arrive right, and every slot is free again."""
+    """They use the next free slot, or none; both batches are right, and every slot becomes free."""
     with CachedDataset(level_samples(5, (1, 2, 2), torch.int64)) as dataset:
 
         def with_more(samples: Any) -> Any:
@@ -339,7 +339,7 @@ def test_default_collate_fails_as_in_torch() -> None:
 
 
 def test_sizes_that_differ_are_named_by_worker_processes() -> None:
-    """Before a worker has a slot too, where torch's own stacking says nothing of sizes."""
+    """The error has the sizes even before a worker has a slot, where torch's stacking does not show them."""
     samples = [(torch.zeros(3, 4, 4 + i), i) for i in range(2)]
     with CachedDataset(samples) as dataset:
         loader = DataLoader(dataset, batch_size=2, num_workers=1, workers="process")
@@ -350,7 +350,7 @@ def test_sizes_that_differ_are_named_by_worker_processes() -> None:
 
 
 def test_a_users_own_tensor_collation_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A function that the user put in default_collate_fn_map stays, and after a batch torch's own is back."""
+    """A function that the user put in default_collate_fn_map stays, and torch's own is back after a batch."""
     functions = torch.utils.data._utils.collate.default_collate_fn_map
     torchs = functions[torch.Tensor]
     samples = [torch.ones(2), torch.ones(2)]
@@ -362,7 +362,7 @@ def test_a_users_own_tensor_collation_is_used(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_batch_that_cannot_be_pickled_is_an_error() -> None:
-    """What torch's queue drops in a thread, so that the loop waits forever, is raised."""
+    """The error is raised, although torch's queue would lose it in a thread and wait forever."""
     loader = DataLoader(Made(lambda: lambda: 0), num_workers=1, collate_fn=first)
     with pytest.raises(Exception, match="pickle"):
         next(iter(loader))
@@ -393,7 +393,7 @@ UNCOUNTED: dict[str, tuple[Callable[[], Any], int]] = {
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize(("make", "samples"), UNCOUNTED.values(), ids=UNCOUNTED.keys())
 def test_counting_stops_no_batch(make: Callable[[], Any], samples: int, num_workers: int) -> None:
-    """A batch whose samples cannot be counted, or not in the usual way, arrives, also through a prefetcher."""
+    """A batch whose samples cannot be counted in the usual way arrives, also through a prefetcher."""
     loader = DataLoader(Made(make), num_workers=num_workers, collate_fn=first, workers="process")
     batches = list(loader)
     assert type(batches[0]) is type(make())
@@ -405,8 +405,8 @@ def test_counting_stops_no_batch(make: Callable[[], Any], samples: int, num_work
 # Whose memory it is
 
 
-def test_memory_is_reused_when_the_last_tensor_dies(torchs_road_in_this_process: None) -> None:
-    """One slot carries batch after batch; while any tensor or array over it lives, a batch takes torch's road."""
+def test_memory_is_reused_when_the_last_tensor_is_freed(torchs_queue_in_this_process: None) -> None:
+    """One slot carries batch after batch; while a tensor or array over it exists, a batch takes torch's queue."""
     collate_fn = RingCollate(as_is, slots=1)
     ring = _ring(collate_fn)
     batch = [torch.ones(3), np.ones(3)]
@@ -424,7 +424,7 @@ def test_memory_is_reused_when_the_last_tensor_dies(torchs_road_in_this_process:
 
 @pytest.mark.parametrize("make_loader", [TorchLoader, DataLoader])
 def test_kept_batches_are_never_overwritten(make_loader: Any) -> None:
-    """All batches of two epochs, or views of them, kept past the loader and its workers, say what they said."""
+    """All batches of two epochs, or views of them, keep their values after the loader and its workers are gone."""
     collate_fn = RingCollate(slots=2) if make_loader is TorchLoader else None
     loader = make_loader(Numbers(24), batch_size=2, num_workers=2, collate_fn=collate_fn)
     kept = [(images[1:], labels) for _ in range(2) for images, labels in loader]
@@ -437,9 +437,9 @@ def test_kept_batches_are_never_overwritten(make_loader: Any) -> None:
 
 
 def test_a_batch_that_the_worker_remembers_is_not_overwritten(
-    torchs_road_in_this_process: None,
+    torchs_queue_in_this_process: None,
 ) -> None:
-    """A collate function that keeps its last batch finds it unchanged, though the parent let go of it long ago."""
+    """A collate function that keeps its last batch finds it unchanged, although the parent has freed it."""
     kept: list[torch.Tensor] = []
 
     def keep(samples: list[Any]) -> Any:
@@ -454,8 +454,8 @@ def test_a_batch_that_the_worker_remembers_is_not_overwritten(
     assert collate_fn.receiver.fresh_count > 0
 
 
-def test_a_forked_process_does_not_give_back_its_parents_slot() -> None:
-    """A child that drops the batch it inherited leaves the slot lent to its parent."""
+def test_a_forked_process_does_not_free_its_parents_slot() -> None:
+    """A child that drops an inherited batch leaves the slot leased to its parent."""
     collate_fn = RingCollate(first, slots=1)
     ring = _ring(collate_fn)
     came = [_arrive(ring.send(first, [torch.ones(3)]))]
@@ -474,7 +474,7 @@ def test_a_forked_process_does_not_give_back_its_parents_slot() -> None:
 
 
 def test_a_larger_batch_gets_a_larger_slot() -> None:
-    """Batches that grow and shrink arrive whole through one slot, and the parent lets go of its smaller memory."""
+    """Batches that grow and shrink come complete through one slot, and the parent releases smaller memory."""
     collate_fn = RingCollate(first, slots=1)
     ring = _ring(collate_fn)
     held = []
@@ -486,10 +486,10 @@ def test_a_larger_batch_gets_a_larger_slot() -> None:
     assert held[2] == held[1] < held[3] == held[4] < 1_000_000
 
 
-def test_memory_that_cannot_be_reserved_leaves_torchs_road(
-    monkeypatch: pytest.MonkeyPatch, torchs_road_in_this_process: None
+def test_memory_that_cannot_be_reserved_leaves_torchs_queue(
+    monkeypatch: pytest.MonkeyPatch, torchs_queue_in_this_process: None
 ) -> None:
-    """Where there is no memory for a slot the batch still arrives, and is counted."""
+    """Without memory for a slot the batch still arrives, and is counted."""
 
     def refuse(size_bytes: int) -> Any:
         raise MemoryBudgetError(f"{size_bytes} bytes are too many")
@@ -501,7 +501,7 @@ def test_memory_that_cannot_be_reserved_leaves_torchs_road(
 
 
 def test_a_block_with_a_name_serves_where_proc_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through temporary files, as on systems without memfd, batches arrive just so, and no file is left."""
+    """Batches arrive through temporary files too, as on systems without memfd, and no file is left."""
     create = Block.create
     monkeypatch.setattr(Block, "create", lambda size_bytes: create(size_bytes, portable=True))
     folder = Path(tempfile.gettempdir())
@@ -529,7 +529,7 @@ def test_in_the_training_loop_it_is_the_collate_function() -> None:
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 @pytest.mark.parametrize("make_loader", [TorchLoader, DataLoader])
 def test_every_start_method_works(make_loader: Any, method: str) -> None:
-    """Workers that are forked from this process, and others, serve the same batches through the ring."""
+    """Forked, spawned and forkserver workers return the same batches through the ring."""
     collate_fn = RingCollate()
     options = {"multiprocessing_context": method, "collate_fn": collate_fn}
     loader = make_loader(Numbers(5), batch_size=2, num_workers=1, **options)
@@ -538,7 +538,7 @@ def test_every_start_method_works(make_loader: Any, method: str) -> None:
 
 
 def test_persistent_workers_keep_their_slots() -> None:
-    """Later epochs, whole or broken off, need no more memory, and the report says how much it is."""
+    """Later epochs, complete or not, need no more memory, and the report shows how much it is."""
     loader = DataLoader(
         Numbers(24),
         batch_size=2,
@@ -556,17 +556,17 @@ def test_persistent_workers_keep_their_slots() -> None:
 
 
 class Told(SequentialSampler):
-    """Is told of epochs, as a DistributedSampler."""
+    """Records the epochs that it is set to, like a DistributedSampler."""
 
     def set_epoch(self, epoch: int) -> None: ...
 
 
 @pytest.mark.parametrize("begun", [0, 1])
 @pytest.mark.parametrize("name", ["_reset", "_get_data"])
-def test_workers_that_persist_go_on_after_an_interrupt(
+def test_persistent_workers_continue_after_an_interrupt(
     name: str, begun: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C while they are started, or begin an epoch, costs that one; the next is whole, and no worker is left."""
+    """Ctrl-C at the start of workers or of an epoch costs that epoch; the next is complete, and no worker is left."""
     torchs = getattr(_MultiProcessingDataLoaderIter, name)
     interrupts = [KeyboardInterrupt]
 
@@ -593,8 +593,8 @@ def test_workers_that_persist_go_on_after_an_interrupt(
     assert len(_epoch(loader)) == 4
 
 
-def test_slots_of_ended_workers_are_let_go() -> None:
-    """An untouched torch loader that starts workers every epoch holds the memory of one epoch at most."""
+def test_slots_of_ended_workers_are_released() -> None:
+    """Torch's loader, which starts workers in every epoch, holds the memory of one epoch at most."""
     collate_fn = RingCollate()
     loader = TorchLoader(Numbers(24), batch_size=2, num_workers=2, collate_fn=collate_fn)
     for _ in range(4):
@@ -604,7 +604,7 @@ def test_slots_of_ended_workers_are_let_go() -> None:
 
 
 def test_an_iterator_dropped_midway_leaves_nothing() -> None:
-    """Batches that were never fetched vanish with their workers; the fixture finds no descriptor or process."""
+    """Batches that were never fetched vanish with their workers; no descriptor or process is left."""
     collate_fn = RingCollate()
     iterator = iter(TorchLoader(Numbers(24), batch_size=2, num_workers=2, collate_fn=collate_fn))
     images, labels = next(iterator)
@@ -633,7 +633,7 @@ def test_several_loaders_share_a_collate_function() -> None:
 
 
 class Nested(Dataset[Any]):
-    """Reads its samples with a loader of its own, in the same process."""
+    """Reads its samples with its own loader, in the same process."""
 
     def __init__(self, make_loader: Any) -> None:
         self.loader = make_loader(Numbers(4), batch_size=2, collate_fn=RingCollate())
@@ -647,7 +647,7 @@ class Nested(Dataset[Any]):
 
 @pytest.mark.parametrize("make_loader", [TorchLoader, DataLoader])
 def test_a_loader_inside_a_worker_gets_batches(make_loader: Any) -> None:
-    """A loader in a worker process, made before the fork, has real batches and not parcels."""
+    """A loader inside a worker process, made before the fork, gets real batches."""
     loader = make_loader(Nested(make_loader), num_workers=1, collate_fn=RingCollate())
     assert [batch.tolist() for batch in loader] == [[[[0, 1], [2, 3]]]] * 2
 
@@ -661,7 +661,7 @@ WRAPPED = RingCollate()
 
 
 def test_called_by_another_collate_function_it_is_a_plain_one() -> None:
-    """A collate function that calls a RingCollate gets a batch that it can go on with."""
+    """A collate function that calls a RingCollate gets the batch itself."""
     loader = TorchLoader(Numbers(2), batch_size=2, num_workers=1, collate_fn=wrapped)
     assert [labels.tolist() for _, labels in loader] == [[0, 1]]
 
@@ -673,7 +673,7 @@ def test_called_by_another_collate_function_it_is_a_plain_one() -> None:
 def test_workers_are_found_whatever_torchs_functions_are_called(
     make_loader: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker loop of another name sends batches through the ring."""
+    """A worker loop with another name sends batches through the ring."""
     loop = torch_worker._worker_loop
     renamed = FunctionType(loop.__code__.replace(co_name="_run_worker"), loop.__globals__)
     monkeypatch.setattr(torch_worker, "_worker_loop", renamed)
@@ -685,10 +685,10 @@ def test_workers_are_found_whatever_torchs_functions_are_called(
     assert [labels.tolist() for _, labels in batches] == [[2, 3]]
 
 
-def test_workers_that_are_not_found_are_said_to_be_slow(
+def test_workers_that_are_not_found_warn_that_they_are_slow(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A worker loop of another module serves the same batches through its queue, and says so once."""
+    """A worker loop of another module sends the same batches through its queue, with one warning."""
     loop = torch_worker._worker_loop
     elsewhere = {**loop.__globals__, "__name__": "elsewhere"}
     monkeypatch.setattr(torch_worker, "_worker_loop", FunctionType(loop.__code__, elsewhere))
@@ -709,7 +709,7 @@ def test_workers_that_are_not_found_are_said_to_be_slow(
 
 
 def test_a_worker_that_is_a_thread_gets_the_batch_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is sent where the worker loop runs in a thread of the training process."""
+    """If the worker loop runs in a thread of the training process, nothing is sent."""
     names: dict[str, Any] = {"__name__": torch_worker.__name__}
     exec("def loop(fetcher): return fetcher.fetch([0, 1])", names)
     monkeypatch.setattr(torch_worker, "_worker_info", SimpleNamespace(dataset=None))
@@ -720,7 +720,7 @@ def test_a_worker_that_is_a_thread_gets_the_batch_itself(monkeypatch: pytest.Mon
 
 
 def test_a_torch_without_these_names_is_imported() -> None:
-    """Fastdata imports where torch's worker loop and its watch have other names."""
+    """Fastdata can be imported if torch's worker loop and its watchdog have other names."""
     script = """
         from torch.utils.data._utils import worker
         del worker._worker_loop, worker.ManagerWatchdog
@@ -742,7 +742,7 @@ class Stream(IterableDataset[Any]):
 
 @pytest.mark.parametrize("batch_size", [2, None])
 def test_streams_and_single_samples_come_through_the_ring(batch_size: int | None) -> None:
-    """An IterableDataset, batched or not, gives what torch gives, also after its first worker has ended."""
+    """An IterableDataset, batched or not, gives torch's items, also after its first worker has ended."""
     convert = collate if batch_size else default_convert
     collate_fn = RingCollate(convert)
     ours = DataLoader(Stream(), batch_size=batch_size, num_workers=2, collate_fn=collate_fn)
@@ -752,7 +752,7 @@ def test_streams_and_single_samples_come_through_the_ring(batch_size: int | None
 
 
 def test_another_thread_may_receive() -> None:
-    """Batches unpickled and copied by a thread, as pin_memory does, free their slots at once."""
+    """Batches that a thread unpickles and copies, as for pin_memory, free their slots at once."""
     ring = _ring(collate_fn := RingCollate(first, slots=1))
     came: list[torch.Tensor] = []
 
@@ -779,7 +779,7 @@ def test_pinned_batches_are_whole() -> None:
 
 
 def test_the_loader_keeps_the_users_collate_function() -> None:
-    """Clients that rebuild the loader find what the user gave, not the ring."""
+    """Libraries that rebuild the loader find the user's function, not the ring."""
     loader = DataLoader(Numbers(4), num_workers=1, collate_fn=default_collate)
     assert len(_epoch(loader)) == 4
     assert loader.collate_fn is default_collate
@@ -790,7 +790,7 @@ def test_the_loader_keeps_the_users_collate_function() -> None:
 
 
 class Deadly(Numbers):
-    """The worker that reads sample 9 is killed, once it may."""
+    """The worker that reads sample 9 is killed once the test allows it."""
 
     def __init__(self, by: signal.Signals) -> None:
         super().__init__(16)
@@ -807,7 +807,7 @@ class Deadly(Numbers):
 
 @pytest.fixture
 def killed_while_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker of a ``Deadly`` dies in the midst of waiting for it: elsewhere torch's signal handler raises.
+    """Kill the worker of a ``Deadly`` while the loop waits for it: elsewhere torch's signal handler would raise.
 
     Not before all has come that the other worker has to give, which would end the waiting.
     """
@@ -831,7 +831,7 @@ def killed_while_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("capfd", "killed_while_awaited")
 @pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGSEGV])
 def test_a_killed_worker_is_named(by: signal.Signals) -> None:
-    """The error is torch's, with the signal that ends the waiting; batches that came stay whole."""
+    """The error is torch's, with the signal, and ends the wait; earlier batches stay valid."""
     loader = DataLoader(Deadly(by), batch_size=1, num_workers=2, workers="process")
     kept = []
     with pytest.raises(RuntimeError, match=r"DataLoader worker .* exited unexpectedly") as caught:
@@ -843,7 +843,7 @@ def test_a_killed_worker_is_named(by: signal.Signals) -> None:
 
 @pytest.mark.usefixtures("killed_while_awaited")
 def test_a_killed_worker_of_an_untouched_loader_is_an_error() -> None:
-    """An untouched loader over the ring fails as without it."""
+    """Torch's loader with the ring fails as without it."""
     loader = TorchLoader(
         Deadly(signal.SIGKILL), batch_size=1, num_workers=2, collate_fn=RingCollate()
     )
@@ -862,7 +862,7 @@ def test_a_batch_whose_worker_is_gone_is_an_error() -> None:
 
 
 class Dying(Numbers):
-    """The worker that reads sample 2 loses its memory first and dies later, once it may, as a killed one does."""
+    """The worker that reads sample 2 loses its memory first and dies later, once the test allows it."""
 
     def __init__(self) -> None:
         super().__init__(8)
@@ -881,7 +881,7 @@ class Dying(Numbers):
 
 
 def test_the_end_of_a_worker_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's signal handler would raise where the workers are joined, in ``__del__``, which prints the error."""
+    """Torch's signal handler would raise while workers are joined in ``__del__``, which prints the error."""
     original = _MultiProcessingDataLoaderIter._try_get_data
 
     def try_get_data(self: Any, *args: Any) -> Any:
@@ -909,7 +909,7 @@ def test_a_ring_without_slots_is_refused() -> None:
 
 
 def test_receivers_are_forgotten_with_their_collate_function() -> None:
-    """Nothing of a RingCollate stays behind in the module."""
+    """The module keeps nothing of a deleted RingCollate."""
     receiver = weakref.ref(RingCollate().receiver)
     gc.collect()
     assert receiver() is None
@@ -917,7 +917,7 @@ def test_receivers_are_forgotten_with_their_collate_function() -> None:
 
 @pytest.mark.parametrize("when", ["forked", "worker_init_fn"])
 def test_a_worker_whose_parent_is_killed_as_it_begins_ends(when: str) -> None:
-    """Torch's watch of the parent, which begins later, would take the one that adopts it for that."""
+    """Torch's watchdog starts later, and would take the process that adopts the worker for its parent."""
     code = """
 import os, signal, sys, time
 import torch
