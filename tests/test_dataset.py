@@ -1040,7 +1040,7 @@ def test_a_concat_with_another_kind_of_dataset_warns() -> None:
         mixed = DataLoader(ConcatDataset([dataset, theirs]), batch_size=2)
         with pytest.warns(
             FastDataWarning,
-            match=r"ConcatDataset reads each sample from its CachedDataset .* wrap these in CachedDataset",
+            match=r"ConcatDataset reads each sample from its CachedDataset\. .* wrap these in CachedDataset",
         ) as warned:
             assert len(list(mixed)) == len(list(mixed))
         assert len(warned) == 1

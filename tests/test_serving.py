@@ -1,4 +1,4 @@
-"""What batches obey: methods of a subclass's own, and what is changed after a dataset was made."""
+"""Rules that all batches follow: a subclass's own methods, and changes after a dataset was made."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ EVERY_LOADER = pytest.mark.parametrize("loader_of", LOADERS.values(), ids=LOADER
 
 
 def samples(length: int = LENGTH) -> list[tuple[torch.Tensor, int]]:
-    """Image i is random and i's own; its target is i."""
+    """Return samples whose image i is random and different, and whose target is i."""
     generator = torch.Generator().manual_seed(1)
     return [
         (torch.randint(0, 256, SHAPE, dtype=torch.uint8, generator=generator), i)
@@ -60,13 +60,13 @@ def chunked(data: Any) -> ChunkedLoader:
 
 
 def epoch_of(loader: Any) -> list[torch.Tensor]:
-    """Each part of all samples of an epoch."""
+    """Return each part of all samples of an epoch."""
     columns = zip(*loader, strict=True)
     return [torch.cat([torch.as_tensor(part) for part in column]) for column in columns]
 
 
 class Numbered(CachedDataset):
-    """Gives the index as well, as many training scripts want it."""
+    """Returns the index too, as many training scripts need."""
 
     def __getitem__(self, index: int) -> Any:
         image, target = super().__getitem__(index)
@@ -79,7 +79,7 @@ class Numbered(CachedDataset):
 @EVERY_LOADER
 @pytest.mark.parametrize("storage", ["shared", "none"])
 def test_batches_are_made_of_an_own_getitem(loader_of: Callable[..., Any], storage: str) -> None:
-    """A subclass's __getitem__ makes every sample of every batch, of what the dataset without it would serve."""
+    """A subclass's __getitem__ makes every sample of every batch, from the samples of the dataset without it."""
     with (
         cached(Numbered, v1.CenterCrop((7, 5)), storage=storage) as own,
         cached(storage=storage) as plain,
@@ -98,7 +98,7 @@ def test_batches_are_made_of_an_own_getitem(loader_of: Callable[..., Any], stora
 
 @pytest.mark.parametrize("storage", ["shared", "disk"])
 def test_chunks_are_served_through_an_own_getitem(storage: str, tmp_path: Any) -> None:
-    """The chunked loader's batches are those of the DataLoader, own __getitem__ and random draws included."""
+    """The chunked loader's batches equal the DataLoader's, with the own __getitem__ and random draws."""
     kept = {"cache_dir": tmp_path, "cache_key": "x"} if storage == "disk" else {"storage": storage}
     with (
         cached(Numbered, *CROP, **kept) as own,
@@ -117,7 +117,7 @@ def test_chunks_are_served_through_an_own_getitem(storage: str, tmp_path: Any) -
 
 
 def test_an_own_getitem_draws_as_the_dataset_without_it() -> None:
-    """With any engine the crops under a subclass's __getitem__ are those of the plain dataset in the same epoch."""
+    """With any engine, crops under a subclass's __getitem__ equal those of the plain dataset in the same epoch."""
     with cached(Numbered, *CROP) as own, cached(CachedDataset, *CROP) as plain:
         for epoch in (0, 5):
             wanted = DataLoader(plain, batch_size=4)
@@ -141,7 +141,7 @@ class TwoCrops(CachedDataset):
         )
 
 
-def test_further_reads_of_an_own_getitem_are_drawn_anew() -> None:
+def test_further_reads_of_an_own_getitem_have_new_draws() -> None:
     """Two reads of one image in an item are two crops, and every engine makes the same ones."""
     with cached(TwoCrops, v1.RandomCrop((3, 2))) as own:
         epochs = []
@@ -158,7 +158,7 @@ def test_further_reads_of_an_own_getitem_are_drawn_anew() -> None:
 
 
 class Listed(CachedDataset):
-    """Gives the index as well, for whole batches."""
+    """Returns the index too, for whole batches."""
 
     def __getitems__(self, indices: Any) -> Any:
         return [
@@ -192,7 +192,7 @@ def test_own_methods_behind_a_subset_draw_as_the_dataset_without_them(
 
 
 def test_a_batch_that_an_own_method_changes_is_read_as_changed() -> None:
-    """An own __getitems__ may sort, shorten or replace the indices: the samples are those that it asks for."""
+    """An own __getitems__ may sort, shorten or replace the indices, and gets those samples."""
 
     class Sorted(CachedDataset):
         def __getitems__(self, indices: Any) -> Any:
@@ -206,7 +206,7 @@ def test_a_batch_that_an_own_method_changes_is_read_as_changed() -> None:
 
 
 def test_the_report_names_the_own_method() -> None:
-    """report() says which method keeps batches from being read whole, whoever reads them."""
+    """report() names the method that prevents whole batches, with any engine."""
 
     class Whole(CachedDataset):
         def __getitems__(self, indices: Any) -> Any:
@@ -229,7 +229,7 @@ class Shorter(CachedDataset):
 
 
 class Repeated(CachedDataset):
-    """Every sample comes three times an epoch."""
+    """Every sample comes three times in an epoch."""
 
     times = 3
 
@@ -242,7 +242,7 @@ class Repeated(CachedDataset):
 
 @EVERY_LOADER
 def test_an_own_length_is_obeyed(loader_of: Callable[..., Any]) -> None:
-    """A shorter __len__ ends the epoch earlier; a longer one with its own __getitem__ serves samples several times."""
+    """A shorter __len__ ends the epoch earlier; a longer one with its own __getitem__ repeats samples."""
     with cached(Shorter) as shorter, cached(Repeated, v1.RandomCrop((3, 2))) as repeated:
         assert epoch_of(loader_of(shorter))[1].tolist() == [0, 1, 2, 3, 4]
         images, targets = epoch_of(loader_of(repeated))
@@ -251,7 +251,7 @@ def test_an_own_length_is_obeyed(loader_of: Callable[..., Any]) -> None:
 
 
 def test_a_length_that_only_counts_more_raises() -> None:
-    """Where no __getitem__ says which samples the others are, they are an IndexError, never what lies behind."""
+    """Without a __getitem__ for the additional indices, they are an IndexError, and no other memory is read."""
 
     class Longer(CachedDataset):
         def __len__(self) -> int:
@@ -275,7 +275,7 @@ def test_a_length_that_only_counts_more_raises() -> None:
 
 @pytest.mark.parametrize("name", ["inline", "processes"])
 def test_an_own_getitem_may_take_any_index(name: str) -> None:
-    """What a sampler gives reaches a subclass's __getitem__ as it is: pairs of number and size, for one."""
+    """A subclass's __getitem__ gets a sampler's items unchanged, such as pairs of number and size."""
 
     class Sized(CachedDataset):
         def __getitem__(self, index: Any) -> Any:
@@ -294,7 +294,7 @@ def test_an_own_getitem_may_take_any_index(name: str) -> None:
 
 @pytest.mark.parametrize("wrong", [1.0, "1", None, (1, 2)])
 def test_an_index_that_is_no_whole_number_raises_torchs_error(wrong: Any) -> None:
-    """A float or a text is a TypeError, alone and in a batch, of a sampler or a Subset: never cut to a number."""
+    """A float or a string, alone, in a batch or in a Subset, is a TypeError and never rounded."""
     with cached() as dataset:
         for read in (dataset.__getitem__, lambda index: dataset.__getitems__([0, index])):
             with pytest.raises(TypeError):
@@ -327,7 +327,7 @@ def _tenfold(target: int) -> int:
 
 @EVERY_LOADER
 def test_a_step_changed_in_place_counts_from_the_next_epoch(loader_of: Callable[..., Any]) -> None:
-    """Another probability, a step more, and another list of steps are what the next epoch does."""
+    """The next epoch uses another probability, an added step, and another list of steps."""
     with cached(CachedDataset, v1.RandomHorizontalFlip(0.0)) as dataset, chunked(dataset) as chunks:
         steps = dataset.transform.transforms
         stored = torch.stack([image for image, _ in samples()])
@@ -358,7 +358,7 @@ def test_a_step_changed_in_place_counts_from_the_next_epoch(loader_of: Callable[
 def test_arguments_changed_in_place_are_noticed(
     make: Callable[[], Any], change: Callable[[Any], Any]
 ) -> None:
-    """A value inside a list, a tensor or an array of a step is seen as well, by batches and single samples."""
+    """Batches and single samples use a changed value inside a list, a tensor or an array of a step."""
     with cached(CachedDataset, v1.ConvertImageDtype(torch.float32), make()) as dataset:
         before = dataset[3][0]
         change(dataset.transform.transforms[1])
@@ -392,7 +392,7 @@ class Flips(torch.nn.Module):
 
 
 class MoreFlips(Flips):
-    """Inherits what does more than to call a step."""
+    """Inherits a step, and does more than to call it."""
 
 
 @pytest.mark.parametrize(
@@ -413,7 +413,7 @@ class MoreFlips(Flips):
     ],
 )
 def test_a_step_changed_on_its_object_is_run_as_it_is(make: Callable[[], Any]) -> None:
-    """A method or hook of one object's own, and what its class calls around ``forward``, are never passed over."""
+    """A method or hook of an object, and code that its class runs around ``forward``, are always run."""
     image = samples()[3][0]
     with cached(CachedDataset, make()) as dataset:
         assert torch.equal(dataset[3][0], dataset.transform(image))
@@ -423,7 +423,7 @@ def test_a_step_changed_on_its_object_is_run_as_it_is(make: Callable[[], Any]) -
 
 
 def test_a_hook_added_later_is_noticed() -> None:
-    """It counts from the next epoch, as does taking it away."""
+    """It counts from the next epoch, and so does its removal."""
     with cached(CachedDataset, v2.RandomVerticalFlip(1.0)) as dataset:
         flipped = samples()[3][0].flip(-2)
         assert torch.equal(dataset[3][0], flipped)
@@ -452,7 +452,7 @@ def test_a_hook_added_later_is_noticed() -> None:
 def test_a_change_in_place_within_another_step_is_noticed(
     within: Callable[[Any, Any], Any], api: Any
 ) -> None:
-    """A value of a step within others, however deep, is what the next epoch obeys."""
+    """The next epoch uses a changed value of a step inside others, at any depth."""
     step = api.RandomVerticalFlip(0.0)
     with cached(CachedDataset, within(api, step)) as dataset:
         image = samples()[3][0]
@@ -463,7 +463,7 @@ def test_a_change_in_place_within_another_step_is_noticed(
 
 
 class Turning:
-    """Calls a step that lies elsewhere, as whoever trains by stages may have it."""
+    """Calls a step that is stored elsewhere, as in training with several stages."""
 
     turn: Any
 
@@ -497,7 +497,7 @@ def _global() -> tuple[Any, Callable[[Any], None]]:
 def test_a_step_that_a_function_reads_elsewhere_is_the_one_that_is_there_now(
     make: Callable[[], Any],
 ) -> None:
-    """A function, a method or a lambda that calls what lies outside of it is asked in each epoch."""
+    """In each epoch, a function, method or lambda uses the present step from outside of it."""
     transform, change = make()
     with cached(CachedDataset, transform) as dataset:
         image = samples()[3][0]
@@ -509,7 +509,7 @@ def test_a_step_that_a_function_reads_elsewhere_is_the_one_that_is_there_now(
 
 
 def test_a_preset_changed_in_place_is_noticed() -> None:
-    """The attributes of what ``weights.transforms()`` gives count, as those of its steps would."""
+    """The next epoch uses changed attributes of ``weights.transforms()``."""
     preset = ImageClassification(crop_size=3, resize_size=4, mean=(0.0,) * 3, std=(1.0,) * 3)
     images = [(Image.fromarray(np.arange(48, dtype=np.uint8).reshape(4, 4, 3)), 0)] * 4
     with CachedDataset(images, transform=preset) as dataset:
@@ -522,7 +522,7 @@ def test_a_preset_changed_in_place_is_noticed() -> None:
 
 @pytest.mark.parametrize("storage", ["shared", "none"])
 def test_a_change_in_place_behind_an_unknown_step_is_noticed(storage: str) -> None:
-    """Known steps that follow one that runs per sample are served in batches, as they are now."""
+    """Changed known steps after an unknown one run on whole batches with their new values."""
 
     class Own:
         def __call__(self, image: Any) -> Any:
@@ -544,7 +544,7 @@ def test_a_change_in_place_behind_an_unknown_step_is_noticed(storage: str) -> No
 
 
 def test_stored_steps_changed_in_place_are_refused() -> None:
-    """Where samples are stored after a step, changing it is an error for every reader; undoing it mends all."""
+    """Changing a step after which samples are stored is an error for every reader; undoing it ends the error."""
     with cached(CachedDataset, v1.CenterCrop((4, 6)), v1.RandomHorizontalFlip(1.0)) as dataset:
         steps = dataset.transform.transforms
         steps[0].size = (2, 2)
@@ -571,8 +571,8 @@ def test_stored_steps_changed_in_place_are_refused() -> None:
             dataset[0]
 
 
-def test_steps_of_samples_that_are_kept_nowhere_may_change() -> None:
-    """The next epoch of any loader is read after the steps as they are then."""
+def test_steps_of_samples_that_are_not_stored_may_change() -> None:
+    """The next epoch of any loader uses the changed steps."""
     with (
         cached(CachedDataset, v1.CenterCrop((4, 6)), storage="none") as dataset,
         chunked(dataset) as loader,
@@ -609,7 +609,7 @@ EPOCHS = pytest.mark.parametrize("loader_of", [inline, threaded, prefetched, of_
 def test_an_epoch_serves_the_transform_that_it_began_with(
     first: Any, step: Any, storage: str, loader_of: Callable[..., Any]
 ) -> None:
-    """A transform that is assigned within an epoch, of another shape too, counts from the next one."""
+    """A transform that is assigned during an epoch, also of another shape, counts from the next one."""
     with cached(CachedDataset, first, storage=storage) as dataset:
         loader = loader_of(dataset)
         wanted = {label: first(image) for image, label in samples()}
@@ -626,7 +626,7 @@ def test_an_epoch_serves_the_transform_that_it_began_with(
 @EPOCHS
 @pytest.mark.parametrize("storage", ["shared", "compressed", "none"])
 def test_closing_a_dataset_ends_its_epochs(storage: str, loader_of: Callable[..., Any]) -> None:
-    """The next batch is a StoreGoneError; those that were handed over stay as they are."""
+    """The next batch is a StoreGoneError; earlier batches stay valid."""
     with cached(CachedDataset, v1.RandomCrop((4, 3)), storage=storage) as dataset:
         loader = loader_of(dataset)
         batches = iter(loader)
@@ -643,7 +643,7 @@ def test_closing_a_dataset_ends_its_epochs(storage: str, loader_of: Callable[...
 def test_a_batch_that_is_being_read_keeps_its_samples(
     storage: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Closed while the core reads, a dataset gives its memory back behind that batch, and not before."""
+    """A dataset that is closed while the core reads frees its memory after that batch, and not before."""
     serve, mapped = program.serve, "memfd:fastdata" if storage == "shared" else str(tmp_path)
     kept_on_disk = {"cache_dir": tmp_path, "cache_key": "samples"} if storage == "disk" else {}
     before = Path("/proc/self/maps").read_text().count(mapped)
@@ -671,7 +671,7 @@ VIEWS = Views(
 
 
 def views_of(loader: Any) -> list[torch.Tensor]:
-    """Each view of all samples of an epoch."""
+    """Return each view of all samples of an epoch."""
     batches = [images for images, _ in loader]
     assert {type(views) for views in batches} == {list}
     return [torch.cat(view) for view in zip(*batches, strict=True)]
@@ -680,7 +680,7 @@ def views_of(loader: Any) -> list[torch.Tensor]:
 @EVERY_LOADER
 @pytest.mark.parametrize("storage", ["shared", "compressed"])
 def test_views_are_whole_batches_of_their_own(loader_of: Callable[..., Any], storage: str) -> None:
-    """Each view is one tensor of its own shape and dtype, a sample's own at that, whatever reads it; all draw anew."""
+    """With any engine each view is one tensor with its own shape and dtype, and has its own draws."""
     with cached(storage=storage).with_transform(VIEWS) as dataset:
         assert dataset.reader().obstacle is None
         dataset.set_epoch(0)
@@ -721,7 +721,7 @@ class Crops:
     ],
 )
 def test_callables_that_return_several_crops_are_read_as_views(transform: Any, kind: type) -> None:
-    """Two calls in one list or tuple, and views behind steps that all share, are served as Views of these."""
+    """Two calls in one list or tuple, and views after shared steps, are read as Views of these."""
     with (
         cached().with_transform(transform) as dataset,
         cached(batch_ops=False).with_transform(transform) as plain,
@@ -759,7 +759,7 @@ SPLIT = {
 def test_views_with_a_step_that_is_not_known(
     name: str, storage: str, loader_of: Callable[..., Any]
 ) -> None:
-    """What is before and behind such a step is served, and each view is what its own steps make of the sample."""
+    """Steps before and after an unknown one run on whole batches, and each view has the result of its own steps."""
     images = [Image.fromarray(image.permute(1, 2, 0).numpy()) for image, _ in samples()]
     pairs, transform = [(image, k) for k, image in enumerate(images)], SPLIT[name]
     if name == "PIL images":
@@ -783,7 +783,7 @@ def test_views_with_a_step_that_is_not_known(
 
 
 def test_known_steps_around_one_that_is_not_give_whole_batches() -> None:
-    """Neither a published blur nor what each view ends with costs the core's work on all other steps."""
+    """The core runs all known steps around a published blur, and at the end of each view."""
     image = Image.fromarray(samples()[0][0].permute(1, 2, 0).numpy())
     with CachedDataset([(image, 0)] * 4, transform=SPLIT["both"]) as dataset:
         first, second = (views for views, _ in dataset.__getitems__([0, 1]))
@@ -792,7 +792,7 @@ def test_known_steps_around_one_that_is_not_give_whole_batches() -> None:
 
 
 def test_encoded_samples_are_decoded_once_for_all_views() -> None:
-    """A codec is asked once for each sample of a batch, however many views are made of it."""
+    """The codec decodes each sample of a batch once, however many views it has."""
     decoded = []
 
     class Counting:
@@ -811,8 +811,8 @@ def test_encoded_samples_are_decoded_once_for_all_views() -> None:
         assert len(decoded) == 3
 
 
-def test_files_that_are_kept_nowhere_give_whole_batches_of_views(image_folder: FolderMaker) -> None:
-    """Without storage each view is what the core makes of the decoded file, as the store would serve it."""
+def test_files_that_are_not_stored_give_whole_batches_of_views(image_folder: FolderMaker) -> None:
+    """Without storage each view has the same pixels as from a store."""
     root, views = (
         image_folder(),
         Views(v1.Compose([v1.Resize(9), v1.RandomCrop(8), v1.PILToTensor()]), SMALL),
@@ -827,7 +827,7 @@ def test_files_that_are_kept_nowhere_give_whole_batches_of_views(image_folder: F
 
 
 def test_an_argument_changed_in_a_view_is_noticed() -> None:
-    """The steps within views are looked at before each epoch, as those of any transform."""
+    """The steps inside views are compared before each epoch, like those of any transform."""
     with cached().with_transform(Views(v1.CenterCrop(4), v1.CenterCrop(3))) as dataset:
         dataset.transform.transforms[1].size = (2, 2)
         assert views_of(DataLoader(dataset, batch_size=4))[1].shape == (LENGTH, 3, 2, 2)
@@ -869,7 +869,7 @@ FIXED: dict[str, Any] = {
 def pairs(
     kind: str = "pil", size: tuple[int, int] = (20, 18), length: int = 5
 ) -> list[tuple[Any, Any]]:
-    """Random images, as PIL's or tensors, and masks of 21 classes."""
+    """Return random images, PIL or tensors, and masks of 21 classes."""
     generator = torch.Generator().manual_seed(2)
     made = []
     for _ in range(length):
@@ -891,7 +891,7 @@ def paired(samples: Any, *steps: Any, **options: Any) -> CachedDataset:
 @pytest.mark.parametrize("kind", ["pil", "tensor"])
 @pytest.mark.parametrize("step", FIXED.values(), ids=FIXED)
 def test_masks_move_as_torchvision_moves_them(step: Any, kind: str) -> None:
-    """Where nothing is left to chance, the masks of a batch are bit-equal to those of v2, and its images as ever."""
+    """Without random draws, the masks and images of a batch are bit-equal to v2's."""
     with paired(pairs(kind), step, *TO_PAIR) as dataset:
         assert dataset.reader().obstacle is None
         images, masks = next(iter(DataLoader(dataset, batch_size=5)))
@@ -922,7 +922,7 @@ EXACT = v1.InterpolationMode.NEAREST_EXACT
     ids=repr,
 )
 def test_rare_arguments_do_to_masks_what_they_do_in_torchvision(step: Any) -> None:
-    """Also where v2 treats a mask as it does the image: served so, or as written."""
+    """They have torchvision's effect, in whole batches or as written, even if v2 treats a mask like an image."""
     with paired(pairs("tensor"), step) as dataset:
         for served, pair in zip(dataset, pairs("tensor"), strict=True):
             for got, wanted in zip(served, step(*pair), strict=True):
@@ -955,7 +955,7 @@ def test_rare_arguments_do_to_masks_what_they_do_in_torchvision(step: Any) -> No
     ],
 )
 def test_image_and_mask_share_their_draws(steps: list[Any], loader_of: Callable[..., Any]) -> None:
-    """An image that shows its mask still does after any random geometry, and a sample alone is that of its batch."""
+    """A mask that equals its image still does after any random geometry, and a single sample equals its batch."""
     shown = [
         (tv_tensors.Image(mask.expand(3, -1, -1)), mask)
         for _, mask in pairs("tensor", length=LENGTH)
@@ -973,7 +973,7 @@ def test_image_and_mask_share_their_draws(steps: list[Any], loader_of: Callable[
 
 
 def test_pairs_of_many_sizes_are_whole_batches() -> None:
-    """Images and masks that are kept in their own sizes, or encoded, come out as they do one by one."""
+    """Images and masks stored in their own sizes, or encoded, equal those that are read one by one."""
     samples = [pairs("tensor", (14 + i, 20 - i), 1)[0] for i in range(8)]
     steps = [v2.RandomResizedCrop((9, 7)), v2.RandomHorizontalFlip(), *TO_PAIR]
     batches = []
@@ -1047,8 +1047,10 @@ class OwnStep(v2.Transform):
         ),
     ],
 )
-def test_unserved_pairs_say_why(transforms: Any, samples: Any, reason: str) -> None:
-    """What is not for whole batches of image and mask runs as written on each pair, and the plan says why."""
+def test_pairs_without_whole_batches_have_a_reason(
+    transforms: Any, samples: Any, reason: str
+) -> None:
+    """Transforms that cannot run on whole batches run as written on each pair, and the plan has the reason."""
     with CachedDataset(samples, transforms=transforms) as dataset:
         assert reason in (dataset.reader().obstacle or "")
         assert dataset.plan.per_sample == (transforms,)

@@ -118,7 +118,7 @@ def _rebuilt(value: Any, parts: list[Any]) -> Any:
             return dict(zip(value, parts, strict=True))
     new = copy.copy(value)
     for field, part in zip(dataclasses.fields(value), parts, strict=True):
-        # Also for a frozen dataclass: nobody else has seen the copy yet.
+        # Also for a frozen dataclass: no other code has seen the copy yet.
         object.__setattr__(new, field.name, part)
     return new
 
