@@ -828,7 +828,9 @@ def closed_while_threads_read(sim: Sim) -> None:
         for _ in range(rng(sim).randrange(60)):
             scheduler.point()
         batches.close()
+        sim.on_copy = lambda: sim.violation("a batch is copied after the epoch was closed")
         thread.join()
+        sim.on_copy = lambda: None
         made.append(found)
     for found in made:
         check(found, right[: len(found)])
