@@ -1228,6 +1228,7 @@ class Sim:
             threads.Lock = SimLock
             put(copy_thread, SimpleQueue=SimQueue)
             put(iterators, ThreadPoolExecutor=SimExecutor)
+        put(pinned, threading=threads)
         put(copy_thread, threading=threads)
         put(loop_copies, threading=threads)
         was_enabled = is_scheduled and gc.isenabled()

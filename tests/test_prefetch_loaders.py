@@ -21,6 +21,7 @@ from data import level_samples
 from fastdata import CachedDataset, CudaPrefetcher, DataLoader, RingCollate
 from fastdata.loaders import loop_copies
 from fastdata.loaders.iterators import BatchMaker
+from fastdata.loaders.pinned import allocated_bytes
 from fastdata.machine import limits
 from fastdata.machine.budget import RESERVE_SHARE
 from fastdata.machine.limits import Available
@@ -84,6 +85,34 @@ def test_gathered_images_are_written_once(
         assert (report.in_place_bytes, report.staged_bytes) == (23 * 60, 23 * 8)
         assert (report.pageable_bytes, report.fresh_batches) == (0, 0)
     assert report.path.startswith("whole batches")
+
+
+def test_the_ring_is_pinned_before_the_first_batch(dataset: CachedDataset, gpu: Sim) -> None:
+    """All of its slots are, so that no step is held up by a driver that pins; later epochs pin nothing."""
+    batches = on_device(DataLoader(dataset, batch_size=4, num_workers=2))
+    iterator = iter(batches)
+    next(iterator)
+    slots = 2 * 2 + 1 + 3  # two threads, two batches ahead each, one that is read, three held
+    pinned = gpu.counts["cudaHostAlloc"]
+    assert pinned >= slots
+    for _ in iterator:
+        pass
+    values(batches)
+    assert gpu.counts["cudaHostAlloc"] <= pinned + 4  # labels
+    batches.close()
+    assert batches.report().pinned_bytes == 0
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_pinned_sizes_follow_the_allocators_settings(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Sizes are powers of two, up to the threshold that the user has set."""
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    assert list(map(allocated_bytes, (0, 1, 3, 4096, 5 << 20))) == [1, 1, 4, 4096, 8 << 20]
+    monkeypatch.setenv(name, "expandable_segments:True,pinned_max_round_threshold_mb:4")
+    assert list(map(allocated_bytes, (3 << 20, 5 << 20))) == [4 << 20, 5 << 20]
 
 
 def test_gathered_batches_that_are_held_are_never_overwritten(

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
+import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -51,6 +53,8 @@ class PinnedMemory:
         self._device = device
         self._ring_reason = ""
         self._refusal = ""
+        self._lock = threading.Lock()  # held to pin the ring
+        self._spares: list[Array] = []  # buffers of the ring that are pinned, and not used yet
         self._warnings: dict[str, bool] = {}  # text -> whether it was given
 
     @property
@@ -60,22 +64,51 @@ class PinnedMemory:
         return "; ".join(reasons) or "nothing pinned yet"
 
     def allocate(self, size_bytes: int) -> Array:
-        """Return uint8 memory for one of the ring's buffers, pinned if all of them may be."""
+        """Return uint8 memory for one of the ring's buffers, pinned if all of them may be.
+
+        The first call pins all buffers, for the batch that the training loop waits for anyway. To
+        pin one later holds up the kernels of a step, which need the driver's lock (45 ms on an
+        H100).
+        """
         # Called in threads of the loader.
         begin_thread(self._device)
-        need_bytes = self.ring_slots * allocated_bytes(size_bytes)
-        # All buffers are pinned or none: the first one asks for the memory of all of them.
-        if need_bytes > self.ring_bytes:
-            budget = budget_bytes(limits.available_bytes())
-            plan = choose_pinning(need_bytes, budget, has_accelerator=True)
-            self._ring_reason = f"ring {plan.reason}"
-            if not plan.pin:
+        with self._lock:
+            while self._spares:
+                spare = self._spares.pop()
+                if spare.nbytes >= size_bytes:
+                    return spare
+            if not self._may_pin(self.ring_slots * allocated_bytes(size_bytes)):
                 return np.empty(size_bytes, np.uint8)
+            is_first = not self.ring_bytes
+            pinned = self._pin_bytes(size_bytes)
+            if pinned is None:
+                return np.empty(size_bytes, np.uint8)
+            self.ring_bytes = max(self.ring_slots * allocated_bytes(size_bytes), self.ring_bytes)
+            if is_first:
+                others = [self._pin_bytes(size_bytes) for _ in range(self.ring_slots - 1)]
+                self._spares = [other for other in others if other is not None]
+            return pinned
+
+    def _may_pin(self, need_bytes: int) -> bool:
+        """Decide whether all buffers of the ring may be pinned, or none."""
+        if need_bytes <= self.ring_bytes:
+            return True
+        plan = choose_pinning(
+            need_bytes, budget_bytes(limits.available_bytes()), has_accelerator=True
+        )
+        self._ring_reason = f"ring {plan.reason}"
+        return plan.pin
+
+    def _pin_bytes(self, size_bytes: int) -> Array | None:
         pinned = self.pin(torch.empty(size_bytes, dtype=torch.uint8, device="cpu"))
-        if pinned is None:
-            return np.empty(size_bytes, np.uint8)
-        self.ring_bytes = max(need_bytes, self.ring_bytes)
-        return pinned.numpy()
+        return None if pinned is None else pinned.numpy()
+
+    def forget(self) -> None:
+        """Give back the buffers that are not used, and count from 0 again."""
+        with self._lock:
+            self._spares.clear()
+            self.ring_bytes = 0
+            self.copies_bytes = 0
 
     def pin(self, like: torch.Tensor) -> torch.Tensor | None:
         """Return dense pinned memory for such a tensor; None if the driver refuses."""
@@ -218,7 +251,15 @@ def begin_thread(device: torch.device) -> None:
 
 
 def allocated_bytes(size_bytes: int) -> int:
-    """Return what torch's allocator takes for pinned memory: the next power of two."""
+    """Return what torch's allocator takes for pinned memory.
+
+    It is the next power of two, unless the user's allocator settings limit that:
+    ``PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:16`` has larger blocks taken as they are.
+    """
+    settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    limits_mib = re.findall(r"pinned_max_(?:round_threshold|cached_size)_mb:(\d+)", settings)
+    if any(size_bytes > int(limit_mib) << 20 for limit_mib in limits_mib):
+        return size_bytes
     return 1 << max(size_bytes - 1, 0).bit_length()
 
 

@@ -293,8 +293,7 @@ class CudaPrefetcher:
             iterator.close()
         self._ring = None
         if self._pinned is not None:
-            self._pinned.ring_bytes = 0
-            self._pinned.copies_bytes = 0
+            self._pinned.forget()
             self._ops.close()
 
     def __enter__(self) -> Self:
