@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from data import ArrayStore
+from fastdata import plan_transform
 from fastdata.pixels.program import Program
 from fastdata.pixels.samples import Form, from_stored, to_stored
-from fastdata.pixels.split import plan_transform
 from fastdata.pixels.state import State
 from fastdata.pixels.steps import Step
 

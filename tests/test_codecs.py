@@ -15,7 +15,8 @@ from PIL import ImageFile
 
 from children import run_elsewhere
 from conftest import shown
-from fastdata.errors import CodecError, FastDataError
+from fastdata import FastDataError
+from fastdata.errors import CodecError
 from fastdata.stores.codecs import (
     KNOWN_CODECS,
     Codec,

@@ -45,8 +45,7 @@ from children import (
 )
 from conftest import shown
 from data import level_samples
-from fastdata import CachedDataset, CudaPrefetcher, DataLoader
-from fastdata.errors import FastDataWarning
+from fastdata import CachedDataset, CudaPrefetcher, DataLoader, FastDataWarning
 from fastdata.machine import limits
 
 INLINE = {"num_workers": 0}

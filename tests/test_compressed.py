@@ -20,10 +20,7 @@ from children import send_class_of_target
 from conftest import shown
 from fastdata import CachedDataset, DataLoader, ImageFolder, collate
 from fastdata.errors import MemoryBudgetError, SampleError
-from fastdata.sources.items import DatasetSource
 from fastdata.stores.codecs import JpegCodec
-from fastdata.stores.forecast import forecast
-from fastdata.stores.preparer import Preparer, Steps
 
 Folder = Callable[..., Path]
 LOSSLESS = ["source", "lz4", "zstd"]
@@ -582,9 +579,9 @@ def test_a_report_has_the_results_of_each_codec(image_folder: Folder) -> None:
 def test_a_forecast_of_pairs_counts_both_parts() -> None:
     """The needed bytes are those of images and masks together."""
     pairs = [(np.zeros((3, 4), np.uint8), np.zeros((4, 4), np.int32))] * 5
-    expected = forecast(Preparer(DatasetSource(pairs), Steps(())))
-    assert expected.raw.part_bytes == (5 * 12, 5 * 64)
-    assert (expected.layout.is_tuple, expected.layout.target_is_part) == (False, True)
+    with CachedDataset(pairs, storage="none") as dataset:
+        report = dataset.storage_report()
+        assert report.raw_bytes == 5 * (12 + 64)
 
 
 @pytest.mark.parametrize("storage", ["shared", "compressed"])

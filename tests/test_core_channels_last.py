@@ -15,9 +15,15 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, default_collate
 from torchvision.transforms import v2
 
 from data import ArrayStore, Stream
-from fastdata import CachedDataset, CudaPrefetcher, DataLoader, ImageFolder, RingCollate
+from fastdata import (
+    CachedDataset,
+    CudaPrefetcher,
+    DataLoader,
+    ImageFolder,
+    RingCollate,
+    plan_transform,
+)
 from fastdata.pixels.program import Program
-from fastdata.pixels.split import plan_transform
 from test_transforms import images
 
 LAST = torch.channels_last

@@ -17,13 +17,13 @@ from PIL import Image, ImageFile, ImageOps
 from torchvision import transforms as v1
 
 from data import ArrayStore
+from fastdata import plan_transform
 from fastdata.pixels.core.calls import Samples
 from fastdata.pixels.core.jpeg import Jpeg
 from fastdata.pixels.core.library import load
 from fastdata.pixels.decode import OpenedImages, decode_image, open_libjpeg
 from fastdata.pixels.program import Program
 from fastdata.pixels.samples import SampleSpec, addresses_of
-from fastdata.pixels.split import plan_transform
 from fastdata.pixels.steps import Step
 from test_core_programs import FILTERS, GEOMETRY, SIDES
 

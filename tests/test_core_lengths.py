@@ -9,10 +9,10 @@ import pytest
 from torchvision import transforms as v1
 
 from data import ArrayStore
+from fastdata import plan_transform
 from fastdata.pixels.decode import OpenedImages, encode_jpeg, open_libjpeg
 from fastdata.pixels.program import Program
 from fastdata.pixels.samples import addresses_of
-from fastdata.pixels.split import plan_transform
 from test_transforms import images as make_images
 
 SIDE_PX, CROP_PX, BATCH, GUARD = 9, 6, 4, 170

@@ -15,9 +15,8 @@ from torchvision import transforms as v1
 from torchvision.transforms import v2
 
 from data import ArrayStore
-from fastdata import CachedDataset, DataLoader
+from fastdata import CachedDataset, DataLoader, plan_transform
 from fastdata.pixels.program import Program
-from fastdata.pixels.split import plan_transform
 from test_steps import LEVELS
 from test_transforms import EPOCH, SEED, reference, to_form
 

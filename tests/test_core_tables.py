@@ -10,12 +10,12 @@ import pytest
 from torchvision import transforms as v1
 
 from data import ArrayStore
+from fastdata import plan_transform
 from fastdata.pixels.core.calls import CoreError, Keys, Table, draw
 from fastdata.pixels.core.library import load
 from fastdata.pixels.program import Program
 from fastdata.pixels.random_numbers import draw_integers, draw_uniform, sample_keys
 from fastdata.pixels.samples import SampleSpec
-from fastdata.pixels.split import plan_transform
 from fastdata.pixels.steps import Step, child, sequence
 from fuzz_core import run_once
 from test_transforms import images

@@ -23,8 +23,8 @@ from torchvision import transforms as v1
 
 from children import Compose, PILToTensor
 from conftest import shown
-from fastdata import DataLoader, ImageFolder, ImageManifest
-from fastdata.errors import FastDataError, IngestError, MemoryBudgetError, SampleError
+from fastdata import DataLoader, FastDataError, ImageFolder, ImageManifest
+from fastdata.errors import IngestError, MemoryBudgetError, SampleError
 from fastdata.machine.blocks import Block
 from fastdata.pixels.resize import Resize
 from leftovers import open_descriptors

@@ -16,10 +16,10 @@ from torchvision import tv_tensors
 from torchvision.transforms import v2
 from torchvision.transforms._presets import ImageClassification
 
-from fastdata import Views
+from fastdata import Views, plan_transform
 from fastdata.pixels.plan import TransformPlan
 from fastdata.pixels.resize import Resize
-from fastdata.pixels.split import leading_transforms, plan_transform
+from fastdata.pixels.split import leading_transforms
 from fastdata.pixels.transform_keys import describe_transforms
 
 NORM = ((0.5, 0.4, 0.3), (0.2, 0.3, 0.4))

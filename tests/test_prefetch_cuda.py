@@ -18,8 +18,8 @@ from torchvision import transforms as v1
 from torchvision.transforms import v2
 
 from data import Levels
-from fastdata import CachedDataset, CudaPrefetcher, DataLoader
-from fastdata.errors import DeviceError, FastDataWarning, MemoryBudgetError
+from fastdata import CachedDataset, CudaPrefetcher, DataLoader, FastDataWarning
+from fastdata.errors import DeviceError, MemoryBudgetError
 from fastdata.loaders import resident
 
 pytestmark = pytest.mark.cuda

@@ -22,8 +22,8 @@ import psutil
 import pytest
 from PIL import Image
 
-from fastdata import CachedDataset, FastDataWarning, ImageFolder
-from fastdata.errors import CacheError, FastDataError, IngestError, MemoryBudgetError, SampleError
+from fastdata import CachedDataset, FastDataError, FastDataWarning, ImageFolder
+from fastdata.errors import CacheError, IngestError, MemoryBudgetError, SampleError
 from fastdata.machine import limits
 from fastdata.pixels.samples import SampleSpec
 from fastdata.stores.writer import Writer, WriterPlan

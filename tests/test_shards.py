@@ -23,8 +23,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from children import open_noted
 from data import save_image
-from fastdata import CachedDataset, ImageFolder
-from fastdata.errors import FastDataError, IngestError, SampleError
+from fastdata import CachedDataset, FastDataError, ImageFolder
+from fastdata.errors import IngestError, SampleError
 from fastdata.sources.remote import Place
 from fastdata.stores.cache import INDEX, Cache
 from fastdata.stores.shards import samples_per_shard

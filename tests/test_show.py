@@ -14,7 +14,7 @@ from PIL import Image
 from fastdata import CachedDataset, DataLoader, Views
 from fastdata.report import EpochReport
 from fastdata.tools.__main__ import main
-from fastdata.tools.diagnosis import Diagnosis
+from fastdata.tools.diagnose import Diagnosis
 
 pytest.importorskip("matplotlib")
 torchvision = pytest.importorskip("torchvision")

@@ -19,11 +19,10 @@ from torchvision.transforms.v2 import functional as F  # noqa: N812
 
 from conftest import shown
 from data import ArrayStore
-from fastdata import CachedDataset, DataLoader
+from fastdata import CachedDataset, DataLoader, plan_transform
 from fastdata.errors import SampleError
 from fastdata.pixels.program import Program
 from fastdata.pixels.random_numbers import draw_uniform, sample_keys
-from fastdata.pixels.split import plan_transform
 
 SEED, EPOCH = 11, 3
 NORM = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))

@@ -19,11 +19,11 @@ from torchvision.transforms import v2
 
 from conftest import shown
 from data import ArrayStore
+from fastdata import plan_transform
 from fastdata.loaders.device import Form, ToFloats
 from fastdata.loaders.window import Window, window_obstacle
 from fastdata.pixels.program import Program
 from fastdata.pixels.samples import SampleSpec
-from fastdata.pixels.split import plan_transform
 from test_transforms import (
     EPOCH,
     NORM,

@@ -44,8 +44,8 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from data import level_samples
-from fastdata import CachedDataset, CudaPrefetcher, DataLoader, SampleBatch, collate
-from fastdata.datasets.transport import RingCollate, WorkerRing
+from fastdata import CachedDataset, CudaPrefetcher, DataLoader, RingCollate, SampleBatch, collate
+from fastdata.datasets.transport import WorkerRing
 from fastdata.errors import MemoryBudgetError, StoreGoneError
 from fastdata.machine.blocks import Block
 
