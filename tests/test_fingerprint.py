@@ -1,4 +1,4 @@
-"""Fingerprints tell caches apart: transforms, datasets and their labels by everything that they do."""
+"""Fingerprints distinguish caches: transforms, datasets and labels that differ in any effect have different ones."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Folder = Callable[..., Path]
 
 
 def module(text: str) -> Any:
-    """A module of the user's own, as a script is."""
+    """A user's own module, such as a script."""
     made = types.ModuleType("mine")
     exec(textwrap.dedent(text), vars(made))
     return made
@@ -67,7 +67,7 @@ class Slotted:
 
 
 class Forgetful(Slotted):
-    """Its pickle leaves out what it does."""
+    """A step whose pickle leaves out its effect."""
 
     def __init__(self, by: int) -> None:
         super().__init__(0)
@@ -170,7 +170,7 @@ def first_pixels(dataset: Any) -> np.ndarray:
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_steps_that_differ_in_one_value_share_no_cache(image_folder: Folder, name: str) -> None:
-    """Each serves its own pixels, and one that is made anew finds its cache again."""
+    """Each cache has its own pixels, and an equal new step finds its cache again."""
     root = image_folder(classes=("a",), size=(8, 6))
     save_image(root / "a" / "000.jpg", 3, (8, 6))
     options: dict[str, Any] = {
@@ -191,7 +191,7 @@ def test_steps_that_differ_in_one_value_share_no_cache(image_folder: Folder, nam
 
 
 def test_resized_tensors_differ_by_who_resizes_and_how(tmp_path: Path) -> None:
-    """Of tensors v1, v2 and ``antialias=`` each have a cache of their own: they give other pixels."""
+    """v1, v2 and each ``antialias=`` have separate caches for tensors, because their pixels differ."""
     image = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (3, 24, 20), np.uint8))
     options: dict[str, Any] = {
         "cache_dir": tmp_path,
@@ -206,7 +206,7 @@ def test_resized_tensors_differ_by_who_resizes_and_how(tmp_path: Path) -> None:
 
 
 def test_a_step_assigned_later_is_told_by_all_its_values(image_folder: Folder) -> None:
-    """Samples are prepared again for a step that differs in what its repr does not show."""
+    """Samples are prepared again for a step that differs in a value which its repr does not show."""
     source = TorchvisionFolder(str(image_folder(classes=("a",))))
     steps = [v2.Pad(1, fill={Image.Image: level, "others": 0}) for level in (1, 60)]
     with CachedDataset(source, transform=steps[0], prepare_workers=1) as dataset:
@@ -215,7 +215,7 @@ def test_a_step_assigned_later_is_told_by_all_its_values(image_folder: Folder) -
 
 
 def test_equal_values_have_one_description_and_others_another() -> None:
-    """Over all pairs of values, of one type or two, where one is 1 and the other True, 1.0 or "1"."""
+    """Over all pairs of values, also of two types such as 1 and True, 1.0 or "1"."""
 
     def values() -> Iterator[Any]:
         for atom in (0, 1, True, 1.0, -0.0, 0.0, "1", b"1", None, ...):
@@ -263,8 +263,8 @@ def test_equal_values_have_one_description_and_others_another() -> None:
     assert len({text for text, _ in texts}) == len(texts)
 
 
-def test_methods_of_one_name_have_descriptions_of_their_own() -> None:
-    """Those that a decorator made of others, and one that an object alone has."""
+def test_methods_of_one_name_have_different_descriptions() -> None:
+    """Methods made by a decorator, and a method of a single object, have their own descriptions."""
 
     def decorated(by: int) -> Any:
         def inner(self: Any, value: int) -> int:
@@ -284,8 +284,8 @@ def test_methods_of_one_name_have_descriptions_of_their_own() -> None:
     assert len(texts) == 4
 
 
-def test_what_passes_another_datasets_attributes_on_is_not_that(image_folder: Folder) -> None:
-    """A wrapper with __getattr__ is known by its own attributes, too."""
+def test_a_wrapper_that_forwards_attributes_has_its_own_description(image_folder: Folder) -> None:
+    """A wrapper with __getattr__ is described by its own attributes too."""
 
     class Around:
         def __init__(self, inner: Any, by: int) -> None:
@@ -301,7 +301,7 @@ def test_what_passes_another_datasets_attributes_on_is_not_that(image_folder: Fo
 
 
 def test_an_import_inside_a_function_is_refused() -> None:
-    """Only what Python itself and known packages have may be imported when a function is called."""
+    """A function may import only from Python's library and known packages when it is called."""
     made = module("""
         def known(): import os.path, numpy; return numpy
         def own(): import mine.helpers as helpers; return helpers.by
@@ -314,7 +314,7 @@ def test_an_import_inside_a_function_is_refused() -> None:
 
 
 def test_a_description_outlives_its_process(tmp_path: Path) -> None:
-    """It is the same under another seed of hashes, as a script or as a module, and of code that names itself."""
+    """It is equal under another hash seed, as a script or as a module, and for code that names itself."""
     (tmp_path / "mine.py").write_text(
         textwrap.dedent("""
             import re, functools, enum, dataclasses, logging, sys
@@ -350,8 +350,8 @@ def test_a_description_outlives_its_process(tmp_path: Path) -> None:
     assert re.fullmatch("[0-9a-f]{24}", mine.TEXT)
 
 
-def test_what_cannot_be_seen_is_refused_by_name(image_folder: Folder) -> None:
-    """What only C code knows needs a ``cache_key``, beside which all that can be seen still counts."""
+def test_values_that_cannot_be_described_are_refused_by_name(image_folder: Folder) -> None:
+    """Values inside of C code need a ``cache_key``; everything else still counts."""
     root = image_folder(size=(8, 6))
     options: dict[str, Any] = {
         "cache_dir": root.parent / "cache",
@@ -379,7 +379,7 @@ def test_what_cannot_be_seen_is_refused_by_name(image_folder: Folder) -> None:
 
 
 class Files:
-    """Lists its files in ``samples``, and keeps labels elsewhere."""
+    """Lists its files in ``samples``, and its labels elsewhere."""
 
     def __init__(self, root: Path, labels: Any) -> None:
         self.samples, self.labels = sorted(map(str, root.glob("*/*"))), labels
@@ -394,8 +394,8 @@ class Files:
 
 
 @pytest.mark.parametrize("kind", ["mapping", "closure", "method", "global"])
-def test_labels_that_lie_elsewhere_are_those_of_now(image_folder: Folder, kind: str) -> None:
-    """A cache is not served for other labels of the same files, wherever the dataset has them."""
+def test_labels_in_other_attributes_count(image_folder: Folder, kind: str) -> None:
+    """A cache is not used for other labels of the same files, wherever the dataset has them."""
     root = image_folder(classes=("a",), per_class=2)
     options: dict[str, Any] = {
         "cache_dir": root.parent / "cache",
@@ -420,7 +420,7 @@ def test_labels_that_lie_elsewhere_are_those_of_now(image_folder: Folder, kind: 
 
 
 def test_names_that_are_no_files_may_be_cached(image_folder: Folder) -> None:
-    """A dataset whose ``samples`` are keys, as of an LMDB, needs a ``cache_key``; other labels are another cache."""
+    """A dataset whose ``samples`` are keys, as of an LMDB, needs a ``cache_key``; other labels have another cache."""
 
     class Keys(Files):
         def __init__(self, root: Path, labels: Any) -> None:
@@ -446,7 +446,7 @@ def test_names_that_are_no_files_may_be_cached(image_folder: Folder) -> None:
 
 
 def test_which_columns_are_chosen_counts(tmp_path: Path) -> None:
-    """Two columns of one dataset of dicts have caches of their own."""
+    """Two columns of one dataset of dicts have separate caches."""
     rows = [{"a": np.full((2, 3), 1, np.uint8), "b": np.full((2, 3), 2, np.uint8), "label": 0}] * 2
     for name, level in (("a", 1), ("b", 2)):
         columns, options = (
@@ -460,7 +460,7 @@ def test_which_columns_are_chosen_counts(tmp_path: Path) -> None:
 
 
 def test_a_draw_from_any_generator_is_told_from_none() -> None:
-    """Tables, builtins and functions of these draw nothing; what reaches a generator may draw, torch's too."""
+    """Tables, builtins and functions of these do not draw; code that reaches a generator may, also torch's."""
     table, row = {0: 1, 1: 0}, np.arange(3)
 
     def by_default(label: int, source: Any = random) -> float:
@@ -499,7 +499,7 @@ def test_a_draw_from_any_generator_is_told_from_none() -> None:
 
 
 class Mixing:
-    """A ``collate_fn`` as an object, whose generator is in an attribute."""
+    """A ``collate_fn`` object with a generator in an attribute."""
 
     def __init__(self, own: Any) -> None:
         self.own = own
@@ -588,7 +588,7 @@ _OWN = module(
     ],
 )
 def test_a_draw_from_other_generators_is_found(call: Any) -> None:
-    """Wherever the generator is: in a closure, an attribute, a slot, a default, an import, a package."""
+    """It is found in a closure, an attribute, a slot, a default, an import or a package."""
     assert may_draw(call, from_torch=False)
 
 
@@ -605,12 +605,12 @@ def test_a_draw_from_other_generators_is_found(call: Any) -> None:
     ],
 )
 def test_torchs_draws_and_none_are_told_apart(call: Any) -> None:
-    """MixUp and CutMix, and functions that only stack samples, draw from no other generator than torch's."""
+    """MixUp and CutMix, and functions that only stack samples, draw from no generator but torch's."""
     assert not may_draw(call, from_torch=False)
 
 
 def test_a_dataset_that_holds_anothers_targets_is_known_by_them() -> None:
-    """The list-like view of targets is described by what it lists, not by where that lies."""
+    """The view of targets is described by its values, not by the memory that holds them."""
     texts = []
     for targets in ([3, 4], [3, 4], [3, 5]):
         with contextlib.closing(SampleTable(targets)) as table:

@@ -1,4 +1,4 @@
-"""What random draws of batch ops follow: torch's seeds, or a number of the user's."""
+"""The seeds of random draws in batch ops: torch's seeds, or a number of the user's."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Epoch = list[Any]
 
 
 class Single(CachedDataset):
-    """With a ``__getitem__`` of its own."""
+    """A dataset with its own ``__getitem__``."""
 
     def __getitem__(self, index: int) -> Any:
         return super().__getitem__(index)
@@ -73,7 +73,7 @@ def _plain(loader: Any) -> Epoch:
 
 @EVERY_ENGINE
 def test_torchs_seed_decides_the_draws(images: CachedDataset, engine: str) -> None:
-    """Two loaders over one dataset draw alike for one manual_seed and otherwise for another; two epochs differ."""
+    """Two loaders over one dataset draw the same for equal manual_seed, and else not; two epochs differ."""
     outcome = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
@@ -89,7 +89,7 @@ def test_torchs_seed_decides_the_draws(images: CachedDataset, engine: str) -> No
 
 @EVERY_ENGINE
 def test_the_loaders_generator_decides_the_draws(images: CachedDataset, engine: str) -> None:
-    """With generator= the global seed does not matter, that of the generator does."""
+    """With generator= its seed counts, and the global seed does not."""
     outcome = []
     for number, seed in enumerate((1, 1, 2)):
         torch.manual_seed(number)
@@ -101,7 +101,7 @@ def test_the_loaders_generator_decides_the_draws(images: CachedDataset, engine: 
 
 
 def test_every_engine_draws_alike(images: CachedDataset) -> None:
-    """For one manual_seed all engines of ours serve equal epochs; where workers persist a base seed is drawn once."""
+    """For one manual_seed all engines give equal epochs; persistent workers draw a base seed once."""
     outcome = {}
     for engine in OURS:
         torch.manual_seed(1)
@@ -114,8 +114,8 @@ def test_every_engine_draws_alike(images: CachedDataset) -> None:
 
 
 @pytest.mark.parametrize("engine", ["torch, processes", "torch, persistent processes"])
-def test_torchs_workers_draw_anew(images: CachedDataset, engine: str) -> None:
-    """Under torch's own loader a sample has neither the draws of the epoch before nor those of all others."""
+def test_torchs_workers_have_new_draws(images: CachedDataset, engine: str) -> None:
+    """Under torch's loader a sample has other draws than in the last epoch, and than other samples."""
     same = torch.zeros(23, 3, 9, 8, dtype=torch.uint8) + PIXELS[:1]
     with CachedDataset([(image, 0) for image in same], transform=CROP, seed=5) as dataset:
         epochs = [
@@ -127,7 +127,7 @@ def test_torchs_workers_draw_anew(images: CachedDataset, engine: str) -> None:
 
 
 def test_an_epoch_is_repeated_by_its_seed(images: CachedDataset) -> None:
-    """A loader seeded again before its next epoch serves the same one again, as torch's does."""
+    """A loader that is seeded again repeats its epoch, as torch's does."""
     loader = DataLoader(images, batch_size=5, shuffle=True, num_workers=2)
     outcome = []
     for _ in range(2):
@@ -137,7 +137,7 @@ def test_an_epoch_is_repeated_by_its_seed(images: CachedDataset) -> None:
 
 
 def test_torchs_loader_without_workers() -> None:
-    """Each epoch of it draws otherwise, as does each manual_seed; a new dataset and the same seed draw alike."""
+    """Each epoch and each manual_seed has other draws; a new dataset and the same seed have the same."""
     outcome = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
@@ -149,8 +149,8 @@ def test_torchs_loader_without_workers() -> None:
     assert len({json.dumps(epoch) for epoch in outcome[0]}) == 3
 
 
-def test_loaders_that_take_turns_draw_anew(images: CachedDataset) -> None:
-    """A torch loader with persistent workers does not repeat its draws when another reads the samples in between."""
+def test_loaders_that_take_turns_have_new_draws(images: CachedDataset) -> None:
+    """A torch loader with persistent workers does not repeat draws if another reads the samples in between."""
     training, other = (
         TorchLoader(images, batch_size=5, **PERSIST),
         TorchLoader(images, batch_size=5, num_workers=1),
@@ -163,7 +163,7 @@ def test_loaders_that_take_turns_draw_anew(images: CachedDataset) -> None:
 
 @pytest.mark.parametrize("engine", OURS)
 def test_a_number_fixes_the_draws(engine: str) -> None:
-    """With a number torch's seeds do not matter; loaders over new datasets begin alike, and epochs differ."""
+    """With a number torch's seeds do not count; loaders over new datasets begin alike, and epochs differ."""
     outcome = []
     for seed, torchs_seed in ((5, 1), (5, 2), (6, 1)):
         torch.manual_seed(torchs_seed)
@@ -175,7 +175,7 @@ def test_a_number_fixes_the_draws(engine: str) -> None:
 
 
 def test_a_new_loader_begins_at_epoch_0() -> None:
-    """Epochs are counted by a loader, not by its dataset; one set on the dataset holds for all."""
+    """A loader counts its epochs, not the dataset; an epoch that is set on the dataset counts for all."""
     with _images(seed=5) as dataset:
         loader = DataLoader(dataset, batch_size=5)
         first, second = _plain(loader), _plain(loader)
@@ -188,7 +188,7 @@ def test_a_new_loader_begins_at_epoch_0() -> None:
     "engine", ["inline", "threads", "processes", "torch, processes", "torch, one process"]
 )
 def test_a_set_epoch_changes_the_draws_of_a_seed(images: CachedDataset, engine: str) -> None:
-    """Where torch's seed decides, set_epoch on the dataset chooses among the draws of one seed."""
+    """Under one seed of torch, each set_epoch on the dataset has other draws."""
     outcome = []
     for epoch in (0, 3, 3):
         images.set_epoch(epoch)
@@ -198,7 +198,7 @@ def test_a_set_epoch_changes_the_draws_of_a_seed(images: CachedDataset, engine: 
 
 
 def test_a_set_epoch_reaches_workers_that_persist() -> None:
-    """A seed's draws are the epoch's, whichever worker has read the sample before; a view has an epoch of its own."""
+    """Draws of a seed follow the epoch in every worker; a view has its own epoch."""
     with _images(seed=5) as dataset:
         dataset.set_epoch(0)
         view = dataset.with_transform(CROP)
@@ -232,7 +232,7 @@ READS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("seed", [None, 5])
 @pytest.mark.parametrize("read", READS)
 def test_reads_follow_torchs_generator(read: str, seed: int | None) -> None:
-    """Reads differ, the same manual_seed repeats them, fork_rng undoes them; seed= alone decides nothing."""
+    """Reads differ, the same manual_seed repeats them, fork_rng undoes them; seed= alone has no effect."""
     numpy_state = np.random.get_state()[1].copy()  # type: ignore[index]
     kind = Single if "own" in read else CachedDataset
     outcome = []
@@ -250,7 +250,7 @@ def test_reads_follow_torchs_generator(read: str, seed: int | None) -> None:
 
 @pytest.mark.parametrize("read", READS)
 def test_a_read_takes_one_number_if_something_is_random(read: str) -> None:
-    """Each call takes one number from torch's generator, each item of an own method one, and no step none."""
+    """Each call, and each item of an own method, takes one number from torch's generator; other reads take none."""
     kind = Single if "own" in read else CachedDataset
     count = 3 if read == "a batch by an own method" else 1
     floats = v2.ToDtype(torch.float32, scale=True)
@@ -273,7 +273,7 @@ def test_a_read_takes_one_number_if_something_is_random(read: str) -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.filterwarnings("ignore:samples are read one by one")
 def test_images_and_masks_stay_aligned_by_seeds(loader_class: Any, workers: int) -> None:
-    """Seeding alike before each read keeps two datasets aligned, whatever was read of one before."""
+    """The same seed before each read keeps two datasets aligned, whatever was read from one before."""
     with _images() as images, _images() as masks:
         for index in (0, 1, 1):
             images[index]
@@ -285,7 +285,7 @@ def test_images_and_masks_stay_aligned_by_seeds(loader_class: Any, workers: int)
 
 
 class Aligned(Dataset[Any]):
-    """Seeds alike before it reads an image and its mask, as segmentation scripts do."""
+    """Sets the same seed before it reads an image and its mask, as segmentation scripts do."""
 
     def __init__(self, *parts: Any) -> None:
         self.parts = parts
@@ -304,7 +304,7 @@ class Aligned(Dataset[Any]):
 
 
 class Fixed(CachedDataset):
-    """Seeds with the index, so that a sample is augmented alike in all epochs."""
+    """Sets the index as seed, so that a sample is augmented equally in all epochs."""
 
     def __getitem__(self, index: int) -> Any:
         with torch.random.fork_rng(devices=[]):
@@ -324,7 +324,7 @@ def test_an_own_method_may_seed_by_the_index(engine: str) -> None:
 @pytest.mark.parametrize("engine", OURS)
 @pytest.mark.filterwarnings("ignore:samples are read one by one")
 def test_an_own_method_with_a_seed_follows_it(engine: str) -> None:
-    """With seed=, a call of manual_seed changes nothing; epochs differ, and every engine draws alike."""
+    """With seed=, manual_seed in the method has no effect; epochs differ, and every engine draws the same."""
     with _images(Fixed, seed=5) as dataset, _images(seed=5) as plain:
         epochs = _epochs(dataset, engine)
         assert epochs == _epochs(plain, "inline")
@@ -332,7 +332,7 @@ def test_an_own_method_with_a_seed_follows_it(engine: str) -> None:
 
 
 class Mixed(CachedDataset):
-    """Reads batches of another dataset, and none of it for the first samples."""
+    """Reads batches of another dataset, but none for the first samples."""
 
     def __init__(self, other: CachedDataset, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -347,7 +347,7 @@ class Mixed(CachedDataset):
 
 @pytest.mark.filterwarnings("ignore:samples are read one by one")
 def test_an_own_method_may_read_batches_of_another_dataset() -> None:
-    """Also empty ones. Their draws are not those of the item itself, and follow the seed."""
+    """Their draws differ from those of the item, and follow the seed; batches may be empty."""
     with _images(seed=5) as other:
         pairs = Pairs((image, i) for i, image in enumerate(PIXELS))
         with Mixed(other, pairs, transform=CROP, seed=5) as dataset:
@@ -395,7 +395,7 @@ TOGETHER: dict[str, Callable[[Any, Any], Any]] = {
 @pytest.mark.parametrize("engine", ["inline", "threads", "torch, processes"])
 @pytest.mark.filterwarnings("ignore:samples are read one by one")
 def test_two_datasets_draw_independently(together: str, engine: str, seed: int | None) -> None:
-    """Sample i of two datasets is cropped at two places, the same ones for the same seeds."""
+    """Sample i of two datasets has two crops, which are the same for the same seeds."""
     crop = v1.RandomCrop((2, 2))
     outcome = []
     for _ in range(2):
@@ -422,7 +422,7 @@ def test_two_datasets_draw_independently(together: str, engine: str, seed: int |
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_set_epoch_of_a_seed_decides_every_read(workers: int) -> None:
-    """With seed= and set_epoch, sample i is the same in items, batches and torch's loader; epochs share no draws."""
+    """With seed= and set_epoch, sample i is equal in items, batches and torch's loader; epochs share no draws."""
     places = torch.arange(30 * 30, dtype=torch.int32).view(1, 30, 30)
     image = torch.cat([places % 256, places // 256, places * 0]).to(torch.uint8)
     epochs = []
@@ -450,7 +450,7 @@ def test_a_set_epoch_of_a_seed_decides_every_read(workers: int) -> None:
 @pytest.mark.parametrize("epochs", [1, 3])
 @pytest.mark.parametrize("engine", OURS)
 def test_a_resume_keeps_the_draws(engine: str, epochs: int, seen: int) -> None:
-    """In a process seeded otherwise the rest of an epoch has its draws, and so have the epochs after it."""
+    """In a process with another seed, the rest of an epoch and the epochs after it have the same draws."""
     generator = torch.Generator().manual_seed(1)
     with _images() as dataset:
         loader = DataLoader(
@@ -481,7 +481,7 @@ def _chunked(dataset: Any) -> ChunkedLoader:
 
 
 def test_a_chunked_loader_follows_torchs_seed(images: CachedDataset) -> None:
-    """It takes from torch what DataLoader takes, and draws alike in each set epoch; with a number it takes nothing."""
+    """It takes the same numbers from torch as DataLoader, and draws equally in each set epoch; none with a number."""
 
     def two_epochs(loader: Any, seed: int) -> tuple[Epoch, Epoch, list[int]]:
         torch.manual_seed(seed)
@@ -501,7 +501,7 @@ def test_a_chunked_loader_follows_torchs_seed(images: CachedDataset) -> None:
 
 @pytest.mark.parametrize("seen", [2, 5], ids=["within", "after"])
 def test_a_resume_of_a_chunked_loader_keeps_the_draws(images: CachedDataset, seen: int) -> None:
-    """What is left of an epoch, or the next one, has the draws that it would have had."""
+    """The rest of an epoch, and the next one, have the draws of a run without a stop."""
     with _chunked(images) as loader:
         iterator = iter(loader)
         for _ in range(seen):
@@ -543,7 +543,7 @@ WORKERS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("collate_fn", [_mixed, _noisy])
 def test_a_collate_fn_draws_the_same_in_any_worker(images: CachedDataset, collate_fn: Any) -> None:
-    """Torch's draws in a collate_fn follow the base seed and the batch's number, whoever makes the batch."""
+    """Torch's draws in a collate_fn depend on base seed and batch number, not on the worker."""
     outcome = []
     for options, seed in [*((options, 1) for options in WORKERS), (WORKERS[0], 2)]:
         torch.manual_seed(seed)
@@ -575,7 +575,7 @@ SLOWLY: dict[str, Any] = {
 @pytest.mark.filterwarnings("ignore:samples are read one by one")
 @pytest.mark.parametrize("name", SLOWLY)
 def test_a_collate_fn_draws_alike_however_samples_are_read(name: str) -> None:
-    """Samples that are prepared or changed one by one are mixed as by any number of workers, by none too."""
+    """Samples that are prepared or changed one by one are mixed equally with any number of workers."""
     outcome = []
     for workers in (0, 1, 2):
         with SLOWLY[name]() as dataset:
@@ -586,10 +586,8 @@ def test_a_collate_fn_draws_alike_however_samples_are_read(name: str) -> None:
 
 
 @pytest.mark.parametrize("workers", ["thread", "process"])
-def test_a_resumed_collate_fn_draws_what_it_would_have_drawn(
-    images: CachedDataset, workers: str
-) -> None:
-    """After a resume inside the epoch, each batch is mixed as without one."""
+def test_a_resumed_collate_fn_keeps_its_draws(images: CachedDataset, workers: str) -> None:
+    """After a resume inside the epoch, each batch is mixed as in a run without a stop."""
     arguments: dict[str, Any] = {
         "batch_size": 5,
         "num_workers": 2,
@@ -610,7 +608,7 @@ def test_a_resumed_collate_fn_draws_what_it_would_have_drawn(
 @pytest.mark.filterwarnings("ignore:samples are read one by one")
 @pytest.mark.parametrize("transform", [CROP, Halved()])
 def test_a_collate_fn_leaves_the_users_generator_alone(transform: Any) -> None:
-    """A loop that draws while batches are mixed draws what it does beside torch's own workers."""
+    """A loop draws the same numbers while batches are mixed as with torch's workers."""
     after = []
     with _images(transform=transform) as images:
         for loader_class, workers in ((TorchLoader, 1), (DataLoader, 0), (DataLoader, 2)):
@@ -634,7 +632,7 @@ def _pythons(label: int) -> float:
 
 @pytest.mark.parametrize("noise", [_torchs, _numpys, _pythons])
 def test_a_target_transform_that_draws_is_seeded_as_torchs(noise: Any) -> None:
-    """Labels, and what the loop draws beside, follow manual_seed as with torch's workers: the same labels."""
+    """Labels, and draws of the loop, follow manual_seed as with torch's workers: the same labels."""
     outcome = []
     with _images(transform=v1.CenterCrop(3), target_transform=noise, seed=3) as dataset:
         for loader_class in (TorchLoader, DataLoader, DataLoader):
@@ -661,7 +659,7 @@ def _pythons_mix(samples: list[Any]) -> Any:
 def test_a_collate_fn_draws_from_other_generators_as_with_torch(
     collate_fn: Any, workers: int
 ) -> None:
-    """Draws from NumPy's and Python's generators are those that torch's loader with as many workers gives."""
+    """Draws from NumPy's and Python's generators equal those of torch's loader with as many workers."""
     outcome = []
     with _images(transform=v1.CenterCrop(3)) as dataset:
         for loader_class in (TorchLoader, DataLoader, DataLoader):
@@ -680,7 +678,7 @@ def test_a_collate_fn_draws_from_other_generators_as_with_torch(
     "how", ["read as a whole", "read one by one", "no fastdata dataset", "in chunks"]
 )
 def test_threads_draw_nothing_from_the_loops_generator(how: str) -> None:
-    """Where threads are asked for, labels follow the seed, epoch and batch, and the loop draws what it would alone."""
+    """With threads, labels follow seed, epoch and batch, and the loop draws the numbers that it would draw alone."""
     outcome = []
     options: dict[str, Any] = {
         "target_transform": _torchs,
@@ -713,7 +711,7 @@ class NoisyPairs:
 
 
 def test_a_generator_given_to_a_draw_is_kept(images: CachedDataset) -> None:
-    """A collate_fn that draws from a generator of its own gets that one's numbers."""
+    """A collate_fn with its own generator gets that generator's numbers."""
     own = torch.Generator().manual_seed(3)
     loader = DataLoader(
         images, batch_size=5, collate_fn=lambda samples: torch.rand(2, generator=own)
@@ -724,7 +722,7 @@ def test_a_generator_given_to_a_draw_is_kept(images: CachedDataset) -> None:
 
 
 def test_a_chunked_loaders_collate_fn_draws_the_same_each_run(images: CachedDataset) -> None:
-    """With one seed two loaders in chunks mix alike, with another one otherwise."""
+    """With equal seeds two chunked loaders mix equally, and with other seeds they do not."""
     outcome = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)

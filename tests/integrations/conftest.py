@@ -25,7 +25,7 @@ def moto() -> Iterator[MotoS3]:
 
 @pytest.fixture
 def s3(moto: MotoS3) -> Iterator[MotoS3]:
-    """An S3 to write to, without a bucket."""
+    """Yield a writable S3 server without a bucket."""
     yield moto
     moto.clear()
     forget_clients()
@@ -33,7 +33,7 @@ def s3(moto: MotoS3) -> Iterator[MotoS3]:
 
 @pytest.fixture
 def throttled(tmp_path: Path) -> Iterator[ThrottledS3]:
-    """An S3 of the folders in ``tmp_path / "s3"``; answers come at once, and are right until the test plans faults."""
+    """Yield an S3 server of the folders in ``tmp_path / "s3"``; answers are fast and right until faults are planned."""
     folder = tmp_path / "s3"
     folder.mkdir()
     with throttled_s3(folder, latency_s=0.0, bandwidth=1e9) as server:
@@ -42,7 +42,7 @@ def throttled(tmp_path: Path) -> Iterator[ThrottledS3]:
 
 
 def forget_clients() -> None:
-    """Close the connections of the clients that fsspec and fastdata keep for whoever asks for the same again."""
+    """Close the connections of the clients that fsspec and fastdata keep for later requests."""
     import s3fs  # which those who use no S3 may do without
 
     s3fs.S3FileSystem.clear_instance_cache()

@@ -29,7 +29,7 @@ SHARD = 4 * 3 * 7 * 9
 
 
 def build(home: Path, engine: str) -> dict[str, bytes]:
-    """The files of the cache's samples."""
+    """Return the files of the cache's samples."""
     options = {"resize": (7, 9), "loader": open_noted, "prepare_workers": 1}
     cache = home / engine
     ImageFolder.build_cache(
@@ -44,7 +44,7 @@ def stop(home: Path, driver: int) -> None:
 
 
 def wait_for_task(home: Path, driver: int) -> int:
-    """Until a task is at the image; give its process."""
+    """Wait until a task has reached the image, and return its process."""
     with (home / "gate").open("wb"):  # which waits for its reader
         (home / "stop.txt").unlink()
         lines = [line.split() for line in (home / "read.txt").read_text().splitlines()]
@@ -58,7 +58,7 @@ def give_up(*_: object) -> None:
 
 
 def kill_node(home: Path, cluster: Cluster) -> None:
-    """One node is killed while it prepares: the other one does its task again."""
+    """Kill one node while it prepares: the other one runs its task again."""
     wanted = build(home, "local")
     (home / "read.txt").unlink()
     ray.init(address=cluster.address, log_to_driver=False)
@@ -81,7 +81,7 @@ def kill_node(home: Path, cluster: Cluster) -> None:
 
 
 def kill_driver(home: Path, cluster: Cluster) -> None:
-    """The driver is killed: there is no cache, and the next driver prepares what is left."""
+    """Kill the driver: there is no cache, and the next driver prepares the missing samples."""
     wanted = build(home, "local")
     (home / "read.txt").unlink()
     command, env = (

@@ -1,4 +1,4 @@
-"""What clients are run over: images that tell their index and count their reads, and what a run saw of them."""
+"""Images that show their index and count their reads, for tests of other libraries, and records of their runs."""
 
 # ruff: noqa: E402  (torchvision can only be imported after its operations were declared)
 
@@ -52,7 +52,7 @@ class CountingImages(CachedDataset):
 
     @property
     def reads(self) -> np.ndarray:
-        """int64 (2,), in memory that all processes share: samples read one by one, lists of samples read whole."""
+        """Return int64 (2,) in shared memory: samples read one by one, and lists of samples read whole."""
         return self._calls.array("int64", (2,))
 
     def close(self) -> None:
@@ -61,7 +61,7 @@ class CountingImages(CachedDataset):
 
 
 class CountingSamples(DatasetSamples):
-    """Samples whose readers count."""
+    """Samples with readers that count."""
 
     _calls: Block
 
@@ -88,7 +88,7 @@ class CountingSamples(DatasetSamples):
 
 
 class CountingReader:
-    """A reader that counts what it is asked for."""
+    """A reader that counts its calls."""
 
     def __init__(self, reader: Any, calls: Block) -> None:
         self._reader, self._calls = reader, calls
@@ -113,36 +113,36 @@ class CountingReader:
 
 
 def see(batch: Any) -> Batch:
-    """What to remember of a batch."""
+    """Return the values of a batch that a record keeps."""
     images, labels = batch
     weights = torch.arange(1, PIXELS + 1, dtype=torch.float64)
     return labels.tolist(), (images.flatten(1).double() @ weights).tolist()
 
 
 def labels_of(epoch: Iterable[Batch]) -> list[int]:
-    """Indices of an epoch's samples, in order."""
+    """Return the indices of an epoch's samples, in order."""
     return [label for labels, _ in epoch for label in labels]
 
 
 def draws_of(epoch: Iterable[Batch]) -> dict[int, float]:
-    """How each of an epoch's samples was cropped and flipped, by index."""
+    """Return the crop and flip of each sample of an epoch, by index."""
     return {
         label: draw for labels, draws in epoch for label, draw in zip(labels, draws, strict=True)
     }
 
 
 def repeated(epochs_of_ranks: Sequence[Sequence[Batch]]) -> int:
-    """How many samples came again in one epoch of all ranks; every one must have come."""
+    """Return the number of samples that came again in one epoch of all ranks; every sample must have come."""
     counts = Counter(label for epoch in epochs_of_ranks for label in labels_of(epoch))
     assert sorted(counts) == list(range(COUNT))
     return counts.total() - COUNT
 
 
 def save(folder: Path, rank: int, seen: dict[str, Any]) -> None:
-    """Keep what a rank saw, for ``load``."""
+    """Save the record of a rank, for ``load``."""
     (folder / f"rank{rank}.json").write_text(json.dumps(seen))
 
 
 def load(folder: Path) -> list[dict[str, Any]]:
-    """What each of two ranks saw."""
+    """Return the records of two ranks."""
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]

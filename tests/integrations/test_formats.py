@@ -1,4 +1,4 @@
-"""Files that other libraries write, read as datasets; and the recipes of docs/other-datasets.md."""
+"""Files that other libraries write, read as datasets, and the recipes of docs/other-datasets.md."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "other-datasets.md"
 
 
 def recipe(mark: str, folder: Path) -> str:
-    """The code that is marked so on the page, with its files in ``folder``."""
+    """Return the code with this mark on the page, with its files in ``folder``."""
     found = re.search(rf"<!-- {mark} -->\n```py\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
     assert found is not None
     return found[1].replace('"/data/', f'"{folder}/')
@@ -50,7 +50,7 @@ def same(found: Any, index: int) -> bool:
 
 @pytest.fixture
 def hugging() -> Any:
-    """Items of image and label; nothing is kept outside of the test's folder."""
+    """Return a dataset of images and labels that stores nothing outside of the test's folder."""
     features = datasets.Features(
         {"image": datasets.Image(), "label": datasets.ClassLabel(names=NAMES)}
     )
@@ -67,7 +67,7 @@ def cache(image_folder: Callable[..., Path], tmp_path: Path) -> Path:
 
 @LEFT_OPEN
 def test_webdatasets_writer(tmp_path: Path) -> None:
-    """Tars of its ShardWriter are pairs, and columns are what its own reader gives."""
+    """Tars of its ShardWriter are pairs, and columns equal those of its own reader."""
     with webdataset.ShardWriter(str(tmp_path / "t-%02d.tar"), maxcount=3, verbose=0) as writer:
         for i in range(COUNT):
             item = {
@@ -105,7 +105,7 @@ for workers in (1, 2):
 
 
 def test_litdatas_dataset_is_prepared(tmp_path: Path) -> None:
-    """Items of its StreamingDataset, which is iterable too, come out by index; its folder names the call."""
+    """Items of its StreamingDataset, which is iterable too, are read by index; the error for its folder names it."""
     writing = pytest.importorskip(
         "litdata.streaming.writer", reason="its folders are written by it"
     )
@@ -128,7 +128,7 @@ def test_litdatas_dataset_is_prepared(tmp_path: Path) -> None:
 def test_parquet_by_hugging_face(
     tmp_path: Path, hugging: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The recipe gives images and labels of Parquet files, typed by Hugging Face or plain structures of bytes."""
+    """The recipe gives images and labels of Parquet files, with Hugging Face's types or plain structures of bytes."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "home"))
     (tmp_path / "parquet").mkdir()
     plain = hugging.cast_column("image", datasets.Image(decode=False))
@@ -142,7 +142,7 @@ def test_parquet_by_hugging_face(
 
 
 def test_tars_behind_a_url(throttled: ThrottledS3, tmp_path: Path) -> None:
-    """Tars in an object store give what local ones give, by two workers."""
+    """Tars in an object store give the samples of local ones, with two workers."""
     bucket = tmp_path / "s3" / "bucket"
     (bucket / "tar").mkdir(parents=True)
     with webdataset.ShardWriter(f"{bucket}/tar/t-%02d.tar", maxcount=3, verbose=0) as writer:
@@ -159,7 +159,7 @@ def test_tars_behind_a_url(throttled: ThrottledS3, tmp_path: Path) -> None:
 
 
 def test_hugging_faces_datasets(hugging: Any) -> None:
-    """Its objects are served as dicts, decoded by it or left as bytes, and as pairs by columns."""
+    """Its objects are read as dicts, decoded or left as bytes, and as pairs with columns=."""
     for dataset in (hugging, hugging.cast_column("image", datasets.Image(decode=False))):
         with CachedDataset(dataset, prepare_workers=1) as ours:
             assert ours[3]["label"] == 1
@@ -171,7 +171,7 @@ def test_hugging_faces_datasets(hugging: Any) -> None:
 
 @LEFT_OPEN
 def test_a_cache_becomes_tars(cache: Path, tmp_path: Path) -> None:
-    """The recipe writes tars from which WebDataset's reader and ours give the pixels and classes of the cache."""
+    """WebDataset's reader and ours read the cache's pixels and classes from the tars that the recipe writes."""
     (tmp_path / "tars").mkdir()
     exec(recipe("needs webdataset", tmp_path), {})
     shards = sorted(map(str, (tmp_path / "tars").glob("*.tar")))

@@ -1,4 +1,4 @@
-"""Datasets and caches in Google Cloud Storage, over gcsfs: what holds of S3 is not S3's alone."""
+"""Datasets and caches in Google Cloud Storage, by gcsfs: they work as in S3."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fastdata.errors import SampleError
 
 @pytest.fixture
 def options() -> Iterator[dict[str, Any]]:
-    """Those of a server with an empty bucket."""
+    """Return the options for a server with an empty bucket."""
     server = create_server("127.0.0.1", 0, in_memory=True, default_bucket="bucket")
     with redirect_stderr(StringIO()):  # it tells of connections that were closed
         server.start()
@@ -36,7 +36,7 @@ def tensor_of(image: Image.Image) -> torch.Tensor:
 
 
 def test_folder_manifest_and_cache(options: dict[str, Any], tmp_path: Path) -> None:
-    """Images of a bucket are served as those of a local folder are; so is a cache, and what is gone is said."""
+    """Images and caches of a bucket equal those of a local folder; a missing file is named."""
     files, rows = gcsfs.GCSFileSystem(**options), ["file,label"]
     for index in range(12):
         path = tmp_path / f"train/class{index % 3}/{index:02}.png"

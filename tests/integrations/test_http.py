@@ -1,4 +1,4 @@
-"""Folders, tars and caches behind an ordinary HTTP server, over fsspec's own client."""
+"""Folders, tars and caches behind an ordinary HTTP server, read by fsspec's own client."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytest.importorskip("aiohttp")
 
 
 class Handler(http.server.SimpleHTTPRequestHandler):
-    """Files with ranges and sizes, unless the server ``lacks`` these; any request may be refused."""
+    """Serves files with ranges and sizes, unless the server ``lacks`` these; any request may be refused."""
 
     server: Any
 
@@ -59,7 +59,7 @@ class Handler(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Of the folder ``www``, which holds a cache and a tar."""
+    """Yield a server of the folder ``www``, which holds a cache and a tar."""
     monkeypatch.setattr("fastdata.sources.remote._PAUSE_S", 0.001)
     root = tmp_path / "www"
     samples = [(np.full((3, 4, 5), k, np.uint8), k) for k in range(4)]
@@ -94,7 +94,7 @@ def read(dataset: Any) -> list[int]:
 
 @pytest.mark.parametrize("lacking", [set(), {"sizes"}])
 def test_a_cache_is_read(server: Any, tmp_path: Path, lacking: set[str]) -> None:
-    """By its own URL, and by that of the folder that holds it."""
+    """A cache can be opened by its own URL, and by that of the folder that holds it."""
     server.lacks = lacking
     (folder,) = (tmp_path / "www/caches").glob("[!.]*")
     for number, url in enumerate((f"{server.url}/caches", f"{server.url}/caches/{folder.name}")):
@@ -102,8 +102,8 @@ def test_a_cache_is_read(server: Any, tmp_path: Path, lacking: set[str]) -> None
         assert read(CachedDataset.from_cache(url, local_cache=local)) == [0, 1, 2, 3]
 
 
-def test_what_a_server_lacks_is_said(server: Any) -> None:
-    """A tar is read; one whose server gives no parts, or tells no sizes, is neither changed nor missing."""
+def test_a_missing_feature_of_a_server_is_named(server: Any) -> None:
+    """Without ranges or sizes the error names the feature, and calls the tar neither changed nor missing."""
     columns = {"sample": "npy", "target": "__key__"}
     tar = f"{server.url}/x.tar"
     assert read(CachedDataset(tar, columns=columns)) == [0, 1, 2, 3]
@@ -120,7 +120,7 @@ def test_what_a_server_lacks_is_said(server: Any) -> None:
 
 @pytest.mark.parametrize(("status", "cure"), [(403, "Give credentials"), (503, "tried twice")])
 def test_a_refusal_is_not_called_a_missing_file(server: Any, status: int, cure: str) -> None:
-    """Though fsspec calls each answer but 200 to the question for a size a missing file."""
+    """A refusal is not a missing file, although fsspec raises FileNotFoundError for any status but 200."""
     server.refusal = status
     with pytest.raises(RemoteError, match=rf"{status}.*{cure}"):
         CachedDataset(f"{server.url}/x.tar")

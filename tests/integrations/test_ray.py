@@ -1,4 +1,4 @@
-"""Caches built by a Ray cluster whose nodes and driver are killed; the cluster is that of ``ray_run.py``."""
+"""Caches built by a Ray cluster whose nodes and driver are killed; ``ray_run.py`` runs the cluster."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCRIPT = Path(__file__).parent / "ray_run.py"
 def test_whatever_is_killed_the_cache_is_right(
     image_folder: Callable[..., Path], what: str
 ) -> None:
-    """Byte for byte that of the local build: a node's tasks are run on the other, a driver's by the next one."""
+    """The cache equals a local build byte for byte: the other node, or the next driver, runs the lost tasks."""
     home = image_folder(classes=("a",), per_class=12, size=(12, 10)).parent
     command = [sys.executable, str(SCRIPT), what, str(home)]
     path = os.pathsep.join([str(SCRIPT.parents[1]), os.environ.get("PYTHONPATH", "")])

@@ -1,4 +1,4 @@
-"""The servers that other tests trust."""
+"""The S3 servers that other tests rely on."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import s3fs
 from s3 import FaultPlan, MotoS3, ThrottledS3
 
 
-def test_moto_keeps_what_is_put(s3: MotoS3) -> None:
-    """What is put is found under its key, by s3fs."""
+def test_moto_keeps_objects(s3: MotoS3) -> None:
+    """s3fs finds an object under its key after it was put."""
     s3.make_bucket("bucket")
     s3.put("bucket", "folder/key", b"bytes")
     files = s3fs.S3FileSystem(**s3.storage_options)
@@ -23,12 +23,12 @@ def test_moto_keeps_what_is_put(s3: MotoS3) -> None:
 
 
 def test_moto_is_empty_at_first(s3: MotoS3) -> None:
-    """What another test put is gone."""
+    """Objects of another test are gone."""
     assert s3fs.S3FileSystem(**s3.storage_options).ls("") == []
 
 
 def test_a_folder_is_listed_in_pages(throttled: ThrottledS3, tmp_path: Path) -> None:
-    """More keys than a page holds are all found, in order; what is not there is not."""
+    """More keys than a page holds are all found, in order; a missing key is not found."""
     keys = [f"bucket/folder/{index:04} &.bin" for index in range(1001)]
     (tmp_path / "s3/bucket/folder").mkdir(parents=True)
     for key in keys:
@@ -59,7 +59,7 @@ def test_a_folder_is_listed_in_pages(throttled: ThrottledS3, tmp_path: Path) -> 
 def test_a_fault_reaches_the_client(
     throttled: ThrottledS3, tmp_path: Path, kind: str, outcome: bytes | type[Exception]
 ) -> None:
-    """Each kind of fault is an error, or other bytes, where it is planned; then the right bytes come again."""
+    """Each planned fault is an error or wrong bytes; after it the right bytes come again."""
     (tmp_path / "s3/bucket").mkdir()
     (tmp_path / "s3/bucket/key").write_bytes(b"01234567")
     throttled.set_faults(FaultPlan(rate=1, kinds=(kind,), within="bucket/key", attempts=1))

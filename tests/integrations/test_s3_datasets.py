@@ -24,7 +24,7 @@ MENDED = ("error", "slow_down", "reset", "cut", "short", "corrupted")
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Of 24 photographs-to-be, where the throttled server serves it as ``bucket/train``."""
+    """Make a folder of 24 images, which the throttled server has as ``bucket/train``."""
     for index in range(24):
         path = tmp_path / f"s3/bucket/train/class{index % 3}/{index}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def targets_of(loader: Any, colours: list[int]) -> list[int]:
-    """Targets in the loader's order; every image has the colour that belongs to one of its class."""
+    """Return targets in the loader's order, after checking that every image has a colour of its class."""
     found = []
     for images, targets in loader:
         for image, target in zip(images, targets.tolist(), strict=True):
@@ -56,7 +56,7 @@ def colours_of(dataset: ImageFolder) -> list[int]:
 def test_a_folder_in_s3_through_faults(
     throttled: ThrottledS3, folder: Path, options: dict[str, Any], workers: Any
 ) -> None:
-    """Every sample comes right, although a third of the requests fail, break off or bring too little."""
+    """Every sample is right, although a third of the requests fail, break off or return too little."""
     throttled.set_faults(
         FaultPlan(rate=0.3, kinds=("error", "slow_down", "reset", "cut", "short"), attempts=3)
     )
@@ -75,7 +75,7 @@ def test_a_folder_in_s3_through_faults(
 
 
 def test_a_cache_in_s3_through_faults(throttled: ThrottledS3, folder: Path, tmp_path: Path) -> None:
-    """Every sample of a streamed cache comes right, although blocks come broken off, too short or with wrong bits."""
+    """Every sample of a streamed cache is right, although blocks are cut off, too short or have wrong bits."""
     with ImageFolder(folder, resize=(300, 300), cache_dir=tmp_path / "built") as dataset:
         colours, targets = colours_of(dataset), sorted(dataset.targets)
     (home,) = (path.parent for path in (tmp_path / "built").glob("*/fastdata.npz"))
@@ -95,7 +95,7 @@ def test_a_cache_in_s3_through_faults(throttled: ThrottledS3, folder: Path, tmp_
 
 
 def test_credentials_that_are_not_valid_any_more(throttled: ThrottledS3, folder: Path) -> None:
-    """An expired token is an error at once, which names the file and the cure, and no secret."""
+    """An expired token is an error at once, with the file and the cure, and without a secret."""
     dataset = ImageFolder(
         "s3://bucket/train", storage="none", storage_options=throttled.storage_options
     )
@@ -111,7 +111,7 @@ def test_credentials_that_are_not_valid_any_more(throttled: ThrottledS3, folder:
 def test_a_server_that_is_silent(
     throttled: ThrottledS3, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requests that are not answered are given up, and the file is named."""
+    """Requests without an answer are given up, and the file is named."""
     monkeypatch.setattr("fastdata.sources.remote.ATTEMPT_S", 0.3)
     place = Place("s3://bucket/train", throttled.storage_options)
     assert len(place.find().result()) == 24
@@ -122,7 +122,7 @@ def test_a_server_that_is_silent(
 
 
 def test_files_are_written_to_s3(s3: MotoS3, tmp_path: Path) -> None:
-    """What is written and uploaded is found, replaced and removed."""
+    """Files that are written and uploaded can be found, replaced and removed."""
     s3.make_bucket("bucket")
     place = Place("s3://bucket/folder", s3.storage_options)
     (tmp_path / "large").write_bytes(bytes(6 << 20))
@@ -154,7 +154,7 @@ def colours_in(dataset: Any) -> list[int]:
 
 @pytest.mark.parametrize("engine", ["local", "processes"])
 def test_a_cache_is_built_in_s3(s3: MotoS3, tmp_path: Path, folder: Path, engine: Any) -> None:
-    """Files in S3 become a cache in S3; the next run finds it, a changed file is prepared anew, streaming reads it."""
+    """Files in S3 become a cache in S3; the next run finds it, and prepares a changed file again."""
     s3.make_bucket("bucket")
     s3.upload_folder("bucket", "train", folder)
     options: dict[str, Any] = {
@@ -192,8 +192,8 @@ def test_a_cache_is_built_in_s3(s3: MotoS3, tmp_path: Path, folder: Path, engine
         assert colours_in(dataset) == [10, *colours[1:]]
 
 
-def test_a_build_in_s3_goes_on(s3: MotoS3, tmp_path: Path, folder: Path) -> None:
-    """A build that a damaged file ended leaves its shards, which the next one takes, and no cache."""
+def test_a_build_in_s3_continues(s3: MotoS3, tmp_path: Path, folder: Path) -> None:
+    """A build that a damaged file ended leaves no cache, but its shards, which the next build uses."""
     s3.make_bucket("bucket")
     options: dict[str, Any] = {
         "cache_dir": "s3://bucket/caches",
