@@ -44,8 +44,18 @@ HANGS_S = 400
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep the standard error that pytest does not capture."""
+    """Keep the standard error that pytest does not capture, and stop where there is no core to test.
+
+    ``python -m pytest`` in a clone imports its sources, where hundreds of tests would fail.
+    """
     config.stash[STDERR] = os.dup(2)
+    clone = Path(__file__).parents[1]
+    core = clone / "fastdata" / "pixels" / "core"
+    if Path(fastdata.__file__).parents[1] == clone and not any(core.glob("core-level*")):
+        raise pytest.UsageError(
+            f"fastdata is imported from {clone}, which has no compiled core: run pytest instead of "
+            "python -m pytest to test the installed one, or build it here: pip install -e '.[test]'"
+        )
 
 
 @pytest.hookimpl(wrapper=True)
