@@ -15,13 +15,16 @@ from html import escape
 from itertools import groupby
 from typing import Any, Literal
 
-from tqdm.auto import tqdm
-
 from fastdata.errors import FastDataWarning
 
 EngineKind = Literal["thread", "process", "inline"]
 
 log = logging.getLogger("fastdata")
+
+with warnings.catch_warnings():
+    # In a notebook without ipywidgets tqdm warns, and shows bars as text.
+    warnings.simplefilter("ignore")
+    from tqdm.auto import tqdm
 
 
 class _Bar(tqdm):  # type: ignore[type-arg]  # generic in the stubs only

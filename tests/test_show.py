@@ -95,8 +95,8 @@ def test_notebooks_show_the_plan_as_a_table() -> None:
     steps = T.Compose([T.Resize(6), T.RandomCrop(4), T.Lambda(lambda image: image), *LAST])
     with CachedDataset(Colours(), transform=steps) as dataset:
         html = dataset._repr_html_()
-        assert "<td>once per image</td><td>on whole batches</td>" in html
-        assert "<td>Resize(size=6" in html
+        assert '>once per image</th><th style="text-align:left">on whole batches</th>' in html
+        assert ">Resize(size=6" in html
         assert "&lt;lambda&gt; (test_show.py, line " in html
         assert "DataLoader of CachedDataset: 4 batches" in DataLoader(dataset, 3)._repr_html_()
 

@@ -301,6 +301,11 @@ def test_batches_that_do_not_fit_are_not_started(monkeypatch: pytest.MonkeyPatch
     assert "batches would take 130.0 MiB, but 20.0 MiB is free" in refused[0].failed
 
 
+def test_a_loader_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"tune\(loader\.dataset, batch_size=5\)"):
+        tune(torch.utils.data.DataLoader([1, 2], batch_size=5))
+
+
 def test_what_the_dataset_raises_is_raised() -> None:
     """An error of the first samples is the user's to see; nothing was measured then."""
 

@@ -127,17 +127,26 @@ class TransformPlan:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        """Return a table for notebooks: a column for each of the three parts."""
-        titles = ["once per image", "on whole batches", "per sample, in Python"]
-        rows = [titles]
+        """Return a table for notebooks: a column for each of the three parts, a line for a step."""
+        first = _lines((*self.beforehand, *self.prepare))
+        rows = []
         for view in self.each:
-            batched = (*view.batched, *(view.last.batched if view.last else ()))
-            unknown = _texts(view.unknown)
+            batched = _lines((*view.batched, *(view.last.batched if view.last else ())))
+            unknown = _lines(view.unknown)
             if view.obstacle:
-                unknown = f"{unknown} (because {view.obstacle})"
-            rows.append([_texts((*self.beforehand, *self.prepare)), _texts(batched), unknown])
-        cells = ["".join(f"<td>{escape(text)}</td>" for text in row) for row in rows]
-        return f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
+                unknown += f"<br><i>because {escape(view.obstacle)}</i>"
+            rows.append((first, batched, unknown))
+        # Notebooks move text to the right.
+        cell = '<td style="text-align:left; vertical-align:top">{}</td>'
+        cells = "".join(f"<tr>{''.join(map(cell.format, row))}</tr>" for row in rows)
+        titles = ("once per image", "on whole batches", "per sample, in Python")
+        head = "".join(f'<th style="text-align:left">{title}</th>' for title in titles)
+        return f"<table><tr>{head}</tr>{cells}</table>"
+
+
+def _lines(transforms: tuple[Transform, ...]) -> str:
+    """Return HTML with a line for each transform."""
+    return "<br>".join(escape(text_of_transform(each)) for each in transforms) or "-"
 
 
 def _texts(transforms: tuple[Transform, ...]) -> str:

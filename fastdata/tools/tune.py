@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from torch.utils.data import DataLoader as TorchDataLoader
+
 from fastdata.datasets.batch import collate
 from fastdata.datasets.folder import ImageFolder
 from fastdata.loaders.loader import DataLoader
@@ -65,6 +67,7 @@ def tune(
 
     Raises:
         TimeoutError: no probe ended within ``max_seconds``.
+        TypeError: a loader was given.
         Exception: an error of the dataset with the first settings, such as one that is empty or
             cannot be read by index.
 
@@ -75,6 +78,11 @@ def tune(
         >>> len(DataLoader(squares, **result.best))
         10
     """
+    if isinstance(dataset, TorchDataLoader):
+        raise TypeError(
+            "tune needs the dataset, but got its loader: "
+            f"tune(loader.dataset, batch_size={dataset.batch_size})"
+        )
     space = parameters or _usual_space(dataset)
     usual = min(_WORKERS_PER_GPU, usable_cores())
     counts = space.get("num_workers", [usual])
