@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import runpy
@@ -61,6 +62,16 @@ def test_quickstart_prints_plan_and_rates(
         "epoch 1",
         "epoch 2",
     ]
+
+
+def test_the_notebook_runs() -> None:
+    pytest.importorskip("matplotlib")
+    notebook = json.loads((EXAMPLES / "tour.ipynb").read_text("utf-8"))
+    names: dict[str, object] = {}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)
+    assert "the model" in repr(names["diagnosis"])
 
 
 def test_csv_manifest_reads_what_it_writes(

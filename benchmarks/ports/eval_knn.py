@@ -8,7 +8,10 @@ from torchvision import datasets, transforms
 
 CHANGES = {
     "from torch.utils.data import DataLoader": "from fastdata import DataLoader, ImageFolder",
-    "class ReturnIndexDataset(datasets.ImageFolder)": "class ReturnIndexDataset(ImageFolder)",
+    'dataset = ReturnIndexDataset(root / "train", transform=EVAL)': (
+        'dataset = ImageFolder(root / "train", transform=EVAL, return_index=True)'
+    ),
+    "    samples, index = batch": "    samples, _, index = batch",
 }
 IS_DRAWN = False
 
@@ -31,3 +34,9 @@ class ReturnIndexDataset(datasets.ImageFolder):
 def make_loader(root: Path, workers: int) -> Any:
     dataset = ReturnIndexDataset(root / "train", transform=EVAL)
     return DataLoader(dataset, batch_size=128, num_workers=workers, pin_memory=True)
+
+
+def unpack(batch: Any) -> Any:
+    """Take a batch apart as the loop over the loader does."""
+    samples, index = batch
+    return samples, index
