@@ -92,6 +92,10 @@ void fastdata_values(Table *table) {
     v->by_formula = v->dtype != FLOAT64 && agrees(v);
 }
 
+/* Numbers without their fraction; 0 for those that do not fit, such as NaN. */
+INLINE int32_t int32_of(double value) { return value >= -0x1p31 && value < 0x1p31 ? (int32_t)value : 0; }
+INLINE int64_t int64_of(double value) { return value >= -0x1p63 && value < 0x1p63 ? (int64_t)value : 0; }
+
 static bool is_half(const Values *v) { return v->dtype == FLOAT16 || v->dtype == BFLOAT16; }
 
 /* Values of one row of a plane, or of several that lie end to end. */
@@ -100,8 +104,8 @@ static void write_row(const Values *v, int32_t c, const uint8_t *in, int64_t cou
     if (v->dtype == FLOAT32) to_floats(v, c, in, count, (float *)out);
     const double *table = v->table_C256 + 256 * (c % v->channels);
     for (int64_t i = 0; i < count && v->dtype == FLOAT64; i++) ((double *)out)[i] = table[in[i]];
-    for (int64_t i = 0; i < count && v->dtype == INT32; i++) ((int32_t *)out)[i] = (int32_t)table[in[i]];
-    for (int64_t i = 0; i < count && v->dtype == INT64; i++) ((int64_t *)out)[i] = (int64_t)table[in[i]];
+    for (int64_t i = 0; i < count && v->dtype == INT32; i++) ((int32_t *)out)[i] = int32_of(table[in[i]]);
+    for (int64_t i = 0; i < count && v->dtype == INT64; i++) ((int64_t *)out)[i] = int64_of(table[in[i]]);
     for (int64_t from = 0; from < count && is_half(v); from += CHUNK) {
         const int64_t part = count - from < CHUNK ? count - from : CHUNK;
         to_floats(v, c, in + from, part, floats);
@@ -192,9 +196,9 @@ static void write_pixels(const Values *v, const Pattern *pattern, int64_t channe
         if (v->dtype == FLOAT64)
             for (int64_t i = 0; i < part; i++) ((double *)out)[i] = value_of(v, channels, i, in[i]);
         else if (v->dtype == INT32)
-            for (int64_t i = 0; i < part; i++) ((int32_t *)out)[i] = (int32_t)value_of(v, channels, i, in[i]);
+            for (int64_t i = 0; i < part; i++) ((int32_t *)out)[i] = int32_of(value_of(v, channels, i, in[i]));
         else if (v->dtype == INT64)
-            for (int64_t i = 0; i < part; i++) ((int64_t *)out)[i] = (int64_t)value_of(v, channels, i, in[i]);
+            for (int64_t i = 0; i < part; i++) ((int64_t *)out)[i] = int64_of(value_of(v, channels, i, in[i]));
         else if (!pattern)
             for (int64_t i = 0; i < part; i++) to[i] = (float)value_of(v, channels, i, in[i]);
         else if (v->scaling == SCALE_DIVIDE) convert_pixels(v, pattern, in, part, to, SCALE_DIVIDE);
