@@ -6,14 +6,17 @@ import multiprocessing
 import os
 import pickle
 import random
+import runpy
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from PIL import Image
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -51,6 +54,32 @@ def _write_down(folder: Path, call: Callable[..., Any], *arguments: Any) -> None
         with open(name, "wb") as file:
             os.dup2(file.fileno(), number)
     sys.exit(call(*arguments))
+
+
+def run_script(variables: dict[str, str], script: str, *arguments: str) -> None:
+    """Run a script as ``python script`` does, with environment variables such as a launcher's for a rank.
+
+    A process group is kept until the process ends: torch's destructor waits, with the GIL, for a
+    thread that may want the GIL.
+    """
+    os.environ.update(variables)
+    tempfile.tempdir = None
+    multiprocessing.set_start_method(None, force=True)  # Python's default, not this process's own
+    torch.set_num_threads(1)
+    import_torchvision()
+    kept = []
+    destroy = dist.destroy_process_group
+
+    def keep_and_destroy() -> None:
+        kept.append(dist.group.WORLD)
+        destroy()
+
+    dist.destroy_process_group = keep_and_destroy
+    sys.argv = [script, *arguments]
+    runpy.run_path(script, run_name="__main__")
+    if kept:
+        sys.stdout.flush()
+        os._exit(0)
 
 
 def send_sample(dataset: Any, index: int, connection: Any) -> None:

@@ -6,16 +6,20 @@ import json
 import os
 import re
 import runpy
+import socket
 import subprocess
 import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+
+from children import Done, run_elsewhere, run_script
 
 pytest.importorskip("torchvision")
 
@@ -162,9 +166,7 @@ def test_a_script_runs_before_and_after_its_diff(
     epochs = []
     for path in (script, ported):
         if name == "ddp":
-            printed = _run_python(
-                tmp_path, *TWO_RANKS, *_with_torchvision(tmp_path, path), *arguments
-            )
+            printed = _run_two_ranks(tmp_path / f"ranks of {len(epochs)}", path, *arguments)
         else:
             monkeypatch.setattr(sys, "argv", [str(path), *arguments])
             runpy.run_path(str(path), run_name="__main__")
@@ -222,6 +224,26 @@ if kept:
         "utf-8",
     )
     return [str(starter), str(script)]
+
+
+def _run_two_ranks(folder: Path, script: Path, *arguments: str) -> list[str]:
+    """Run a script in two processes that have torch, with the environment that torchrun gives them."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    shared["TMPDIR"] = str(folder.parent)
+
+    def run_rank(rank: str) -> Done:
+        own = folder / rank
+        own.mkdir(parents=True)
+        variables = shared | {"RANK": rank, "LOCAL_RANK": rank}
+        return run_elsewhere(own, run_script, variables, str(script), *arguments)
+
+    with ThreadPoolExecutor(2) as pool:
+        ranks = list(pool.map(run_rank, ("0", "1")))
+    for done in ranks:
+        assert done.returncode == 0, done.stderr
+    return [line for done in ranks for line in done.stdout.splitlines()]
 
 
 def _run_python(temporary: Path, *arguments: str) -> list[str]:
