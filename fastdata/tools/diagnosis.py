@@ -34,10 +34,9 @@ _PAGE = """<!doctype html>
 body {{ font: 16px/1.5 sans-serif; max-width: 50em; margin: 2em auto; padding: 0 1em }}
 .bar {{ display: flex; height: 2.5em; color: white; margin: 1em 0; overflow: hidden }}
 .bar div {{ padding: .5em; white-space: nowrap; box-sizing: border-box; overflow: hidden }}
-td {{ padding: .1em 1em .1em 0 }}
+td {{ padding: .1em 1em .1em 0; white-space: pre-wrap }}
 </style>
 <h1>Where the time of a step goes</h1>
-<p>{line}</p>
 <div class="bar"><div style="background: #c44e52; width: {waited:.1f}%">{wait}</div>
 <div style="background: #4c72b0; width: {stepped:.1f}%">{step}</div></div>
 {table}
@@ -161,7 +160,6 @@ class Diagnosis(Report):
     def as_page(self) -> str:
         """Return a page of HTML that needs no other file: the bar, the figures and the advice."""
         return _PAGE.format(
-            line=escape(self.line),
             waited=100 * self.waited,
             stepped=100 * (1 - self.waited),
             wait=escape(f"wait {_ms(self.wait_s)}"),
