@@ -98,7 +98,7 @@ def test_the_last_line_is_one_to_quote(photos: str, capsys: pytest.CaptureFixtur
     assert main([*TINY, photos, "--recipe", "crop"]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert re.fullmatch(
-        r"fastdata reads [\d.]+ times as many .* as torchvision \+ torch \(crop; .*, \d+ cores\)",
+        r"fastdata reads [\d.]+ times as many .* as torchvision \+ torch \(crop; .*, \d+ usable cores\)\.",
         last,
     )
 
@@ -182,8 +182,8 @@ def test_bench_measures_a_transform_of_ones_own(
     assert "\nown_steps:train " in capsys.readouterr().out
     assert list(json.loads(Path("figures.json").read_text())["recipes"]) == ["own_steps:train"]
     for words, message in (
-        ("own_steps", "--transform own_steps is not module:name"),
-        ("own_steps:", "--transform own_steps: is not module:name"),
+        ("own_steps", "--transform own_steps does not have the form MODULE:NAME"),
+        ("own_steps:", "--transform own_steps: does not have the form MODULE:NAME"),
         (
             "own_steps:test",
             "--transform own_steps:test: module 'own_steps' has no attribute 'test'",

@@ -110,7 +110,7 @@ def test_damage_that_cannot_be_recorded_is_reported(
         assert "the damage cannot be recorded (Read-only file system)" in str(found)
     (found,) = inspect_caches(cache_dir, verify=True)
     assert "the next run over its source prepares it again" in str(found)
-    assert "a shard is damaged, which the next run writes again" in str(
+    assert "a shard is damaged; the next run writes it again" in str(
         inspect_caches(root.parent / "cache")[0]
     )
 

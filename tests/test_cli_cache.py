@@ -74,7 +74,7 @@ def test_inspect_tells_what_is_damaged(
     assert "samples   6" in out
     assert "classes   2" in out
     assert "resize 7 bilinear" in out
-    assert "every sample is as it was written" in out
+    assert "all samples are unchanged since they were written" in out
     (shard,) = cache.glob("*/part0-*.npy")
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
@@ -146,11 +146,11 @@ def test_a_cache_behind_a_url_is_inspected(
     assert main(words) == 0
     said = capsys.readouterr().out
     assert said.startswith("memory://caches/train\n")
-    assert "every sample is as it was written" in said
+    assert "all samples are unchanged since they were written" in said
     (root.parent / "options.json").write_text("[]")
     with pytest.raises(SystemExit):
         main(words)
-    assert "options.json holds no JSON object" in capsys.readouterr().err
+    assert "options.json is not a file with a JSON object" in capsys.readouterr().err
     MemoryFileSystem.store.clear()
 
 
@@ -186,7 +186,10 @@ def test_an_impossible_folder_is_named(
     """The error of a folder that cannot be made or listed has more than an error number."""
     assert main(["prune", "/nosuch"]) == 2
     said = capsys.readouterr().err
-    assert said == "fastdata: /nosuch is not a folder: give one that keeps caches\n"
+    assert (
+        said
+        == "fastdata: /nosuch is not a folder on this machine. Give a folder of caches, as given to cache_dir=.\n"
+    )
     assert main(["build", str(image_folder()), "/proc/x", "--prepare-workers", "1"]) == 2
     said = capsys.readouterr().err
     assert said.startswith(
@@ -202,9 +205,10 @@ def test_help_shows_defaults(capsys: pytest.CaptureFixture[str]) -> None:
             main([command, "--help"])
         shown = " ".join(capsys.readouterr().out.split())
         assert "None" not in shown
-        assert {"bench": "images in a batch; default: 64", "build": "leave it out; default: raise"}[
-            command
-        ] in shown
+        assert {
+            "bench": "images in a batch; default: 64",
+            "build": "leave it out (skip); default: raise",
+        }[command] in shown
 
 
 def test_prune_says_what_it_removes(
@@ -222,7 +226,7 @@ def test_prune_says_what_it_removes(
     for words, left in (("would be removed", 1), ("removed", 0)):
         assert main(["prune", str(cache), "--gone", *(["--dry-run"] if left else [])]) == 0
         out = capsys.readouterr().out
-        assert "is not there" in out
+        assert "images does not exist" in out
         assert words in out
         assert len(list(cache.glob("*/fastdata.npz"))) == left
 

@@ -72,12 +72,15 @@ def test_a_transform_of_ones_own_is_tuned(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["tune", "nowhere"], "nowhere is not a folder: give the root of class folders"),
-        (["build", "nowhere", "caches"], "nowhere is not a folder: give the root of class folders"),
+        (["tune", "nowhere"], "nowhere is not a folder on this machine"),
+        (["build", "nowhere", "caches"], "nowhere is not a folder on this machine"),
         (["tune", "s3://b/x"], "is a URL, but a folder of this machine is needed"),
         (["tune", "."], "Couldn't find any class folder in ."),
-        (["tune", ".", "--transform", "steps"], "--transform steps is not module:name"),
-        (["diagnose", "nowhere.py"], "nowhere.py is not a file: give the script that trains"),
+        (
+            ["tune", ".", "--transform", "steps"],
+            "--transform steps does not have the form MODULE:NAME",
+        ),
+        (["diagnose", "nowhere.py"], "nowhere.py is not a file. Give a training script"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -138,7 +141,7 @@ def test_diagnose_stops_a_script_and_says_its_limit(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("The loop waits ")
-    assert "a step, mean of 19\n" in done.stdout
+    assert "one step, mean of 19\n" in done.stdout
 
 
 def test_an_error_of_a_script_is_its_own(tmp_path: Path) -> None:
@@ -155,8 +158,8 @@ def test_an_error_of_a_script_is_its_own(tmp_path: Path) -> None:
     ("script", "status", "said"),
     [
         ("x = (\n", 1, "SyntaxError: "),
-        ("print(1)\n", 2, "train.py has no loop over a torch DataLoader of two batches or more\n"),
-        ("raise SystemExit(0)\n", 2, "train.py has no loop over a torch DataLoader"),
+        ("print(1)\n", 2, "train.py has ended without a loop over two or more batches"),
+        ("raise SystemExit(0)\n", 2, "train.py has ended without a loop over two or more batches"),
         ("raise SystemExit(3)\n", 3, ""),
     ],
     ids=["syntax", "no loader", "ends", "status"],

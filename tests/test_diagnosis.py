@@ -108,12 +108,12 @@ BASE = Diagnosis(
     workers=4,
 )
 WORDS = {
-    "model": ("the model", "no faster loader would help"),
-    "host-to-device": ("copying to the device", "send fewer bytes"),
-    "disk": ("reading from disk or network", "keep samples in memory"),
-    "decode": ("decoding", "decode once and keep the samples"),
+    "model": ("the model", "a faster loader would not help"),
+    "host-to-device": ("copying to the device", "copy fewer bytes"),
+    "disk": ("reading from disk or network", "keep the samples in memory"),
+    "decode": ("decoding", "decode each image once and store it"),
     "transform": ("the transform", "run its steps on whole batches"),
-    "collate": ("collate_fn", "return tensors of one shape"),
+    "collate": ("collate_fn", "let samples be tensors of one shape"),
     "workers": ("the number of workers", "use every core"),
     "loader": ("the loader", "it is not a torch DataLoader"),
 }
@@ -144,17 +144,17 @@ def test_names_follow_from_figures(limit: str, changes: dict[str, Any]) -> None:
     found = replace(BASE, **changes)
     assert found.limit == limit
     name, cure = WORDS[limit]
-    assert f"; {name} is the limit; " in found.line
+    assert f"; {name} is the limit. " in found.line
     assert found.advice[0].startswith(cure)
 
 
 def test_the_line_has_the_figures() -> None:
     """What the loop waits, and what loader and model could do."""
     shown = replace(BASE, parts=(SLOW_DISK, CROP))
-    line = "The loop waits 90 % of each step for data; reading from disk or network is the limit; "
-    line += "the loader could feed 100 samples/s, the model could take 1,000"
+    line = "The loop waits 90 % of each step for data; reading from disk or network is the limit. "
+    line += "The loader alone gives 100 samples/s. The model could take 1,000 samples/s."
     assert shown.line == line
-    assert repr(shown).startswith(f"{line}\n\na step, mean of 9\n")
+    assert repr(shown).startswith(f"{line}\n\none step, mean of 9\n")
 
 
 def test_the_two_lines_to_change_stand_at_the_end() -> None:
@@ -164,8 +164,8 @@ def test_the_two_lines_to_change_stand_at_the_end() -> None:
     )
     assert str(torchs).splitlines()[-2:] == [
         "    from fastdata import DataLoader, ImageFolder",
-        "which would bring the loader from 100 to 8,000 samples/s, and the loop from 100 to about 1,000: the model is"
-        " the limit then",
+        "The loader would go from 100 to 8,000 samples/s, and the loop from 100 to about 1,000; then the model would "
+        "be the limit.",
     ]
     for other in (
         replace(torchs, imports=""),
@@ -228,7 +228,7 @@ def test_less_is_said_of_other_iterables() -> None:
 def test_two_batches_are_needed(batches: list[Any]) -> None:
     """A loader that ends too early to be measured is an error."""
     with pytest.raises(
-        ValueError, match=f"the loader gave {len(batches)} batches, and a diagnosis needs 2"
+        ValueError, match=f"too few batches for a diagnosis: {len(batches)}, but at least 2"
     ):
         diagnose(batches)
 

@@ -41,11 +41,11 @@ def test_each_side_of_the_machine_has_its_line() -> None:
         ("cores", {"usable_cores": 8, "os.cpu_count": 8}, "8 of 8", "", False),
         ("cores", {"usable_cores": 4, "os.cpu_count": 8}, "4 of 8", "", False),
         ("cores", {"usable_cores": 1, "os.cpu_count": 8}, "1 of 8", "--cpus", True),
-        ("torch threads", {"torch.get_num_threads": 1}, "1 for an operation", "", False),
+        ("torch threads", {"torch.get_num_threads": 1}, "1 per operation", "", False),
         (
             "torch threads",
             {"torch.get_num_threads": 8, "usable_cores": 2},
-            "8 for an operation",
+            "8 per operation",
             "export OMP_NUM_THREADS=2: ",
             False,
         ),
@@ -53,7 +53,7 @@ def test_each_side_of_the_machine_has_its_line() -> None:
             "memory",
             {"budget_bytes": Budget(0, 512 * MIB, "cgroup limit")},
             "0 B is free",
-            "keep them on disk (cache_dir=)",
+            "store them on disk (cache_dir=)",
             True,
         ),
         (
@@ -146,7 +146,9 @@ def test_a_gpu_that_torch_does_not_see(
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no CPU affinities")
-@pytest.mark.parametrize(("near", "advice"), [(1, ""), (0, "numactl --cpunodebind=1: ")])
+@pytest.mark.parametrize(
+    ("near", "advice"), [(1, ""), (0, "start the job with numactl --cpunodebind=1: ")]
+)
 def test_a_far_gpu_is_told(
     near: int, advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,7 +164,7 @@ def test_a_far_gpu_is_told(
     monkeypatch.setattr("fastdata.tools.doctor.SYSTEM", tmp_path / "sys")
     check = examined("NUMA")
     count = len(os.sched_getaffinity(0))
-    words = f"at node 1, with {near * count} of {count} usable cores"
+    words = f"is at node 1, as are {near * count} of {count} usable cores"
     assert check.found == f"GPU 0000:17:00.0 {words}"
     assert check.advice.startswith(advice)
     assert bool(check.advice) == bool(advice)

@@ -128,4 +128,4 @@ def test_diagnose_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[st
     page = tmp_path / "page.html"
     assert main(["diagnose", "--batches", "5", "--html", str(page), str(script)]) == 0
     assert f"page: {page}" in capsys.readouterr().out
-    assert "Where the time of a step goes" in page.read_text("utf-8")
+    assert "What a training step spends its time on" in page.read_text("utf-8")

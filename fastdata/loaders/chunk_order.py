@@ -1,4 +1,4 @@
-"""The order of a ``ChunkedLoader``: chunks made of neighbouring samples, mixed within each chunk."""
+"""The order of a ``ChunkedLoader``: chunks of neighbouring samples, mixed within each chunk."""
 
 from __future__ import annotations
 

@@ -155,8 +155,8 @@ def _too_little(plan: ChunkPlan) -> str:
     return (
         f"memory_limit={format_bytes(plan.limit_bytes)} is too low: this process and its children "
         f"need at least {need_mib:,} MiB. {format_bytes(plan.in_use_bytes)} are in use already, "
-        f"{chunks}batches take {format_bytes(plan.batches_bytes)}, and the rest is a reserve. Raise "
-        "memory_limit, or use a smaller batch_size, chunk_samples or resize=."
+        f"{chunks}batches take {format_bytes(plan.batches_bytes)}, and the rest is a reserve. "
+        "Raise memory_limit, or use a smaller batch_size, chunk_samples or resize=."
     )
 
 

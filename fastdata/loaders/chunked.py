@@ -312,7 +312,7 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
         return iterator
 
     def _end(self, reason: str) -> None:
-        """End the latest iterator; its ``next`` raises an error with the ``reason`` from then on."""
+        """End the latest iterator; from then on its ``next`` raises an error with the reason."""
         for iterator in self._live:
             iterator.ended = reason
             iterator.stop()
@@ -331,7 +331,7 @@ class ChunkedLoader(contextlib.AbstractContextManager["ChunkedLoader"]):
         return replace(report, path=f"{chunks}{cache}; {report.path}")
 
     def ring_slots(self, held: int) -> int:
-        """Return the number of buffers that threads, and a user who holds ``held`` batches, need."""
+        """Return the number of buffers for threads, and for a user who holds ``held`` batches."""
         return self._loader._fastdata.ring_slots(self._loader, held)
 
     def state_dict(self) -> StateDict:
@@ -365,7 +365,7 @@ def _check_map_style(dataset: object) -> None:
 
 
 def _close_chunks(sampler: ChunkSampler, stop: Callable[[], Any]) -> None:
-    """End the threads that read samples, then release the samples: a thread would load them again."""
+    """End the threads that read samples, then release the samples, which threads would reload."""
     stop()
     chunks = sampler.chunks
     sampler.chunks = None

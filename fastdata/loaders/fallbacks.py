@@ -110,7 +110,7 @@ def _fallback_notice(dataset: PreparedDataset) -> str:
 
 
 def _wrapped_notice(dataset: Any) -> str:
-    """Return the cure if another dataset reads a fastdata dataset sample by sample, or an empty text."""
+    """Return the cure if another dataset reads a fastdata dataset by samples; else empty."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
     for inner in (*getattr(dataset, "datasets", ()), *getattr(dataset, "__dict__", {}).values()):

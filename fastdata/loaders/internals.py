@@ -87,7 +87,7 @@ class LoaderInternals:
         self._epochs: deque[tuple[float, float]] = deque(maxlen=_MOST_EPOCHS)
 
     def copied(self, loader: DataLoader[Any]) -> LoaderInternals:
-        """Return the internals of a copy of the loader, which continues with the same next epoch."""
+        """Return the internals of a copy of the loader, which begins the same next epoch."""
         other = copy.copy(self)
         other.resume = self.resume.copied()
         other.is_channels_last = self._wants_channels_last(loader)
@@ -175,7 +175,7 @@ class LoaderInternals:
         maker: BatchMaker,
         held: int,
     ) -> CountedIterator:
-        """Return the iterator of the chosen engine, with the persistent workers if there are any."""
+        """Return the iterator of the chosen engine, with the persistent workers if there are."""
         # The loader drops its persistent workers until the epoch has begun. If Ctrl-C comes in
         # between, they are not used again: they might still send batches of the aborted epoch.
         idle: Any = loader._iterator
@@ -196,7 +196,7 @@ class LoaderInternals:
         return iterator
 
     def _refresh(self, loader: DataLoader[Any]) -> Parts:
-        """Return the datasets of an epoch that begins now, with all changes the user made to them."""
+        """Return the datasets of an epoch that begins now, with all changes by the user."""
         parts = self.resume.parts
         if parts.subset is not None:  # its indices may have been replaced
             parts = self.resume.parts = Parts.find(loader.dataset)
@@ -230,7 +230,7 @@ class LoaderInternals:
     # For a prefetcher
 
     def ring_slots(self, loader: DataLoader[Any], held: int) -> int:
-        """Return the number of buffers that threads, and a user who holds ``held`` batches, need."""
+        """Return the number of buffers for threads, and for a user who holds ``held`` batches."""
         return self.engine.workers * (loader.prefetch_factor or 0) + 1 + held
 
     def device_obstacle(self, loader: DataLoader[Any]) -> str | None:
@@ -248,7 +248,7 @@ class LoaderInternals:
     # Decisions
 
     def _mixing(self, loader: DataLoader[Any]) -> Mixing | None:
-        """Return the mixing that threads run instead of the ``collate_fn``; None if they call it."""
+        """Return the mixing that threads run instead of the ``collate_fn``, or None."""
         found = served_mixing(loader.collate_fn, self.resume.parts.latest())
         return found if isinstance(found, Mixing) and self.engine.kind == "thread" else None
 
@@ -283,7 +283,7 @@ def _as_they_are(samples: Any) -> Any:
 
 
 class EpochLoader:
-    """A view of a loader for torch's iterators, in which some attributes are replaced for one epoch.
+    """A view of a loader for torch's iterators, with some attributes replaced for one epoch.
 
     torch's iterators take all settings from the loader's attributes. If the attributes of the
     loader itself were changed, the user and other iterators would see the change.
@@ -317,7 +317,7 @@ class EpochLoader:
 
 
 def _channels_last(collate_fn: Collate) -> Collate:
-    """Return a ``collate_fn`` whose batches are channels last; a ``RingCollate`` keeps its slots."""
+    """Return a ``collate_fn`` with batches in channels last; a ``RingCollate`` keeps its slots."""
     if isinstance(collate_fn, RingCollate):
         return RingCollate(ChannelsLast(collate_fn.collate), slots=collate_fn.slots)
     return ChannelsLast(collate_fn)

@@ -188,9 +188,9 @@ class CountedIterator(torch_loader._BaseDataLoaderIter):
         self.progress = progress
         super().__init__(view)  # type: ignore[arg-type]  # it has a loader's attributes
 
-    # torch's ``__init__`` draws a base seed and assigns it. The draw must happen, so that the user's
-    # generator advances as with torch. A resumed epoch then ignores it, and keeps the base seed of
-    # its state.
+    # torch's ``__init__`` draws a base seed and assigns it. The draw must happen, so that the
+    # user's generator advances as with torch. A resumed epoch then ignores it, and keeps the base
+    # seed of its state.
 
     @property
     def _base_seed(self) -> Any:

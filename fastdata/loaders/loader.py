@@ -188,7 +188,7 @@ class DataLoader(torch_loader.DataLoader, Generic[_T_co]):  # type: ignore[type-
     if not TYPE_CHECKING:
 
         def __class_getitem__(cls, kinds: Any) -> GenericAlias:
-            """Accept any number of type arguments: torch's loader takes one until 2.13, then two."""
+            """Accept any number of type arguments: torch takes one until 2.13, then two."""
             return GenericAlias(cls, kinds)
 
     def set_epoch(self, epoch: int) -> None:

@@ -1,6 +1,6 @@
 """A ``collate_fn`` that mixes batches by MixUp or CutMix, run on whole batches by the core.
 
-If a ``collate_fn`` only stacks samples and calls a transform that mixes them, it need not be called.
+A ``collate_fn`` that only stacks samples and calls a transform that mixes them need not be called.
 To find that out, its code is run once on stand-ins instead of samples. After that a ``Mixer`` makes
 the random draws, and the rows of a batch are mixed while the core writes them, or by a prefetcher
 on its device.
@@ -74,7 +74,7 @@ class Mixing:
         return self.mixer.draw(batch.draws, (len(batch), *shape), _dtype_of(reader))
 
     def to_batch(self, images: Tensor, labels: Tensor, blend: Blend | None) -> Any:
-        """Return the value of the ``collate_fn`` for images that are mixed already; mix the labels."""
+        """Return what the ``collate_fn`` returns, for images that are mixed already."""
         if blend is not None:
             labels = blend.labels(labels, self.mixer.classes, *self.mixer.label_values)
         made = (images, labels)
@@ -102,7 +102,7 @@ def find_mixing(collate_fn: Collate) -> Mixing | str:
     try:
         call = finding.stand_in(collate_fn) or copy_on_stand_ins(collate_fn, finding.stand_in)
         form = call(finding.samples)
-    except Exception:  # noqa: BLE001  # its code does more than stack and mix, which stand-ins refuse
+    except Exception:  # noqa: BLE001  # stand-ins refuse all but stacking and mixing
         return finding.reason
     if len(finding.mixers) != 1 or not _is_mixed(form):
         return finding.reason
@@ -144,7 +144,7 @@ def _is_mixed(form: Any) -> bool:
 
 
 class _Finding:
-    """Stand-ins for samples, stacking and mixing, which record the mixer that a ``collate_fn`` calls.
+    """Stand-ins for samples, stacking and mixing, which record the mixer that is called.
 
     Attributes:
         samples: stand-in for the list of samples.
@@ -269,7 +269,7 @@ def _dtype_of(reader: AnyReader) -> torch.dtype:
 
 
 def _staged_from(reader: AnyReader) -> tuple[AnyReader, Step | None]:
-    """Return a reader of samples to mix, and the conversion that follows it (None if there is none).
+    """Return a reader of samples to mix, and the conversion that follows it, or None.
 
     Samples are read as uint8 where possible, which is a quarter of the memory, and converted when
     they are mixed. Several datasets may convert differently, and steps may follow the conversion:

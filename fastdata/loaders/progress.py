@@ -38,8 +38,8 @@ class Progress:
             read ahead from ``iter`` on, as in torch's loader.
     """
 
-    # There are several counts, because indices are drawn ahead of the workers, workers read ahead of
-    # the loop, and a prefetcher takes batches ahead of the user: drawn >= handed >= seen.
+    # There are several counts, because indices are drawn ahead of the workers, workers read ahead
+    # of the loop, and a prefetcher takes batches ahead of the user: drawn >= handed >= seen.
 
     epoch: int = -1
     base_seed: int | None = None

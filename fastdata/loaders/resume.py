@@ -6,8 +6,8 @@ drawn more than the loop has seen. A state therefore holds the generators as the
 epoch's order was drawn, and the number of batches that the loop got. Resuming draws the same order
 again and skips that many batches of indices, without reading their samples.
 
-A ``RankSampler`` can begin anywhere: its state is the position in the order of all ranks, from which
-another number of ranks or another batch size can continue.
+A ``RankSampler`` can begin anywhere: its state is the position in the order of all ranks, from
+which another number of ranks or another batch size can continue.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class Resume:
         )
 
     def _begun(self, progress: Progress, chain: SamplerChain) -> Iterator[Any]:
-        """Return the sampler's iterator for an epoch; a loaded state's epoch begins as it did then."""
+        """Return the sampler's iterator for an epoch, with the order of a loaded state if any."""
         sampler = chain.outer
         if progress.start is None:
             progress.start = chain.capture()

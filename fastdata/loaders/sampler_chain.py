@@ -57,7 +57,7 @@ class SamplerChain:
 
     @property
     def batch_size(self) -> int | None:
-        """Samples in each batch of a rank, if they determine a RankSampler's position; else None."""
+        """Samples in each batch of a rank, if they decide a RankSampler's position; else None."""
         if self.ranked is None:
             return None
         if self.outer is self.ranked:
@@ -102,7 +102,7 @@ class SamplerChain:
         return length - counted < least
 
     def has_changed_size(self, progress: Progress) -> bool:
-        """Return True if the ``batch_size`` of torch's BatchSampler was changed within the epoch."""
+        """Return True if the ``batch_size`` of torch's BatchSampler has changed in the epoch."""
         outer = self.outer
         if type(outer) is not BatchSampler or self.batch_size is not None:
             return False
@@ -146,7 +146,7 @@ class SamplerChain:
         }
 
     def restore(self, start: StateDict, *, is_begun: bool) -> None:
-        """Restore generators and samplers to what ``capture`` returned, except a ``RankSampler``."""
+        """Restore the states that ``capture`` returned, except that of a ``RankSampler``."""
         for generator, packed in zip(self.generators, start["generators"], strict=True):
             generator.set_state(_unpack(packed))
         for sampler, saved in zip(self.each, start["samplers"], strict=True):

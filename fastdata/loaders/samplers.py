@@ -43,7 +43,7 @@ Uneven = Literal["pad", "drop", "keep"]
 
 
 class RankSampler(DistributedSampler[int]):
-    """The share of an epoch that one rank reads: a ``DistributedSampler`` that counts epochs and resumes.
+    """A ``DistributedSampler`` that counts epochs and can be resumed.
 
     ``DataLoader(distributed="auto")`` makes one. All ranks must pass the same arguments, except
     ``rank``. Each ``iter`` is the next epoch, which begins at its first ``next``. After

@@ -67,8 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return the exit status.
 
     The status is 0 if all is well. It is 1 if ``inspect`` finds a damaged cache, ``doctor`` finds a
-    problem, or the script of ``diagnose`` fails; 2 if the input is wrong, after one line on standard
-    error; and 130 after Ctrl-C.
+    problem, or the script of ``diagnose`` fails; 2 if the input is wrong, after one line on
+    standard error; and 130 after Ctrl-C.
 
     Args:
         arguments: the words after ``fastdata``; by default those of this process.

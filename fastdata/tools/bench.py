@@ -42,8 +42,8 @@ _RATE_S = 0.5
 
 Figures = dict[str, Any]
 """Measurements of a recipe: ``vanilla`` (torchvision and torch) and ``fastdata`` hold the images
-per second of each round, ``ratio`` is the ratio of their medians, and ``prepare_s`` the seconds that
-fastdata took to prepare the images."""
+per second of each round, ``ratio`` is the ratio of their medians, and ``prepare_s`` is the time in
+seconds that fastdata took to prepare the images."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -87,9 +87,9 @@ def _report_lines(
         yield name, *rates, f"{recipe['ratio']:.1f}", f"{recipe['prepare_s']:.2f} s"
     yield ""
     yield f"The recipe crop is Resize and CenterCrop to {PREPARED_PX} px, RandomCrop and flip. The"
-    yield "other recipes are RandomResizedCrop, flip, and the step in their name. torchvision decodes"
-    yield f"the files in each epoch; fastdata reads squares of {PREPARED_PX} px that it prepared once."
-    yield f"Figures are medians of {_ROUNDS} rounds."
+    yield "other recipes are RandomResizedCrop, flip, and the step in their name. torchvision reads"
+    yield f"the files; fastdata reads squares of {PREPARED_PX} px that it prepared once. Figures"
+    yield f"are medians of {_ROUNDS} rounds."
     ratios = [recipe["ratio"] for recipe in recipes.values()]
     times = " to ".join(f"{ratio:.1f}" for ratio in sorted({min(ratios), max(ratios)}))
     yield (

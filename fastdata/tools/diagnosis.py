@@ -1,4 +1,4 @@
-"""The diagnosis of a training loop: its limit and the advice, derived from figures."""
+"""The diagnosis of a training loop: its limit and the advice, derived from measurements."""
 
 from __future__ import annotations
 
@@ -11,20 +11,30 @@ from fastdata.errors import counted
 from fastdata.report import Line, Report
 
 _HARDLY = 0.1
-"""A loop that waits for a smaller share of its time is limited by the model."""
+"""If a loop waits for at most this share of its time, the model is the limit."""
 
 
 LIMITS = {
-    "model": ("the model", "no faster loader would help: make the step faster"),
-    "host-to-device": ("copying to the device", "send fewer bytes: uint8 batches, cast by dtype="),
-    "disk": ("reading from disk or network", "keep samples in memory, or wait with more workers"),
-    "decode": ("decoding", "decode once and keep the samples: storage= of ImageFolder"),
+    "model": ("the model", "a faster loader would not help: make the training step faster"),
+    "host-to-device": (
+        "copying to the device",
+        "copy fewer bytes: make uint8 batches, and convert them on the device by dtype= of "
+        "CudaPrefetcher",
+    ),
+    "disk": (
+        "reading from disk or network",
+        "keep the samples in memory, or use more workers, which wait at the same time",
+    ),
+    "decode": ("decoding", "decode each image once and store it: storage= of ImageFolder"),
     "transform": ("the transform", "run its steps on whole batches: transform= of ImageFolder"),
-    "collate": ("collate_fn", "return tensors of one shape, which are stacked without Python"),
+    "collate": ("collate_fn", "let samples be tensors of one shape, which stack without Python"),
     "workers": ("the number of workers", "use every core, or let fastdata.tune choose num_workers"),
-    "loader": ("the loader", "it is not a torch DataLoader over samples, so its parts are unknown"),
+    "loader": (
+        "the loader",
+        "it is not a torch DataLoader over samples, so its parts were not measured",
+    ),
 }
-"""Name and cure of each thing that can limit a loop."""
+"""The name and the cure of each thing that can limit a loop."""
 
 
 _PAGE = """<!doctype html>
@@ -36,7 +46,7 @@ body {{ font: 16px/1.5 sans-serif; max-width: 50em; margin: 2em auto; padding: 0
 .bar div {{ padding: .5em; white-space: nowrap; box-sizing: border-box; overflow: hidden }}
 td {{ padding: .1em 1em .1em 0; white-space: pre-wrap }}
 </style>
-<h1>Where the time of a step goes</h1>
+<h1>What a training step spends its time on</h1>
 <div class="bar"><div style="background: #c44e52; width: {waited:.1f}%">{wait}</div>
 <div style="background: #4c72b0; width: {stepped:.1f}%">{step}</div></div>
 {table}
@@ -46,9 +56,13 @@ td {{ padding: .1em 1em .1em 0; white-space: pre-wrap }}
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Cost of one part of a sample, on one core, without the time that it waited for a core.
+    """The cost of one part of making a sample, on one core.
 
-    ``seconds`` includes waiting for disks and networks, ``cpu_s`` does not.
+    Attributes:
+        kind: ``"read"``, ``"transform"`` or ``"collate"``.
+        name: class of the dataset, the step of the transform, or the ``collate_fn``.
+        seconds: time for one sample, including waits for disks and networks, but not for a core.
+        cpu_s: CPU time for one sample.
     """
 
     kind: str
@@ -65,24 +79,24 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Diagnosis(Report):
-    """The time of a training loop by its parts; shown as one line, a table and advice.
+    """The time of a training loop by its parts; printed as one line, a table and advice.
 
     Args:
-        batches: number of batches that the times are means of, without the first one.
+        batches: number of batches that were measured, without the first one.
         batch_size: mean number of samples in a batch.
-        wait_s: mean time in each step of the loop that waits for data.
-        step_s: mean time of the rest of each step.
+        wait_s: mean time in each step of the loop that waits for data, in seconds.
+        step_s: mean time of the rest of each step, in seconds.
         workers: number of the loader's workers.
         usable_cores: number of cores that this process may use.
-        is_prefetched: True if a CudaPrefetcher moves batches.
-        loader_per_s: samples a second of an empty loop over the loader.
+        is_prefetched: True if a ``CudaPrefetcher`` copies batches to the device.
+        loader_per_s: samples per second of an empty loop over the loader; None if not measured.
         parts: cost of each part of making a sample.
-        kept_per_s: samples a second of the loader if samples were kept in memory; None unless that
+        kept_per_s: samples per second of the loader with its samples in memory; None unless that
             is clearly faster.
-        kept: memory that this would need.
+        kept: memory that this would need, and how much is free.
         imports: names to import from fastdata instead of torchvision and torch, if the loader is
             torch's.
-        note: figures that could not be measured, and why.
+        note: measurements that failed, and why.
     """
 
     batches: int
@@ -114,11 +128,11 @@ class Diagnosis(Report):
 
     @property
     def limit(self) -> str:
-        """The key in ``LIMITS`` of what limits the loop, such as ``"decode"`` or ``"model"``."""
-        # The first thing that explains the waiting is the limit; a cure for another gains nothing.
+        """The thing that limits the loop, a key of ``LIMITS``: ``"decode"`` or ``"model"``..."""
+        # The first thing that explains the waiting is the limit: to cure another gains nothing.
         if self.waited <= _HARDLY:
             return "model"
-        # The loader is much faster than the loop, so that the copies between them are slow.
+        # The loader is much faster than the loop, so the copies between them must be slow.
         if self.is_prefetched and (self.loader_per_s or 0) > 1.5 * self.loop_per_s:
             return "host-to-device"
         if not self.parts:
@@ -127,7 +141,7 @@ class Diagnosis(Report):
         for part in self.parts:
             costs[part.limit] += part.seconds
         largest = max(costs, key=costs.__getitem__)
-        # More workers help against all costs on cores, but cannot make a slow disk faster.
+        # More workers help if a core is the limit, but cannot make a slow disk faster.
         return "workers" if self.workers < self.usable_cores and largest != "disk" else largest
 
     @property
@@ -135,30 +149,32 @@ class Diagnosis(Report):
         """The diagnosis in one line."""
         loader = ""
         if self.loader_per_s is not None:
-            loader = f"the loader could feed {self.loader_per_s:,.0f} samples/s, "
+            loader = f"The loader alone gives {self.loader_per_s:,.0f} samples/s. "
         return (
             f"The loop waits {_percent(self.waited)} of each step for data; "
-            f"{LIMITS[self.limit][0]} is the limit; "
-            f"{loader}the model could take {self.model_per_s:,.0f}"
+            f"{LIMITS[self.limit][0]} is the limit. "
+            f"{loader}The model could take {self.model_per_s:,.0f} samples/s."
         )
 
     @property
     def advice(self) -> tuple[str, ...]:
-        """The cures, with the figures that they follow from."""
+        """The cures, with the measurements that they are based on."""
         cures = [LIMITS[self.limit][1]]
         if self.limit != "model" and self.kept_per_s is not None:
-            cures.append(f"samples in memory: {self.kept_per_s:,.0f} samples/s, tried; {self.kept}")
+            cures.append(
+                f"samples in memory: {self.kept_per_s:,.0f} samples/s, measured; {self.kept}"
+            )
         return tuple(cures)
 
     def plot(self) -> Any:
-        """Return a figure of where the time of a step goes, as one bar; it needs matplotlib."""
+        """Return a figure of the time of a step, as one bar; it needs matplotlib."""
         from fastdata.pictures import show_bars
 
         parts = {"wait for data": [1000 * self.wait_s], "step": [1000 * self.step_s]}
         return show_bars(["a step"], parts, "ms")
 
     def as_page(self) -> str:
-        """Return a page of HTML that needs no other file: the bar, the figures and the advice."""
+        """Return the report as a page of HTML that needs no other file: bar, table and advice."""
         return _PAGE.format(
             waited=100 * self.waited,
             stepped=100 * (1 - self.waited),
@@ -169,7 +185,7 @@ class Diagnosis(Report):
 
     def _lines(self) -> Iterator[Line]:
         yield from (self.line, "")
-        yield f"a step, mean of {self.batches}", "", ""
+        yield f"one step, mean of {self.batches}", "", ""
         yield "  wait for data", _ms(self.wait_s), _percent(self.waited)
         yield "  step", _ms(self.step_s), _percent(1 - self.waited)
         yield "the loop", f"{self.loop_per_s:,.0f}", "samples/s"
@@ -180,7 +196,7 @@ class Diagnosis(Report):
                 f"samples/s, {counted(self.workers, 'worker')}",
             )
         if self.parts:
-            yield "a sample, on one core", "", ""
+            yield "one sample, on one core", "", ""
         for part in self.parts:
             waits = f"CPU {_ms(part.cpu_s)}" if part.limit == "disk" else ""
             yield f"  {part.kind}: {part.name}", _ms(part.seconds), waits
@@ -192,12 +208,12 @@ class Diagnosis(Report):
             return
         loop, limit = min((self.kept_per_s, "loader"), (self.model_per_s, "model"))
         yield ""
-        yield "change the imports, and keep the script:"
+        yield "Change the imports, and keep the rest of the script:"
         yield f"    from fastdata import {self.imports}"
         yield (
-            f"which would bring the loader from {self.loader_per_s:,.0f} to "
-            f"{self.kept_per_s:,.0f} samples/s, and the loop from {self.loop_per_s:,.0f} to "
-            f"about {loop:,.0f}: the {limit} is the limit then"
+            f"The loader would go from {self.loader_per_s:,.0f} to {self.kept_per_s:,.0f} "
+            f"samples/s, and the loop from {self.loop_per_s:,.0f} to about {loop:,.0f}; then the "
+            f"{limit} would be the limit."
         )
 
 

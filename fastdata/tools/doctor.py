@@ -1,7 +1,7 @@
-"""``fastdata doctor``: checks of this machine, each with what to do about it.
+"""``fastdata doctor``: checks of this machine, each with its cure.
 
-Each check looks at one thing and makes no CUDA context. A problem breaks training or slows it
-badly; advice is for what may.
+Each check looks at one thing, and none makes a CUDA context. A problem stops training or makes it
+much slower; an advice is about something that may.
 """
 
 from __future__ import annotations
@@ -35,7 +35,14 @@ DEVICES = Path("/dev")
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was checked, and what to do about it."""
+    """One thing that was checked.
+
+    Attributes:
+        name: what was checked.
+        found: what was found.
+        advice: what to do about something that may slow training down; empty if nothing.
+        problem: what to do about a problem; empty if there is none.
+    """
 
     name: str
     found: str
@@ -44,7 +51,7 @@ class Check:
 
 
 def examine_machine() -> list[Check]:
-    """Look at the machine as this process sees it; reads a few files and changes nothing."""
+    """Return the checks of the machine, as this process sees it; changes nothing."""
     return [*_cores(), *_memory(), *_libraries(), _torch(), *_numa()]
 
 
@@ -54,52 +61,62 @@ def _cores() -> Iterator[Check]:
     problem = ""
     if cores == 1 < all_cores:
         problem = (
-            "loading and training take turns on one core: give the job more "
+            "loading and training must share one core: give the job more cores "
             "(docker run --cpus, sbatch --cpus-per-task, taskset)"
         )
     yield Check("cores", f"{cores} of {all_cores}, by CPU affinity and cgroup quota", "", problem)
-    # torch counts the cores of the affinity, but not the quota.
+    # torch counts the cores of the affinity, but ignores the quota of the cgroup.
     threads = torch.get_num_threads()
     advice = f"export OMP_NUM_THREADS={cores}: more threads than usable cores wait for each other"
-    yield Check("torch threads", f"{threads} for an operation", advice if threads > cores else "")
+    yield Check("torch threads", f"{threads} per operation", advice if threads > cores else "")
 
 
 def _memory() -> Iterator[Check]:
     budget = budget_bytes(available_bytes())
-    problem = "no image can be kept in memory: give the job more, or keep them on disk (cache_dir=)"
+    problem = (
+        "there is no memory for images: give the job more memory, or store them on disk "
+        "(cache_dir=)"
+    )
     yield Check("memory", str(budget), problem="" if budget.bytes else problem)
     folder = Path("/dev/shm")
     if folder.is_dir():
         # A batch of 256 float32 images of 224x224 is 147 MiB, and torch keeps two for each worker.
         free = shutil.disk_usage(folder).free
         advice = (
-            "fastdata does not need it; for workers of torch's own loader: docker run --shm-size=8g"
+            "fastdata does not use it, but the workers of torch's own loader do: "
+            "docker run --shm-size=8g"
         )
         yield Check("/dev/shm", f"{format_bytes(free)} free", "" if free >= 1 << 30 else advice)
     try:
         with closing(Block.create(1)) as block:
             path = block.path or os.path.realpath(f"/proc/self/fd/{block.fd}")
-        # A file in a temporary folder works, too, but stays behind if the process is killed.
+        # Without memfd a file in a temporary folder is used. It stays behind if the process is
+        # killed.
         is_file = hasattr(os, "memfd_create") and "memfd:" not in str(path)
         advice = "allow memfd_create (a container's seccomp profile, sysctl vm.memfd_noexec)"
         yield Check("shared memory", f"works: {path}", advice if is_file else "")
     except (OSError, MemoryError) as error:
-        yield Check("shared memory", str(error), problem="allow memfd_create, or give TMPDIR room")
+        yield Check(
+            "shared memory", str(error), problem="allow memfd_create, or free room in TMPDIR"
+        )
 
 
 def _libraries() -> Iterator[Check]:
     installed = versions()
     yield Check("versions", ", ".join(f"{name} {it or '-'}" for name, it in installed.items()))
     obstacle = core_obstacle()
-    problem = "install fastdata with pip; without its core every step runs per sample, in Python"
-    found = obstacle or f"there, for {platform.machine()}"
+    problem = (
+        "install fastdata with pip: without its compiled core all transforms run in Python, for "
+        "each sample"
+    )
+    found = obstacle or f"works, built for {platform.machine()}"
     yield Check("compiled core", found, "", problem if obstacle else "")
     obstacle = jpeg_obstacle()
     advice = (
-        "Pillow decodes whole images, which takes longer; its wheels for Linux and macOS "
-        "bring what is needed: pip install --force-reinstall pillow"
+        "Pillow decodes whole images instead, which takes longer. Its wheels for Linux and macOS "
+        "have the library that is needed: pip install --force-reinstall pillow"
     )
-    found = obstacle or "decoded in the core by Pillow's libjpeg-turbo"
+    found = obstacle or "the compiled core decodes with Pillow's libjpeg-turbo"
     yield Check("JPEG", found, advice if obstacle else "")
     if installed["torchvision"]:
         found = "can be imported"
@@ -108,18 +125,18 @@ def _libraries() -> Iterator[Check]:
             importlib.import_module("torchvision")
         except (ImportError, OSError, RuntimeError) as error:
             found = f"cannot be imported: {error}"
-            problem = f"install the two that belong together; this torch is {torch.__version__}"
+            problem = f"install the torchvision that was built for torch {torch.__version__}"
         yield Check("torchvision", found, problem=problem)
 
 
 def _torch() -> Check:
-    # torch warns of a driver that fails, once in a process, and then returns False.
+    # If the driver fails, torch warns once per process and then returns False.
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     toolkits = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
     built = [f"{name} {version}" for name, version in toolkits.items() if version]
-    # The reasons from the outside in: the container, the environment, the driver and the build.
+    # Why torch may see no GPU, from the outside in: container, environment, build, driver.
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     found = f"{torch.__version__}, built for {' '.join(built) or 'the CPU only'}; sees {count} GPUs"
     if visible is not None:
@@ -128,27 +145,33 @@ def _torch() -> Check:
         return Check("torch", found)
     found += ", but an NVIDIA driver is loaded"
     if not list(DEVICES.glob("nvidia[0-9]*")):
-        return Check("torch", found, "this process is shown no device: docker run --gpus all")
+        return Check("torch", found, "this container has no GPU device: docker run --gpus all")
     if visible in ("", "-1"):
-        return Check("torch", found, "unset CUDA_VISIBLE_DEVICES, which hides them")
+        return Check("torch", found, "unset CUDA_VISIBLE_DEVICES, which hides the GPUs")
     problem = " ".join(str(warning.message) for warning in said)
     if torch.version.cuda is None:
         problem = "install a build of torch for CUDA: https://pytorch.org/get-started/locally"
     if not problem:
-        problem = "compare nvidia-smi and python -m torch.utils.collect_env"
+        problem = "compare the outputs of nvidia-smi and python -m torch.utils.collect_env"
     return Check("torch", found, "", problem)
 
 
 def _numa() -> Iterator[Check]:
-    """Check the socket of each GPU: copies from another socket take twice as long, or longer."""
+    """Check for each GPU that usable cores are on its socket.
+
+    Copies from the memory of another socket take twice as long, or longer.
+    """
     for gpu in NVIDIA.glob("gpus/*"):
         files = SYSTEM / "bus/pci/devices" / gpu.name
         node = int((files / "numa_node").read_text())  # -1 on machines with one socket
         local_mask = int((files / "local_cpus").read_text().replace(",", ""), 16)
         usable = os.sched_getaffinity(0)
         near = sum(local_mask >> core & 1 for core in usable)
-        found = f"GPU {gpu.name} at node {node}, with {near} of {len(usable)} usable cores"
-        cure = f"numactl --cpunodebind={node}: copies from a far node's memory take twice as long"
+        found = f"GPU {gpu.name} is at node {node}, as are {near} of {len(usable)} usable cores"
+        cure = (
+            f"start the job with numactl --cpunodebind={node}: copies from the memory of another "
+            "node take twice as long"
+        )
         yield Check("NUMA", found, "" if near or node < 0 else cure)
 
 
@@ -156,10 +179,11 @@ def _numa() -> Iterator[Check]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add no arguments."""
+    """Add no arguments: ``fastdata doctor`` has none."""
 
 
 def run(options: argparse.Namespace) -> int:
+    """Print the checks; return 1 if there is a problem."""
     checks = examine_machine()
     print(as_text(report_lines(checks)))
     return int(any(check.problem for check in checks))

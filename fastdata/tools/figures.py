@@ -1,4 +1,4 @@
-"""The figures of a command as JSON, with versions and machine."""
+"""Measurements of a command as JSON, with versions and machine."""
 
 from __future__ import annotations
 
@@ -15,12 +15,17 @@ from fastdata.machine.limits import cpu_model, usable_cores
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add the argument ``--json``."""
     parser.add_argument(
-        "--json", type=to_write, metavar="FILE", help="write all figures, with versions"
+        "--json",
+        type=to_write,
+        metavar="FILE",
+        help="also write the results as JSON, with versions and machine",
     )
 
 
 def to_write(text: str) -> Path:
+    """Parse the path of a file to write; its folder must exist."""
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text} is not a file in a folder that exists")
@@ -28,7 +33,7 @@ def to_write(text: str) -> Path:
 
 
 def write_json(document: dict[str, object], options: argparse.Namespace) -> None:
-    """Write the figures with versions and machine, if ``--json`` was given."""
+    """Write a document with versions and machine, if ``--json`` was given."""
     if options.json:
         document |= {"versions": versions(), "machine": machine_facts()}
         options.json.write_text(json.dumps(document, indent=2, default=str) + "\n", "utf-8")
@@ -43,7 +48,7 @@ def version(package: str) -> str | None:
 
 
 def versions() -> dict[str, str | None]:
-    """Return versions of Python and of the packages that matter; None if one is not installed."""
+    """Return the versions of Python and of related packages; None for one that is not installed."""
     packages = ("fastdata", "torch", "torchvision", "numpy", "pillow", "lz4", "zstandard")
     return {"python": platform.python_version()} | {name: version(name) for name in packages}
 

@@ -1,4 +1,4 @@
-"""``fastdata inspect``: show what caches hold, and whether they are sound."""
+"""``fastdata inspect``: show the contents of caches, and find damage."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from fastdata.tools.figures import add_json, write_json
 
 
 class Inspected(NamedTuple):
-    """A cache, or what is left of one.
+    """A cache that was inspected, or the remains of one.
 
     Attributes:
         folder: path or URL of the cache.
-        facts: its contents and origin; empty if it cannot be read.
-        problems: samples whose bytes have changed, or why the cache cannot be used.
+        facts: its contents and origin, by name; empty if it cannot be read.
+        problems: a text for each damaged sample, or the reason why the cache cannot be used.
     """
 
     folder: str
@@ -36,14 +36,14 @@ class Inspected(NamedTuple):
     problems: list[str]
 
     def __str__(self) -> str:
-        # A cache may be another user's, and a terminal executes control characters.
+        # A cache may come from another user, and control characters could change the terminal.
         facts = [(f"  {name}", _printable(str(fact))) for name, fact in self.facts.items()]
         problems = [f"  {_printable(problem)}" for problem in self.problems]
         return as_text([_printable(self.folder), *facts, *problems])
 
 
 def _printable(text: str) -> str:
-    """Escape characters that move a terminal's cursor, name its window and the like."""
+    """Escape control characters, such as those that move the cursor or rename the window."""
     return "".join(
         each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
     )
@@ -52,12 +52,13 @@ def _printable(text: str) -> str:
 def inspect_caches(
     path: AnyPath, storage_options: StorageChoice = None, *, verify: bool = False
 ) -> list[Inspected]:
-    """Read all but the samples of a cache, or of all caches in a ``cache_dir``.
+    """Return the contents of a cache, or of all caches in a ``cache_dir``.
 
     Args:
         path: a cache, or the folder that holds caches.
-        storage_options: for a URL.
-        verify: read all samples, too. The next run writes a damaged shard again.
+        storage_options: options of fsspec for a URL.
+        verify: True to read all samples and compare their checksums as well. The next run that
+            uses the cache writes damaged shards again.
 
     Raises:
         FileNotFoundError: there is no cache.
@@ -69,11 +70,11 @@ def _inspect(place: Place, *, verify: bool = False) -> Inspected:
     problems = []
     try:
         cache = Cache.read(place)
-        # A sample that was found damaged took the manifest of its shard with it.
+        # When a sample is found damaged, the manifest of its shard is removed.
         if cache.lacks_shard_manifests():
-            problems.append("a shard is damaged, which the next run writes again")
+            problems.append("a shard is damaged; the next run writes it again")
         for number in range(len(cache.manifest.parts)):
-            # Opening checks the files; samples are checked one by one, so that all damage is found.
+            # Opening checks the files. Samples are checked one by one, so that all damage is found.
             with contextlib.closing(cache.open_part(number, None)) as store:
                 for k, row in enumerate(cache.kept.tolist() if verify else ()):
                     try:
@@ -93,23 +94,24 @@ def _inspect(place: Place, *, verify: bool = False) -> Inspected:
         **cache.manifest.key,
     }
     if verify and not problems:
-        facts["verified"] = "every sample is as it was written"
+        facts["verified"] = "all samples are unchanged since they were written"
     return Inspected(str(place), facts, problems)
 
 
 def add_inspect(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``fastdata inspect``."""
     parser.add_argument("cache", metavar="CACHE", help="a cache, or a folder of caches")
     parser.add_argument(
         "--verify",
         action="store_true",
-        help="read every sample and mark damaged ones, which the next run prepares again",
+        help="also read every sample, and mark damaged ones: the next run prepares them again",
     )
     add_storage_options(parser)
     add_json(parser)
 
 
 def inspect(options: argparse.Namespace) -> int:
-    """Show caches; return 1 if one is damaged."""
+    """Print the contents of caches; return 1 if one is damaged."""
     caches = inspect_caches(options.cache, options.storage_options, verify=options.verify)
     for cache in caches:
         print(cache)

@@ -1,4 +1,4 @@
-"""Probes of a loader's settings, and which of two settings wins."""
+"""Measurements (probes) of a loader's settings, and the choice of the better one of two."""
 
 from __future__ import annotations
 
@@ -31,24 +31,37 @@ _CLEAR = 1.25
 """Settings that are faster by this factor win without a second measurement."""
 
 _WORTH = 1.03
-"""Settings that cost more must be faster by this factor; cheaper ones may be slower by it."""
+"""Settings with more workers or memory must be faster by this factor to win; settings with fewer
+win even if they are slower, up to this factor."""
 
 _BATCH_S = 0.1
-"""Most seconds that a worker reads for a batch of a probe; slow samples come in smaller batches."""
+"""Most seconds that a worker may need for a batch of a probe. If samples are slow to read, batches
+of probes are smaller."""
 
 _PROBES = 80
+"""Number of probes for which the time of a search should suffice."""
 
 _GRACE_S = 2.0
+"""Seconds that a probe may take longer than the time that is left."""
 
 _MOSTLY_PREPARED = 0.9
-"""Share of prepared samples from which probes of the dataset are as fast as later epochs."""
+"""Share of prepared samples from which on probes are as fast as later epochs."""
 
 _SAMPLES_PREPARED = 512
+"""Number of samples that are prepared for probes of a dataset that is still being prepared."""
 
 
 @dataclass
 class Judge:
-    """Measures settings, holds the probes, and decides which of two wins."""
+    """Measures settings, holds the probes, and decides which of two settings wins.
+
+    Attributes:
+        dataset: the dataset to read.
+        collate_fn: the loader's ``collate_fn``.
+        deadline: end of the search, by ``time.perf_counter``.
+        bar: progress bar, in seconds.
+        probes: all probes so far, in their order.
+    """
 
     dataset: Any
     collate_fn: Callable[[list[Any]], Any]
@@ -57,13 +70,13 @@ class Judge:
     probes: list[Probe] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        # Short enough for a whole search, and long enough for a steady rate.
+        # A probe must be short enough for a whole search, but long enough for a steady rate.
         self.probe_s = min(1.0, max(0.2, (self.deadline - time.perf_counter()) / _PROBES))
         self.sample_s, self.sample_bytes = in_subprocess(self._look, limit_s=None)
 
     def _look(self) -> tuple[float, int]:
-        """Return seconds and bytes of a sample; errors of the dataset are raised to the user."""
-        # The first read may open files and fill caches.
+        """Return the seconds and bytes of a sample; errors of the dataset are raised unchanged."""
+        # The first read may open files and fill caches, so it is not measured.
         self.dataset[0]
         began = time.perf_counter()
         tensors = leaves_of(self.collate_fn([self.dataset[0]]))
@@ -71,7 +84,7 @@ class Judge:
         return seconds, sum(getattr(tensor, "nbytes", 0) for tensor in tensors)
 
     def wins(self, challenger: LoaderSettings, best: LoaderSettings) -> bool:
-        """Return True if a challenger is better than the best, measured again if that is close."""
+        """Return True if a challenger is better than the best; close results are measured again."""
         asked = used_settings(challenger)
         before = used_settings(best)
         if asked == before:
@@ -81,7 +94,7 @@ class Judge:
         least = 1 / _WORTH if _cost(asked) < _cost(before) else _WORTH
         is_close = least < self._gain(asked, before) < _CLEAR
         if is_close and len(rates_of(self.probes, asked)) == 1:
-            # In turns, so that a load that comes or goes meanwhile affects both.
+            # The two take turns, so that changes of other load on the machine affect both.
             self.probe(before)
             self.probe(asked)
         return self._gain(asked, before) > least
@@ -90,11 +103,11 @@ class Judge:
         return fmean(rates_of(self.probes, challenger)) / fmean(rates_of(self.probes, best))
 
     def probe(self, settings: LoaderSettings) -> None:
-        """Measure settings, or note why they cannot be measured.
+        """Measure settings and store the result, or the reason why they cannot be measured.
 
         Raises:
             TimeoutError: the time is over.
-            Exception: the first two probes, of the settings to begin with, fail.
+            Exception: one of the first two probes, with the initial settings, has failed.
         """
         began = time.perf_counter()
         left_s = max(0.0, self.deadline - began)
@@ -102,8 +115,8 @@ class Judge:
             raise TimeoutError
         try:
             probe = Probe(settings, self._measure(settings, left_s))
-        except Exception as error:  # a user's dataset raises anything
-            # With the settings to begin with, an error is the dataset's and not of a setting.
+        except Exception as error:  # a user's dataset may raise anything
+            # With the initial settings, the error comes from the dataset and not from a setting.
             if len(self.probes) < 2 or isinstance(error, TimeoutError):
                 raise
             failed = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -112,14 +125,15 @@ class Judge:
         self.bar.update(round(time.perf_counter() - began))
 
     def _measure(self, settings: LoaderSettings, left_s: float) -> float:
-        # One batch is in the loop and one is being made, besides those that workers read ahead.
+        # One batch is in the loop, one is being made, and workers have read the others ahead.
         batches = 2 + settings["num_workers"] * settings.get("prefetch_factor", 2)
         need = batches * settings["batch_size"] * self.sample_bytes
         budget = budget_bytes(available_bytes())
         if need > budget.bytes:
-            raise MemoryBudgetError(f"batches would take {format_bytes(need)}, but {budget}")
+            raise MemoryBudgetError(f"batches would need {format_bytes(need)}, but {budget}")
         options = dict(settings)
-        # A dataset that reads whole batches is fast, and its rate depends on their size.
+        # A dataset that reads whole batches is fast, and its speed depends on the batch size: keep
+        # that size.
         if not hasattr(self.dataset, "__getitems__"):
             most = int(_BATCH_S / max(self.sample_s, 1e-9))
             options["batch_size"] = min(options["batch_size"], max(1, most))
@@ -133,18 +147,21 @@ class Judge:
 
 
 def _prepared(dataset: Any) -> Any:
-    """Return the dataset, or some samples of one that is still being prepared, prepared now."""
+    """Return a dataset with prepared samples: the same one, or some samples, prepared now."""
     if not is_kept(dataset) or dataset.filled_share() >= _MOSTLY_PREPARED:
         return dataset
     chosen = islice(shuffled(dataset), min(len(dataset), _SAMPLES_PREPARED))
     some = Subset(dataset, sorted(chosen))
-    own = torch.Generator()  # the loader would else draw its seed from the global one
+    own = torch.Generator()  # without it the loader would draw its seed from the global generator
     for _ in DataLoader(some, 16, num_workers="auto", collate_fn=list, generator=own):
         pass
     return some
 
 
 def _cost(settings: LoaderSettings) -> tuple[float, int]:
-    """Return processes and batches that settings take, which decide between equally fast ones."""
+    """Return the cost of settings, which decides between equally fast ones: workers, then batches.
+
+    A thread counts as half a process.
+    """
     workers = settings["num_workers"] * (0.5 if settings.get("workers") == "thread" else 1)
     return workers, settings.get("prefetch_factor", 2)

@@ -1,8 +1,8 @@
-"""Samples a second of a loader without a model.
+"""Samples per second of a loader without a model.
 
-``measure`` is an empty loop with a warm-up. ``in_subprocess`` runs it in a forked copy of this
-process: what the loop draws, reads, caches or breaks stays there, and its memory, threads and
-worker processes end with it.
+``measure_rate`` is an empty loop with a warm-up. ``in_subprocess`` runs it in a forked copy of this
+process, so that its random draws, caches and errors do not change this process, and its memory,
+threads and worker processes end with it.
 """
 
 from __future__ import annotations
@@ -29,26 +29,28 @@ from fastdata.machine.workers import attempt_job, forked, settle
 _T = TypeVar("_T")
 
 _WARM_UP = 0.125
-"""Share of the measuring time after which a loader that reads far ahead counts as warm."""
+"""Share of the measuring time after which a loader that reads far ahead counts as warmed up."""
 
 
 def measure_rate(loader: Iterable[object], *, seconds: float, limit_s: float = math.inf) -> float:
-    """Return samples a second of an empty loop over a loader, without the start of its workers.
+    """Return samples per second of an empty loop over a loader, without the start of its workers.
 
-    If epochs are shorter than ``seconds``, whole epochs are measured. A batch without tensors
-    counts as one sample.
+    If epochs are shorter than ``seconds``, whole epochs are measured, including that start. A batch
+    without tensors counts as one sample.
 
     Args:
         loader: any iterable of batches.
         seconds: time to measure.
-        limit_s: seconds after which the loop ends with what it has; checked when a batch comes.
+        limit_s: seconds after which the loop ends with the samples so far; checked at each batch.
 
     Raises:
         ValueError: the loader gives no batch.
     """
-    # Batches of several workers come in turns, often all at once: whole turns are counted.
+    # Workers finish at about the same time, so their batches come in bursts: count whole turns of
+    # all workers.
     turn = max(1, getattr(loader, "num_workers", 0))
-    # What workers have read ahead before the start would be counted as read in no time.
+    # Batches that were read ahead before the start would count as read in no time: begin after
+    # them.
     ahead = turn * (1 + (getattr(loader, "prefetch_factor", None) or 0))
     end = time.perf_counter() + limit_s
     in_epochs = 0
@@ -76,21 +78,22 @@ def measure_rate(loader: Iterable[object], *, seconds: float, limit_s: float = m
 
 
 def shuffled(dataset: Sized, seed: int = 0) -> RandomSampler:
-    """Return shuffled indices without an end; equal seeds give equal orders."""
+    """Return a sampler of shuffled indices without an end; equal seeds give equal orders."""
     generator = torch.Generator().manual_seed(seed)
     return RandomSampler(dataset, num_samples=1 << 60, generator=generator)
 
 
 def is_kept(dataset: object) -> bool:
-    """Return True if a dataset keeps prepared samples."""
+    """Return True if a dataset stores prepared samples."""
     return isinstance(dataset, PreparedDataset) and dataset._fastdata.storage_plan.storage != "none"
 
 
 def _leave_worker_processes() -> None:
-    """Let no iterator in a forked copy end its worker processes: they are the parent's.
+    """Keep the iterators of a forked copy from ending worker processes, which are the parent's.
 
-    A notebook keeps the iterator of an epoch that failed. torch's code would raise an error for
-    each of its workers, because a process can end its own children only.
+    A notebook may still hold the iterator of an epoch that failed. torch would try to end its
+    workers when the copy exits, and raise an error for each: a process can only end its own
+    children.
     """
     for value in gc.get_objects():
         if issubclass(type(value), _MultiProcessingDataLoaderIter):
@@ -98,33 +101,40 @@ def _leave_worker_processes() -> None:
 
 
 def in_subprocess(work: Callable[[], _T], *, limit_s: float | None) -> _T:
-    """Return what ``work`` returns, or raise what it raises, from a forked copy of this process.
+    """Run ``work`` in a forked copy of this process; return its result or raise its error.
 
     On systems other than Linux, where forks are unsafe or missing, it runs in this process.
 
+    Args:
+        work: function without arguments; its result is pickled.
+        limit_s: most seconds to wait; None waits without a limit.
+
     Raises:
-        TimeoutError: it took longer than ``limit_s`` seconds.
-        RuntimeError: the process was killed, or has raised an error that cannot be pickled.
+        TimeoutError: it took longer than ``limit_s``.
+        RuntimeError: the process was killed, or raised an error that cannot be pickled.
     """
     if sys.platform != "linux":
         return work()
-    available_bytes()  # imports psutil now, and not in a thread that may hold a lock at the fork
+    # Import psutil now: if another thread imported it at the moment of the fork, the copy would
+    # inherit a locked import lock.
+    available_bytes()
 
     def job(_: str) -> _T:
         warnings.simplefilter("ignore")  # the user's own run shows them
         _leave_worker_processes()
-        # Threads of the parent do not exist in the copy. OpenMP's pool would wait for its own for
-        # ever, but a new thread gets a new pool.
+        # A fork does not copy threads. OpenMP's pool of this thread would wait forever for its
+        # missing threads, but a new thread gets a new pool.
         return ThreadPoolExecutor(1).submit(work).result()
 
     with forked(job) as (pool, [process]):
         answer = pool.submit(attempt_job, "measuring")
         if not wait([answer], limit_s).done:
-            raise TimeoutError(f"no answer within {limit_s:.1f} s")
+            raise TimeoutError(f"the measurement took longer than {limit_s:.1f} s")
         try:
             return cast("_T", settle(answer.result()))
         except BrokenProcessPool:
             pool.shutdown()
             raise RuntimeError(
-                f"the measuring process has ended with exit code {process.exitcode}"
+                f"the process that measures has ended with exit code {process.exitcode}; -9 means "
+                "that it was killed, often because memory ran out"
             ) from None

@@ -1,4 +1,4 @@
-"""Drawn images like photographs, for measurements without a data set."""
+"""Drawn images that compress like photographs, for measurements without a dataset."""
 
 from __future__ import annotations
 
@@ -14,9 +14,13 @@ from PIL import Image
 def write_photos(
     root: Path, *, count: int, classes: int = 8, size: tuple[int, int] = (512, 384)
 ) -> None:
-    """Write JPEGs of ``size`` (width, height) into class folders, in turns.
+    """Write JPEG files into class folders, in turns. Equal arguments give equal pixels.
 
-    The same arguments give the same pixels.
+    Args:
+        root: folder for the class folders; made if needed.
+        count: number of images.
+        classes: number of classes.
+        size: (width, height) in pixels.
     """
 
     def write(index: int) -> None:
@@ -29,9 +33,9 @@ def write_photos(
 
 
 def photo(seed: int, size: tuple[int, int] = (512, 384)) -> npt.NDArray[np.uint8]:
-    """Draw smooth shapes of many colours with a grain, uint8 (height, width, 3).
+    """Return smooth shapes of many colours with grain, uint8 (height, width, 3).
 
-    With this grain, 512x384 takes 60 to 110 KB at quality 90, as photographs of that size do.
+    The grain makes a JPEG of 512 x 384 px take 60 to 110 KB at quality 90, as photographs do.
     """
     rng = np.random.default_rng(seed)
     width, height = size

@@ -21,7 +21,7 @@ from fastdata.tools.inspect import _inspect
 
 
 class Removal(NamedTuple):
-    """A cache that was removed, or would be without ``dry_run``."""
+    """A cache that was removed, or that would be removed without ``dry_run``."""
 
     path: Path
     reason: str
@@ -29,23 +29,25 @@ class Removal(NamedTuple):
 
 
 def prune_caches(cache_dir: Path, *, gone: bool = False, dry_run: bool = False) -> list[Removal]:
-    """Remove caches that no run can use: unreadable ones, and leftovers of killed writers.
+    """Remove caches that no run can use: unreadable ones, and unfinished ones of killed writers.
 
-    A cache that cannot be locked stays: another process is writing it, or it is another user's.
+    A cache that cannot be locked is kept: another process is writing it, or it belongs to another
+    user.
 
     Args:
-        cache_dir: holds caches.
-        gone: also remove caches of folders that do not exist now. ``from_cache`` could open them.
-        dry_run: only return what would be removed.
+        cache_dir: folder of caches.
+        gone: True to also remove caches of image folders that do not exist now, although
+            ``from_cache`` could open them.
+        dry_run: True to only return what would be removed.
 
     Raises:
         FileNotFoundError: there is no such folder.
     """
-    check_folder(cache_dir, "one that keeps caches")
+    check_folder(cache_dir, "a folder of caches, as given to cache_dir=")
     removals = []
     for folder in sorted(cache_dir.iterdir()):
         lock = lock_of(folder)
-        # A link may lead anywhere, and a folder without index and lock is not a cache.
+        # Never follow a link, which may lead anywhere. A folder without index and lock is no cache.
         is_ours = (folder / INDEX).exists() or os.path.exists(lock.lock_file)
         if not is_ours or not folder.is_dir() or folder.is_symlink():
             continue
@@ -65,32 +67,38 @@ def prune_caches(cache_dir: Path, *, gone: bool = False, dry_run: bool = False) 
 
 
 def _fault(folder: Path, *, gone: bool) -> str:
-    """Return why no run can use a cache; empty if it is sound."""
+    """Return why no run can use a cache; empty if it can be used."""
     if not (folder / INDEX).exists():
-        return "left by a writer that died"
+        return "unfinished: the process that wrote it has ended"
     inspected = _inspect(Place(folder))
     if not inspected.facts:
         return f"cannot be read: {inspected.problems[0]}"
     root = str(inspected.facts["root"])
     if gone and root and not is_url(root) and not os.path.isdir(root):
-        return f"{root} is not there"
+        return f"its images are gone: {root} does not exist"
     return ""
 
 
 def add_prune(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``fastdata prune``."""
     parser.add_argument("cache", type=Path, metavar="CACHE", help="folder of caches")
     parser.add_argument(
-        "--gone", action="store_true", help="also caches of folders that do not exist now"
+        "--gone",
+        action="store_true",
+        help="also remove caches whose folder of images does not exist now",
     )
-    parser.add_argument("--dry-run", action="store_true", help="only show what would be removed")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="show what would be removed, and remove nothing"
+    )
 
 
 def prune(options: argparse.Namespace) -> int:
+    """Remove caches and print them; return the exit status."""
     removals = prune_caches(options.cache, gone=options.gone, dry_run=options.dry_run)
     for removal in removals:
         print(f"{removal.path}: {removal.reason} ({format_bytes(removal.size_bytes)})")
     if not removals:
-        print("nothing to remove: there are no leftovers, and each cache can be read")
+        print("nothing to remove: each cache is complete and can be read")
         return 0
     size = format_bytes(sum(removal.size_bytes for removal in removals))
     print(f"{size} {'would be removed' if options.dry_run else 'removed'}")

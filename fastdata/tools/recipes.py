@@ -1,4 +1,4 @@
-"""Published training transforms by torchvision, and the user's own by name."""
+"""Published training transforms of torchvision, and the user's own transform by its name."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ PREPARED_PX = 256
 
 
 def make_recipe(recipe: str, dtype: str) -> Transform:
-    """Make a transform of torchvision's references, or the view of SimCLR's paper.
+    """Return a training transform of torchvision's references, or the one of the SimCLR paper.
 
     Args:
         recipe: one of ``RECIPES``; ``"crop"`` resizes to one size and crops at random.
-        dtype: ``"uint8"``, or ``"float32"``, which is normalised.
+        dtype: ``"uint8"``, or ``"float32"`` for normalised tensors.
     """
     v1 = import_torchvision().transforms
     crop = [v1.RandomResizedCrop(CROP_PX)]
@@ -45,7 +45,7 @@ def make_recipe(recipe: str, dtype: str) -> Transform:
             v1.RandomApply([v1.GaussianBlur(CROP_PX // 20 * 2 + 1, (0.1, 2.0))], p=0.5),
         ],
     }
-    # uint8 batches are a quarter as large, and are normalised on the GPU.
+    # uint8 batches have a quarter of the size, and can be normalised on the GPU.
     last = [v1.PILToTensor()]
     if dtype == "float32":
         last = [v1.ToTensor(), v1.Normalize(IMAGENET_MEAN, IMAGENET_STD)]
@@ -54,10 +54,11 @@ def make_recipe(recipe: str, dtype: str) -> Transform:
 
 
 def import_torchvision() -> ModuleType:
-    """Import torchvision, also one that was built for another torch.
+    """Import torchvision, even if it was built for another version of torch.
 
-    Such a one fails when it registers two operators of its library, which did not load. Its
-    transforms need neither, so once they are declared the rest can be imported.
+    In that case its compiled library does not load, and the import fails where it registers two
+    operators of that library. The transforms need neither, so both are declared here, and the
+    import is repeated.
 
     Raises:
         ImportError: torchvision is not installed.
@@ -66,7 +67,7 @@ def import_torchvision() -> ModuleType:
         return importlib.import_module("torchvision")
     except ImportError as error:
         raise ImportError(
-            "this needs torchvision, which is not installed: pip install torchvision"
+            "this command needs torchvision, which is not installed: pip install torchvision"
         ) from error
     except RuntimeError as error:
         if "torchvision::nms" not in str(error):
@@ -84,12 +85,13 @@ def _declare_operators() -> torch.library.Library:
 
 
 def find_transform(words: str) -> Transform:
-    """Import the user's own transform by ``MODULE:NAME``, from the working directory, too."""
+    """Import the user's own transform by its ``MODULE:NAME``, also from the working directory."""
     if not all(words.partition(":")):
         raise ValueError(
-            f"--transform {words} is not module:name, as in --transform train:train_transform"
+            f"--transform {words} does not have the form MODULE:NAME, as in "
+            "--transform train:train_transform"
         )
-    # A command that is installed does not have the working directory on its path.
+    # An installed command does not have the working directory on sys.path.
     sys.path.insert(0, os.getcwd())
     try:
         found: Transform = pkgutil.resolve_name(words)
@@ -104,8 +106,10 @@ def find_transform(words: str) -> Transform:
 
 
 def add_transform(parser: argparse.ArgumentParser, usual: str) -> None:
+    """Add the argument ``--transform``; ``usual`` is the end of its help."""
     parser.add_argument(
         "--transform",
         metavar="MODULE:NAME",
-        help=f"a transform of your own, such as train:train_transform; {usual}",
+        help="your own transform: MODULE:NAME imports it, such as train:train_transform from "
+        f"train.py; {usual}",
     )

@@ -1,4 +1,4 @@
-"""Training loops, timed from the outside: of a loader, or of a script."""
+"""Training loops that are timed from the outside: over a loader, or inside a script."""
 
 from __future__ import annotations
 
@@ -20,9 +20,16 @@ from fastdata.loaders.prefetch import CudaPrefetcher
 
 @dataclass
 class TimedLoop:
-    """A loader whose loops are timed, without the first batch, which workers start for.
+    """A loader whose loops are timed. The first batch is not timed: it waits for workers to start.
 
-    ``wait_s`` is the time that loops waited for ``batches``, ``busy_s`` the time in between.
+    Attributes:
+        loader: any iterable of batches.
+        most_batches: number of batches after which the loop is ended by ``EnoughError``; None for
+            no limit.
+        wait_s: seconds that the loops waited for batches.
+        busy_s: seconds between a batch and the request for the next.
+        batches: number of batches, including the first.
+        samples: number of samples in them.
 
     Example:
         >>> loop = TimedLoop([1, 2, 3])
@@ -47,10 +54,11 @@ class TimedLoop:
             self.samples += sample_count(batch) or 1
             yield batch
             if torch.cuda.is_initialized():
-                # Else the GPU's work would count as a wait for the next batch, or not at all.
+                # The GPU works on after the step has returned. Without this, its time would count
+                # as a wait for the next batch, or not at all.
                 torch.cuda.current_stream().synchronize()
             done_at = time.perf_counter()
-            # The first batch waits for workers to start, which happens once in an epoch.
+            # The first batch waits for workers to start, which happens once per epoch.
             if self.batches:
                 self.wait_s += came_at - asked_at
                 self.busy_s += done_at - came_at
@@ -61,7 +69,7 @@ class TimedLoop:
 
 
 class EnoughError(BaseException):
-    """Ends a script after enough batches. A script may catch every Exception, but not this."""
+    """Ends a script after enough batches. It is no ``Exception``, so scripts do not catch it."""
 
 
 def in_prefetcher(loader: Any) -> Any:
@@ -69,11 +77,12 @@ def in_prefetcher(loader: Any) -> Any:
 
 
 def run_script(script: Path, arguments: list[str], batches: int) -> list[TimedLoop]:
-    """Run a script as ``__main__`` until a loop over a loader has run this many batches.
+    """Run a script as ``__main__`` until a loop over a loader has run ``batches`` batches.
 
-    If a prefetcher reads a loader, only the prefetcher's loop is timed.
+    All its loops are timed. If a prefetcher reads a loader, only the prefetcher's loop is timed.
     """
-    # runpy would remove the module at its end, but the script's workers may still import from it.
+    # Not `runpy`, which removes the module when the script ends: its workers may still import from
+    # it.
     module = types.ModuleType("__main__")
     module.__file__ = str(script)
     sys.modules["__main__"] = module
@@ -84,12 +93,12 @@ def run_script(script: Path, arguments: list[str], batches: int) -> list[TimedLo
     begins = {kind: kind.__iter__ for kind in kinds}
 
     def begin_timed(loader: Any, begin: Callable[[Any], Any]) -> Any:
-        # A prefetcher may be made for each epoch: its loops are grouped by the loader in it.
+        # A script may make a new prefetcher for each epoch: group loops by the loader inside it.
         loop = loops.setdefault(id(in_prefetcher(loader)), TimedLoop(loader, batches))
         is_in_prefetcher = type(loop.loader) is not type(loader)
         return begin(loader) if is_in_prefetcher else loop.over(begin(loader))
 
-    # The classes are patched, so that loops are timed however the script makes its loaders.
+    # The classes are patched, so that loops are timed in whatever way the script makes its loaders.
     for kind, begin in begins.items():
         kind.__iter__ = lambda loader, begin=begin: begin_timed(loader, begin)
     try:

@@ -1,7 +1,7 @@
-"""``fastdata.tune``: the loader's settings that read a dataset fastest on this machine.
+"""``fastdata.tune``: find the settings of a loader that read a dataset fastest on this machine.
 
-``ascend`` moves one parameter at a time while that wins, until a round over all of them changes
-nothing. It measures nothing itself: ``Judge`` decides who wins.
+``ascend`` changes one parameter at a time as long as that is faster, until a round over all
+parameters changes nothing. It measures nothing itself: ``Judge`` decides which settings win.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from fastdata.tools.tune_result import LoaderSettings
 
 
-_WORKERS_PER_GPU = 4  # the usual rule; where the search begins
+_WORKERS_PER_GPU = 4  # the usual rule of thumb; the search begins there
 
 
 def tune(
@@ -41,35 +41,35 @@ def tune(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     progress: bool = True,
 ) -> TuneResult:
-    """Measure which settings of a ``DataLoader`` read a dataset fastest, one parameter at a time.
+    """Find the settings of a ``DataLoader`` that read a dataset fastest, one parameter at a time.
 
-    Each probe is an empty loop (no model) over shuffled samples in a forked process, after a
-    warm-up. Settings that win by less than 25 % are measured again, in turns with those that they
-    beat. Settings that need more processes or memory must gain 3 %. The search begins with 4
-    workers, as the usual rule per GPU has it, or with as many as there are cores.
+    Each measurement (probe) is an empty loop, without a model, over shuffled samples in a forked
+    process, after a warm-up. Settings that win by less than 25 % are measured again, in turns with
+    the settings that they beat. Settings that need more processes or memory must be at least 3 %
+    faster. The search begins with 4 workers, or with the number of cores if there are fewer.
 
-    No process is left behind. A dataset that is slow to read is probed with smaller batches.
+    No process is left behind. Samples that are slow to read are measured in smaller batches.
 
     Args:
-        dataset: any map-style dataset, fastdata's or not. If it is still being prepared, up to 512
-            samples are prepared for the probes, and stay prepared.
-        batch_size: samples in a batch.
-        max_seconds: time limit; the best settings so far are the result when it is over.
-        parameters: names of the loader's arguments and the values to choose from, numbers in
-            ascending order; default: ``num_workers``, ``workers`` (threads or processes) and
+        dataset: any map-style dataset, of fastdata or not. If it is still being prepared, up to 512
+            samples are prepared for the probes; they stay prepared.
+        batch_size: number of samples in a batch.
+        max_seconds: time limit in seconds. When it is over, the best settings so far are returned.
+        parameters: names of the loader's arguments with the values to choose from, numbers in
+            ascending order; by default ``num_workers``, ``workers`` (threads or processes) and
             ``prefetch_factor``.
-        collate_fn: the loader's argument; default: ``fastdata.collate``.
-        progress: show a progress bar on standard error.
+        collate_fn: the loader's ``collate_fn``; by default ``fastdata.collate``.
+        progress: False for no progress bar on standard error.
 
     Returns:
-        A ``TuneResult``: ``DataLoader(dataset, shuffle=True, **result.best)``; ``print(result)``
-        shows all probes.
+        A ``TuneResult``. Use it as ``DataLoader(dataset, shuffle=True, **result.best)``;
+        ``print(result)`` shows all probes.
 
     Raises:
-        TimeoutError: no probe ended within ``max_seconds``.
-        TypeError: a loader was given.
-        Exception: an error of the dataset with the first settings, such as one that is empty or
-            cannot be read by index.
+        TimeoutError: no probe has ended within ``max_seconds``.
+        TypeError: a loader was given instead of a dataset.
+        Exception: an error of the dataset with the first settings, for example because it is empty
+            or cannot be read by index.
 
     Example:
         >>> squares = [(float(i), i * i) for i in range(50)]
@@ -92,9 +92,9 @@ def tune(
     began = time.perf_counter()
     with progress_bar(math.ceil(max_seconds), "tuning", unit="s", enabled=progress) as bar:
         judge = Judge(_prepared(dataset), collate_fn or collate, began + max_seconds, bar)
-        # When the time is over, the best settings so far are the result.
+        # When the time is over (TimeoutError), the best settings so far are the result.
         best = start
-        judge.probe(used_settings(start))  # finds files and caches cold
+        judge.probe(used_settings(start))  # the first probe fills caches, and does not count
         is_complete = False
         with suppress(TimeoutError):
             judge.probe(used_settings(start))
@@ -117,10 +117,15 @@ def ascend(
     start: LoaderSettings,
     wins: Callable[[LoaderSettings, LoaderSettings], bool],
 ) -> Iterator[LoaderSettings]:
-    """Move one parameter at a time while the challenger wins, and yield the winners.
+    """Change one parameter at a time as long as that wins, and yield the winners.
 
-    This is coordinate ascent. No worker at all is another engine without further parameters, and is
-    tried last.
+    This is coordinate ascent. Zero workers are tried last, because they are another engine, without
+    further parameters.
+
+    Args:
+        space: names of parameters with the values to choose from, in ascending order.
+        start: settings to begin with.
+        wins: function of (challenger, best) that returns True if the challenger is better.
     """
     best = start
     before = None
@@ -129,7 +134,7 @@ def ascend(
         for name, values in space.items():
             if name == "num_workers" and start[name]:
                 values = [value for value in values if value]
-            # The start is in the middle, so that more and fewer workers are both tried.
+            # Both directions are tried, because the start is in the middle of the values.
             for direction in (1, -1):
                 ordered = values[::direction]
                 for value in ordered[ordered.index(best[name]) + 1 :]:
@@ -145,7 +150,7 @@ def ascend(
 
 def _usual_space(dataset: Any) -> dict[str, Sequence[Any]]:
     cores = usable_cores()
-    # The engine that "auto" takes is not tried a second time under its own name.
+    # The engine that "auto" chooses is not measured a second time under its own name.
     engine = DataLoader(dataset, num_workers=1).report().engine
     return {
         "num_workers": sorted({0, 1, 2, 4, 8, 16, cores, 2 * cores, 4 * cores}),
@@ -158,9 +163,10 @@ def _usual_space(dataset: Any) -> dict[str, Sequence[Any]]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``fastdata tune``."""
     add = parser.add_argument
-    add("folder", metavar="FOLDER", help="class folders of images")
-    add_transform(parser, "default: 256 px squares, random crop to 224, flip, float32")
+    add("folder", metavar="FOLDER", help="folder with one folder of images for each class")
+    add_transform(parser, "default: squares of 256 px, random crop to 224, flip, float32")
     add(
         "--batch-size",
         type=positive,
@@ -172,18 +178,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--storage",
         choices=("auto", "shared", "compressed", "none"),
         default="auto",
-        help="as ImageFolder's: auto is what fits, none tunes decoding; default: %(default)s",
+        help="storage= of ImageFolder: auto stores images where they fit, none decodes them in "
+        "each epoch; default: %(default)s",
     )
     add(
         "--seconds",
         type=float,
         default=60.0,
         metavar="S",
-        help="time for all of it; default: %(default)g",
+        help="time limit of the search in seconds; default: %(default)g",
     )
 
 
 def run(options: argparse.Namespace) -> int:
+    """Search and print the result; return the exit status."""
     check_folder(options.folder)
     own = options.transform
     transform = find_transform(own) if own else make_recipe("crop", "float32")

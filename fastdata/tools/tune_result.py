@@ -1,4 +1,4 @@
-"""The result of ``fastdata.tune``: its probes as a table, and the call to paste."""
+"""The result of ``fastdata.tune``: its measurements as a table, and the call to paste."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fastdata.errors import counted
 from fastdata.report import Line, Report
 
 LoaderSettings = dict[str, Any]
-"""Arguments of a ``DataLoader``. The argument ``workers`` is "auto", "thread" or "process"."""
+"""Arguments of a ``DataLoader`` by name; ``workers`` is "auto", "thread" or "process"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +20,8 @@ class Probe:
 
     Args:
         settings: arguments of the loader.
-        samples_per_s: rate of the loop; 0 if it failed.
-        failed: the error, or the memory that batches would have needed; empty if it was measured.
+        samples_per_s: samples per second of the loop; 0 if it failed.
+        failed: the error, or the memory that batches would have needed; empty if all went well.
     """
 
     settings: LoaderSettings
@@ -31,14 +31,14 @@ class Probe:
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class TuneResult(Report):
-    """The result of ``fastdata.tune``; shown as a table of all probes, with the call to paste.
+    """The result of ``fastdata.tune``; printed as a table of all probes, with the call to paste.
 
     Args:
         best: arguments for ``DataLoader(dataset, shuffle=True, **result.best)``. ``workers`` is an
-            argument of fastdata's loader, and only given if another engine than the usual one won.
-        probes: all measurements in their order. The first one finds files and caches cold.
+            argument of fastdata's loader only; it is left out if the default engine won.
+        probes: all measurements in their order. The first one fills caches, and does not count.
         seconds: time of the whole search.
-        is_complete: True if the search ended by itself, False if ``max_seconds`` ended it.
+        is_complete: True if the search was finished, False if ``max_seconds`` ended it.
     """
 
     best: LoaderSettings
@@ -48,17 +48,17 @@ class TuneResult(Report):
 
     @property
     def samples_per_s(self) -> float:
-        """Mean rate of the best settings, in their probes."""
+        """Mean samples per second of the best settings, over their probes."""
         return fmean(rates_of(self.probes, self.best))
 
     @property
     def start_samples_per_s(self) -> float:
-        """Mean rate of the settings that the search began with."""
+        """Mean samples per second of the settings that the search began with."""
         return fmean(rates_of(self.probes, self.probes[0].settings))
 
     @property
     def call(self) -> str:
-        """The loader to paste into a script, shuffled as the probes were."""
+        """The code of the best loader, to paste into a script; shuffled, as the probes were."""
         words = "dataset"
         for name, value in {"batch_size": None, "shuffle": True, **self.best}.items():
             words += f", {name}={value!r}"
@@ -77,9 +77,9 @@ class TuneResult(Report):
             yield *values, f"{probe.samples_per_s:,.0f}", words
         rate = self.samples_per_s
         gain = rate / self.start_samples_per_s
-        end = "nothing more to gain" if self.is_complete else "the time was over"
-        yield f"{counted(len(self.probes), 'probe')} in {self.seconds:.1f} s: {end}"
-        yield f"{rate:,.0f} samples/s, {gain:.2f} times the start's:"
+        end = "no other setting is faster" if self.is_complete else "the time limit was reached"
+        yield f"{counted(len(self.probes), 'measurement')} in {self.seconds:.1f} s: {end}"
+        yield f"{rate:,.0f} samples/s with the best settings, {gain:.2f} times those of the first:"
         yield f"loader = {self.call}"
 
 
@@ -87,11 +87,14 @@ class TuneResult(Report):
 
 
 def used_settings(settings: LoaderSettings) -> LoaderSettings:
-    """Return the settings that matter: without workers neither engine nor prefetching does."""
+    """Return the settings that have an effect; without workers, engine and prefetching do not."""
     unused = () if settings["num_workers"] else ("workers", "prefetch_factor")
     return {name: it for name, it in settings.items() if name not in unused and it != "auto"}
 
 
 def rates_of(probes: Sequence[Probe], settings: LoaderSettings) -> list[float]:
-    """Return the rates of settings, without the first probe, which is cold, if there are more."""
+    """Return the samples per second of the probes of these settings.
+
+    The first probe of all is left out if there are others: its caches were still empty.
+    """
     return [probe.samples_per_s for probe in probes[1:] or probes if probe.settings == settings]
