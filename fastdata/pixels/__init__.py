@@ -1,17 +1,17 @@
-"""From the bytes of an image to a batch of pixels; this wing does not know datasets.
+"""From the bytes of an image to a batch of pixels. This wing imports nothing about datasets.
 
 Planning a transform:
 
-* ``split``: cuts the user's transform in what runs once, on whole batches, and per sample.
+* ``split``: splits the user's transform into what runs once, on whole batches, and per sample.
 * ``plan``: the result, a ``TransformPlan``.
-* ``compose``: the single transforms of a nested one.
-* ``known``: names of torchvision's, timm's, albumentations' and Pillow's transforms.
-* ``albumentations_objects``: which objects of albumentations are known.
-* ``callables``, ``published``: the user's own callables that are understood by their code.
-* ``own_transforms``: ``Views``, ``AlternatingFlip``, and wrappers of others' transforms.
+* ``compose``: the single transforms inside a nested one.
+* ``known``: names of the transforms of torchvision, timm, albumentations and Pillow.
+* ``albumentations_objects``: objects of albumentations that are known.
+* ``callables``, ``published``: the user's own callables that are recognised by their code.
+* ``own_transforms``: ``Views``, ``AlternatingFlip``, and wrappers for transforms of albumentations.
 * ``buckets``: ``ResizeToBucket``.
-* ``draws``: which transforms and callables draw random numbers.
-* ``fingerprint``, ``transform_keys``: hashes and texts that tell values and transforms apart.
+* ``draws``: finds out which transforms and callables draw random numbers.
+* ``fingerprint``, ``transform_keys``: hashes and texts that identify values and transforms.
 * ``bytecode``: names and instructions of Python code.
 
 Compiling and running it:
@@ -21,15 +21,15 @@ Compiling and running it:
 * ``albumentations_readers``: the same for albumentations' transforms, with
   ``albumentations_geometry``, ``albumentations_sizes``, ``albumentations_colours``,
   ``albumentations_blurs``, ``albumentations_dropouts`` and ``albumentations_warps``.
-* ``opencv_filters``: the filters by which the installed OpenCV resizes.
-* ``opencv_variants``: which arithmetic the installed OpenCV uses.
-* ``opencv_warps``: the program by which the installed OpenCV warps.
+* ``opencv_filters``: the filters with which the installed OpenCV resizes.
+* ``opencv_variants``: the arithmetic that the installed OpenCV uses.
+* ``opencv_warps``: the program with which the installed OpenCV warps.
 * ``opencv_trials``: one step of the core on one image, to compare with OpenCV.
-* ``arguments``, ``state``: what the attributes of a transform mean, and what a sample is before it.
+* ``arguments``, ``state``: the arguments of a transform, and the kind of sample that it gets.
 * ``steps``: the records of steps, and the table that they are compiled to.
-* ``program``: draws and serves batches by that table.
-* ``blend``: rows of a batch that are mixed with each other.
-* ``readable``: the interface of a store that it reads.
+* ``program``: runs that table on batches.
+* ``blend``: mixes rows of a batch with each other.
+* ``readable``: the interface of a store that a program reads.
 * ``refusals``: errors for samples that the core refuses.
 * ``random_numbers``: random numbers from (seed, epoch, index).
 * ``arrays``: types of arrays and shapes.
@@ -38,8 +38,8 @@ Compiling and running it:
 Images and samples:
 
 * ``decode``: files and bytes to images; the only interface to Pillow and its libjpeg.
-* ``openings``: loaders that fastdata knows.
-* ``resize``: Resize and RGB of PIL images.
-* ``samples``: samples to stored arrays, and back.
+* ``openings``: loaders of files that the core can replace.
+* ``resize``: Resize and RGB for PIL images.
+* ``samples``: conversion of samples to stored arrays, and back.
 * ``scratch``: memory of each thread for intermediate images.
 """

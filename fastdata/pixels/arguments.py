@@ -1,4 +1,8 @@
-"""Arguments of the user's transforms, as fields of steps or refused by an `UnknownStepError`."""
+"""Reading the arguments of the user's transforms as fields of steps.
+
+An argument that the core cannot run raises an ``UnknownStepError``; the transform then runs as the
+user wrote it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ _INTERPOLATION = "has an interpolation that is not served"
 
 
 def several(value: Any) -> Sequence[Any]:
-    """Return an argument that may be one value or several, in a list or the list of a config."""
+    """Return an argument as a sequence; it may be one value, a sequence, or a config's list."""
     is_one = isinstance(value, str) or not isinstance(value, Sequence)
     return (value,) if is_one else value
 
@@ -44,21 +48,21 @@ def interpolation_name(mode: Any) -> str:
 
 
 def value_for(value: Any, state: State) -> Any:
-    """Return the argument for such a sample, where a transform of v2 has a dict by types."""
+    """Return the value of an argument for a sample: v2 also accepts a dict from types to values."""
     if not isinstance(value, dict):
         return value
-    # Keys are classes, or "others"; Pillow's class is known by its module, without an import.
+    # Keys are classes, or "others". Pillow's class is recognised by its module, without an import.
     kind = "PIL.Image" if state.kind == "pil" else tensor_class(state.kind)
     for key, given in value.items():
         if kind in (key, getattr(key, "__module__", None)):
             return given
     if "others" not in value:
-        raise UnknownStepError("has a dict with nothing for such samples")
+        raise UnknownStepError("has a dict without a value for such samples")
     return value["others"]
 
 
 def domain_of(transform: Any, state: State) -> str:
-    """Return whose pixels a transform makes, by the name in records.h."""
+    """Return the library whose pixels a transform makes, by its name in records.h."""
     if state.kind == "pil":
         return "PIL_DOMAIN"
     return "V2_DOMAIN" if is_v2(transform) else "V1_DOMAIN"
@@ -69,10 +73,10 @@ def read_filter(transform: Any, state: State, interpolation: Any) -> Fields:
     need_uint8(state)
     name = interpolation_name(interpolation)
     if state.is_beside:
-        if name == "nearest-exact":  # which some versions do to masks, too
+        if name == "nearest-exact":  # some versions of torchvision also use it for masks
             raise UnknownStepError(_INTERPOLATION)
         return {"interpolation": "NEAREST", "domain": "V2_DOMAIN"}
-    # Pillow always smooths; torchvision does on tensors only if antialias is true.
+    # Pillow always smooths when it shrinks; torchvision smooths tensors only if antialias is true.
     if state.kind != "pil":
         if name not in _TENSOR_INTERPOLATIONS:
             raise UnknownStepError(_INTERPOLATION)
@@ -106,7 +110,7 @@ def read_warp(transform: Any, state: State) -> tuple[Fields, Fill]:
 def read_border(transform: Any, state: State) -> tuple[Fields, Fill]:
     """Read the fields of a ``Border``, and the fill.
 
-    Padding is done before a conversion to floats, where that is the same.
+    The core pads uint8, so a pad after the conversion to floats is only read if it gives the same.
     """
     need_movable(state)
     domain = domain_of(transform, state)
@@ -139,12 +143,12 @@ def read_lengths(padding: Any) -> tuple[int, ...]:
 
 
 def _read_fill(transform: Any, state: State, domain: str, mode: str) -> Fill | None:
-    # Transforms of v2 compute `_fill` from `fill` once, and then read that alone.
+    # Transforms of v2 compute `_fill` from `fill` once, and read only `_fill` afterwards.
     fill = value_for(getattr(transform, "_fill", transform.fill), state)
     if fill is None:
         return None
     values = several(fill)
-    # On tensors v1 takes one number, and v2 does in other modes than "constant".
+    # For tensors v1 accepts one number only, as does v2 in all modes except "constant".
     is_one = mode != "constant" and len(values) > 1 and domain == "V2_DOMAIN"
     is_number = state.is_beside or is_one or domain == "V1_DOMAIN"
     if is_number and values is fill:
@@ -153,7 +157,7 @@ def _read_fill(transform: Any, state: State, domain: str, mode: str) -> Fill | N
         return None
     levels = tuple(map(int, values))
     if domain == "PIL_DOMAIN" and state.kind != "pil" and levels != tuple(values):
-        raise UnknownStepError("fills tensors with parts of a level")  # which warps round
+        raise UnknownStepError("fills tensors with fractions of a level")  # warps would round them
     if len(levels) not in (1, state.channels or len(levels)):
         raise UnknownStepError("has a fill for another number of channels")
     if not 1 <= len(levels) <= 4 or not all(0 <= level <= 255 for level in levels):

@@ -1,4 +1,4 @@
-"""Types of arrays by their elements, and of shapes."""
+"""Names for the types of arrays and shapes."""
 
 from __future__ import annotations
 

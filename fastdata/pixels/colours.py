@@ -1,4 +1,4 @@
-"""Readers of transforms that change values of uint8, or erase and blur them."""
+"""Readers of transforms that change the values of pixels, or blur or erase them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def read_value(transform: Any, state: State) -> Step:
 
 
 def read_published(transform: Any, state: State) -> Step:
-    """Read what people publish for PIL images."""
+    """Read a transform of PIL images whose code was published with a paper."""
     values = published(transform)
     if values is None:
         raise UnknownStepError("is not a known batch op")
@@ -66,7 +66,7 @@ def read_photometric_distort(transform: Any, state: State) -> Step:
 
 
 def _jitters(transform: Any, state: State) -> list[Step]:
-    """Read brightness, contrast, saturation and hue, but for those that are not changed."""
+    """Read brightness, contrast, saturation and hue, without those that are not changed."""
     need_colours(state)
     domain = domain_of(transform, state)
     steps = []
@@ -87,9 +87,9 @@ def read_grey(transform: Any, state: State, channels: int = 0) -> Step:
 def read_grayscale(transform: Any, state: State) -> State:
     channels = transform.num_output_channels
     if channels not in (1, 3):
-        raise UnknownStepError("makes other than 1 or 3 channels")
+        raise UnknownStepError("makes neither 1 nor 3 channels")
     grey = state.add(read_grey(transform, state, channels))
-    # v1 returns tensors of one channel unchanged, whatever number of channels was asked for.
+    # v1 returns tensors of one channel unchanged, even if num_output_channels is 3.
     keeps_one = state.channels == 1 and domain_of(transform, state) == "V1_DOMAIN"
     return grey if keeps_one else replace(grey, channels=channels)
 
@@ -144,7 +144,7 @@ def read_erasing(transform: Any, state: State) -> Step:
 
 
 def read_timm_erasing(transform: Any, state: State) -> Step:
-    """Read erasing with 0, or normal numbers, one for each pixel or one for each channel."""
+    """Read timm's erasing: with 0, or with normal numbers for each pixel or for each channel."""
     if transform.num_splits > 1:
         raise UnknownStepError("erases only some splits of a batch")
     mode = "FILLED"
@@ -170,7 +170,7 @@ def _erase(state: State, fill: Sequence[Any], mode: str, **fields: Any) -> Step:
         raise UnknownStepError("erases with more than 4 values")
     is_level = all(0 <= value <= 255 for value in fill)
     if not state.floats and (mode != "FILLED" or not is_level):
-        raise UnknownStepError("erases uint8 with random values, or with others than 0 to 255")
+        raise UnknownStepError("erases uint8 with random values, or with values outside 0 to 255")
     values = tuple(map(float, fill)) or (0.0,)
     is_normalized = state.is_normalized
     return state.step("erase", fill=values, mode=mode, is_normalized=is_normalized, **fields)

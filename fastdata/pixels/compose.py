@@ -1,4 +1,4 @@
-"""The single transforms that a user's transform consists of, however they are nested."""
+"""The single transforms inside a user's transform, which may be nested."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from fastdata.pixels.resize import TO_RGB
 
 
 def flatten_transform(transform: Any) -> tuple[Any, ...]:
-    """Return the single transforms of a transform, of a tuple of transforms, or of None.
+    """Return the single transforms inside a transform, a tuple of transforms, or None.
 
-    The user's own callables that only call other transforms are replaced by these. If such a
-    callable returns several results, as MoCo's two crops do, it is replaced by ``Views``.
+    A callable of the user that only calls other transforms is replaced by these. If it returns
+    several results, as MoCo's two crops do, it is replaced by ``Views``.
     """
     singles: list[Any] = []
     waiting = [transform]
@@ -60,14 +60,14 @@ def _parts_of(transform: Any) -> Sequence[Any] | None:
 
 
 def _called_by(call: Any) -> Sequence[Any] | None:
-    """Return the transforms that the user's own callable stands for; None if it does more."""
+    """Return the transforms that a callable of the user calls; None if it does anything else."""
     return (TO_RGB,) if converts_to_rgb(call) else seen_through(call)
 
 
 def wrapped_parts(transform: Any) -> tuple[AlbumentationsTransform, ...]:
     """Return the transforms that an object of albumentations always calls one after the other.
 
-    A Compose with boxes or key points is left whole.
+    A Compose with boxes or key points is one transform, because it changes these too.
     """
     if known_name(transform) not in ("A.Compose", "A.Sequential") or transform.p < 1:
         return (AlbumentationsTransform(transform),)
@@ -77,10 +77,10 @@ def wrapped_parts(transform: Any) -> tuple[AlbumentationsTransform, ...]:
 
 
 def joint_transforms(transforms: Any) -> tuple[Any, ...]:
-    """Return the transforms of v2's nested Compose, which may take an image and its mask.
+    """Return the single transforms inside a transform that takes an image and its mask.
 
-    So may those of albumentations' Compose, alone or in a callable of the user's that calls it with
-    both. Other callables are not seen through: their transforms take one sample at a time.
+    These are the transforms of v2's nested Compose, or of albumentations' Compose, alone or in a
+    callable of the user that calls it with both. Any other callable is returned as it is.
     """
     if type(transforms) is AlbumentationsPair:
         return wrapped_parts(transforms.transform)
@@ -93,11 +93,11 @@ def joint_transforms(transforms: Any) -> tuple[Any, ...]:
     return tuple(each for part in transforms.transforms for each in joint_transforms(part))
 
 
-# Cached so that each call returns the same objects, until an attribute of the preset changes.
+# Cached, so that each call returns the same objects until an attribute of the preset changes.
 @lru_cache(maxsize=16)
 def _transforms_of_preset(preset: Any, attributes: str) -> tuple[Any, ...]:
-    """Return what ``weights.transforms()`` does (torchvision's transforms/_presets.py)."""
-    theirs = sys.modules["torchvision.transforms"]  # imported, because it defines the preset
+    """Return the steps of ``weights.transforms()`` (torchvision's transforms/_presets.py)."""
+    theirs = sys.modules["torchvision.transforms"]  # already imported: it defines the preset
     options = {"interpolation": preset.interpolation, "antialias": preset.antialias}
     return (
         theirs.Resize(preset.resize_size, **options),

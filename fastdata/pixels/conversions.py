@@ -1,4 +1,4 @@
-"""Readers of transforms that change what a sample is: a tensor, floats, normalised."""
+"""Readers of transforms that convert a sample: to a tensor, to floats, or to normalised floats."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastdata.pixels.steps import Step
 
 _MASK_DTYPES = (torch.int64, torch.int32, torch.float32, torch.uint8)
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-_MOST_MEANS = 6  # as the record of a cast has room for
+_MOST_MEANS = 6  # size of the arrays in the record of a cast
 
 
 def read_to_image(transform: Any, state: State) -> State:
@@ -34,10 +34,10 @@ def read_to_pure_tensor(transform: Any, state: State) -> State:
 
 
 def read_to_tensor(transform: Any, state: State) -> State:
-    """Read ToTensor, PILToTensor, and those of timm."""
+    """Read ToTensor and PILToTensor of torchvision, and timm's variants of them."""
     name = known_name(transform).removeprefix("timm.")
     if name == "ToNumpy":
-        raise UnknownStepError("makes NumPy arrays; use MaybePILToTensor")
+        raise UnknownStepError("makes NumPy arrays; use MaybePILToTensor instead")
     if state.kind != "pil":
         if not (is_v2(transform) or name.startswith("Maybe")):
             raise UnknownStepError("does not accept tensors")
@@ -57,10 +57,10 @@ def read_dtype(transform: Any, state: State) -> Step | State:
         if dtype not in _MASK_DTYPES or state.floats:
             raise UnknownStepError("converts masks to a dtype that is not served")
         return _cast(state, dtype, "SCALE_NONE")
-    if dtype is None or state.is_beside:  # a dtype for all is for images only
+    if dtype is None or state.is_beside:  # a dtype that is not in a dict does not apply to masks
         return state
     if state.kind == "pil":
-        if not is_to_dtype:  # which changes nothing but tensors
+        if not is_to_dtype:  # ToDtype leaves PIL images unchanged; ConvertImageDtype raises
             need_tensor(state)
         return state
     if dtype == getattr(torch, state.dtype):
@@ -73,11 +73,11 @@ def read_dtype(transform: Any, state: State) -> Step | State:
 
 
 def read_long_mask(transform: Any, state: State) -> Step | State:
-    """Read ``mask.long()``, which leaves images alone."""
+    """Read ``mask.long()``, which does not change images."""
     if not state.is_beside:
         return state
     if state.kind != "plane":
-        raise UnknownStepError("is for tensors; put ToTensorV2() before it")
+        raise UnknownStepError("needs tensors; put ToTensorV2() before it")
     return _cast(state, torch.int64, "SCALE_NONE")
 
 
@@ -92,7 +92,7 @@ def read_normalize(transform: Any, state: State) -> State:
         raise UnknownStepError("does not accept uint8")
     if state.is_normalized:
         raise UnknownStepError("comes after another Normalize")
-    # As torchvision does: rounded to the dtype of the images, so in this order.
+    # As in torchvision, mean and std are rounded to the dtype of the images before they are used.
     dtype = getattr(torch, state.dtype)
     mean, std = torch.broadcast_tensors(
         torch.as_tensor(transform.mean, dtype=dtype, device="cpu").flatten(),
@@ -105,7 +105,7 @@ def read_normalize(transform: Any, state: State) -> State:
     fields = {
         **cast.fields,
         "means": len(mean),
-        # One channel becomes as many as there are means, where torch may broadcast.
+        # Where torch broadcasts, one channel becomes as many channels as there are means.
         "widens": is_v2(transform) and not transform.inplace,
         "mean": mean.tolist(),
         "std": std.tolist(),

@@ -1,8 +1,8 @@
-"""Files and bytes to images.
+"""Decoding of files and bytes to images.
 
-The compiled core decodes ordinary JPEGs through the libjpeg-turbo that Pillow is linked to: the
-same decoder without Pillow's copies, so the pixels are those of torchvision's default loader. It
-can decode a part of an image without the rest. Pillow opens all other files.
+The compiled core decodes ordinary JPEGs with the libjpeg-turbo that Pillow is linked to. It is the
+same decoder, so the pixels are those of torchvision's default loader, without Pillow's copies. The
+core can also decode only a part of an image. Pillow opens all other files.
 
 Shape letters: C channels, H W size of an image.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 _TRANSPOSED = 5
-"""EXIF's orientations from this one on exchange height and width."""
+"""From this number on, EXIF's orientations exchange height and width."""
 Loader = Callable[[Any], Any]
 Buffer = bytes | memoryview
 IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
@@ -37,7 +37,7 @@ IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".t
 # Once per process, because it opens a library and compares its version.
 @functools.cache
 def open_libjpeg() -> tuple[Jpeg | None, str]:
-    """Return Pillow's own libjpeg-turbo for the core, or None and why Pillow decodes alone."""
+    """Return Pillow's own libjpeg-turbo for the core, or None and the reason why it is not used."""
     from PIL import _imaging
 
     try:
@@ -47,23 +47,27 @@ def open_libjpeg() -> tuple[Jpeg | None, str]:
 
 
 def jpeg_obstacle() -> str:
-    """Return why Pillow decodes alone; nothing if the core decodes."""
+    """Return why the core cannot decode JPEGs, so that Pillow does; empty if it can."""
     return open_libjpeg()[1]
 
 
 def load_image(path: AnyPath, *, upright: bool = False) -> Image.Image:
     """Open an image file in mode RGB, as torchvision's default loader does.
 
-    ``upright`` turns it by the orientation in its EXIF.
+    Args:
+        path: path or URL of the file.
+        upright: True to turn the image by the orientation in its EXIF.
     """
     with open(path, "rb", opener=open_file) as stream:
         return _open(stream, upright)
 
 
 def read_size(path: AnyPath, *, upright: bool = False) -> tuple[int, int]:
-    """Return height and width of an image file, from its header.
+    """Return height and width of an image file in pixels, from its header.
 
-    ``upright`` gives those of the image after it is turned by the orientation in its EXIF.
+    Args:
+        path: path or URL of the file.
+        upright: True for the size after the image is turned by the orientation in its EXIF.
     """
     from PIL import Image
     from PIL.ExifTags import Base
@@ -76,7 +80,7 @@ def read_size(path: AnyPath, *, upright: bool = False) -> tuple[int, int]:
 
 
 def decode_image(data: Buffer, *, upright: bool = False) -> Image.Image:
-    """Open the bytes of an image file, as ``load_image`` does."""
+    """Decode the bytes of an image file, as ``load_image`` does."""
     return _open(io.BytesIO(data), upright)
 
 
@@ -92,20 +96,22 @@ def _open(stream: BinaryIO, upright: bool) -> Image.Image:
 class OpenedImages(Samples):
     """Images for the core: JPEG files in memory whose headers were read, or pixels.
 
-    Pillow decodes the files that the core cannot decode, and files that turn out to be damaged: its
-    pixels take the place of the file, or it raises its own error.
+    Pillow decodes the files that the core cannot decode, and files that turn out to be damaged. Its
+    pixels then replace the file, or it raises its own error.
 
     Args:
-        sources_B: addresses of files.
-        sizes_B: sizes of files in bytes.
-        by_pillow: returns the pixels (C, H, W) of image ``b`` as Pillow decodes them.
-        shapes_B3: shapes (C, H, W) that the files should have: Pillow decodes files with another
-            one. None if any shape will do.
+        sources_B: addresses of the files in memory.
+        sizes_B: sizes of the files in bytes.
+        by_pillow: function of ``b`` that decodes image ``b`` with Pillow and returns its pixels
+            (C, H, W).
+        shapes_B3: shapes (C, H, W) that the images must have; Pillow decodes files with another
+            shape. None allows any shape.
         how: options of ``jpeg_headers``.
     """
 
-    # The core reads addresses and sizes of this object's own arrays, which `leave_to_pillow`
-    # changes between two calls: the batch that met a damaged file goes on from that image.
+    # The core reads the addresses and sizes from arrays that belong to this object.
+    # `leave_to_pillow` changes them between two calls of the core: after a damaged file, the batch
+    # continues with that image.
 
     def __init__(
         self,
@@ -117,7 +123,7 @@ class OpenedImages(Samples):
     ) -> None:
         self._sizes_B = sizes_B.copy()
         self._by_pillow = by_pillow
-        self._alive: list[Array] = []  # whose memory the core reads by address
+        self._alive: list[Array] = []  # keeps memory alive that the core reads by its address
         self._turns_B = np.zeros(len(sizes_B), np.int32)
         found_B3 = np.zeros((len(sizes_B), 3), np.int32)
         jpeg, _ = open_libjpeg()
@@ -140,19 +146,19 @@ class OpenedImages(Samples):
         upright: bool = False,
         channels: int | None = 3,
     ) -> OpenedImages:
-        """Open files.
+        """Read the headers of files.
 
         Args:
-            files: the bytes of each.
+            files: the bytes of each file.
             by_pillow: as in the constructor.
-            upright: turn images by the orientation in their EXIF.
-            channels: of all images; None keeps one channel for gray files.
+            upright: True to turn images by the orientation in their EXIF.
+            channels: number of channels of all images; None keeps one channel for gray files.
         """
         from PIL import Image
 
         arrays = [np.frombuffer(data, np.uint8) for data in files]
         sizes_B = np.array([data.size for data in arrays], np.int64)
-        # Larger images are left to Pillow, which warns of them as decompression bombs or refuses
+        # Pillow decodes larger images: it warns that they may be decompression bombs, or refuses
         # them.
         most = Image.MAX_IMAGE_PIXELS or math.inf
         how: dict[str, Any] = {"upright": upright, "channels": channels, "most_pixels": most}
@@ -164,7 +170,7 @@ class OpenedImages(Samples):
         """Replace the file of image ``b`` by its pixels, decoded by Pillow.
 
         Raises:
-            Exception: Pillow cannot decode it. The image stays a file.
+            Exception: Pillow cannot decode it; the error is Pillow's. The image stays a file.
         """
         pixels = self._by_pillow(b)
         self._sizes_B[b] = 0  # marks pixels for the core
@@ -183,7 +189,7 @@ def encode_jpeg(image_CHW: Array, quality: int, subsampling: str) -> bytes:
 def decode_planes_into(data: memoryview, out_CHW: Array) -> None:
     """Decode a JPEG file into planes.
 
-    The file is not trusted: its size is compared before memory is filled.
+    The file may come from anywhere, so its size is checked before memory is written.
 
     Args:
         data: the file's bytes.
@@ -196,14 +202,14 @@ def decode_planes_into(data: memoryview, out_CHW: Array) -> None:
     """
     channels, height, width = out_CHW.shape
     jpeg, _ = open_libjpeg()
-    # False means that the file has another shape or is damaged. Pillow finds out which, and raises
+    # False means that the file has another shape or is damaged. Then Pillow decodes it, and raises
     # the error that users know.
     if jpeg is not None and jpeg.decode(np.frombuffer(data, np.uint8), out_CHW):
         return
     from PIL.JpegImagePlugin import JpegImageFile
 
     try:
-        # Image.open would also accept other formats, and compare the size with its own limit.
+        # Not Image.open, which would accept other formats, and apply its own limit of the size.
         image = JpegImageFile(io.BytesIO(data))
     except SyntaxError as problem:
         raise OSError(f"not a JPEG file ({problem})") from problem

@@ -1,7 +1,7 @@
-"""Answers to the question which transforms and callables draw random numbers.
+"""Functions that find out which transforms and callables draw random numbers.
 
-Transforms of torchvision, timm and albumentations are known by name. The user's callables are
-followed through everything that their code may use, up to random number generators.
+Transforms of torchvision, timm and albumentations are recognised by name. For the user's callables,
+all objects that their code may use are searched for random number generators.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _REPEATABLE = names_in(
     "TenCrop ToDtype ToPILImage ToTensor UniformTemporalSubsample timm.MaybeToTensor "
     "timm.ToNumpy"
 )
-"""Other transforms of torchvision and timm that do the same to the same sample each time."""
+"""Other transforms of torchvision and timm that give the same result for the same sample."""
 _RANDOM = names_in(
     "AlternatingFlip AugMix AutoAugment ColorJitter CutMix ElasticTransform GaussianNoise "
     "MixUp ScaleJitter"
 )
-"""Transforms that draw, in addition to those whose names begin with Rand or Trivial."""
+"""Transforms that draw random numbers, although their names do not begin with Rand or Trivial."""
 _RANGES = {"GaussianBlur": "sigma", "JPEG": "quality", "RandomRotation": "degrees"}
-"""Transforms that draw from a range, and the attribute that holds it."""
+"""Transforms that draw from a range -> the attribute that holds the range."""
 
 
 def is_random(transform: Any) -> bool | None:
@@ -61,7 +61,7 @@ def is_random(transform: Any) -> bool | None:
 
 
 def draws_in_vain(transform: Any) -> bool:
-    """Return True for a transform that moves torch's generator but does the same each time.
+    """Return True if a transform advances torch's generator, but gives the same result each time.
 
     An example is ``GaussianBlur(3, sigma=1.0)``, which draws its sigma from 1.0 to 1.0.
     """
@@ -69,7 +69,7 @@ def draws_in_vain(transform: Any) -> bool:
 
 
 def is_always_applied(transform: Any) -> bool | None:
-    """Return True if a transform of albumentations, and each one in it, is applied to every image.
+    """Return True if a transform of albumentations, and all inside it, apply to every image.
 
     Return None for objects of other libraries.
     """
@@ -87,14 +87,14 @@ def is_always_applied(transform: Any) -> bool | None:
 def may_draw(call: Any, *, from_torch: bool = True) -> bool:
     """Return True if a callable may draw from Python's or NumPy's generators, or from torch's.
 
-    Everything that its code names is followed: globals, closures, defaults, attributes, methods.
-    The code of torch, NumPy and Python is not followed, and that of other installed packages only
-    within one module. The answer is also True if the code imports when it is called, or leads to
-    more objects than can be followed in a few milliseconds.
+    All objects that its code names are searched: globals, closures, defaults, attributes, methods.
+    The code of torch, NumPy and Python itself is not searched, and that of other installed packages
+    only within one module. The answer is also True if the code imports a module when it is called,
+    or if there are more objects than can be searched in a few milliseconds.
 
     Args:
         call: a function, a method, or an object that can be called.
-        from_torch: count any use of torch's functions as a draw; False if torch's draws do no harm.
+        from_torch: True to count any use of torch's functions as a draw; False to ignore torch.
 
     Example:
         >>> may_draw(len), may_draw(torch.rand), may_draw(torch.rand, from_torch=False)
@@ -110,14 +110,17 @@ def may_draw(call: Any, *, from_torch: bool = True) -> bool:
 
 
 def reachable(value: Any, *, skips_installed: bool = False) -> Iterator[Any]:
-    """Yield a value and every object that a call of it may use, the nearest first.
+    """Yield a value and every object that calling it may use, the nearest first.
 
-    Of large collections only the first objects are followed. ``skips_installed`` follows no code of
-    installed packages.
+    Args:
+        value: any object.
+        skips_installed: True to skip the code of installed packages.
+
+    Only the first 1,000 items of a collection are followed.
     """
-    # Breadth first: with a limit of the caller's, what is near is found before what is far.
+    # Breadth first: a caller that stops after some objects has seen the nearest.
     queue = deque([value])
-    met: dict[int, Any] = {}  # keeps objects alive, so that none has the id of another
+    met: dict[int, Any] = {}  # keeps the objects alive, so that no id is used again
     while queue:
         value = queue.popleft()
         if id(value) in met or isinstance(value, _DATA):
@@ -132,43 +135,45 @@ def reachable(value: Any, *, skips_installed: bool = False) -> Iterator[Any]:
 _GENERATORS = (random.Random, np.random.RandomState, np.random.Generator, np.random.BitGenerator)
 _DATA = (*ATOMS, np.ndarray, torch.Tensor, types.ModuleType)
 _MOST_FOLLOWED = 1000
-"""Objects that are followed to answer for one callable."""
+"""Most objects that are searched for one callable."""
 _MOST_PARTS = 1000
+"""Most items of one collection that are followed."""
 _IMPORT_NAME = dis.opmap["IMPORT_NAME"]
 _IMPORT = object()
-"""A stand-in for whatever a function imports when it is called."""
+"""Stands for the unknown modules that a function imports when it is called."""
 
 
 def _used_by(value: Any) -> Collection[Any]:
-    """Return the objects that a call of a value may use, as far as its code is followed."""
+    """Return the objects that calling a value may use directly."""
     if isinstance(value, (type, types.FunctionType)):
         if _is_leaf(value):
             return ()
         return _members_of(value) if isinstance(value, type) else _named_by(value)
     if isinstance(value, (list, tuple)) and is_plain(value):
         return ()
-    # Python's own list of references: attributes, slots, items, a method's object, the class.
+    # Python's garbage collector lists all references: attributes, slots, items, a method's object,
+    # and the class.
     return gc.get_referents(value)
 
 
 def _members_of(kind: type) -> list[Any]:
-    """Return the bases, methods and values of a class.
+    """Return the bases, methods and values of a class, without its constructor.
 
-    Its objects exist already: what makes them is left out.
+    Its objects exist already, so the constructor is not called again.
     """
     members = [it for name, it in vars(kind).items() if name not in ("__init__", "__new__")]
     return [*kind.__bases__, *members]
 
 
 def _named_by(function: types.FunctionType) -> list[Any]:
-    """Return the values around a function: globals that it names, closures and defaults."""
+    """Return the values that a function can use: globals that it names, closures and defaults."""
     code = function.__code__
     names = names_in_code(code)
     held = [function.__globals__[name] for name in names & function.__globals__.keys()]
     module = function.__module__
     if is_installed(getattr(sys.modules.get(module), "__file__", None) or ""):
         held = [it for it in held if _is_leaf(it) or getattr(it, "__module__", None) == module]
-    # Each instruction is one byte, followed by its argument. `dis` would take a millisecond.
+    # Each instruction is one byte, followed by its argument. The module `dis` would take 1 ms.
     elif any(_IMPORT_NAME in each.co_code[::2] for each in with_inner(code)):
         return [_IMPORT]
     held += [*closed_over(function), *(function.__defaults__ or ())]
@@ -177,7 +182,7 @@ def _named_by(function: types.FunctionType) -> list[Any]:
 
 
 def _named_in(value: Any, names: frozenset[str]) -> Iterator[Any]:
-    """Yield a value. Of a module, yield the values that code with these names may look up."""
+    """Yield a value; for a module, yield instead the values that code with these names can use."""
     if not isinstance(value, types.ModuleType):
         yield value
         return
@@ -186,9 +191,9 @@ def _named_in(value: Any, names: frozenset[str]) -> Iterator[Any]:
 
 
 def _is_leaf(value: Any) -> bool:
-    """Return True for a module, function or class whose code is not followed.
+    """Return True for a module, function or class whose code is not searched.
 
-    torchvision's and timm's is: some of their transforms draw from Python's generator.
+    The code of torchvision and timm is searched: some of their transforms use Python's generator.
     """
     package = _package_of(value)
     return package in BY_NAME and package not in ("timm", "torchvision")

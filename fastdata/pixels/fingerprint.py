@@ -1,12 +1,16 @@
-"""Hashes of what values do, for the keys of caches.
+"""Hashes of the behaviour of values (transforms, functions, objects), for the keys of caches.
 
-The hash is equal for values made alike, in any process, and differs after every change. It covers
-attributes at any depth, code with its constants, defaults, closures and the globals that it names,
-and the bytes of arrays and tensors. Installed code is covered by its name: Python's own and that of
-the packages whose transforms fastdata knows in any version, other packages' with their version and
-the hash of the file. It does not cover what code reads elsewhere: files, the environment, the
-clock. Values that only C code knows, and functions that import when they are called, are refused by
-name, and ``cache_key=`` stands for them.
+The hash is equal for equally made values, in any process, and differs after any change. It covers
+attributes at any depth; code with its constants, defaults, closures and the globals that it names;
+and the bytes of arrays and tensors.
+
+Installed code is covered by its name. For Python itself and the packages in ``BY_NAME`` the version
+does not count, because fastdata handles all versions of them; for other packages the version and
+the hash of the file count too.
+
+The hash does not cover what code reads elsewhere: files, the environment, the clock. Values that
+only C code can read, and functions that import modules when they are called, raise an error that
+names them; ``cache_key=`` can stand for them.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ import torch
 from fastdata.pixels.bytecode import read_code
 
 BY_NAME = {"PIL", "fastdata", "numpy", "timm", "torch", "torchvision", *sys.stdlib_module_names}
-"""Packages whose code is covered by its name alone."""
+"""Packages whose code is covered by its name only."""
 ATOMS = (type(None), bool, int, float, str, bytes)
 _DESCRIPTORS = (classmethod, staticmethod, property)
 _WRAPPED = ("__self__", "__func__", "fget", "fset")
@@ -39,20 +43,23 @@ _CODE_PARTS = (
 )
 
 _NOTES = {"_abc_impl", "__annotate__", "__annotate_func__"}
-"""Attributes in which Python notes something about a class."""
+"""Attributes of a class in which Python keeps internal notes."""
 _HEAP_TYPE = 1 << 9
-"""The flag of classes that Python code made (Py_TPFLAGS_HEAPTYPE of Python's C code)."""
+"""Flag of classes that were made by Python code (Py_TPFLAGS_HEAPTYPE in Python's C code)."""
 
 
 def fingerprint(value: Any, cache_key: str | None = None, *, covers_code: bool = True) -> str:
-    """Return a hash of what a value does; ``cache_key`` stands for parts that cannot be covered.
+    """Return a hash of the behaviour of a value, as a text of 24 characters.
 
-    Without ``covers_code`` classes and functions are covered by their names only, so that the hash
-    is of what a value holds.
+    Args:
+        value: a transform, a function, or any other object.
+        cache_key: text that stands for parts that cannot be covered.
+        covers_code: False to cover classes and functions by their names only, so that the hash is
+            one of the data that a value holds.
 
     Raises:
-        ValueError: a part cannot be covered, such as one that only C code can read, and there was
-            no ``cache_key``. The text names its type.
+        ValueError: a part cannot be covered, because only C code can read it, and there is no
+            ``cache_key``. The text names its type.
 
     Example:
         >>> fingerprint([1, 2]) == fingerprint([1, 2]), fingerprint([1, 2]) == fingerprint([1.0, 2])
@@ -68,7 +75,7 @@ def fingerprint(value: Any, cache_key: str | None = None, *, covers_code: bool =
 def name_of(code: Any) -> str | None:
     """Return a text that identifies an installed function or class.
 
-    Return None for the user's own, and for those that are not found under their name.
+    Return None for the user's own code, and for code that cannot be found by its name.
     """
     module = getattr(code, "__module__", None)
     qualname = getattr(code, "__qualname__", None)
@@ -77,11 +84,11 @@ def name_of(code: Any) -> str | None:
     origin = _origin(module)
     if origin is None:
         return None
-    # A closure, or a class made in a function, may have the name of something else.
+    # A closure, or a class that was made inside a function, may share its name with another object.
     named: Any = sys.modules.get(module)
     for name in qualname.split("."):
         named = getattr(named, name, None)
-    # Python's own types, such as that of functions, are not all found under their names.
+    # Some of Python's own types, such as that of functions, cannot be found by their names.
     is_static = isinstance(code, type) and not code.__flags__ & _HEAP_TYPE
     if named is code or is_static:
         return f"{origin}.{qualname}"
@@ -90,15 +97,15 @@ def name_of(code: Any) -> str | None:
 
 @functools.cache
 def _origin(module: str) -> str | None:
-    """Return a text that identifies an installed module; None for the user's own.
+    """Return a text that identifies an installed module; None for a module of the user.
 
-    The user's modules may change from run to run, so their contents are hashed instead.
+    The user's modules may change between runs, so their contents are hashed instead.
     """
     package = module.partition(".")[0]
     if package in BY_NAME:
         return module
     path = getattr(sys.modules.get(module), "__file__", None)
-    # An installed module, and one written in C, changes only with its file.
+    # An installed module, or one written in C, changes only if its file changes.
     if path is None or (path.endswith(".py") and not is_installed(path)):
         return None
     version = getattr(sys.modules.get(package), "__version__", "")
@@ -106,20 +113,21 @@ def _origin(module: str) -> str | None:
 
 
 def is_installed(path: str) -> bool:
-    """Return True for the path of a module that a package manager has installed."""
+    """Return True if a package manager has installed the module at this path."""
     return not {"site-packages", "dist-packages"}.isdisjoint(Path(path).parts)
 
 
 class _Describer(pickle.Pickler):
-    """A pickler whose output is hashed, never read.
+    """A pickler whose output is hashed, and never unpickled.
 
     Containers and plain values of Python are pickled normally. Everything else is replaced by a
-    persistent id: a name, or a tuple of its parts, which are pickled in turn.
+    persistent id: a name, or a tuple of its parts, which are pickled in the same way.
     """
 
     def __init__(self, file: Any, name: str, cache_key: str | None, *, covers_code: bool) -> None:
         super().__init__(file, protocol=4)
-        # The memo would write one object that comes twice otherwise than two equal ones.
+        # Without a memo: it writes an object that comes twice differently from two equal objects,
+        # and their hashes must be equal.
         self.fast = True
         self._name = name
         self._cache_key = cache_key
@@ -138,32 +146,33 @@ class _Describer(pickle.Pickler):
             return value.__qualname__
         if id(value) in self._met:
             return self._met[id(value)][0]
-        # Objects with attributes may lead back to themselves: the second time, a number stands for
-        # one. They are kept alive here, so that no other object gets the same id.
+        # Objects with attributes may refer to themselves, directly or not: the second time, a
+        # number stands for the object. The objects are kept alive here, so that no id is used
+        # again.
         if hasattr(value, "__dict__"):
             self._met[id(value)] = len(self._met), value
         try:
             if kind is set or kind is frozenset:
-                # The order of a set differs from process to process.
+                # The order of a set differs between processes.
                 hashes = [
                     fingerprint(each, self._cache_key, covers_code=self._covers_code)
                     for each in value
                 ]
                 return kind.__name__, sorted(hashes)
             return name_of(value) or (kind, *_parts_of(value))
-        except Exception as problem:  # the user's code that pickles a value may raise anything
+        except Exception as problem:  # code of the user that pickles a value may raise anything
             if self._cache_key is not None:
                 return kind.__qualname__, self._cache_key
             raise ValueError(
                 f"{self._name} contains a {kind.__module__}.{kind.__qualname__} that cannot be "
-                f"described exactly ({problem}). The next run, or another rank, could not tell if "
-                "samples are still prepared in the same way. Give cache_key='a name' to stand for "
-                "it, and change the name whenever it changes."
+                f"described exactly ({problem}). So fastdata could not detect, in the next run or "
+                "on another rank, that samples must be prepared in another way. Pass "
+                "cache_key='a name' to stand for it, and change the name whenever it changes."
             ) from problem
 
 
 def _parts_of(value: Any) -> Iterable[Any]:
-    """Return the parts of a value that together determine what it does."""
+    """Return the parts of a value that together determine its behaviour."""
     if isinstance(value, type):
         return _parts_of_class(value)
     if isinstance(value, torch.Tensor):
@@ -172,7 +181,7 @@ def _parts_of(value: Any) -> Iterable[Any]:
 
 
 def _parts_of_code(code: types.CodeType) -> Iterable[Any]:
-    """Return everything in code but its file and its lines, which may change without effect."""
+    """Return all parts of code except its file and line numbers, which have no effect."""
     return [getattr(code, name, b"") for name in _CODE_PARTS]
 
 
@@ -187,7 +196,7 @@ def _parts_of_function(function: types.FunctionType) -> Iterable[Any]:
 
 
 def closed_over(function: types.FunctionType) -> list[Any]:
-    """Return the values that a function closes over, without those that are not assigned yet."""
+    """Return the values in the closure of a function, without those that are not assigned yet."""
     empty = types.CellType()
     return [cell.cell_contents for cell in function.__closure__ or () if cell != empty]
 
@@ -211,7 +220,7 @@ def _parts_of_class(kind: type) -> Iterable[Any]:
 def _parts_of_tensor(tensor: torch.Tensor) -> Iterable[Any]:
     yield str(tensor.dtype)
     yield list(tensor.shape)
-    # Bytes, because NumPy does not have bfloat16.
+    # As bytes, because NumPy does not have bfloat16.
     packed = tensor.detach().cpu().contiguous()
     yield packed.reshape(-1).view(torch.uint8).numpy()
     yield vars(tensor)
@@ -231,12 +240,13 @@ def _parts_of_module(module: types.ModuleType) -> Iterable[Any]:
 
 def _parts_of_object(value: Any) -> Iterable[Any]:
     """Yield what pickle would store of an object, and the attributes that pickle leaves out."""
-    # The static look-up finds no attribute that a wrapper passes on from the dataset inside it.
+    # Looked up statically: a wrapper with __getattr__ would return the attribute of the dataset
+    # inside it.
     if inspect.getattr_static(value, "_fastdata_identity", None) is not None:
         yield value._fastdata_identity
         return
     kind = type(value)
-    # A function that is registered for a class goes before its methods, as in pickle.
+    # As in pickle, a function that is registered for a class overrides its methods.
     reduce = copyreg.dispatch_table.get(kind)
     reduced = reduce(value) if reduce else value.__reduce_ex__(4)
     for part in reduced:
@@ -244,7 +254,7 @@ def _parts_of_object(value: Any) -> Iterable[Any]:
     hidden = getattr(value, "__dict__", {})
     if _origin(kind.__module__) is not None:
         yield hidden.get("__wrapped__")
-    elif all(part is not hidden for part in reduced):  # the class defines how it is pickled
+    elif all(part is not hidden for part in reduced):  # the class has its own way of pickling
         yield hidden
 
 
@@ -259,9 +269,9 @@ _PARTS_OF: dict[type, Callable[[Any], Iterable[Any]]] = {
 
 
 def is_plain(values: Collection[Any]) -> bool:
-    """Return True if there are only atoms, or only tuples of atoms.
+    """Return True if a container has only plain values, or only tuples of plain values.
 
-    The ``repr`` of such a container is exact, and takes a twentieth of the time.
+    The ``repr`` of such a container is exact, and takes a twentieth of the time of pickling it.
     """
     kinds = set(map(type, values))
     if kinds == {tuple}:
@@ -275,15 +285,15 @@ def _hash_of(data: Any) -> str:
 
 
 def _globals_of(code: types.CodeType, namespace: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the globals that code names; of the user's modules only what it may use of them.
+    """Return the globals that code names; for a module of the user, only the parts it can use.
 
     Raises:
         ValueError: the code imports a module that may change when it is called.
     """
     names, instructions = read_code(code)
     held = {}
-    # Names of attributes and globals are together in co_names: only instructions tell them apart.
-    # Without that, an attribute `self.model` would cover a global `model` of the user's script.
+    # co_names has attributes and globals together, and only instructions distinguish them. Without
+    # that, using an attribute `self.model` would cover a global `model` of the user's script.
     for instruction in instructions:
         name = instruction.argval
         opname = instruction.opname
@@ -296,9 +306,9 @@ def _globals_of(code: types.CodeType, namespace: Mapping[str, Any]) -> dict[str,
 
 
 def _used_of(value: Any, names: frozenset[str]) -> Any:
-    """Return a value. Of the user's module, return what code with these names may look up in it.
+    """Return a value; for a module of the user, only the parts that code with these names can use.
 
-    No other change in the module changes the hash.
+    Other changes in the module then do not change the hash.
     """
     if not isinstance(value, types.ModuleType) or _origin(value.__name__) is not None:
         return value

@@ -24,12 +24,12 @@ _BOUNDS = {
     "short": "SHORT_BOUND",
     "long": "LONG_BOUND",
 }
-"""Bounds of a new size, by the name of a transform or the word in fastdata's own sizes."""
+"""Kinds of bounds in records.h, by the name of a transform or the word in ``"short:320"``."""
 
 
 def read_center_crop(transform: Any, state: State) -> Step:
     if state.is_normalized:
-        raise UnknownStepError("may pad with 0 after Normalize")
+        raise UnknownStepError("comes after Normalize, where it may have to pad")
     need_movable(state)
     return state.step("center_crop", **size_fields(transform.size))
 
@@ -41,7 +41,7 @@ def read_flip(transform: Any, state: State) -> Step:
         "flip",
         is_vertical=name == "RandomVerticalFlip",
         alternates=name == "AlternatingFlip",
-        p=getattr(transform, "p", 0),  # an AlternatingFlip has none
+        p=getattr(transform, "p", 0),  # AlternatingFlip has no p
     )
 
 
@@ -57,7 +57,7 @@ def read_random_crop(transform: Any, state: State) -> Step:
     if transform.pad_if_needed or any(read_lengths(transform.padding)):
         border, fill = read_border(transform, state)
     if border and is_v2(transform):
-        # RandomCrop of v2 unpacks its padding as left, right, top and bottom, unlike Pad.
+        # Unlike Pad, v2's RandomCrop unpacks its padding as left, right, top, bottom.
         border = {**border, "right": border["top"], "top": border["right"]}
     return state.step(
         "crop",
@@ -81,7 +81,7 @@ def read_resized_crop(transform: Any, state: State) -> Step:
             ratio=transform.ratio,
             log_ratio=np.log(transform.ratio).tolist(),
         )
-        for name in several(transform.interpolation)  # timm draws one of two
+        for name in several(transform.interpolation)  # timm may draw one of two for each sample
     ]
     if len(crops) == 1:
         return crops[0]

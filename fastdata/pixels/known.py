@@ -1,7 +1,7 @@
-"""Names of the transforms that fastdata knows: torchvision's, timm's, albumentations', Pillow's.
+"""Names of the transforms that fastdata knows, of torchvision, timm, albumentations and Pillow.
 
-None of these libraries is imported: a transform counts as theirs if its class is exactly one of
-theirs.
+None of these libraries is imported. A transform is recognised by the module and name of its class,
+which must be exactly the library's class, not a subclass.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ REFORMING = names_in("ToImage PILToTensor ToPureTensor timm.MaybePILToTensor")
 _PREPARABLE_ARRAYS = names_in(
     "A.CenterCrop A.Crop A.LongestMaxSize A.NoOp A.Pad A.PadIfNeeded A.Resize A.SmallestMaxSize"
 )
-"""Transforms of albumentations that may run once per sample, if they are always applied alike."""
+"""Transforms of albumentations that may run once per sample, if they draw nothing at random."""
 
 
 def known_name(transform: Any) -> str:
-    """Return the name of a transform that fastdata knows; an empty one for all others.
+    """Return the name of a transform that fastdata knows; an empty text for all others.
 
-    It is the name of a class of torchvision's, timm's or albumentations' transforms, timm's after
-    ``"timm."`` and albumentations' after ``"A."``, or of a function of ``PIL.ImageOps``. An object
-    whose methods were replaced is not known. A class with ``__torchvision_equal__ = "RandomCrop"``
-    has the attributes and pixels of that class.
+    The name is that of a class of torchvision, or of timm with the prefix ``"timm."``, or of
+    albumentations with the prefix ``"A."``, or of a function of ``PIL.ImageOps``. An object whose
+    methods were replaced is not known. A class with ``__torchvision_equal__ = "RandomCrop"``
+    declares that it has the attributes and the pixels of torchvision's class of that name.
     """
     kind = type(transform)
     if kind is AlbumentationsTransform:
@@ -63,8 +63,8 @@ def is_v2(transform: Any) -> bool:
 
 
 def is_changed(transform: Any) -> bool:
-    """Return True if an object has hooks, or replaces a method of its class by its own."""
-    # An attribute of the object goes before a method of its class, such as a patched `forward`.
+    """Return True if an object has hooks of torch, or has replaced a method of its class."""
+    # An attribute of the object, such as a patched `forward`, overrides the method of its class.
     kind: Any = type(transform)
     held: dict[str, Any] = getattr(transform, "__dict__", {})
     is_hooked = held.get("_forward_pre_hooks") or held.get("_forward_hooks")
@@ -77,9 +77,9 @@ def _members(kind: Any) -> frozenset[str]:
 
 
 def is_preparable(transform: Any) -> bool:
-    """Return True if a transform may run once per sample, before it is stored.
+    """Return True if a transform may run once per sample, before the sample is stored.
 
-    It does the same each time, and uint8 stays uint8.
+    Such a transform draws nothing at random, and keeps uint8.
     """
     name = known_name(transform)
     if name in _PREPARABLE_ARRAYS:

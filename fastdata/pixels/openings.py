@@ -1,4 +1,4 @@
-"""Loaders that fastdata knows, so that the compiled core may decode images instead of them."""
+"""Loaders of image files that fastdata knows, so that the compiled core can decode instead."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """Samples of image files as a known loader makes them.
+    """A known loader, and the samples that it makes from image files.
 
     Args:
-        loader: makes a sample from a file's bytes.
-        form: PIL images, or tensors of uint8 (C, H, W).
+        loader: function that makes a sample from a file's bytes.
+        form: ``"pil"`` for PIL images, ``"tensor"`` for tensors of uint8 (C, H, W).
         is_upright: True if it turns images by the orientation in their EXIF.
-        channels: of the image of any JPEG; None if gray JPEGs have one and others three.
+        channels: number of channels of any JPEG; None if gray JPEGs have one and others three.
     """
 
     loader: Loader = decode_image
@@ -40,11 +40,19 @@ class Opening:
         """Return the sample that the loader makes from a file's bytes."""
         if self.form == "pil":
             return self.loader(data)
-        # A copy, because torch warns of tensors over memory that cannot be written.
+        # A copy, because torch warns if a tensor's memory is read-only.
         return self.loader(torch.from_numpy(np.frombuffer(data, np.uint8).copy()))
 
     def decode_pixels(self, data: Buffer, *, upright: bool) -> Array:
-        """Return that sample as pixels (C, H, W); ``upright`` turns PIL images by their EXIF."""
+        """Return the sample as pixels, uint8 (C, H, W).
+
+        Args:
+            data: the file's bytes.
+            upright: True to turn PIL images by the orientation in their EXIF.
+
+        Raises:
+            TypeError: the loader makes a tensor of another kind.
+        """
         sample = self.decode(data)
         if self.form == "pil":
             from PIL import ImageOps
@@ -53,8 +61,8 @@ class Opening:
         if sample.dtype is not torch.uint8 or sample.ndim != 3:
             raise TypeError(
                 f"the loader decodes it to {sample.dtype} {list(sample.shape)}, but fastdata needs "
-                "uint8 (C, H, W) from this loader. Give a function of your own that calls it as "
-                "loader=."
+                "uint8 (C, H, W) from this loader. Pass loader= a function of your own that calls "
+                "it."
             )
         return np.ascontiguousarray(sample.numpy())
 
@@ -65,14 +73,14 @@ _TENSOR_LOADERS = {
     ("torchcodec", "decode_image"),
     ("torchcodec", "decode_jpeg"),
 }
-"""Package and name of functions that may be known loaders of tensors."""
+"""Package and name of functions that decode files to tensors; ``_probe`` checks their pixels."""
 
 
 def opening_of(loader: Loader | None) -> Opening | None:
-    """Return what a loader makes of files if fastdata knows it, else None."""
+    """Return the ``Opening`` of a loader if fastdata knows it, else None."""
     if loader is load_image:
         return _OF_PIL
-    # By name, because neither package is imported here. A partial may set the mode.
+    # By name, because neither package is imported here. A partial may set the mode, so look inside.
     called = loader.func if isinstance(loader, functools.partial) else loader
     package = str(getattr(called, "__module__", "")).partition(".")[0]
     is_known = (package, getattr(called, "__name__", "")) in _TENSOR_LOADERS
@@ -81,24 +89,24 @@ def opening_of(loader: Loader | None) -> Opening | None:
 
 @functools.cache
 def _probe(loader: Loader) -> Opening | None:
-    """Return what a loader of tensors makes of JPEGs; None if its pixels are not Pillow's.
+    """Return the ``Opening`` of a loader of tensors; None if its pixels differ from Pillow's.
 
-    Versions differ in their pixels, so the loader is tried on two files.
+    Versions differ in their pixels, so the loader is tried on two small files.
     """
     probes = [_make_probe("RGB"), _make_probe("L")]
     opening = Opening(loader, "tensor")
     try:
         with warnings.catch_warnings():
-            # torchvision 0.29 warns in torchvision.io, which is an error under ``python -W error``.
+            # torchvision 0.29 warns in torchvision.io; ``python -W error`` would raise that.
             warnings.simplefilter("ignore")
             found = [opening.decode_pixels(data, upright=False) for data in probes]
-    except Exception:  # noqa: BLE001  # a version that takes something else than bytes
+    except Exception:  # noqa: BLE001  # a version whose arguments differ may raise anything
         return None
-    # The probe is wider than high before it is turned.
+    # The probe is wider than high until it is turned.
     _, height, width = found[0].shape
     is_upright = height > width
     wanted = [_OF_PIL.decode_pixels(data, upright=is_upright) for data in probes]
-    # Of a gray file, Pillow's three planes are equal.
+    # For a gray file Pillow makes three equal planes, and the loader may make one.
     channels = len(found[1])
     wanted[1] = wanted[1][:channels]
     if not all(map(np.array_equal, wanted, found)):
@@ -107,10 +115,10 @@ def _probe(loader: Loader) -> Opening | None:
 
 
 def _make_probe(mode: str) -> bytes:
-    """Return a JPEG with colours at half the resolution, which its EXIF turns on its side."""
+    """Return a JPEG with colours at half the resolution, and an EXIF that turns it by 90 degrees."""
     from PIL import Image
 
-    # Odd sides and noise show how edges are padded and colours are scaled up.
+    # Odd sides and noise make differences visible: padding at the edges, and upscaling of colours.
     noise = np.random.default_rng(0).integers(0, 256, (21, 35, 3), np.uint8)
     exif = Image.Exif()
     exif[0x0112] = 6  # orientation: turn by 90 degrees
