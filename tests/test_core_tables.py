@@ -85,7 +85,7 @@ def test_more_ops_than_there_is_room_for_are_refused() -> None:
     step = Step("resize", {"height": 6, "width": 5})
     program = Program((step,) * 300, store.spec)
     with pytest.raises(
-        ValueError, match=r"sample 2, of shape \(3, 6, 5\), cannot be served: .* more than the core"
+        ValueError, match=r"sample 2, of shape \(3, 6, 5\), cannot be transformed in a batch: .* more memory than the core"
     ):
         program.run_one(store, 2, 0, 0)
 

@@ -1200,7 +1200,7 @@ def test_an_image_that_cannot_be_served_is_named() -> None:
     transform = v1.Compose(
         [v1.RandomHorizontalFlip(), v1.Resize(32, max_size=60), v1.PILToTensor()]
     )
-    words = r"sample 1, of shape \(3, 1, 300\), cannot be served: a step would leave no pixel of it"
+    words = r"sample 1, of shape \(3, 1, 300\), cannot be transformed in a batch: a step would leave no pixel of it"
     with cached(samples, transform=transform) as dataset, pytest.raises(ValueError, match=words):
         dataset[1]
 

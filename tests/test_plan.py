@@ -398,7 +398,7 @@ def test_the_transform_of_weights_is_seen_through() -> None:
     [
         ([lambda x: +x], "is not a known batch op"),
         ([MyFlip()], "is not a known batch op"),
-        ([v2.ToImage(), v2.ToDtype({tv_tensors.Mask: torch.int64})], "a dict with nothing"),
+        ([v2.ToImage(), v2.ToDtype({tv_tensors.Mask: torch.int64})], "a dict without a value"),
         ([v2.ToImage(), v2.ToDtype(torch.int32)], "converts to a dtype"),
         ([v1.ToTensor(), *[v1.Normalize((0.5,), (0.5,))] * 2], "after another Normalize"),
         ([v1.ToTensor(), v1.ConvertImageDtype(torch.float16)], "converts to a dtype"),
@@ -406,7 +406,7 @@ def test_the_transform_of_weights_is_seen_through() -> None:
         ([v1.Normalize(*NORM)], "does not accept PIL images"),
         ([v1.PILToTensor(), v1.Normalize(*NORM)], "does not accept uint8"),
         ([v1.PILToTensor(), v1.ToTensor()], "does not accept tensors"),
-        ([v1.ToTensor(), v1.Normalize(*NORM), v1.CenterCrop(3)], "may pad with 0 after Normalize"),
+        ([v1.ToTensor(), v1.Normalize(*NORM), v1.CenterCrop(3)], "comes after Normalize, where it may have to pad"),
         (
             [v1.ToTensor(), v1.Normalize(*NORM), v1.RandomCrop(3, padding=1)],
             "pads with a constant after the conversion",
@@ -417,14 +417,14 @@ def test_the_transform_of_weights_is_seen_through() -> None:
         ),
         ([v1.ToTensor(), v1.RandomResizedCrop(3)], "comes after the conversion to floats"),
         ([v1.ToTensor(), v1.Grayscale()], "comes after the conversion to floats"),
-        ([v2.RandomCrop(3, padding=1, fill={tv_tensors.Mask: 1})], "a dict with nothing"),
+        ([v2.RandomCrop(3, padding=1, fill={tv_tensors.Mask: 1})], "a dict without a value"),
         ([v1.RandomCrop(3, padding=1, fill=300)], "fill outside of 0 to 255"),
         (
             [v1.PILToTensor(), v1.RandomCrop(3, padding=1, fill=(1, 2, 3))],
             "fill for each channel of tensors",
         ),
-        ([v1.RandomCrop(3, padding=-1)], "padding that is not served"),
-        ([v1.RandomVerticalFlip(), v1.Pad(1.5)], "padding that is not served"),
+        ([v1.RandomCrop(3, padding=-1)], "padding that is not supported"),
+        ([v1.RandomVerticalFlip(), v1.Pad(1.5)], "padding that is not supported"),
         (
             [v2.ToImage(), v2.RandomResizedCrop(3, interpolation="lanczos")],
             "interpolation that is not",
@@ -465,11 +465,11 @@ def test_views_are_prepared_by_what_all_begin_with() -> None:
     [
         (
             v1.Compose([v1.RandomVerticalFlip(), Views(v1.ToTensor())]),
-            "leads to views that share a random transform",
+            "comes before views, which must not share a random step",
         ),
         (
             v1.Compose([Views(v1.ToTensor()), v1.Lambda(len)]),
-            "gives several views, which only the last step may",
+            "makes several views, which only the last transform may do",
         ),
     ],
 )
@@ -556,7 +556,7 @@ def test_forms_that_batch_ops_do_not_know() -> None:
     assert plan_transform(None, form="array").is_batched
     assert plan_transform(None, form="array").kind == "array"
     assert plan_transform(v2.RandomResizedCrop(3), form="mask").obstacle is not None
-    assert "gets samples that batch ops do not serve" in str(
+    assert "gets samples of a kind that batch ops do not support" in str(
         plan_transform(v1.RandomHorizontalFlip(), form="mask")
     )
     assert not plan_transform(None, form="pil").is_batched
@@ -676,7 +676,7 @@ def test_print_shows_the_three_parts() -> None:
     assert "ElasticTransform" in per_sample
     assert "because ElasticTransform" in because
     assert "ToTensor()" in last
-    assert "served one by one" in str(plan_transform(None))
+    assert "one by one, because" in str(plan_transform(None))
 
 
 def test_plan_pickles() -> None:

@@ -1015,7 +1015,7 @@ class OwnStep(v2.Transform):
         (
             v2.Compose([v2.Pad(1, fill={MASK: 1}), *TO_PAIR]),
             pairs(),
-            "a dict with nothing for such samples",
+            "a dict without a value for such samples",
         ),
         (
             v2.RandomApply([v2.Lambda(v2.RandomVerticalFlip())]),

@@ -250,7 +250,7 @@ def test_reflection_beyond_the_image() -> None:
     tensors = ArrayStore(images(3, ODD), "tensor")
     with pytest.raises(
         ValueError,
-        match=r"padding \(9, 9, 9, 9\).*'reflect' is too large for the image size \(6, 5\) of sample 0",
+        match=r"padding \(left 9, .*\).*'reflect' is too large for the image size \(6, 5\) of sample 0",
     ):
         served(steps, tensors, [0, 1])
 
@@ -341,7 +341,7 @@ def test_channels_that_normalize_does_not_fit() -> None:
         [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(*NORM)], gray, atol=1e-6
     )
     with pytest.raises(
-        ValueError, match=r"sample 0 .* it has 1 channel, but Normalize has 3 means. Give as many"
+        ValueError, match=r"sample 0 .* it has 1 channel, but Normalize has 3 means. Give one value"
     ):
         served([v1.ToTensor(), v1.Normalize(*NORM)], gray, [0])
     mixed = [(Image.new(mode, (6, 5)), 0) for mode in ("L", "RGB")]
@@ -549,7 +549,7 @@ def test_samples_that_do_not_fit_the_batch() -> None:
     store = ArrayStore([*images(2, (8, 9)), *images(1, (8, 9), channels=1)])
     with pytest.raises(
         ValueError,
-        match=r"sample 2 comes out as \(1, 4, 4\), but the batch has room for \(3, 4, 4\)",
+        match=r"sample 2 has the shape \(1, 4, 4\) after .* must have \(3, 4, 4\)",
     ):
         served([v1.RandomCrop(4)], store, [0, 2])
 

@@ -19,7 +19,7 @@ MODES = ("constant", "edge", "reflect", "symmetric")
 # In the order of Pillow's numbers, which older code passes instead of an InterpolationMode.
 _PIL_INTERPOLATIONS = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
 _TENSOR_INTERPOLATIONS = ("nearest", "nearest-exact", "bilinear", "bicubic")
-_INTERPOLATION = "has an interpolation that is not served"
+_INTERPOLATION = "has an interpolation that is not supported"
 
 
 def several(value: Any) -> Sequence[Any]:
@@ -31,7 +31,7 @@ def several(value: Any) -> Sequence[Any]:
 def pair(size: Any) -> tuple[int, int]:
     values = several(size)
     if len(values) not in (1, 2) or not all(isinstance(value, int) for value in values):
-        raise UnknownStepError("has a size that is not served")
+        raise UnknownStepError("has a size that is not supported")
     return values[0], values[-1]
 
 
@@ -116,7 +116,7 @@ def read_border(transform: Any, state: State) -> tuple[Fields, Fill]:
     domain = domain_of(transform, state)
     mode = transform.padding_mode
     if mode not in MODES:
-        raise UnknownStepError("has a padding_mode that is not served")
+        raise UnknownStepError("has a padding_mode that is not supported")
     fill = _read_fill(transform, state, domain, mode)
     changes = mode == "constant" and (state.is_normalized or any(fill or ()))
     if state.floats and changes:
@@ -138,7 +138,7 @@ def read_lengths(padding: Any) -> tuple[int, ...]:
     values = several(padding or 0)
     are_whole = all(isinstance(value, int) and value >= 0 for value in values)
     if len(values) not in (1, 2, 4) or not are_whole:
-        raise UnknownStepError("has a padding that is not served")
+        raise UnknownStepError("has a padding that is not supported")
     return tuple(values) * (4 // len(values))
 
 

@@ -1,6 +1,6 @@
-"""``ResizeToBucket``: images of any size become one of a few sizes, and keep their shape.
+"""``ResizeToBucket``: resize and crop images to the one of a few sizes that fits their shape best.
 
-core/buckets.c computes the same for whole batches.
+core/buckets.c does the same for whole batches.
 """
 
 from __future__ import annotations
@@ -19,24 +19,23 @@ Bucket = tuple[int, int]
 
 
 class ResizeToBucket:
-    """Resize and crop each image to that of a few sizes of which it keeps the most.
+    """Resize and crop each image to one of a few sizes (buckets): the one that crops the least.
 
-    An image is resized until it just covers its bucket, and what is too long is cut off. Its
-    pixels are those of torchvision's ``Resize`` and ``CenterCrop``, or ``RandomCrop``. Batches of
-    one size each are made by a ``fastdata.loaders.buckets.BucketSampler``. In fastdata's datasets
-    the resize, and a crop in the middle, run once per image, before it is stored, if no random
-    step comes first.
+    An image is resized until it just covers its bucket; then the longer side is cropped. The
+    pixels are those of torchvision's ``Resize`` and ``CenterCrop``, or ``RandomCrop``. To make
+    batches of images of one size, use ``fastdata.loaders.buckets.BucketSampler``. In fastdata's
+    datasets the resize and a centre crop run once per image, before it is stored, if no random
+    step comes before them.
 
     Args:
-        sizes: (height, width) of each bucket, in pixels; ``find_buckets`` finds some that fit a
-            dataset. Of two buckets of which an image keeps equally much, the first is taken.
-        crop: ``"center"`` cuts off equally much on both sides, ``"random"`` draws the place of the
-            crop.
-        interpolation: ``"bilinear"``, ``"bicubic"``, or another that torchvision has for such
+        sizes: (height, width) of each bucket in pixels; ``find_buckets`` finds buckets that fit a
+            dataset. If an image fits two buckets equally well, the first is used.
+        crop: ``"center"`` crops both sides equally, ``"random"`` draws the place of the crop.
+        interpolation: ``"bilinear"``, ``"bicubic"``, or another that torchvision supports for such
             images.
 
     Raises:
-        ValueError: there is no size, or one is not two whole numbers above zero.
+        ValueError: there is no size, or one is not a pair of whole numbers above zero.
 
     Example:
         >>> image = torch.zeros(3, 60, 90, dtype=torch.uint8)
@@ -74,22 +73,22 @@ class ResizeToBucket:
 
 
 def _checked(sizes: Iterable[Sequence[int]]) -> tuple[Bucket, ...]:
-    """Return sizes as pairs.
+    """Return sizes as pairs (height, width).
 
     Raises:
-        ValueError: they are not sizes.
+        ValueError: one is not a size, or there are none.
     """
     given: list[Any] = list(sizes)
     for size in given:
         is_pair = isinstance(size, Sequence) and len(size) == 2
         if not (is_pair and all(isinstance(side, int) and side > 0 for side in size)):
             raise ValueError(
-                f"{size} is not the size of a bucket: give (height, width), two whole numbers of "
-                "pixels above zero"
+                f"{size} is not the size of a bucket. Give (height, width) in pixels: two whole "
+                "numbers above zero."
             )
     if not given:
         raise ValueError(
-            "there are no buckets: give the size of one or more, such as [(512, 512), (448, 576)]"
+            "there are no buckets. Give the sizes of one or more, such as [(512, 512), (448, 576)]."
         )
     return tuple((height, width) for height, width in given)
 
@@ -135,8 +134,8 @@ class CropToBucket:
         return image[..., top : top + h, left : left + w]
 
     def place(self, free_px: int) -> int:
-        """Return the first row or column of the crop, of ``free_px`` + 1 that are possible."""
-        return round(free_px / 2)  # halves to the even number, as torchvision
+        """Return the first row or column of the crop, one of ``free_px`` + 1 possible ones."""
+        return round(free_px / 2)  # rounds halves to the even number, as torchvision does
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({list(self.sizes)})"
@@ -152,7 +151,7 @@ class RandomCropToBucket(CropToBucket):
 
 
 def find_bucket(size: Bucket, sizes: Iterable[Bucket]) -> Bucket:
-    """Return the bucket of which an image of ``size`` keeps the most."""
+    """Return the bucket for which the least of an image of ``size`` is cropped."""
 
     def kept_share(bucket: Bucket) -> float:
         across = size[1] * bucket[0]
@@ -163,7 +162,7 @@ def find_bucket(size: Bucket, sizes: Iterable[Bucket]) -> Bucket:
 
 
 def cover_size(size: Bucket, sizes: Iterable[Bucket]) -> Bucket:
-    """Return the size of an image that was resized to just cover its bucket."""
+    """Return the size of an image after it was resized to just cover its bucket."""
     height, width = find_bucket(size, sizes)
     across = size[1] * height
     down = size[0] * width
@@ -182,7 +181,7 @@ def size_of(image: Any) -> Bucket:
         return image.height, image.width
     if not isinstance(image, torch.Tensor) or image.ndim < 3:
         raise TypeError(
-            f"ResizeToBucket takes PIL images and tensors (C, H, W), but got {kind_of(image)}"
+            f"ResizeToBucket needs PIL images or tensors (C, H, W), but got {kind_of(image)}"
         )
     return image.shape[-2], image.shape[-1]
 

@@ -34,7 +34,7 @@ def read_value(transform: Any, state: State) -> Step:
     if kind == "POSTERIZE":
         is_served = type(number) is int and 1 <= number <= 8
     if not is_served:
-        raise UnknownStepError("has a number that is not served")
+        raise UnknownStepError("has a number that is not supported")
     return state.step(
         "value", kind=kind, domain=domain_of(transform, state), low=number, high=number
     )
@@ -50,7 +50,7 @@ def read_published(transform: Any, state: State) -> Step:
     if state.kind != "pil" or state.is_beside:
         raise UnknownStepError("takes PIL images only")
     if not 0 <= low <= high:
-        raise UnknownStepError("blurs by a radius that is not served")
+        raise UnknownStepError("blurs by a radius that is not supported")
     step = state.inner().step("value", kind=kind, domain="PIL_DOMAIN", low=low, high=high)
     return state.maybe([step], p)
 

@@ -55,7 +55,7 @@ def read_dtype(transform: Any, state: State) -> Step | State:
     is_for_masks = isinstance(transform.dtype, dict) or not is_to_dtype
     if state.is_beside and dtype is not None and is_for_masks:
         if dtype not in _MASK_DTYPES or state.floats:
-            raise UnknownStepError("converts masks to a dtype that is not served")
+            raise UnknownStepError("converts masks to a dtype that is not supported")
         return _cast(state, dtype, "SCALE_NONE")
     if dtype is None or state.is_beside:  # a dtype that is not in a dict does not apply to masks
         return state
@@ -66,7 +66,7 @@ def read_dtype(transform: Any, state: State) -> Step | State:
     if dtype == getattr(torch, state.dtype):
         return state
     if state.floats or dtype not in _FLOATS:
-        raise UnknownStepError("converts to a dtype that is not served")
+        raise UnknownStepError("converts to a dtype that is not supported")
     if is_to_dtype and not transform.scale:
         return _cast(state, dtype, "SCALE_NONE")
     return _cast(state, dtype, "SCALE_MULTIPLY" if is_v2(transform) else "SCALE_DIVIDE")
@@ -100,7 +100,7 @@ def read_normalize(transform: Any, state: State) -> State:
     )
     is_finite = bool(mean.isfinite().all() and std.isfinite().all())
     if not (1 <= len(mean) <= _MOST_MEANS and is_finite and std.all()):
-        raise UnknownStepError("has a mean or std that is not served")
+        raise UnknownStepError("has a mean or std that is not supported")
     cast, *others = state.floats
     fields = {
         **cast.fields,

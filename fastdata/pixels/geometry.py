@@ -71,7 +71,7 @@ def read_random_crop(transform: Any, state: State) -> Step:
 
 def read_resized_crop(transform: Any, state: State) -> Step:
     if transform.ratio[0] <= 0:
-        raise UnknownStepError("has a ratio that is not served")
+        raise UnknownStepError("has a ratio that is not supported")
     crops = [
         state.step(
             "resized_crop",
@@ -105,7 +105,7 @@ def read_resize(transform: Any, state: State) -> Step:
         if len(sides) == 2 and not longest:
             return state.step("resize", **size_fields(sides), **filters)
         if len(sides) != 1 or 0 < longest <= sides[0]:
-            raise UnknownStepError("has a size that is not served")
+            raise UnknownStepError("has a size that is not supported")
     return state.step(
         "resize",
         longest=longest,

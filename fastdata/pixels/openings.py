@@ -115,7 +115,7 @@ def _probe(loader: Loader) -> Opening | None:
 
 
 def _make_probe(mode: str) -> bytes:
-    """Return a JPEG with colours at half the resolution, and an EXIF that turns it by 90 degrees."""
+    """Return a JPEG with colours at half the resolution, and an EXIF that turns it sideways."""
     from PIL import Image
 
     # Odd sides and noise make differences visible: padding at the edges, and upscaling of colours.

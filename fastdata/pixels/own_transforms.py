@@ -1,4 +1,4 @@
-"""Transforms that fastdata defines, and wrappers that give others' transforms one interface."""
+"""Transforms that fastdata defines, and wrappers for transforms of albumentations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StandardTransform:
-    """A transform of the sample and one of the target, called with both, as in torchvision."""
+    """A transform for the sample and one for the target, called with both, as in torchvision."""
 
     transform: Transform | None
     target_transform: Transform | None
@@ -32,13 +32,16 @@ class StandardTransform:
 class Views:
     """Several transforms of one image, for contrastive training: returns a list of their results.
 
-    As ``transform=``, or as the last transform of a Compose, it gives batches that are lists of one
-    stacked tensor per transform. Their shapes may differ. All views are made from the same prepared
-    sample, each with its own random draws. Elsewhere, such as in torchvision's datasets, it is an
+    As ``transform=`` of a fastdata dataset, or as the last transform of a Compose, it makes each
+    batch a list of stacked tensors, one for each transform. Their shapes may differ. All views are
+    made from the same prepared sample, each with its own random draws. In other datasets it is an
     ordinary callable.
 
     Args:
-        transforms: each is called with the image; the same one may be given several times.
+        transforms: each is called with the image. The same transform may be given several times.
+
+    Raises:
+        ValueError: there is no transform.
 
     Example:
         >>> crops = Views(lambda image: image + 1, *[lambda image: image * 2] * 2)
@@ -50,7 +53,7 @@ class Views:
         if not transforms:
             raise ValueError("Views() needs one transform or more, but got none")
         self.transforms = transforms
-        self.type: type = list  # what the user's own callable returned, else a list
+        self.type: type = list  # tuple if it stands for a callable of the user that returns one
 
     def __call__(self, image: Any) -> Any:
         return self.type(run_transforms(transform, image) for transform in self.transforms)
@@ -62,13 +65,13 @@ class Views:
 class AlternatingFlip:
     """Mirror each image left to right in every second epoch; half of the images begin mirrored.
 
-    Any two epochs in a row show both sides of each image, but ``RandomHorizontalFlip`` shows half
-    of the images twice alike (K. Jordan, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU", arXiv
-    2404.00498). A dataset with a ``seed`` counts the epochs; otherwise give them by
-    ``loader.set_epoch(epoch)``.
+    Two successive epochs always show both sides of each image. ``RandomHorizontalFlip`` shows half
+    of the images with the same side twice (K. Jordan, "94% on CIFAR-10 in 3.29 Seconds on a Single
+    GPU", arXiv 2404.00498). Epochs are counted if the dataset has a ``seed``; otherwise set them
+    with ``loader.set_epoch(epoch)``.
 
-    Outside of fastdata's batches, where a transform gets neither index nor epoch, half of the
-    images are mirrored at random.
+    Outside fastdata's datasets a transform does not get index and epoch, so images are mirrored at
+    random with a probability of one half.
 
     Example:
         >>> image = torch.arange(3).view(1, 1, 3)
@@ -90,7 +93,7 @@ class AlternatingFlip:
 
 
 def run_transforms(transform: Any, sample: Any) -> Any:
-    """Call a transform, or the transforms of a tuple one after the other."""
+    """Call a transform, or all transforms of a tuple one after the other."""
     for each in transform if type(transform) is tuple else (transform,):
         sample = each(sample)
     return sample
@@ -98,9 +101,9 @@ def run_transforms(transform: Any, sample: Any) -> Any:
 
 @dataclass(frozen=True)
 class AlbumentationsTransform:
-    """A transform of albumentations, which takes arrays by name and returns dicts.
+    """A wrapper that lets a transform of albumentations take and return an image.
 
-    The wrapper takes and returns an image, as torchvision's transforms do.
+    albumentations itself takes arrays by name and returns dicts.
     """
 
     transform: Any
@@ -113,7 +116,7 @@ class AlbumentationsTransform:
 
 
 class LongMask:
-    """The ``mask.long()`` of a callable of image and mask, which is seen through."""
+    """Stands for ``mask.long()`` in a callable of the user that takes image and mask."""
 
     def __repr__(self) -> str:
         return "mask.long()"
@@ -124,10 +127,11 @@ LONG_MASK = LongMask()
 
 @dataclass(frozen=True)
 class AlbumentationsPair:
-    """A transform of albumentations for an image and its target, such as a mask.
+    """A wrapper that lets a transform of albumentations take an image and its target.
 
-    A target that is a dict has the names that albumentations knows, such as ``bboxes``; all that
-    albumentations returns beside the image is the target again.
+    The target is a mask, a list of masks, or a dict with names that albumentations knows, such as
+    ``bboxes``. For a dict, everything that albumentations returns except the image is the new
+    target.
     """
 
     transform: Any

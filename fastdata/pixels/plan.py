@@ -1,4 +1,4 @@
-"""The parts of a user's transform: what runs once, on whole batches, and per sample."""
+"""The parts of a user's transform: steps that run once, on whole batches, and per sample."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from fastdata.pixels.steps import Steps
 Transform = Callable[[Any], Any]
 PairTransform = Callable[[Any, Any], Any]
 _SHOWN_LETTERS = 100
-"""Length of a transform's text in a reason."""
+"""Most letters of a transform's text in a reason."""
 _SHOWN_MASKS = {
-    "hw": "as albumentations moves masks, served as arrays (H, W)",
-    "plane": "as albumentations moves masks, served as tensors (H, W)",
+    "hw": "as albumentations moves masks, as arrays (H, W)",
+    "plane": "as albumentations moves masks, as tensors (H, W)",
 }
 
 
@@ -31,19 +31,19 @@ class TransformPlan:
     """A transform in three parts; ``plan_transform`` makes it, ``print(dataset.plan)`` shows it.
 
     Attributes:
-        prepare: the first of the user's transforms, if they are deterministic. They run once per
-            sample, before it is stored.
+        prepare: the user's first transforms, as far as they draw nothing at random. They run once
+            per sample, before it is stored.
         batch_ops: steps that run on whole batches.
-        per_sample: the user's transforms that run on each sample, as they are.
-        kind: the form of a sample after the batch ops.
-        batched: the user's transforms that ``batch_ops`` stand for.
+        per_sample: the user's transforms that run on each sample, as the user wrote them.
+        kind: form of a sample after the batch ops.
+        batched: the user's transforms that ``batch_ops`` replace.
         reason: why the first of ``per_sample`` is not a batch op; empty if there is none.
-        last: the plan of the known transforms at the end of ``per_sample``. They run on whole
-            batches if the transforms before them return PIL images.
-        views: the plans of several views of each sample. They share ``prepare``, and replace the
-            other parts; each may have transforms per sample of its own.
-        views_type: the type that several views of a sample are returned in, list or tuple.
-        mask: the plan of the mask beside an image, if one transform takes both.
+        last: plan of the known transforms at the end of ``per_sample``. They run on whole batches
+            if the transforms before them return PIL images.
+        views: plans of several views of each sample. They share ``prepare``, and replace the other
+            parts; each view may have its own transforms per sample.
+        views_type: type of the collection of views that a sample becomes, list or tuple.
+        mask: plan of the mask that belongs to an image, if the transform takes both.
         beforehand: the dataset's own ``prepare=`` and ``resize=``, which run before ``prepare``.
     """
 
@@ -66,12 +66,12 @@ class TransformPlan:
 
     @property
     def is_batched(self) -> bool:
-        """True if whole batches can be served as one tensor, without Python work per sample."""
+        """True if whole batches can be made as one tensor, without Python code per sample."""
         return self.obstacle is None
 
     @property
     def obstacle(self) -> str | None:
-        """The reason why batches cannot be served as one tensor; None if they can."""
+        """The reason why batches cannot be made as one tensor; None if they can."""
         if self.per_sample:
             first = text_of_transform(self.per_sample[0])
             return f"{shorten(first, _SHOWN_LETTERS, placeholder=' ...')} {self.reason}"
@@ -118,12 +118,12 @@ class TransformPlan:
             if view.per_sample:
                 lines.append(f"    because {view.obstacle}")
             elif view.obstacle:
-                lines.append(f"    served one by one, because {view.obstacle}")
+                lines.append(f"    one by one, because {view.obstacle}")
             if view.last:
                 lines.append(f"after them, on whole batches:  {_texts(view.last.batched)}")
         if self.mask:
-            how = _SHOWN_MASKS.get(self.mask.kind, f"nearest, served as {self.mask.kind}")
-            lines.append(f"    masks are moved along:        {how}")
+            how = _SHOWN_MASKS.get(self.mask.kind, f"nearest, as {self.mask.kind}")
+            lines.append(f"    masks move with images:       {how}")
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -154,7 +154,7 @@ def _texts(transforms: tuple[Transform, ...]) -> str:
 
 
 def text_of_transform(transform: Any) -> str:
-    """Return the ``repr`` of a transform on one line; a function's name and where it stands."""
+    """Return the ``repr`` of a transform on one line; for a function its name, file and line."""
     if known_name(transform) == "Lambda":
         return f"Lambda({text_of_transform(transform.lambd)})"
     if type(transform) is FunctionType:
@@ -163,6 +163,6 @@ def text_of_transform(transform: Any) -> str:
         return f"{transform.__qualname__} ({place})"
     try:
         shown = repr(transform)
-    except Exception:  # noqa: BLE001  # the repr of a user's own transform may raise anything
+    except Exception:  # noqa: BLE001  # the repr of a transform of the user may raise anything
         shown = type(transform).__name__
     return " ".join(shown.split()).replace("( ", "(").replace(" )", ")")

@@ -1,4 +1,4 @@
-"""Readers of automatic augmentation: the policies of torchvision and of timm."""
+"""Readers of automatic augmentation: the policies of torchvision and timm."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ _KINDS = {
     "TranslateX": "TRANSLATE_X",
     "TranslateY": "TRANSLATE_Y",
 }
-"""Kinds of records.h, by the names of ops in torchvision's and timm's policies."""
+"""Kinds in records.h, by the names of ops in the policies of torchvision and timm."""
 
 
 def read_policy(transform: Any, state: State) -> Step:
     """Read RandAugment, TrivialAugmentWide, AutoAugment or AugMix of torchvision."""
     name = known_name(transform)
-    is_mix = name == "AugMix"  # which makes tensors of PIL images
+    is_mix = name == "AugMix"  # it turns PIL images into tensors before it changes them
     warp, fill = read_warp(transform, replace(state, kind="tensor") if is_mix else state)
     policy = {
         "warp": warp,
@@ -77,7 +77,7 @@ def read_policy(transform: Any, state: State) -> Step:
 
 
 def _magnitudes(transform: Any) -> tuple[Step, ...]:
-    """Read what a policy chooses from: all of its space, or AutoAugment's pairs."""
+    """Read the ops that a policy chooses from: its whole space, or AutoAugment's pairs."""
     space = _augmentation_space(transform, 1, 1)
     rows = list(space)
     policies: Any = getattr(transform, "policies", None) or getattr(transform, "_policies", ())
@@ -103,9 +103,9 @@ def _bins_of(transform: Any) -> int:
 def _augmentation_space(
     transform: Any, height: int, width: int
 ) -> Mapping[str, tuple[torch.Tensor | None, bool]]:
-    """Return magnitudes, and whether they take a sign, by names that all sizes have."""
+    """Return for each op its magnitudes, and True if they get a random sign."""
     bins = _bins_of(transform)
-    with torch.device("cpu"):  # whatever the default is
+    with torch.device("cpu"):  # the user's default device may be a GPU
         if hasattr(transform, "_AUGMENTATION_SPACE"):  # v2
             space = transform._AUGMENTATION_SPACE
             if not getattr(transform, "all_ops", True):
@@ -116,9 +116,9 @@ def _augmentation_space(
 
 
 def _levels(transform: Any, height: int, width: int) -> Float64s:
-    """Return magnitudes (names, bins) for images of a size, 0 where one has none."""
-    # From the user's own object: a subclass may have other magnitudes, and torch's rounding of
-    # them is not repeated here.
+    """Return magnitudes (names, bins) for images of a size; 0 for ops without magnitudes."""
+    # The user's own object computes them: the pixels depend on torch's rounding, and a version may
+    # have other magnitudes.
     space = _augmentation_space(transform, height, width)
     levels = np.zeros((len(space), _bins_of(transform)))
     for row, (values, _) in zip(levels, space.values(), strict=True):
@@ -145,7 +145,7 @@ def read_timm_policies(transform: Any, state: State) -> Step | State:
 
 def _timm_op(op: Any) -> Step:
     """Read an ``AugmentOp`` of timm's data/auto_augment.py, on PIL images."""
-    # A name's ending tells how its level becomes an argument: LEVEL_TO_ARG there.
+    # The ending of the name decides how a level becomes an argument (LEVEL_TO_ARG in that file).
     name, ending = re.findall("(.*?)(Increasing|Original|Rel|)$", op.name)[0]
     is_relative = ending == "Rel"
     modes = several(op.kwargs["resample"])

@@ -1,6 +1,6 @@
-"""A plan's batch ops on the CPU: a batch is drawn and served by the compiled core in one call.
+"""The batch ops of a plan on the CPU: one call of the compiled core draws and makes a batch.
 
-Shape letters: B batch, C channels, H W stored size, h w size served, D dimensions.
+Shape letters: B batch, C channels, H W stored size, h w size in the batch, D dimensions.
 """
 
 from __future__ import annotations
@@ -34,17 +34,21 @@ from fastdata.pixels.samples import SampleSpec
 from fastdata.pixels.scratch import Scratch
 from fastdata.pixels.steps import Step, Steps, compile_table, flatten_steps
 
-_AHEAD = 4  # encoded samples that are decoded before each call of the core
-_PREPARED_BYTES = 4 << 20  # images of one size that are prepared by one call
-_MOST_CHANNELS = 4  # MAX_CHANNELS of core.h, for channels_last
-_MOST_LEVELS = 1000  # sizes of images whose magnitudes are kept
+_AHEAD = 4  # number of encoded samples that are decoded before each call of the core
+_PREPARED_BYTES = 4 << 20  # memory of the images that one call prepares
+_MOST_CHANNELS = 4  # most channels for channels_last: MAX_CHANNELS of core.h
+_MOST_LEVELS = 1000  # number of image sizes whose magnitudes are kept
 
 
 class Program:
-    """Batch ops of a plan for samples of a spec, ready to run, safe from several threads at once.
+    """Batch ops of a plan, compiled for samples of a spec. Safe from several threads at once.
 
-    Draws are a pure function of (seed, visit, index): a sample comes out the same alone and in any
-    batch.
+    Random draws are a pure function of (seed, visit, index), so a sample is the same alone and in
+    any batch.
+
+    Args:
+        steps: the batch ops.
+        spec: shape, dtype and form of the stored samples.
 
     Raises:
         ValueError: there are batch ops, but the samples are not uint8 images (C, H, W).
@@ -66,7 +70,7 @@ class Program:
             if step.name == "cast":
                 dtype = step.fields["dtype"].lower()
         self._torch_dtype = dtype
-        # NumPy has no bfloat16, and holds its bits.
+        # NumPy has no bfloat16; uint16 holds its bits.
         self._dtype = np.dtype(dtype.replace("bfloat16", "uint16"))
         self._scratch = Scratch()
 
@@ -88,12 +92,12 @@ class Program:
 
     @property
     def served_dtype(self) -> torch.dtype:
-        """Return the dtype of the tensors that are served."""
+        """The dtype of the tensors of a batch."""
         found: torch.dtype = getattr(torch, self._torch_dtype)
         return found
 
     def without_cast(self) -> tuple[Program, Step | None]:
-        """Return this program without its final conversion to floats, and that, or None."""
+        """Return this program without its final conversion to floats, and that step (or None)."""
         if not self._steps or self._steps[-1].name != "cast":
             return self, None
         return Program(self._steps[:-1], self._spec), self._steps[-1]
@@ -101,10 +105,11 @@ class Program:
     def output(
         self, sample_shape: Shape, *, is_of_all: bool = False
     ) -> tuple[Shape, np.dtype[Any]] | None:
-        """Return shape and dtype of each served sample; None if samples differ in shape.
+        """Return shape and dtype of each sample in a batch; None if samples differ in shape.
 
-        ``sample_shape`` is that of any stored sample, whose channels count for all, or else
-        ``is_of_all`` samples.
+        Args:
+            sample_shape: shape of any stored sample; its channels are those of all samples.
+            is_of_all: True if all stored samples have this shape.
 
         Raises:
             ChannelsError: a step is for another number of channels.
@@ -117,27 +122,27 @@ class Program:
         return None if shape is None else (shape, self._dtype)
 
     def served_shapes(self, shapes_BD: Int32s) -> Int32s:
-        """Return the shapes of served samples, from the shapes of stored ones.
+        """Return the shapes of samples after the steps, for shapes of stored samples.
 
-        A size that is unknown before, or that is drawn at random, is 0.
+        A size that is not known, or that is drawn at random, is 0.
         """
         if not self._steps:
             return shapes_BD
         count, dimensions = shapes_BD.shape
         probe_B3 = np.ones((count, 3), np.int32)
         probe_B3[:, -dimensions:] = shapes_BD
-        # A probe draws nothing.
+        # A probe only computes shapes, so any keys will do.
         keys = _keys_of(0, 0, np.arange(count))
         _, after_B3 = self._draw(keys, probe_B3, is_probe=True)
         return after_B3[:, -dimensions:]
 
     def can_write_channels_last(self, shape: Shape) -> bool:
-        """Return True if samples of this shape can be served into channels_last memory."""
+        """Return True if samples of this shape can be written to channels_last memory."""
         return bool(self._steps) and len(shape) == 3 and shape[0] <= _MOST_CHANNELS
 
     @property
     def can_blend(self) -> bool:
-        """Return True if rows can be blended of samples while these are served."""
+        """True if rows of a batch can be blended while its samples are made."""
         return bool(self._steps) or self._spec.dtype == "uint8"
 
     def run(
@@ -151,25 +156,32 @@ class Program:
         others: Sequence[_Pair] = (),
         blending: Blending | None = None,
     ) -> None:
-        """Serve a batch into the caller's memory, of ``output``'s shape and dtype.
+        """Make a batch in the caller's memory.
 
-        All of it is filled. A batch is read from a store, or from images that were opened but are
-        not stored, one for each index. Memory is C-contiguous, or where
-        ``can_write_channels_last`` as torch's channels_last. Draws are made from the seed and
-        ``visits_B``, as of an ``IndexBatch``: one for all samples, or one for each. With ``rows_B``
-        samples are written to these rows of memory for more, and no others. ``others`` serve the
-        same samples into memory of their own, and none is decoded again for them. Rows of
-        ``blending`` are written as soon as their samples are there, which must be images.
+        Args:
+            source: a store, or opened images that are not stored, one for each index.
+            index_B: indices of the samples.
+            visits_B: visits of the samples, as in ``IndexBatch``: one for all, or one for each.
+            seed: seed of the random draws.
+            out_BChw: memory with shape and dtype of ``output``, filled completely. C-contiguous, or
+                channels_last if ``can_write_channels_last``.
+            rows_B: rows of ``out_BChw`` to write the samples to; all other rows are left unchanged.
+                None writes sample ``b`` to row ``b``.
+            others: other programs, with their memory, that make the same samples. No sample is
+                decoded twice for them.
+            blending: rows to blend from the samples, which must be images. Each is written as soon
+                as its samples are made.
 
         Raises:
-            ValueError: an image is smaller than its crop, or not of the shape that ``out`` has room
-                for; or the arrays have different lengths, or a row is not in ``out``.
-            Exception: what opened images raise of a damaged one.
+            ValueError: an image is smaller than its crop, or has another shape than ``out_BChw``
+                has room for; or the arrays differ in length, or a row is not in ``out_BChw``.
+            Exception: opened images raised it for a damaged file.
         """
         pairs: list[_Pair] = []
         every: list[_Pair] = [(self, out_BChw), *others]
         for program, out in every:
-            # The core lays pixels together where the memory is channels_last, and blends rows.
+            # The core is also needed to write channels_last memory, and to blend rows; otherwise
+            # samples without steps are copied.
             is_laid = blending is not None or not out.flags.c_contiguous
             if program._steps or isinstance(source, Samples) or is_laid:
                 pairs.append((program, out))
@@ -186,7 +198,7 @@ class Program:
                 self._serve_store(pairs, source, keys, rows_B, blending)
 
     def run_one(self, store: Readable, index: int, visit: int | Int64s, seed: int) -> Array:
-        """Serve one sample in fresh memory: its pixels in a batch, in whatever shape it has."""
+        """Return one sample in new memory: the pixels it has in a batch, in its own shape."""
         if not self._steps:
             return np.array(store.read(index))
         shape = store.shape(index)
@@ -201,7 +213,7 @@ class Program:
     def run_each(
         self, images: Samples, index_B: Int64s, visits_B: int | Int64s, seed: int
     ) -> list[Array]:
-        """Serve each image of a batch in memory of its own, in whatever shape it has."""
+        """Return each image of a batch in its own memory and its own shape."""
         keys = _keys_of(seed, visits_B, index_B)
         _, shapes_B3 = self._draw(keys, images.shapes_B3)
         rows_B = np.zeros(len(index_B), np.int64)
@@ -213,9 +225,9 @@ class Program:
         return served
 
     def prepare(self, images: Samples) -> Iterator[Array]:
-        """Serve images by steps that draw nothing at random: neighbours of one size together.
+        """Yield images after steps that draw nothing at random, neighbours of equal size together.
 
-        The memory of what was yielded is used again for the next images.
+        The memory of the yielded array is used again for the next one.
         """
         numbers_B = np.arange(len(images.shapes_B3), dtype=np.int64)
         keys = _keys_of(0, 0, numbers_B)
@@ -232,7 +244,7 @@ class Program:
                 yield out
 
     def draw(self, index_B: Int64s, visits_B: int | Int64s, seed: int, shapes_B3: Int32s) -> Array:
-        """Draw the ops of samples of these shapes (C, H, W), records ``OP`` (B, S)."""
+        """Return the drawn ops of samples with these shapes (C, H, W): records ``OP`` (B, S)."""
         return self._draw(_keys_of(seed, visits_B, index_B), shapes_B3)[0]
 
     def _draw(
@@ -245,7 +257,7 @@ class Program:
                 self._answer(refused, keys, shapes_B3)
 
     def _answer(self, refused: CoreError, keys: Keys, shapes_B3: Int32s) -> None:
-        """Add the magnitudes that the core lacked for a size, so that it can be called again.
+        """Compute the magnitudes that the core needs for an image size, so that it can continue.
 
         Raises:
             ValueError: it refused a sample for another reason.
@@ -258,11 +270,11 @@ class Program:
         known = self._table.levels
         levels = dict(known) if len(known) < _MOST_LEVELS else {}
         levels[refused.step, height, width] = step.levels(height, width)
-        # Other threads may be in a call with the table before, so a new one takes its place.
+        # Other threads may be using the old table in a call, so it is replaced, not changed.
         self._table = self._table.with_levels(levels)
 
     def as_tensor(self, served: Array) -> torch.Tensor:
-        """Return a tensor over the same memory, of ``served_dtype``."""
+        """Return a tensor over the same memory, with ``served_dtype``."""
         return torch.from_numpy(served).view(self.served_dtype)
 
     def _serve_store(
@@ -273,13 +285,13 @@ class Program:
         rows_B: Int64s | None,
         blending: Blending | None,
     ) -> None:
-        """Serve samples of a store: from its memory, from its JPEG files, or decoded by it."""
+        """Make samples of a store: from its memory, from its JPEG files, or as it decodes them."""
         index_B = keys.indices
         indices = index_B.tolist()
         if self._stored is None:
             shapes_B3 = np.array([_planes(store.shape(index)) for index in indices], np.int32)
         else:
-            # A fifth of what np.full takes.
+            # This takes a fifth of the time of np.full.
             shapes_B3 = np.array([self._stored], np.int32).repeat(len(indices), 0)
         if store.gives_views:
             views = Samples(store.addresses(index_B), shapes_B3)
@@ -297,9 +309,9 @@ class Program:
     def _decode(
         self, store: Readable, indices: list[int], samples: Samples
     ) -> Iterator[tuple[int, int]]:
-        """Decode samples a few at a time, so that the core reads them while they are in the cache.
+        """Decode a few samples at a time, so that the core reads them while they are in the cache.
 
-        Yields the span [first, last) that is in memory until the next one is asked for.
+        Yields the span [first, last) of the samples that are in memory until the next ``next``.
         """
         for first in range(0, len(indices), _AHEAD):
             last = min(first + _AHEAD, len(indices))
@@ -324,10 +336,10 @@ def _serve(
     *,
     blending: Blending | None = None,
 ) -> None:
-    """Serve samples by several programs, those [first, last) of each span in one call of the core.
+    """Make samples with several programs; one call of the core for each span [first, last).
 
-    A call that is refused is repeated from the refused sample on, once the reason is removed. That
-    gives the same pixels: what a sample draws depends on its keys only.
+    If the core refuses a sample, the reason is removed if possible, and the call is repeated from
+    that sample on. The pixels are the same, because the draws of a sample depend only on its keys.
     """
     outputs = _describe_outputs(pairs, samples, keys)
     for begin, last in spans or [(0, len(keys.indices))]:
@@ -365,7 +377,7 @@ def _describe_outputs(pairs: list[_Pair], samples: Samples, keys: Keys) -> list[
 
 
 def _keys_of(seed: int, visits_B: int | Int64s, index_B: Int64s) -> Keys:
-    """Return the keys of samples, whose visit may be one for all."""
+    """Return the keys of samples; one visit may be given for all."""
     if not isinstance(visits_B, np.ndarray):
         visits_B = np.full(len(index_B), visits_B)
     visits_B = np.ascontiguousarray(visits_B, np.int64)
@@ -373,5 +385,5 @@ def _keys_of(seed: int, visits_B: int | Int64s, index_B: Int64s) -> Keys:
 
 
 def _planes(shape: Shape) -> Shape:
-    """Return a shape as (C, H, W); that of a mask may be (H, W)."""
+    """Return a shape as (C, H, W); the shape of a mask may be (H, W)."""
     return (1, *shape)[-3:]

@@ -1,7 +1,7 @@
-"""Transforms that people publish with their papers, recognized by their code.
+"""Transforms that were published with papers, recognised by their code.
 
-MoCo, VICReg, DINO and Barlow Twins define blurs and solarizing of their own, which their users
-copy. A callable whose instructions equal those of a template here does the same.
+MoCo, VICReg, DINO and Barlow Twins define their own blur and solarize transforms, which people copy
+into their scripts. A callable with the same instructions as a template in this file is one of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fastdata.pixels.callables import code_of_call
 PublishedOp = tuple[str, float, float, float]
 """An op, the range that its number is drawn from, and its probability."""
 _PUBLISHED: dict[str, Callable[[Any], PublishedOp]] = {
-    # In order: MoCo, VICReg, DINO, and solarizing of the last two.
+    # In order: the blurs of MoCo, VICReg and DINO, and solarize of the last two.
     """
 def f(self, x):
     sigma = random.uniform(self.sigma[0], self.sigma[1])
@@ -49,9 +49,9 @@ def f(self, img):
         return img
 """: lambda transform: ("SOLARIZE", 128.0, 128.0, transform.p),
 }
-"""Published code of transforms of PIL images -> its op, by the attributes of the transform."""
+"""Published code of transforms of PIL images -> function that reads the op from the attributes."""
 _TO_RGB = {
-    # The second takes the mode first: a partial of denoising-diffusion-pytorch gives it.
+    # The second has the mode as its first argument: denoising-diffusion-pytorch makes a partial.
     """
 def f(image):
     if image.mode != "RGB":
@@ -74,7 +74,7 @@ def f(image):
 f = lambda image: image.convert("RGB") if image.mode != "RGB" else image
 """: (),
 }
-"""Code that people write to make gray images RGB -> the arguments that a partial gives it first."""
+"""Code that makes gray images RGB -> the first arguments that a partial gives it."""
 _IMPORTS = "import random\nimport numpy as np\nfrom PIL import ImageFilter, ImageOps\n"
 
 
@@ -88,7 +88,7 @@ def published(transform: Any) -> PublishedOp | None:
 
 
 def converts_to_rgb(call: Any) -> bool:
-    """Return True for code that makes images of other modes RGB, and does nothing else."""
+    """Return True if a callable converts images of other modes to RGB, and does nothing else."""
     given: tuple[Any, ...] = ()
     if type(call) is partial and not call.keywords:
         call, given = call.func, call.args
@@ -112,7 +112,7 @@ def _rgb_templates() -> dict[tuple[Any, ...], tuple[str, ...]]:
 def _body(code: CodeType) -> tuple[Any, ...]:
     """Return the instructions of code with their arguments, without its docstring.
 
-    Local variables count by their position, so they may have other names.
+    Local variables are identified by their position, so their names may differ.
     """
     return tuple(
         (each.opname, each.arg if "_FAST" in each.opname else each.argval)

@@ -1,8 +1,8 @@
-"""Random numbers from (seed, epoch, index), the same that the core draws.
+"""Random numbers from (seed, epoch, index), equal to those that the core draws.
 
-Each sample of each epoch owns a SplitMix64 stream. Its start is a hash of (seed, epoch, index),
-and its n-th output depends on n only. So a draw is the same in any process, in any order and in a
-batch of any size.
+Each sample of each epoch has its own SplitMix64 stream. The stream's start is a hash of (seed,
+epoch, index), and its n-th output depends only on that and on n. So a draw is the same in any
+process, in any order, and in a batch of any size.
 
 Source of the mixing function and its constants: G. L. Steele, D. Lea, C. H. Flood, "Fast
 splittable pseudorandom number generators", OOPSLA 2014, with the variant 13 constants of
@@ -27,9 +27,12 @@ _DRAWS_PER_STEP = 1 << 10
 
 
 def sample_keys(seed: int, epoch_B: int | Int64s, index_B: Int64s) -> UInt64s:
-    """Hash seed, epoch (of all or of each) and index into the start of each sample's stream.
+    """Return the start of each sample's stream: a hash of seed, epoch and index.
 
-    The seed counts modulo 2**64.
+    Args:
+        seed: any integer; it counts modulo 2**64.
+        epoch_B: one epoch for all samples, or one for each.
+        index_B: index of each sample.
     """
     keys = _mix(np.array([(seed + _GAMMA) & _MASK], np.uint64))
     for numbers in (epoch_B, index_B):
@@ -38,7 +41,7 @@ def sample_keys(seed: int, epoch_B: int | Int64s, index_B: Int64s) -> UInt64s:
 
 
 def draw_uniform(keys_B: UInt64s, step: int, draw: int) -> Float64s:
-    """Draw number ``draw`` of step number ``step`` for each sample, uniform in [0, 1).
+    """Return draw number ``draw`` of step number ``step`` for each sample, uniform in [0, 1).
 
     The results are multiples of 2**-53.
 
@@ -57,12 +60,12 @@ def draw_uniform(keys_B: UInt64s, step: int, draw: int) -> Float64s:
 def draw_integers(
     keys_B: UInt64s, step: int, draw: int, count_B: int | np.int64 | Int64s
 ) -> Int64s:
-    """Draw integers, uniform in [0, count); every count is at least 1 and far below 2**53."""
+    """Return integers, uniform in [0, count); each count must be at least 1 and far below 2**53."""
     return (draw_uniform(keys_B, step, draw) * count_B).astype(np.int64)
 
 
 def _mix(bits: UInt64s) -> UInt64s:
-    """Finalise in place, on uint64 that wraps around."""
+    """Apply SplitMix64's mixing function in place; products of uint64 wrap around."""
     bits ^= bits >> 30
     bits *= 0xBF58476D1CE4E5B9
     bits ^= bits >> 27

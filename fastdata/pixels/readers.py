@@ -1,8 +1,8 @@
 """Readers of the transforms that fastdata knows: ``READERS`` has one function for each name.
 
-A reader looks at the attributes of the user's object and returns its step, or raises the reason why
-the object must run as the user wrote it. If more than pixels changes, it returns the state of
-samples after it.
+A reader takes the attributes of the user's object and returns its step, or raises an
+``UnknownStepError`` with the reason why the object must run as the user wrote it. If the object
+also changes the kind of the samples, the reader returns their new state instead.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MOVING = names_in(
     "RandomHorizontalFlip RandomOrder RandomPerspective RandomResize RandomResizedCrop "
     "RandomRotation RandomShortestSize RandomVerticalFlip Resize ToDtype"
 )
-"""Transforms of v2 that change masks as well, drawn once for both; others leave masks alone."""
+"""Transforms of v2 that also change masks, with the same draws; others leave masks unchanged."""
 
 
 def recognise(transform: Any, state: State) -> State:
@@ -38,7 +38,7 @@ def recognise(transform: Any, state: State) -> State:
     name = known_name(transform)
     read = READERS.get(name, colours.read_published)
     if type(transform) is Views:
-        raise UnknownStepError("gives several views, which only the last step may")
+        raise UnknownStepError("makes several views, which only the last transform may do")
     try:
         if type(transform) is AlbumentationsTransform:
             read = albumentations_readers.read_wrapped
@@ -49,21 +49,21 @@ def recognise(transform: Any, state: State) -> State:
         elif state.kind in ("hwc", "hw") and name in ("ToImage", "ToPILImage", "ToTensor"):
             state = replace(state, kind="pil")  # they have the same values in the store
         elif state.kind in ("array", "hwc", "hw", "plane", "mask", "video"):
-            raise UnknownStepError("gets samples that batch ops do not serve")
+            raise UnknownStepError("gets samples of a kind that batch ops do not support")
         found = read(transform, state)
-    # Attributes may be missing or of any type: objects of other versions, subclasses, the user's
-    # own changes. Then the object runs as it was written.
+    # Attributes may be missing or of any type: in other versions of a library, or because the user
+    # changed them. Then the object runs as it was written.
     except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as unread:
-        raise UnknownStepError(f"has arguments that are not served: {unread}") from unread
+        raise UnknownStepError(f"has arguments that are not supported: {unread}") from unread
     after = state.add(found) if isinstance(found, Step) else found
     return replace(after, at=state.at + 1)
 
 
 def _read_beside(transform: Any, state: State) -> Step | State:
-    """Read what v2 does to a mask next to its image."""
+    """Read a transform of v2 for the mask of an image."""
     name = known_name(transform)
     if not is_v2(transform):
-        raise UnknownStepError("is not of torchvision.transforms.v2, and takes no masks")
+        raise UnknownStepError("is not of torchvision.transforms.v2, so it cannot take masks")
     if name in POLICIES:
         raise UnknownStepError("does not accept masks")
     if name == "ToPureTensor":
@@ -97,9 +97,8 @@ def _inner_each(transform: Any, state: State) -> list[Steps]:
 
 
 def _inner(transforms: Iterable[Any], state: State) -> Steps:
-    """Read transforms that only some samples go through, so that they must not change the state."""
-    # Only some samples go through these, but all samples of a batch must be of one kind, dtype and
-    # number of channels.
+    """Read transforms that run on some samples only, and so must not change the kind of sample."""
+    # All samples of a batch must have one kind, dtype and number of channels.
     before = replace(state.inner(), steps=())
     after = before
     parts_of = joint_transforms if state.is_beside else flatten_transform
@@ -109,12 +108,12 @@ def _inner(transforms: Iterable[Any], state: State) -> Steps:
         except UnknownStepError as unknown:
             raise UnknownStepError(f"contains {type(part).__name__}, which {unknown}") from unknown
     if replace(after, steps=(), at=before.at) != before:
-        raise UnknownStepError("changes what only some samples are")
+        raise UnknownStepError("changes the kind of only some samples")
     return after.steps
 
 
 def _sometimes(read: Callable[[Any, State], Step]) -> Reader:
-    """Make a reader of a transform that has a probability ``p``."""
+    """Return a reader for a transform that has a probability ``p``."""
 
     def reader(transform: Any, state: State) -> Step:
         return state.maybe([read(transform, state.inner())], transform.p)
@@ -160,7 +159,7 @@ READERS: dict[str, Reader] = {
     "RandomOrder": _read_order,
     "timm.AutoAugment": read_timm_policies,
     "timm.RandAugment": read_timm_policies,
-    # What a sample is
+    # The kind of a sample
     "ConvertImageDtype": conversions.read_dtype,
     "Identity": _read_identity,
     "Normalize": conversions.read_normalize,

@@ -1,4 +1,4 @@
-"""Errors for samples that the core refused: the reason, in words for the user."""
+"""Errors for samples that the core refused, with the reason in words for the user."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from fastdata.pixels.core.calls import CoreError
 from fastdata.pixels.steps import Step
 
 _NOT_SERVED = (
-    "sample {{index}}, of shape {{shape}}, cannot be served: {}. Use batch_ops=False, or leave it "
-    "out."
+    "sample {{index}}, of shape {{shape}}, cannot be transformed in a batch: {}. Use "
+    "batch_ops=False, or leave the sample out."
 )
-# The texts for crops and borders begin as torchvision's errors do.
+# The text for crops begins as torchvision's error does.
 _TEXTS = {
     "crop": (
         "Required crop size ({crop_height}, {crop_width}) is larger than input image size "
@@ -20,9 +20,9 @@ _TEXTS = {
         "Resize before it."
     ),
     "border": (
-        "padding ({left}, {top}, {right}, {bottom}) (left, top, right, bottom) in mode {mode!r} is "
-        "too large for the image size ({height}, {width}) of sample {index}. Use "
-        "padding_mode='edge' or a smaller padding."
+        "padding (left {left}, top {top}, right {right}, bottom {bottom}) in mode {mode!r} is too "
+        "large for the image size ({height}, {width}) of sample {index}. Use padding_mode='edge' "
+        "or a smaller padding."
     ),
     "blur": (
         "GaussianBlur with kernel_size={kernel} needs larger images than sample {index}, which has "
@@ -37,19 +37,26 @@ _TEXTS = {
         "Use smaller holes or a larger resize."
     ),
     "shape": (
-        "sample {index} comes out as ({channels}, {height}, {width}), but the batch has room for "
-        "({room_channels}, {room_height}, {room_width}) each. Crop or resize to one size, and give "
-        "all images one number of channels: by Grayscale(3), or a CachedDataset's "
-        "prepare=lambda image: image.convert('RGB')."
+        "sample {index} has the shape ({channels}, {height}, {width}) after the transform, but the "
+        "samples of this batch must have ({room_channels}, {room_height}, {room_width}). Crop or "
+        "resize to one size, and convert all images to one number of channels: by Grayscale(3), or "
+        "by prepare=lambda image: image.convert('RGB') of a CachedDataset."
     ),
     "outside": _NOT_SERVED.format("a step would leave no pixel of it"),
-    "op": _NOT_SERVED.format("a step is not for its number of channels"),
-    "table": _NOT_SERVED.format("it asks for more than the core has room for"),
+    "op": _NOT_SERVED.format("a step does not support its number of channels"),
+    "table": _NOT_SERVED.format("a step needs more memory than the core has for it"),
 }
 
 
 def error_of(step: Step, refused: CoreError, index: int, shape: Sequence[int]) -> ValueError:
-    """Return the error for a sample of this shape that a step was not for."""
+    """Return the error for a sample that the core refused at a step.
+
+    Args:
+        step: the step.
+        refused: reason and numbers from the core.
+        index: index of the sample.
+        shape: shape of the stored sample.
+    """
     if refused.reason == "channels":
         return _channels_error(step, refused.numbers["channels"], index)
     border = step.fields.get("border", {})
@@ -70,8 +77,8 @@ def _channels_error(step: Step, channels: int, index: int) -> ChannelsError:
     elif step.name == "erase":
         needs = f"erasing has {len(step.fill)} values"
     return ChannelsError(
-        f"it has {counted(channels, 'channel')}, but {needs}. Give as many as there are "
-        "channels, and all images one number of these: by Grayscale(3), or a CachedDataset's "
-        "prepare=lambda image: image.convert('RGB').",
+        f"it has {counted(channels, 'channel')}, but {needs}. Give one value per channel, and "
+        "convert all images to one number of channels: by Grayscale(3), or by prepare=lambda "
+        "image: image.convert('RGB') of a CachedDataset.",
         index,
     )

@@ -1,4 +1,4 @@
-"""Resize and RGB of PIL images, with the pixels of torchvision's transforms."""
+"""Resize and RGB for PIL images, with the pixels of torchvision's transforms."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Size = int | tuple[int, int]
 """The length of the shorter side, or (height, width), as torchvision's Resize takes it."""
 Bound = Size | str
-"""A size, or a limit of the shorter or longer side, such as "short:320" or "long:500". Images
+"""A size, or a limit for the shorter or longer side, such as "short:320" or "long:500". Images
 within the limit keep their size."""
 
 
@@ -39,7 +39,7 @@ class Resize:
         if not (is_pair or re.fullmatch(r"(short|long):0*[1-9]\d*", str(size))):
             raise ValueError(
                 f"resize={self.size!r} is not a size. Give the shorter side in pixels, "
-                '(height, width), or a bound such as "short:320" or "long:500".'
+                '(height, width), or a limit such as "short:320" or "long:500".'
             )
 
     def __call__(self, image: Any) -> Image.Image:
@@ -48,10 +48,10 @@ class Resize:
         if not isinstance(image, Image.Image):
             raise TypeError(
                 f"resize= needs PIL images, but the sample is {kind_of(image)}. Resize it in "
-                "prepare=."
+                "prepare= instead."
             )
         height, width = _resized_size(image.height, image.width, self.size)
-        # torchvision does not copy an image of this size either.
+        # Like torchvision, return an image of this size without a copy.
         if (width, height) == image.size:
             return image
         return image.resize((width, height), Image.Resampling.BILINEAR)
@@ -88,14 +88,14 @@ def _resized_size(height: int, width: int, size: Bound) -> tuple[int, int]:
 
 @functools.cache
 def pillow_chooses_order() -> bool:
-    """Return True if this Pillow resizes columns first when that leaves less work.
+    """Return True if the installed Pillow may resize columns before rows, if that is less work.
 
-    Pillow up to 12 always resizes rows first. Each pass rounds to uint8, so the order shows in the
+    Pillow up to 12 always resizes rows first. Each pass rounds to uint8, so the order changes the
     last bit. The rule is ``horizontal_first`` in Pillow's src/libImaging/Resample.c.
     """
     from PIL import Image
 
-    # Compares one resize with two of a single pass each, rows first.
+    # Compare one resize with two resizes of one pass each, rows first.
     bilinear = Image.Resampling.BILINEAR
     image = Image.fromarray((np.arange(48) ** 2 * 37 % 256).astype(np.uint8).reshape(12, 4))
     rows_first = image.resize((3, 12), bilinear).resize((3, 3), bilinear)

@@ -1,4 +1,4 @@
-"""Cut the user's transform in what runs once, on whole batches, and per sample."""
+"""Splitting the user's transform into steps that run once, on whole batches, and per sample."""
 
 from __future__ import annotations
 
@@ -33,21 +33,22 @@ def plan_transform(
     only_last: bool = False,
     first: int = 0,
 ) -> TransformPlan:
-    """Cut a transform in what runs once per sample, on whole batches, and per sample.
+    """Split a transform into steps that run once, on whole batches, and on each sample.
 
     Args:
         transform: a torchvision Compose (v1 or v2, nested or not), a single transform,
             ``nn.Sequential``, or None.
-        form: of samples in the source or in the store; both give the same plan.
-        dtype: of stored samples; batch ops need uint8.
-        channels: of stored samples, if all have the same; colours need 1 or 3.
-        prepared: number of the first transforms that stored samples have passed already. All others
-            run when samples are read.
-        obstacle: why batch ops cannot run, such as on this machine. Everything after the prepare
-            part runs per sample then.
-        only_last: let only the known transforms at the end be batch ops, for samples that are read
-            one by one.
-        first: the number from which the random draws of the first transform are derived.
+        form: form of the samples, in the source or in the store; both give the same plan.
+        dtype: dtype of stored samples; batch ops need uint8.
+        channels: number of channels of stored samples, None if they differ. Changes of colours need
+            1 or 3.
+        prepared: number of transforms at the beginning that were already applied to stored samples.
+            All others run when samples are read.
+        obstacle: why batch ops cannot run at all, for example on this machine. All transforms after
+            the prepare part then run per sample.
+        only_last: True if only the known transforms at the end may be batch ops, for samples that
+            are read one by one.
+        first: number of the draws of the first transform; those of the next are counted from it.
 
     Example:
         >>> plan = plan_transform(None)
@@ -58,7 +59,7 @@ def plan_transform(
     if obstacle:
         reason = f"runs as written, because {obstacle}"
     elif dtype != "uint8":
-        reason = f"gets {dtype} samples, and batch ops need uint8"
+        reason = f"gets {dtype} samples, but batch ops need uint8"
     transforms = flatten_transform(transform)
     each = _each_view(transforms)
     prepare = _leading(each, prepared)
@@ -70,14 +71,14 @@ def plan_transform(
     *before, views = transforms or (None,)
     if not isinstance(views, Views):
         return plans[0]
-    # Each view draws for itself. A random transform before them is drawn once for all.
+    # Each view has its own draws, but a random transform before them must be drawn once for all.
     if all(is_random(shared) is False for shared in before):
         return TransformPlan(prepare=prepare, kind=form, views=tuple(plans), views_type=views.type)
     return TransformPlan(
         prepare=prepare,
         per_sample=transforms[len(prepare) :],
         kind=form,
-        reason="leads to views that share a random transform; write it in each of them",
+        reason="comes before views, which must not share a random step; put it into each view",
         views_type=views.type,
     )
 
@@ -90,19 +91,19 @@ def plan_pairs(
     mask_form: Form = "mask",
     obstacle: str | None = None,
 ) -> TransformPlan:
-    """Plan a transform that takes an image and its mask: all on whole batches, or none.
+    """Plan a transform that takes an image and its mask: it runs on whole batches, or not at all.
 
     Args:
-        transforms: the transform, of v2 or albumentations, or any callable that takes both.
-        form: of images.
-        channels: of images, if all have the same.
-        mask_form: of masks.
-        obstacle: why it runs as written in any case.
+        transforms: a transform of v2 or albumentations, or any callable that takes both.
+        form: form of images.
+        channels: number of channels of images; None if they differ.
+        mask_form: form of masks.
+        obstacle: why batch ops cannot run at all.
     """
     singles = joint_transforms(transforms)
     image = _read(singles, State(kind=form, channels=channels))
     mask = _read(singles, State(kind=mask_form, channels=1, is_beside=True))
-    # Both are moved by the same draws, so a step that one of them lacks ends both.
+    # Image and mask share their draws, so a step that is unknown for one of them ends both.
     known, _, reason = min(image, mask, key=lambda read: read[0])
     kind = image[1].kind
     if obstacle:
@@ -122,9 +123,9 @@ def plan_pairs(
 
 
 def leading_transforms(transform: Any, prepared: int | None = None) -> tuple[Transform, ...]:
-    """Return the first transforms, which run before samples are stored.
+    """Return the transforms at the beginning that run before samples are stored.
 
-    ``prepared`` is their number; by default they are all that may run once.
+    ``prepared`` is their number; by default these are all that may run once.
     """
     return _leading(_each_view(flatten_transform(transform)), prepared)
 
@@ -155,11 +156,11 @@ def _plan(
 ) -> TransformPlan:
     """Plan transforms of which the first ``prepared`` have run.
 
-    ``reason`` says why none of the others may be a batch op; it is empty if they may.
+    ``reason`` is the reason why none of the others may be a batch op; empty if they may.
     """
     rest = transforms[prepared:]
     for transform in transforms[:prepared]:
-        # exif_transpose is not read: like others, it does not change the form.
+        # There is no reader for exif_transpose: it does not change the form.
         with suppress(UnknownStepError):
             state = replace(state, kind=recognise(transform, State(kind=state.kind)).kind)
     first = state.at + prepared
@@ -184,7 +185,7 @@ def _plan(
 
 
 def _read(transforms: Sequence[Transform], state: State) -> tuple[int, State, str]:
-    """Return how many transforms are known, the state after them, and why the next one is not."""
+    """Return how many transforms are known, the state after them, and why the next is unknown."""
     for number, transform in enumerate(transforms):
         try:
             state = recognise(transform, state)
@@ -196,14 +197,14 @@ def _read(transforms: Sequence[Transform], state: State) -> tuple[int, State, st
 def _read_last(
     transforms: tuple[Transform, ...], skipped: int, at: int, before: State
 ) -> TransformPlan | None:
-    """Plan the longest known end of the transforms behind an unknown one.
+    """Plan the known transforms at the end, after the last unknown one; None if there are none.
 
-    It is for samples of the form before it, which an unknown transform probably returns: PIL images,
-    or arrays for albumentations.
+    An unknown transform is assumed to return samples of the form that it takes: PIL images, or
+    arrays for albumentations.
     """
     if before.kind not in ("pil", "hwc", "hw"):
         return None
-    # The number of the first draw is that of the transform, wherever the last part begins.
+    # Draws are numbered by the transform's place, wherever the last part begins.
     for start in range(skipped, len(transforms)):
         last = transforms[start:]
         begin = State(kind=before.kind, channels=before.channels, at=at + start)
@@ -214,7 +215,7 @@ def _read_last(
 
 
 def _each_view(transforms: tuple[Transform, ...]) -> list[tuple[Transform, ...]]:
-    """Return the transforms of each view, if the last transform is ``Views``, else all in one."""
+    """Return the transforms of each view if the last transform is ``Views``; else all as one."""
     *before, views = transforms or (None,)
     if not isinstance(views, Views):
         return [transforms]
@@ -222,7 +223,7 @@ def _each_view(transforms: tuple[Transform, ...]) -> list[tuple[Transform, ...]]
 
 
 def _leading(each: list[tuple[Transform, ...]], prepared: int | None) -> tuple[Transform, ...]:
-    """Return the first transforms of all views, as many as may run once or as ``prepared``."""
+    """Return the first transforms of all views: as many as may run once, or ``prepared``."""
     transforms = each[0]
     if len(each) > 1:
         alike = takewhile(_are_alike, zip(*each, strict=False))
@@ -230,7 +231,7 @@ def _leading(each: list[tuple[Transform, ...]], prepared: int | None) -> tuple[T
     if prepared is not None:
         return transforms[:prepared]
     leading = tuple(takewhile(is_preparable, transforms))
-    # A change of type is worth preparing only if more geometry follows it.
+    # A change of type at the end is not prepared: it would only change the form of stored samples.
     while leading and is_reforming(leading[-1]):
         leading = leading[:-1]
     return leading

@@ -1,4 +1,4 @@
-"""The state of a sample between two transforms, from which their readers learn what they may do."""
+"""The state of a sample between two transforms, which decides what readers may accept."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from fastdata.pixels.samples import Form
 from fastdata.pixels.steps import Fill, Step, Steps, child, sequence
 
 Reader = Callable[[Any, "State"], "Step | State"]
-"""Reads one of the user's objects as a step, or as the state of samples after it."""
+"""Function that reads one of the user's objects as a step, or as the state of samples after it."""
 
 
 _OF_FLOATS = ("erase", "noise", "coarse_dropout", "grid_dropout")
-"""Steps that are made on floats, where they come after the conversion."""
+"""Steps that run on floats if they come after the conversion to floats."""
 
 
 class UnknownStepError(Exception):
@@ -26,13 +26,15 @@ class UnknownStepError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class State:
-    """A sample before a transform, and the steps that it went through so far.
+    """The kind of a sample before a transform, and the steps so far.
 
     Attributes:
-        at: the number of the next transform's draws.
-        steps: those on uint8.
-        floats: the conversion to floats, normalised or not, and erasing and noise behind it.
-        is_beside: True for the mask next to an image, which v2 puts through the same transforms.
+        kind: form of the sample.
+        channels: number of channels; None if it is not known.
+        at: number of the next transform's draws.
+        steps: the steps on uint8.
+        floats: the conversion to floats, with or without Normalize, then erasing and noise.
+        is_beside: True for the mask of an image, which goes through the same transforms.
     """
 
     kind: Form
@@ -59,8 +61,8 @@ class State:
         is_of_floats = self.floats and step.name in _OF_FLOATS
         if step.name == "cast" or is_of_floats:
             return replace(self, floats=(*self.floats, step))
-        # All others move or change uint8. Behind a conversion only those are read that move pixels
-        # (`need_movable`), and it is the same to move them before it.
+        # All other steps move or change uint8. After the conversion to floats only steps that move
+        # pixels are accepted (`need_movable`), and these give the same if they run before it.
         return replace(self, steps=(*self.steps, step))
 
     def step(
@@ -72,27 +74,27 @@ class State:
         levels: Callable[[int, int], Float64s] | None = None,
         **fields: Any,
     ) -> Step:
-        """Return a step whose draws have this state's number."""
+        """Return a step whose draws have the number of this state."""
         return Step(name, fields, self.at, fill, tuple(children), levels)
 
     def inner(self, number: int = 0) -> State:
-        """Return this state for a step within a step, whose draws have a number of their own."""
+        """Return this state for a step inside a step, whose draws have another number."""
         return replace(self, at=child(self.at, number))
 
     def maybe(self, steps: Iterable[Step], p: float) -> Step:
-        """Return steps that a sample goes through with a probability."""
+        """Return a step that runs ``steps`` with probability ``p``, or nothing."""
         return self.step("choice", children=[sequence(steps, float(p))])
 
     def choice(
         self, sequences: Sequence[Iterable[Step]], weights: Any = None, name: str = "choice"
     ) -> Step:
-        """Return a step that is one of several sequences."""
+        """Return a step that runs one of several sequences, chosen at random by weights."""
         ends = np.cumsum(np.ones(len(sequences)) if weights is None else weights, dtype=np.float64)
         shares = (ends / ends[-1]).tolist()
         return self.step(name, children=map(sequence, sequences, shares))
 
     def in_order(self, sequences: Iterable[Iterable[Step]]) -> Step:
-        """Return several sequences in random order."""
+        """Return a step that runs all sequences, in random order."""
         return self.step("order", children=map(sequence, sequences))
 
 
@@ -108,11 +110,11 @@ def need_uint8(state: State) -> None:
 
 def need_colours(state: State) -> None:
     if state.channels not in (None, 1, 3):
-        raise UnknownStepError("gets images of other than 1 or 3 channels")
+        raise UnknownStepError("gets images with neither 1 nor 3 channels")
     need_uint8(state)
 
 
 def need_movable(state: State) -> None:
-    """Refuse geometry behind erasing or noise on floats, which would have to move along."""
+    """Refuse steps that move pixels after erasing or noise on floats, which would have to move."""
     if state.floats[1:]:
-        raise UnknownStepError("comes after erasing or noise among floats")
+        raise UnknownStepError("comes after erasing or noise on floats")

@@ -1,7 +1,7 @@
 """Steps of a transform as values, and the table that they are compiled to.
 
-A step holds the fields of its record in core/records.h by their names. From a step the core draws
-an op for each sample; nothing here draws or touches a pixel.
+A step holds the fields of its record in core/records.h by their names. The core draws an op from a
+step for each sample; this file neither draws nor changes pixels.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from fastdata.pixels.resize import pillow_chooses_order
 Fill = tuple[float, ...]
 """One value, or one for each channel."""
 Fields = Mapping[str, Any]
-"""Values by the names of a record's fields; enumerators by their names, nested records as such."""
+"""Values of a record by the names of its fields: an enumerator is given by its name, a nested
+record as another mapping."""
 
-# A step's number times 2**10 is where its draws begin in a sample's stream of 2**64, so there are
-# 2**54 numbers. Those of steps that are nested deeper are folded into as many: a prime, so that no
-# two steps near each other get the same one. The core does the same (`child` of draw.c).
+# The draws of step `at` begin at place at * 2**10 of a sample's stream, which has 2**64 numbers, so
+# `at` must be below 2**54. Numbers of nested steps would grow beyond that: they are taken modulo a
+# prime, so that steps near each other do not get the same number. `child` of draw.c does the same.
 _CHILDREN = 1 << 10
 _NUMBERS = (1 << 54) - 33
 _FUSED_ROWS = 1 << 10
@@ -38,9 +39,12 @@ class Step:
     """One record of a transform's table.
 
     Attributes:
-        name: which record of core/records.h it is, such as ``"resized_crop"``.
+        name: name of its record in core/records.h, such as ``"resized_crop"``.
+        fields: values of the record's fields.
         at: number of its random draws.
-        levels: gives the magnitudes of a policy for a height and a width.
+        fill: values for pixels from outside the image, one or one for each channel.
+        children: the steps inside it.
+        levels: function of height and width that returns the magnitudes of a policy.
     """
 
     name: str
@@ -55,27 +59,27 @@ Steps = tuple[Step, ...]
 
 
 def child(at: int, number: int) -> int:
-    """Return the number of what a step draws within itself, or of a step within it."""
+    """Return the number of the draws of a step inside step ``at``."""
     return ((at + 1) * _CHILDREN + number) % _NUMBERS
 
 
 def place_of(at: int) -> int:
-    """Return the place in the transform of a step, from its number or that of a step within it."""
-    # `child` undone as often as it was done: steps of the user's have numbers below 1024.
+    """Return the place of a step in the user's transform, from its number or one inside it."""
+    # Undo `child` until the number is below 1024, as those of the user's transforms are.
     while at >= _CHILDREN:
         at = at // _CHILDREN - 1
     return at
 
 
 def sequence(steps: Iterable[Step], end: float = 0.0) -> Step:
-    """Return steps as one; ``end`` is where its share in [0, 1) ends, where it is one choice."""
+    """Return steps as one step; as one of several choices, its share of [0, 1) ends at ``end``."""
     return Step("sequence", {"end": end}, children=tuple(steps))
 
 
 def flatten_steps(steps: Steps) -> list[Step]:
     """Return all steps in the order of their records: a sequence, then children level by level."""
     every = [sequence(steps)]
-    # The core finds the children of each step behind those of the step before it (`is_tree`).
+    # The core expects the children of each step right after those of the step before (`is_tree`).
     level: Sequence[Step] = every
     while level:
         level = [inner for step in level for inner in step.children]
@@ -84,7 +88,7 @@ def flatten_steps(steps: Steps) -> list[Step]:
 
 
 def compile_table(every: Sequence[Step]) -> Table:
-    """Make the table of flattened steps, for which no magnitudes are known yet."""
+    """Return the table of flattened steps, without magnitudes of policies."""
     core = load()
     records = np.zeros(len(every), core.records["STEP"])
     first = 1
@@ -102,9 +106,9 @@ def compile_table(every: Sequence[Step]) -> Table:
     return Table(
         records,
         {},
-        # Torch's threads are not started for pipelines that do not need them.
+        # Only asked if needed, because torch starts its threads for that.
         fuses=is_torchs and _torch_fuses(),
-        # Torch has no kernel for uint8 elsewhere, and v2 takes float32.
+        # On other machines torch has no kernel for uint8, and v2 resizes in float32.
         resizes_fast=platform.machine() in ("aarch64", "arm64")
         or torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"),
         chooses_order=pillow_chooses_order(),
@@ -112,7 +116,7 @@ def compile_table(every: Sequence[Step]) -> Table:
 
 
 def _write(record: Array, fields: Fields, numbers: Mapping[str, int]) -> None:
-    """Write fields into a record by their names; arrays may be given shorter than they are."""
+    """Write fields into a record by their names; a sequence may be shorter than the array."""
     for name, value in fields.items():
         if isinstance(value, Mapping):
             _write(record[name], value, numbers)
@@ -126,11 +130,10 @@ def _write(record: Array, fields: Fields, numbers: Mapping[str, int]) -> None:
 
 @functools.cache
 def _torch_fuses() -> bool:
-    """Return True if torch's product of large matrices rounds a product and its addition once.
+    """Return True if torch's product of large matrices fuses multiplication and addition.
 
-    MKL does on some CPUs.
-
-    (1 + 2**-12)**2 - (1 + 2**-11) is 2**-24, and 0 where the square is rounded first.
+    MKL does so on some CPUs: it rounds once, after the addition. The test computes
+    (1 + 2**-12)**2 - (1 + 2**-11), which is 2**-24, but 0 if the square is rounded first.
     """
     make = functools.partial(torch.tensor, dtype=torch.float32, device="cpu")
     row = make([-1 - 2**-11, 1 + 2**-12, 1.0])

@@ -1,4 +1,4 @@
-"""Text that tells transforms apart, for the keys of caches and of stored samples."""
+"""Texts that identify transforms, for the keys of caches and of stored samples."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from fastdata.pixels.known import known_name
 def describe_transforms(
     transforms: Iterable[Any], cache_key: str | None = None, *, is_pil: bool = False
 ) -> str:
-    """Return a text that is equal, in any process, for transforms that do the same.
+    """Return a text that is equal, in any process, for transforms with equal results.
 
     Args:
-        transforms: transforms in their order; the text of none is empty.
+        transforms: transforms in their order; the text is empty if there are none.
         cache_key: as in ``fingerprint``.
-        is_pil: True if samples are PIL images. Their resize and centre crop have the same text
-            for torchvision v1, v2 and ``resize=``, because the pixels are the same.
+        is_pil: True if samples are PIL images. Then Resize and CenterCrop have the same text for
+            torchvision v1, v2 and ``resize=``, because the pixels are the same.
     """
     texts = []
     for transform in transforms:
@@ -30,9 +30,9 @@ def describe_transforms(
 
 
 def _text_of_known(transform: Any) -> str | None:
-    """Return the class and attributes of a known transform, or None if they show an address.
+    """Return the class and attributes of a known transform; None if its text has an address.
 
-    A hash of everything in it would take ten times as long.
+    Ten times faster than a hash of everything inside it.
     """
     if not known_name(transform):
         return None

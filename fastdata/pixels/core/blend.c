@@ -1,13 +1,13 @@
-/* Rows of a batch that are made of two samples each, as MixUp and CutMix do, in one pass with the conversion. They are written
- * while the samples are served, as soon as both are there, so that these are still in the cache.
+/* Rows of a batch that are mixed from two samples, as by MixUp and CutMix, in one pass with the conversion to the batch's
+ * dtype. A row is written as soon as both of its samples are complete, while these are still in the cache.
  *
- * Shares are rounded as in torchvision's transforms/v2/_augment.py and timm's data/mixup.py: each product to the batch's
- * dtype, then their sum; uint8 as in timm's FastCollateMixup, whose sum of floats is rounded to the nearest, halves to even. */
+ * Rounding is that of torchvision's transforms/v2/_augment.py and timm's data/mixup.py: each product is rounded to the batch's
+ * dtype, then their sum. uint8 is as in timm's FastCollateMixup: a sum of floats, rounded to the nearest, halves to even. */
 #include "core.h"
 
 #include <string.h>
 
-enum { RUN = 3072 }; /* values: whole pixels of 1 to 4 channels, and two runs of them fit into the first cache */
+enum { RUN = 3072 }; /* values in a run: whole pixels of 1 to 4 channels; two runs fit into the first cache */
 
 static void blend_floats(float *restrict own, const float *restrict other, int64_t count, float share, float other_share) {
     for (int64_t i = 0; i < count; i++) own[i] = own[i] * share + other[i] * other_share;
@@ -18,8 +18,8 @@ static void blend_doubles(double *restrict own, const double *restrict other, in
     for (int64_t i = 0; i < count; i++) own[i] = own[i] * share + other[i] * other_share;
 }
 
-/* Sums are in [0, 255] for shares that add up to 1; any others are bounded. The last bits of a float of 3 * 2^22 are worth 1, so
- * that to add it rounds to the nearest, halves to even. */
+/* If shares add up to 1, sums are in [0, 255]; others are clipped. Adding 3 * 2^22 rounds to the nearest integer, halves to
+ * even, because the last bit of a float of that size counts 1; the integer is then in the low bits. */
 static void blend_bytes(uint8_t *restrict own, const uint8_t *restrict other, int64_t count, float share, float other_share) {
     for (int64_t i = 0; i < count; i++) {
         const float sum = own[i] * share + other[i] * other_share, above = sum > 0 ? sum : 0;
@@ -30,14 +30,14 @@ static void blend_bytes(uint8_t *restrict own, const uint8_t *restrict other, in
     }
 }
 
-/* Floats as the values of a batch hold them. */
+/* Round floats to a dtype. */
 static void round_to(int32_t dtype, float *values, int64_t count) {
     uint8_t stored[CHUNK * sizeof(float)];
     store(dtype, values, count, stored);
     load(dtype, stored, count, values);
 }
 
-/* Half floats, up to CHUNK. */
+/* Blend at most CHUNK half floats. */
 static void blend_halves(int32_t dtype, uint8_t *own, const uint8_t *other, int64_t count, float share, float other_share) {
     float a[CHUNK], b[CHUNK];
     load(dtype, own, count, a), load(dtype, other, count, b);
@@ -47,7 +47,7 @@ static void blend_halves(int32_t dtype, uint8_t *own, const uint8_t *other, int6
     store(dtype, a, count, own);
 }
 
-/* own * share + other * other_share, in place; whole numbers larger than a byte stay as they are. */
+/* own = own * share + other * other_share. Values of INT32 and INT64 do not change. */
 static void blend(int32_t dtype, uint8_t *own, const uint8_t *other, int64_t count, double share, double other_share) {
     const int64_t bytes = ITEM_BYTES[dtype];
     if (dtype == INT32 || dtype == INT64) return;
@@ -61,7 +61,7 @@ static void blend(int32_t dtype, uint8_t *own, const uint8_t *other, int64_t cou
         }
 }
 
-/* The own sample with the box of the partner's; `bytes` of each value. */
+/* Copy the own sample, with the box of its partner (CutMix). `bytes` is the size of a value. */
 static void splice(const Output *output, const Blended *row, int64_t bytes, uint8_t *made) {
     const bool is_last = output->channels_last;
     const int64_t width = output->width, planes = is_last ? 1 : output->channels;
@@ -74,7 +74,7 @@ static void splice(const Output *output, const Blended *row, int64_t bytes, uint
         }
 }
 
-/* Values `at` the given place of a row, of plane c or of all channels, as they are in the batch. */
+/* Write `count` values from place `at` of a row on, of plane c or of all channels, in the batch's dtype. */
 static void put(const Output *output, bool converts, int32_t c, const uint8_t *in, int64_t at, int64_t count, uint8_t *out) {
     const int64_t bytes = ITEM_BYTES[output->table->values.dtype];
     if (converts) write_run(output, c, in + at, count, out);
@@ -129,7 +129,7 @@ int blend_after(const Blending *blending, int64_t sample, int64_t *next, Scratch
     return OK;
 }
 
-/* Write all rows. Returns -1, or the number of the one that was refused. */
+/* Write all rows. Returns -1, or the number of the row that was refused. */
 int64_t fastdata_blend(const Blending *blending, Refusal *refusal) {
     int64_t next = 0;
     refusal->program = 0, refusal->reason = REFUSED_TABLE;

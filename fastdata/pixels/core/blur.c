@@ -1,4 +1,4 @@
-/* Blurs: torchvision's GaussianBlur, and Pillow's, which is three box blurs. */
+/* Blurs: torchvision's GaussianBlur, and Pillow's GaussianBlur, which is three box blurs along each axis. */
 #include "core.h"
 
 #include <math.h>
@@ -6,7 +6,8 @@
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* Half of a Gaussian kernel; returns its radius without taps that together weigh less than a thousandth of a level. */
+/* Compute half of a Gaussian kernel. Returns its radius, without the outer taps whose sum changes a pixel by less than a
+ * thousandth of a level. */
 static int64_t gaussian(double sigma, int64_t radius, float *half) {
     double sum = 1.0;
     for (int64_t i = 1; i <= radius; i++) sum += 2.0 * exp(-0.5 * (i / sigma) * (i / sigma));
@@ -15,7 +16,7 @@ static int64_t gaussian(double sigma, int64_t radius, float *half) {
     return radius;
 }
 
-/* rows[0..2 * radius] weighed into one row; width in whole lanes. */
+/* Compute one row as the weighted sum of rows[0..2 * radius]; the width is a multiple of LANE. */
 static void weigh(const float *const *rows, const float *half, int64_t radius, int64_t width, float *restrict out) {
     for (int64_t x = 0; x < width; x += LANE) {
         float sum[LANE];
@@ -28,7 +29,7 @@ static void weigh(const float *const *rows, const float *half, int64_t radius, i
     }
 }
 
-/* torchvision: gaussian_blur, v2 gaussian_blur_image. */
+/* torchvision: gaussian_blur of transforms/_functional_tensor.py, gaussian_blur_image of v2/functional/_misc.py. */
 static bool blur_gaussian(const Op *op, const Image *in, const Image *out, Scratch *scratch) {
     const int64_t height = in->height, width = in->width, wide = (width + LANE - 1) / LANE * LANE;
     int64_t rx = least(op->blur.width / 2, width - 1), ry = least(op->blur.height / 2, height - 1);
@@ -59,7 +60,7 @@ static bool blur_gaussian(const Op *op, const Image *in, const Image *out, Scrat
             weigh(rows, half_y, ry, wide, line);
             uint8_t *restrict to = out->data + (c * height + y) * width;
             for (int64_t x = 0; x < width; x++) {
-                const float sum = line[x] + 12582912.0f; /* 1.5 * 2^23: the low bits are the integer, half to even */
+                const float sum = line[x] + 12582912.0f; /* 1.5 * 2^23: rounds, halves to even; the low bits are the integer */
                 uint32_t bits;
                 memcpy(&bits, &sum, 4);
                 to[x] = (uint8_t)bits;
@@ -69,7 +70,8 @@ static bool blur_gaussian(const Op *op, const Image *in, const Image *out, Scrat
     return true;
 }
 
-/* Down the columns: each row of out is the mean of 2 * radius + 1 rows and a part of the next two. */
+/* Box blur along columns: each row of `out` is the mean of 2 * radius + 1 rows and a fraction of the next two. The sum of a
+ * column is updated from row to row, so the time does not depend on the radius. Pillow: BoxBlur.c ImagingLineBoxBlur8. */
 static void box_pass(const uint8_t *in, uint8_t *out, int64_t height, int64_t width, int64_t row, int64_t radius,
                      uint32_t whole, uint32_t part, uint32_t *restrict sum) {
     const int64_t last = height - 1, ahead = least(radius, height);
@@ -89,7 +91,7 @@ static void box_pass(const uint8_t *in, uint8_t *out, int64_t height, int64_t wi
     }
 }
 
-/* In tiles of 8 x 8; both sides are multiples of 8. */
+/* Transpose in tiles of 8 x 8, which stay in registers; both sides are multiples of 8. */
 static void transpose(const uint8_t *restrict in, uint8_t *restrict out, int64_t height, int64_t width) {
     for (int64_t y = 0; y < height; y += 8)
         for (int64_t x = 0; x < width; x += 8)

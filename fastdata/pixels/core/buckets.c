@@ -1,22 +1,22 @@
-/* Buckets: an image of any size becomes one of a few sizes, that of which it keeps the most. pixels/buckets.py computes the
- * same for single images. */
+/* Buckets: an image of any size is resized and cropped to one of a few sizes, the one that crops the least. pixels/buckets.py
+ * does the same for single images. */
 #include "core.h"
 
 #include <math.h>
 
-/* The share of an image that is left when it covers a bucket and what is too long is cut off. Products of sides are exact. */
+/* The share of an image that is kept when it covers a bucket and the longer side is cropped. Products of sides are exact. */
 static double kept_share(const Drawing *d, const Step *bucket) {
     const double across = (double)d->width * bucket->bucket.height, down = (double)d->height * bucket->bucket.width;
     return fmin(across, down) / fmax(across, down);
 }
 
-/* True if an image was resized to cover this bucket. */
+/* True if an image just covers this bucket: one side is equal, and the other at least as long. */
 static bool covers(const Drawing *d, const Step *bucket) {
     const int64_t height = bucket->bucket.height, width = bucket->bucket.width;
     return (d->height == height && d->width >= width) || (d->width == width && d->height >= height);
 }
 
-/* The bucket of which an image keeps the most, of all or of those that it covers; NULL if there is none. */
+/* The bucket that crops the least, among all or among those that the image just covers; NULL if there is none. */
 static const Step *find_bucket(const Drawing *d, const Step *step, bool is_covered) {
     const Step *children = d->table->steps + step->first, *best = NULL;
     for (int32_t k = 0; k < step->count; k++) {
@@ -38,7 +38,7 @@ bool draw_cover_bucket(Drawing *d, const Step *step) {
                       truncated(width), FOLLOWS);
 }
 
-/* In the middle as torchvision's center_crop, or anywhere as its RandomCrop. */
+/* A crop in the middle, as torchvision's center_crop, or at a random place, as its RandomCrop. */
 bool draw_bucket_crop(Drawing *d, const Step *step) {
     const Step *bucket = find_bucket(d, step, true);
     if (!bucket) bucket = find_bucket(d, step, false);

@@ -1,7 +1,6 @@
 /* Values of pixels: tables, colour and sharpness.
  *
- * Pillow and torch round each product and each sum: build with -ffp-contract=off; `fused` stands where torch fuses the
- * two.
+ * Pillow and torch round each product and each sum, so build with -ffp-contract=off. `fused` is used where torch fuses them.
  */
 #include "core.h"
 
@@ -11,12 +10,12 @@
 #include <immintrin.h>
 #endif
 
-enum { V2_SHARP = 3 }; /* a further domain: v2 adjust_sharpness_image sums in an order of its own */
+enum { V2_SHARP = 3 }; /* one more domain: v2's adjust_sharpness_image sums in another order */
 enum { MOST_RADIUS = 1 << 20 };
-enum { ADDED_BELOW = 128 }; /* timm's solarize_add is never given another threshold */
+enum { ADDED_BELOW = 128 }; /* the threshold of timm's solarize_add, which timm never changes */
 enum { BLOCK = 1024 }; /* pixels between two passes, in the first cache */
 
-/* Calls f with a domain that the compiler knows, so that each has a loop of its own. */
+/* Call f with a constant domain, so that the compiler makes a separate loop for each. */
 #define FOR_DOMAIN(domain, f, ...)                                                                                     \
     ((domain) == PIL_DOMAIN  ? f(PIL_DOMAIN, __VA_ARGS__)                                                              \
      : (domain) == V1_DOMAIN ? f(V1_DOMAIN, __VA_ARGS__)                                                               \
@@ -58,7 +57,7 @@ INLINE void luma_row(int domain, const uint8_t *restrict red, const uint8_t *res
     }
 }
 
-/* The luma of the pixels from `start`: the plane itself if there is only one, else in the buffer. */
+/* The luma of `count` pixels from `start` on: the plane itself if there is only one, otherwise computed in the buffer. */
 static const uint8_t *luma(int domain, const Image *image, int64_t start, int64_t count, uint8_t buffer[BLOCK]) {
     const int64_t size = area(image);
     const uint8_t *r = image->data + start;
@@ -98,7 +97,7 @@ static void stretch(int domain, const uint8_t *restrict plane, int64_t size, uin
                         : domain == V1_DOMAIN ? (float)(i - low) * scale_1 : (float)(i - low) / scale_2);
 }
 
-/* Pillow: ImageOps.equalize, whose table torchvision's equalize follows. */
+/* Pillow: ImageOps.equalize; torchvision's equalize has the same table. */
 static void equalize(const uint8_t *restrict plane, int64_t size, uint8_t table[256]) {
     uint32_t count[256];
     count_values(plane, size, count);
@@ -147,7 +146,7 @@ void look_up(uint8_t *restrict values, int64_t size, const uint8_t table[256]) {
         const __m512i low = _mm512_permutex2var_epi8(t0, x, t1), high = _mm512_permutex2var_epi8(t2, x, t3);
         _mm512_storeu_si512(values + i, _mm512_mask_blend_epi8(_mm512_movepi8_mask(x), low, high));
     }
-#elif defined(__AVX2__) /* 40 us less: sixteenths of the table, each as what it differs by from the one before */
+#elif defined(__AVX2__) /* 40 us less: each sixteenth of the table is stored as the XOR with the sixteenth before it */
     __m256i low[8], high[8];
     for (int k = 0; k < 8; k++) {
         const __m128i *at = (const __m128i *)table + k, none = _mm_setzero_si128();
@@ -156,7 +155,7 @@ void look_up(uint8_t *restrict values, int64_t size, const uint8_t table[256]) {
         high[k] = _mm256_broadcastsi128_si256(_mm_xor_si128(_mm_loadu_si128(at + 8), before_high));
     }
     const __m256i sixteen = _mm256_set1_epi8(16), half = _mm256_set1_epi8(-128);
-    for (; i + 32 <= size; i += 32) { /* a place below 0 gives 0, and others the last four bits' */
+    for (; i + 32 <= size; i += 32) { /* the shuffle gives 0 for negative places, and uses the last four bits of all others */
         __m256i x = _mm256_loadu_si256((const __m256i *)(values + i)), y = _mm256_xor_si256(x, half);
         __m256i found = _mm256_xor_si256(_mm256_shuffle_epi8(low[0], x), _mm256_shuffle_epi8(high[0], y));
         for (int k = 1; k < 8; k++) {
@@ -177,7 +176,8 @@ void apply_table(const Image *image, uint8_t table_C256[MAX_CHANNELS][256]) {
 
 /* Colour */
 
-/* 3 -> 1 shrinks image->channels; 1 -> 3 has room for 3. torchvision: rgb_to_grayscale; Pillow: Image.convert("L"). */
+/* In place: 3 -> 1 only reduces image->channels, and 1 -> 3 has room (see `room`). torchvision: rgb_to_grayscale; Pillow:
+ * Image.convert("L"). */
 static void grayscale(const Op *op, Image *image) {
     const int32_t channels = op->grayscale.channels;
     const int64_t size = area(image);
@@ -203,8 +203,8 @@ static void saturate(const Op *op, Image *image) {
     }
 }
 
-/* Pixels on the colour wheel: hue is base + along / range, in sixths of a turn; part is the channel that is neither the
- * high nor the low one. */
+/* Pixels on the colour wheel. Hue is base + along / range, in sixths of a turn; `part` is the value of the channel that is
+ * neither the highest nor the lowest. */
 typedef struct {
     uint8_t high[BLOCK], low[BLOCK], part[BLOCK], range[BLOCK], sextant[BLOCK], saturation[BLOCK];
     int8_t base[BLOCK];
@@ -227,8 +227,8 @@ INLINE void find_hue(const uint8_t *restrict red, const uint8_t *restrict green,
     }
 }
 
-/* Pillow: Convert.c rgb2hsv_row, hsv2rgb: its floats and doubles give the same for each of the 2^24 colours, there and
- * back. */
+/* Pillow: Convert.c rgb2hsv_row, hsv2rgb, which use doubles in places. The results are equal for all 2^24 colours, in both
+ * directions. */
 INLINE void turn_pil(Wheel *restrict w, uint8_t shift) {
     for (int i = 0; i < BLOCK; i++) {
         const float high = w->high[i], range = w->range[i];
@@ -266,7 +266,7 @@ INLINE void turn_tensor(Wheel *restrict w, float shift) {
     }
 }
 
-/* A channel that is high in the sextant `from` and the next, low in the third and fourth after it. */
+/* The value of a channel that is high in the sextant `from` and the next one, and low in the third and fourth after it. */
 INLINE uint8_t pick(uint8_t sextant, uint8_t from, uint8_t high, uint8_t low, uint8_t part) {
     const uint8_t k = smaller((uint8_t)(sextant + 6 - from), (uint8_t)(sextant - from));
     const uint8_t other = (uint8_t)(k - 3) < 2 ? low : part;
@@ -300,7 +300,8 @@ static void shift_hue(const Op *op, Image *image) {
 
 /* Neighbours */
 
-/* ImageFilter.SMOOTH: thirteenths, rounded; the ends of the row stay. column has room for a row and both its sides. */
+/* Pillow: ImageFilter.SMOOTH, a sum of thirteenths, rounded. The ends of the row do not change. `column` has room for a row and
+ * one value on both sides. */
 INLINE void smooth_row(const uint8_t *restrict up, const uint8_t *restrict mid, const uint8_t *restrict down,
                        uint8_t *restrict out, uint16_t *restrict column, int64_t width) {
     for (int64_t x = 0; x < width; x++) column[x + 1] = (uint16_t)(up[x] + mid[x] + down[x]);
@@ -332,7 +333,7 @@ static bool sharpen(const Op *op, const Image *in, const Image *out, Scratch *sc
 
 /* Ops */
 
-/* So that several ops in a row pass over the pixels once. */
+/* Compose a table with the pending one, so that several ops pass over the pixels only once. */
 void compose_table(Sample *sample, uint8_t table_C256[MAX_CHANNELS][256]) {
     for (int32_t c = 0; c < sample->image.channels; c++)
         for (int x = 0; x < 256; x++)
@@ -409,7 +410,7 @@ bool draw_grayscale(Drawing *d, const Step *step) {
     const int32_t wanted = step->grayscale.channels, domain = step->grayscale.domain;
     if (wanted != 0 && wanted != 1 && wanted != 3) return deny(d, step, REFUSED_TABLE);
     if (!is_domain(d, step, domain)) return false;
-    /* v1 does not change tensors of one channel */
+    /* v1 returns tensors of one channel unchanged. */
     if (wanted && (domain != V1_DOMAIN || d->channels > 1)) d->channels = wanted;
     if (!d->is_probe && d->channels != 1 && d->channels != 3) return deny(d, step, REFUSED_OP);
     Op *op = add(d, step, OP_GRAYSCALE);
@@ -426,7 +427,7 @@ bool draw_permute(Drawing *d, const Step *step) {
         int32_t smaller_ones = 0;
         const double drawn = uniform(d, step->at, place);
         for (int32_t k = 0; k < d->channels; k++) smaller_ones += uniform(d, step->at, k) < drawn;
-        op->permute.from[smaller_ones] = place; /* the order that sorts what is drawn */
+        op->permute.from[smaller_ones] = place; /* the permutation that sorts the drawn numbers */
     }
     return true;
 }

@@ -1,13 +1,13 @@
-/* The compiled core: what one batch goes through, sample by sample.
+/* The compiled core: makes a batch, one sample after the other.
  *
- * A sample is a planar uint8 image (C, H, W). A transform is a table of `Step` records, made once, that hold what does not
- * depend on a sample: probabilities, ranges, sizes. For each sample its steps are drawn (draw.c), which gives a few `Op`
- * records; these run one after the other through buffers that stay in the cache, and the result is written to its place
- * in the batch (serve.c). Nothing here knows torch or Python. Python reads the enums and the records of this file, which
- * are made of plain numbers, arrays of these, pointers, and records that stand before them.
+ * A sample is a planar uint8 image (C, H, W). A transform is a table of `Step` records, made once, with all that does not
+ * depend on a sample: probabilities, ranges, sizes. For each sample, draw.c draws a few `Op` records from these steps. The
+ * ops run one after the other through buffers that stay in the cache, and serve.c writes the result to its place in the
+ * batch. The core does not use torch or Python. Python reads the enums and records of records.h, which consist of plain
+ * numbers, arrays of these, pointers, and records that are defined before them.
  *
- * "Domain" says whose pixels are wanted: PIL_DOMAIN those of Pillow, V1_DOMAIN and V2_DOMAIN those of torchvision's
- * functions on uint8 tensors.
+ * A "domain" names the library whose pixels are wanted: PIL_DOMAIN is Pillow, V1_DOMAIN and V2_DOMAIN are torchvision's v1
+ * and v2 functions on uint8 tensors.
  */
 #ifndef FASTDATA_CORE_H
 #define FASTDATA_CORE_H
@@ -20,13 +20,13 @@
 #ifdef _WIN32
 #define EXPORT __declspec(dllexport)
 #else
-#define EXPORT __attribute__((visibility("default"))) /* all else is hidden */
+#define EXPORT __attribute__((visibility("default"))) /* all other names are hidden */
 #endif
 
-/* Copied into each call, so that its constants make loops of their own. */
+/* Always inlined, so that the compiler makes a separate loop for each set of constant arguments. */
 #define INLINE static inline __attribute__((always_inline))
 
-/* a * b + c rounded once, as torch is compiled. */
+/* a * b + c, rounded only once: torch is compiled with such instructions. */
 INLINE float fused(float a, float b, float c) {
 #if defined(__FMA__) || defined(__aarch64__)
     return __builtin_fmaf(a, b, c);
@@ -34,7 +34,7 @@ INLINE float fused(float a, float b, float c) {
     const double product = (double)a * b, sum = product + c, back = sum - product; /* the product is exact */
     const double lost = (product - (sum - back)) + (c - back);
     if (lost == 0 || sum - sum != 0) return (float)sum;
-    uint64_t bits; /* rounded to odd, so that to round to a float rounds once */
+    uint64_t bits; /* the sum rounded to odd, so that rounding it to a float gives the result of one rounding */
     __builtin_memcpy(&bits, &sum, 8);
     if (!(bits & 1)) bits += (lost > 0) == (sum > 0) ? 1 : -1;
     double odd;
@@ -43,7 +43,7 @@ INLINE float fused(float a, float b, float c) {
 #endif
 }
 
-/* SplitMix64, as _mix in random_numbers.py. */
+/* SplitMix64's mixing function, as _mix in random_numbers.py. */
 static const uint64_t GAMMA = 0x9E3779B97F4A7C15u;
 INLINE uint64_t scramble(uint64_t bits) {
     bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9u;
@@ -52,7 +52,7 @@ INLINE uint64_t scramble(uint64_t bits) {
 }
 
 enum { MAX_CHANNELS = 4 };
-enum { MAX_OPS = 256 };  /* of one sample */
+enum { MAX_OPS = 256 };  /* per sample */
 enum { MAX_MEANS = 6 };
 
 /* A view of an image: column x of row y of plane c is at data[c * plane + y * row + x * pixel]. Negative strides mirror
@@ -67,8 +67,8 @@ typedef struct {
 #define RECORD(Name, ...) typedef struct { __VA_ARGS__ } Name;
 #include "records.h"
 
-/* One step for all samples. `fill` has a value for each channel, of which the user gave `fills`. Its children are the `count`
- * steps from `first` on: each step's come after those of the step before. `at` numbers its draws. */
+/* One step of a transform, for all samples. `fill` has a value for each channel; the user gave `fills` of them. Its children
+ * are the `count` steps from `first` on, right after the children of the step before. `at` is the number of its draws. */
 #define STEP_FIELDS int32_t code, first, count, fills; int64_t at; double fill[4];
 enum {
 #define STEP(CODE, name, ...) STEP_##CODE,
@@ -84,7 +84,7 @@ typedef struct Step {
     };
 } Step;
 
-/* What is done to one sample; `fill` as of its step. */
+/* An op: a step as it was drawn for one sample, with the `fill` of the step. */
 #define OP_FIELDS int64_t code; double fill[4];
 enum {
 #define OP(CODE, name, ...) OP_##CODE,
@@ -98,7 +98,7 @@ typedef struct {
     };
 } Op;
 
-/* Why a sample was refused, by which program of a batch and by which step in its table. */
+/* Why a sample was refused: the reason, the program of the batch, and the step in its table. */
 #define REFUSAL_FIELDS int64_t reason, program, step;
 enum {
     OK,
@@ -116,57 +116,57 @@ typedef struct {
 #define FUNCTION(result, name, ...) EXPORT result name(__VA_ARGS__);
 #include "records.h"
 
-/* A sample while its steps are drawn. A probe refuses no size and follows every choice, to find which size samples have that
- * are not known yet; is_known: all samples have this size, whatever is drawn. */
+/* A sample while its steps are drawn. A probe draws nothing: it follows every choice and refuses no size, to find out which
+ * size samples will have. is_known: all samples have this size, whatever is drawn. */
 typedef struct {
     const Table *table;
-    uint64_t key, turn;   /* of sample_key and turn_of */
+    uint64_t key, turn;   /* from sample_key and turn_of */
     int64_t height, width;
     int32_t channels, count, depth;
     bool is_probe, is_known, is_cast;
-    Op *ops;              /* `count` so far, of MAX_OPS */
-    const double *solved; /* 8 for each op, of which perspectives take theirs; NULL: their corners stay */
-    int32_t solved_room;  /* of how many ops */
+    Op *ops;              /* `count` so far, with room for MAX_OPS */
+    const double *solved; /* 8 numbers for each op, which perspectives use; NULL: ops keep their corners instead */
+    int32_t solved_room;  /* number of ops in `solved` */
     Refusal *refusal;
 } Drawing;
 
-enum { FIXED, FOLLOWS, DRAWN }; /* whether a new size is one number, follows from the old one, or is drawn */
+enum { FIXED, FOLLOWS, DRAWN }; /* a new size is constant, depends on the old size, or is drawn at random */
 
-bool is_sound(const Table *table); /* only such a table is drawn */
-bool resolve(Drawing *d);          /* false: refused */
+bool is_sound(const Table *table); /* checks a table; only a sound one may be drawn from */
+bool resolve(Drawing *d);          /* draws all steps; false: refused */
 bool draw_steps(Drawing *d, const Table *table, int64_t first, int64_t count);
 uint64_t sample_key(uint64_t seed, int64_t visit, int64_t index);
 uint64_t turn_of(int64_t visit, int64_t index); /* odd in each second epoch, whatever the seed */
 int64_t child(int64_t at, int64_t number);
 double uniform(const Drawing *d, int64_t at, int64_t draw);
 double between(const Drawing *d, int64_t at, int64_t draw, double low, double high);
-double normal_number(const Drawing *d, int64_t at, int64_t draw); /* takes draw + 1, too */
+double normal_number(const Drawing *d, int64_t at, int64_t draw); /* also uses number draw + 1 */
 int64_t integer(const Drawing *d, int64_t at, int64_t draw, int64_t count); /* in [0, count) */
-bool deny(Drawing *d, const Step *step, int32_t reason); /* gives false, for the caller to return */
-bool is_domain(Drawing *d, const Step *step, int32_t domain); /* else false: refused */
-Op *add(Drawing *d, const Step *step, int32_t code); /* an op whose record is 0; NULL: refused */
+bool deny(Drawing *d, const Step *step, int32_t reason); /* notes a refusal; returns false, for the caller to return */
+bool is_domain(Drawing *d, const Step *step, int32_t domain); /* false: no such domain, refused */
+Op *add(Drawing *d, const Step *step, int32_t code); /* a new op with a record of zeros; NULL: refused */
 bool set_size(Drawing *d, int64_t height, int64_t width, int how);
-bool leaves_pixels(Drawing *d, const Step *step); /* and not too many to be counted; else false: refused */
-int64_t truncated(double value); /* towards 0, and the nearest int32 for larger numbers */
-double remainder_of(double value, double by); /* with the sign of `by`, as Python's */
-/* A box as torchvision's RandomResizedCrop and RandomErasing draw them, in ten tries; false where none fits. */
+bool leaves_pixels(Drawing *d, const Step *step); /* false: no pixel is left, or too many to be counted; refused */
+int64_t truncated(double value); /* rounded towards 0, and limited to the range of int32 */
+double remainder_of(double value, double by); /* with the sign of `by`, as in Python */
+/* A box as torchvision's RandomResizedCrop and RandomErasing draw it, in at most ten tries; false if none fits. */
 bool draw_box(const Drawing *d, int64_t at, int64_t first, const double scale[2], const double log_ratio[2], double share,
               bool is_crop, Box *box);
 
-/* draw_name of each step: draws its ops. False: refused. */
+/* draw_name of each step draws its ops; false: refused. */
 #define STEP(CODE, name, ...) bool draw_##name(Drawing *d, const Step *step);
 #include "records.h"
 
-/* window.c: a window inside the image, as several steps draw it; `how` as for `set_size`. */
+/* window.c: add a window inside the image, which several steps draw; `how` as in `set_size`. */
 bool add_crop(Drawing *d, const Step *step, double top, double left, int64_t height, int64_t width, int how);
 
-/* Maps that policies take as well, by a number that was drawn. */
+/* warp.c: maps that policies also use, with a number that they draw. */
 bool add_map(Drawing *d, const Step *step, const Warp *warp, const double matrix[6]);
 bool add_affine(Drawing *d, const Step *step, const Warp *warp, double degrees, const double moved[2], double scale,
                 const double shear[2], const double *center);
 bool add_rotation(Drawing *d, const Step *step, const Warp *warp, double degrees, bool expands, const double *center);
 
-/* Memory that one call holds at a time, and that grows to its largest need. */
+/* Memory that is used by one call at a time, and that grows to its largest need. */
 enum { SLOT_A, SLOT_B, SLOT_WORK, SLOT_WORK_2, SLOT_KEPT, SLOT_MIX, SLOT_DECODED, SLOT_DRAWN, SLOT_TABLES, SLOT_MAP,
        SLOT_COUNT };
 typedef struct {
@@ -175,24 +175,25 @@ typedef struct {
     struct Decoder *decoder; /* of jpeg.c */
 } Scratch;
 
-/* At least `bytes` of memory, aligned to 64, 64 bytes more than asked may be touched; NULL if there is none. What was in
- * the slot is lost where it grows. Kernels own SLOT_WORK and SLOT_WORK_2 while they run. */
+/* At least `bytes` of memory, aligned to 64; up to 64 bytes behind it may be read and written. NULL: no memory. If the slot
+ * grows, its contents are lost. Kernels own SLOT_WORK and SLOT_WORK_2 while they run. */
 void *take(Scratch *scratch, int slot, int64_t bytes);
 Scratch *borrow(void); /* NULL: no memory */
 void give_back(Scratch *scratch);
 
-/* The image that a sample is at present: a view of the store, or of packed memory in `slot`. Tables of values wait in
- * `table_C256` until an op needs the pixels, so that several ops in a row pass over the pixels once. */
+/* A sample between two ops: its image is a view of the store, or of packed memory in `slot`. Ops that map each value by a
+ * table only compose `table_C256`; it is applied when another op needs the pixels. So several such ops pass over the pixels
+ * only once. */
 typedef struct {
     Image image;
-    int slot; /* SLOT_A or SLOT_B; -1: not ours to write to */
+    int slot; /* SLOT_A or SLOT_B; -1: the store's memory, which must not be written */
     bool has_table;
     uint8_t table_C256[MAX_CHANNELS][256];
     Scratch *scratch;
 } Sample;
 
-/* run_name of each op: does it to a sample. Gives OK, or why not. An op may have the next one do a part of it: behind the
- * last op of a sample is OP_NOTHING. */
+/* run_name of each op applies it to a sample; it returns OK, or the reason of a refusal. An op may change the next op, to
+ * leave a part of its work to it. OP_NOTHING follows the last op of a sample, so there is always a next one. */
 #define OP(CODE, name, ...) int run_##name(Sample *sample, Op *op);
 #include "records.h"
 
@@ -201,12 +202,12 @@ INLINE bool is_inside(const Box *box, int32_t height, int32_t width) {
            box->top + (int64_t)box->height <= height && box->left + (int64_t)box->width <= width;
 }
 
-/* Neighbours in a row of the image are in different rows of its memory. */
+/* True if the image is a transposed view: neighbours in a row of the image are in different rows of its memory. */
 INLINE bool is_turned(const Image *image) {
     return (image->row == 1 || image->row == -1) && image->pixel != 1 && image->pixel != -1;
 }
 
-/* Here, as rows of small images are so short that a call for each costs a tenth of a batch. */
+/* Inline: rows of small images are so short that a function call for each takes a tenth of the time of a batch. */
 static inline void copy_row(const uint8_t *restrict in, int64_t pixel, int64_t count, uint8_t *restrict out) {
     if (pixel == 1)
         memcpy(out, in, count);
@@ -218,8 +219,9 @@ static inline void copy_row(const uint8_t *restrict in, int64_t pixel, int64_t c
         for (int64_t x = 0; x < count; x++) out[x] = in[x * pixel];
 }
 
-/* sample.c, for ops. `room`: an image of that size in the buffer that the sample does not use, which it may `become`.
- * `own`: the image is packed memory of our own; `settle`: no table is pending. False: no memory. */
+/* sample.c, for ops. `room` gives an image of that size in the buffer that the sample does not use; `become` makes it the
+ * sample's image. `own` copies the image to packed memory that may be written. `settle` applies a pending table. False: no
+ * memory. */
 void pack_image(Image *image, uint8_t *data);
 void copy_image(const Image *in, const Image *out);
 bool room(Sample *sample, int32_t channels, int32_t height, int32_t width, Image *out);
@@ -227,30 +229,31 @@ void become(Sample *sample, const Image *image);
 bool own(Sample *sample);
 bool settle(Sample *sample);
 
-/* Kernels that write another image of that size. `in` has pixel == 1, any row and plane stride; `out` is packed, its data,
- * channels, height and width are set, and it never overlaps `in`. False: no memory. */
+/* A kernel writes a new image. `in` has pixel == 1 and any row and plane stride. `out` is packed, with data, channels, height
+ * and width already set, and never overlaps `in`. False: no memory. */
 typedef bool Kernel(const Op *op, const Image *in, const Image *out, Scratch *scratch);
 int remake(Sample *sample, const Op *op, int32_t height, int32_t width, Kernel *kernel);
 
 /* resize.c */
-Kernel resize; /* `in` is the box; see there */
+Kernel resize; /* `in` is the box of the op */
 double support_of(int filter);
 
-/* How many pixels one of OpenCV's resize stands for, as it calculates that. */
+/* The number of input pixels for one output pixel, rounded as OpenCV's resize computes it. */
 INLINE double cv_scale(int64_t from, int64_t to) { return 1 / ((double)to / (double)from); }
 
-/* cv_resize.c: OpenCV's filters that sum whole numbers, and whether an op is one of these. */
+/* cv_resize.c: OpenCV's filters that sum integers, and a test if an op is one of these. */
 Kernel resize_whole;
 bool resizes_whole(const Op *op, const Image *in);
 
-/* sizes.c: draw a resize of a box, by a filter that may depend on whether a side gets shorter (albumentations'
+/* sizes.c: draw a resize of a box. The filter may be another one if a side gets shorter (albumentations'
  * area_for_downscale). */
 bool add_resize(Drawing *d, const Step *step, int32_t filter, int32_t domain, Box box, int64_t height, int64_t width, int how);
 INLINE int32_t filter_of(int32_t filter, bool shrinks_by_area, Box box, int64_t height, int64_t width) {
     return shrinks_by_area && (height < box.height || width < box.width) ? CV_AREA : filter;
 }
 
-/* sizes.c: whether of a resize only what the window behind it cuts out is made; and what of the box is read for that. */
+/* sizes.c: true if only the part of a resize is made that the next window cuts out; and the part of the box that this part
+ * depends on. */
 bool is_cut(const Op *op, const Op *next);
 Box resize_reads(const Op *op, const Box *cut);
 
@@ -265,14 +268,14 @@ Op *add_by_places(Drawing *d, const Step *step, const CvWarp *how, int32_t code)
 
 /* noise.c */
 extern const int64_t ITEM_BYTES[];
-enum { CHUNK = 512 }; /* values between two passes */
-uint64_t noise_key(const Drawing *d, int64_t at); /* that a step's numbers are made from */
-/* Standard normal numbers, from number `first` on; of CHUNK at most, whole vectors. */
+enum { CHUNK = 512 }; /* number of values that stay in the first cache between two passes over them */
+uint64_t noise_key(const Drawing *d, int64_t at); /* the key of a step's random numbers */
+/* Standard normal numbers from number `first` on, at most CHUNK; whole vectors of 16 are written. */
 void draw_normal(uint64_t key, int64_t first, int64_t count, float out[CHUNK]);
-/* Floats to values of an image or of a batch, and back. */
+/* Convert floats to values of an image or a batch, and back. */
 void store(int32_t dtype, const float *restrict in, int64_t count, uint8_t *out);
 void load(int32_t dtype, const uint8_t *in, int64_t count, float *restrict out);
-/* OP_ERASE, OP_NOISE and OP_GRID on a packed image of the floats served, of uint8 if that is NULL; gives OK, or why not. */
+/* OP_ERASE, OP_NOISE and OP_GRID on an image of a batch's floats, or of uint8 if `served` is NULL; OK, or the reason. */
 int rewrite(const Op *op, const Image *image, const Values *served);
 
 /* cv_dropout.c: OP_GRID, as `rewrite` */
@@ -298,10 +301,10 @@ void round_levels(const float *restrict in, int64_t width, uint8_t *restrict out
 bool filter_image(const Image *in, const Image *out, const float *kernel, int64_t radius, Scratch *scratch);
 void cv_gaussian(int64_t radius, double sigma, double *half);
 
-/* blur.c: for values, too */
+/* blur.c: also used for OP_VALUE */
 Kernel blur_box;
 
-/* colour.c: look values up in a table; apply tables to a packed image; compose tables with those that are pending. */
+/* colour.c: map values by a table; apply tables to a packed image; compose tables with the pending ones. */
 void look_up(uint8_t *values, int64_t size, const uint8_t table[256]);
 void apply_table(const Image *image, uint8_t table_C256[MAX_CHANNELS][256]);
 void compose_table(Sample *sample, uint8_t table_C256[MAX_CHANNELS][256]);
@@ -320,11 +323,11 @@ bool to_lab(Image *image, Scratch *scratch);
 /* measure.c: fill the table of values that depend on their image; false: no memory. */
 bool measure(Values *v, const Image *image, Scratch *scratch);
 
-/* values.c: write an image as an output has it; false: no memory. */
+/* values.c: write an image in the dtype and memory format of an output; false: no memory. */
 bool write_values(const Output *output, const Image *image, uint8_t *out, Scratch *scratch);
-/* Floats, or numbers of several bytes, from uint8 in the order of the output's memory: of plane c, or of whole pixels. */
+/* Convert a run of uint8 to the output's dtype, in the order of its memory: values of plane c, or of whole pixels. */
 void write_run(const Output *output, int32_t c, const uint8_t *in, int64_t count, uint8_t *out);
-/* Such runs of two samples, mixed, in one pass; false where that is not faster, and nothing is written. */
+/* Convert such runs of two samples and mix them, in one pass. False, and nothing written, if that would not be faster. */
 bool blend_run(const Output *output, int32_t c, const uint8_t *own, const uint8_t *other, int64_t count, float share,
                float other_share, float *out);
 
@@ -332,13 +335,13 @@ INLINE int64_t row_bytes(const Output *output) {
     return (int64_t)output->channels * output->height * output->width * ITEM_BYTES[output->table->values.dtype];
 }
 
-/* blend.c. False: the table is not in order. */
+/* blend.c. False: the table is not sound. */
 bool can_blend(const Blending *blending);
-/* Write the rows from *next on that can be made once a sample is served; gives OK, or why not. */
+/* Write the rows, from *next on, whose samples are complete once `sample` is made; OK, or the reason of a refusal. */
 int blend_after(const Blending *blending, int64_t sample, int64_t *next, Scratch *scratch, Refusal *refusal);
 
-/* Decode a box of a file of height x width: from (top, left) on, of the size of `out`, which is packed or (H, W, C). False
- * if Pillow must open the file, or memory is short. */
+/* jpeg.c: decode a box of a file whose image has height x width: from (top, left) on, with the size of `out`, which is packed
+ * or (H, W, C). False: Pillow must open the file, or there is no memory. */
 bool decode(const Jpeg *jpeg, const uint8_t *file, int64_t size, int32_t height, int32_t width, int32_t top, int32_t left,
             const Image *out, Scratch *scratch);
 void drop_decoder(struct Decoder *decoder); /* NULL: there is none */

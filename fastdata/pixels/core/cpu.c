@@ -1,11 +1,11 @@
-/* What library.py asks of a library: the sources it was built of, and what the CPU has. */
+/* Facts that library.py checks before it uses a library: the sources it was built from, and the level of the CPU. */
 #include "core.h"
 
 #ifndef FASTDATA_SOURCES
 #define FASTDATA_SOURCES 0u
 #endif
 
-/* The CRC-32 of the C files, one after the other in the order of their names. */
+/* The CRC-32 of all C files, in the order of their names. */
 EXPORT uint32_t fastdata_sources(void) { return FASTDATA_SOURCES; }
 
 #if defined(__x86_64__)
@@ -18,11 +18,11 @@ enum {
     V3_EBX7 = 1 << 3 | 1 << 5 | 1 << 8,                                 /* BMI1 AVX2 BMI2 */
     V4_EBX7 = 1 << 16 | 1 << 17 | 1 << 28 | 1 << 30,                    /* AVX512 F DQ CD BW */
     LAHF = 1 << 0, LZCNT = 1 << 5,                                      /* ECX of leaf 0x80000001 */
-    YMM_STATE = 0x06, ZMM_STATE = 0xE6,                                 /* what the system saves: XCR0 */
+    YMM_STATE = 0x06, ZMM_STATE = 0xE6,                                 /* XCR0: registers that the system saves */
 };
 static const unsigned V4_EBX7_VL = 1u << 31;
 
-/* The level of x86-64 as its psABI names them, 1 to 4, the last with VBMI too; other machines have level 1 alone. */
+/* The level of an x86-64 CPU, 1 to 4, as its psABI defines them; level 4 also needs VBMI here. Other CPUs have level 1. */
 EXPORT int32_t fastdata_cpu_level(void) {
     unsigned eax, ebx, ecx, edx, ebx7 = 0, ecx7 = 0, ecx1 = 0, more = 0, state = 0;
     if (__get_cpuid(1, &eax, &ebx, &ecx, &edx)) ecx1 = ecx;

@@ -1,7 +1,8 @@
-/* Draws: a table's steps become the few ops of one sample.
+/* Draws: from the steps of a table, draw the few ops of one sample.
  *
- * Each draw is a pure function of the sample's key, the number of its step, and a number within that: SplitMix64, as
- * random_numbers.py has it, where its source is named. So a sample comes out the same in any batch, and a call can be repeated.
+ * Each draw is a pure function of the sample's key, the number of the step, and a number within the step. The function is
+ * SplitMix64, as in random_numbers.py, which names its source. So a sample is the same in any batch, and a call can be
+ * repeated.
  */
 #include "core.h"
 
@@ -10,7 +11,7 @@
 #include <string.h>
 
 enum { DRAWS_PER_STEP = 1 << 10, CHILDREN = 1 << 10, MAX_DEPTH = 64, ANY_PX = 1 << 10, TRIES = 10 };
-static const uint64_t NUMBERS = ((uint64_t)1 << 54) - 33; /* a prime, as in steps.py, which says why */
+static const uint64_t NUMBERS = ((uint64_t)1 << 54) - 33; /* a prime; steps.py has the reason */
 
 uint64_t sample_key(uint64_t seed, int64_t visit, int64_t index) {
     const uint64_t start = scramble(seed + GAMMA), epoch = scramble((uint64_t)visit * GAMMA + start);
@@ -67,8 +68,8 @@ Op *add(Drawing *d, const Step *step, int32_t code) {
         if (!d->is_cast && !(step->fill[k] >= 0 && step->fill[k] <= 255)) return deny(d, step, REFUSED_TABLE), NULL;
     if (d->count == MAX_OPS) return deny(d, step, REFUSED_TABLE), NULL;
     Op *op = d->ops + d->count;
-    if (!d->is_probe) d->count++; /* a probe's ops are written over one another */
-    memset(op, 0, sizeof *op); /* an initialiser need not reach all of a union */
+    if (!d->is_probe) d->count++; /* the ops of a probe overwrite each other */
+    memset(op, 0, sizeof *op); /* not an initialiser, which may leave bytes of a union unset */
     op->code = code;
     memcpy(op->fill, step->fill, sizeof step->fill);
     return op;
@@ -107,13 +108,13 @@ bool draw_box(const Drawing *d, int64_t at, int64_t first, const double scale[2]
 
 /* Steps of steps */
 
-/* Two ways of a probe leave a known size only if both leave the same one. */
+/* Join two branches of a probe: the size is known only if it is known and equal in both. */
 static void meet(Drawing *after, const Drawing *other) {
     const bool same = after->height == other->height && after->width == other->width;
     after->is_known = after->is_known && other->is_known && same;
 }
 
-/* Follow each child of which a sample takes one, or none unless `is_whole`: the size behind them is known if all agree. */
+/* Probe all children, of which a sample runs one, or none unless `is_whole`. The size after them is known if all agree. */
 static bool probe_each(Drawing *d, const Step *step, bool is_whole) {
     const Step *children = d->table->steps + step->first;
     Drawing seen = *d;
@@ -158,7 +159,8 @@ bool draw_order(Drawing *d, const Step *step) {
     return true;
 }
 
-/* albumentations' SomeOf and RandomOrder (core/composition.py): those children whose numbers are the least ones. */
+/* albumentations' SomeOf and RandomOrder (core/composition.py). A number is drawn for each child, and the children with the
+ * smallest numbers are chosen. */
 bool draw_some(Drawing *d, const Step *step) {
     const Step *children = d->table->steps + step->first;
     const bool keeps_order = step->some.keeps_order;
@@ -182,8 +184,8 @@ bool draw_some(Drawing *d, const Step *step) {
     return true;
 }
 
-/* v2.RandomPhotometricDistort, whose contrast comes first or fourth. Whether children apply is drawn by the numbers 10 to 13
- * and 22, their order by 20. */
+/* torchvision: RandomPhotometricDistort of v2/_color.py, whose contrast comes second or fourth. The draws 10 to 13 and 22
+ * decide which children are applied, draw 20 decides the order. */
 bool draw_photometric(Drawing *d, const Step *step) {
     static const int orders[2][5] = {{0, 1, 2, 3, 4}, {0, 2, 3, 1, 4}};
     if (step->count != 5) return deny(d, step, REFUSED_TABLE);
@@ -209,7 +211,7 @@ static bool draw_step(Drawing *d, const Step *step) {
     switch (step->code) {
 #define STEP(CODE, name, ...) case STEP_##CODE: return draw_##name(d, step);
 #include "records.h"
-    default: return deny(d, step, REFUSED_TABLE); /* only a parent draws these */
+    default: return deny(d, step, REFUSED_TABLE); /* a CHILD, which only its parent draws, or no step */
     }
 }
 
@@ -227,8 +229,8 @@ bool draw_steps(Drawing *d, const Table *table, int64_t first, int64_t count) {
     return is_drawn;
 }
 
-/* True if the steps are one tree: the children of all steps follow one another without a gap, so that no step is its own
- * child or has two parents, and drawing ends. */
+/* True if the steps are one tree: the children of all steps follow each other without a gap. Then no step is its own child or
+ * has two parents, so drawing always ends. */
 static bool is_tree(const Table *table) {
     int64_t next = 1;
     for (int32_t k = 0; k < table->count; k++) {
@@ -257,7 +259,7 @@ bool is_sound(const Table *table) {
     if (!is_tree(table)) return false;
     for (int32_t k = 0; k < table->count; k++) {
         const Step *step = table->steps + k;
-        const bool is_numbered = step->at > -CHILDREN && step->at < (int64_t)NUMBERS; /* steps before the user's: below 0 */
+        const bool is_numbered = step->at > -CHILDREN && step->at < (int64_t)NUMBERS; /* below 0: before the user's steps */
         if (!is_between(step->fills, 1, 4) || !is_numbered) return false;
         if (step->code == STEP_CAST && !is_sound_cast(step)) return false;
     }
@@ -270,14 +272,14 @@ bool resolve(Drawing *d) {
     return draw_step(d, d->table->steps) && leaves_pixels(d, d->table->steps);
 }
 
-/* Draw samples of a batch: ops_BS has room for `room` ops of each, and the rest of a row is OP_NOTHING. shapes_B3, channels,
- * height, width, become those behind all steps. A probe draws nothing: 0 as a height says that it is not known.
- * Returns most ops of one sample, or -1 - the sample that was refused. */
+/* Draw the samples of a batch. ops_BS has room for `room` ops of each sample; the rest of a row is OP_NOTHING. shapes_B3
+ * (channels, height, width) is replaced by the shapes after all steps. A probe draws nothing; a height of 0 means that the size
+ * is not known. Returns the largest number of ops of one sample, or -1 - b if sample b was refused. */
 int64_t fastdata_draw(const Table *table, uint64_t seed, const int64_t *visits_B, const int64_t *indices_B,
                       int32_t *shapes_B3, int64_t samples, Op *ops_BS, int64_t room, int32_t is_probe, Refusal *refusal) {
     int64_t most = 0;
     Op ops[MAX_OPS];
-    const bool can_draw = is_sound(table); /* once for a batch: it is linear in the table */
+    const bool can_draw = is_sound(table); /* once per batch, because it reads the whole table */
     for (int64_t b = 0; b < samples; b++) {
         int32_t *shape = shapes_B3 + 3 * b;
         const bool is_known = shape[1] > 0;

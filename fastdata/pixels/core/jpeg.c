@@ -1,8 +1,8 @@
-/* JPEG files, or boxes of them, decoded by the libjpeg-turbo that Pillow is linked to: its pixels are Pillow's.
+/* Decoding of JPEG files, or boxes of them, by the libjpeg-turbo that Pillow is linked to, so the pixels are Pillow's.
  *
- * The structures are those of jpeglib.h (libjpeg-turbo 1.5 to 3), as far as fields are used, for the ABIs 62 and 80:
- * jpeg_CreateDecompress refuses another version or size. Files that are not ordinary JPEG files are left to Pillow, and
- * so are those that libjpeg warns of: Pillow decides whether that is an error, and words it.
+ * The structures are copies of those of jpeglib.h (libjpeg-turbo 1.5 to 3), up to the last field that is used, for the ABIs 62
+ * and 80; jpeg_CreateDecompress refuses another version or size. Pillow must decode all unusual JPEG files, and all files for
+ * which libjpeg gives a warning: Pillow decides if that is an error, and raises it in its own words.
  */
 #include "core.h"
 
@@ -16,11 +16,11 @@
 
 enum { SOI = 0xD8, EOI, SOS, DQT, DRI = 0xDD, APP0 = 0xE0, APP1, APP2, APP13 = 0xED, APP14, APP15, COM = 0xFE };
 enum { SOF0 = 0xC0, SOF2 = 0xC2, DHT = 0xC4, RST0 = 0xD0, RST7 = 0xD7 };
-enum { ROWS = 16, LEAST_COLUMNS = 32 }; /* asked for at once */
+enum { ROWS = 16, LEAST_COLUMNS = 32 }; /* rows per call of libjpeg; fewest columns that it may decode */
 enum { ALIGNED = 64, SHIFT = 8 };       /* bytes */
 enum { COEFFICIENTS = 64, STRUCT_BYTES = 1024 };
 enum { GREY = 1, RGB = 2 }; /* J_COLOR_SPACE */
-enum { MOST_FILES = 64 };   /* by one decoder, which keeps the memory of each file's tables, some 1.5 KB */
+enum { MOST_FILES = 64 };   /* files per decoder, which keeps about 1.5 KB of tables of each file until it is destroyed */
 
 typedef struct Decoder Decoder;
 
@@ -54,7 +54,7 @@ typedef struct { /* jpeg_component_info */
     int id, index, across, down, rest[20];
 } Component;
 
-/* jpeg_decompress_struct up to comp_info, where 62 and 80 part. */
+/* jpeg_decompress_struct up to comp_info; after that field the ABIs 62 and 80 differ. */
 typedef struct {
     struct ErrorManager *errors;
     void *memory, *progress;
@@ -90,11 +90,12 @@ struct Decoder {
     struct SourceManager source;
     jmp_buf refused;
     const Jpeg *jpeg;
-    int files; /* so far; 0: it is to be made */
+    int files; /* number of files so far; 0: libjpeg's part is not created yet */
 };
 
 _Static_assert(sizeof(Component) == 96 && offsetof(Head, component) == 304, "not jpeglib.h's layout");
 
+/* libjpeg's callbacks. An error must not return to libjpeg, so it jumps back to `decode`. */
 static void refuse(Decoder *decoder) { longjmp(decoder->refused, 1); }
 static void refuse_warnings(Decoder *decoder, int level) {
     if (level < 0) refuse(decoder);
@@ -122,7 +123,8 @@ static void prepare(Decoder *decoder, const Jpeg *jpeg) {
     decoder->head.errors = &decoder->errors;
 }
 
-/* The version of the ABI that a library takes; 0: neither. */
+/* The ABI version that a library accepts, 62 or 80; 0: neither. `i` is volatile because it changes between setjmp and
+ * longjmp. */
 int32_t fastdata_jpeg_version(const Jpeg *jpeg) {
     static const int versions[] = {62, 80};
     Decoder decoder;
@@ -136,7 +138,7 @@ int32_t fastdata_jpeg_version(const Jpeg *jpeg) {
     return 0;
 }
 
-/* What a file says of itself */
+/* Headers */
 
 static uint32_t number(const uint8_t *at, int bytes, bool big) {
     uint32_t value = 0;
@@ -144,7 +146,7 @@ static uint32_t number(const uint8_t *at, int bytes, bool big) {
     return value;
 }
 
-/* An entry of a TIFF directory: 12 bytes of tag, type, count, and the value or where it is. NULL: there is none. */
+/* An entry of a TIFF directory: 12 bytes with tag, type, count, and the value or its offset. `at` is NULL if it is missing. */
 typedef struct {
     uint32_t tag;
     const uint8_t *at;
@@ -152,11 +154,11 @@ typedef struct {
 
 enum { SHORT = 3, LONG, RATIONAL, UNDEFINED = 7 }; /* types of values */
 
-/* Bytes of one value of each type that Pillow reads; 0: Pillow skips such an entry. */
+/* Size in bytes of a value of each type that Pillow reads; 0: Pillow skips such an entry. */
 static const uint8_t TYPE_BYTES[] = {0, 1, 1, 2, 4, 8, 1, 1, 2, 4, 8, 4, 8, 4, 0, 0, 8};
 
-/* Find entries in the first directory of TIFF data. False if anything in it is unusual: Pillow's result then
- * (ImageFileDirectory_v2.load of TiffImagePlugin.py) depends on the order of entries, and it may warn. */
+/* Find entries in the first directory of TIFF data. False if anything in it is unusual: then Pillow's result
+ * (ImageFileDirectory_v2.load of TiffImagePlugin.py) depends on the order of entries, and Pillow may warn. */
 static bool find_entries(const uint8_t *tiff, int64_t size, Entry *wanted, int count, bool *is_big) {
     if (size < 8) return false;
     const bool big = tiff[0] == 'M';
@@ -165,7 +167,7 @@ static bool find_entries(const uint8_t *tiff, int64_t size, Entry *wanted, int c
     const int64_t first = number(tiff + 4, 4, big);
     if (first < 8 || first + 2 > size) return false;
     const int64_t entries = number(tiff + first, 2, big);
-    if (first + 2 + 12 * entries + 4 > size) return false; /* the place of the next directory comes last */
+    if (first + 2 + 12 * entries + 4 > size) return false; /* the last 4 bytes are the offset of the next directory */
     int64_t total = 0;
     for (int64_t i = 0; i < entries; i++) {
         const uint8_t *at = tiff + first + 2 + 12 * i;
@@ -189,9 +191,9 @@ static bool is_one(const Entry *entry, uint32_t type, bool big) {
     return number(entry->at + 2, 2, big) == type && number(entry->at + 4, 4, big) == 1;
 }
 
-/* The orientation that Pillow finds in EXIF data: 1 where there is none, 0 where Pillow is to be asked. Where a file has no
- * other resolution, Pillow reads that of its EXIF when it opens the file (_read_dpi_from_exif of JpegImagePlugin.py), and
- * refuses the file for some values. */
+/* The orientation that Pillow finds in EXIF data; 1 if there is none, 0 if Pillow must open the file. The resolution is also
+ * checked: if a file has no other, Pillow reads it from the EXIF (_read_dpi_from_exif of JpegImagePlugin.py), and refuses the
+ * file for some values. */
 static int32_t orientation_of(const uint8_t *tiff, int64_t size) {
     Entry wanted[] = {{.tag = 0x112}, {.tag = 0x11A}, {.tag = 0x128}};
     const Entry *turn = wanted, *resolution = wanted + 1, *unit = wanted + 2;
@@ -204,7 +206,7 @@ static int32_t orientation_of(const uint8_t *tiff, int64_t size) {
     return found < 1 || found > 8 ? 1 : found;
 }
 
-/* Whether the index of a file of several images is in order, so that Pillow opens the first one as that of any JPEG:
+/* True if the index of a file with several images is sound, so that Pillow opens the first image as that of any other JPEG:
  * _getmp of JpegImagePlugin.py. */
 static bool is_plain_index(const uint8_t *tiff, int64_t size) {
     Entry wanted[] = {{.tag = 0xB001}, {.tag = 0xB002}};
@@ -219,7 +221,7 @@ static bool is_plain_index(const uint8_t *tiff, int64_t size) {
     return true;
 }
 
-/* Whether Pillow reads the blocks of Photoshop's data to their end: APP of JpegImagePlugin.py. */
+/* True if Pillow can read Photoshop's blocks up to their end: APP of JpegImagePlugin.py. */
 static bool is_plain_photoshop(const uint8_t *data, int64_t size) {
     for (int64_t at = 14; at + 4 <= size && !memcmp(data + at, "8BIM", 4);) {
         if (at + 7 > size) return false;
@@ -232,7 +234,7 @@ static bool is_plain_photoshop(const uint8_t *data, int64_t size) {
     return true;
 }
 
-/* Whether Pillow's own reading of a segment's data (JpegImagePlugin.py) finds nothing wrong in it. */
+/* True if Pillow's own reading of a segment (JpegImagePlugin.py) finds nothing wrong in it. */
 static bool is_plain(int marker, const uint8_t *data, int64_t size) {
     if (marker == DQT) {
         for (int64_t at = 0, step; at < size; at += step) {
@@ -249,7 +251,7 @@ static bool is_plain(int marker, const uint8_t *data, int64_t size) {
     return marker == DHT || marker == DRI || marker == COM || (marker >= APP0 && marker <= APP15);
 }
 
-/* What a header says of the image, and the turn of its EXIF orientation, 0 where Pillow is to say. */
+/* The shape of an image, and its EXIF orientation as `turn`; a turn of 0: only Pillow can find it. */
 typedef struct {
     int32_t channels, height, width, turn;
 } Header;
@@ -271,7 +273,7 @@ static Header read_header(const uint8_t *file, int64_t size) {
             channels = data[5], height = (int32_t)number(data + 1, 2, true), width = (int32_t)number(data + 3, 2, true);
             if ((channels != 1 && channels != 3) || !height || !width) return none;
         } else if (marker == SOS) {
-            if (has_other && turn == 1) turn = 0; /* Pillow searches XMP for one, but only to turn an image */
+            if (has_other && turn == 1) turn = 0; /* Pillow may find an orientation in XMP data */
             return channels ? (Header){channels, height, width, turn} : none;
         } else if (!is_plain(marker, data, data_size)) {
             return none;
@@ -286,8 +288,9 @@ static Header read_header(const uint8_t *file, int64_t size) {
     return none;
 }
 
-/* Find channels (1 or 3, or `channels` of all), height and width of each file as it comes out, turned as its EXIF says if it
- * is to be `upright`, and its turn. A turn of 0 says that Pillow is to open it. */
+/* Read the headers of files. shapes_B3: channels (1 or 3; or `channels` for all, if not 0), height and width of each image
+ * after decoding, turned by its EXIF orientation if `upright`. turns_B: that orientation, 1 if not `upright`, or 0 if Pillow
+ * must open the file. */
 void fastdata_jpeg_headers(const uint8_t *const *files_B, const int64_t *sizes_B, int64_t count, int32_t upright,
                            int32_t channels, double most_pixels, int32_t *shapes_B3, int32_t *turns_B) {
     for (int64_t b = 0; b < count; b++) {
@@ -301,8 +304,8 @@ void fastdata_jpeg_headers(const uint8_t *const *files_B, const int64_t *sizes_B
     }
 }
 
-/* Whether what is left of a scan is followed by the end of the image. Pillow misses that in a file that was cut off, and
- * may find anything else wrong. */
+/* True if the rest of a scan is followed by the marker for the end of the image. If it is missing, because the file was cut
+ * off, or if another marker follows, Pillow may raise an error. */
 static bool ends_well(const uint8_t *at, const uint8_t *end) {
     while ((at = memchr(at, 0xFF, (size_t)(end - at))) && end - at > 1) {
         const int marker = at[1];
@@ -313,8 +316,8 @@ static bool ends_well(const uint8_t *at, const uint8_t *end) {
     return false;
 }
 
-/* Whether a part comes out as it does of the whole: not where blocks are smoothed over their neighbours, of which
- * progressive files that lack scans are made, nor of factors that are hardly ever used. */
+/* True if a part of an image can be decoded with the pixels that it has in the whole image. That fails if libjpeg smooths
+ * blocks over their neighbours, which it does for progressive files with missing scans, and for unusual sampling factors. */
 static bool has_parts(const Head *head) {
     for (int c = 0; c < head->components; c++) {
         const Component *each = head->component + c;
@@ -326,7 +329,8 @@ static bool has_parts(const Head *head) {
     return true;
 }
 
-/* Which of 48 bytes, three pixels of colour after each other, are those of a plane: by vector, 0x80 for none. */
+/* For each plane and each of three vectors of 16 bytes (together 16 RGB pixels): the byte of the vector that goes to each place
+ * of the plane; 0x80 for none. */
 typedef uint8_t Places[3][3][16];
 
 static void find_places(Places places) {
@@ -334,7 +338,8 @@ static void find_places(Places places) {
     for (int i = 0; i < 48; i++) places[i % 3][i / 16][i / 3] = (uint8_t)(i % 16);
 }
 
-/* Put what was read of a row into its place: 16 pixels at a time take a third of the time. */
+/* Copy a decoded row to its place, split into planes if needed. 16 pixels at a time take a third of the time of the plain
+ * loop. */
 static void spread(const uint8_t *restrict row, const Image *out, int64_t y, const Places places) {
     uint8_t *restrict to = out->data + y * out->row;
     if (out->pixel == out->channels || out->channels == 1) {
@@ -368,10 +373,11 @@ void drop_decoder(Decoder *decoder) {
     free(decoder);
 }
 
-/* Have a decoder for the next file: a new one asks what the CPU has, which virtual machines take 10 us to answer. */
+/* Make the decoder ready for the next file. It is reused because libjpeg asks for the CPU's features whenever it creates one,
+ * which takes 10 us in a virtual machine. */
 static void begin(Decoder *decoder, const Jpeg *jpeg) {
     if (!decoder->files++) jpeg->CreateDecompress(decoder, jpeg->version, struct_bytes(jpeg->version));
-    memset(decoder->head.tables, 0, sizeof decoder->head.tables); /* none of the file before */
+    memset(decoder->head.tables, 0, sizeof decoder->head.tables); /* a file must not use the tables of the file before */
     decoder->head.source = &decoder->source;
 }
 
@@ -385,8 +391,8 @@ bool decode(const Jpeg *jpeg, const uint8_t *file, int64_t size, int32_t height,
     Places places;
     find_places(places);
     if (!decoder->files) prepare(decoder, jpeg);
-    /* A refusal jumps back to here from inside of libjpeg. Only `decoder` is read then, which does not change: other locals
-     * have no certain value. libjpeg is in the middle of a file, so this decoder is not used for another one. */
+    /* `refuse` jumps back to here from inside libjpeg. Only `decoder` may be read then, because it does not change: other
+     * locals have undefined values after longjmp. libjpeg is in the middle of a file, so its state is destroyed, not reused. */
     if (setjmp(decoder->refused)) {
         finish(decoder);
         return false;
@@ -402,8 +408,9 @@ bool decode(const Jpeg *jpeg, const uint8_t *file, int64_t size, int32_t height,
     unsigned first = 0, count = head->out_width;
     const bool in_parts = has_parts(head);
     if (in_parts && out->width < width) {
-        /* Colours are interpolated between neighbours. With one more column on both sides 0 of 995 crops differ from those of
-         * the whole image, else 121. libjpeg interpolates very narrow images in another way. */
+        /* Colours are interpolated between neighbours, so one more column is decoded on both sides: then 0 of 995 crops differ
+         * from the same crops of the whole image; without it 121 do. libjpeg interpolates very narrow images in another way,
+         * therefore at least LEAST_COLUMNS are decoded. */
         const int32_t right = left + out->width < width ? left + out->width + 1 : width;
         const int32_t latest = left ? left - 1 : 0, widest = right > LEAST_COLUMNS ? right - LEAST_COLUMNS : 0;
         first = (unsigned)(latest < widest ? latest : widest), count = (unsigned)right - first;
@@ -411,8 +418,9 @@ bool decode(const Jpeg *jpeg, const uint8_t *file, int64_t size, int32_t height,
         jpeg->crop_scanline(decoder, &first, &count);
     }
     const int64_t row_bytes = (int64_t)head->out_width * out->channels;
-    /* libjpeg-turbo writes rows that are aligned past the caches (movntdq), but `spread` reads them right after. Rows that
-     * are not aligned stay in the cache: decoding is 1.25 times as fast on an EPYC, 1.05 to 1.3 times on a Xeon. */
+    /* libjpeg-turbo writes aligned rows directly to memory, past the caches (movntdq), but `spread` reads them right after.
+     * Rows that are not aligned stay in the cache, so they begin SHIFT bytes later: decoding is 1.25 times as fast on an EPYC,
+     * 1.05 to 1.3 times on a Xeon. */
     const int64_t stride = (row_bytes + ALIGNED + SHIFT) / ALIGNED * ALIGNED;
     uint8_t *memory = take(scratch, SLOT_WORK, ROWS * stride + SHIFT);
     if (!memory || head->out_components != out->channels) refuse(decoder);
@@ -424,14 +432,14 @@ bool decode(const Jpeg *jpeg, const uint8_t *file, int64_t size, int32_t height,
         for (int64_t k = y < top ? top - y : 0; k < read; k++) spread(rows[k] + before, out, y + k - top, places);
         if (!read) refuse(decoder);
     }
-    /* The bits that were fetched last may have ended with the marker. */
+    /* libjpeg may have read the first bytes of the end marker already, so look from two bytes before its position. */
     if (!jpeg->input_complete(decoder) && !ends_well(decoder->source.next - 2, file + size)) refuse(decoder);
-    jpeg->abort_decompress(decoder); /* no more than that the file is done with */
+    jpeg->abort_decompress(decoder); /* ends the file; the decoder can be used for another one */
     if (decoder->files == MOST_FILES) finish(decoder);
     return true;
 }
 
-/* Decode a file to `out`, planar. False where Pillow is to judge, as of one whose header has another size or channels. */
+/* Decode a file to `out`, planar. False if Pillow must decode it, or if its header has another size or number of channels. */
 int32_t fastdata_jpeg_decode(const Jpeg *jpeg, const uint8_t *file, int64_t size, int32_t channels, int32_t height,
                              int32_t width, uint8_t *out) {
     const Header header = read_header(file, size);

@@ -1,7 +1,7 @@
-/* Vectors of 16 to 64 bytes for kernels that shuffle pixels: each 128-bit lane holds 16 bytes of another row.
+/* Vectors of 16 to 64 bytes for kernels that shuffle pixels: each lane of 128 bits holds 16 bytes of a different row.
  *
- * X(name, a, b) is the operation of x86 that has this name, on as many lanes as the compiler's target has; NEON has them
- * under the same names.
+ * X(name, a, b) is the x86 operation of this name, on as many lanes as the compiler's target has. For NEON the same names
+ * are defined here.
  */
 #ifndef FASTDATA_LANES_H
 #define FASTDATA_LANES_H
@@ -29,7 +29,7 @@
 #include <arm_neon.h>
 #define LANES 1
 #define SPREAD(quad) (quad)
-#define X(name, a, b) ((Vec)name(a, b)) /* x86's operations under their names */
+#define X(name, a, b) ((Vec)name(a, b)) /* the macros below */
 #define shuffle_epi8(a, b) vqtbl1q_u8((uint8x16_t)(a), (uint8x16_t)(b))
 #define madd_epi16(a, b)                                                                                               \
     vpaddq_s32(vmull_s16(vget_low_s16((int16x8_t)(a)), vget_low_s16((int16x8_t)(b))),                                  \
@@ -52,7 +52,7 @@ typedef float Floats __attribute__((vector_size(16 * LANES)));
 
 #define AT(type, p) (((const struct { type v; } __attribute__((packed, may_alias)) *)(p))->v)
 
-/* From x on, 16 bytes of each row to a lane of their own, and back. */
+/* Load 16 bytes of each row, from x on, into one lane per row; and store them. */
 INLINE Vec gather(const uint8_t *const *rows, int64_t x) {
     Vec v = SPREAD(AT(Quad, rows[0] + x));
 #if LANES > 1

@@ -1,7 +1,7 @@
-/* records.h as text, from which Python makes its own records, and the sizes of structs, by which it checks them.
+/* records.h as text, from which Python makes its own records, and the sizes of the structs, with which it checks them.
  *
- * The preprocessor turns each entry into one string, and the compiler joins these: so what Python reads is what this library
- * was compiled with. */
+ * The preprocessor turns each entry into a string, and the compiler joins these. So Python reads exactly the records that this
+ * library was compiled with. */
 #include "core.h"
 
 #define TEXT(...) #__VA_ARGS__

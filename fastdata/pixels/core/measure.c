@@ -1,6 +1,6 @@
-/* Values that depend on their image: albumentations' Normalize by the numbers of each image (normalize_per_image_lut of
- * albucore's functions.py). Sums are NumPy's to the bit: of neighbours in pairs where all channels are one (pairwise_sum of
- * loops_utils.h.src), else from the first pixel to the last. */
+/* Normalisation by numbers of each image: albumentations' Normalize (normalize_per_image_lut of albucore's functions.py). Sums
+ * are equal to NumPy's in every bit: in pairs over all channels (pairwise_sum of loops_utils.h.src), or, for each channel on
+ * its own, from the first pixel to the last. */
 #include "core.h"
 
 #include <math.h>
@@ -33,7 +33,7 @@ static double running_sum(const uint8_t *levels, int64_t count, int64_t step, co
     return sum;
 }
 
-/* The table of one channel, or of all: of every `step`-th of `count` levels. */
+/* Fill the table of one channel, or of all together, from every `step`-th of `count` levels. */
 static void fill_table(double *table_256, const uint8_t *levels, int64_t count, int64_t step, bool is_range) {
     int64_t times_256[256] = {0}, total = 0, pixels = 0;
     double square_256[256];

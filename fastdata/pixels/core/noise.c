@@ -1,4 +1,4 @@
-/* Noise and random erasing, on uint8 or on the floats served. */
+/* Noise and random erasing, on uint8 or on the floats of a batch. */
 #include "core.h"
 
 #include <math.h>
@@ -25,7 +25,7 @@ bool draw_erase(Drawing *d, const Step *step) {
     if (uniform(d, step->at, 0) >= step->erase.p) return true;
     for (int64_t number = 0; number < count; number++) {
         Box box;
-        const int64_t first = 2 + 40 * number; /* a box takes 40 draws at most */
+        const int64_t first = 2 + 40 * number; /* a box uses at most 40 draws */
         if (!draw_box(d, step->at, first, step->erase.scale, step->erase.log_ratio, (double)count, false, &box)) continue;
         Op *op = add(d, step, OP_ERASE);
         if (!op) return false;
@@ -61,7 +61,8 @@ static float from_float16(uint16_t bits) {
     return (float)half;
 }
 #else
-/* Written out: the compiler's own functions would come with its own sin, cos, exp and log, which are not the system's. */
+/* Written out, because the compiler's own conversions would link its own sin, cos, exp and log, which differ from those of the
+ * system. */
 static uint16_t to_float16(float value) { /* to the nearest, halves to even; the value is never NaN */
     uint32_t bits;
     memcpy(&bits, &value, 4);
@@ -69,7 +70,7 @@ static uint16_t to_float16(float value) { /* to the nearest, halves to even; the
     if (magnitude >= 0x477ff000) return (uint16_t)(sign | 0x7c00);
     if (magnitude >= 0x38800000)
         return (uint16_t)(sign | ((magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13));
-    float small; /* whose last bit beside 0.5 is that of the smallest half */
+    float small; /* adding 0.5 rounds it to multiples of the smallest half float */
     memcpy(&small, &magnitude, 4);
     small += 0.5f;
     memcpy(&bits, &small, 4);
@@ -107,9 +108,9 @@ void load(int32_t dtype, const uint8_t *in, int64_t count, float *restrict out) 
     }
 }
 
-/* The inverse of the normal distribution at p = (2 * bits + 1) / 2^33 below and, mirrored, above the middle: a polynomial
- * in sqrt(5 - log(4 p (1 - p))), after the form of M. Giles, "Approximating the erfinv function", 2011, fitted so that no
- * number is off by more than 4e-5; the largest is 6.3. */
+/* The inverse of the normal distribution at p = (2 * bits + 1) / 2^33, below the middle, and mirrored above it. It is a
+ * polynomial in sqrt(5 - log(4 p (1 - p))), in the form of M. Giles, "Approximating the erfinv function", 2011, fitted so that
+ * the error is at most 4e-5. The largest number is 6.3. */
 static float normal(uint32_t bits) {
     const float p = ((float)(int32_t)(bits & 0x7FFFFFFF) + 0.5f) * 0x1p-32f, y = 4.0f * p * (1.0f - p);
     int32_t exponent, mantissa;
@@ -135,7 +136,7 @@ void draw_normal(uint64_t key, int64_t first, int64_t count, float out[CHUNK]) {
     for (int64_t i = 0; i < count; i++) out[i] = normal(bits[i]);
 }
 
-/* The same of numbers uniform in [0, 1), multiples of 2^-24. */
+/* Uniform numbers in [0, 1), multiples of 2^-24. */
 static void draw_uniform(uint64_t key, int64_t first, int64_t count, float out[CHUNK]) {
     for (int64_t i = 0; i < count; i++)
         out[i] = (float)(int32_t)(scramble(key + (uint64_t)(first + i + 1) * GAMMA) >> 40) * 0x1p-24f;
@@ -148,14 +149,14 @@ static void draw_numbers(int32_t mode, uint64_t key, int64_t first, int64_t coun
     else draw_normal(key, first, count, out);
 }
 
-/* Values of `bytes` each, from places that lie `from` values apart to those that lie `to` apart. */
+/* Copy values of `bytes` bytes each, from places with a distance of `from` values to places with a distance of `to`. */
 static void move_values(const uint8_t *in, int64_t from, int64_t count, int64_t bytes, uint8_t *out, int64_t to) {
     for (int64_t i = 0; i < count; i++) memcpy(out + i * to * bytes, in + i * from * bytes, (size_t)bytes);
 }
 
-/* OP_ERASE and OP_NOISE on a packed image of uint8 or, behind the conversion, on the floats served, normalised
- * or not: torchvision's RandomErasing and gaussian_noise_image (v2/functional/_misc.py), timm's RandomErasing; and
- * albumentations' holes. */
+/* OP_ERASE and OP_NOISE, on an image of uint8, or after the conversion on the floats of the batch, normalised or not:
+ * torchvision's RandomErasing and gaussian_noise_image (v2/functional/_misc.py), timm's RandomErasing, and the holes of
+ * albumentations. */
 int rewrite(const Op *op, const Image *image, const Values *served) {
     if (op->code == OP_GRID) return rewrite_grid(op, image, served);
     const bool erases = op->code == OP_ERASE;
@@ -163,7 +164,7 @@ int rewrite(const Op *op, const Image *image, const Values *served) {
     const int32_t dtype = served ? served->dtype : UINT8;
     const Box whole = {0, 0, image->height, image->width}, box = erases ? op->erase.box : whole;
     const int32_t mode = erases ? op->erase.mode : NORMAL_PIXELS;
-    const bool is_each = mode == NORMAL_PIXELS || mode == UNIFORM_PIXELS; /* pixels have numbers of their own */
+    const bool is_each = mode == NORMAL_PIXELS || mode == UNIFORM_PIXELS; /* each value gets another number */
     const bool is_level = dtype == UINT8 && is_uniform(mode);
     const uint64_t key = erases ? op->erase.key : op->noise.key;
     const int64_t width = box.width, ahead = width < 1 || width > CHUNK ? 1 : CHUNK / width; /* rows drawn at a time */

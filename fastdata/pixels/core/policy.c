@@ -1,7 +1,7 @@
-/* Policies: RandAugment, TrivialAugment, AutoAugment and AugMix of torchvision, and those of timm.
+/* Policies: RandAugment, TrivialAugment, AutoAugment and AugMix of torchvision, and the policies of timm.
  *
- * Torchvision's magnitudes depend on the size of an image. They are those of the user's own step, asked by Python for each
- * size; none is repeated here.
+ * The magnitudes of torchvision depend on the size of an image. Python gets them from the user's own transform for each size,
+ * so there is no copy of them here.
  */
 #include "core.h"
 
@@ -27,7 +27,7 @@ static bool is_shear(int32_t kind) { return kind == SHEAR_X || kind == SHEAR_Y; 
 static bool is_move(int32_t kind) { return is_shear(kind) || kind == TRANSLATE_X || kind == TRANSLATE_Y; }
 static bool is_along_x(int32_t kind) { return kind == SHEAR_X || kind == TRANSLATE_X; }
 
-/* One op, by its magnitude: _apply_op of torchvision's transforms/autoaugment.py. */
+/* Add the op for a magnitude: _apply_op of torchvision's transforms/autoaugment.py. */
 static bool add_magnitude(Drawing *d, const Step *step, const Policy *policy, const Step *chosen, int64_t bin,
                           bool is_negative) {
     const int32_t row = chosen->magnitude.row, kind = chosen->magnitude.kind;
@@ -43,7 +43,7 @@ static bool add_magnitude(Drawing *d, const Step *step, const Policy *policy, co
         const double amount = is_shear(kind) ? atan(level) * (180.0 / 3.14159265358979323846) : trunc(level);
         const double along[2] = {is_along_x(kind) ? amount : 0, is_along_x(kind) ? 0 : amount}, none[2] = {0, 0};
         const bool shears = is_shear(kind);
-        /* A translation is the same about any centre. */
+        /* The centre does not matter for a translation. */
         return add_affine(d, step, &policy->warp, 0, shears ? none : along, 1, shears ? along : none, none);
     }
     const int32_t domain = policy->warp.domain;
@@ -65,7 +65,7 @@ static bool draw_one(Drawing *d, const Step *step, const Policy *policy, int64_t
     return add_magnitude(d, step, policy, chosen, bin, uniform(d, at, first + 2) < 0.5);
 }
 
-/* True if there is something to choose from. A probe adds an op that it drops, to learn if the fill is for other channels. */
+/* True if there is something to choose from. A probe adds an op only to check if the fill has the right number of channels. */
 static bool begin(Drawing *d, const Step *step, const Policy *policy) {
     if (step->count < 1 || policy->bins < 1) return deny(d, step, REFUSED_TABLE);
     return !d->is_probe || add(d, step, OP_WARP);
@@ -112,7 +112,7 @@ static double draw_gamma(const Drawing *d, int64_t at, int64_t first, double alp
     return drawn;
 }
 
-/* Number k of `count` shares that have a Dirichlet distribution. */
+/* Share k of `count` shares with a Dirichlet distribution: gamma variables divided by their sum. */
 static double draw_share(const Drawing *d, int64_t at, int64_t first, int64_t count, double alpha, int64_t k) {
     double sum = 0, own = 0;
     for (int64_t other = 0; other < count; other++) {
@@ -123,7 +123,7 @@ static double draw_share(const Drawing *d, int64_t at, int64_t first, int64_t co
     return own / sum;
 }
 
-/* A weighted sum of the image and of chains of ops over it. */
+/* AugMix: a weighted sum of the image and of chains of ops on it. */
 bool draw_aug_mix(Drawing *d, const Step *step) {
     const Policy *policy = &step->aug_mix.policy;
     const int64_t at = step->at, chains = step->aug_mix.chains, depth = step->aug_mix.depth;
@@ -233,7 +233,7 @@ static bool add_timm(Drawing *d, const Step *step, int64_t at, int64_t first, do
 bool draw_timm(Drawing *d, const Step *step) {
     const Step *steps = d->table->steps, *policy = steps + step->first, *end = policy + step->count;
     const double drawn = uniform(d, step->at, 0);
-    for (int32_t k = 0; d->is_probe && k < step->count; k++) /* learns that a fill is for other channels */
+    for (int32_t k = 0; d->is_probe && k < step->count; k++) /* a probe checks the number of channels of each fill */
         for (int32_t place = 0; place < policy[k].count; place++)
             if (!add(d, steps + policy[k].first + place, OP_WARP)) return false;
     while (policy < end && drawn >= policy->sequence.end) policy++;

@@ -1,20 +1,22 @@
-/* Everything that Python and the core share, each thing once.
+/* Everything that Python and the core share, defined once.
  *
- * This file is included several times, each time for another meaning of its macros (core.h: enumerators, structs, unions,
- * prototypes; draw.c: which function draws a step; serve.c: which runs an op; library.c: all of it as text, from which
- * Python makes its own records when it opens the library). A macro that is not defined means nothing. The fields of a
- * record are plain C: numbers, arrays of them, pointers, and records that stand before it. So a new op is an entry here, a C
- * file with its draw and its pixels, and a reader in steps.py.
+ * This file is included several times, and its macros have another meaning each time: enumerators, structs, unions and
+ * prototypes in core.h; the function that draws a step in draw.c; the function that runs an op in serve.c; and text in
+ * layout.c, from which Python makes its own records when it opens the library. A macro that is not defined expands to
+ * nothing. The fields of a record are plain C: numbers, arrays of them, pointers, and records that are defined before it.
+ * So a new op is an entry here, a C file with its draw and its pixels, and a reader in one of Python's rooms of readers
+ * (geometry.py, colours.py, policies.py, conversions.py, albumentations_*.py).
  *
  * ENUM(names)                      numbers from 0 on
  * RECORD(Name, fields)             a struct
- * STEP(CODE, name, fields)         one step of a transform, for all samples: step->name, drawn by draw_name
- * CHILD(CODE, name, fields)        the same for what is drawn by its parent only
- * OP(CODE, name, fields)           what was drawn of a step for one sample: op->name, run by run_name
+ * STEP(CODE, name, fields)         a step of a transform, for all samples: step->name, drawn by draw_name
+ * CHILD(CODE, name, fields)        the same for a step that only its parent draws
+ * OP(CODE, name, fields)           a step as drawn for one sample: op->name, run by run_name
  * REFUSAL(CODE, name, fields)      why a sample is refused: refusal->name holds the numbers for the message
  * FUNCTION(result, name, arguments)
  *
- * Lengths are in pixels. A draw or an op must accept any value of a field: nothing checks a table before it is used.
+ * Lengths are in pixels. The code that draws or runs a record must accept any value of its fields, because only
+ * `is_sound` of draw.c checks a table before it is used.
  */
 #ifndef ENUM
 #define ENUM(...)
@@ -38,22 +40,23 @@
 #define FUNCTION(...)
 #endif
 
-/* Whose pixels are wanted: those of Pillow, or of torchvision's v1 or v2 functions on uint8 tensors. */
+/* The library whose pixels are wanted: Pillow, or torchvision's v1 or v2 functions on uint8 tensors. */
 ENUM(PIL_DOMAIN, V1_DOMAIN, V2_DOMAIN)
-/* Pillow's and torch's, then OpenCV's; CV_IPP_CUBIC: of its builds with Intel's IPP. */
+/* Filters of Pillow and torch, then of OpenCV; CV_IPP_CUBIC: in builds of OpenCV with Intel's IPP. */
 ENUM(
     NEAREST, BOX, BILINEAR, HAMMING, BICUBIC, LANCZOS, NEAREST_EXACT,
     CV_NEAREST, CV_NEAREST_EXACT, CV_LINEAR, CV_LINEAR_EXACT, CV_LANCZOS, CV_CUBIC, CV_IPP_CUBIC,
     CV_AREA)
 ENUM(PAD_CONSTANT, PAD_EDGE, PAD_REFLECT, PAD_SYMMETRIC, PAD_WRAP)
 ENUM(UINT8, FLOAT32, FLOAT64, FLOAT16, BFLOAT16, INT32, INT64)
-/* How 255 becomes 1. SCALE_AFTER: not at all, but `std` is what the difference from the mean is multiplied by. */
+/* How 255 becomes 1: not at all, by a division, or by a multiplication. SCALE_AFTER: not at all, and the difference from the
+ * mean is multiplied by `std`, not divided. */
 ENUM(SCALE_NONE, SCALE_DIVIDE, SCALE_MULTIPLY, SCALE_AFTER)
 ENUM(PLACE_CENTER, PLACE_TOP_LEFT, PLACE_TOP_RIGHT, PLACE_BOTTOM_LEFT, PLACE_BOTTOM_RIGHT, PLACE_RANDOM)
-/* What values of floats follow from: nothing of the image, or its mean and deviation, or its range. */
+/* The numbers of an image by which it is normalised: none; mean and deviation; or its range. */
 ENUM(NO_STATISTIC, OF_IMAGE, OF_CHANNELS, RANGE_OF_IMAGE, RANGE_OF_CHANNELS)
 ENUM(FREE_SIZE, MULTIPLIED_SIZE, SHORT_BOUND, LONG_BOUND)
-ENUM(FILLED, NORMAL_PIXELS, NORMAL_CHANNELS, UNIFORM_PIXELS, UNIFORM_CHANNELS) /* what an erased rectangle holds */
+ENUM(FILLED, NORMAL_PIXELS, NORMAL_CHANNELS, UNIFORM_PIXELS, UNIFORM_CHANNELS) /* contents of an erased rectangle */
 ENUM(MIX_BEGIN, MIX_ADD, MIX_END)
 /* albumentations: what is added to an image that was multiplied by alpha; what happens to each channel; how grey is made;
  * which table a histogram gives. */
@@ -62,11 +65,11 @@ ENUM(CHANNEL_ADD, CHANNEL_MULTIPLY, CHANNEL_POSTERIZE, CHANNEL_GAMMA)
 ENUM(GREY_WEIGHTED, GREY_DESATURATION, GREY_AVERAGE, GREY_LARGEST, GREY_LIGHTNESS)
 ENUM(EQUALIZE_CV, EQUALIZE_PIL, STRETCH_CDF, STRETCH_PIL)
 ENUM(CV_CONSTANT, CV_REPLICATE, CV_REFLECT, CV_WRAP, CV_REFLECT_101) /* OpenCV's borders, as it numbers them */
-/* What becomes of the frame when an image is turned: nothing, it grows, what is not image is cut off, or the image shrinks. */
+/* The frame of an image after a rotation: it is kept, it grows, all that is not image is cut off, or the image shrinks. */
 ENUM(KEEPS_FRAME, EXPANDS_FRAME, CROPS_BORDER, SHRINKS_IMAGE)
 
-/* What a value step does, or one of a policy's. Up to EQUALIZE it becomes a table of 256 entries for each channel, once the
- * image is known; from SHEAR_X on it moves pixels, and is for policies only. */
+/* The kind of a value step, or of an op of a policy. Kinds up to EQUALIZE become a table of 256 entries for each channel, once
+ * the image is known. Kinds from SHEAR_X on move pixels, and are for policies only. */
 ENUM(
     NO_KIND,
     BRIGHTNESS, CONTRAST, SOLARIZE, SOLARIZE_ADD, POSTERIZE, INVERT, AUTOCONTRAST, EQUALIZE,
@@ -75,16 +78,17 @@ ENUM(
 
 RECORD(Box, int32_t top, left, height, width;)
 RECORD(Border, int32_t left, top, right, bottom, mode, domain;)
-/* How a map of places takes pixels; is_v2: by v2's formula; has_fill: else tensors get zeros, unmasked. */
+/* How a map of places reads pixels. is_v2: by v2's formula. has_fill: places outside the image get `fill`; otherwise tensors
+ * get zeros there, without a mask. */
 RECORD(Warp, int32_t interpolation, domain, is_v2, has_fill;)
-/* What all policies of torchvision have. Solarize's thresholds are shares of 255 in v2. */
+/* The fields of all policies of torchvision. has_shares: thresholds of Solarize are shares of 255, as in v2. */
 RECORD(Policy, Warp warp; int32_t bins, has_shares;)
 
 /* How OpenCV takes pixels at places. lanes: 0 for its older program, else how many floats the newer one computes at a time;
  * fuses: with products that are not rounded; fills_first: the border is 0 in all channels but the first. */
 RECORD(CvWarp, int32_t interpolation, border, lanes, fuses, fills_first;)
 
-/* Steps of a transform. `end` of a sequence: where in [0, 1) its share among the children of a choice ends. */
+/* Steps of a transform. `end` of a sequence: the end of its share of [0, 1), as one of the children of a choice. */
 STEP(SEQUENCE, sequence, double end;)
 STEP(CHOICE, choice, ) /* one of its children, or none */
 STEP(ORDER, order, )   /* its children, in random order */
@@ -93,10 +97,10 @@ STEP(SOME, some, int32_t count, keeps_order;)
 
 /* torchvision: Pad, RandomCrop, CenterCrop, RandomHorizontalFlip, RandomVerticalFlip; ours: AlternatingFlip. */
 STEP(PAD, pad, Border border;)
-/* pads_if_needed: borders are added where the image is too small; is_v2: together with the others, not after these. */
+/* pads_if_needed: borders are added if the image is too small; is_v2: in one step with the other borders, not after them. */
 STEP(CROP, crop, Border border; int32_t height, width, pads_if_needed, is_v2;)
 STEP(CENTER_CROP, center_crop, int32_t height, width;)
-/* alternates: mirrors in each second epoch, whatever p is. */
+/* alternates: mirrors in every second epoch, and p is not used. */
 STEP(FLIP, flip, int32_t is_vertical, alternates; double p;)
 
 /* albumentations: RandomRotate90 and D4 (with FLIP); PadIfNeeded and what its crops add first; CenterCrop and Crop.
@@ -107,14 +111,14 @@ STEP(TURN, turn, int32_t quarters;) /* counterclockwise */
 STEP(PAD_TO, pad_to, int32_t height, width, height_divisor, width_divisor, position, mode, is_whole_behind;)
 STEP(CUT, cut, Box box; int32_t is_centered;)
 
-/* torchvision: Resize, RandomResize, RandomShortestSize, RandomResizedCrop. To height x width; or, if these are 0, the
- * shorter side to the length of one of its children, and the longer one to `longest` at most (0: any).
- * bound: MULTIPLIED_SIZE multiplies both sides and cuts, as RandomShortestSize; SHORT_BOUND and LONG_BOUND bound the
+/* torchvision: Resize, RandomResize, RandomShortestSize, RandomResizedCrop. The new size is height x width. If these are 0, the
+ * shorter side gets the length of one of the children, and the longer side at most `longest` (0: any).
+ * bound: MULTIPLIED_SIZE multiplies both sides and truncates, as RandomShortestSize does; SHORT_BOUND and LONG_BOUND limit the
  * shorter or the longer side, and enlarge nothing. */
 STEP(RESIZE, resize, int32_t height, width, longest, bound, interpolation, domain, shrinks_by_area;)
 CHILD(LENGTH, length, int32_t px;)
-/* ours: ResizeToBucket. Of its children the bucket of which an image keeps the most; resized, so that one side is the bucket's
- * and the other one as long or longer; then what is too long is cut off. */
+/* ours: ResizeToBucket. It chooses the child (bucket) that crops the least of an image. The image is resized so that one side
+ * is the bucket's and the other one is at least as long; then the longer side is cropped. */
 STEP(COVER_BUCKET, cover_bucket, int32_t interpolation, domain;)
 STEP(BUCKET_CROP, bucket_crop, int32_t is_random;)
 CHILD(BUCKET, bucket, int32_t height, width;)
@@ -158,10 +162,10 @@ STEP(CV_ELASTIC, cv_elastic, CvWarp warp; int32_t size, is_shared, is_uniform; d
 /* One number for each sample, uniform in its range. torchvision: ColorJitter, RandomInvert, RandomPosterize, ...; Pillow:
  * ImageFilter.GaussianBlur, with a radius (BOX_BLUR). */
 STEP(VALUE, value, int32_t kind, domain; double low, high;)
-STEP(GRAYSCALE, grayscale, int32_t channels, domain;) /* 0 channels: as many as there are */
-STEP(BLUR, blur, int32_t width, height; double low, high;) /* torchvision: GaussianBlur; of the kernel, range of sigma */
+STEP(GRAYSCALE, grayscale, int32_t channels, domain;) /* 0 channels: the number does not change */
+STEP(BLUR, blur, int32_t width, height; double low, high;) /* torchvision: GaussianBlur; size of the kernel, range of sigma */
 STEP(PERMUTE, permute, )
-STEP(PHOTOMETRIC, photometric, double p;) /* torchvision: RandomPhotometricDistort; p for each of its five children */
+STEP(PHOTOMETRIC, photometric, double p;) /* torchvision: RandomPhotometricDistort; p is that of each of its five children */
 
 /* albumentations: RandomBrightnessContrast, ColorJitter. x becomes x * alpha + beta; is_safe: without leaving [0, 255]. */
 STEP(CV_LINEAR, cv_linear, int32_t added, is_safe; double alpha[2], beta[2];)
@@ -180,8 +184,8 @@ STEP(CV_CLAHE, cv_clahe, int32_t columns, rows; double limit[2];)        /* CLAH
 STEP(CV_NOISE, cv_noise, int32_t multiplies, is_shared; double mean[2], sigma[2], range[2];)
 STEP(CV_ISO, cv_iso, double colour[2], intensity[2];) /* ISONoise */
 
-/* torchvision: GaussianNoise, RandomErasing; timm: RandomErasing, whose rectangles share the area. */
-STEP(NOISE, noise, int32_t clips; double mean, sigma;) /* in units of [0, 1] */
+/* torchvision: GaussianNoise, RandomErasing; timm: RandomErasing, which divides the area among its rectangles. */
+STEP(NOISE, noise, int32_t clips; double mean, sigma;) /* for values in [0, 1] */
 STEP(ERASE, erase, int32_t fewest, most, mode, is_normalized; double p, scale[2], log_ratio[2];)
 
 /* albumentations: Blur and MedianBlur, GaussianBlur, MotionBlur, whose kernels have an odd side of `smallest` to `largest`
@@ -202,16 +206,16 @@ STEP(GRID_DROPOUT, grid_dropout,
     int32_t rows, columns, smallest, end, is_random, shift_x, shift_y, mode, is_normalized;
     double ratio;)
 
-/* torchvision: ToTensor, ToDtype, ConvertImageDtype, then Normalize (means 0: none). widens: one channel becomes as many as
- * there are means. */
+/* torchvision: ToTensor, ToDtype, ConvertImageDtype, then Normalize (means = 0: none). widens: one channel becomes as many
+ * channels as there are means. */
 STEP(CAST, cast, int32_t dtype, scaling, means, widens, statistic; double mean[6], std[6];)
 
-/* torchvision: RandAugment and TrivialAugmentWide (bin -1: drawn), AutoAugment (children are pairs), AugMix (depth 0:
- * drawn). Children are what they choose from. */
+/* torchvision: RandAugment and TrivialAugmentWide (bin -1: drawn), AutoAugment (children are pairs), AugMix (depth 0 or less:
+ * drawn). They choose among their children. */
 STEP(AUGMENT, augment, Policy policy; int32_t count, bin;)
 STEP(POLICIES, policies, Policy policy;)
 STEP(AUG_MIX, aug_mix, Policy policy; int32_t chains, severity, depth; double alpha;)
-CHILD(MAGNITUDE, magnitude, int32_t kind, is_signed, bin, row; double p;) /* row: among the levels */
+CHILD(MAGNITUDE, magnitude, int32_t kind, is_signed, bin, row; double p;) /* row: its row in the levels */
 
 /* timm: RandAugment, AutoAugment of data/auto_augment.py: as CHOICE, of sequences of TIMM_OP. The flags come from
  * an op's name; one of the interpolations is drawn. An infinite deviation means uniform from 0 to the magnitude.
@@ -222,17 +226,17 @@ CHILD(TIMM_OP, timm_op,
     int32_t interpolations, interpolation[4];
     double p, magnitude, deviation, most, translation;)
 
-/* Ops: what was drawn. */
+/* Ops: steps as they were drawn for a sample. */
 OP(NOTHING, nothing, )
 /* The box of the image with borders around it, then mirrored left to right, top to bottom. */
 OP(WINDOW, window, Border border; Box box; int32_t mirrors_columns, mirrors_rows;)
-/* The box, resized to height x width; made are the rows and columns from the first ones on. */
+/* The box is resized to height x width; only rows and columns from the first ones on are made. */
 OP(RESIZE, resize,
     Box box;
     int32_t height, width, first_row, first_column, interpolation, domain, chooses_order;)
-/* map: from output to input. PIL_DOMAIN the numbers given to Image.transform(AFFINE or PERSPECTIVE), else the theta that
- * torchvision gives to _affine_grid, or the coefficients of _perspective_grid. Before a perspective is solved, which Python
- * does: x and y of the corners at the top left, top right, bottom right, bottom left. */
+/* map: from output to input. In PIL_DOMAIN the numbers for Image.transform(AFFINE or PERSPECTIVE); otherwise the theta that
+ * torchvision passes to _affine_grid, or the coefficients of _perspective_grid. Python solves the equations of a perspective;
+ * before that: x and y of the corners at the top left, top right, bottom right, bottom left. */
 OP(WARP, warp,
     int32_t is_perspective, height, width, interpolation, domain, has_fill, fuses;
     double map[8];)
@@ -245,7 +249,7 @@ OP(CV_GRID, cv_grid, CvWarp warp; int32_t cells, is_normalized; double limit[2];
 OP(CV_LENS, cv_lens, CvWarp warp; int32_t is_fisheye; double amount;)
 OP(CV_ELASTIC, cv_elastic, CvWarp warp; int32_t size, is_shared, is_uniform; double alpha, sigma; uint64_t key;)
 OP(TURN, turn, int32_t quarters;) /* counterclockwise */
-/* amount: factor, threshold, radius or hue; whole: bits kept (POSTERIZE), or what is added (SOLARIZE_ADD). */
+/* amount: factor, threshold, radius or hue; whole: the number of bits kept (POSTERIZE), or the number added (SOLARIZE_ADD). */
 OP(VALUE, value, int32_t kind, domain, whole; double amount;)
 OP(GRAYSCALE, grayscale, int32_t channels, domain;)
 OP(BLUR, blur, int32_t width, height; double sigma;)
@@ -273,43 +277,44 @@ OP(GRID, grid, /* a hole in each cell */
     int32_t rows, columns, is_random, shift_x, shift_y, mode, is_normalized;
     double ratio;
     uint64_t key;)
-/* AugMix keeps the image with a weight, adds the current image with one, which then is the kept one again, and makes the
- * sum, truncated, the current one. */
+/* AugMix. MIX_BEGIN stores the image and begins a sum with its weight; MIX_ADD adds the current image with a weight, and makes
+ * the stored image the current one again; MIX_END makes the sum, truncated, the current image. */
 OP(MIX, mix, int32_t part; double weight;)
-OP(CAST, cast, ) /* what follows works on the values served, normalised or not */
+OP(CAST, cast, ) /* the following ops work on the values of the batch, normalised or not */
 
 REFUSAL(MEMORY, memory, )
-REFUSAL(TABLE, table, )     /* the table itself is not in order, or asks for more than MAX_OPS */
+REFUSAL(TABLE, table, )     /* the table itself is not sound, or needs more than MAX_OPS ops */
 REFUSAL(OUTSIDE, outside, ) /* no pixel would be left */
-REFUSAL(OP, op, )           /* an op is not for this number of channels */
+REFUSAL(OP, op, )           /* an op does not support this number of channels */
 REFUSAL(SHAPE, shape, int64_t channels, height, width, room_channels, room_height, room_width;)
-REFUSAL(FILE, file, ) /* the decoder leaves it to Pillow */
+REFUSAL(FILE, file, ) /* Pillow must decode the file */
 REFUSAL(CHANNELS, channels, int64_t channels;)
 REFUSAL(CROP, crop, int64_t crop_height, crop_width, height, width;)
 REFUSAL(BORDER, border, int64_t left, top, right, bottom, height, width;)
 REFUSAL(BLUR, blur, int64_t height, width;)
 REFUSAL(CELLS, cells, int64_t cells, height, width;)
-REFUSAL(HOLE, hole, int64_t height, width;) /* of albumentations' dropouts, none fits */
-REFUSAL(LEVELS, levels, int64_t height, width;) /* there are none for this size yet */
+REFUSAL(HOLE, hole, int64_t height, width;)     /* no hole of a dropout of albumentations fits into the image */
+REFUSAL(LEVELS, levels, int64_t height, width;) /* there are no levels for this size yet: Python computes them */
 REFUSAL(ROW, row, int64_t row, rows;)           /* the output has fewer rows */
 
-/* What a policy may do to images of one size: `count` levels, bins of each row. */
+/* The magnitudes of a policy for images of one size: `count` levels, a row of bins for each op. */
 RECORD(Levels, int32_t step, height, width, count; const double *levels;)
-/* How uint8 becomes what is served: made of the CAST step by fastdata_values. Channel c is that of c % channels. Floats are
- * (x / factor - mean) / std, or with x * factor, where that gives the very values of the table; else these. */
+/* The conversion of uint8 to the values of a batch; fastdata_values makes it from the CAST step. Channel c uses the values of
+ * c % channels. by_formula: floats are (x / factor - mean) / std, or with x * factor, because that gives exactly the values of
+ * the table; otherwise the table is used. */
 RECORD(Values,
     int32_t dtype, scaling, normalizes, widens, channels, by_formula, statistic;
     float factor;
     double mean[6], std[6], table_C256[1536];)
-/* A transform: its steps, of which the first is the parent of all others, and facts of this machine: torch fuses products,
- * its v2 has fast bilinear kernels, Pillow chooses which side to resize first. */
+/* A transform: its steps, whose first is the parent of all others, and facts of this machine: torch fuses products and sums,
+ * its v2 has fast bilinear kernels for uint8, Pillow chooses which side to resize first. */
 RECORD(Table,
     const struct Step *steps;
     const Levels *levels;
     int32_t count, levels_count, fuses, resizes_fast, chooses_order;
     Values values;)
-/* What samples are served as: memory for rows (C, h, w), or (h, w, C) if channels_last. Nothing is written beyond its bytes.
- * Perspectives need the coefficients of all ops of each sample. rows: how many there is room for, found by the core. */
+/* The memory of a batch: rows (C, h, w), or (h, w, C) if channels_last. Nothing is written beyond out_bytes. solved_BS8:
+ * coefficients for all ops of each sample, which perspectives need. rows: the number of rows that fit, computed by the core. */
 RECORD(Output,
     const Table *table;
     uint8_t *out_B;
@@ -318,23 +323,23 @@ RECORD(Output,
     const double *solved_BS8;
     int64_t solved;)
 
-/* A row of a batch that is made of two samples, once sample `after` of the call is served: the shares of both, or the box of
- * the partner's in the own one. */
+/* A row of a batch that is made from two samples, once sample `after` of the call is complete: a sum with the shares of both,
+ * or the own sample with the box of its partner. */
 RECORD(Blended,
     const uint8_t *own;
     const uint8_t *partner;
     int64_t row, after;
     double share, partner_share;
     Box box;)
-/* What rows are written to, in the order of `after`, from samples that lie in memory as a row of the output does: uint8 that
- * its table converts, or values as it has them. */
+/* Rows to blend, in the order of `after`, and their output. The samples have the memory format of a row of the output; they are
+ * uint8 that the output's table converts (converts), or values in the output's dtype. */
 RECORD(Blending,
     Output *output;
     const Blended *rows;
     int64_t count;
     int32_t converts;)
 
-/* Functions of libjpeg-turbo by their names without jpeg_, and the version of its ABI. */
+/* Functions of libjpeg-turbo, by their names without jpeg_, and the version of its ABI. */
 RECORD(Jpeg,
     void (*CreateDecompress)(void *, int version, size_t struct_bytes);
     int (*read_header)(void *, int needs_image);

@@ -1,12 +1,12 @@
-/* Kernels of OP_RESIZE: boxes of images resized with the pixels of Pillow's Image.resize, of torch's interpolate, or, where
- * it takes floats, of OpenCV's resize (cv_resize.c has its whole numbers).
+/* Kernels of OP_RESIZE: boxes of images resized with the pixels of Pillow's Image.resize, of torch's interpolate, or of those
+ * filters of OpenCV's resize that use floats (cv_resize.c has the ones that use integers).
  *
- * Both are separable: along an axis each pixel of the result has a first pixel that counts, and weights from there on.
- * Integer weights (Pillow: 22 places; torch, uint8: what an int16 holds) are summed exactly in int32, rounded, shifted
- * and clipped to uint8 after each axis. 22 places are split into high * 2048 + low, so that a 16-bit multiply-add takes
- * two pixels at once. The pass along rows makes 16 columns of LANES rows at a time, each 128-bit lane of a vector from
- * another row: a byte shuffle brings together what counts for four columns (or, where they lie far apart, for one).
- * Fused products would move weights off Pillow's: build with -ffp-contract=off.
+ * All of them are separable: along an axis each output pixel has a first input pixel, and weights from there on. Integer
+ * weights (Pillow: 22 bits after the point; torch, uint8: as many as fit into an int16) are summed exactly in int32, then
+ * rounded, shifted and clipped to uint8 after each axis. Weights of 22 bits are split into high * 2048 + low, because a 16-bit
+ * multiply-add instruction takes two pixels at once. The pass along rows makes 16 columns of LANES rows at a time; each
+ * 128-bit lane of a vector has pixels of another row. A byte shuffle collects the pixels for four columns, or for one if they
+ * are far apart. Fused products would change the weights from Pillow's: build with -ffp-contract=off.
  */
 #include "core.h"
 #include "lanes.h"
@@ -14,18 +14,18 @@
 #include <math.h>
 #include <string.h>
 
-#define PI 3.14159265358979323846 /* C11 has none */
+#define PI 3.14159265358979323846 /* C11 does not define it */
 
 enum { LOW_BITS = 11, LOW_MASK = (1 << LOW_BITS) - 1, PIL_BITS = 22, TORCH_MOST_BITS = 22 };
 enum { BLOCK = 16, PADDING = 64, STRIPE = 8 }; /* columns at a time; alignment of rows; rows at a time */
 
-/* One axis: `from` pixels become `to`, which are all that there are or, once cut, some of them. Tables: (to); weight
- * (taps, stride); low and high, of two taps each, (steps, stride). */
+/* One axis: `from` pixels become `to` pixels; after `cut` only a part of them. Shapes of the tables: start, count, center and
+ * total (to); weight (taps, stride); low and high (steps, stride), with two taps in each entry. */
 typedef struct {
     int64_t from, to, stride, taps, steps;
     int32_t bits, *start, *count;
     uint32_t *low, *high; /* 16 bits of each tap */
-    bool wide, single;    /* whether they need `high`; whether they are the float32 of even and odd taps */
+    bool wide, single;    /* weights need `high`, too; low and high are float32 weights of even and odd taps */
     double *center, *total, *weight;
 } Axis;
 
@@ -45,14 +45,14 @@ double support_of(int filter) {
     }
 }
 
-/* Taps that there may be. */
+/* The largest possible number of taps. */
 static int64_t reach_of(int64_t from, int64_t to, int filter) {
     const double scale = (double)from / to;
     return 2 * (int64_t)ceil(support_of(filter) * (scale < 1 ? 1 : scale)) + 1;
 }
 
-/* precompute_coeffs of Pillow's Resample.c; _compute_indices_min_size_weights_aa of torch's UpSampleKernel.cpp, which
- * calculates in float32 for float32 images. */
+/* precompute_coeffs of Pillow's Resample.c; _compute_indices_min_size_weights_aa of torch's UpSampleKernel.cpp, which computes
+ * in float32 for float32 images (single). */
 INLINE void weigh_smooth(Axis *a, int filter, bool single) {
 #define REAL(x) (single ? (double)(float)(x) : (double)(x))
     const int64_t n = a->to, reach = reach_of(a->from, a->to, filter);
@@ -92,7 +92,7 @@ INLINE void weigh_smooth(Axis *a, int filter, bool single) {
     }
 }
 
-/* computeResizeAreaTab of OpenCV's resize.cpp: shares of the pixels that each pixel of the result covers. */
+/* computeResizeAreaTab of OpenCV's resize.cpp: the shares of the input pixels that an output pixel covers. */
 static void weigh_areas(Axis *a) {
     const int64_t n = a->to, reach = reach_of(a->from, a->to, CV_AREA);
     const double scale = cv_scale(a->from, a->to);
@@ -115,8 +115,8 @@ static void weigh_areas(Axis *a) {
     }
 }
 
-/* OpenCV's cubic resize as Intel's IPP does it: the four nearest pixels, however much the image shrinks; where the image
- * has no pixel, the one at its edge counts for it. */
+/* OpenCV's cubic resize as Intel's IPP computes it: always from the four nearest pixels, even if the image shrinks. Outside the
+ * image, the pixel at the edge is used. */
 static void weigh_ipp_cubic(Axis *a) {
     const int64_t n = a->to, taps = a->from < 4 ? a->from : 4;
     const double scale = cv_scale(a->from, a->to);
@@ -171,7 +171,7 @@ static int64_t axis_bytes(int64_t from, int64_t to, int filter) {
 
 static void *weigh(Axis *a, void *memory, int64_t from, int64_t to, const Op *op) {
     const int32_t filter = op->resize.interpolation, domain = op->resize.domain;
-    const int64_t reach = reach_of(from, to, filter) + 3; /* even, and four at least */
+    const int64_t reach = reach_of(from, to, filter) + 3; /* even, and at least four */
     *a = (Axis){.from = from, .to = to, .stride = to, .weight = memory};
     a->wide = domain == PIL_DOMAIN, a->single = domain == V1_DOMAIN;
     a->center = a->weight + reach * to, a->total = a->center + to;
@@ -186,7 +186,7 @@ static void *weigh(Axis *a, void *memory, int64_t from, int64_t to, const Op *op
     return (char *)memory + axis_bytes(from, to, filter) / PADDING * PADDING;
 }
 
-/* Leave all but `count` pixels of the result, and of the source all before the first that counts: gives its place. */
+/* Keep only `count` output pixels, from `first` on, and the input pixels that they need. Returns the first of these. */
 static int64_t cut(Axis *a, int64_t first, int64_t count) {
     a->start += first, a->count += first, a->low += first, a->high += first, a->weight += first, a->to = count;
     const int64_t begin = a->start[0];
@@ -195,15 +195,15 @@ static int64_t cut(Axis *a, int64_t first, int64_t count) {
     return begin;
 }
 
-/* Eight products: two taps of each of four columns, or ("far") eight taps of one. */
+/* One step of the pass along rows, with eight products: two taps of each of four columns, or (`far`) eight taps of one. */
 typedef struct {
-    uint32_t index[4], low[4], high[4]; /* which of 16 bytes; weights */
-    int32_t base;                       /* where the 16 bytes begin */
-    bool fresh;                         /* elsewhere than in the step before */
+    uint32_t index[4], low[4], high[4]; /* the bytes to shuffle, among 16; their weights */
+    int32_t base;                       /* place of the 16 bytes in the row */
+    bool fresh;                         /* the place differs from that of the step before */
 } Taps;
 
-/* The steps of all columns, the last one repeated to fill its block. Rows end at `end`, 16 bytes or more from their
- * beginning. False where the pixels of four columns lie too far apart. */
+/* Plan the steps of all columns; the last column is repeated to fill its block. Rows end at `end`, at least 16 bytes from their
+ * beginning. False if the pixels of four columns are too far apart for 16 bytes. */
 static bool plan_rows(const Axis *a, Taps *step, bool far, int64_t end) {
     const int64_t n = a->to, across = far ? 1 : 4, steps = far ? (a->steps + 3) / 4 : a->steps;
     for (int64_t x = 0; x < n; x += BLOCK) {
@@ -213,7 +213,7 @@ static bool plan_rows(const Axis *a, Taps *step, bool far, int64_t end) {
                 const int64_t k = (far ? 8 : 2) * j, first = a->start[i < n ? i : n - 1] + k;
                 const int64_t last = far ? first + 7 : a->start[i + 3 < n ? i + 3 : n - 1] + k + 1;
                 step->fresh = first < base || last > base + 15;
-                if (step->fresh) base = first < end - 16 ? first : end - 16; /* past the end weights are 0 */
+                if (step->fresh) base = first < end - 16 ? first : end - 16; /* weights past the end are 0 */
                 if (last > base + 15 && base < end - 16) return false;
                 step->base = (int32_t)base;
                 for (int64_t q = 0; q < 4; q++) {
@@ -233,13 +233,13 @@ INLINE Vec finish(Vec low, Vec high, bool wide, int bits) {
 }
 INLINE Vec pack(const Vec v[4]) { return X(packus_epi16, X(packs_epi32, v[0], v[1]), X(packs_epi32, v[2], v[3])); }
 
-INLINE Vec add_across(const Vec v[4]) { /* in each lane, the sums of the four */
+INLINE Vec add_across(const Vec v[4]) { /* each lane of the result has the sums of the same lane of the four vectors */
     const Vec a = X(unpacklo_epi32, v[0], v[1]) + X(unpackhi_epi32, v[0], v[1]);
     const Vec b = X(unpacklo_epi32, v[2], v[3]) + X(unpackhi_epi32, v[2], v[3]);
     return X(unpacklo_epi64, a, b) + X(unpackhi_epi64, a, b);
 }
 
-/* The pass along rows, whose output has room for whole blocks. */
+/* The pass along rows; `out` must have room for whole blocks. */
 INLINE void run_rows(const Axis *a, const Taps *plan, bool far, int64_t steps, bool wide, const uint8_t *in,
                      int64_t in_row, uint8_t *out, int64_t out_row, int64_t height) {
     const Vec zero = {0}, half = zero + (1 << a->bits >> 1);
@@ -253,7 +253,7 @@ INLINE void run_rows(const Axis *a, const Taps *plan, bool far, int64_t steps, b
                 for (int i = 0; i < LANES; i++) {
                     const int64_t row = y + i < bottom ? y + i : bottom - 1;
                     from[i] = in + row * in_row, to[i] = out + row * out_row;
-                    __builtin_prefetch(from[i] + STRIPE * in_row + block->base); /* 240 -> 175 us */
+                    __builtin_prefetch(from[i] + STRIPE * in_row + block->base); /* 175 us instead of 240 */
                 }
                 Vec sum[4], window = zero;
                 s = block;
@@ -285,7 +285,7 @@ static void resize_rows(const Axis *a, const Taps *plan, bool far, const uint8_t
 
 INLINE uint8_t clip(int32_t x) { return x < 0 ? 0 : x > 255 ? 255 : (uint8_t)x; }
 
-/* The pass along columns. Rows of `in` that are narrower than PADDING may be read up to there. */
+/* The pass along columns. Rows of `in` that are narrower than PADDING must be readable up to PADDING. */
 INLINE void run_columns(const Axis *a, int64_t steps, bool wide, const uint8_t *in, int64_t in_row, uint8_t *out,
                         int64_t out_row, int64_t width) {
     const Vec zero = {0}, half = zero + (1 << a->bits >> 1);
@@ -325,7 +325,7 @@ static void resize_columns(const Axis *a, const uint8_t *in, int64_t in_row, uin
 #undef RUN
 }
 
-/* The pass along rows in float32, in torch's order of sums. */
+/* The pass along rows in float32; sums are in torch's order. */
 static void sum_rows(const Axis *a, const Taps *plan, const uint8_t *in, int64_t in_row, float *out, int64_t out_row,
                      int64_t height) {
     for (int64_t y = 0; y < height; y += LANES) {
@@ -350,8 +350,8 @@ static void sum_rows(const Axis *a, const Taps *plan, const uint8_t *in, int64_t
     }
 }
 
-/* Both passes in float32, rounded once, as torchvision does for uint8 tensors that torch has no kernel for. `sum` has
- * room for a row of the result, and after it for H of them. No plan: pixels lie too far apart. */
+/* Both passes in float32, rounded once at the end, as torchvision does where torch has no kernel for uint8. `sum` has room for
+ * one row of the result, and after it for H rows. `plan` is NULL if pixels are too far apart for `sum_rows`. */
 static void resize_floats(const Axis *rows, const Axis *columns, const Taps *plan, const uint8_t *in, int64_t in_row,
                           float *sum, int64_t row_w, uint8_t *restrict out) {
     const int64_t w = columns->to;
@@ -375,9 +375,9 @@ static void resize_floats(const Axis *rows, const Axis *columns, const Taps *pla
     }
 }
 
-/* ImagingScaleAffine of Pillow's Geometry.c; nearest_idx, HelperInterpNearestExact and, where the result is small,
- * nearest_neighbor_exact_compute_source_index of torch (see _use_vectorized_kernel_cond_2d); resizeNN and, before OpenCV 5,
- * resizeNN_bitexact of OpenCV's resize.cpp. OpenCV 5 is exact as Pillow is. */
+/* The input pixel of each output pixel. Pillow: ImagingScaleAffine of Geometry.c. torch: nearest_idx, HelperInterpNearestExact,
+ * and for small results nearest_neighbor_exact_compute_source_index (see _use_vectorized_kernel_cond_2d). OpenCV: resizeNN of
+ * resize.cpp, and before OpenCV 5 resizeNN_bitexact; the exact filter of OpenCV 5 is equal to Pillow's. */
 static void index_nearest(int32_t *index, int64_t from, int64_t to, int filter, int domain, bool small) {
     const double step = (double)from / to;
     const float scale = (float)step;
@@ -416,10 +416,10 @@ static bool resize_nearest(const Op *op, const Image *in, const Image *out, Scra
 
 INLINE int64_t padded(int64_t x) { return (x + PADDING - 1) / PADDING * PADDING; }
 
-/* As many rows and columns of the resized image as `out` has, from the first ones on; `in` is the box. All of those where
- * one length stays as it was. ImagingResampleInner of Pillow's Resample.c (which of version 13 takes columns first where
- * much height is lost); its Image.resize multiplies images of 2 and 4 channels by their alpha first (rgbA2rgba, rgba2rgbA
- * of Convert.c). */
+/* Make as many rows and columns of the resized image as `out` has, from op->resize.first_row and first_column on; `in` is the
+ * box. If one side does not change, `out` must have the whole image. Pillow: ImagingResampleInner of Resample.c, which from
+ * version 13 on takes columns first if much height is lost; Image.resize multiplies images of 2 and 4 channels by their alpha
+ * before that (rgbA2rgba, rgba2rgbA of Convert.c). */
 bool resize(const Op *op, const Image *in, const Image *out, Scratch *scratch) {
     const int64_t H = in->height, W = in->width, whole_h = op->resize.height, whole_w = op->resize.width;
     const int64_t h = out->height, w = out->width, last = in->channels - 1;
@@ -439,9 +439,9 @@ bool resize(const Op *op, const Image *in, const Image *out, Scratch *scratch) {
     uint8_t *copy = take(scratch, SLOT_WORK_2, copy_bytes + shorter_bytes + narrower_bytes);
     if (!memory || !copy) return false;
     uint8_t *shorter = copy + copy_bytes, *narrower = shorter + shorter_bytes;
-    Axis rows, columns; /* the axis that numbers them */
+    Axis rows, columns; /* the vertical and the horizontal axis */
     bool far = false, near = false;
-    int64_t top = 0, left = 0, height = H; /* of what is read */
+    int64_t top = 0, left = 0, height = H; /* the part of the box that is read */
     if (along_columns) {
         memory = weigh(&rows, memory, H, whole_h, op);
         top = cut(&rows, op->resize.first_row, h), height = rows.from;

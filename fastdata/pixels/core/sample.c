@@ -1,4 +1,4 @@
-/* The image that a sample is at present, and the memory that a call works in. */
+/* The image of a sample between two ops, and the scratch memory of a call. */
 #include "core.h"
 
 #include <stdatomic.h>
@@ -6,7 +6,7 @@
 #include <string.h>
 
 enum { TILE = 16 };
-enum { POOLED = 32, POOLED_BYTES = 8 << 20 }; /* scratches, and the most that one of them holds */
+enum { POOLED = 32, POOLED_BYTES = 8 << 20 }; /* most scratches in the pool, and most bytes of each */
 
 void *take(Scratch *scratch, int slot, int64_t bytes) {
     if (scratch->bytes[slot] < bytes) {
@@ -20,8 +20,8 @@ void *take(Scratch *scratch, int slot, int64_t bytes) {
     return (void *)(((uintptr_t)scratch->data[slot] + 63) / 64 * 64);
 }
 
-/* Scratches of calls that have ended, for those to come: for a call that serves one sample, new pages take a tenth of the
- * time. Each place is taken and filled by one atomic exchange, so that two threads never get the same scratch. */
+/* Scratches of calls that have ended, for later calls: in a call for one sample, new pages take a tenth of the time. Each
+ * place of the pool is emptied and filled by one atomic exchange, so two threads never get the same scratch, without a lock. */
 static _Atomic(Scratch *) pool[POOLED];
 
 Scratch *borrow(void) {
@@ -55,10 +55,10 @@ void pack_image(Image *image, uint8_t *data) {
     image->plane = (int64_t)image->height * image->width;
 }
 
-/* An image of that size in the buffer that the sample does not use. */
+/* Make an image of that size in the one of the two buffers that the sample does not use. */
 bool room(Sample *sample, int32_t channels, int32_t height, int32_t width, Image *out) {
     out->channels = channels, out->height = height, out->width = width;
-    int64_t planes = channels < 3 ? 3 : channels; /* grayscale may go back to 3 */
+    int64_t planes = channels < 3 ? 3 : channels; /* a later op may turn one channel into 3 in place */
     uint8_t *data = take(sample->scratch, sample->slot == SLOT_A ? SLOT_B : SLOT_A, planes * height * width);
     if (data) pack_image(out, data);
     return data != NULL;
@@ -69,7 +69,7 @@ void become(Sample *sample, const Image *image) {
     sample->slot = sample->slot == SLOT_A ? SLOT_B : SLOT_A;
 }
 
-/* Transpose a tile: rows of `from` are columns of `to`; its columns may be mirrored, of which `step` is -1 then. */
+/* Transpose a tile: rows of `from` become columns of `to`. `step` is 1, or -1 if the rows of the image are mirrored. */
 INLINE void copy_tile(const uint8_t *restrict from, int64_t pixel, int64_t step, uint8_t *restrict to, int64_t row) {
     uint8_t tile[TILE][TILE];
     for (int x = 0; x < TILE; x++)
@@ -78,8 +78,8 @@ INLINE void copy_tile(const uint8_t *restrict from, int64_t pixel, int64_t step,
         for (int x = 0; x < TILE; x++) to[y * row + x] = tile[x][y];
 }
 
-/* Rows of a turned plane are columns in memory: a tile at a time, as the cache may have no room for as many lines as there
- * are rows. */
+/* Copy a transposed plane, whose rows are columns in memory. It is copied in tiles, because the cache may have too little room
+ * for one line of each row. */
 static void copy_turned(const Image *in, const uint8_t *from, const Image *out, uint8_t *to) {
     for (int64_t y = 0; y < in->height; y += TILE)
         for (int64_t x = 0; x < in->width; x += TILE) {
@@ -110,7 +110,8 @@ void copy_image(const Image *in, const Image *out) {
     }
 }
 
-/* Make the image packed memory of our own: the store is read-only, and a view may be mirrored. */
+/* Copy the image to packed memory that may be written, unless it is there already: the memory of the store must not be written,
+ * and a view may be mirrored. */
 bool own(Sample *sample) {
     if (sample->slot >= 0 && is_packed(&sample->image)) return true;
     Image out;
@@ -120,7 +121,7 @@ bool own(Sample *sample) {
     return true;
 }
 
-bool settle(Sample *sample) { /* run the pending table */
+bool settle(Sample *sample) { /* apply the pending table */
     if (!sample->has_table) return true;
     if (!own(sample)) return false;
     apply_table(&sample->image, sample->table_C256);
@@ -128,7 +129,7 @@ bool settle(Sample *sample) { /* run the pending table */
     return true;
 }
 
-/* Run a kernel that writes another image, which the sample becomes. */
+/* Run a kernel that writes a new image, and make that the image of the sample. */
 int remake(Sample *sample, const Op *op, int32_t height, int32_t width, Kernel *kernel) {
     Image *image = &sample->image, out;
     if (height < 1 || width < 1) return REFUSED_OUTSIDE;

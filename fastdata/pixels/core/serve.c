@@ -1,5 +1,5 @@
-/* One batch: each sample is decoded, if it is a file, and its ops are run step by step through buffers in the cache, for all
- * that it is served as. */
+/* Making a batch: each sample is decoded, if it is a file; then, for each output, its ops run one after the other in buffers
+ * that stay in the cache, and the result is written to the batch. */
 #include "core.h"
 
 #include <stdlib.h>
@@ -8,27 +8,27 @@
 enum { FETCHED_BYTES = 16 << 10, LINE = 64 };
 enum { MARGIN = 64 }; /* bytes before and behind a decoded image that kernels may read */
 
-/* The samples of a call, what is drawn from, and what they are served as. */
+/* The samples of a call, the keys of their draws, and their outputs. */
 typedef struct {
     const uint8_t *const *sources_B; /* first byte of each sample, uint8 (C, H, W), or of its file */
-    const int32_t *shapes_B3;        /* channels, height, width */
-    const int64_t *sizes_B;          /* bytes of those that are JPEG files, 0 of pixels; NULL: all are pixels */
-    const int32_t *turns_B;          /* EXIF orientations that files are turned by, as their shapes are; NULL: none is */
+    const int32_t *shapes_B3;        /* channels, height, width; of a file: after it is turned */
+    const int64_t *sizes_B;          /* bytes of a JPEG file, 0 for pixels; NULL: all are pixels */
+    const int32_t *turns_B;          /* EXIF orientations by which files are turned; NULL: none is turned */
     const Jpeg *jpeg;
     uint64_t seed;
     const int64_t *visits_B, *indices_B;
-    const int64_t *rows_B;           /* the row that each sample is written to; NULL: its own number */
+    const int64_t *rows_B;           /* the row for each sample; NULL: sample b is written to row b */
     const Output *outputs;
-    int64_t count;                   /* of these */
+    int64_t count;                   /* number of outputs */
 } Batch;
 
-/* What was drawn for a sample by one program, and OP_NOTHING behind it. */
+/* The ops that one program has drawn for a sample, followed by OP_NOTHING. */
 typedef struct {
     Op ops[MAX_OPS + 1];
     int32_t count;
 } Drawn;
 
-/* These do nothing: the conversion is in values.c, and OP_CAST only separates ops on uint8 from those on floats. */
+/* These do nothing: values.c converts, and OP_CAST only separates the ops on uint8 from those on floats. */
 int run_nothing(Sample *sample, Op *op) { return (void)sample, (void)op, OK; }
 int run_cast(Sample *sample, Op *op) { return (void)sample, (void)op, OK; }
 
@@ -42,7 +42,7 @@ static int run_op(Sample *sample, Op *op) {
 
 /* Samples that are files */
 
-/* The part of an image that a window needs; all of it if borders repeat pixels, which may be any. */
+/* The part of an image that a window reads; the whole image if borders repeat pixels, which may be any of them. */
 static Box read_window(const Op *op, int32_t height, int32_t width) {
     const Border *border = &op->window.border;
     const Box *box = &op->window.box, whole = {0, 0, height, width};
@@ -58,7 +58,7 @@ static Box read_window(const Op *op, int32_t height, int32_t width) {
     return part;
 }
 
-/* The part of an image (height, width) that a program reads, which its first op may narrow. */
+/* The part of an image (height, width) that a program reads: its first op may need only a part. */
 static Box read_box(const Drawn *drawn, int32_t height, int32_t width) {
     const Op *op = drawn->ops, *next = op + 1;
     const Box whole = {0, 0, height, width};
@@ -78,7 +78,7 @@ static Box join(Box a, Box b) {
     return (Box){top, left, bottom - top, right - left};
 }
 
-/* EXIF orientations, as PIL.ImageOps.exif_transpose has them: what is mirrored in the file, before 5 to 8 transpose it. */
+/* EXIF orientations, as in PIL.ImageOps.exif_transpose: rows or columns of the file are mirrored; then 5 to 8 transpose it. */
 static bool mirrors_rows(int turn) { return turn == 3 || turn == 4 || turn == 6 || turn == 7; }
 static bool mirrors_columns(int turn) { return turn == 2 || turn == 3 || turn == 7 || turn == 8; }
 
@@ -91,13 +91,14 @@ static void turn_upright(Image *image, int turn) {
     image->height = before.width, image->width = before.height;
 }
 
-/* Decode the part of a sample that the programs read. `image` then has the size and strides of the whole image, though only
- * that part is in memory: its data may point outside, and ops must read no other pixel (read_box has to agree with them). */
+/* Decode the part of a sample that the programs read. `image` then has the size and strides of the whole image, although only
+ * that part is in memory: its `data` may point outside of it. So ops must not read other pixels: `read_box` must agree with
+ * what they read. */
 static bool decode_sample(const Batch *batch, int64_t b, const Drawn *drawn, Image *image, Scratch *scratch) {
     const int turn = batch->turns_B ? batch->turns_B[b] : 1;
     Box box = read_box(drawn, image->height, image->width);
     for (int64_t k = 1; k < batch->count; k++) box = join(box, read_box(drawn + k, image->height, image->width));
-    Box there = turn < 5 ? box : (Box){box.left, box.top, box.width, box.height}; /* in the file */
+    Box there = turn < 5 ? box : (Box){box.left, box.top, box.width, box.height}; /* the box in the file, before it is turned */
     const int32_t height = turn < 5 ? image->height : image->width, width = turn < 5 ? image->width : image->height;
     if (mirrors_rows(turn)) there.top = height - there.top - there.height;
     if (mirrors_columns(turn)) there.left = width - there.left - there.width;
@@ -121,9 +122,9 @@ static bool decode_sample(const Batch *batch, int64_t b, const Drawn *drawn, Ima
     return true;
 }
 
-/* Fetch the next sample into the cache while this one is served, if it is small and its pixels are in memory. Samples of a
- * shuffled batch are far apart, and a small one ends before the processor has noticed a pattern. CIFAR's recipe is served
- * 1.2 times as fast on an EPYC and 1.1 to 1.2 times on a Xeon (benchmarks/program.py). */
+/* Fetch the next sample into the cache while this one is made, if it is small and its pixels are in memory. The samples of a
+ * shuffled batch are far apart, and a small one ends before the processor has detected a pattern to prefetch. CIFAR's recipe
+ * runs 1.2 times as fast on an EPYC and 1.1 to 1.2 times on a Xeon (benchmarks/program.py). */
 static void fetch(const Batch *batch, int64_t b) {
     const int32_t *shape = batch->shapes_B3 + 3 * b;
     const int64_t bytes = (int64_t)shape[0] * shape[1] * shape[2];
@@ -133,7 +134,7 @@ static void fetch(const Batch *batch, int64_t b) {
 
 static int64_t row_of(const Batch *batch, int64_t b) { return batch->rows_B ? batch->rows_B[b] : b; }
 
-/* Where a sample is served. */
+/* The place of a row in the batch, as an image. */
 static Image place_of(const Output *output, int64_t row) {
     Image out = {.channels = output->channels, .height = output->height, .width = output->width};
     pack_image(&out, output->out_B + row * row_bytes(output));
@@ -149,7 +150,7 @@ static int deny_shape(const Output *output, const Image *image, bool widens, Ref
     return REFUSED_SHAPE;
 }
 
-/* Write an image, by values of its own if they depend on it. */
+/* Convert and write an image. If the conversion depends on the image (measure.c), it gets a copy of the table. */
 static bool write_image(const Output *output, const Image *image, uint8_t *out, Scratch *scratch) {
     if (!output->table->values.statistic) return write_values(output, image, out, scratch);
     Table table = *output->table;
@@ -158,13 +159,13 @@ static bool write_image(const Output *output, const Image *image, uint8_t *out, 
     return measure(&table.values, image, scratch) && write_values(&own, image, out, scratch);
 }
 
-/* Run the ops of a sample and write what comes out. */
+/* Run the ops of a sample and write the result to its row. */
 static int serve_image(const Output *output, int64_t row, Drawn *drawn, const Image *source, Scratch *scratch,
                        Refusal *refusal) {
     const Values *values = &output->table->values;
-    Sample sample; /* its table of values is not cleared, which would cost a tenth of a small image */
-    /* Slot -1: the pixels are those of the store, which other threads and processes read, or of a file that all outputs are
-     * made of. An op that writes in place copies them first (`own`). */
+    Sample sample; /* its table of values stays uninitialised: clearing it takes a tenth of the time of a small image */
+    /* Slot -1: the pixels belong to the store, which other threads and processes read, or are a decoded file, from which all
+     * outputs are made. An op that writes in place copies them first (`own`). */
     sample.image = *source, sample.slot = -1, sample.has_table = false, sample.scratch = scratch;
     Op *op = drawn->ops, *end = op + drawn->count;
     for (; op < end && op->code != OP_CAST; op++) {
@@ -185,7 +186,7 @@ static int serve_image(const Output *output, int64_t row, Drawn *drawn, const Im
     return OK;
 }
 
-/* Draw the ops of a sample for all outputs before any is served, to know which part of a file they need. */
+/* Draw the ops of a sample for all outputs before the first is made: together they decide which part of a file is decoded. */
 static int draw_sample(const Batch *batch, int64_t b, Drawn *drawn, Refusal *refusal) {
     const int64_t visit = batch->visits_B[b], index = batch->indices_B[b], row = row_of(batch, b);
     const int32_t *shape = batch->shapes_B3 + 3 * b;
@@ -208,7 +209,7 @@ static int draw_sample(const Batch *batch, int64_t b, Drawn *drawn, Refusal *ref
     return OK;
 }
 
-/* True if a file can be decoded to its place in the batch: nothing is done to it, and its shape and dtype are the batch's. */
+/* True if a file can be decoded directly to its place in the batch: it has no ops, and its shape and dtype are the batch's. */
 static bool is_served_whole(const Batch *batch, int64_t b, const Drawn *drawn, const Image *image) {
     const Output *output = batch->outputs;
     const bool has_size = image->height == output->height && image->width == output->width;
@@ -243,7 +244,8 @@ static int serve_one(const Batch *batch, int64_t b, Scratch *scratch, Refusal *r
     return problem;
 }
 
-/* Serve samples [first, last) of a batch as all of its outputs, and write the rows that are blended of them. Returns -1, or the sample that was refused. */
+/* Make samples [first, last) of a batch for all of its outputs, and write the rows that are blended from them. Returns -1, or
+ * the sample that was refused; Python may then repeat the call from that sample on. */
 int64_t fastdata_serve(const uint8_t *const *sources_B, const int32_t *shapes_B3, const Jpeg *jpeg, const int64_t *sizes_B,
                        const int32_t *turns_B, uint64_t seed, const int64_t *visits_B, const int64_t *indices_B,
                        const int64_t *rows_B, Output *outputs, int64_t count, int64_t first, int64_t last,
@@ -264,7 +266,7 @@ int64_t fastdata_serve(const uint8_t *const *sources_B, const int32_t *shapes_B3
     refusal->reason = REFUSED_MEMORY;
     if (!scratch) return first;
     int64_t refused = -1, next = 0;
-    while (blending && next < blending->count && blending->rows[next].after < first) next++; /* by an earlier call */
+    while (blending && next < blending->count && blending->rows[next].after < first) next++; /* written by an earlier call */
     for (int64_t b = first; b < last && refused < 0; b++) {
         if (b + 1 < last) fetch(&batch, b + 1);
         refusal->reason = serve_one(&batch, b, scratch, refusal);

@@ -1,13 +1,14 @@
-/* OP_RESIZE: which box of an image becomes which size, as drawn, and how much of that is made. resize.c has the kernels. */
+/* OP_RESIZE: draws the box of an image and its new size, and finds the part of the result that is made. resize.c has the
+ * kernels. */
 #include "core.h"
 
 #include <math.h>
 
-enum { LEAST_WIDTH = 64 }; /* narrower images are copied whole by `resize` */
+enum { LEAST_WIDTH = 64 }; /* `resize` copies narrower images as a whole */
 enum { READ = 16 };        /* columns that `resize` reads at a time */
 
-/* Of a resize only the rows and columns are made that a window cuts out, if it has no border and both sides change: a pass
- * that does not change its side copies all of it. */
+/* True if only the rows and columns are made that the next window cuts out. The window must have no border, and both sides must
+ * change: a pass that does not change its side copies all of it. */
 bool is_cut(const Op *op, const Op *next) {
     if (next->code != OP_WINDOW) return false;
     const Border *border = &next->window.border;
@@ -19,7 +20,8 @@ bool is_cut(const Op *op, const Op *next) {
     return !has_border && resizes_both && has_pixels && is_inside(cut, op->resize.height, op->resize.width);
 }
 
-/* A resize of a box, which is a view; and of the window that may come next, all but that it mirrors. */
+/* Resize a box, which is a view of the image. If a window follows, its crop is done here too; the window then only mirrors.
+ * torchvision: resized_crop of transforms/functional.py. */
 int run_resize(Sample *sample, Op *op) {
     const Box *box = &op->resize.box;
     const int32_t height = op->resize.height, width = op->resize.width;
@@ -32,21 +34,22 @@ int run_resize(Sample *sample, Op *op) {
     if (!is_cut(op, next)) return remake(sample, op, height, width, resize);
     Box *cut = &next->window.box;
     op->resize.first_row = cut->top, op->resize.first_column = cut->left;
-    cut->top = cut->left = 0; /* the window takes all that is made */
+    cut->top = cut->left = 0; /* the window takes the whole result */
     return remake(sample, op, cut->height, cut->width, resize);
 }
 
-/* Where `size` pixels become `wanted` of which `count` are made from `first` on: which are read, [begin, end). */
+/* Find the pixels [begin, end) that are read if `size` pixels become `wanted`, and only `count` from `first` on are made. */
 static void find_read(int64_t size, int32_t wanted, int32_t first, int32_t count, int32_t filter, int64_t *begin,
                       int64_t *end) {
     const double scale = (double)size / wanted, stretch = scale < 1 ? 1 : scale;
-    const double reach = support_of(filter) * stretch + 2; /* two more, whatever is rounded */
+    const double reach = support_of(filter) * stretch + 2; /* two more, in case of rounding */
     const double low = first * scale - reach, high = ((double)first + count) * scale + reach;
     *begin = low < 0 ? 0 : (int64_t)low;
     *end = high < (double)size ? (int64_t)ceil(high) : size;
 }
 
-/* The part of the box that `resize` reads for rows and columns that are cut out; all of it where that is hardly less. */
+/* The part of the box that `resize` reads for the rows and columns that are cut out; the whole box if it is narrow, or if
+ * columns come first. */
 Box resize_reads(const Op *op, const Box *cut) {
     const int32_t height = op->resize.height, width = op->resize.width, filter = op->resize.interpolation;
     const Box *box = &op->resize.box;
@@ -62,8 +65,8 @@ Box resize_reads(const Op *op, const Box *cut) {
 
 /* Draws */
 
-/* Whose arithmetic resizes: torchvision's v2 takes float32 (v1's way) where torch has no fast kernel for uint8. OpenCV's
- * filters that need floats are in float32, too. */
+/* The domain chooses the arithmetic: torchvision's v2 computes in float32, as v1 does, where torch has no fast kernel for
+ * uint8. OpenCV's filters that need floats are in float32, too. */
 bool add_resize(Drawing *d, const Step *step, int32_t filter, int32_t domain, Box box, int64_t height, int64_t width,
                 int how) {
     if (filter < NEAREST || filter > CV_AREA) return deny(d, step, REFUSED_TABLE);
@@ -79,7 +82,7 @@ bool add_resize(Drawing *d, const Step *step, int32_t filter, int32_t domain, Bo
     return set_size(d, height, width, how);
 }
 
-/* RandomResizedCrop.get_params, which takes the middle where no box fits; albumentations' draws the same. */
+/* torchvision: RandomResizedCrop.get_params, which crops the middle if no box fits; albumentations draws the same way. */
 bool draw_resized_crop(Drawing *d, const Step *step) {
     const double one = step->resized_crop.ratio[0], other = step->resized_crop.ratio[1];
     const double low = fmin(one, other), high = fmax(one, other);
@@ -95,7 +98,7 @@ bool draw_resized_crop(Drawing *d, const Step *step) {
     return add_resize(d, step, filter, step->resized_crop.domain, box, height, width, FIXED);
 }
 
-/* Both sides where the shorter one is to have a length: _compute_resized_output_size of torchvision's
+/* Find both sides if the shorter one must get the length `wanted`: _compute_resized_output_size of torchvision's
  * transforms/functional.py, and RandomShortestSize of v2/_geometry.py. */
 static void find_sides(const Drawing *d, const Step *step, int64_t wanted, int64_t *height, int64_t *width) {
     const int32_t bound = step->resize.bound;

@@ -1,12 +1,12 @@
-/* Values to the batch: the uint8 of an image become what is served, planar or with channels last. */
+/* The last step of a batch: the uint8 values of an image are converted to the batch's dtype, planar or with channels last. */
 #include "core.h"
 
 #include <string.h>
 
-enum { BUFFER = 4096, SHORT_ROW = 128 }; /* bytes: rows shorter than that are converted several at a time */
-enum { PERIOD = 48 }; /* values: whole pixels of 2, 3 and 4 channels, and whole vectors */
+enum { BUFFER = 4096, SHORT_ROW = 128 }; /* bytes; of rows shorter than SHORT_ROW several are converted at a time */
+enum { PERIOD = 48 }; /* values: a multiple of 2, 3 and 4 channels, and of the vectors' length */
 
-/* What to divide by, and its inverse as a sum. */
+/* A divisor, and its inverse as a sum of two floats. */
 typedef struct {
     float value, high, low;
 } Divisor;
@@ -16,8 +16,8 @@ static inline Divisor divisor_of(float value) {
     return (Divisor){value, high, (float)((1.0 - (double)high * value) / value)};
 }
 
-/* a / b, rounded as a division is. The product with the inverse in two parts is not always, but a channel has only 256
- * values: `agrees` compares all of them with the table, which is used instead if one differs. */
+/* a / b as a product with the inverse in two parts, which is faster. It is not always rounded as a division, but a channel has
+ * only 256 values: `agrees` compares all of them with the table, and the table is used if one differs. */
 static inline float divide(float a, Divisor b) {
 #if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
     return __builtin_fmaf(a, b.high, a * b.low);
@@ -49,7 +49,7 @@ static void to_floats(const Values *v, int32_t c, const uint8_t *restrict in, in
         v->scaling == SCALE_DIVIDE ? convert(v, c, in, count, out, true) : convert(v, c, in, count, out, false);
 }
 
-/* True if the formula gives all values of the table. */
+/* True if the formula gives exactly the values of the table. */
 static bool agrees(const Values *v) {
     uint8_t every[256];
     float values[256];
@@ -62,8 +62,8 @@ static bool agrees(const Values *v) {
     return true;
 }
 
-/* Find how uint8 is served: a table of all 256 values by torchvision's own arithmetic (of doubles for FLOAT64, else of
- * floats), and whether a formula, which vectors compute faster than they look up, gives the same. */
+/* Fill `table->values` from the CAST step: a table of all 256 values by torchvision's own arithmetic (doubles for FLOAT64,
+ * otherwise floats), and by_formula: a formula, which vectors compute faster than a look-up, gives the same values. */
 void fastdata_values(Table *table) {
     Values *v = &table->values;
     const Step *cast = table->steps;
@@ -88,7 +88,7 @@ void fastdata_values(Table *table) {
             v->table_C256[256 * c + x] = v->dtype != FLOAT64 ? narrow : is_after ? wide * std : wide / std;
         }
     }
-    v->by_formula = true;
+    v->by_formula = true; /* `agrees` needs it: it converts by the formula */
     v->by_formula = v->dtype != FLOAT64 && agrees(v);
 }
 
@@ -98,7 +98,7 @@ INLINE int64_t int64_of(double value) { return value >= -0x1p63 && value < 0x1p6
 
 static bool is_half(const Values *v) { return v->dtype == FLOAT16 || v->dtype == BFLOAT16; }
 
-/* Values of one row of a plane, or of several that lie end to end. */
+/* Convert the values of one row of a plane, or of several rows that follow each other in memory. */
 static void write_row(const Values *v, int32_t c, const uint8_t *in, int64_t count, uint8_t *out) {
     float floats[CHUNK];
     if (v->dtype == FLOAT32) to_floats(v, c, in, count, (float *)out);
@@ -129,7 +129,7 @@ static void write_plane(const Output *output, const Image *image, int32_t c, uin
     }
 }
 
-/* Channels-last: pixels are laid together as uint8, then converted by constants that repeat. */
+/* Channels last: the uint8 values of pixels are interleaved in a buffer, then converted with constants that repeat. */
 
 INLINE void lay_pixels(const uint8_t *restrict in, int64_t plane, int64_t pixel, int64_t count, int64_t channels,
                        uint8_t *restrict out) {
@@ -145,7 +145,7 @@ static void lay_row(const Image *image, const uint8_t *row, int64_t count, int64
     else lay_pixels(row, plane, pixel, count, channels, out);
 }
 
-/* The constants of PERIOD values of pixels one after the other. */
+/* The constants for PERIOD values of interleaved pixels. */
 typedef struct {
     float mean[PERIOD], value[PERIOD], high[PERIOD], low[PERIOD];
 } Pattern;
@@ -180,12 +180,12 @@ INLINE void convert_pixels(const Values *v, const Pattern *pattern, const uint8_
     memcpy(out, made, (size_t)count * sizeof *made);
 }
 
-/* Value i of pixels one after the other, from the table. */
+/* Value i of interleaved pixels, from the table. */
 INLINE double value_of(const Values *v, int64_t channels, int64_t i, uint8_t level) {
     return v->table_C256[256 * (i % channels % v->channels) + level];
 }
 
-/* Values of whole pixels, by the formula with the constants of `pattern`, or from the table if that is NULL. */
+/* Convert values of whole pixels, by the formula with the constants of `pattern`, or by the table if that is NULL. */
 static void write_pixels(const Values *v, const Pattern *pattern, int64_t channels, const uint8_t *in, int64_t count,
                          uint8_t *out) {
     float floats[CHUNK];
@@ -208,7 +208,7 @@ static void write_pixels(const Values *v, const Pattern *pattern, int64_t channe
     }
 }
 
-/* `buffer` has room for BUFFER values. */
+/* Write an image with channels last; `buffer` has room for BUFFER values. */
 static void write_channels_last(const Output *output, const Image *image, uint8_t *out, uint8_t *buffer) {
     const Values *v = &output->table->values;
     const int64_t channels = output->channels, width = image->width, most = BUFFER / channels;
@@ -247,7 +247,7 @@ void write_run(const Output *output, int32_t c, const uint8_t *in, int64_t count
     write_pixels(v, by_formula ? &pattern : NULL, output->channels, in, count, out);
 }
 
-/* Two samples, each converted and multiplied by its share, and their sum. */
+/* Convert two samples, multiply each by its share, and add them. */
 INLINE void convert_both(const Values *v, int32_t c, const uint8_t *restrict own, const uint8_t *restrict other,
                          int64_t count, float share, float other_share, float *restrict out, bool divides) {
     const float factor = v->factor, mean = (float)v->mean[c];

@@ -1,9 +1,9 @@
-/* Affine and perspective maps: for each pixel wanted, which place of the image it shows, and the value there.
+/* Affine and perspective maps: for each output pixel, the place of the image that it shows, and the value there.
  *
- * Up to three planes are first laid together as pixels of four bytes, the last of which says "image" (1). A row is
- * worked off in runs: offsets into those pixels, the pixels around each, their weights, sums. Pixels are those of
- * Pillow's Image.transform (libImaging/Geometry.c) and of torchvision's affine, rotate, perspective on uint8 tensors.
- * Both round as they go, so the order of operations is theirs: build with -ffp-contract=off.
+ * Up to three planes are first interleaved as pixels of four bytes; the last byte is 1 inside the image. A row is made in
+ * runs: offsets into those pixels, the pixels around each offset, their weights, the sums. The pixels are those of Pillow's
+ * Image.transform (libImaging/Geometry.c) and of torchvision's affine, rotate and perspective on uint8 tensors. Both round
+ * intermediate results, so the order of operations here is theirs: build with -ffp-contract=off.
  */
 #include "core.h"
 
@@ -13,15 +13,15 @@
 enum { RUN = 128, BLOCK = 16, EDGE = 2, TAPS = 4 };
 
 typedef struct {
-    double x[RUN], y[RUN];           /* Pillow's places, then its shares of the right and lower neighbours */
+    double x[RUN], y[RUN];           /* Pillow's places; then the shares of the right and the lower neighbour */
     float dx[RUN], dy[RUN];          /* these shares */
-    int32_t at[RUN];                 /* offset of the upper left pixel; 0: a block of pixels of the fill */
-    uint32_t tap[TAPS * TAPS][RUN];  /* the pixels there */
+    int32_t at[RUN];                 /* offset of the upper left pixel; 0: outside, where a block has the fill */
+    uint32_t tap[TAPS * TAPS][RUN];  /* the pixels around the place */
     float weight[TAPS * TAPS][RUN];
-    uint32_t differs[RUN];           /* bits by which those that count differ */
+    uint32_t differs[RUN];           /* bits in which the pixels with a weight differ */
 } Run;
 
-/* torch multiplies grids of at least 400 products with a library that may fuse, smaller ones by itself. */
+/* torch multiplies grids with at least 400 products by a library that may fuse them; smaller ones by its own loop. */
 INLINE float dot(float x, float y, const float t[3], bool fuse) {
     return (fuse ? fused(y, t[1], x * t[0]) : x * t[0] + y * t[1]) + t[2];
 }
@@ -34,7 +34,7 @@ static void split_torch(const Op *op, const Image *in, const Image *out, int32_t
     float w = (float)in->width, h = (float)in->height, half_w = 0.5f * w, half_h = 0.5f * h, tx[3], ty[3];
     float tz[3] = {(float)map[6], (float)map[7], 1}, x0 = 0.5f, y = (float)row + 0.5f;
     const bool nearest = op->warp.interpolation == NEAREST;
-    float low = nearest ? 0 : -1, magic = nearest ? 0x1.8p23f : 0; /* to nearest even */
+    float low = nearest ? 0 : -1, magic = nearest ? 0x1.8p23f : 0; /* adding and subtracting it rounds, halves to even */
     for (int k = 0; k < 3; k++) tx[k] = (float)map[k] / half_w, ty[k] = (float)map[3 + k] / half_h;
     if (affine) x0 -= (float)out->width * 0.5f, y -= (float)out->height * 0.5f;
     int32_t stride = in->width + 2 * EDGE;
@@ -46,7 +46,7 @@ static void split_torch(const Op *op, const Image *in, const Image *out, int32_t
         }
         float px = fused(gx + 1, half_w, -0.5f) + magic - magic, py = fused(gy + 1, half_h, -0.5f) + magic - magic;
         bool ok = (px >= low) & (px < w) & (py >= low) & (py < h);
-        float nowhere = px - px + (py - py); /* 0, but no number where a perspective divides by 0 */
+        float nowhere = px - px + (py - py); /* 0, or NaN where a perspective divides by 0 */
         px = ok ? px : 0, py = ok ? py : 0;
         float left = floorf(px), top = floorf(py);
         run->dx[i] = px - left + nowhere, run->dy[i] = py - top;
@@ -64,7 +64,8 @@ static void place(bool affine, const double a[8], int64_t first, int64_t row, in
     }
 }
 
-/* Which places are inside, and the whole pixel at or before each of them less `shift`. */
+/* Test which places are inside the image, and split each place minus `shift` into a whole pixel and a share. Pillow: XCLIP and
+ * FLOOR of Geometry.c's filters. */
 static void split(const Image *in, double shift, int32_t base, int64_t n, Run *restrict run) {
     double w = in->width, h = in->height;
     int32_t stride = in->width + 2 * EDGE;
@@ -82,7 +83,7 @@ static uint32_t to_fixed(double v) {
     return v >= -2147483648.0 && v < 2147483648.0 ? (uint32_t)(int32_t)v : 1u << 31;
 }
 
-/* Pillow's affine_fixed: 16.16 fixed point, which wraps around. */
+/* Pillow's affine_fixed: numbers in 16.16 fixed point, which wrap around. */
 static void split_fixed(const double a[6], const Image *in, int32_t base, int64_t x, int64_t y, int64_t n, Run *run) {
     uint32_t stepx = to_fixed(a[0]), stepy = to_fixed(a[3]), col = (uint32_t)x, row = (uint32_t)y;
     uint32_t px = to_fixed(a[2] + a[0] * 0.5 + a[1] * 0.5) + col * stepx + row * to_fixed(a[1]);
@@ -96,7 +97,7 @@ static void split_fixed(const double a[6], const Image *in, int32_t base, int64_
     }
 }
 
-/* Whether ImagingTransformAffine takes fixed point. */
+/* True if Pillow's ImagingTransformAffine uses fixed point. */
 static bool fits_fixed(const double a[6], double w, double h) {
     bool fits = a[1] != 0 || a[3] != 0;
     for (int k = 0; k < 4; k++) {
@@ -106,7 +107,7 @@ static bool fits_fixed(const double a[6], double w, double h) {
     return fits;
 }
 
-/* The size x size pixels at each offset. */
+/* Load the size x size pixels at each offset. */
 INLINE void gather(const uint32_t *pixels, int64_t stride, int size, int64_t n, Run *restrict run) {
     uint32_t row[TAPS * RUN];
     for (int k = 0; k < size; k++) {
@@ -116,7 +117,7 @@ INLINE void gather(const uint32_t *pixels, int64_t stride, int size, int64_t n, 
     }
 }
 
-/* The sum of the pixels' byte `shift` with their weights, in torch's order. */
+/* The weighted sum of the pixels' byte at bit `shift`, in torch's order (grid_sample of GridSamplerKernel.cpp). */
 INLINE void add_up(int taps, int shift, bool fuse, int64_t n, const Run *run, float *restrict out) {
     uint32_t byte = 255u << shift;
     float scale = 1.0f / (float)(1 << shift);
@@ -144,7 +145,7 @@ INLINE void weigh(int size, int64_t n, Run *restrict run) {
         uint32_t differs = 0, same = run->tap[centre * size + centre][i];
         uint32_t columns = w != 0 ? ~0u : 0, rows = u != 0 ? ~0u : 0;
 #ifdef __clang__
-#pragma clang loop unroll(full) /* else the loop around it is not vectorised: 2,600 us, not 640 */
+#pragma clang loop unroll(full) /* so that clang vectorises the outer loop: 640 us instead of 2,600 */
 #endif
         for (int t = 0; t < size * size; t++) {
             int k = t / size, j = t % size;
@@ -159,7 +160,7 @@ INLINE double cubic(double p1, double p2, double p3, double p4, double d) {
     return p1 + d * (p2 + d * (p3 + d * p4));
 }
 
-/* BILINEAR and BICUBIC of Geometry.c for a block of pixels. */
+/* Pillow's BILINEAR and BICUBIC of Geometry.c, exactly, for a block of pixels. */
 INLINE void exact(int size, int shift, int64_t first, const Run *run, uint8_t *restrict out) {
     double v[4][BLOCK];
     for (int k = 0; k < size; k++)
@@ -177,8 +178,9 @@ INLINE void exact(int size, int shift, int64_t first, const Run *run, uint8_t *r
     }
 }
 
-/* Pillow's levels: where float32 sums decide them, from those. They are off by less than 2,100 (bilinear) and 25,100
- * (bicubic) units of 2^-24, and `off` is more. Where all pixels that count are equal, so is the level. */
+/* Pillow's levels. The error of the float32 sums is below 2,100 (bilinear) and 25,100 (bicubic) units of 2^-24, and `off` is
+ * larger. Where adding and subtracting `off` gives the same level, that is Pillow's; all other blocks are computed exactly. If
+ * all pixels with a weight are equal, so is the level. */
 INLINE void finish_pillow(int taps, int shift, int64_t n, const Run *run, const float *sum, uint8_t *restrict out) {
     float off = taps == 4 ? 0x1p-12f : 0x1p-9f;
     for (int64_t first = 0; first < n; first += BLOCK) {
@@ -192,7 +194,8 @@ INLINE void finish_pillow(int taps, int shift, int64_t n, const Run *run, const 
     }
 }
 
-/* _apply_grid_transform of _functional_tensor.py (v1) and v2's _geometry.py: blends with the fill, rounds. */
+/* torchvision: _apply_grid_transform of _functional_tensor.py (v1) and of v2's _geometry.py, which blends with the fill and
+ * rounds. */
 static void finish_torch(float fill, int domain, int64_t n, const float *v, const float *mask, uint8_t *restrict out) {
     for (int64_t i = 0; i < n; i++) {
         float value = v[i];
@@ -203,7 +206,8 @@ static void finish_torch(float fill, int domain, int64_t n, const float *v, cons
     }
 }
 
-/* Pixels of channels [c, c + count), with the nearest of them around for Pillow, else zeros; before them the fill's. */
+/* Interleave channels [c, c + count). Around the image are the nearest pixels for Pillow, zeros for torch; before all that is a
+ * block of the fill. */
 static void lay(const Image *in, int c, int count, uint32_t fill, bool repeat, uint32_t *restrict out) {
     int64_t w = in->width, h = in->height, stride = w + 2 * EDGE;
     for (int k = 0; k < TAPS * TAPS; k++) out[k / TAPS * stride + k % TAPS] = fill;
@@ -222,7 +226,7 @@ static void lay(const Image *in, int c, int count, uint32_t fill, bool repeat, u
 
 static uint32_t to_level(double fill) { return (uint32_t)(int64_t)(fill + 0x1.8p52 - 0x1.8p52) & 255; }
 
-/* A row of w pixels from row y of a plane, dx columns further on, and the fill where there is none. */
+/* Copy w pixels of row y of a plane, moved by dx columns; the fill is used outside the image. */
 static void move_row(const Image *in, int64_t c, int64_t y, int64_t dx, int fill, int64_t w, uint8_t *to) {
     const int64_t left = dx < 0 ? -dx : 0, end = in->width - dx, right = end < w ? end : w;
     memset(to, fill, (size_t)w);
@@ -230,7 +234,7 @@ static void move_row(const Image *in, int64_t c, int64_t y, int64_t dx, int fill
         memcpy(to + left, in->data + c * in->plane + y * in->row + left + dx, (size_t)(right - left));
 }
 
-/* Moves by whole pixels, to which both libraries' arithmetic comes back (torch's in images that are not too large). */
+/* Moves by whole pixels: the arithmetic of both libraries gives exactly these (torch's if images are not too large). */
 static bool move(const Op *op, const Image *in, const Image *out) {
     const double *a = op->warp.map;
     int64_t w = out->width, h = out->height;
@@ -245,7 +249,7 @@ static bool move(const Op *op, const Image *in, const Image *out) {
     return true;
 }
 
-/* Shears along rows: in Pillow's fixed point each row moves by whole pixels. A fifth of the time. */
+/* Shears along rows: in Pillow's fixed point each row moves by whole pixels. This takes a fifth of the time. */
 static bool slide(const Op *op, const Image *in, const Image *out) {
     const double *a = op->warp.map;
     const int64_t w = out->width, h = out->height;
@@ -288,7 +292,7 @@ static bool warp(const Op *op, const Image *in, const Image *out, Scratch *scrat
                 int64_t wanted = w - first < RUN ? w - first : RUN, n = (wanted + BLOCK - 1) / BLOCK * BLOCK;
                 if (fixed) split_fixed(a, in, base, first, y, n, &run);
                 else if (pillow) {
-                    if (sums) /* ImagingScaleAffine, and ImagingTransformAffine where numbers do not fit */
+                    if (sums) /* ImagingScaleAffine, and ImagingTransformAffine if fixed point does not fit */
                         for (int64_t i = 0; i < n; i++, px += a[0], py += a[3]) run.x[i] = px, run.y[i] = py;
                     else place(affine, a, first, y, n, &run);
                     split(in, nearest ? 0 : 0.5, base, n, &run);
@@ -318,7 +322,7 @@ int run_warp(Sample *sample, Op *op) {
     return remake(sample, op, op->warp.height, op->warp.width, warp);
 }
 
-/* Quarter turns: Image.transpose(ROTATE_90, _180, _270) of Pillow. */
+/* Quarter turns, which only change the view. Pillow: Image.transpose(ROTATE_90, ROTATE_180, ROTATE_270). */
 int run_turn(Sample *sample, Op *op) {
     Image *image = &sample->image;
     for (int32_t k = 0; k < op->turn.quarters; k++) {
@@ -330,7 +334,7 @@ int run_turn(Sample *sample, Op *op) {
     return OK;
 }
 
-/* Draws. Pillow and torchvision compute theirs in Python, whose sine and cosine are those of the C library, too. */
+/* Draws. Pillow and torchvision compute these numbers in Python, whose sine and cosine are those of the C library, too. */
 
 static const double RADIANS = 3.14159265358979323846 / 180.0;
 
@@ -354,12 +358,12 @@ bool add_map(Drawing *d, const Step *step, const Warp *warp, const double matrix
     return true;
 }
 
-/* _get_inverse_affine_matrix of torchvision's v1 or v2: one matrix, rounded in another order. */
+/* torchvision: _get_inverse_affine_matrix of v1 or v2, which compute the same matrix but round in another order. */
 bool add_affine(Drawing *d, const Step *step, const Warp *warp, double degrees, const double moved[2], double scale,
                 const double shear[2], const double *center) {
     const double middle_x = (double)d->width * 0.5, middle_y = (double)d->height * 0.5;
     double cx = center ? center[0] : middle_x, cy = center ? center[1] : middle_y;
-    if (warp->domain != PIL_DOMAIN) cx -= middle_x, cy -= middle_y; /* tensors: from the centre of the image */
+    if (warp->domain != PIL_DOMAIN) cx -= middle_x, cy -= middle_y; /* tensors: relative to the centre of the image */
     const double turn = degrees * RADIANS, sx = shear[0] * RADIANS, sy = shear[1] * RADIANS, turned = turn - sy;
     const double cosine = cos(turned), sine = sin(turned), tangent = tan(sx), squeezed = cos(sy);
     const double a = cosine / squeezed, c = sine / squeezed, tx = moved[0], ty = moved[1];
@@ -386,7 +390,7 @@ static double between_two(const Drawing *d, int64_t at, int64_t draw, const doub
     return between(d, at, draw, range[0], range[1]);
 }
 
-/* RandomAffine.get_params. */
+/* torchvision: RandomAffine.get_params. */
 bool draw_affine(Drawing *d, const Step *step) {
     const double most_x = step->affine.translation[0] * (double)d->width;
     const double most_y = step->affine.translation[1] * (double)d->height;
@@ -405,7 +409,7 @@ double remainder_of(double value, double by) {
     return rest != 0 && (rest < 0) != (by < 0) ? rest + by : rest;
 }
 
-/* Python's round(value, 15) of a sine or cosine, as Image.rotate has it: the product with 10^15 is `product` and `rest`. */
+/* Python's round(value, 15) of a sine or cosine, for Image.rotate: `product` + `rest` is the exact product with 10^15. */
 static double round_15(double value) {
     const double product = value * 1e15, rest = fma(value, 1e15, -product);
     double nearest = rint(product);
@@ -452,7 +456,7 @@ static bool add_pillow_rotation(Drawing *d, const Step *step, const Warp *warp, 
 
 bool add_rotation(Drawing *d, const Step *step, const Warp *warp, double degrees, bool expands, const double *center) {
     const double none[2] = {0, 0}, angle = remainder_of(degrees, 360);
-    if (expands) d->is_known = false; /* a probe draws no angle: no size is known behind it */
+    if (expands) d->is_known = false; /* the size depends on the angle, which a probe does not draw */
     if (warp->domain != PIL_DOMAIN)
         return angle == 0 || add_affine(d, step, warp, -degrees, none, 1, none, center);
     const bool is_half = remainder_of(angle, 180) == 0, is_quarter = remainder_of(angle, 90) == 0;
@@ -467,7 +471,8 @@ bool draw_rotation(Drawing *d, const Step *step) {
     return add_rotation(d, step, &step->rotation.warp, degrees, step->rotation.expands, center);
 }
 
-/* RandomPerspective.get_params. Its equations are solved by torch, whose last bits move pixels, so by Python. */
+/* torchvision: RandomPerspective.get_params. Its equations are solved by torch, called from Python, because the last bits of
+ * the solution change pixels. */
 bool draw_perspective(Drawing *d, const Step *step) {
     const double half_h = (double)(d->height / 2), half_w = (double)(d->width / 2), share = step->perspective.distortion;
     const int64_t reach_v = truncated(share * half_h) + 1, reach_h = truncated(share * half_w) + 1;
@@ -487,8 +492,8 @@ bool draw_perspective(Drawing *d, const Step *step) {
     return true;
 }
 
-/* _get_perspective_coeffs of transforms/functional.py: of corners that were drawn (P), two equations of eight numbers and a
- * ninth for each corner, of x and of y. */
+/* torchvision: the equations of _get_perspective_coeffs (transforms/functional.py) for the drawn corners of P ops. Each corner
+ * has two equations, for x and y, each with eight coefficients and a right-hand side. */
 void fastdata_equations(const Op *ops_P, int64_t count, double *out_P89) {
     for (int64_t p = 0; p < count; p++, ops_P++) {
         const double right = ops_P->warp.width - 1.0, bottom = ops_P->warp.height - 1.0;

@@ -1,4 +1,4 @@
-/* Windows: pad, crop, centre crop and flips, which are one op with the flips that follow. */
+/* Windows: pad, crop, centre crop and flips. Each is one op, together with the flips that follow it. */
 #include "core.h"
 
 #include <math.h>
@@ -9,7 +9,7 @@ static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
 /* Draws */
 
-/* Lengths of borders, which may be longer than those of an op. */
+/* Lengths of borders as int64, because sums of them may not fit into the int32 of an op. */
 typedef struct {
     int64_t left, top, right, bottom;
 } Margins;
@@ -21,7 +21,7 @@ static int64_t added_height(Margins m) { return m.top + m.bottom; }
 static int64_t added_width(Margins m) { return m.left + m.right; }
 static int32_t bounded(int64_t length) { return (int32_t)least(length, INT32_MAX); }
 
-/* A window of the image with margins around it. Refused are the sizes that torch refuses, for the user to get its error. */
+/* Add a window of the image with margins around it. Sizes that torch refuses are refused, so that the user gets that error. */
 static bool add_window(Drawing *d, const Step *step, int32_t mode, int32_t domain, Margins m, double top, double left,
                        int64_t height, int64_t width, int how) {
     if (mode < PAD_CONSTANT || mode > PAD_WRAP) return deny(d, step, REFUSED_TABLE);
@@ -60,7 +60,7 @@ static bool add_border(Drawing *d, const Step *step, const Border *border) {
 
 bool draw_pad(Drawing *d, const Step *step) { return add_border(d, step, &step->pad.border); }
 
-/* torchvision adds the missing length on both sides, so that the place of the image stays random. */
+/* torchvision: RandomCrop of v1 or v2. It adds the missing length on both sides, so that the place of the image is random. */
 bool draw_crop(Drawing *d, const Step *step) {
     const Border *border = &step->crop.border;
     const int64_t height = step->crop.height, width = step->crop.width;
@@ -80,18 +80,18 @@ bool draw_crop(Drawing *d, const Step *step) {
     return add_window(d, step, border->mode, border->domain, m, top, left, height, width, FIXED);
 }
 
-/* torchvision: center_crop, which pads an image that is too small with 0 first. */
+/* torchvision: center_crop, which first pads an image that is too small with 0. */
 bool draw_center_crop(Drawing *d, const Step *step) {
     const int64_t height = step->center_crop.height, width = step->center_crop.width;
     const int64_t miss_v = most(height - d->height, 0), miss_h = most(width - d->width, 0);
     const Margins m = {miss_h / 2, miss_v / 2, (miss_h + 1) / 2, (miss_v + 1) / 2};
-    /* Halves to the even number, as Python's round, which torchvision takes. */
+    /* Halves are rounded to the even number, as by Python's round, which torchvision uses. */
     const double top = rint((double)(d->height + miss_v - height) / 2);
     const double left = rint((double)(d->width + miss_h - width) / 2);
     return add_window(d, step, PAD_CONSTANT, PIL_DOMAIN, m, top, left, height, width, FIXED);
 }
 
-/* How much a side lacks to be long enough, or a multiple of a divisor. */
+/* The length to add to a side so that it is long enough, or a multiple of a divisor. */
 static int64_t missing(int64_t length, int64_t least_length, int64_t divisor) {
     return divisor > 0 ? (divisor - length % divisor) % divisor : most(least_length - length, 0);
 }
@@ -130,8 +130,8 @@ bool draw_cut(Drawing *d, const Step *step) {
     return add_window(d, step, PAD_CONSTANT, PIL_DOMAIN, none, (double)top, (double)left, height, width, FIXED);
 }
 
-/* Mirrors the window before it, if there is one; a window of its own even where it does not mirror, so that all samples
- * have the same windows (loaders/device.py). */
+/* A flip mirrors the window before it, if there is one; otherwise it adds a window, even for a sample that is not mirrored, so
+ * that all samples have the same windows (loaders/device.py needs that). torchvision: RandomHorizontalFlip. */
 bool draw_flip(Drawing *d, const Step *step) {
     const bool mirrors = step->flip.alternates ? d->turn & 1 : uniform(d, step->at, 0) < step->flip.p;
     Op *op = d->count > 0 ? d->ops + d->count - 1 : NULL;
@@ -147,8 +147,8 @@ bool draw_flip(Drawing *d, const Step *step) {
 
 /* Pixels: torchvision's pad, crop, hflip and vflip (transforms/functional.py), Pillow's ImageOps.expand. */
 
-/* The place in an image of place `at` of the image with borders; -1 if it is filled. Reflections repeat, as Pillow's do:
- * torch refuses borders that would need a second one. */
+/* The place in the image for place `at` of the image with borders; -1: the fill. Reflections repeat, as in Pillow; torch
+ * refuses borders that would need a second one. */
 static int64_t source_place(int64_t at, int64_t length, int mode) {
     if (at >= 0 && at < length) return at;
     if (mode == PAD_CONSTANT) return -1;
@@ -159,7 +159,7 @@ static int64_t source_place(int64_t at, int64_t length, int mode) {
     return at < length ? at : (mode == PAD_SYMMETRIC ? 2 * length - 1 : 2 * (length - 1)) - at;
 }
 
-/* memcpy without its call, for the rows of small images: two or four vectors that may overlap. */
+/* memcpy without a function call, for the rows of small images: two or four copies of 16 bytes, which may overlap. */
 INLINE void copy_bytes(const uint8_t *from, int64_t count, uint8_t *to) {
     if (count > 64 || count < 16) {
         memcpy(to, from, (size_t)count);
@@ -170,7 +170,7 @@ INLINE void copy_bytes(const uint8_t *from, int64_t count, uint8_t *to) {
     memcpy(to + count - 16, from + count - 16, 16);
 }
 
-/* Out of line: this is rare, and its loops would slow down those around it. */
+/* Not inlined: it is rarely used, and its loops would slow down the loops around it. */
 static __attribute__((noinline)) void copy_mirrored(const uint8_t *in, int64_t pixel, int64_t count, uint8_t *out) {
     copy_row(in, pixel, count, out);
 }
@@ -210,7 +210,7 @@ int run_window(Sample *sample, Op *op) {
         image->data += top * image->row + left * image->pixel;
         image->height = box->height, image->width = box->width;
     } else {
-        Image out; /* the fill is a value behind the pending table, so that is applied first */
+        Image out; /* the pending table must not change the fill, so it is applied first */
         if (!settle(sample) || !room(sample, image->channels, box->height, box->width, &out)) return REFUSED_MEMORY;
         fill_window(op, image, top, left, &out);
         become(sample, &out);
