@@ -1,4 +1,4 @@
-"""What the benchmarks share: images, interleaved rounds, the table, the JSON.
+"""Code that the benchmarks share: images, interleaved rounds, the table, the JSON.
 
 Real images are used where ``--images FOLDER`` or an environment variable (FASTDATA_IMAGENET, FASTDATA_CIFAR) names
 class folders of them; otherwise photo-like ones are drawn.
@@ -152,7 +152,7 @@ def class_folders(
     size: tuple[int, int] = (512, 384),
     variable: str = "FASTDATA_IMAGENET",
 ) -> Iterator[tuple[Path, str]]:
-    """A folder of class folders with ``count`` files, real ones copied as often as needed, and words that say which.
+    """Give a folder of class folders with ``count`` files, real ones repeated as needed, and a text that names them.
 
     The folder is temporary, except a given one when ``count`` is None.
     """

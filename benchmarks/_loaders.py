@@ -1,4 +1,4 @@
-"""The five datasets of tune.py, each of which waits for something else; a worker may have them by fork or by pickle."""
+"""The five datasets of tune.py, each of which waits for something else; workers get them by fork or by pickle."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from fastdata.tools.photos import photo
 
 SAMPLES_PER_EPOCH = 4096
-KEPT = 16  # different samples; all others repeat them
+KEPT = 16  # number of different samples; all others repeat them
 
 
 class Synthetic(Dataset[Any]):

@@ -1,4 +1,4 @@
-"""The processor that a figure is from: what every JSON of a benchmark records.
+"""Facts about the processor of a measurement, which every JSON of a benchmark records.
 
 Only the standard library is used, so that a script can import this before any tree of fastdata.
 """

@@ -1,4 +1,4 @@
-"""What a rank of ranks.py does; it imports torch and fastdata, not torchvision, which takes 85 MB in each process."""
+"""The work of one rank of ranks.py, which imports torch and fastdata, not torchvision: that takes 85 MB."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""How fast are albumentations' recipes, beside its own code in torch's loader and torchvision's recipe in fastdata?
+"""How fast are albumentations' recipes in fastdata, compared with torch's loader, and with torchvision's recipe?
 
-Vanilla reads the original files in each epoch, with the number of workers that is best on this machine; fastdata has
-them in memory at 256x256. All take turns. The third recipe moves images and masks together.
+"Vanilla" reads the original files in each epoch, with the number of workers that is best on this machine; fastdata
+has them in memory at 256x256. All take turns. The third recipe transforms images and masks together.
 """
 
 from __future__ import annotations

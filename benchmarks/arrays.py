@@ -1,8 +1,8 @@
-"""How fast are batches of arrays that are no images, beside TensorDataset in torch's loader?
+"""How fast are batches of arrays that are not images, compared with TensorDataset in torch's loader?
 
-Latents of a diffusion model, embeddings, and latents with a text embedding and a number: float32 arrays in files of
-NumPy, which fastdata reads once into shared memory, and torch's TensorDataset holds as tensors. Shuffled whole epochs,
-each loader with its best number of workers.
+The arrays are latents of a diffusion model, embeddings, and latents with a text embedding and a number: float32, in
+files of NumPy. fastdata reads them once into shared memory; torch's TensorDataset holds them as tensors. Whole
+shuffled epochs are measured, each loader with its best number of workers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""What does an epoch over a CSV of photographs cost: decoded on the fly, preloaded in the process, or by fastdata?
+"""How long does an epoch over a CSV of photographs take: decoded on the fly, preloaded in the process, or by fastdata?
 
-512x384 JPEGs named in a CSV with labels, resized to 128x96, centre crop 64, random flip, batch 100, one worker, and a
-3x3 convolution per batch; the second form is the in-process list of resized images that a blog post arrives at.
+A CSV names JPEGs of 512x384 with labels. They are resized to 128x96, then centre crop 64 and a random flip, in
+batches of 100, with one worker, and a 3x3 convolution per batch. The second form is a list of resized images in the
+process, the solution of a blog post.
 """
 
 from __future__ import annotations

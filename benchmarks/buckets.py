@@ -1,9 +1,9 @@
-"""How fast are batches of photographs that keep their shape, beside a bucket sampler by hand over torchvision?
+"""How fast are batches of photographs that keep their shape, compared with a bucket sampler over torchvision?
 
-Photographs of any size, each resized and cropped to that of a few sizes of which it keeps the most, in batches of one
-size: the recipe of diffusion trainings. By hand that is a dataset that resizes and crops each image to its bucket, and
-a batch sampler over torch's DataLoader with its best number of workers. Rates are of epochs after the first one. Give
-``--images`` a folder of photographs: drawn images are all of one size.
+This is the recipe of diffusion trainings: each photograph is resized and cropped to the one of a few sizes that crops
+the least, and each batch has one size. Written by hand, that is a dataset that resizes and crops each image to its
+bucket, and a batch sampler for torch's DataLoader, with its best number of workers. Epochs after the first one are
+measured. Give ``--images`` a folder of photographs: drawn images all have one size.
 """
 
 from __future__ import annotations

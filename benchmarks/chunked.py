@@ -1,10 +1,10 @@
-"""What does a memory limit cost? Data four times as large as the limit, against the same data without one.
+"""How much slower is a memory limit? Data four times as large as the limit, compared with the same data without one.
 
-Every measurement is a process of its own, so that its memory (PSS of the tree, sampled all along) is its own. The
-photographs are prepared once and repeated to the wanted size, into caches on disk, raw and encoded. One process serves
-a part of them from memory, one all of them from the cache without a limit, one all through ``ChunkedLoader``. Then the
-last two again with nothing of the files in the system's page cache when an epoch begins. How reading a cache in
-sequence compares with ``cat`` is in ``benchmarks/disk.py``.
+Every measurement runs in its own process, whose memory (PSS of the process tree) is sampled all the time. The
+photographs are prepared once and repeated up to the wanted size, in caches on disk, raw and encoded. One process
+reads a part of them from memory, one reads all from the cache without a limit, and one reads all through
+``ChunkedLoader``. Then the last two run again with an empty page cache at the beginning of each epoch.
+``benchmarks/disk.py`` compares reading a cache in sequence with ``cat``.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What does a codec do to photographs, drawings and masks?
+"""How small and how fast are photographs, drawings and masks with each codec?
 
-For each kind of sample: how much smaller it gets, and the samples a second that one core encodes and decodes. Then what
-the codecs' own work costs beside the libraries': undoing the prediction against ``np.cumsum``, LZ4 against bare
-``lz4.block``, JPEG against plain Pillow, with one thread and two. Decoding goes through all samples in turn, into one
-array; competitors take turns.
+For each kind of sample: its compression ratio, and the samples per second that one core encodes and decodes. Then the
+codecs are compared with the libraries they use: undoing the prediction with ``np.cumsum``, LZ4 with bare
+``lz4.block``, JPEG with plain Pillow, by one thread and by two. All samples are decoded in turn, into one array;
+competitors take turns.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What do compressed samples, the files' own bytes and lazy filling cost?
+"""How fast are compressed samples, samples kept as the files' own bytes, and a store that is filled on the first read?
 
-Every section runs its competitors in turns. The limit of a codec is its decoder alone, over the same bytes; that of
-keeping files is torchvision's cold epoch over them.
+Every section runs its competitors in turns. The limit of a codec is its decoder alone, on the same bytes; the limit
+for files that are kept is torchvision's first epoch over them.
 """
 
 from __future__ import annotations

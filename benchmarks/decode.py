@@ -1,9 +1,9 @@
-"""What does decoding cost, of files kept nowhere, in a first epoch, of kept JPEG, beside bare?
+"""How fast is decoding: files that are not stored, a first epoch, stored JPEGs, and a bare decoder?
 
-Each figure is of a process of its own, in turns; with ``--before`` another tree of fastdata takes
-part, with its own ``benchmarks/decode.py``. Bare decoding is simplejpeg's, in as many threads as
-there are cores, of whole images, which are thrown away. ``--cpu`` counts CPU time, times the
-cores, in place of time: for a machine that is busy with other work.
+Each measurement runs in its own process; they take turns. With ``--before`` another tree of fastdata
+takes part, with its own ``benchmarks/decode.py``. The bare decoder is simplejpeg, in as many threads
+as there are cores; it decodes whole images and drops them. ``--cpu`` measures CPU time instead of
+time, for a machine that is busy with other work; rates are then multiplied by the number of cores.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """How close to the speed of its memory does a GPU run batch ops?
 
-Each section is one batch of samples that lie on the device already, in a store. Its rows are the time in which they are
-cut and converted, the conversion alone, and the time in which the device copies as many bytes as the batch has when it
-is read and written once: the stored bytes of what is served, and the served ones. That copy is the limit, whatever the
-kernels. The last row is the drawing on the host.
+Each section is one batch of samples that are already in a store on the device. Its rows are the time to crop and
+convert them, the time of the conversion alone, and the time in which the device copies as many bytes as a batch that
+is read and written once. That copy is the limit for any kernel. The last row is the time of the random draws on the
+host.
 
-Without a GPU it compares the roads of the CPU at a small size instead: that shows that they work, and nothing of speed.
+Without a GPU it runs on the CPU at a small size. That shows that the code works, and nothing about its speed.
 """
 
 from __future__ import annotations

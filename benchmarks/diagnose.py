@@ -1,8 +1,8 @@
-"""Does ``fastdata.diagnose`` name what limits a loop, and what does it cost the loop?
+"""Does ``fastdata.diagnose`` find the limit of a loop, and how much does it slow the loop down?
 
-Six loops over drawn photographs differ in what is slow: decoding, a source of 4 MB/s, the model, a collate_fn, the copy
-to a device (one made of CPU memory, tests/simcuda.py, whose copies take 40 ms), too few workers.
-The cost is that of a bare loop against the same one as ``diagnose`` runs it, in turns.
+Six loops over drawn photographs are slow for different reasons: decoding, a source with 4 MB/s, the model, a
+collate_fn, the copy to a device (a simulated one in CPU memory, tests/simcuda.py, whose copies take 40 ms), and too
+few workers. For the cost, a bare loop and the same loop run by ``diagnose`` take turns.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What does keeping prepared samples on disk cost, and how soon does the next run start?
+"""How long does it take to store prepared samples on disk, and how soon does the next run start?
 
-Building a cache runs in turns with filling shared memory; a run from a filled cache is timed in a process of its own
-(imports not counted); files that are read into memory are held against ``cat`` over the same files.
+Building a cache and filling shared memory take turns. A run from a filled cache is timed in its own process (without
+imports). Reading files into memory is compared with ``cat`` of the same files.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What comes of 1,000 faults of a remote storage: right images, clear errors, wrong images (none), hangs (none)?
+"""How do epochs end after 1,000 faults of a remote storage: right images, clear errors, wrong images, hangs?
 
-Epochs over a small cache and a small folder in S3, each from nothing, while half of the answers suffer one kind of
-fault: the first two requests for a range may, so that a repeated one is answered, or all may. Every image is in a class
-of its own, so that its label tells what its pixels must be. An epoch that takes longer than a request may, with all its
-tries, is a hang.
+Epochs read a small cache and a small folder in S3, each with an empty local cache, while half of the answers have one
+kind of fault. Either only the first two requests for a range may fail, so that a repeated one succeeds, or all may.
+Every image is in its own class, so that its label identifies its right pixels. An epoch is a hang if it takes longer
+than a request may take with all its repetitions.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Is anything left, or does anybody hang, when ranks are killed at random moments?
+"""Does anything hang or stay behind when ranks are killed at random moments?
 
-A launcher starts ranks that prepare a dataset together and read it by worker processes. At a random moment one of them
-is killed by SIGKILL: the rank that prepares first, another one, all, the launcher, or a worker. The others have to end
-by themselves, done or with an error, within ten seconds, and no process or shared memory may be left.
+A launcher starts ranks that prepare a dataset together and read it with worker processes. At a random moment SIGKILL
+kills the rank that prepares, another rank, all ranks, the launcher, or a worker. The other processes must end within
+ten seconds, with success or with an error, and no process or shared memory may be left.
 
 python benchmarks/kills.py [--trials 300] [--ranks 3] [--seed 0]
 """

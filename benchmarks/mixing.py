@@ -1,11 +1,11 @@
-"""What do MixUp and CutMix in ``collate_fn`` cost, served as the last step of a batch, and called on each batch?
+"""How fast are MixUp and CutMix in ``collate_fn``, run as the last step of a batch, and called on each batch?
 
     python benchmarks/mixing.py [--workers 0] [--json benchmarks/results/mixing.json]
 
-RandomResizedCrop, flip, Normalize, float32, batches of 64, prepared at 256x256; timm's FastCollateMixup, which mixes
-uint8, without Normalize. "called" rows hide the transform behind a function, so that fastdata does not find it: the
-road that all of them took before. Rounds are interleaved, of images a second of CPU time: other programs on the machine
-count little. With workers they are of wall time.
+The recipe is RandomResizedCrop, flip and Normalize to float32, in batches of 64, prepared at 256x256; timm's
+FastCollateMixup mixes uint8, without Normalize. In "called" rows a function hides the transform, so that fastdata
+does not find it and calls it on each batch. Rounds are interleaved and give images per second of CPU time, so that
+other programs on the machine have little effect; with workers they give images per second of wall time.
 """
 
 from __future__ import annotations

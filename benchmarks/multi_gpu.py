@@ -1,12 +1,13 @@
-"""Does training gain from several devices by DataParallel or DistributedDataParallel, and how much of it is waiting?
+"""Is training faster on several devices with DataParallel or DistributedDataParallel, and how long does it wait?
 
-CIFAR-10 at 112x112, MobileNetV2 and ResNet-50 with random weights, SGD with cosine annealing, one batch size for all
-devices together. One process with one device, one process with DataParallel over all of them, and a process for each
-under torchrun; each reads by fastdata and, beside it, by torchvision's ImageFolder and torch's loader. Without GPUs a
-device is a rank on the CPU with one thread, batches and images are few, and DataParallel only calls the module.
+CIFAR-10 at 112x112, MobileNetV2 and ResNet-50 with random weights, SGD with cosine annealing, and one batch size for
+all devices together. It runs in one process with one device, in one process with DataParallel over all devices, and
+in one process per device under torchrun; each with fastdata, and with torchvision's ImageFolder and torch's loader.
+Without GPUs a device is a rank on the CPU with one thread, batches and images are few, and DataParallel only calls
+the module.
 
-Every step ends when its loss is known, so that time spent waiting for data is time in which the device has no work.
-Preparing is not part of an epoch; its time stands beside.
+Every step ends when its loss is computed, so the device has no work while the loop waits for data. Preparing is not
+part of an epoch; its time is a separate row.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""How fast is a compiled program, on one thread, and beside that of another tree of these sources?
+"""How fast is a compiled program on one thread, compared with that of another tree of these sources?
 
     python benchmarks/program.py [--beside PATH_OF_ANOTHER_TREE] [--json benchmarks/results/program.json]
 
-Trees run in turns, each in a process of its own; images per second of CPU time, the median of the rounds and their
-spread. "loader" rows are whole batches of a DataLoader; "channels last" ones have the format from the core or, in
-the row "by torch", converted.
+Trees take turns, each in its own process. Figures are images per second of CPU time: the median of the rounds, and
+their spread. "loader" rows are whole batches of a DataLoader. In "channels last" rows the core writes that format; in
+the row "by torch" torch converts the batch.
 """
 
 from __future__ import annotations

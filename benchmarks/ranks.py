@@ -1,9 +1,10 @@
 """Do the ranks of one machine hold one copy of the samples, and prepare them once?
 
 torchrun starts 1, 2, 4 and 8 ranks with 2 worker processes each over the same raw samples. Every rank reads all of
-them, as it does over several epochs; then, while all processes live, their PSS is summed: torchrun, ranks and workers.
-Bare processes have made the same imports, joined the group and forked 2 workers that wait. What would not fit in the
-memory that is free is left out. Preparing and attaching are timed between barriers of the ranks, without their start.
+them, as it would over several epochs. Then, while all processes are alive, their PSS is added up: torchrun, ranks and
+workers. For comparison, bare processes make the same imports, join the group and fork 2 workers that wait. Cases that
+do not fit into the free memory are left out. Preparing and attaching are timed between barriers of the ranks, without
+their start.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""How fast are the recipes that people publish, beside torchvision and torch, FFCV, DALI and TurboLoader?
+"""How fast are published recipes, compared with torchvision and torch, FFCV, DALI and TurboLoader?
 
-Every recipe runs from images prepared at 256x256 in memory, and with nothing kept: fastdata, and torchvision with
-torch's DataLoader over the original files, in turns. PIL steps, as training scripts have them. The peers serve the
-crop recipe where they are installed: ``pip install ffcv nvidia-dali-cuda120 turboloader``; FFCV compiles itself and
-needs OpenCV and libjpeg-turbo with their headers, and pkg-config.
+Every recipe runs with fastdata from images prepared in memory at 256x256, with fastdata without any stored images,
+and with torchvision and torch's DataLoader over the original files, in turns. Transforms take PIL images, as in
+training scripts. The peers run the crop recipe if they are installed: ``pip install ffcv nvidia-dali-cuda120
+turboloader``; FFCV is compiled by pip, which needs OpenCV and libjpeg-turbo with their headers, and pkg-config.
 """
 
 from __future__ import annotations

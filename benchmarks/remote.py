@@ -1,11 +1,11 @@
-"""Does a first epoch from a throttled S3 run at its bandwidth, and LitData and Mosaic's streaming on the same?
+"""Does a first epoch from a throttled S3 run at the bandwidth of S3, and how do LitData and Mosaic's streaming compare?
 
-The same images are kept as fastdata caches, LitData folders and MDS folders: raw pixels (256 x 256, uint8), and the
-same JPEGs of them; the folder of photographs is served too. A server of all of them, in a process of its own, waits
-50 ms a request and shares out its bandwidth; a part of the answers fails, stalls or is cut short. Each contender begins
-in a fresh process with an empty local folder and runs two shuffled epochs, in turns with the others; two processes
-decode. Times begin when the contender is imported. The limit is the lesser of a bare download and of fastdata on files
-of this machine. The server takes CPU of the same machine, which the table tells.
+The same images are stored as fastdata caches, LitData folders and MDS folders: as raw pixels (256 x 256, uint8), and
+as the same JPEGs; the folder of photographs is read, too. A server, in its own process, waits 50 ms for each request
+and divides its bandwidth among requests; a part of the answers fails, stalls or is cut short. Each contender begins
+in a new process with an empty local folder and runs two shuffled epochs, in turns with the others; two processes
+decode. Times begin when the contender is imported. The limit is the lower one of a bare download and of fastdata on
+local files. The server uses the CPU of the same machine; the table shows how much.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""How close to memory speed does serving run, and what does preparing cost?
+"""How close to the speed of memory are batches made, and how long does preparing take?
 
-Every section runs its competitors in turns: fastdata, torch's DataLoader over the original files, and the bare copy or
+Every section runs its competitors in turns: fastdata, torch's DataLoader over the original files, and a bare copy or
 conversion of the same pixels on one thread, which is the limit.
 """
 

@@ -1,7 +1,7 @@
 """Does a Ray cluster of two nodes with a core each write a cache as fast as this machine with two cores?
 
-Both write the same shards of the same files, in turns. Ray's rate is given twice: the cluster's workers are started and
-have imported fastdata before the clock runs, as in a build of hours; or all of it counts, as in one of seconds.
+Both write the same shards of the same files, in turns. Ray's rate is measured twice: after the cluster's workers have
+started and imported fastdata, as in a build that takes hours; and including that, as in a build that takes seconds.
 """
 
 from __future__ import annotations

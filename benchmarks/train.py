@@ -2,14 +2,14 @@
 
 python benchmarks/train.py [--images FOLDER] [--models resnet18 resnet50 vit_small_patch16_224] [--json FILE]
 
-Training steps (bf16, channels last, ``torch.compile``, batches of 256 at 224 px) of RandomResizedCrop, flip and
-Normalize of the same JPEG files. For each model: on one batch that lies on the GPU, which is the limit; fed by
-fastdata; and by torchvision and torch in the ways that people write: on the CPU, with floats made on the GPU, and with
-JPEGs decoded there. Each row says images a second, the share of a step in which the GPU's stream waits for its batch,
-and the GPU's utilisation as the driver counts it. The first section is the loaders alone: batches on the GPU, and no
-model.
+Training steps (bf16, channels last, ``torch.compile``, batches of 256 at 224 px) with RandomResizedCrop, flip and
+Normalize of the same JPEG files. Each model runs on one batch that stays on the GPU, which is the limit; with
+fastdata; and with torchvision and torch in the usual ways: on the CPU, with conversion to floats on the GPU, and with
+JPEGs decoded on the GPU. Each row has the images per second, the share of a step in which the GPU's stream waits for
+its batch, and the GPU utilisation reported by the driver. The first section has the loaders alone: batches on the
+GPU, without a model.
 
-Without a GPU it runs at a small size on the CPU, to see that it works; those are no figures.
+Without a GPU it runs at a small size on the CPU, only to check that it works; ignore the figures.
 """
 
 from __future__ import annotations

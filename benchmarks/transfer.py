@@ -1,14 +1,15 @@
-"""What does it cost to bring batches to the GPU?
+"""How long does it take to bring batches to the GPU?
 
 python benchmarks/transfer.py [--batch-mib 38] [--steps 200] [--rounds 5] [--json FILE]
 
-1. Waiting: how long the GPU's stream stands between a step's end and its batch (CUDA events around ``next``), and how
-   long the step is, against the same step on batches that lie on the GPU already; with a step that keeps the GPU busy
-   and with one of many small kernels. Loaders are as fast as can be: batches in memory, gathered ones, torch's ways.
-2. Bandwidth: bytes a second of the prefetcher with an empty step, against pinned blocks copied in turn.
-3. Work on the device: what is registered in ``DEVICE_WORK``, a batch each time, against its bytes over the bandwidth of
-   the device's memory.
-4. Batch ops: crop, flip and Normalize of 256 x 256 images on the CPU, on the device, and there from a store on it.
+1. Waiting: how long the GPU's stream is idle between the end of a step and its next batch (CUDA events around
+   ``next``), and how long the step is, compared with the same step on batches that are already on the GPU; with a
+   step that keeps the GPU busy, and with one of many small kernels. Loaders are as fast as possible: batches in
+   memory, gathered batches, and torch's own ways.
+2. Bandwidth: bytes per second of the prefetcher with an empty step, compared with copying pinned blocks in turn.
+3. Work on the device: each function in ``DEVICE_WORK`` on one batch, compared with the time that the device's memory
+   needs for the same bytes.
+4. Batch ops: crop, flip and Normalize of 256 x 256 images on the CPU, on the device, and from a store on the device.
 """
 
 from __future__ import annotations

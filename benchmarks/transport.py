@@ -1,9 +1,9 @@
-"""What does a batch cost on its way from a worker process?
+"""How long does a batch take from a worker process to the training loop?
 
-Every section runs three roads in turns over the same Dataset object with two persistent worker processes: torch's
-DataLoader, the same with RingCollate as its collate_fn, and fastdata's DataLoader. Rows are images a second, and CPU
-time (user and system of all processes) per image. The last sections are the start of a second epoch, and four loaders
-at once; run the script under a small /dev/shm to see the latter work without it:
+Every section runs three loaders in turns over the same Dataset object, with two persistent worker processes: torch's
+DataLoader, the same with RingCollate as its collate_fn, and fastdata's DataLoader. Rows are images per second, and
+CPU time (user and system time of all processes) per image. The last sections are the start of a second epoch, and
+four loaders at once. To see that these do not need /dev/shm, run the script with a small one:
 
     unshare -m sh -c 'mount -t tmpfs -o size=64m tmpfs /dev/shm && python benchmarks/transport.py --only loaders'
 """

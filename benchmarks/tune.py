@@ -1,10 +1,10 @@
 """Does tune find settings nearly as good as the best, in a third of the time that trying all of them takes?
 
-Five synthetic datasets wait for different things. Every setting of a grid is measured once, as long as a probe of tune;
-that is the exhaustive search, and its seconds. The three fastest are then measured again, longer, in turns with what
-tune chose of the same grid in two runs, and with what the package loadtune chose, by torch's loader,
-which is what it tunes, and by ours. So the best is the fastest of several, measured beside the others, by a plain loop.
-All loops are empty, over endlessly shuffled samples, in processes of their own.
+Five synthetic datasets wait for different things. The exhaustive search measures every setting of a grid once, as
+long as a probe of tune. Its three fastest settings are then measured again, longer, in turns with the settings that
+tune chose from the same grid in two runs, and with those that the package loadtune chose, in torch's loader (which it
+tunes) and in ours. So the best is the fastest of several settings, measured next to the others by a plain loop. All
+loops are empty, read endlessly shuffled samples, and run in their own processes.
 """
 
 from __future__ import annotations

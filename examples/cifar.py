@@ -2,7 +2,7 @@
 
     python examples/cifar.py [FOLDER] [--epochs 10]    10 class folders of 32x32 images; without one, some are drawn
 
-A tenth of the images is kept for validation. The drawn images are easy on purpose: shapes of ten colours in noise.
+A tenth of the images is used for validation. The drawn images are easy on purpose: discs of ten colours in noise.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Two imports swapped: torchvision's ImageFolder and torch's DataLoader are fastdata's.
+"""Replace two imports: ImageFolder and DataLoader come from fastdata instead of torchvision and torch.
 
 python examples/quickstart.py [FOLDER]        class folders of images; without one, some are drawn
 """

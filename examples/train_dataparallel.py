@@ -1,9 +1,9 @@
-"""Several GPUs in one process: DataParallel.
+"""Train on several GPUs in one process, with DataParallel.
 
     python examples/train_dataparallel.py [FOLDER] [--steps 100] [--batch-size 256]
 
-DataParallel gets the whole batch on the first GPU and sends the others their parts from there. One process per GPU
-(train_ddp.py) is faster. FOLDER holds class folders of images; without one, some are drawn.
+DataParallel gets the whole batch on the first GPU and sends parts of it to the others. One process per GPU
+(train_ddp.py) is faster. FOLDER has one folder of images for each class; without FOLDER, images are drawn.
 """
 
 import argparse

@@ -1,11 +1,12 @@
-"""Train with DistributedDataParallel: a process for each GPU, by nccl, or processes on the CPU, by gloo.
+"""Train with DistributedDataParallel: one process for each GPU (nccl), or processes on the CPU (gloo).
 
     torchrun --nproc-per-node 2 examples/train_ddp.py [FOLDER] [--resume FILE]
     python examples/train_ddp.py [FOLDER] [--resume FILE]                         one process alone
 
-FOLDER holds class folders of images; without one, some are drawn. The ranks of a machine prepare the images together
-and hold one copy of them; each reads its part of every epoch. FILE is written at the end of each epoch and, with
---save-every, inside it; where it exists, training goes on from there, with any number of ranks.
+FOLDER has one folder of images for each class; without FOLDER, images are drawn. The ranks of a machine prepare the
+images together and share one copy; each rank reads its part of every epoch. FILE is a checkpoint, written at the end
+of each epoch and, with --save-every, inside epochs. If FILE exists, training continues from it, with any number of
+ranks.
 """
 
 import argparse
@@ -79,7 +80,7 @@ def make_network(classes: int) -> nn.Module:
 
 
 def save(file: Path, states: dict[str, Any], epoch: int) -> None:
-    """Write where training stands, so that there is a whole checkpoint at any time."""
+    """Write a checkpoint, in such a way that there is a complete one at any time."""
     torch.save(
         {"epoch": epoch} | {name: each.state_dict() for name, each in states.items()}, f"{file}.new"
     )
@@ -87,7 +88,7 @@ def save(file: Path, states: dict[str, Any], epoch: int) -> None:
 
 
 def load(file: Path, states: dict[str, Any]) -> int:
-    """Go on where training stood, on every rank: the loader's state, too, is that of the whole run."""
+    """Load a checkpoint, on every rank: the loader's state is also that of the whole run, not of one rank."""
     saved = torch.load(file, map_location="cpu")
     for name, each in states.items():
         each.load_state_dict(saved[name])

@@ -1,4 +1,4 @@
-"""Why does training wait? A slow loader and its diagnosis, then a tuned one: seconds of an epoch before and after.
+"""Find out why training waits: a slow loader, its diagnosis, and a tuned loader, with the seconds of an epoch of both.
 
 python examples/why_idle.py [TRAIN_CSV] [--plot FILE]    columns file,label; without one, images and a CSV are made
 """
@@ -21,7 +21,7 @@ LAYER = torch.nn.Conv2d(3, 16, 3)
 
 
 class Photographs(data.Dataset):
-    """What most scripts begin with: every epoch reads, decodes and resizes every file again."""
+    """The dataset of most scripts: every epoch reads, decodes and resizes every file again."""
 
     def __init__(self, manifest: Path, transform: transforms.Compose) -> None:
         with open(manifest, newline="", encoding="utf-8") as file:
